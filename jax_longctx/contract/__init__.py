@@ -1,0 +1,27 @@
+"""The contract between the engine and a method (see `jax_longctx.contract.method`)."""
+
+from jax_longctx.contract.context import LayerContext
+from jax_longctx.contract.method import CacheShape, Method, MethodInfo
+from jax_longctx.contract.segments import (
+    CHUNK_ROWS,
+    Prompt,
+    Role,
+    RowGroup,
+    Segment,
+    chunk_segments,
+    make_segment,
+)
+
+__all__ = [
+    "CHUNK_ROWS",
+    "CacheShape",
+    "LayerContext",
+    "Method",
+    "MethodInfo",
+    "Prompt",
+    "Role",
+    "RowGroup",
+    "Segment",
+    "chunk_segments",
+    "make_segment",
+]

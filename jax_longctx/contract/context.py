@@ -1,0 +1,89 @@
+"""`LayerContext`: rotary embedding and the helpers that reach across the mesh, for one layer.
+
+Made by the engine inside the manual `shard_map`; on one device every collective is a no-op.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.rope import apply_rope, rope_angles
+
+__all__ = ["LayerContext"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerContext:
+    """What `attend` and `finish` may know about the layer and the mesh.
+
+    Attributes:
+      layer: index of the layer.
+      scale: factor of the attention logits.
+      window: sliding window of this layer in tokens, or None.
+      rope: the checkpoint's rotary embedding.
+      total: each row's total length, fixed before its first chunk (dynamic NTK needs it).
+      kernels: implementation asked of the `pallas_kernels` doors; None picks by platform.
+    """
+
+    layer: int
+    scale: float
+    window: int | None
+    rope: RopeConfig
+    total: Int[Array, " B"]
+    kernels: str | None = None
+
+    def rotate(
+        self, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T N H"]:
+        """`x` under rotary embedding at `positions`."""
+        cos, sin = rope_angles(self.rope, x.shape[-1], positions, self.total)
+        return apply_rope(x, cos, sin)
+
+    def replace_rope(self, rope: RopeConfig) -> "LayerContext":
+        """The same context under another rotary embedding."""
+        return dataclasses.replace(self, rope=rope)
+
+    def psum_heads(self, x: Array) -> Array:
+        """Sum over the shards of the heads (each shard has already reduced its own)."""
+        return jax.lax.psum(x, "tensor")
+
+    def pmax_heads(self, x: Array) -> Array:
+        """Maximum over the shards of the heads."""
+        return jax.lax.pmax(x, "tensor")
+
+    @property
+    def seq_size(self) -> int:
+        """Number of shards of the slots."""
+        return jax.lax.axis_size("seq")
+
+    def seq_offset(self, local_slots: int) -> Int[Array, ""]:
+        """Global index of this shard's first slot, when it holds `local_slots` of them."""
+        return jax.lax.axis_index("seq") * local_slots
+
+    def psum_seq(self, x: Array) -> Array:
+        """Sum over the shards of the slots."""
+        return jax.lax.psum(x, "seq")
+
+    def pmax_seq(self, x: Array) -> Array:
+        """Maximum over the shards of the slots."""
+        return jax.lax.pmax(x, "seq")
+
+    def seq_merge(
+        self, out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+        """Merges each shard's partial attention over its own slots, by log-sum-exp."""
+        if self.seq_size == 1:
+            return out, lse
+        top = jax.lax.pmax(lse, "seq")
+        safe = jnp.where(jnp.isfinite(top), top, 0.0)
+        weight = jnp.exp(lse - safe)
+        packed = jnp.concatenate(
+            [out.astype(jnp.float32) * weight[..., None], weight[..., None]], axis=-1
+        )
+        packed = jax.lax.psum(packed, "seq")
+        total = packed[..., -1]
+        merged = packed[..., :-1] / jnp.where(total > 0, total, 1.0)[..., None]
+        return merged.astype(out.dtype), jnp.where(total > 0, safe + jnp.log(total), -jnp.inf)

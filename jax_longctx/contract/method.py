@@ -1,0 +1,115 @@
+"""What a long-context method is: five duties, the segments it is fed, the context it attends in.
+
+A method is a frozen dataclass of hyper-parameters (a static argument of `jit`) with
+
+1. `init_cache(shape)`: the cache of one layer, a dataclass whose fields say their logical axes;
+2. `segments(prompt)`: how a prompt is fed, as `Segment`s of fixed shapes;
+3. `attend(q, k, v, cache, segment, ctx)`: attention of one layer over one segment, updating the
+   cache; queries, keys and values arrive before rotary embedding;
+4. `finish(cache, ctx)`: the context has been read; the cache may change its shapes here;
+5. `fork(cache)`: the cache as it was at the end of the context, for one more question;
+
+and `info`, its metadata. The model and the engine know no method by name.
+
+`attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
+and `tensor`, also on one device: they see the local rows, the local heads and the local slots, and
+reach other shards only through `LayerContext`'s helpers.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, Protocol
+
+from jaxtyping import Array, Float
+
+from jax_longctx.contract.context import LayerContext
+from jax_longctx.contract.segments import Prompt, Segment
+from jax_longctx.models.config import ModelConfig
+
+__all__ = ["CacheShape", "Method", "MethodInfo"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """What a method needs to allocate one layer's cache, in global (unsharded) sizes.
+
+    `slots` is the capacity in tokens that the engine planned for context, question and answer.
+    """
+
+    batch: int
+    slots: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: Any
+    layer: int
+    num_layers: int
+    window: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MethodInfo:
+    """What a method does to inference; printed by `jax-longctx methods`.
+
+    Attributes:
+      summary: one line for a user.
+      source: paper and section.
+      phase: which phase it changes.
+      query_aware: whether what is kept or read depends on the question.
+      keeps_all: whether every key of the context stays in memory.
+      needs_question: whether the question must be known at prefill (one prefill a question).
+      append_only: whether `fork` is a rewind that shares the context's buffers; if not it copies.
+    """
+
+    summary: str
+    source: str
+    phase: Literal["none", "prefill", "decode", "both"]
+    query_aware: bool
+    keeps_all: bool
+    needs_question: bool
+    append_only: bool
+
+
+class Method(Protocol):
+    """The five duties (see the module's docstring), `validate`, and the metadata."""
+
+    info: ClassVar[MethodInfo]
+
+    def validate(self, config: ModelConfig) -> None:
+        """Raises ConfigError when the method cannot run on such a model."""
+        ...
+
+    def init_cache(self, shape: CacheShape) -> Any:
+        """An empty cache for one layer: a registered dataclass of `axes_field`s."""
+        ...
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        """The prompt as segments, in order, as numpy arrays."""
+        ...
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: Any,
+        segment: Segment,
+        ctx: LayerContext,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
+        """Output, natural-log float32 log-sum-exp (-inf where nothing was seen), and the cache.
+
+        Rows beyond `valid` may hold anything finite.
+        """
+        ...
+
+    def finish(self, cache: Any, ctx: LayerContext) -> Any:
+        """Marks the end of the context; may return a cache of other shapes."""
+        ...
+
+    def fork(self, cache: Any) -> Any:
+        """The cache at the end of the context: a rewind if `append_only`, else a copy."""
+        ...
+
+    def read_bytes(self, cache: Any, length: int) -> int:
+        """Cache bytes one decode step reads from one layer's `cache` at context `length`."""
+        ...

@@ -1,0 +1,113 @@
+"""Segments: how a prompt is fed to the model, in pieces of a few fixed shapes."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jax_longctx.sharding import axes_field
+
+__all__ = ["CHUNK_ROWS", "Prompt", "Role", "RowGroup", "Segment", "chunk_segments", "make_segment"]
+
+# Segments are built on the host from numpy and become JAX arrays at the `jit` border.
+Array = jax.Array | np.ndarray
+
+Role = Literal["context", "probe", "probe_and_context", "query", "decode"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowGroup:
+    """A named block of a segment's T columns: `columns = slice(start, start + size)`."""
+
+    name: str
+    start: int
+    size: int
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.start, self.start + self.size)
+
+
+CHUNK_ROWS = "chunk"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A fixed-shape piece of the prompt, fed through the model in one pass.
+
+    Attributes:
+      tokens: token ids; within each row group, row b's first `valid[b, group]` columns count, the
+        rest is padding that no cache may keep and no score may see.
+      valid: valid tokens of each row in each group; a row with none is a complete no-op.
+      ends: whether the row's context (or question) ends with this segment.
+      role: what the segment is for. `context`: the text itself; `probe`: tokens that look at the
+        context without joining it; `probe_and_context`: both at once, in two row groups; `query`:
+        the question, whose last token's logits start the answer; `decode`: one generated token.
+      groups: static layout of the columns. Positions are not here: they come from the cache.
+    """
+
+    tokens: Int[Array, "B T"] = axes_field("batch", None)
+    valid: Int[Array, "B R"] = axes_field("batch", None)
+    ends: Bool[Array, " B"] = axes_field("batch")
+    role: Role = dataclasses.field(default="context", metadata={"static": True})
+    groups: tuple[RowGroup, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def group(self, name: str) -> RowGroup:
+        """The row group of that name; KeyError when the segment has none."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise KeyError(f"segment {self.role!r} has row groups {[g.name for g in self.groups]}")
+
+    def valid_of(self, name: str) -> Int[Array, " B"]:
+        """Valid tokens of each row in the named group."""
+        return self.valid[:, self.groups.index(self.group(name))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Token rows to be fed in one stage; every row may have its own length.
+
+    At stage `context` the question is None unless the method needs it at prefill. At stage
+    `question` the context is already in the cache and `context` is None.
+    """
+
+    stage: Literal["context", "question"]
+    chunk: int
+    context: Sequence[Sequence[int]] | None = None
+    question: Sequence[Sequence[int]] | None = None
+
+
+def make_segment(rows: Sequence[Sequence[int]], size: int, role: Role, ends: np.ndarray) -> Segment:
+    """One row group of `size` columns from rows of at most that length, padded on the right."""
+    tokens = np.zeros((len(rows), size), np.int32)
+    for b, row in enumerate(rows):
+        tokens[b, : len(row)] = row
+    valid = np.array([[len(row)] for row in rows], np.int32)
+    return Segment(tokens, valid, ends, role, (RowGroup(CHUNK_ROWS, 0, size),))
+
+
+def chunk_segments(rows: Sequence[Sequence[int]], chunk: int, role: Role) -> Iterator[Segment]:
+    """Ragged rows in chunks of `chunk` tokens; the last one padded to a quarter, a sixteenth ...
+
+    Row b contributes `clip(len_b - i * chunk, 0, chunk)` tokens to chunk i, so short rows become
+    no-ops instead of moving their tokens. The few sizes keep the number of compilations small.
+    """
+    lengths = np.array([len(row) for row in rows])
+    longest = int(lengths.max(initial=0))
+    for start in range(0, longest, chunk):
+        size = tail_size(min(chunk, longest - start), chunk)
+        ends = (lengths > start) & (lengths <= start + chunk)
+        yield make_segment([row[start : start + chunk] for row in rows], size, role, ends)
+
+
+def tail_size(tokens: int, chunk: int) -> int:
+    """The smallest of chunk, chunk/4, chunk/16 ... (at least 8) that holds `tokens`."""
+    size = chunk
+    while size // 4 >= max(tokens, 8):
+        size //= 4
+    return size

@@ -1,0 +1,107 @@
+"""How many slots a cache gets, what it costs, and whether that fits."""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jax_longctx.errors import CapacityError
+from jax_longctx.sharding import axes_of, tree_shardings
+
+__all__ = ["available_bytes", "bucket", "bytes_per_device", "check_fits", "format_bytes", "grow"]
+
+SMALLEST = 128
+# Shards of the slots stay multiples of this, which is what the attention kernels tile by.
+GRANULE = 128
+# Share of the free memory that caches may take; the rest is for activations.
+USABLE = 0.9
+
+
+def bucket(tokens: int, seq_shards: int = 1) -> int:
+    """Slots for `tokens`: at most an eighth more, so that few capacities are ever compiled."""
+    step = max(SMALLEST, 2 ** max(math.floor(math.log2(max(tokens, 1))) - 3, 0))
+    step = math.lcm(step, GRANULE * seq_shards)
+    return -(-max(tokens, 1) // step) * step
+
+
+def bytes_per_device(mesh: Mesh, abstract: Any) -> int:
+    """Bytes that a tree of caches (shapes will do) takes on each device of the mesh."""
+    arrays = jax.tree.leaves(abstract)
+    shardings = jax.tree.leaves(tree_shardings(mesh, abstract))
+    return sum(
+        math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for array, sharding in zip(arrays, shardings, strict=True)
+    )
+
+
+def available_bytes(device: jax.Device) -> int | None:
+    """Free memory of a device, or None where the platform does not tell."""
+    if device.platform == "cpu":
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+        return None
+    try:
+        stats = device.memory_stats()
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        # Pods and plugins may not implement it.
+        return None
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def check_fits(mesh: Mesh, tokens: int, need: int, per_token: float, available: int | None) -> None:
+    """Refuses a context whose caches do not fit.
+
+    Args:
+      tokens: slots asked for, for the longest row.
+      need: bytes a device for them.
+      per_token: bytes a device for one more slot in every row.
+      available: free bytes a device, None when unknown (then nothing is refused).
+    """
+    if available is None or need <= USABLE * available:
+        return
+    fixed = need - per_token * tokens
+    fits = int(max(USABLE * available - fixed, 0) / per_token) if per_token else 0
+    raise CapacityError(
+        f"a cache of {tokens:,} tokens needs {format_bytes(need)} on each device, "
+        f"{format_bytes(int(USABLE * available))} of {format_bytes(available)} free is usable: "
+        f"about {fits:,} tokens would fit; shorten the context, use fewer rows, more devices "
+        f"(--mesh) or a method that keeps a budget"
+    )
+
+
+def grow(caches: Any, slots: int, more: int) -> Any:
+    """The caches with `more` slots beside their `slots`; other axes are left alone.
+
+    A cache whose size is the method's own budget has no `slots` axis and stays as it is.
+    """
+    axes = jax.tree.leaves(axes_of(caches, _Axes))
+    leaves, structure = jax.tree.flatten(caches)
+
+    def widen(array: Any, names: tuple[str | None, ...]) -> Any:
+        widths = [(0, more if name == "slots" else 0) for name in names]
+        return jax.numpy.pad(array, widths) if any(high for _, high in widths) else array
+
+    padded = [widen(leaf, name.axes) for leaf, name in zip(leaves, axes, strict=True)]
+    return jax.tree.unflatten(structure, padded)
+
+
+class _Axes:
+    """A pytree leaf that holds the axes (a tuple would be a subtree)."""
+
+    def __init__(self, axes: tuple[str | None, ...]):
+        self.axes = axes
+
+
+def format_bytes(count: int) -> str:
+    """`1536` -> `1.5 KiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,374 @@
+"""The engine: token rows in, caches and tokens out, for any method on any mesh.
+
+A context is prefilled once, in chunks of a fixed shape, and asked many questions. Each question
+forks the context's cache, feeds its tokens, and decodes in blocks inside one compiled loop, so
+that streaming costs one host round trip a block, not one a token.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_longctx.contract import Method, Prompt
+from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import (
+    available_bytes,
+    bucket,
+    bytes_per_device,
+    check_fits,
+    grow,
+)
+from jax_longctx.engine.sampling import Sampling, sampling_values
+from jax_longctx.errors import InputError
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.sharding import check_divisible
+
+__all__ = ["Context", "Engine", "Progress"]
+
+Rows = Sequence[Sequence[int]]
+
+# Columns of a decode block: one host round trip for that many tokens. The first blocks of an
+# answer are shorter, so that its first words do not wait for a whole block.
+BLOCK = 32
+FIRST_BLOCKS = (1, 4, 12)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Tokens read so far, of all rows, and the seconds it took."""
+
+    done: int
+    total: int
+    seconds: float
+
+
+@dataclasses.dataclass
+class Context:
+    """A prefilled context: a handle for `Engine.stream`; the engine alone changes it.
+
+    Attributes:
+      rows: the context's token ids, padding rows included.
+      batch: rows that are the caller's (the rest pads the mesh's data axis).
+      slots: capacity of the cache in tokens.
+      total: each row's total length, as rotary embedding sees it.
+      caches: one a layer; None while a question over an append-only method borrows them.
+    """
+
+    rows: list[list[int]]
+    batch: int
+    slots: int
+    total: jax.Array
+    caches: tuple[Any, ...] | None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [len(row) for row in self.rows[: self.batch]]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes the caches hold, over all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.caches))
+
+
+@dataclasses.dataclass
+class _Run:
+    """The caches of the question at hand: always the newest, the older ones were donated."""
+
+    caches: tuple[Any, ...]
+
+
+class Engine:
+    """One model, one method, one mesh.
+
+    Args:
+      params: nested dict of the model's parameters, on the mesh.
+      chunk: tokens of a row that one prefill pass takes.
+      memory_limit: bytes a device for caches; None asks the device.
+
+    Raises:
+      ConfigError: the method or the mesh does not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Any,
+        method: Method,
+        mesh: Mesh,
+        *,
+        chunk: int = 512,
+        kernels: str | None = None,
+        memory_limit: int | None = None,
+    ):
+        if chunk < 1:
+            raise InputError(f"chunk must be at least 1 token, got {chunk}")
+        method.validate(config)
+        check_divisible(
+            mesh, heads=config.num_heads, kv_heads=config.num_kv_heads, vocab=config.vocab_size
+        )
+        dtype = jnp.dtype(params["embed"]["table"].dtype)
+        self.config, self.params, self.method, self.mesh = config, params, method, mesh
+        self.chunk, self.memory_limit = chunk, memory_limit
+        self.setup = programs.Setup(config, method, mesh, dtype, kernels)
+
+    def prefill(
+        self,
+        contexts: Rows,
+        *,
+        reserve: int,
+        questions: Rows | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> Context:
+        """Reads the contexts (rows of any length, also empty) into a cache.
+
+        Args:
+          reserve: slots kept free in every row for a question and its answer; a longer one makes
+            the cache grow.
+          questions: what will be asked; only for methods that need it at prefill.
+          progress: called after every chunk.
+
+        Raises:
+          InputError: token ids out of the vocabulary, or a question missing.
+          CapacityError: the caches do not fit; nothing has been computed.
+        """
+        rows = self._pad_rows(contexts)
+        total = [len(row) + reserve for row in rows]
+        slots = bucket(max(total), self.mesh.shape["seq"])
+        self._check_capacity(len(rows), slots)
+        if self.method.info.needs_question and questions is None:
+            raise InputError("this method needs the question at prefill; give `questions`")
+        asked = self._pad_rows(questions) if self.method.info.needs_question else None
+        context = Context(rows, len(contexts), slots, jnp.array(total, jnp.int32), None)
+        caches = programs.init_caches(self.setup, len(rows), slots)
+        prompt = Prompt("context", self.chunk, context=rows, question=asked)
+        caches = self._feed(caches, prompt, context, progress)
+        context.caches = programs.finish_context(self.setup, caches, context.total)
+        return context
+
+    def _feed(
+        self,
+        caches: tuple[Any, ...],
+        prompt: Prompt,
+        context: Context,
+        progress: Callable[[Progress], None] | None,
+    ) -> tuple[Any, ...]:
+        everything = sum(map(len, prompt.context or ()))
+        begun, done, marker = time.perf_counter(), 0, None
+        for segment in self.method.segments(prompt):
+            previous = marker
+            caches, marker = programs.run_segment(
+                self.setup, self.params, caches, segment, context.total, None, "none"
+            )
+            if previous is not None:
+                # One segment computes while the next is dispatched; never a longer queue.
+                previous.block_until_ready()
+                if progress is not None:
+                    progress(Progress(done, everything, time.perf_counter() - begun))
+            done += int(np.sum(segment.valid[:, 0]))
+        if marker is not None:
+            marker.block_until_ready()
+        if progress is not None:
+            progress(Progress(everything, everything, time.perf_counter() - begun))
+        return caches
+
+    def stream(
+        self,
+        context: Context,
+        questions: Rows,
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int = 128,
+        stop_ids: Sequence[int] = (),
+    ) -> Iterator[list[list[int]]]:
+        """Asks one question a row; yields each row's new tokens, block by block.
+
+        A row ends with a token of `stop_ids` (yielded too) or after `max_tokens`. The context is
+        left as it was, also when the iterator is closed early.
+
+        Raises:
+          InputError: an empty question, token ids out of the vocabulary, logits not finite.
+          CapacityError: question and answer need a larger cache, which does not fit.
+        """
+        sampling = sampling or Sampling()
+        if max_tokens < 1:
+            raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
+        if len(questions) != context.batch:
+            raise InputError(
+                f"{context.batch} contexts need as many questions, {len(questions)} given"
+            )
+        for row, question in enumerate(questions):
+            if not len(question):
+                raise InputError(f"question {row} is empty; it needs at least one token")
+        rows = self._pad_rows(questions)
+        self._ensure_slots(context, max(map(len, rows)) + max_tokens)
+        run = _Run(self._fork(context))
+        static = (BLOCK, sampling.static())
+        try:
+            state = self._question(run, context, rows, sampling, max_tokens, stop_ids)
+            yield _chosen(np.asarray(state.token)[:, None], context.batch)
+            blocks = iter(FIRST_BLOCKS)
+            while not np.all(np.asarray(state.done)):
+                steps = jnp.int32(next(blocks, BLOCK))
+                run.caches, state, chosen = programs.decode_block(
+                    self.setup,
+                    self.params,
+                    run.caches,
+                    state,
+                    context.total,
+                    steps,
+                    sampling_values(sampling),
+                    static,
+                )
+                yield _chosen(np.asarray(chosen), context.batch)
+        finally:
+            if self.method.info.append_only:
+                context.caches = run.caches
+
+    def _question(
+        self,
+        run: "_Run",
+        context: Context,
+        rows: list[list[int]],
+        sampling: Sampling,
+        max_tokens: int,
+        stop_ids: Sequence[int],
+    ) -> programs.DecodeState:
+        """Feeds the questions and chooses each row's first token."""
+        batch, vocabulary = len(rows), self.config.vocab_size
+        logits = jnp.zeros((batch, vocabulary), jnp.float32)
+        for segment in self.method.segments(Prompt("question", self.chunk, question=rows)):
+            run.caches, logits = programs.run_segment(
+                self.setup, self.params, run.caches, segment, context.total, logits, "last"
+            )
+        state = programs.DecodeState(
+            token=jnp.zeros((batch,), jnp.int32),
+            done=jnp.array([not row for row in rows]),
+            count=jnp.zeros((batch,), jnp.int32),
+            limit=jnp.full((batch,), max_tokens, jnp.int32),
+            stops=jnp.array(sorted(set(stop_ids)) or [-1], jnp.int32),
+            seen=self._seen(context, rows) if sampling.penalised else None,
+            seed=jnp.uint32(sampling.seed),
+        )
+        state, finite = programs.start_answer(
+            self.setup, state, logits, sampling_values(sampling), sampling.static()
+        )
+        if not np.all(np.asarray(finite)):
+            raise InputError(
+                "the model's logits are not finite: its weights hold NaN or infinite values, "
+                "or overflow in this dtype; convert the checkpoint again or try float32"
+            )
+        return state
+
+    def _seen(self, context: Context, rows: list[list[int]]) -> jax.Array:
+        seen = np.zeros((len(rows), self.config.vocab_size), bool)
+        for b, question in enumerate(rows):
+            seen[b, context.rows[b]] = True
+            seen[b, question] = True
+        return jnp.array(seen)
+
+    def _fork(self, context: Context) -> tuple[Any, ...]:
+        """The caches for one question; an append-only method's context lends its buffers."""
+        if context.caches is None:
+            raise InputError(
+                "this context is answering another question; finish or close that first"
+            )
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(context.caches)):
+            raise InputError("this context was lost to an interruption; prefill it again")
+        caches = tuple(self.method.fork(cache) for cache in context.caches)
+        if self.method.info.append_only:
+            context.caches = None
+        return caches
+
+    def score(self, rows: Rows, *, total: Sequence[int] | None = None) -> list[np.ndarray]:
+        """float32 logits `[length, V]` of every token of each row, fed as a context.
+
+        `total` is each row's total length for rotary embedding, its own length by default.
+        """
+        padded = self._pad_rows(rows)
+        lengths = [*(total or map(len, rows))] + [0] * (len(padded) - len(rows))
+        slots = bucket(max(map(len, padded)), self.mesh.shape["seq"])
+        self._check_capacity(len(padded), slots)
+        caches = programs.init_caches(self.setup, len(padded), slots)
+        totals = jnp.array(lengths, jnp.int32)
+        pieces: list[list[np.ndarray]] = [[] for _ in rows]
+        for segment in self.method.segments(Prompt("context", self.chunk, context=padded)):
+            caches, logits = programs.run_segment(
+                self.setup, self.params, caches, segment, totals, None, "all"
+            )
+            block = np.asarray(logits)
+            for b in range(len(rows)):
+                pieces[b].append(block[b, : int(segment.valid[b, 0])])
+        return [np.concatenate(piece) for piece in pieces]
+
+    def generate_tokens(
+        self,
+        prompts: Rows,
+        *,
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> list[list[int]]:
+        """Continues each prompt: all but its last token is context, the last is the question."""
+        for row, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise InputError(f"prompt {row} is empty; it needs at least one token")
+        last = [list(prompt[-1:]) for prompt in prompts]
+        context = self.prefill(
+            [prompt[:-1] for prompt in prompts], reserve=1 + max_tokens, questions=last
+        )
+        answers: list[list[int]] = [[] for _ in prompts]
+        for block in self.stream(
+            context, last, sampling=sampling, max_tokens=max_tokens, stop_ids=stop_ids
+        ):
+            for answer, new in zip(answers, block, strict=True):
+                answer.extend(new)
+        return answers
+
+    def _pad_rows(self, rows: Rows) -> list[list[int]]:
+        """Checked token ids, with empty rows added to fill the mesh's data axis."""
+        if not len(rows):
+            raise InputError("no rows given; expected at least one")
+        size = self.config.vocab_size
+        for b, row in enumerate(rows):
+            ids = np.asarray(row, np.int64)
+            bad = ids[(ids < 0) | (ids >= size)]
+            if bad.size:
+                raise InputError(
+                    f"row {b} holds token id {bad[0]}, the model's vocabulary is 0..{size - 1}; "
+                    f"use the tokenizer that belongs to the checkpoint"
+                )
+        data = self.mesh.shape["data"]
+        return [*map(list, rows), *([] for _ in range(-len(rows) % data))]
+
+    def _cache_bytes(self, batch: int, slots: int) -> int:
+        abstract = jax.eval_shape(lambda: programs.empty_caches(self.setup, batch, slots))
+        return bytes_per_device(self.mesh, abstract)
+
+    def _check_capacity(self, batch: int, slots: int, held: int = 0) -> None:
+        """CapacityError unless caches of that size fit beside what is in memory already."""
+        device = self.mesh.local_devices[0]
+        available = self.memory_limit or available_bytes(device)
+        need = self._cache_bytes(batch, slots)
+        per_token = (self._cache_bytes(batch, 2 * slots) - need) / slots
+        check_fits(self.mesh, slots, need + held, per_token, available)
+
+    def _ensure_slots(self, context: Context, extra: int) -> None:
+        """Grows the context's caches to the next bucket when question and answer need more."""
+        need = max(context.lengths) + extra
+        if need <= context.slots or context.caches is None:
+            return
+        slots = bucket(need, self.mesh.shape["seq"])
+        self._check_capacity(len(context.rows), slots)
+        context.caches = grow(context.caches, context.slots, slots - context.slots)
+        context.slots = slots
+
+
+def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:
+    return [[int(token) for token in row if token >= 0] for row in block_BX[:batch]]

@@ -1,0 +1,266 @@
+"""The compiled programs: one segment, the end of the context, a block of decode steps.
+
+Pure functions of `(static setup, arrays...)`. Caches are donated everywhere and updated in place.
+`attend` and `finish` run inside one manual `shard_map` over the whole mesh; projections, MLP and
+head are left to the compiler through shardings.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_longctx.contract import CHUNK_ROWS, CacheShape, LayerContext, Method, RowGroup, Segment
+from jax_longctx.engine.sampling import choose
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import Attend, Llama, abstract_model
+from jax_longctx.sharding import logical_spec, tree_shardings, tree_specs
+
+__all__ = ["DecodeState", "Setup", "cache_shapes", "decode_block", "finish_context", "init_caches"]
+
+BATCH = logical_spec(("batch",))
+HEADS = logical_spec(("batch", None, "heads", None))
+KV_HEADS = logical_spec(("batch", None, "kv_heads", None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Everything static: what the programs are compiled for."""
+
+    config: ModelConfig
+    method: Method
+    mesh: Mesh
+    dtype: Any
+    kernels: str | None = None
+
+    def layer_context(self, layer: int, total: Array) -> LayerContext:
+        return LayerContext(
+            layer=layer,
+            scale=self.config.head_dim**-0.5,
+            window=self.config.windows[layer],
+            rope=self.config.rope,
+            total=total,
+            kernels=self.kernels,
+        )
+
+    def shard_map(self, body: Any, in_specs: Any, out_specs: Any) -> Any:
+        """`body` as one program a device, manual over every mesh axis."""
+        # Values that are equal on all shards of an axis (a psum's result) carry no proof of it
+        # through kernels, so the replication check stays off.
+        return jax.shard_map(
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    return abstract_model(config)
+
+
+def _model(config: ModelConfig, params: Any) -> Llama:
+    """The module over a nested dict of parameters."""
+    graphdef, abstract = _abstract(config)
+    state = jax.tree.map(lambda leaf: leaf, abstract)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
+
+
+def _attend(setup: Setup, segment: Segment, total_B: Array) -> Attend:
+    """The model's `attend`: the method's, inside the manual `shard_map`."""
+    segment_specs = tree_specs(segment)
+
+    def attend(layer: int, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
+        def local(q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array) -> Any:
+            ctx = setup.layer_context(layer, total)
+            out, _, cache = setup.method.attend(q, k, v, cache, segment, ctx)
+            return out, cache
+
+        cache_specs = tree_specs(cache)
+        in_specs = (HEADS, KV_HEADS, KV_HEADS, cache_specs, segment_specs, BATCH)
+        run = setup.shard_map(local, in_specs, (HEADS, cache_specs))
+        return run(q, k, v, cache, segment, total_B)
+
+    return attend
+
+
+def cache_shapes(setup: Setup, batch: int, slots: int) -> list[CacheShape]:
+    """What each layer's `init_cache` is asked for."""
+    config = setup.config
+    return [
+        CacheShape(
+            batch=batch,
+            slots=slots,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=setup.dtype,
+            layer=layer,
+            num_layers=config.num_layers,
+            window=config.windows[layer],
+        )
+        for layer in range(config.num_layers)
+    ]
+
+
+def empty_caches(setup: Setup, batch: int, slots: int) -> tuple[Any, ...]:
+    """Every layer's empty cache, unsharded; call it under `jax.eval_shape` or `init_caches`."""
+    return tuple(setup.method.init_cache(shape) for shape in cache_shapes(setup, batch, slots))
+
+
+def init_caches(setup: Setup, batch: int, slots: int) -> tuple[Any, ...]:
+    """Every layer's empty cache, made on its shards."""
+    make = functools.partial(empty_caches, setup, batch, slots)
+    shardings = tree_shardings(setup.mesh, jax.eval_shape(make))
+    return jax.jit(make, out_shardings=shardings)()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 5))
+def run_segment(
+    setup: Setup,
+    params: Any,
+    caches: tuple[Any, ...],
+    segment: Segment,
+    total: Int[Array, " B"],
+    last: Float[Array, "B V"] | None,
+    logits: Literal["none", "last", "all"],
+) -> tuple[tuple[Any, ...], Any]:
+    """One segment through the model.
+
+    Args:
+      last: each row's logits so far, kept where the row has no token in this segment; given when
+        `logits` is "last".
+      logits: what to return beside the caches: a marker that is ready when the segment is done,
+        the logits of each row's last valid token, or of all tokens `[B, T, V]` (of the chunk rows).
+    """
+    model = _model(setup.config, params)
+    hidden_BTD, caches = model.hidden(segment.tokens, caches, _attend(setup, segment, total))
+    hidden_BTD = hidden_BTD[:, segment.group(CHUNK_ROWS).columns]
+    if logits == "none":
+        return caches, jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
+    if logits == "all":
+        return caches, model.logits(hidden_BTD)
+    valid_B = segment.valid_of(CHUNK_ROWS)
+    ends_B11 = jnp.maximum(valid_B - 1, 0)[:, None, None]
+    new_BV = model.logits(jnp.take_along_axis(hidden_BTD, ends_B11, axis=1)[:, 0])
+    return caches, jnp.where((valid_B > 0)[:, None], new_BV, last)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def finish_context(
+    setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"]
+) -> tuple[Any, ...]:
+    """Every layer's `finish`, which may change the caches' shapes."""
+    finished = []
+    for layer, cache in enumerate(caches):
+
+        def local(cache: Any, total: Array, layer: int = layer) -> Any:
+            return setup.method.finish(cache, setup.layer_context(layer, total))
+
+        in_specs = (tree_specs(cache), BATCH)
+        # What comes back is known by tracing; its fields then say how it is sharded.
+        traced = jax.eval_shape(setup.shard_map(local, in_specs, PartitionSpec()), cache, total)
+        finished.append(setup.shard_map(local, in_specs, tree_specs(traced))(cache, total))
+    return tuple(finished)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Where each row's answer stands.
+
+    Attributes:
+      token: the row's newest token, not yet fed through the model.
+      done: rows that have stopped; they are no-ops.
+      count: tokens generated so far, `token` included.
+      limit: most tokens the row may generate.
+      stops: token ids that end an answer, padded with -1.
+      seen: tokens under the repetition penalty, or None.
+      seed: of the random draws.
+    """
+
+    token: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    count: Int[Array, " B"]
+    limit: Int[Array, " B"]
+    stops: Int[Array, " E"]
+    seen: Bool[Array, "B V"] | None
+    seed: Int[Array, ""]
+
+    def accept(self, token: Array) -> "DecodeState":
+        """The state after `token` was chosen for the rows that are not done."""
+        count = self.count + ~self.done
+        stop = jnp.any(token[:, None] == self.stops, axis=-1) | (count >= self.limit)
+        seen = self.seen
+        if seen is not None:
+            rows = jnp.arange(token.shape[0])
+            seen = seen.at[rows, token].max(~self.done)
+        token = jnp.where(self.done, self.token, token)
+        return dataclasses.replace(self, token=token, done=self.done | stop, count=count, seen=seen)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=1)
+def start_answer(
+    setup: Setup,
+    state: DecodeState,
+    logits: Float[Array, "B V"],
+    values: Float[Array, " 3"],
+    sampling: tuple[bool, int, bool, bool],
+) -> tuple[DecodeState, Bool[Array, " B"]]:
+    """Chooses each row's first token from the question's last logits, and says which are finite."""
+    token = choose(logits, state.seen, state.seed, state.count, values, sampling)
+    finite = jnp.all(jnp.isfinite(logits), axis=-1) | state.done
+    return _replicate(setup, state.accept(token)), finite
+
+
+@functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=(2, 3))
+def decode_block(
+    setup: Setup,
+    params: Any,
+    caches: tuple[Any, ...],
+    state: DecodeState,
+    total: Int[Array, " B"],
+    steps: Int[Array, ""],
+    values: Float[Array, " 3"],
+    static: tuple[int, tuple[bool, int, bool, bool]],
+) -> tuple[tuple[Any, ...], DecodeState, Int[Array, "B X"]]:
+    """Up to `steps` decode steps on the device; stops early when every row is done.
+
+    `static` is (X, the static part of the sampling): X columns of new tokens come back, -1 where
+    a row chose none.
+    """
+    columns, sampling = static
+    model = _model(setup.config, params)
+    batch = state.token.shape[0]
+
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        index, caches, state, chosen_BX = carry
+        valid_B1 = (~state.done).astype(jnp.int32)[:, None]
+        segment = Segment(
+            state.token[:, None], valid_B1, state.done, "decode", (RowGroup(CHUNK_ROWS, 0, 1),)
+        )
+        hidden_B1D, caches = model.hidden(segment.tokens, caches, _attend(setup, segment, total))
+        logits_BV = model.logits(hidden_B1D[:, 0])
+        token_B = choose(logits_BV, state.seen, state.seed, state.count, values, sampling)
+        column_B = jnp.where(state.done, -1, token_B)
+        chosen_BX = jax.lax.dynamic_update_slice(chosen_BX, column_B[:, None], (0, index))
+        return index + 1, caches, state.accept(token_B), chosen_BX
+
+    def unfinished(carry: tuple[Any, ...]) -> Array:
+        index, _, state, _ = carry
+        return (index < jnp.minimum(steps, columns)) & ~jnp.all(state.done)
+
+    empty_BX = jnp.full((batch, columns), -1, jnp.int32)
+    carry = (jnp.int32(0), caches, state, empty_BX)
+    _, caches, state, chosen_BX = jax.lax.while_loop(unfinished, step, carry)
+    return caches, *_replicate(setup, (state, chosen_BX))
+
+
+def _replicate(setup: Setup, tree: Any) -> Any:
+    """Every process reads these: the same on all devices."""
+    everywhere = NamedSharding(setup.mesh, PartitionSpec())
+    return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: everywhere, tree))

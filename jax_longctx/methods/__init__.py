@@ -1,0 +1,31 @@
+"""The methods by name. Adding one is a file in this folder and a line of `METHODS`."""
+
+from jax_longctx.methods.dynamic_ntk import DynamicNTK
+from jax_longctx.methods.full import Full
+from jax_longctx.methods.settings import describe_method, make_from, method_settings
+
+__all__ = ["METHODS", "DynamicNTK", "Full", "describe", "make_method", "settings_of"]
+
+METHODS: dict[str, type] = {
+    "full": Full,
+    "dynamic-ntk": DynamicNTK,
+}
+
+
+def make_method(name: str, settings: dict[str, str] | None = None):
+    """The method of that name with `--set key=value` settings, typed and validated.
+
+    Raises:
+      ConfigError: unknown method, unknown setting, or a value of the wrong type or range.
+    """
+    return make_from(METHODS, name, settings or {})
+
+
+def describe(name: str) -> dict[str, object]:
+    """Metadata and settings of a method, JSON-able (`jax-longctx methods --json`)."""
+    return describe_method(METHODS, name)
+
+
+def settings_of(method: object) -> dict[str, object]:
+    """A method instance as its name and settings, JSON-able; `make_method` takes it back."""
+    return method_settings(METHODS, method)

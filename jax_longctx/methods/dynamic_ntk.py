@@ -1,0 +1,69 @@
+"""Dynamic NTK: full attention under a rotary base that grows with the length.
+
+Extrapolates a model beyond its trained length without training. For a row of total length
+n > n0 (the trained length) the rotary base becomes
+
+    base' = base * (f * n / n0 - (f - 1)) ** (H / (H - 2))
+
+with factor f (ReAttention, section 4.1, uses it as a baseline with f = 4; the formula is the one
+transformers calls `dynamic`). Up to n0 it is full attention.
+
+The row's total is fixed before its first chunk, so that every key of a row is rotated with one
+base and chunked prefill equals whole prefill; on one forward without cache it agrees with
+transformers. Implementations that let the base move while they decode over cached keys (rotated
+with older bases) compute something else.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from jax_longctx.contract import LayerContext, MethodInfo, Segment
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods.full import Full
+from jax_longctx.models.config import ModelConfig
+
+__all__ = ["DynamicNTK"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicNTK:
+    """Full attention whose rotary base follows the row's total length.
+
+    `factor` is f above: how many times the trained length the formula is centred on.
+    """
+
+    factor: float = 4.0
+
+    info: ClassVar[MethodInfo] = MethodInfo(
+        summary="exact attention, rotary base stretched beyond the trained length",
+        source="NTK-aware scaling; a baseline of ReAttention, section 4.1",
+        phase="both",
+        query_aware=False,
+        keeps_all=True,
+        needs_question=False,
+        append_only=True,
+    )
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1.0:
+            raise ConfigError(f"dynamic-ntk: factor must be at least 1, got {self.factor}")
+
+    def validate(self, config: ModelConfig) -> None:
+        if config.rope.kind not in ("default", "dynamic"):
+            raise ConfigError(
+                f"dynamic-ntk would replace the checkpoint's own rope scaling "
+                f"{config.rope.kind!r}; use --method full with such a model"
+            )
+
+    def attend(
+        self, q: Any, k: Any, v: Any, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Any, Any, Any]:
+        rope = dataclasses.replace(ctx.rope, kind="dynamic", factor=self.factor)
+        return Full().attend(q, k, v, cache, segment, ctx.replace_rope(rope))
+
+    # Everything but the rotary embedding is full attention's.
+    init_cache = Full.init_cache
+    segments = Full.segments
+    finish = Full.finish
+    fork = Full.fork
+    read_bytes = Full.read_bytes

@@ -1,0 +1,94 @@
+"""Full attention: every token attends every earlier token, exactly.
+
+The baseline of every method and the definition of right. Keys are cached after rotary embedding
+at their true positions. A chunk of queries attends the cache (all of it visible) and itself
+(causal), two partial results merged by log-sum-exp; one token attends the cache alone, after its
+own key was appended. Cost: O(L^2) in prefill, the whole cache read once a decode step.
+
+Where a layer has a sliding window (Mistral v0.1, some Qwen2), keys further back are not seen.
+They stay in memory: slots are not reused.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_longctx.caches import AppendCache, append, empty_append_cache
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    CacheShape,
+    LayerContext,
+    MethodInfo,
+    Prompt,
+    Segment,
+    chunk_segments,
+)
+from jax_longctx.models.config import ModelConfig
+from pallas_kernels import cache_attention, causal_attention, decode_attention, merge
+
+__all__ = ["Full"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Full:
+    """Exact attention over the whole context."""
+
+    info: ClassVar[MethodInfo] = MethodInfo(
+        summary="exact attention over every token; the baseline",
+        source="Vaswani et al. 2017, section 3.2",
+        phase="none",
+        query_aware=False,
+        keeps_all=True,
+        needs_question=False,
+        append_only=True,
+    )
+
+    def validate(self, config: ModelConfig) -> None:
+        """Every model can run it."""
+
+    def init_cache(self, shape: CacheShape) -> AppendCache:
+        return empty_append_cache(shape)
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        if prompt.stage == "context":
+            return chunk_segments(prompt.context or (), prompt.chunk, "context")
+        return chunk_segments(prompt.question or (), prompt.chunk, "query")
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: AppendCache,
+        segment: Segment,
+        ctx: LayerContext,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], AppendCache]:
+        positions_BT = cache.position[:, None] + jnp.arange(q.shape[1])
+        q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
+        past_B = cache.length
+        cache = append(cache, k, v, segment.valid_of(CHUNK_ROWS), ctx)
+        # This shard's slots are global slots offset .. offset + S - 1; slot is position here.
+        offset = ctx.seq_offset(cache.k.shape[2])
+        where = {"query_start": positions_BT[:, 0], "slot_start": offset}
+        how = {"scale": ctx.scale, "window": ctx.window, "implementation": ctx.kernels}
+        if q.shape[1] == 1:
+            seen_B = jnp.clip(cache.length - offset, 0, cache.k.shape[2])
+            part = decode_attention(q, cache.k, cache.v, seen_B, **where, **how)
+            return *ctx.seq_merge(*part), cache
+        seen_B = jnp.clip(past_B - offset, 0, cache.k.shape[2])
+        earlier = ctx.seq_merge(*cache_attention(q, cache.k, cache.v, seen_B, **where, **how))
+        within = causal_attention(q, k, v, **how)
+        return *merge([earlier, within]), cache
+
+    def finish(self, cache: AppendCache, ctx: LayerContext) -> AppendCache:
+        return cache.end_context()
+
+    def fork(self, cache: AppendCache) -> AppendCache:
+        return cache.rewind()
+
+    def read_bytes(self, cache: AppendCache, length: int) -> int:
+        per_slot = (cache.k.size + cache.v.size) // cache.k.shape[2] * cache.k.dtype.itemsize
+        return per_slot * length

@@ -1,0 +1,236 @@
+"""The decoder of the Llama family: Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, InternLM2.
+
+One pre-norm decoder, configured by `ModelConfig`. Its only unusual trait: queries, keys and
+values leave the layer *before* rotary embedding, through the `attend` function the caller gives.
+Whoever attends decides what is cached and at which position each key is seen, so every
+long-context method runs on this one model.
+
+Arrays carry the letters of the glossary: B batch, T tokens of the segment, N query heads, K kv
+heads, H head dim, D model, F ffn, V vocabulary.
+
+The layers are unrolled, not scanned: each layer's cache stays a separate buffer that is updated
+in place and that a kernel reads without slicing it out of a stack, and layers may differ (a
+sliding window on some, a budget a layer).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.sharding import logical_sharding
+
+__all__ = ["Attend", "Llama", "ParamInfo", "abstract_model", "init_params", "param_infos"]
+
+# (layer index, q_BTNH, k_BTKH, v_BTKH, that layer's cache) -> (out_BTNH, cache)
+Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamInfo:
+    """Shape and logical axes (see `jax_longctx.sharding.RULES`) of one parameter."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int):
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
+    return nnx.Param(value, axes=axes)
+
+
+def _zeros(shape: tuple[int, ...], axes: tuple[str | None, ...]):
+    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm in float32; the scale multiplies after the cast back, as in HF."""
+
+    def __init__(self, size: int, eps: float):
+        self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=(None,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return self.scale[...] * normed.astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """A `[V, D]` table: token embedding, or output head."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        shape = (config.vocab_size, config.model_dim)
+        self.table = _param(rngs, shape, ("vocab", "embed"), config.model_dim)
+
+
+class Attention(nnx.Module):
+    """The projections around `attend`; no rotary embedding here."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        d, n, k, h = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim
+        self.q = _param(rngs, (d, n, h), ("embed", "heads", "head_dim"), d)
+        self.k = _param(rngs, (d, k, h), ("embed", "kv_heads", "head_dim"), d)
+        self.v = _param(rngs, (d, k, h), ("embed", "kv_heads", "head_dim"), d)
+        self.o = _param(rngs, (n, h, d), ("heads", "head_dim", "embed"), n * h)
+        if config.qkv_bias:
+            self.q_bias = _zeros((n, h), ("heads", "head_dim"))
+            self.k_bias = _zeros((k, h), ("kv_heads", "head_dim"))
+            self.v_bias = _zeros((k, h), ("kv_heads", "head_dim"))
+        if config.o_bias:
+            self.o_bias = _zeros((d,), ("embed",))
+        if config.qk_norm:
+            self.q_norm = RMSNorm(h, config.norm_eps)
+            self.k_norm = RMSNorm(h, config.norm_eps)
+        self.config = config
+
+    def project(self, x_BTD: Array) -> tuple[Array, Array, Array]:
+        """q_BTNH, k_BTKH, v_BTKH, before rotary embedding."""
+        q_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, self.q[...])
+        k_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.k[...])
+        v_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.v[...])
+        if self.config.qkv_bias:
+            q_BTNH = q_BTNH + self.q_bias[...]
+            k_BTKH = k_BTKH + self.k_bias[...]
+            v_BTKH = v_BTKH + self.v_bias[...]
+        if self.config.qk_norm:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        return q_BTNH, k_BTKH, v_BTKH
+
+    def output(self, out_BTNH: Array) -> Array:
+        y_BTD = jnp.einsum("BTNH,NHD->BTD", out_BTNH, self.o[...])
+        return y_BTD + self.o_bias[...] if self.config.o_bias else y_BTD
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        d, f = config.model_dim, config.mlp_dim
+        self.gate = _param(rngs, (d, f), ("embed", "mlp"), d)
+        self.up = _param(rngs, (d, f), ("embed", "mlp"), d)
+        self.down = _param(rngs, (f, d), ("mlp", "embed"), f)
+        self.bias = config.mlp_bias
+        if self.bias:
+            self.gate_bias = _zeros((f,), ("mlp",))
+            self.up_bias = _zeros((f,), ("mlp",))
+            self.down_bias = _zeros((d,), ("embed",))
+
+    def __call__(self, x_BTD: Array) -> Array:
+        gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate[...])
+        up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up[...])
+        if self.bias:
+            gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
+        y_BTD = jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, self.down[...])
+        return y_BTD + self.down_bias[...] if self.bias else y_BTD
+
+
+class Layer(nnx.Module):
+    """Pre-norm attention and MLP, each with a residual connection."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm(config.model_dim, config.norm_eps)
+        self.attn = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config.model_dim, config.norm_eps)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x_BTD: Array, index: int, cache: Any, attend: Attend) -> tuple[Array, Any]:
+        with jax.named_scope("attention"):
+            q, k, v = self.attn.project(self.attn_norm(x_BTD))
+            out_BTNH, cache = attend(index, q, k, v, cache)
+            x_BTD = x_BTD + self.attn.output(out_BTNH)
+        with jax.named_scope("mlp"):
+            return x_BTD + self.mlp(self.mlp_norm(x_BTD)), cache
+
+
+class Llama(nnx.Module):
+    """The decoder. Parameters are float32 when initialised; `init_params` and the loader cast."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embedding(config, rngs)
+        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
+        self.final_norm = RMSNorm(config.model_dim, config.norm_eps)
+        if not config.tie_embeddings:
+            self.head = Embedding(config, rngs)
+
+    def hidden(
+        self, tokens: Int[Array, "B T"], caches: Sequence[Any], attend: Attend
+    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
+        """Final normed hidden states and the updated caches, one per layer."""
+        with jax.named_scope("embed"):
+            x_BTD = self.embed.table[...][tokens]
+        updated = []
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x_BTD, cache = layer(x_BTD, index, caches[index], attend)
+            updated.append(cache)
+        return self.final_norm(x_BTD), tuple(updated)
+
+    def logits(self, x: Float[Array, "*R D"]) -> Float[Array, "*R V"]:
+        """float32 logits of hidden states."""
+        table_VD = self.embed.table[...] if self.config.tie_embeddings else self.head.table[...]
+        with jax.named_scope("head"):
+            return jnp.einsum("...D,VD->...V", x, table_VD, preferred_element_type=jnp.float32)
+
+
+def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """Structure and abstract (shape-only) state of the model; nothing is allocated."""
+    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+    return nnx.split(model)
+
+
+def _flat_params(state: nnx.State) -> dict[tuple[Any, ...], nnx.Param]:
+    return {path: leaf for path, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Param)}
+
+
+def param_infos(config: ModelConfig) -> dict[str, ParamInfo]:
+    """Shape and logical axes of every parameter, by dot-joined path (`layers.0.attn.q`)."""
+    _, state = abstract_model(config)
+    return {
+        ".".join(map(str, path)): ParamInfo(tuple(leaf.shape), leaf.get_metadata("axes"))
+        for path, leaf in _flat_params(state).items()
+    }
+
+
+def init_params(config: ModelConfig, mesh: Mesh, *, seed: int = 0, dtype: Any = jnp.float32) -> Any:
+    """Random parameters as a nested dict, made straight onto their shards.
+
+    One small program per distinct shape, so that a large model neither compiles for long nor
+    holds float32 copies of everything at once.
+    """
+    makers: dict[Any, Callable[..., Array]] = {}
+    params: dict[str, Any] = {}
+    for index, (path, info) in enumerate(param_infos(config).items()):
+        name = path.split(".")[-1]
+        key = (info, "one" if name == "scale" else "zero" if name.endswith("bias") else "normal")
+        if key not in makers:
+            makers[key] = _maker(info, key[1], mesh, dtype)
+        _insert(params, path.split("."), makers[key](jax.random.key(seed + index)))
+    return params
+
+
+def _maker(info: ParamInfo, kind: str, mesh: Mesh, dtype: Any) -> Callable[..., Array]:
+    # The contracted size: every axis but the head axes and the last for inputs laid out [in, out].
+    fan_in = info.shape[0] if "vocab" not in info.axes else info.shape[-1]
+    if info.axes[:2] == ("heads", "head_dim"):
+        fan_in = info.shape[0] * info.shape[1]
+
+    def make(key: Array) -> Array:
+        if kind != "normal":
+            return jnp.full(info.shape, 1 if kind == "one" else 0, dtype)
+        return (jax.random.normal(key, info.shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+
+    return jax.jit(make, out_shardings=logical_sharding(mesh, info.axes))
+
+
+def _insert(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value

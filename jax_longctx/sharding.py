@@ -1,0 +1,148 @@
+"""The mesh and the one table that says which logical axis lies on which mesh axis.
+
+Every array of the library is described by *logical* axes (`"batch"`, `"kv_heads"`, `"mlp"` ...).
+`RULES` maps them to the three mesh axes `data`, `seq` and `tensor`; nothing else in the library
+names a `PartitionSpec` by hand. Changing how the library is parallelised is editing `RULES`.
+
+Cache dataclasses describe their own fields with `axes_field("batch", "kv_heads", "slots", None)`;
+`tree_specs` reads that back, so a method's cache is sharded without the engine knowing its type.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_longctx.errors import ConfigError
+
+__all__ = [
+    "MESH_AXES",
+    "RULES",
+    "axes_field",
+    "axes_of",
+    "check_divisible",
+    "logical_sharding",
+    "logical_spec",
+    "make_mesh",
+    "parse_mesh",
+    "tree_shardings",
+    "tree_specs",
+]
+
+MESH_AXES = ("data", "seq", "tensor")
+
+RULES: dict[str, str | None] = {
+    "batch": "data",
+    "slots": "seq",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "embed": None,
+    "head_dim": None,
+}
+
+
+def logical_spec(axes: Sequence[str | None]) -> PartitionSpec:
+    """Mesh axes of an array with these logical axes; raises ConfigError where two collide."""
+    physical = []
+    for name in axes:
+        if name is not None and name not in RULES:
+            raise ConfigError(f"unknown logical axis {name!r}; known: {', '.join(sorted(RULES))}")
+        physical.append(RULES[name] if name is not None else None)
+    used = [axis for axis in physical if axis is not None]
+    if len(used) != len(set(used)):
+        raise ConfigError(f"logical axes {tuple(axes)} collide on the mesh: {tuple(physical)}")
+    return PartitionSpec(*physical)
+
+
+def logical_sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+    """The `NamedSharding` of an array with these logical axes on `mesh`."""
+    return NamedSharding(mesh, logical_spec(axes))
+
+
+def make_mesh(
+    data: int = 1, seq: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A `data x seq x tensor` mesh over the first devices of all processes, `tensor` innermost.
+
+    Raises:
+      ConfigError: a size below one, or more devices asked for than there are.
+    """
+    sizes = {"data": data, "seq": seq, "tensor": tensor}
+    bad = {name: size for name, size in sizes.items() if size < 1}
+    if bad:
+        raise ConfigError(f"mesh sizes must be at least 1, got {bad}")
+    found = list(jax.devices() if devices is None else devices)
+    need = data * seq * tensor
+    if need > len(found):
+        raise ConfigError(
+            f"mesh data={data},seq={seq},tensor={tensor} needs {need} devices, "
+            f"{len(found)} found; lower a size"
+        )
+    grid = np.array(found[:need]).reshape(data, seq, tensor)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`"data=1,seq=2,tensor=4"` -> sizes for `make_mesh`; axes left out are 1."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in MESH_AXES or not value.isdigit() or name in sizes:
+            raise ConfigError(
+                f"mesh {text!r} is not understood at {part!r}; expected e.g. data=1,seq=2,tensor=4"
+            )
+        sizes[name] = int(value)
+    return sizes
+
+
+def check_divisible(mesh: Mesh, **sizes: int) -> None:
+    """Each named logical axis must divide over its mesh axis: `check_divisible(mesh, heads=8)`."""
+    for name, size in sizes.items():
+        axis = RULES[name]
+        parts = mesh.shape[axis] if axis is not None else 1
+        if size % parts:
+            raise ConfigError(
+                f"{name}={size} does not divide over mesh axis {axis}={parts}; "
+                f"choose {axis} from the divisors of {size} ({math.gcd(size, parts)} works)"
+            )
+
+
+def axes_field(*axes: str | None) -> Any:
+    """A dataclass field holding an array with these logical axes."""
+    return dataclasses.field(metadata={"axes": axes})
+
+
+def axes_of(node: Any, describe: Any) -> Any:
+    """Maps `describe(axes)` over a pytree of dataclasses whose array fields are `axes_field`s."""
+    if isinstance(node, tuple | list):
+        return type(node)(axes_of(child, describe) for child in node)
+    if isinstance(node, dict):
+        return {key: axes_of(child, describe) for key, child in node.items()}
+    if not dataclasses.is_dataclass(node) or isinstance(node, type):
+        raise TypeError(f"{type(node).__name__} has no logical axes; declare it with axes_field")
+    fields = {}
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if field.metadata.get("static"):
+            fields[field.name] = value
+        elif "axes" in field.metadata:
+            fields[field.name] = describe(field.metadata["axes"])
+        else:
+            fields[field.name] = axes_of(value, describe)
+    return type(node)(**fields)
+
+
+def tree_specs(tree: Any) -> Any:
+    """The tree with a `PartitionSpec` in place of every array (see `axes_field`)."""
+    return axes_of(tree, logical_spec)
+
+
+def tree_shardings(mesh: Mesh, tree: Any) -> Any:
+    """The tree with a `NamedSharding` in place of every array (see `axes_field`)."""
+    return axes_of(tree, lambda axes: logical_sharding(mesh, axes))

@@ -1,0 +1,59 @@
+"""Small models for the tests."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_longctx.engine import Engine
+from jax_longctx.methods import Full
+from jax_longctx.models.config import ModelConfig, RopeConfig
+from jax_longctx.models.llama import init_params
+from jax_longctx.sharding import make_mesh
+
+__all__ = ["engine_from_hf", "random_rows", "tiny_config", "tiny_engine"]
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """A two-layer Llama with grouped queries whose heads divide over two tensor shards."""
+    layers = changes.get("num_layers", 2)
+    fields: dict[str, Any] = {
+        "family": "llama",
+        "vocab_size": 64,
+        "num_layers": layers,
+        "model_dim": 32,
+        "mlp_dim": 48,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "norm_eps": 1e-5,
+        "rope": RopeConfig(kind="default", theta=1e4, trained_length=128),
+        "max_position": 128,
+        "tie_embeddings": False,
+        "windows": (None,) * layers,
+    }
+    return ModelConfig(**{**fields, **changes})
+
+
+def tiny_engine(method: Any = None, *, mesh: Any = None, seed: int = 0, **options: Any) -> Engine:
+    """An engine over a random float32 model; `config` among the options replaces the model."""
+    mesh = mesh or make_mesh()
+    config = options.pop("config", None) or tiny_config()
+    params = init_params(config, mesh, seed=seed, dtype=jnp.float32)
+    return Engine(config, params, method or Full(), mesh, **options)
+
+
+def engine_from_hf(
+    hf_config: dict[str, Any], state: dict[str, np.ndarray], method: Any = None, **options: Any
+) -> Engine:
+    """An engine over a Hugging Face state dict, through the converter's own table of names."""
+    from checkpoints_convert.names import params_from_hf
+
+    config = ModelConfig.from_hf(hf_config)
+    return Engine(config, params_from_hf(config, state), method or Full(), make_mesh(), **options)
+
+
+def random_rows(lengths: list[int], vocab: int = 64, seed: int = 0) -> list[list[int]]:
+    """Random token rows of these lengths."""
+    rng = np.random.default_rng(seed)
+    return [[int(token) for token in rng.integers(0, vocab, length)] for length in lengths]
