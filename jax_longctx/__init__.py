@@ -1,0 +1,51 @@
+"""Long-context inference methods for Llama-family models in JAX (see `jax_longctx.api`).
+
+Names load on first use, so that `jax-longctx --help` does not wait for JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax_longctx.api import Answer, LongContext, load
+    from jax_longctx.engine import Context, Engine, Progress, Sampling
+    from jax_longctx.errors import LongctxError
+    from jax_longctx.methods import METHODS, make_method
+    from jax_longctx.models.config import ModelConfig
+    from jax_longctx.sharding import make_mesh
+
+__all__ = [
+    "METHODS",
+    "Answer",
+    "Context",
+    "Engine",
+    "LongContext",
+    "LongctxError",
+    "ModelConfig",
+    "Progress",
+    "Sampling",
+    "load",
+    "make_mesh",
+    "make_method",
+]
+
+_HOME = {
+    "METHODS": "methods",
+    "Answer": "api",
+    "Context": "engine",
+    "Engine": "engine",
+    "LongContext": "api",
+    "LongctxError": "errors",
+    "ModelConfig": "models.config",
+    "Progress": "engine",
+    "Sampling": "engine",
+    "load": "api",
+    "make_mesh": "sharding",
+    "make_method": "methods",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

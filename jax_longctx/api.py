@@ -1,0 +1,269 @@
+"""The library from Python: text in, text out.
+
+    import jax_longctx
+
+    model = jax_longctx.load("smollm2", method=jax_longctx.make_method("full"))
+    context = model.prefill(open("book.txt").read())
+    print(model.ask(context, "Who is the narrator?")[0].text)
+
+`LongContext` adds text to `Engine`: tokens, stop strings, timings. It may be used from notebooks
+and scripts alike; the command line does nothing that it cannot.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jax_longctx.contract import Method
+from jax_longctx.engine import Context, Engine, Progress, Sampling
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.errors import InputError
+from jax_longctx.methods import Full
+from jax_longctx.models.checkpoint import Manifest, load_params, read_manifest
+from jax_longctx.sharding import make_mesh
+from jax_longctx.text import StopStrings, Tokenizer, check_vocabulary
+
+__all__ = ["Answer", "LongContext", "load"]
+
+OnText = Callable[[int, str], None]
+OnProgress = Callable[[Progress], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One row's answer.
+
+    Attributes:
+      text: up to, not including, the stop string that ended it.
+      tokens: the generated ids, the one that ended the answer included.
+      finish: "stop" (a stop id or string) or "length" (max_tokens).
+      prefill_seconds: reading the context; 0 for `ask`, whose context was read before.
+      first_token_seconds: from the start of the question to its first token.
+      decode_seconds: from the first token to the last.
+    """
+
+    text: str
+    tokens: list[int]
+    finish: str
+    prefill_seconds: float
+    first_token_seconds: float
+    decode_seconds: float
+
+
+def load(
+    checkpoint: str | Path,
+    *,
+    method: Method | None = None,
+    mesh: Mesh | None = None,
+    dtype: str | None = None,
+    chunk: int = 512,
+) -> "LongContext":
+    """A checkpoint directory (`jax-longctx convert` writes them), ready to answer.
+
+    Args:
+      method: a long-context method, full attention by default.
+      mesh: devices to run on, one by default (see `make_mesh`).
+      dtype: of weights and cache: "float32", "bfloat16" or "float16"; the checkpoint's by default.
+      chunk: tokens a prefill pass takes.
+
+    Raises:
+      CheckpointError: not a checkpoint, or damaged.
+      ConfigError: method or mesh do not fit the model.
+    """
+    mesh = mesh or make_mesh()
+    manifest = read_manifest(checkpoint)
+    tokenizer = Tokenizer.load(Path(checkpoint) / "tokenizer")
+    check_vocabulary(tokenizer, manifest.config)
+    params = load_params(checkpoint, mesh, None if dtype is None else jnp.dtype(dtype))
+    engine = Engine(manifest.config, params, method or Full(), mesh, chunk=chunk)
+    return LongContext(engine, tokenizer, manifest)
+
+
+class LongContext:
+    """A model, a method and a tokenizer.
+
+    Attributes:
+      engine: the token-level engine.
+      tokenizer: of the checkpoint.
+      manifest: what the checkpoint says about itself.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, manifest: Manifest | None = None):
+        self.engine, self.tokenizer, self.manifest = engine, tokenizer, manifest
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self.engine.config
+
+    def prefill(
+        self,
+        texts: str | Sequence[str],
+        *,
+        reserve: int = 256,
+        questions: str | Sequence[str] | None = None,
+        progress: OnProgress | None = None,
+    ) -> Context:
+        """Reads one text, or a batch of texts of any lengths, into a context.
+
+        `reserve` tokens are kept free for a question and its answer; longer ones make the cache
+        grow. `questions` are for methods that need the question at prefill.
+        """
+        rows = [self.tokenizer.encode(text, bos=True) for text in _listed(texts)]
+        asked = None if questions is None else self._encode(_listed(questions))
+        return self.engine.prefill(rows, reserve=reserve, questions=asked, progress=progress)
+
+    def ask(
+        self,
+        context: Context,
+        questions: str | Sequence[str],
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int = 128,
+        stop: Sequence[str] = (),
+        stop_at_eos: bool = True,
+        on_text: OnText | None = None,
+    ) -> list[Answer]:
+        """One question for each row of the context. The context stays, for the next question.
+
+        Args:
+          stop: strings that end an answer.
+          stop_at_eos: whether the tokenizer's end-of-text ids do.
+          on_text: called with (row, new text) as the answers arrive.
+        """
+        return self._answer(
+            context,
+            self._encode(_listed(questions)),
+            0.0,
+            sampling,
+            max_tokens,
+            stop,
+            self.tokenizer.eos_ids if stop_at_eos else (),
+            on_text,
+        )
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int = 128,
+        stop: Sequence[str] = (),
+        stop_at_eos: bool = True,
+        progress: OnProgress | None = None,
+        on_text: OnText | None = None,
+    ) -> list[Answer]:
+        """Continues each prompt. All but its last token is context, the last is the question."""
+        rows = [self.tokenizer.encode(prompt, bos=True) for prompt in _listed(prompts)]
+        for row, tokens in enumerate(rows):
+            if not tokens:
+                raise InputError(f"prompt {row} is empty; give some text")
+        begun = time.perf_counter()
+        last = [tokens[-1:] for tokens in rows]
+        context = self.engine.prefill(
+            [tokens[:-1] for tokens in rows],
+            reserve=1 + max_tokens,
+            questions=last,
+            progress=progress,
+        )
+        seconds = time.perf_counter() - begun
+        eos = self.tokenizer.eos_ids if stop_at_eos else ()
+        return self._answer(context, last, seconds, sampling, max_tokens, stop, eos, on_text)
+
+    def save_context(self, context: Context, path: str | Path) -> None:
+        """Writes a context to a new folder (see `jax_longctx.engine.context_io`)."""
+        save_context(self.engine, context, path)
+
+    def load_context(self, path: str | Path) -> Context:
+        """Reads a context that the same model and method saved."""
+        return load_context(self.engine, path)
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.tokenizer.encode(text) for text in texts]
+
+    def _answer(
+        self,
+        context: Context,
+        rows: list[list[int]],
+        prefill_seconds: float,
+        sampling: Sampling | None,
+        max_tokens: int,
+        stop: Sequence[str],
+        eos_ids: Sequence[int],
+        on_text: OnText | None,
+    ) -> list[Answer]:
+        readers = [_Reader(self.tokenizer, row, stop, eos_ids) for row in rows]
+        begun = time.perf_counter()
+        first = None
+        stream = self.engine.stream(
+            context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=eos_ids
+        )
+        for block in stream:
+            first = first or time.perf_counter()
+            for row, (reader, tokens) in enumerate(zip(readers, block, strict=True)):
+                text = reader.push(tokens)
+                if text and on_text is not None:
+                    on_text(row, text)
+            if all(reader.finish for reader in readers):
+                stream.close()
+                break
+        ended = time.perf_counter()
+        answers = []
+        for row, reader in enumerate(readers):
+            text = reader.flush()
+            if text and on_text is not None:
+                on_text(row, text)
+            answers.append(
+                reader.answer(prefill_seconds, (first or ended) - begun, ended - (first or ended))
+            )
+        return answers
+
+
+class _Reader:
+    """One row's tokens as text, cut at the first stop string."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, after: list[int], stop: Sequence[str], eos_ids: Sequence[int]
+    ):
+        self.decoder = tokenizer.stream_decoder(after)
+        self.stops = StopStrings(stop)
+        self.eos_ids = frozenset(eos_ids)
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []
+        self.finish = ""
+
+    def push(self, tokens: list[int]) -> str:
+        """New text of these tokens; nothing once the answer has ended."""
+        if self.finish or not tokens:
+            return ""
+        self.tokens += tokens
+        ended = tokens[-1] in self.eos_ids
+        text = self.stops.push(self.decoder.push(tokens[:-1] if ended else tokens))
+        if self.stops.stopped or ended:
+            self.finish = "stop"
+        self.pieces.append(text)
+        return text
+
+    def flush(self) -> str:
+        """The text that was held back, at the end of the answer."""
+        text = (
+            "" if self.stops.stopped else self.stops.push(self.decoder.flush()) + self.stops.flush()
+        )
+        self.pieces.append(text)
+        return text
+
+    def answer(self, prefill: float, first: float, decode: float) -> Answer:
+        if self.stops.stopped:
+            self.finish = "stop"
+        return Answer(
+            "".join(self.pieces), self.tokens, self.finish or "length", prefill, first, decode
+        )
+
+
+def _listed(texts: str | Sequence[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)
