@@ -1,0 +1,277 @@
+"""The checkpoint's tokenizer: text to ids, ids to text, also piece by piece, and its chat template.
+
+Reads what Hugging Face writes beside a model: `tokenizer.json` (the tokenizer itself),
+`tokenizer_config.json` (special tokens, chat template), `chat_template.jinja`,
+`special_tokens_map.json` and `generation_config.json` where they exist. Only the `tokenizers`
+package is needed, not `transformers`.
+"""
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.text.chat import ChatTemplate, select_template
+
+__all__ = ["StreamDecoder", "Tokenizer", "check_vocabulary"]
+
+# Tokens of already shown text that stay in the stream decoder's window, so that what depends on the
+# token before (a leading space, a run of bytes) comes out as in the whole text. Four would do.
+_OVERLAP = 8
+
+
+class Tokenizer:
+    """Text <-> token ids of one checkpoint.
+
+    Attributes:
+      bos_id: id of the beginning-of-text token, or None.
+      eos_ids: ids that end an answer: the tokenizer's own and those of the generation config.
+      adds_bos: whether this tokenizer starts a text with `bos_id`.
+      vocab_size: one more than the largest id, added tokens included.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        settings: Mapping[str, Any],
+        *,
+        eos_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+    ):
+        # Files saved after training often carry these; here they would cut the context silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.bos_id = _special_id(backend, settings, "bos_token")
+        own_eos = _special_id(backend, settings, "eos_token")
+        self.eos_ids = tuple(
+            dict.fromkeys([*([] if own_eos is None else [own_eos]), *map(int, eos_ids)])
+        )
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.adds_bos = _adds_bos(backend, settings, self.bos_id)
+        self._chat = None
+        if chat_template is not None:
+            self._chat = ChatTemplate(chat_template, special_texts(settings))
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Tokenizer":
+        """Reads the tokenizer files of `directory`.
+
+        Raises:
+          CheckpointError: a file is missing, unreadable or not what it should be.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        text = _read(path)
+        if text is None:
+            raise CheckpointError(f"{path} not found; convert the checkpoint with its tokenizer")
+        try:
+            backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises the bare class on any fault in the file
+            raise CheckpointError(f"{path} is not a tokenizer file: {error}") from error
+        settings = dict(_read_json(directory / "special_tokens_map.json"))
+        settings |= _read_json(directory / "tokenizer_config.json")
+        generation = _read_json(directory / "generation_config.json")
+        eos = generation.get("eos_token_id")
+        eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
+        template = _read(directory / "chat_template.jinja")
+        if template is None:
+            template = select_template(settings.get("chat_template"))
+        return cls(backend, settings, eos_ids=eos_ids, chat_template=template)
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the checkpoint came with a chat template."""
+        return self._chat is not None
+
+    def encode(self, text: str, bos: bool = False) -> list[int]:
+        """Token ids of `text`; special tokens written out in the text become their ids.
+
+        Args:
+          bos: the text begins here. The beginning-of-text token is put in front where this
+            tokenizer uses one, unless the text (a rendered chat) already starts with it.
+        """
+        try:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        except TypeError as error:  # what the package says of half a surrogate pair
+            raise InputError("the text holds characters that are not Unicode (no UTF-8)") from error
+        if bos and self.adds_bos and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]  # pyright: ignore[reportReturnType]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def stream_decoder(self, after: Sequence[int] = ()) -> "StreamDecoder":
+        """A decoder for ids that arrive in pieces; `after` are the ids they continue, if any."""
+        return StreamDecoder(self._backend, self.special_ids, self.byte_ids, after)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -> str:
+        """The messages in the checkpoint's chat layout, ending where the answer starts.
+
+        Raises:
+          ConfigError: the checkpoint has no chat template, or it is no valid template.
+          InputError: the template refuses these messages.
+        """
+        if self._chat is None:
+            raise ConfigError(
+                "this checkpoint has no chat template; ask by plain completion instead (--no-chat)"
+            )
+        return self._chat.render(messages, add_generation_prompt=answer)
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `decode` leaves out."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token for token, info in added.items() if info.special)
+
+    @functools.cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Ids of single bytes (`<0xE4>`) that the decoder joins into characters."""
+        ids = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        letter = ids[ord("A")]
+        if letter is None or self._backend.decode([letter], skip_special_tokens=False) != "A":
+            return frozenset()
+        return frozenset(token for token in ids if token is not None)
+
+
+class StreamDecoder:
+    """Decodes ids that arrive in pieces: all that was returned, joined, is `decode(all ids)`.
+
+    Text is returned once later ids cannot change it, so a character is never shown broken. Two
+    things wait: the U+FFFD that an unfinished UTF-8 sequence decodes to (one at most, at the end),
+    and a run of byte tokens, which the byte-fallback decoder reads as a whole, valid or not.
+
+    Only the last few ids are decoded again at each step: time is linear in the ids.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_ids: frozenset[int],
+        byte_ids: frozenset[int],
+        after: Sequence[int] = (),
+    ):
+        self._backend = backend
+        self._special = special_ids
+        self._bytes = byte_ids
+        self._run: list[int] = []
+        self._window: list[int] = []
+        self._shown = 0
+        if after:
+            self._window = self._plain(after[-4 * _OVERLAP :])
+            self._shown = len(self._decode())
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that is certain now and was not before."""
+        plain = self._plain(ids)
+        cut = len(plain)
+        while cut and plain[cut - 1] in self._bytes:
+            cut -= 1
+        if cut == 0:
+            self._run += plain
+            return ""
+        self._window += [*self._run, *plain[:cut]]
+        self._run = plain[cut:]
+        return self._emit(hold=True)
+
+    def flush(self) -> str:
+        """The rest, at the end of the ids."""
+        self._window += self._run
+        self._run = []
+        return self._emit(hold=False)
+
+    def _emit(self, *, hold: bool) -> str:
+        text = self._decode()
+        end = len(text) - (hold and text.endswith("\ufffd"))
+        new = text[self._shown : end]
+        self._shown = max(self._shown, end)
+        if len(self._window) > 2 * _OVERLAP:
+            held = len(text) - self._shown
+            self._window = self._window[-_OVERLAP:]
+            self._shown = len(self._decode()) - held
+        return new
+
+    def _plain(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token not in self._special]
+
+    def _decode(self) -> str:
+        # Special ids are gone already; kept tokens that merely look special must not be dropped.
+        return self._backend.decode(self._window, skip_special_tokens=False)
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: Any) -> None:
+    """Raises CheckpointError when the tokenizer has ids that the model has no embedding for."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"wrong tokenizer: its ids reach {tokenizer.vocab_size - 1}, the model has "
+            f"{config.vocab_size} embeddings; convert again with the tokenizer files of this model"
+        )
+
+
+def special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens (`bos_token`, `eos_token` ...) as text, for the chat template."""
+    names = [name for name in settings if name.endswith("_token")]
+    found = {name: _token_text(settings[name]) for name in names}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is written as text or as a description of an added token."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _special_id(
+    backend: tokenizers.Tokenizer, settings: Mapping[str, Any], name: str
+) -> int | None:
+    text = _token_text(settings.get(name))
+    if text is None:
+        return None
+    token = backend.token_to_id(text)
+    if token is None:
+        raise CheckpointError(f"{name} {text!r} is not in the tokenizer's vocabulary")
+    return token
+
+
+def _adds_bos(
+    backend: tokenizers.Tokenizer, settings: Mapping[str, Any], bos_id: int | None
+) -> bool:
+    """Whether a text starts with BOS: the config says so, or else the post-processor does it."""
+    if bos_id is None:
+        return False
+    said = settings.get("add_bos_token")
+    if said is not None:
+        return bool(said)
+    return backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
+
+
+def _read(path: Path) -> str | None:
+    """The file's text, or None where there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 text (byte {error.start})") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    text = _read(path)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected a JSON object")
+    return value

@@ -1,0 +1,57 @@
+"""Small tokenizers of the two kinds that Llama-family checkpoints use."""
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+# RUF001: the full-width signs are the point.
+TEXT = "The pass key is 12345. 你好，世界。 Größe naïve façade Ελλάδα 🙂👩‍👩‍👧 日本語テキスト\n" * 4  # noqa: RUF001
+
+
+@pytest.fixture
+def text():
+    return TEXT
+
+
+@pytest.fixture
+def byte_level():
+    """A byte-level BPE (Llama 3, Qwen, SmolLM): few merges, so characters span several tokens."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|begin|>", "<|end|>", "<|turn|>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator([TEXT], trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
+    return backend
+
+
+@pytest.fixture
+def byte_fallback():
+    """A BPE with byte fallback and a word-start mark (Llama 2, Mistral)."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", *"aehiksty", "▁t", "▁th", "▁the"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend

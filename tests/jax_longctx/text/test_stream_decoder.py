@@ -1,0 +1,107 @@
+"""Streamed text equals the whole text, holds no broken character, and costs linear time."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jax_longctx.text import Tokenizer
+from jax_longctx.text.tokenizer import StreamDecoder
+
+SETTINGS = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def split(ids, rng):
+    start = 0
+    while start < len(ids):
+        stop = start + rng.choice([0, 1, 1, 2, 3, 7, 40])
+        yield ids[start:stop]
+        start = stop
+
+
+def stream(tokenizer, pieces):
+    decoder = tokenizer.stream_decoder()
+    shown = [decoder.push(piece) for piece in pieces]
+    return shown, decoder.flush()
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("seed", range(4))
+def test_real_text_in_any_split(request, kind, seed, text):
+    tokenizer = Tokenizer(request.getfixturevalue(kind), {})
+    ids = tokenizer.encode(text)
+    shown, rest = stream(tokenizer, split(ids, random.Random(seed)))
+    assert "".join(shown) + rest == tokenizer.decode(ids)
+    assert "\ufffd" not in "".join(shown)
+
+
+@SETTINGS
+@given(data=st.data())
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_random_ids_in_any_split(request, kind, data):
+    """Random ids are mostly invalid UTF-8, with special tokens between."""
+    tokenizer = Tokenizer(request.getfixturevalue(kind), {})
+    some = st.integers(0, tokenizer.vocab_size - 1)
+    high_bytes = tokenizer.encode("🙂é€")
+    one = st.one_of(some, st.sampled_from(high_bytes))
+    ids = data.draw(st.lists(one, max_size=60))
+    seed = data.draw(st.integers(0, 99))
+    shown, rest = stream(tokenizer, split(ids, random.Random(seed)))
+    assert "".join(shown) + rest == tokenizer.decode(ids)
+
+
+def test_character_is_held_until_it_is_whole(byte_level):
+    tokenizer = Tokenizer(byte_level, {})
+    ids = [byte_level.token_to_id(char) for char in byte_level.encode("🙈").tokens]
+    decoder = tokenizer.stream_decoder()
+    assert len(ids) >= 2
+    assert [decoder.push([token]) for token in ids] == [""] * (len(ids) - 1) + ["🙈"]
+
+
+def test_text_is_shown_at_once_when_nothing_can_change_it(byte_level):
+    tokenizer = Tokenizer(byte_level, {})
+    decoder = tokenizer.stream_decoder()
+    for token in tokenizer.encode("The pass key is 12345."):
+        assert decoder.push([token]) == tokenizer.decode([token])
+
+
+def test_unfinished_character_comes_out_at_the_end(byte_level):
+    tokenizer = Tokenizer(byte_level, {})
+    ids = tokenizer.encode("key 🙈")[:-1]
+    decoder = tokenizer.stream_decoder()
+    assert decoder.push(ids) == "key "
+    assert decoder.flush() == "\ufffd"
+
+
+def test_continuation_keeps_the_space_between_prompt_and_answer(byte_fallback):
+    """A Llama 2 decoder drops a text's first space; an answer is not a text's beginning."""
+    tokenizer = Tokenizer(byte_fallback, {})
+    prompt = tokenizer.encode("the key")
+    answer = [byte_fallback.token_to_id("▁the")]
+    assert tokenizer.decode(answer) == "the"
+    assert tokenizer.stream_decoder(after=prompt).push(answer) == " the"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("sample", ["日本語 text 🙂 ", "\ufffd", "bytes"])
+def test_each_id_is_decoded_a_bounded_number_of_times(request, kind, sample):
+    """Counted, not timed: text, and endless invalid bytes, which show no certain character."""
+    backend = request.getfixturevalue(kind)
+    tokenizer = Tokenizer(backend, {})
+    invalid = tokenizer.encode("日")[-1:] * 3000
+    ids = invalid if sample == "bytes" else (tokenizer.encode(sample) * 3000)[:3000]
+
+    class Counting:
+        seen = 0
+
+        def decode(self, window, **kwargs):
+            Counting.seen += len(window)
+            return backend.decode(window, **kwargs)
+
+    decoder = StreamDecoder(Counting(), tokenizer.special_ids, tokenizer.byte_ids)
+    shown = [decoder.push([token]) for token in ids]
+    assert "".join(shown) + decoder.flush() == tokenizer.decode(ids)
+    assert 0 < Counting.seen <= 30 * len(ids)

@@ -1,0 +1,122 @@
+"""The tokenizer's files, its ids, and what it refuses."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.text import Tokenizer, check_vocabulary
+
+
+@pytest.fixture
+def directory(tmp_path, byte_level):
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    config = {
+        "bos_token": "<|begin|>",
+        "eos_token": {"content": "<|end|>", "special": True},
+        "chat_template": "{{ bos_token }}{{ messages[0]['content'] | trim }}{{ eos_token }}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def rewrite(path, **changes):
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(config | changes))
+
+
+def test_round_trip_and_special_ids(directory, text):
+    tokenizer = Tokenizer.load(directory)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (1,))
+    assert tokenizer.decode([0, *ids, 1]) == text
+    assert tokenizer.vocab_size == 300
+
+
+def test_bos_is_added_once(directory):
+    tokenizer = Tokenizer.load(directory)
+    plain = tokenizer.encode("key")
+    assert tokenizer.encode("key", bos=True) == [0, *plain]
+    rendered = tokenizer.chat([{"role": "user", "content": " key "}])
+    assert rendered == "<|begin|>key<|end|>"
+    assert tokenizer.encode(rendered, bos=True) == [0, *plain, 1]
+
+
+def test_config_decides_on_bos_before_the_post_processor(directory):
+    rewrite(directory / "tokenizer_config.json", add_bos_token=False)
+    tokenizer = Tokenizer.load(directory)
+    assert tokenizer.bos_id == 0
+    assert tokenizer.encode("key", bos=True) == tokenizer.encode("key")
+
+
+def test_tokenizer_without_special_tokens(tmp_path, byte_level):
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.has_chat) == (None, (), False)
+    assert tokenizer.encode("a", bos=True) == tokenizer.encode("a")
+
+
+@pytest.mark.parametrize(("value", "expected"), [(2, (1, 2)), ([1, 2], (1, 2)), (None, (1,))])
+def test_end_ids_of_the_generation_config_join_the_tokenizers(directory, value, expected):
+    rewrite(directory / "generation_config.json", eos_token_id=value)
+    assert Tokenizer.load(directory).eos_ids == expected
+
+
+def test_special_tokens_map_fills_what_the_config_leaves_out(directory):
+    (directory / "tokenizer_config.json").write_text("{}")
+    rewrite(directory / "special_tokens_map.json", eos_token="<|turn|>")
+    assert Tokenizer.load(directory).eos_ids == (2,)
+
+
+def test_truncation_saved_in_the_file_does_not_cut_the_text(tmp_path, byte_level, text):
+    byte_level.enable_truncation(max_length=5)
+    byte_level.enable_padding(length=8)
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("a")) == 1
+
+
+def test_wrong_tokenizer_is_one_clear_error(directory):
+    tokenizer = Tokenizer.load(directory)
+    check_vocabulary(tokenizer, SimpleNamespace(vocab_size=300))
+    with pytest.raises(CheckpointError, match=r"wrong tokenizer: its ids reach 299.* 299 embed"):
+        check_vocabulary(tokenizer, SimpleNamespace(vocab_size=299))
+
+
+def test_half_a_surrogate_pair_is_refused(directory):
+    with pytest.raises(InputError, match="not Unicode"):
+        Tokenizer.load(directory).encode("key \udc80")
+
+
+def test_missing_tokenizer_names_the_file(tmp_path):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json not found"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{", "not a tokenizer file"),
+        ("tokenizer.json", b'{"a": 1}', "not a tokenizer file"),
+        ("tokenizer.json", b"\xff\xfe", "not UTF-8"),
+        ("tokenizer_config.json", b"{", "not JSON"),
+        ("tokenizer_config.json", b"[]", "holds a list"),
+        ("tokenizer_config.json", b'{"bos_token": "<missing>"}', "'<missing>' is not in"),
+        ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template is a int"),
+    ],
+)
+def test_damaged_files_are_named(directory, name, content, message):
+    (directory / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Tokenizer.load(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_file_is_named(directory):
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: Is a directory"):
+        Tokenizer.load(directory)
