@@ -1,0 +1,97 @@
+"""What the attention implementations share: shape checks, the masked value, slices of a cache.
+
+Letters: B batch, T queries, S slots, N query heads, K kv heads, G = N / K, H head dim, R rows.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+# Large enough that exp(MASKED - m) is 0 for every real score m, and unlike -inf it never makes NaN.
+MASKED = float(jnp.finfo(jnp.float32).min)
+
+
+def check_heads(q: Array, k: Array, v: Array, *, kv_axis: int) -> None:
+    """Raise ValueError unless q [B,T,N,H] fits k and v, whose kv heads stand on `kv_axis`."""
+    fits = (
+        q.ndim == k.ndim == 4
+        and k.shape == v.shape
+        and q.dtype == k.dtype == v.dtype
+        and k.shape[0] == q.shape[0]
+        and k.shape[3] == q.shape[3]
+        and min(k.shape) > 0
+        and q.shape[2] % k.shape[kv_axis] == 0
+    )
+    if not fits:
+        raise ValueError(
+            f"attention: q {q.dtype}{q.shape} does not fit k {k.dtype}{k.shape} and "
+            f"v {v.dtype}{v.shape}; expected one dtype, batch and head dim, no empty axis, and "
+            "query heads a multiple of kv heads"
+        )
+
+
+def group_heads(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T H"]:
+    """Give every kv head its group of query heads; query head n reads kv head n // G."""
+    b, t, n, h = q.shape
+    q_BTKGH = q.reshape(b, t, kv_heads, n // kv_heads, h)
+    return jnp.moveaxis(q_BTKGH, 1, 3)
+
+
+def ungroup_heads(x: Float[Array, "B K G T *H"]) -> Float[Array, "B T N *H"]:
+    """Undo `group_heads`, for outputs [B,K,G,T,H] and for log-sum-exps [B,K,G,T]."""
+    x_BTKG = jnp.moveaxis(x, 3, 1)
+    b, t, k, g, *rest = x_BTKG.shape
+    return x_BTKG.reshape(b, t, k * g, *rest)
+
+
+def within_window(
+    slots: Int[Array, " C"],
+    query_positions: Int[Array, "B T"],
+    slot_start: Int[Array, ""] | int,
+    window: int,
+) -> Bool[Array, "B T C"]:
+    """Whether slot s, standing at position slot_start + s, is less than `window` back."""
+    return query_positions[:, :, None] - (slot_start + slots) < window
+
+
+def block_of_rows(x: Float[Array, "B K S H"], block_B: Int[Array, " B"], size: int) -> Array:
+    """Block number block_B[b] of `size` slots of every row, [B,K,size,H]; S % size == 0."""
+    return jax.vmap(lambda row, i: lax.dynamic_slice_in_dim(row, i * size, size, axis=1))(
+        x, block_B
+    )
+
+
+def split_tail(
+    k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], lengths: Int[Array, " B"], size: int
+) -> tuple[Array, Array, Array, Array]:
+    """Cut every row at its last whole block, so that garbage in v never meets a matmul.
+
+    A masked slot has weight 0, and 0 x NaN is NaN, so values beyond a row's length have to be
+    replaced; replacing them in place would copy the cache. Only the one block that the length
+    cuts through is copied.
+
+    Returns:
+      (whole_B, k_tail, v_tail, tail_B): the number of slots in whole blocks, the cut block
+      [B,K,size,H] zeroed beyond the length, and how many of its slots are valid.
+    """
+    blocks = k.shape[2] // size
+    whole_B = lengths // size
+    at_B = jnp.minimum(whole_B, blocks - 1)
+    tail_B = jnp.where(whole_B < blocks, lengths - whole_B * size, 0)
+    valid_B1C1 = (jnp.arange(size) < tail_B[:, None])[:, None, :, None]
+    k_tail, v_tail = (jnp.where(valid_B1C1, block_of_rows(x, at_B, size), 0) for x in (k, v))
+    return whole_B * size, k_tail, v_tail, tail_B
+
+
+def largest_divisor(size: int, choices: tuple[int, ...]) -> int | None:
+    """The first of `choices`, given in falling order, that divides `size`."""
+    return next((c for c in choices if size % c == 0), None)
+
+
+def blank_rows(
+    out: Float[Array, "B T N H"], lse: Float[Array, "B T N"], empty_B: Bool[Array, " B"]
+) -> tuple[Array, Array]:
+    """Out 0 and log-sum-exp -inf for the batch rows that see nothing."""
+    empty_B11 = empty_B[:, None, None]
+    return jnp.where(empty_B11[..., None], 0, out), jnp.where(empty_B11, -jnp.inf, lse)

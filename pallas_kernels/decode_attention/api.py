@@ -1,0 +1,59 @@
+"""Dense attention of one or a few queries to a long cache, bound by reading the cache once.
+
+Same arguments and result as `prefill_attention.cache_attention`, tuned for few queries.
+Implementations: `xla` on every platform, `reference` for tests.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.common import check_heads
+from pallas_kernels.decode_attention import reference, xla
+
+
+def decode_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    window: int | None = None,
+    query_start: Int[Array, " B"] | None = None,
+    slot_start: Int[Array, ""] | int = 0,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Every query of row b against the slots below lengths[b]; what lies beyond is not looked at.
+
+    Args:
+      q: at most 16 queries a row; more are for `cache_attention`.
+      lengths: filled slots of every row; may be 0.
+      window: slot s stands at position slot_start + s, query t at query_start[b] + t, and only
+        slots less than `window` before a query are seen.
+      implementation: "xla" or "reference"; None picks by platform and shape.
+    """
+    check_heads(q, k, v, kv_axis=1)
+    if window is not None and query_start is None:
+        raise ValueError("decode_attention: a window needs query_start, the first query's position")
+    unsupported = xla.unsupported(q)
+    if unsupported is not None:
+        raise NotImplementedError(f"decode_attention: {unsupported}")
+    name = dispatch.select(
+        "decode_attention",
+        implementation,
+        {"xla": lambda: None, "reference": lambda: None},
+        dispatch.shape_class(q, k.shape[1], window),
+    )
+    run = {"xla": xla.decode_attention, "reference": reference.decode_attention}[name]
+    return run(
+        q,
+        k,
+        v,
+        jnp.asarray(lengths, jnp.int32),
+        scale=scale,
+        window=window,
+        query_start=query_start,
+        slot_start=slot_start,
+    )

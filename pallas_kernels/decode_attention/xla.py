@@ -1,0 +1,107 @@
+"""Attention of one or a few queries to a long cache, in plain XLA: bound by reading the cache.
+
+Two matmuls over the whole capacity with a softmax between them; the scores, [B,K,G,T,S] float32,
+are small beside the cache while T is small (with T = 1, 2 G / H of it in bfloat16), and the cache
+is an operand of the matmuls as it lies in memory. Nothing of the cache's size is made. The second
+matmul contracts S, so it has only B x K outputs to spread over a GPU's 132 processors: it is split
+into blocks of slots, an extra batch dimension, whose partial outputs are summed.
+
+Values beyond a row's length may be NaN, and 0 x NaN is NaN. Blocks wholly beyond the length are
+dropped by a select on their partial outputs; the block that the length cuts through is computed
+again from a copy of that one block with its garbage zeroed.
+
+Empty capacity is read too: a loop that stops at the longest row has to slice the cache, which
+copies it, and took twice the time on CPU (1.3 ms against 0.64 for 8192 slots, 3 kv heads of 64
+in float32). Roofline: the bytes of k and v over the memory's bandwidth.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from pallas_kernels.common import MASKED, group_heads, split_tail, ungroup_heads, within_window
+
+# Queries beyond which the scores are no longer small beside the cache.
+MAX_QUERIES = 16
+_BLOCK = 512
+
+
+def unsupported(q: Array) -> str | None:
+    """Why these arguments are not for this implementation, or None."""
+    if q.shape[1] > MAX_QUERIES:
+        return f"{q.shape[1]} queries, at most {MAX_QUERIES}: use cache_attention"
+    return None
+
+
+def decode_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    window: int | None = None,
+    query_start: Int[Array, " B"] | None = None,
+    slot_start: Int[Array, ""] | int = 0,
+    block: int = _BLOCK,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Every query of row b sees the slots below lengths[b], and within the window if there is one.
+
+    Slot s stands at position slot_start + s, query t at query_start[b] + t.
+
+    Args:
+      block: slots of one part of the second matmul, lowered to a divisor of S.
+    """
+    slots_S = jnp.arange(k.shape[2])
+    seen_BTS = (slots_S < lengths[:, None])[:, None]
+    if window is not None:
+        position_BT = query_start[:, None] + jnp.arange(q.shape[1])
+        seen_BTS = seen_BTS & within_window(slots_S, position_BT, slot_start, window)
+    seen = seen_BTS[:, None, None]
+
+    q_BKGTH = group_heads(q, k.shape[1])
+    scores = scale * jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen, scores, MASKED)
+    top = jnp.max(scores, axis=-1)
+    weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
+    total = jnp.sum(weights, axis=-1)
+    acc = _weighted_values(weights.astype(v.dtype), k, v, lengths, _divisor(k.shape[2], block))
+
+    some = total > 0
+    total = jnp.where(some, total, 1.0)
+    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
+    out = acc / total[..., None]
+    return ungroup_heads(out.astype(q.dtype)), ungroup_heads(lse)
+
+
+def _divisor(slots: int, block: int) -> int:
+    """The largest divisor of `slots` up to `block`, or all of it where only tiny ones divide it."""
+    best = next(d for d in range(min(block, slots), 0, -1) if slots % d == 0)
+    return best if 8 * best >= min(block, slots) else slots
+
+
+def _weighted_values(
+    weights: Float[Array, "B K G T S"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    block: int,
+) -> Float[Array, "B K G T H"]:
+    """Sum of weights x values in blocks of slots, taking no value beyond a row's length."""
+    *lead, slots = weights.shape
+    blocks = slots // block
+    w_BKGTPZ = weights.reshape(*lead, blocks, block)
+    v_BKPZH = v.reshape(*v.shape[:2], blocks, block, v.shape[3])
+    parts = jnp.einsum(
+        "BKGTPZ,BKPZH->BKPGTH", w_BKGTPZ, v_BKPZH, preferred_element_type=jnp.float32
+    )
+    whole_B, _, v_tail, _ = split_tail(k, v, lengths, block)
+    whole_BP = jnp.arange(blocks) < (whole_B // block)[:, None]
+    parts = jnp.where(whole_BP[:, None, :, None, None, None], parts, 0.0)
+    at_B = jnp.minimum(whole_B // block, blocks - 1)
+    w_tail = jax.vmap(lambda w, i: lax.dynamic_index_in_dim(w, i, axis=3, keepdims=False))(
+        w_BKGTPZ, at_B
+    )
+    tail = jnp.einsum("BKGTZ,BKZH->BKGTH", w_tail, v_tail, preferred_element_type=jnp.float32)
+    return jnp.sum(parts, axis=2) + tail

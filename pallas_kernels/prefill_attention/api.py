@@ -1,0 +1,91 @@
+"""Dense attention of a chunk of queries: to itself, and to what a cache holds.
+
+Implementations: `xla` anywhere, `gpu` (cuDNN), `tpu` (splash attention), `reference` for tests.
+Where q, k and v are bfloat16 so are the outputs; the log-sum-exp is float32 natural log, -inf for
+a query that sees nothing, whose output is 0. Partial results merge with `pallas_kernels.lse`.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.common import check_heads
+from pallas_kernels.prefill_attention import gpu, reference, tpu, xla
+
+
+def causal_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    scale: float,
+    window: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """The chunk against itself: token t sees j <= t, and with a window t - j < window."""
+    check_heads(q, k, v, kv_axis=2)
+    name = dispatch.select(
+        "causal_attention",
+        implementation,
+        {
+            "xla": lambda: None,
+            "gpu": lambda: gpu.unsupported_causal(q),
+            "tpu": lambda: tpu.unsupported_causal(q),
+            "reference": lambda: None,
+        },
+        dispatch.shape_class(q, k.shape[2], window),
+    )
+    run = {
+        "xla": xla.causal_attention,
+        "gpu": gpu.causal_attention,
+        "tpu": tpu.causal_attention,
+        "reference": reference.causal_attention,
+    }[name]
+    return run(q, k, v, scale=scale, window=window)
+
+
+def cache_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    window: int | None = None,
+    query_start: Int[Array, " B"] | None = None,
+    slot_start: Int[Array, ""] | int = 0,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Every query of row b against the slots below lengths[b]; what lies beyond is not looked at.
+
+    Args:
+      lengths: filled slots of every row; may be 0.
+      window: slot s stands at position slot_start + s, query t at query_start[b] + t, and only
+        slots less than `window` before a query are seen.
+      implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
+    """
+    check_heads(q, k, v, kv_axis=1)
+    if window is not None and query_start is None:
+        raise ValueError("cache_attention: a window needs query_start, the first query's position")
+    name = dispatch.select(
+        "cache_attention",
+        implementation,
+        {
+            "xla": lambda: None,
+            "gpu": lambda: gpu.unsupported_cache(q, k, window),
+            "tpu": lambda: tpu.unsupported_cache(q, k, window),
+            "reference": lambda: None,
+        },
+        dispatch.shape_class(q, k.shape[1], window),
+    )
+    windowed = dict(window=window, query_start=query_start, slot_start=slot_start)
+    run = {
+        "xla": partial(xla.cache_attention, **windowed),
+        "gpu": gpu.cache_attention,
+        "tpu": tpu.cache_attention,
+        "reference": partial(reference.cache_attention, **windowed),
+    }[name]
+    return run(q, k, v, jnp.asarray(lengths, jnp.int32), scale=scale)

@@ -1,0 +1,75 @@
+"""Attention of a chunk by its definition, everything materialised in float32; for tests only."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+
+def causal_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Token t sees the tokens j <= t, and with a window those with t - j < window."""
+    t = jnp.arange(q.shape[1])
+    back_TT = t[:, None] - t
+    visible_TT = back_TT >= 0
+    if window is not None:
+        visible_TT &= back_TT < window
+    k_BKTH, v_BKTH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
+    return masked_attention(q, k_BKTH, v_BKTH, visible_TT[None], scale=scale)
+
+
+def cache_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    window: int | None = None,
+    query_start: Int[Array, " B"] | None = None,
+    slot_start: Int[Array, ""] | int = 0,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Every query of row b sees the slots below lengths[b], and within the window if there is one.
+
+    Slot s stands at position slot_start + s, query t at query_start[b] + t.
+    """
+    slots_S = jnp.arange(k.shape[2])
+    held_B1S = (slots_S < lengths[:, None])[:, None]
+    visible_BTS = held_B1S
+    if window is not None:
+        position_BT = query_start[:, None] + jnp.arange(q.shape[1])
+        visible_BTS = held_B1S & (position_BT[:, :, None] - (slot_start + slots_S) < window)
+    v = jnp.where(held_B1S[:, 0, None, :, None], v, 0)  # 0 x NaN is NaN
+    return masked_attention(q, k, v, visible_BTS, scale=scale)
+
+
+def masked_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    visible: Bool[Array, "#B #T S"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Softmax attention over the visible slots; out 0 and lse -inf where there is none."""
+    groups = q.shape[2] // k.shape[1]
+    k_BNSH = jnp.repeat(k, groups, axis=1).astype(jnp.float32)
+    v_BNSH = jnp.repeat(v, groups, axis=1).astype(jnp.float32)
+    scores_BTNS = scale * jnp.einsum(
+        "BTNH,BNSH->BTNS", q.astype(jnp.float32), k_BNSH, precision="highest"
+    )
+    scores_BTNS = jnp.where(visible[:, :, None], scores_BTNS, -jnp.inf)
+    top_BTN1 = jnp.max(scores_BTNS, axis=-1, keepdims=True)
+    some_BTN1 = top_BTN1 > -jnp.inf
+    top_BTN1 = jnp.where(some_BTN1, top_BTN1, 0)
+    weights_BTNS = jnp.exp(scores_BTNS - top_BTN1)
+    total_BTN1 = jnp.sum(weights_BTNS, axis=-1, keepdims=True)
+    out_BTNH = jnp.einsum("BTNS,BNSH->BTNH", weights_BTNS, v_BNSH, precision="highest")
+    out_BTNH = jnp.where(some_BTN1, out_BTNH / jnp.where(some_BTN1, total_BTN1, 1), 0)
+    lse_BTN1 = jnp.where(some_BTN1, top_BTN1 + jnp.log(total_BTN1), -jnp.inf)
+    return out_BTNH.astype(q.dtype), lse_BTN1[..., 0]

@@ -1,0 +1,226 @@
+"""Attention of a chunk on TPUs: JAX's splash attention with a float32 log-sum-exp.
+
+Batch rows are folded into heads, since splash takes one sequence of heads and keeps a block map
+for every head: query head (b, n) reads kv head (b, n // G), and ragged rows become block maps.
+
+The chunk against itself: a causal or local mask, computed in the kernel from positions; blocks
+that no query sees are not visited. The chunk against the cache: only blocks wholly below a row's
+length are visited (the map says so, and blocks beyond are neither computed nor fetched), without
+any mask; the block that the length cuts through is a second, one-block call on a zeroed copy,
+masked by segment ids, and the two are merged. So capacity that is empty costs no arithmetic and
+garbage in it, NaN included, meets no matmul.
+
+Queries are padded to whole blocks. A head dim of 64 is not padded: k and v are handed over with
+the slots minor, as XLA lays them out, so that no copy of the cache is made (compiled for v5e: 2 MB
+of temporaries against 1.1 GB beside a 0.5 GB cache). `scale` is folded into q in q's dtype, for
+splash has none. VMEM a step: blocks of q, k, v, and the scores
+[block_q, block_kv] in float32, 1 MiB. Roofline: matrix throughput, 4 T S N H operations (half
+when causal); published splash and flash figures are 75-89% of peak on v5p, a third on v6e.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask_info as mask_info,
+)
+from jaxtyping import Float, Int
+
+from pallas_kernels.common import blank_rows, largest_divisor, split_tail
+from pallas_kernels.lse import merge
+
+_LANES = 128
+_BLOCKS = (512, 256, 128)
+_HEAD_DIMS = (64, 128, 256)
+# The block maps lie in scalar memory, 1 MiB on v5e; this many entries keep them well within.
+_MAP_ENTRIES = 2**16
+
+
+def unsupported_causal(q: Array) -> str | None:
+    """Why splash cannot run the chunk against itself, or None."""
+    if q.shape[3] not in _HEAD_DIMS:
+        return f"head dim {q.shape[3]} is not one of {_HEAD_DIMS}"
+    if q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"splash takes bfloat16 and float32, not {q.dtype}"
+    return None
+
+
+def unsupported_cache(q: Array, k: Array, window: int | None) -> str | None:
+    """Why splash cannot run the chunk against the cache, or None."""
+    if window is not None:
+        return "no sliding window against a cache"
+    block = largest_divisor(k.shape[2], _BLOCKS)
+    if block is None:
+        return f"{k.shape[2]} slots are not a multiple of {_BLOCKS[-1]}"
+    batch, queries, heads, _ = q.shape
+    maps = 1 if batch == 1 else batch * heads
+    entries = maps * -(-queries // _query_block(queries)) * (k.shape[2] // block)
+    if entries > _MAP_ENTRIES:
+        return f"block maps of {entries} entries, at most {_MAP_ENTRIES} fit scalar memory"
+    return unsupported_causal(q)
+
+
+def causal_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    scale: float,
+    window: int | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Token t sees the tokens j <= t, and with a window those with t - j < window."""
+    batch, tokens, heads, _ = q.shape
+    q_heads = _fold_queries(q, scale)
+    k_heads, v_heads = (_pad_tokens(_fold(jnp.moveaxis(x, 1, 2)), q_heads.shape[1]) for x in (k, v))
+    square = (q_heads.shape[1],) * 2
+    # Keys of the padding come after every true query: the causal mask hides them.
+    mask = (
+        masks.CausalMask(square)
+        if window is None
+        else masks.LocalMask(square, (window - 1, 0), offset=0)
+    )
+    kernel = splash.make_splash_mha_single_device(
+        masks.MultiHeadMask([mask] * (batch * heads)),
+        block_sizes=_block_sizes(_query_block(tokens), _query_block(tokens), q.shape[3]),
+        save_residuals=True,
+        interpret=interpret,
+    )
+    return _unfold(*kernel(q_heads, k_heads, v_heads), q.shape)
+
+
+def cache_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Every query of row b sees the slots below lengths[b]."""
+    block = largest_divisor(k.shape[2], _BLOCKS)
+    if block is None:
+        raise NotImplementedError(unsupported_cache(q, k, None))
+    q_heads = _fold_queries(q, scale)
+    whole_B, k_tail, v_tail, tail_B = split_tail(k, v, lengths, block)
+    whole = _whole_blocks(q_heads, k, v, whole_B // block, q.shape, block, interpret)
+    tail = _one_block(q_heads, k_tail, v_tail, tail_B, q.shape, interpret)
+    return merge([blank_rows(*whole, whole_B == 0), blank_rows(*tail, tail_B == 0)])
+
+
+def _whole_blocks(
+    q_heads: Array,
+    k: Array,
+    v: Array,
+    blocks_B: Array,
+    q_shape: tuple[int, ...],
+    block: int,
+    interpret: bool,
+) -> tuple[Array, Array]:
+    """Attend folded queries to the first blocks_B[b] whole blocks of every row's cache."""
+    batch, queries, heads, _ = q_shape
+    # One map serves all heads of a single row; otherwise every folded head has its row's.
+    blocks_X = blocks_B if batch == 1 else jnp.repeat(blocks_B, heads)
+    j = jnp.arange(k.shape[2] // block)
+    visited_XJ = j < blocks_X[:, None]
+    # Beyond the last visited block the index stays, so that nothing more is fetched.
+    fetched_XJ = jnp.minimum(j, jnp.maximum(blocks_X[:, None] - 1, 0))
+    shape = (len(blocks_X), q_heads.shape[1] // _query_block(queries), len(j))
+
+    def over_queries(x_XJ: Array) -> Array:
+        return jnp.broadcast_to(x_XJ[:, None], shape).astype(jnp.int32)
+
+    kernel = splash.SplashAttentionKernel(
+        mask_info.MaskInfo(
+            data_next=over_queries(fetched_XJ),
+            mask_next=None,
+            block_mask=over_queries(2 * visited_XJ),  # 0: nothing seen, 2: everything
+            partial_mask_blocks=None,
+            q_sequence=None,
+        ),
+        None,
+        None,
+        **_kernel_options(_query_block(queries), block, k.shape[3], interpret),
+    )
+    return _unfold(*kernel(q_heads, _fold(k), _fold(v)), q_shape)
+
+
+def _one_block(
+    q_heads: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    q_shape: tuple[int, ...],
+    interpret: bool,
+) -> tuple[Array, Array]:
+    """Attend folded queries to one block [B,K,Z,H] whose first lengths[b] slots are valid."""
+    kernel = splash.SplashAttentionKernel(
+        mask_info.MaskInfo(None, None, None, None, None),
+        None,
+        None,
+        **_kernel_options(_query_block(q_shape[1]), k.shape[2], k.shape[3], interpret),
+    )
+    q_BNTH = q_heads.reshape(q_shape[0], q_shape[2], *q_heads.shape[1:])
+    queries_BT = jnp.zeros((q_shape[0], q_heads.shape[1]), jnp.int32)
+    slots_BZ = jnp.where(jnp.arange(k.shape[2]) < lengths[:, None], 0, 1)
+    out_BNTH, (lse_BNT,) = jax.vmap(kernel)(
+        q_BNTH, k, v, segment_ids=splash.SegmentIds(queries_BT, slots_BZ)
+    )
+    return _unfold(_fold(out_BNTH), (lse_BNT.reshape(-1, lse_BNT.shape[2]),), q_shape)
+
+
+def _query_block(queries: int) -> int:
+    return min(_BLOCKS[0], -(-queries // _LANES) * _LANES)
+
+
+def _block_sizes(query_block: int, key_block: int, head_dim: int) -> splash.BlockSizes:
+    # A head dim below a vector's 128 lanes would be padded to them, which copies the cache at twice
+    # its size; XLA lays such an array out with the slots minor, and splash takes it so when told.
+    layout = splash.QKVLayout.HEAD_DIM_MINOR
+    if head_dim < _LANES:
+        layout = splash.QKVLayout.SEQ_MINOR
+    return splash.BlockSizes(
+        block_q=query_block, block_kv=key_block, k_layout=layout, v_layout=layout
+    )
+
+
+def _kernel_options(query_block: int, key_block: int, head_dim: int, interpret: bool) -> dict:
+    return dict(
+        block_sizes=_block_sizes(query_block, key_block, head_dim),
+        is_mqa=False,
+        save_residuals=True,
+        mask_value=splash.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=None,
+        residual_checkpoint_name=None,
+        mask_function=None,
+        interpret=interpret,
+    )
+
+
+def _fold(x: Float[Array, "B K S H"]) -> Array:
+    """Rows and heads as one axis, [B*K,S,H]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _pad_tokens(x: Float[Array, "X T H"], tokens: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, tokens - x.shape[1]), (0, 0)))
+
+
+def _fold_queries(q: Float[Array, "B T N H"], scale: float) -> Array:
+    """Scaled queries [B*N,T',H], T' a whole number of query blocks."""
+    block = _query_block(q.shape[1])
+    scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    return _pad_tokens(_fold(jnp.moveaxis(scaled, 2, 1)), -(-q.shape[1] // block) * block)
+
+
+def _unfold(out: Array, residuals: tuple[Array], q_shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """Splash's out [B*N,T',H] and log-sum-exp [B*N,T'] as [B,T,N,H] and [B,T,N]."""
+    batch, queries, heads, head_dim = q_shape
+    out_BNTH = out[:, :queries].reshape(batch, heads, queries, head_dim)
+    lse_BNT = residuals[0][:, :queries].reshape(batch, heads, queries)
+    return jnp.moveaxis(out_BNTH, 1, 2), jnp.moveaxis(lse_BNT, 1, 2)
