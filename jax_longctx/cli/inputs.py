@@ -1,0 +1,33 @@
+"""Texts that a command reads: files and stdin, UTF-8, with one-line errors."""
+
+import sys
+from pathlib import Path
+
+from jax_longctx.errors import InputError
+
+__all__ = ["read_text"]
+
+
+def read_text(source: str) -> str:
+    """The text of a file, or of stdin for "-"; a byte order mark is dropped.
+
+    Raises:
+      InputError: it cannot be read, is not UTF-8, or is empty.
+    """
+    name = "stdin" if source == "-" else source
+    try:
+        raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"{name} cannot be read: {error.strerror}; give a text file, or - for stdin"
+        ) from error
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is not UTF-8 text (byte {error.start} is 0x{raw[error.start]:02x}); "
+            f"convert it first, e.g. with iconv -t utf-8"
+        ) from error
+    if not text.strip():
+        raise InputError(f"{name} is empty; give a text")
+    return text

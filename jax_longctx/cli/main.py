@@ -1,0 +1,75 @@
+"""`jax-longctx`: the subcommands, and what every one of them does with errors.
+
+Exit codes: 0 done; 2 bad input, one line `error: ...` on stderr; 130 interrupted; 141 stdout was
+closed by its reader; 1 a fault of the library, with its traceback. JAX is imported by the
+subcommand that needs it, so that `--help` answers at once.
+"""
+
+import os
+import sys
+from typing import Any
+
+import typer
+import typer.core
+
+from jax_longctx.cli.ask import ask
+from jax_longctx.cli.convert import convert
+from jax_longctx.cli.demo import demo
+from jax_longctx.cli.generate import generate
+from jax_longctx.cli.methods import methods
+from jax_longctx.errors import LongctxError
+
+__all__ = ["app", "main"]
+
+INTERRUPTED = 130
+READER_GONE = 141
+
+
+class CommandLine(typer.core.TyperGroup):
+    """The command group; turns what a person can act on into one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except LongctxError as error:
+            raise _ended(f"error: {error}", 2) from error
+        except typer.TyperException as error:
+            # Options and arguments that do not parse.
+            where = getattr(error, "ctx", None) or ctx
+            message = error.format_message().rstrip(".")
+            shown = f"error: {message}; see '{where.command_path} --help'"
+            raise _ended(shown, error.exit_code) from error
+        except KeyboardInterrupt as error:
+            raise _ended("interrupted", INTERRUPTED) from error
+        except BrokenPipeError as error:
+            # Python flushes stdout once more at exit; let that go nowhere, quietly.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(READER_GONE) from error
+
+
+def _ended(message: str, code: int) -> typer.Exit:
+    typer.echo(" ".join(message.split()), err=True)
+    return typer.Exit(code)
+
+
+app = typer.Typer(
+    cls=CommandLine,
+    name="jax-longctx",
+    help="Ask questions about texts longer than the model, the memory or the budget allows.\n\n"
+    "Convert a Llama-family checkpoint once ([bold]convert[/bold]), choose a long-context method "
+    "([bold]methods[/bold]), and ask ([bold]ask[/bold]). Each command's --help has examples.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in (ask, generate, convert, methods, demo):
+    app.command()(_command)
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,51 @@
+"""Memory in use, for progress bars and reports: the accelerator's, or this process's on a CPU."""
+
+import resource
+import sys
+from pathlib import Path
+
+__all__ = ["memory_used", "peak_memory", "shown_bytes"]
+
+_STATM = Path("/proc/self/statm")
+
+
+def memory_used() -> int:
+    """Bytes in use now: of the fullest accelerator, else this process's resident memory."""
+    device = _device_bytes("bytes_in_use")
+    if device is not None:
+        return device
+    if _STATM.exists():
+        return int(_STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    return peak_memory()
+
+
+def peak_memory() -> int:
+    """The most bytes that were in use at once, measured as `memory_used` does."""
+    device = _device_bytes("peak_bytes_in_use")
+    if device is not None:
+        return device
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def shown_bytes(count: int) -> str:
+    """`1536` -> `1.5 KiB`."""
+    # Late: it comes with JAX, which is there by the time that anything has a size.
+    from jax_longctx.engine.capacity import format_bytes
+
+    return format_bytes(count)
+
+
+def _device_bytes(key: str) -> int | None:
+    # Showing memory must not be what starts JAX.
+    jax = sys.modules.get("jax")
+    if jax is None:
+        return None
+    try:
+        devices = [device for device in jax.local_devices() if device.platform != "cpu"]
+        stats = [device.memory_stats() for device in devices]
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        # Some plugins do not tell.
+        return None
+    known = [entry[key] for entry in stats if entry and key in entry]
+    return max(known, default=None)

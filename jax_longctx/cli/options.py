@@ -1,0 +1,240 @@
+"""Options that several commands share: their help, and what they mean to the library."""
+
+import dataclasses
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jax_longctx.cli.terminal import Terminal
+from jax_longctx.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from jax_longctx.api import LongContext
+    from jax_longctx.engine import Sampling
+
+__all__ = [
+    "AsJson",
+    "Checkpoint",
+    "Chunk",
+    "Dtype",
+    "MaxTokens",
+    "MeshSizes",
+    "MethodName",
+    "ModelChoice",
+    "Penalty",
+    "Seed",
+    "Settings",
+    "Stop",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "make_sampling",
+    "run_facts",
+]
+
+_MODEL = "Model and method"
+_ANSWER = "Answer"
+
+Checkpoint = Annotated[
+    Path,
+    typer.Option(
+        "--checkpoint",
+        "-c",
+        metavar="DIR",
+        help="Converted checkpoint (see [bold]jax-longctx convert[/bold]).",
+        rich_help_panel=_MODEL,
+    ),
+]
+MethodName = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        "-m",
+        metavar="NAME",
+        help="Long-context method; [bold]jax-longctx methods[/bold] says what each buys. "
+        "Exact attention unless given.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting of the method; may be repeated. "
+        "[bold]jax-longctx methods NAME[/bold] lists them.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="float32, bfloat16 or float16, for weights and cache; the checkpoint's unless given. "
+        "Two bytes halve the memory; on a CPU float32 is the fastest.",
+        rich_help_panel=_MODEL,
+    ),
+]
+MeshSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="SIZES",
+        help="Devices, e.g. data=1,seq=2,tensor=4: tensor splits weights and heads, seq the "
+        "cache of one long text, data the rows of a batch. One device unless given.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Chunk = Annotated[
+    int,
+    typer.Option(
+        help="Tokens read in one pass. Larger is faster on an accelerator, smaller needs less "
+        "memory; the answer stays the same.",
+        rich_help_panel=_MODEL,
+    ),
+]
+MaxTokens = Annotated[int, typer.Option(help="Longest answer in tokens.", rich_help_panel=_ANSWER)]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        help="0 takes the likeliest token; higher is more varied.", rich_help_panel=_ANSWER
+    ),
+]
+TopK = Annotated[
+    int,
+    typer.Option(help="Draw from the k likeliest tokens only; 0 is all.", rich_help_panel=_ANSWER),
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        help="Draw from the likeliest tokens that together reach probability p; 1 is all.",
+        rich_help_panel=_ANSWER,
+    ),
+]
+Penalty = Annotated[
+    float,
+    typer.Option(
+        "--repetition-penalty",
+        help="Above 1 makes tokens that were used already less likely; 1 is off.",
+        rich_help_panel=_ANSWER,
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="Of the draws: the same seed gives the same answer.", rich_help_panel=_ANSWER
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        help="End the answer before this text; may be repeated.",
+        rich_help_panel=_ANSWER,
+    ),
+]
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="One JSON object a line on stdout, nothing else.", show_default=False
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelChoice:
+    """The options of one loaded model, as given."""
+
+    checkpoint: Path
+    method: str | None = None
+    settings: list[str] | None = None
+    mesh: str | None = None
+    dtype: str | None = None
+    chunk: int = 512
+
+    def make_method(self) -> Any:
+        """The method with its settings, or None for the library's default."""
+        settings = parse_settings(self.settings or ())
+        if self.method is None:
+            if settings:
+                raise InputError("--set is for a method's settings; name the method with --method")
+            return None
+        from jax_longctx.methods import make_method
+
+        return make_method(self.method, settings)
+
+    def open(self, terminal: Terminal) -> "LongContext":
+        """The checkpoint with method and mesh; what costs nothing is checked first."""
+        if self.chunk < 1:
+            raise InputError(f"--chunk must be at least 1 token, got {self.chunk}")
+        method = self.make_method()
+        import jax_longctx
+        from jax_longctx.sharding import make_mesh, parse_mesh
+
+        mesh = None if self.mesh is None else make_mesh(**parse_mesh(self.mesh))
+        dtype = checked_dtype(self.dtype)
+        with terminal.waiting(f"loading {self.checkpoint}"):
+            return jax_longctx.load(
+                self.checkpoint, method=method, mesh=mesh, dtype=dtype, chunk=self.chunk
+            )
+
+
+def parse_settings(pairs: list[str] | tuple[()]) -> dict[str, str]:
+    """`["budget=512"]` -> `{"budget": "512"}`; the method gives them their types."""
+    settings: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise InputError(f"--set {pair!r} is not understood; expected KEY=VALUE")
+        if key in settings:
+            raise InputError(f"--set {key} is given twice; give it once")
+        settings[key] = value
+    return settings
+
+
+def checked_dtype(name: str | None) -> str | None:
+    """The name of a float type that models run in."""
+    known = ("float32", "bfloat16", "float16")
+    if name is not None and name not in known:
+        raise ConfigError(f"--dtype {name!r} is not one of {', '.join(known)}")
+    return name
+
+
+def make_sampling(
+    temperature: float, top_k: int, top_p: float, repetition_penalty: float, seed: int
+) -> "Sampling":
+    """The sampling options as the engine takes them, with seeds that fit its random keys."""
+    if not 0 <= seed < 2**32:
+        raise InputError(f"--seed must be at least 0 and below 2**32, got {seed}")
+    from jax_longctx.engine import Sampling
+
+    return Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+
+
+def run_facts(model: "LongContext") -> dict[str, Any]:
+    """What a JSON record says of the run: method, settings, device, versions."""
+    from jax_longctx.methods import settings_of
+
+    chosen = settings_of(model.engine.method)
+    device = model.engine.mesh.devices.flat[0]
+    return {
+        "method": chosen["name"],
+        "settings": chosen["settings"],
+        "device": device.device_kind,
+        "mesh": dict(model.engine.mesh.shape),
+        "versions": {
+            "jax_longctx": metadata.version("jax-longctx"),
+            "jax": metadata.version("jax"),
+            "python": platform.python_version(),
+        },
+    }

@@ -1,0 +1,156 @@
+"""What the commands show: answers on stdout; progress and notes on stderr; or JSON lines.
+
+With `json=True` stdout carries one JSON object a line and nothing else.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import rich.console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from jax_longctx.cli.memory import memory_used, shown_bytes
+
+__all__ = ["Terminal", "Update"]
+
+Update = Callable[[int, int], None]
+
+# Seconds between progress lines where stderr is a file or a pipe.
+LINE_EVERY = 10.0
+
+# Control characters but tab and newline: what a model writes must not steer the terminal.
+_CONTROLS = {code: "\ufffd" for code in (*range(9), *range(11, 32), *range(127, 160))}
+
+
+class Terminal:
+    """stdout and stderr of one command.
+
+    Args:
+      as_json: stdout is for JSON lines; text is not streamed.
+    """
+
+    def __init__(self, *, as_json: bool = False):
+        self.as_json = as_json
+        self._console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+        self._guard = sys.stdout.isatty()
+
+    def note(self, text: str) -> None:
+        """A line for the person at the terminal."""
+        self._console.print(text, markup=False, style="dim")
+
+    def write(self, text: str) -> None:
+        """A piece of an answer, shown at once; nothing in JSON mode."""
+        if self.as_json:
+            return
+        sys.stdout.write(text.translate(_CONTROLS) if self._guard else text)
+        sys.stdout.flush()
+
+    def record(self, record: dict[str, Any]) -> None:
+        """One JSON object as one line of stdout."""
+        sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+
+    @contextlib.contextmanager
+    def progress(self, doing: str, unit: str = "tokens") -> Iterator[Update]:
+        """A bar with rate, time left and memory; call the result with (done, total).
+
+        Where stderr is no terminal, a line every ten seconds instead.
+        """
+        if not self._console.is_terminal:
+            yield self._lines(doing, unit)
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            _CountColumn(unit),
+            TimeRemainingColumn(compact=True),
+            _MemoryColumn(),
+        )
+        with Progress(*columns, console=self._console, transient=True) as bar:
+            task = bar.add_task(doing, total=None)
+
+            def update(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+                if done >= total:
+                    # The bar goes before whatever comes next is written.
+                    bar.stop()
+
+            yield update
+
+    @contextlib.contextmanager
+    def waiting(self, doing: str) -> Iterator[None]:
+        """A spinner with the time that passes, for work of unknown length."""
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(
+            *columns,
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        ) as bar:
+            bar.add_task(doing, total=None)
+            yield
+
+    def _lines(self, doing: str, unit: str) -> Update:
+        begun = last = time.monotonic()
+
+        def update(done: int, total: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last < LINE_EVERY or not done:
+                return
+            last = now
+            left = (now - begun) / done * (total - done)
+            self.note(
+                f"{doing}: {_count(done, total, unit)}, {_rate(done, now - begun, unit)}, "
+                f"{left:.0f} s left, {shown_bytes(memory_used())} in use"
+            )
+
+        return update
+
+
+class _CountColumn(ProgressColumn):
+    """`512/6,000 tokens  397 tokens/s`."""
+
+    def __init__(self, unit: str):
+        self._unit = unit
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text("starting")
+        count = _count(int(task.completed), int(task.total), self._unit)
+        return Text(f"{count}  {_rate(int(task.completed), task.elapsed or 0.0, self._unit)}")
+
+
+class _MemoryColumn(ProgressColumn):
+    """Memory in use; asked for twice a second at most."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        return Text(shown_bytes(memory_used()), style="dim")
+
+
+def _count(done: int, total: int, unit: str) -> str:
+    if unit == "bytes":
+        return f"{shown_bytes(done)} of {shown_bytes(total)}"
+    return f"{done:,}/{total:,} {unit}"
+
+
+def _rate(done: int, seconds: float, unit: str) -> str:
+    rate = done / seconds if seconds > 0 else 0.0
+    return f"{shown_bytes(int(rate))}/s" if unit == "bytes" else f"{rate:,.0f} {unit}/s"
