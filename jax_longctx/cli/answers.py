@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from jax_longctx.cli.inputs import check_argument
 from jax_longctx.cli.memory import peak_memory, shown_bytes
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
@@ -34,6 +35,8 @@ class AnswerOptions:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise InputError(f"--max-tokens must be at least 1, got {self.max_tokens}")
+        for text in self.stop:
+            check_argument("--stop", text)
         StopStrings(self.stop)
 
     def arguments(self) -> dict[str, Any]:

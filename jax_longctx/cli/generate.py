@@ -12,7 +12,7 @@ from jax_longctx.cli.answers import (
     on_progress,
     seconds_of,
 )
-from jax_longctx.cli.inputs import read_text
+from jax_longctx.cli.inputs import check_argument, read_text
 from jax_longctx.cli.memory import peak_memory
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
@@ -93,4 +93,4 @@ def _prompt_text(prompt: str | None) -> str:
         return read_text("-").removesuffix("\n")
     if not prompt:
         raise InputError("the prompt is empty; give some text")
-    return prompt
+    return check_argument("the prompt", prompt)

@@ -1,7 +1,6 @@
 """English that CPython ships, as a haystack of a given size with a sentence hidden in it."""
 
 import importlib
-import itertools
 import re
 from collections.abc import Callable, Iterator
 
@@ -42,18 +41,17 @@ def hide(
       InputError: the text is shorter than that, or the sentence is longer.
     """
     room = tokens - count(sentence)
-    sizes, pieces = [], []
+    before, pieces = [0], []
     for piece in _pieces(text):
         size = count(piece)
-        if sum(sizes) + size > room:
+        if before[-1] + size > room:
             break
-        sizes.append(size)
+        before.append(before[-1] + size)
         pieces.append(piece)
     else:
-        raise InputError(f"the text has {sum(sizes):,} tokens, {room:,} are needed; ask for fewer")
+        raise InputError(f"the text has {before[-1]:,} tokens, {room:,} are needed; ask for fewer")
     if not pieces:
         raise InputError(f"{tokens} tokens are too few for any text; ask for more")
-    before = [0, *itertools.accumulate(sizes)]
     at = next(i for i, done in enumerate(before) if done >= depth * before[-1])
     head, tail = "".join(pieces[:at]), "".join(pieces[at:])
     joined = [part for part in (head.rstrip(), sentence, tail.strip()) if part]

@@ -1,11 +1,11 @@
-"""Texts that a command reads: files and stdin, UTF-8, with one-line errors."""
+"""Texts that a command is given: files, stdin and arguments; UTF-8, with one-line errors."""
 
 import sys
 from pathlib import Path
 
 from jax_longctx.errors import InputError
 
-__all__ = ["read_text"]
+__all__ = ["check_argument", "read_text"]
 
 
 def read_text(source: str) -> str:
@@ -30,4 +30,14 @@ def read_text(source: str) -> str:
         ) from error
     if not text.strip():
         raise InputError(f"{name} is empty; give a text")
+    return text
+
+
+def check_argument(name: str, text: str) -> str:
+    """A text from the command line. Raises InputError when its bytes are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # Python carries bytes that do not decode as half surrogate pairs.
+        raise InputError(f"{name} is not UTF-8 text; check the terminal's encoding") from error
     return text

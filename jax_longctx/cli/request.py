@@ -4,6 +4,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+from jax_longctx.cli.inputs import check_argument
 from jax_longctx.errors import InputError
 
 __all__ = ["Request"]
@@ -59,6 +60,8 @@ class Request:
             raise InputError("no question given; add QUESTION, or --completion STEM")
         if not all(question.strip() for question in questions):
             raise InputError("a question is empty; write what to ask of the text")
+        for question in questions:
+            check_argument("a question", question)
         return cls(
             file=file,
             questions=questions,

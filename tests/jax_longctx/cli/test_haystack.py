@@ -1,0 +1,51 @@
+"""The sentence is hidden at the depth asked for, at a border, in a text of the size asked for."""
+
+import pytest
+
+from jax_longctx.cli.haystack import hide, python_topics
+from jax_longctx.errors import InputError
+
+NEEDLE = "The pass key is 12345."
+
+
+def words(text):
+    return len(text.split())
+
+
+def numbered(count):
+    return " ".join(f"Sentence {i} stands here." for i in range(count))
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("tokens", [100, 1000])
+def test_place_and_size(tokens, depth):
+    text, before = hide(NEEDLE, numbered(1000), tokens=tokens, depth=depth, count=words)
+    head, _, tail = text.partition(NEEDLE)
+    assert words(head) == before
+    assert tokens - 4 < words(text) <= tokens
+    assert before == pytest.approx(depth * (tokens - words(NEEDLE)), abs=4)
+    # Nothing of the text is lost or cut: it is the numbered sentences with one more between.
+    assert (head.strip() + " " + tail.strip()).strip() == numbered((words(text) - 5) // 4)
+
+
+@pytest.mark.parametrize("depth", [0.11, 0.37, 0.5, 0.83])
+def test_needle_stands_between_whole_sentences_of_real_text(depth):
+    source = python_topics()
+    text, before = hide(NEEDLE, source, tokens=2000, depth=depth, count=words)
+    head, _, tail = text.partition(f"\n\n{NEEDLE}\n\n")
+    assert words(head) == before
+    assert source.startswith(head)
+    between = source[len(head) : source.index(tail, len(head))]
+    assert between and not between.strip()
+    assert "\n\n" in between or (head[-1] in ".?!" and tail[0].isupper())
+
+
+def test_python_ships_enough_text():
+    assert words(python_topics()) > 50_000
+
+
+def test_sizes_that_cannot_be():
+    with pytest.raises(InputError, match="the text has 40 tokens, 95 are needed"):
+        hide(NEEDLE, numbered(10), tokens=100, depth=0.5, count=words)
+    with pytest.raises(InputError, match="too few"):
+        hide(NEEDLE, numbered(10), tokens=6, depth=0.5, count=words)
