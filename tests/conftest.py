@@ -1,0 +1,62 @@
+"""What holds for every test: the platform, eight CPU devices, exact matmuls, checked signatures.
+
+Everything here is set before JAX starts a backend and before our packages are imported.
+`LONGCTX_TEST_PLATFORM=cuda` runs on a GPU; then `-m gpu` picks the tests that need one.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PLATFORM = os.environ.get("LONGCTX_TEST_PLATFORM", "cpu")
+os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cpu"
+# libtpu compiles for TPUs that are not there: it must not ask a cloud's metadata server for them,
+# and two test runs may load it at once.
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+import beartype
+import jax
+import jaxtyping
+import pytest
+
+CACHE = Path(__file__).parents[1] / ".cache" / "jax"
+CHECKED = ["jax_longctx", "pallas_kernels", "checkpoints_convert"]
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+# The tests' programs are small and many.
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def check_types(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The runtime type checker of the import hook: beartype, which takes an int for a float.
+
+    Dataclasses of arrays are left out. They are pytrees, and JAX builds them anew with shapes,
+    shardings or markers in place of the arrays; where they are used, signatures are checked.
+    """
+    if function.__name__ == "__init__" and _names_arrays(function):
+        return function
+    return _BEARTYPE(function)
+
+
+_BEARTYPE = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
+
+
+def _names_arrays(function: Callable[..., Any]) -> bool:
+    types = [kind for kind in function.__annotations__.values() if isinstance(kind, type)]
+    return any(issubclass(kind, jaxtyping.AbstractArray) for kind in types)
+
+
+jaxtyping.install_import_hook(CHECKED, f"{__name__}.check_types")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped, with the reason shown, where the run is not on a GPU."""
+    if PLATFORM == "cpu":
+        skip = pytest.mark.skip(reason="needs a GPU: LONGCTX_TEST_PLATFORM=cuda")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
