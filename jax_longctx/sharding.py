@@ -37,7 +37,9 @@ MESH_AXES = ("data", "seq", "tensor")
 
 RULES: dict[str, str | None] = {
     "batch": "data",
+    # Slots by token, and the slots of a small cache that every shard keeps whole. Both grow.
     "slots": "seq",
+    "room": None,
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",

@@ -1,5 +1,11 @@
 """Storage shared by the methods: functional KV-cache pytrees."""
 
-from jax_longctx.caches.append import AppendCache, append, empty_append_cache, write_slots
+from jax_longctx.caches.append import (
+    AppendCache,
+    append,
+    empty_append_cache,
+    gather_slots,
+    write_slots,
+)
 
-__all__ = ["AppendCache", "append", "empty_append_cache", "write_slots"]
+__all__ = ["AppendCache", "append", "empty_append_cache", "gather_slots", "write_slots"]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
 
-__all__ = ["AppendCache", "append", "empty_append_cache", "write_slots"]
+__all__ = ["AppendCache", "append", "empty_append_cache", "gather_slots", "write_slots"]
 
 
 @jax.tree_util.register_dataclass
@@ -107,3 +107,18 @@ def append(
         length=cache.length + valid,
         position=cache.position + valid,
     )
+
+
+def gather_slots(
+    buffer: Float[Array, "B K S H"], slots: Int[Array, "B K C"], ctx: LayerContext
+) -> Float[Array, "B K C H"]:
+    """The keys or values in global `slots` of each row and kv head, on every shard of the slots.
+
+    Negative slots come back as zeros.
+    """
+    local = slots - ctx.seq_offset(buffer.shape[2])
+    mine = (slots >= 0) & (local >= 0) & (local < buffer.shape[2])
+    picked = jnp.take_along_axis(buffer, jnp.where(mine, local, 0)[..., None], axis=2)
+    picked = jnp.where(mine[..., None], picked, 0)
+    # One shard holds each slot; a sum with zeros is exact.
+    return ctx.psum_seq(picked) if ctx.seq_size > 1 else picked

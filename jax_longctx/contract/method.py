@@ -33,11 +33,14 @@ __all__ = ["CacheShape", "Method", "MethodInfo"]
 class CacheShape:
     """What a method needs to allocate one layer's cache, in global (unsharded) sizes.
 
-    `slots` is the capacity in tokens that the engine planned for context, question and answer.
+    `slots` is the capacity in tokens that the engine planned for context, question and answer;
+    `reserve` is the part of it that is free for question and answer. A cache that keeps a budget
+    needs its budget and `reserve`.
     """
 
     batch: int
     slots: int
+    reserve: int
     num_heads: int
     num_kv_heads: int
     head_dim: int

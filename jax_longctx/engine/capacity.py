@@ -74,16 +74,16 @@ def check_fits(mesh: Mesh, tokens: int, need: int, per_token: float, available: 
     )
 
 
-def grow(caches: Any, slots: int, more: int) -> Any:
-    """The caches with `more` slots beside their `slots`; other axes are left alone.
+def grow(caches: Any, more: int) -> Any:
+    """The caches with `more` slots added; axes that are not slots are left alone.
 
-    A cache whose size is the method's own budget has no `slots` axis and stays as it is.
+    So grows an axis `room`, of a cache that keeps a budget and the tokens after the context.
     """
     axes = jax.tree.leaves(axes_of(caches, _Axes))
     leaves, structure = jax.tree.flatten(caches)
 
     def widen(array: Any, names: tuple[str | None, ...]) -> Any:
-        widths = [(0, more if name == "slots" else 0) for name in names]
+        widths = [(0, more if name in ("slots", "room") else 0) for name in names]
         return jax.numpy.pad(array, widths) if any(high for _, high in widths) else array
 
     padded = [widen(leaf, name.axes) for leaf, name in zip(leaves, axes, strict=True)]

@@ -46,6 +46,7 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
         "rows": context.rows,
         "batch": context.batch,
         "slots": context.slots,
+        "reserve": context.reserve,
         "total": [int(n) for n in context.total],
         "arrays": {name: [list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()},
     }
@@ -80,9 +81,9 @@ def load_context(engine: Engine, path: str | Path) -> Context:
                 f"{path} was made with {key} {made_by.get(key)}, this engine has {value}; "
                 f"load it with what made it, or prefill again"
             )
-    batch, slots = len(described["rows"]), described["slots"]
+    batch, slots, reserve = len(described["rows"]), described["slots"], described["reserve"]
     total = jnp.array(described["total"], jnp.int32)
-    structure = _finished_caches(engine, batch, slots, total)
+    structure = _finished_caches(engine, batch, slots, reserve, total)
     shardings = jax.tree.leaves(tree_shardings(engine.mesh, structure))
     if len(shardings) != len(described["arrays"]):
         raise CheckpointError(
@@ -100,7 +101,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{path}: the cache arrays are damaged: {first}") from error
     caches = jax.tree.unflatten(jax.tree.structure(structure), [arrays[name] for name in targets])
-    return Context(described["rows"], described["batch"], slots, total, caches)
+    return Context(described["rows"], described["batch"], slots, reserve, total, caches)
 
 
 def _made_by(engine: Engine) -> dict[str, Any]:
@@ -113,8 +114,8 @@ def _made_by(engine: Engine) -> dict[str, Any]:
     return json.loads(json.dumps(described))
 
 
-def _finished_caches(engine: Engine, batch: int, slots: int, total: jax.Array) -> Any:
+def _finished_caches(engine: Engine, batch: int, slots: int, reserve: int, total: jax.Array) -> Any:
     """Abstract caches after `finish`, for their structure."""
     setup = engine.setup
-    empty = jax.eval_shape(lambda: programs.empty_caches(setup, batch, slots))
+    empty = jax.eval_shape(lambda: programs.empty_caches(setup, batch, slots, reserve))
     return jax.eval_shape(lambda caches: programs.finish_context(setup, caches, total), empty)

@@ -56,6 +56,7 @@ class Context:
       rows: the context's token ids, padding rows included.
       batch: rows that are the caller's (the rest pads the mesh's data axis).
       slots: capacity of the cache in tokens.
+      reserve: slots that are free for a question and its answer.
       total: each row's total length, as rotary embedding sees it.
       caches: one a layer; None while a question over an append-only method borrows them.
     """
@@ -63,6 +64,7 @@ class Context:
     rows: list[list[int]]
     batch: int
     slots: int
+    reserve: int
     total: jax.Array
     caches: tuple[Any, ...] | None
 
@@ -141,12 +143,12 @@ class Engine:
         rows = self._pad_rows(contexts)
         total = [len(row) + reserve for row in rows]
         slots = bucket(max(total), self.mesh.shape["seq"])
-        self._check_capacity(len(rows), slots)
+        self._check_capacity(len(rows), slots, reserve)
         if self.method.info.needs_question and questions is None:
             raise InputError("this method needs the question at prefill; give `questions`")
         asked = self._pad_rows(questions) if self.method.info.needs_question else None
-        context = Context(rows, len(contexts), slots, jnp.array(total, jnp.int32), None)
-        caches = programs.init_caches(self.setup, len(rows), slots)
+        context = Context(rows, len(contexts), slots, reserve, jnp.array(total, jnp.int32), None)
+        caches = programs.init_caches(self.setup, len(rows), slots, reserve)
         prompt = Prompt("context", self.chunk, context=rows, question=asked)
         caches = self._feed(caches, prompt, context, progress)
         context.caches = programs.finish_context(self.setup, caches, context.total)
@@ -207,7 +209,7 @@ class Engine:
             if not len(question):
                 raise InputError(f"question {row} is empty; it needs at least one token")
         rows = self._pad_rows(questions)
-        self._ensure_slots(context, max(map(len, rows)) + max_tokens)
+        self._ensure_reserve(context, max(map(len, rows)) + max_tokens)
         run = _Run(self._fork(context))
         static = (BLOCK, sampling.static())
         try:
@@ -294,8 +296,8 @@ class Engine:
         padded = self._pad_rows(rows)
         lengths = [*(total or map(len, rows))] + [0] * (len(padded) - len(rows))
         slots = bucket(max(map(len, padded)), self.mesh.shape["seq"])
-        self._check_capacity(len(padded), slots)
-        caches = programs.init_caches(self.setup, len(padded), slots)
+        self._check_capacity(len(padded), slots, 0)
+        caches = programs.init_caches(self.setup, len(padded), slots, 0)
         totals = jnp.array(lengths, jnp.int32)
         pieces: list[list[np.ndarray]] = [[] for _ in rows]
         for segment in self.method.segments(Prompt("context", self.chunk, context=padded)):
@@ -347,27 +349,27 @@ class Engine:
         data = self.mesh.shape["data"]
         return [*map(list, rows), *([] for _ in range(-len(rows) % data))]
 
-    def _cache_bytes(self, batch: int, slots: int) -> int:
-        abstract = jax.eval_shape(lambda: programs.empty_caches(self.setup, batch, slots))
+    def _cache_bytes(self, batch: int, slots: int, reserve: int) -> int:
+        abstract = jax.eval_shape(lambda: programs.empty_caches(self.setup, batch, slots, reserve))
         return bytes_per_device(self.mesh, abstract)
 
-    def _check_capacity(self, batch: int, slots: int, held: int = 0) -> None:
+    def _check_capacity(self, batch: int, slots: int, reserve: int) -> None:
         """CapacityError unless caches of that size fit beside what is in memory already."""
-        device = self.mesh.local_devices[0]
-        available = self.memory_limit or available_bytes(device)
-        need = self._cache_bytes(batch, slots)
-        per_token = (self._cache_bytes(batch, 2 * slots) - need) / slots
-        check_fits(self.mesh, slots, need + held, per_token, available)
+        available = self.memory_limit or available_bytes(self.mesh.local_devices[0])
+        need = self._cache_bytes(batch, slots, reserve)
+        per_token = (self._cache_bytes(batch, 2 * slots, reserve) - need) / slots
+        check_fits(self.mesh, slots, need, per_token, available)
 
-    def _ensure_slots(self, context: Context, extra: int) -> None:
+    def _ensure_reserve(self, context: Context, extra: int) -> None:
         """Grows the context's caches to the next bucket when question and answer need more."""
-        need = max(context.lengths) + extra
-        if need <= context.slots or context.caches is None:
+        if extra <= context.reserve or context.caches is None:
             return
-        slots = bucket(need, self.mesh.shape["seq"])
-        self._check_capacity(len(context.rows), slots)
-        context.caches = grow(context.caches, context.slots, slots - context.slots)
-        context.slots = slots
+        slots = bucket(max(context.lengths) + extra, self.mesh.shape["seq"])
+        self._check_capacity(len(context.rows), slots, extra)
+        # In multiples, so that a slightly longer question does not compile everything anew.
+        more = bucket(extra - context.reserve, self.mesh.shape["seq"])
+        context.caches = grow(context.caches, more)
+        context.slots, context.reserve = context.slots + more, context.reserve + more
 
 
 def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:

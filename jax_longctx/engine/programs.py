@@ -7,6 +7,7 @@ head are left to the compiler through shardings.
 
 import dataclasses
 import functools
+import warnings
 from typing import Any, Literal
 
 import jax
@@ -88,13 +89,14 @@ def _attend(setup: Setup, segment: Segment, total_B: Array) -> Attend:
     return attend
 
 
-def cache_shapes(setup: Setup, batch: int, slots: int) -> list[CacheShape]:
+def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[CacheShape]:
     """What each layer's `init_cache` is asked for."""
     config = setup.config
     return [
         CacheShape(
             batch=batch,
             slots=slots,
+            reserve=reserve,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -107,14 +109,16 @@ def cache_shapes(setup: Setup, batch: int, slots: int) -> list[CacheShape]:
     ]
 
 
-def empty_caches(setup: Setup, batch: int, slots: int) -> tuple[Any, ...]:
+def empty_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[Any, ...]:
     """Every layer's empty cache, unsharded; call it under `jax.eval_shape` or `init_caches`."""
-    return tuple(setup.method.init_cache(shape) for shape in cache_shapes(setup, batch, slots))
+    return tuple(
+        setup.method.init_cache(shape) for shape in cache_shapes(setup, batch, slots, reserve)
+    )
 
 
-def init_caches(setup: Setup, batch: int, slots: int) -> tuple[Any, ...]:
+def init_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[Any, ...]:
     """Every layer's empty cache, made on its shards."""
-    make = functools.partial(empty_caches, setup, batch, slots)
+    make = functools.partial(empty_caches, setup, batch, slots, reserve)
     shardings = tree_shardings(setup.mesh, jax.eval_shape(make))
     return jax.jit(make, out_shardings=shardings)()
 
@@ -150,11 +154,18 @@ def run_segment(
     return caches, jnp.where((valid_B > 0)[:, None], new_BV, last)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def finish_context(
     setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"]
 ) -> tuple[Any, ...]:
-    """Every layer's `finish`, which may change the caches' shapes."""
+    """Every layer's `finish`, which may change the caches' shapes; `caches` are donated."""
+    with warnings.catch_warnings():
+        # A cache that shrinks cannot be finished in place, which jit would report.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return _finish(setup, caches, total)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _finish(setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"]) -> tuple[Any, ...]:
     finished = []
     for layer, cache in enumerate(caches):
 

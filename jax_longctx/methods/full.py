@@ -27,7 +27,9 @@ from jax_longctx.contract import (
     chunk_segments,
 )
 from jax_longctx.models.config import ModelConfig
-from pallas_kernels import cache_attention, causal_attention, decode_attention, merge
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.lse import merge
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 __all__ = ["Full"]
 

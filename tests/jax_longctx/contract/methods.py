@@ -1,0 +1,271 @@
+"""Three throw-away methods that need from the contract what no method of the library needs yet.
+
+`KeepRecent`: its cache shrinks at `finish` (as SnapKV's will). `Instructed`: two row groups, chunk
+and instruction, in one pass (CItruS). `Cautious`: a `lax.cond` a layer in decode (RefreshKV).
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_longctx.caches import (
+    AppendCache,
+    append,
+    empty_append_cache,
+    gather_slots,
+)
+from jax_longctx.contract import CHUNK_ROWS, MethodInfo, RowGroup, Segment, chunk_segments
+from jax_longctx.methods import Full
+from jax_longctx.sharding import axes_field
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.lse import merge
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
+
+INSTRUCTION_ROWS = "instruction"
+
+
+def info(**changes: Any) -> MethodInfo:
+    return dataclasses.replace(Full.info, append_only=False, **changes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecentCache:
+    """The kept tokens and room for what follows, whole on every shard of the slots."""
+
+    k: Any = axes_field("batch", "kv_heads", "room", None)
+    v: Any = axes_field("batch", "kv_heads", "room", None)
+    length: Any = axes_field("batch")
+    position: Any = axes_field("batch")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GrowingCache:
+    """An append-only cache and how many tokens may follow the context."""
+
+    store: AppendCache
+    reserve: int = dataclasses.field(metadata={"static": True}, default=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeepRecent:
+    """Full attention over the context, then only its last `budget` tokens stay."""
+
+    budget: int = 4
+    info: ClassVar[MethodInfo] = info(keeps_all=False)
+
+    validate = Full.validate
+    segments = Full.segments
+
+    def init_cache(self, shape):
+        return GrowingCache(empty_append_cache(shape), shape.reserve)
+
+    def attend(self, q, k, v, cache, segment, ctx):
+        if isinstance(cache, GrowingCache):
+            out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
+            return out, lse, dataclasses.replace(cache, store=store)
+        valid = segment.valid_of(CHUNK_ROWS)
+        step = jnp.arange(q.shape[1])
+        positions = cache.position[:, None] + step
+        q, k = ctx.rotate(q, positions), ctx.rotate(k, positions)
+        earlier = cache_attention(q, cache.k, cache.v, cache.length, scale=ctx.scale)
+        out, lse = merge([earlier, causal_attention(q, k, v, scale=ctx.scale)])
+        slots = jnp.where(step < valid[:, None], cache.length[:, None] + step, -1)
+        # This cache is whole on every shard of the slots: written without an offset.
+        write = jax.vmap(lambda row, new, at: row.at[:, at].set(new.swapaxes(0, 1), mode="drop"))
+        slots = jnp.where(slots < 0, cache.k.shape[2], slots)
+        return (
+            out,
+            lse,
+            RecentCache(
+                write(cache.k, k, slots),
+                write(cache.v, v, slots),
+                cache.length + valid,
+                cache.position + valid,
+            ),
+        )
+
+    def finish(self, cache, ctx):
+        store, kept = cache.store, jnp.minimum(cache.store.length, self.budget)
+        first = store.length - kept
+        index = jnp.arange(self.budget + cache.reserve)
+        slots = jnp.where(index < kept[:, None], first[:, None] + index, -1)
+        slots = jnp.broadcast_to(slots[:, None], (slots.shape[0], store.k.shape[1], len(index)))
+        return RecentCache(
+            gather_slots(store.k, slots, ctx),
+            gather_slots(store.v, slots, ctx),
+            kept,
+            store.position,
+        )
+
+    def fork(self, cache):
+        return jax.tree.map(jnp.copy, cache)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MassCache:
+    """An append-only cache and the attention mass the instruction gave each slot."""
+
+    store: AppendCache
+    mass: Any = axes_field("batch", "slots")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Instructed:
+    """Full attention; beside each chunk the instruction looks at the cache and leaves its mass."""
+
+    info: ClassVar[MethodInfo] = info(needs_question=True)
+
+    validate = Full.validate
+
+    def init_cache(self, shape):
+        mass = jnp.zeros((shape.batch, shape.slots), jnp.float32)
+        return MassCache(empty_append_cache(shape), mass)
+
+    def segments(self, prompt):
+        if prompt.stage == "question":
+            return Full().segments(prompt)
+        width = max(map(len, prompt.question))
+        return [
+            self._beside(chunk, prompt.question, width)
+            for chunk in chunk_segments(prompt.context, prompt.chunk, "probe_and_context")
+        ]
+
+    def _beside(self, chunk, instructions, width):
+        size = chunk.tokens.shape[1]
+        tokens = np.zeros((len(instructions), size + width), np.int32)
+        tokens[:, :size] = chunk.tokens
+        for b, row in enumerate(instructions):
+            tokens[b, size : size + len(row)] = row
+        # A row whose context has ended is a no-op: its instruction must not look either.
+        lengths = np.array([len(row) for row in instructions], np.int32)
+        lengths = np.where(chunk.valid[:, 0] > 0, lengths, 0)
+        groups = (RowGroup(CHUNK_ROWS, 0, size), RowGroup(INSTRUCTION_ROWS, size, width))
+        valid = np.stack([chunk.valid[:, 0], lengths], axis=1)
+        return Segment(tokens, valid, chunk.ends, chunk.role, groups)
+
+    def attend(self, q, k, v, cache, segment, ctx):
+        if segment.role != "probe_and_context":
+            out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
+            return out, lse, dataclasses.replace(cache, store=store)
+        probe = segment.group(INSTRUCTION_ROWS).columns
+        chunk = segment.group(CHUNK_ROWS).columns
+        store = cache.store
+        out_p, lse_p, mass = self._look(q[:, probe], k[:, probe], v[:, probe], store, segment, ctx)
+        part = dataclasses.replace(
+            segment,
+            tokens=segment.tokens[:, chunk],
+            valid=segment.valid[:, :1],
+            groups=segment.groups[:1],
+        )
+        out_c, lse_c, store = Full().attend(q[:, chunk], k[:, chunk], v[:, chunk], store, part, ctx)
+        out = jnp.concatenate([out_c, out_p], axis=1)
+        return out, jnp.concatenate([lse_c, lse_p], axis=1), MassCache(store, cache.mass + mass)
+
+    def _look(self, q, k, v, store, segment, ctx):
+        """The instruction over the cache as it is, itself causal; and the mass it leaves."""
+        positions = store.position[:, None] + jnp.arange(q.shape[1])
+        q, k = ctx.rotate(q, positions), ctx.rotate(k, positions)
+        size = store.k.shape[2]
+        offset = ctx.seq_offset(size)
+        seen = jnp.clip(store.length - offset, 0, size)
+        earlier = ctx.seq_merge(*cache_attention(q, store.k, store.v, seen, scale=ctx.scale))
+        out, lse = merge([earlier, causal_attention(q, k, v, scale=ctx.scale)])
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])  # [B, T, K, G, H]
+        logits = jnp.einsum("BTKGH,BKSH->BTKGS", grouped, store.k) * ctx.scale
+        p = jnp.exp(logits - lse.reshape(*grouped.shape[:-1])[..., None])
+        real = jnp.arange(q.shape[1]) < segment.valid_of(INSTRUCTION_ROWS)[:, None]
+        p = jnp.where(real[:, :, None, None, None], p, 0.0).sum((1, 2, 3))
+        p = jnp.where(jnp.arange(size) < seen[:, None], p, 0.0)
+        return out, lse, ctx.psum_heads(p)
+
+    def finish(self, cache, ctx):
+        return dataclasses.replace(cache, store=cache.store.end_context())
+
+    def fork(self, cache):
+        return jax.tree.map(jnp.copy, cache)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CautiousCache:
+    """An append-only cache, the mean query of the newest token, and full steps taken."""
+
+    store: AppendCache
+    query: Any = axes_field("batch", None)
+    full_steps: Any = axes_field("batch")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cautious:
+    """Decode reads the last `window` tokens, or all when the mean query has turned."""
+
+    threshold: float = 0.5
+    window: int = 3
+    info: ClassVar[MethodInfo] = info(phase="decode")
+
+    validate = Full.validate
+    segments = Full.segments
+
+    def init_cache(self, shape):
+        return CautiousCache(
+            empty_append_cache(shape),
+            jnp.zeros((shape.batch, shape.head_dim), jnp.float32),
+            jnp.zeros((shape.batch,), jnp.int32),
+        )
+
+    def attend(self, q, k, v, cache, segment, ctx):
+        valid = segment.valid_of(CHUNK_ROWS)
+        raw_mean = ctx.psum_heads(q.astype(jnp.float32).sum(2))
+        last = jnp.maximum(valid - 1, 0)[:, None, None]
+        mean = jnp.take_along_axis(raw_mean, last, axis=1)[:, 0]
+        mean = jnp.where(valid[:, None] > 0, mean, cache.query)
+        if segment.role != "decode":
+            out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
+            return out, lse, CautiousCache(store, mean, cache.full_steps)
+        norms = jnp.linalg.norm(mean, axis=-1) * jnp.linalg.norm(cache.query, axis=-1)
+        turned = (mean * cache.query).sum(-1) <= self.threshold * norms
+        turned = turned & (valid > 0)
+        positions = cache.store.position[:, None]
+        q, k = ctx.rotate(q, positions), ctx.rotate(k, positions)
+        store = append(cache.store, k, v, valid, ctx)
+        size = store.k.shape[2]
+        offset = ctx.seq_offset(size)
+        seen = jnp.clip(store.length - offset, 0, size)
+
+        def read(window):
+            return decode_attention(
+                q,
+                store.k,
+                store.v,
+                seen,
+                scale=ctx.scale,
+                window=window,
+                query_start=positions[:, 0],
+                slot_start=offset,
+            )
+
+        def either():
+            whole, recent = read(None), read(self.window)
+            pick = turned[:, None, None]
+            out = jnp.where(pick[..., None], whole[0], recent[0])
+            return out, jnp.where(pick, whole[1], recent[1])
+
+        # Any row of this shard that turned makes the layer read the whole cache.
+        part = jax.lax.cond(jnp.any(turned), either, lambda: read(self.window))
+        steps = cache.full_steps + turned
+        return *ctx.seq_merge(*part), CautiousCache(store, mean, steps)
+
+    def finish(self, cache, ctx):
+        return dataclasses.replace(cache, store=cache.store.end_context())
+
+    def fork(self, cache):
+        return jax.tree.map(jnp.copy, cache)
+
+
+__all__ = ["Cautious", "Instructed", "KeepRecent"]
