@@ -53,26 +53,38 @@ def decode_attention(
     Args:
       block: slots of one part of the second matmul, lowered to a divisor of S.
     """
+    # Without the barrier XLA on CPU computes the caller's append once more inside fusions that read
+    # the cache, and then has to keep the old cache: three copies of it.
+    k, v = lax.optimization_barrier((k, v))
     slots_S = jnp.arange(k.shape[2])
     seen_BTS = (slots_S < lengths[:, None])[:, None]
     if window is not None:
         position_BT = query_start[:, None] + jnp.arange(q.shape[1])
         seen_BTS = seen_BTS & within_window(slots_S, position_BT, slot_start, window)
-    seen = seen_BTS[:, None, None]
+    seen_BKGTS = seen_BTS[:, None, None]
 
     q_BKGTH = group_heads(q, k.shape[1])
-    scores = scale * jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen, scores, MASKED)
-    top = jnp.max(scores, axis=-1)
-    weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
-    total = jnp.sum(weights, axis=-1)
-    acc = _weighted_values(weights.astype(v.dtype), k, v, lengths, _divisor(k.shape[2], block))
+    scores_BKGTS = jnp.where(seen_BKGTS, _scores(q_BKGTH, k, scale), MASKED)
+    top_BKGT = jnp.max(scores_BKGTS, axis=-1)
+    weights_BKGTS = jnp.where(seen_BKGTS, jnp.exp(scores_BKGTS - top_BKGT[..., None]), 0.0)
+    total_BKGT = jnp.sum(weights_BKGTS, axis=-1)
+    block = _divisor(k.shape[2], block)
+    acc_BKGTH = _weighted_values(weights_BKGTS.astype(v.dtype), k, v, lengths, block)
 
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
-    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
-    out = acc / total[..., None]
-    return ungroup_heads(out.astype(q.dtype)), ungroup_heads(lse)
+    some_BKGT = total_BKGT > 0
+    total_BKGT = jnp.where(some_BKGT, total_BKGT, 1.0)
+    lse_BKGT = jnp.where(some_BKGT, top_BKGT + jnp.log(total_BKGT), -jnp.inf)
+    out_BKGTH = (acc_BKGTH / total_BKGT[..., None]).astype(q.dtype)
+    return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKGT)
+
+
+def _scores(
+    q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], scale: float
+) -> Float[Array, "B K G T S"]:
+    # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
+    q_BKRH = q.reshape(*k.shape[:2], -1, k.shape[3])
+    scores_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k, preferred_element_type=jnp.float32)
+    return scale * scores_BKRS.reshape(*q.shape[:4], k.shape[2])
 
 
 def _divisor(slots: int, block: int) -> int:

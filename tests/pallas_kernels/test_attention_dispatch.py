@@ -1,0 +1,134 @@
+"""Which implementation runs, what the log says of it, and what is refused."""
+
+import logging
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.prefill_attention import cache_attention, causal_attention, gpu, tpu
+
+
+def _chunk(
+    queries: int = 4, heads: int = 4, kv_heads: int = 2, head_dim: int = 64, dtype="float32"
+):
+    q = jnp.ones((1, queries, heads, head_dim), dtype)
+    return q, jnp.ones((1, queries, kv_heads, head_dim), dtype)
+
+
+def _cache(slots: int = 256, kv_heads: int = 2, head_dim: int = 64, dtype="float32"):
+    return jnp.ones((1, kv_heads, slots, head_dim), dtype), jnp.array([slots], jnp.int32)
+
+
+def test_the_choice_is_logged_once_for_a_shape_class(caplog: pytest.LogCaptureFixture) -> None:
+    dispatch._log_once.cache_clear()
+    q, k = _chunk()
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        for _ in range(3):
+            causal_attention(q, k, k, scale=1.0)
+        causal_attention(*(x[:, :2] for x in (q, k, k)), scale=1.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "causal_attention on cpu, float32 4 heads of 64 over 2 kv heads: "
+        "xla (no kernel for this platform)"
+    ]
+
+
+def test_a_kernel_that_cannot_run_is_replaced_and_the_reason_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch._log_once.cache_clear()
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    q, _ = _chunk()
+    k, lengths = _cache(slots=200)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        cache_attention(q, k, k, lengths, scale=1.0)
+    assert (
+        caplog.records[0]
+        .getMessage()
+        .endswith("xla (not tpu: 200 slots are not a multiple of 128)")
+    )
+
+
+def test_the_platform_is_that_of_the_mesh_traced_for() -> None:
+    device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device)
+    assert dispatch.platform() == "cpu"
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert dispatch.platform() == "tpu"
+
+
+@pytest.mark.parametrize("name", ["gpu", "tpu"])
+def test_an_asked_for_kernel_of_another_platform_raises(name: str) -> None:
+    q, fresh = _chunk()
+    k, lengths = _cache()
+    with pytest.raises(NotImplementedError, match=f"needs platform {name}"):
+        causal_attention(q, fresh, fresh, scale=1.0, implementation=name)
+    with pytest.raises(NotImplementedError, match=f"needs platform {name}"):
+        cache_attention(q, k, k, lengths, scale=1.0, implementation=name)
+
+
+def test_an_unknown_implementation_is_named() -> None:
+    q, fresh = _chunk()
+    with pytest.raises(ValueError, match="no implementation 'triton'; there are xla, gpu, tpu"):
+        causal_attention(q, fresh, fresh, scale=1.0, implementation="triton")
+
+
+def test_many_queries_are_not_for_decode() -> None:
+    q, _ = _chunk(queries=17)
+    k, lengths = _cache()
+    with pytest.raises(NotImplementedError, match="17 queries, at most 16: use cache_attention"):
+        decode_attention(q, k, k, lengths, scale=1.0)
+
+
+def test_a_window_needs_the_queries_positions() -> None:
+    q, _ = _chunk()
+    k, lengths = _cache()
+    for attend in (cache_attention, decode_attention):
+        with pytest.raises(ValueError, match="window needs query_start"):
+            attend(q, k, k, lengths, scale=1.0, window=4)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 3, 256, 64), (2, 2, 256, 64), (1, 2, 256, 32), (1, 2, 0, 64)]
+)
+def test_shapes_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    q, _ = _chunk()
+    k = jnp.ones(shape)
+    with pytest.raises(ValueError, match="does not fit"):
+        cache_attention(q, k, k, jnp.array([1], jnp.int32), scale=1.0)
+
+
+def test_reasons_against_cudnn() -> None:
+    reasons = {
+        "takes bfloat16 and float16, not float32": gpu.unsupported_causal(_chunk()[0]),
+        "head dim 32": gpu.unsupported_causal(_chunk(head_dim=32, dtype="bfloat16")[0]),
+        "cuDNN is not detected": gpu.unsupported_causal(_chunk(dtype="bfloat16")[0]),
+        "no sliding window": gpu.unsupported_cache(_chunk()[0], _cache()[0], 8),
+        "200 slots": gpu.unsupported_cache(_chunk()[0], _cache(slots=200)[0], None),
+    }
+    for expected, reason in reasons.items():
+        assert reason is not None and expected in reason
+
+
+def test_a_jax_without_the_private_binding_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import cudnn
+
+    monkeypatch.setattr(cudnn, "fused_attention_stablehlo", SimpleNamespace(MaskType=None))
+    reason = gpu.unsupported_causal(_chunk(dtype="bfloat16")[0])
+    assert reason is not None and "lacks ['check_cudnn_version', 'dot_product_attention']" in reason
+
+
+def test_reasons_against_splash() -> None:
+    wide_q = jax.ShapeDtypeStruct((64, 2048, 32, 128), jnp.bfloat16)
+    wide_k = jax.ShapeDtypeStruct((64, 8, 131072, 128), jnp.bfloat16)
+    reasons = {
+        "head dim 32": tpu.unsupported_causal(_chunk(head_dim=32)[0]),
+        "not float16": tpu.unsupported_causal(_chunk(dtype="float16")[0]),
+        "no sliding window": tpu.unsupported_cache(_chunk()[0], _cache()[0], 8),
+        "scalar memory": tpu.unsupported_cache(wide_q, wide_k, None),
+    }
+    for expected, reason in reasons.items():
+        assert reason is not None and expected in reason

@@ -1,0 +1,195 @@
+"""Every implementation of dense attention that runs on a CPU, against the definition."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.decode_attention import xla as decode_xla
+from pallas_kernels.prefill_attention import reference, tpu, xla
+
+# The blocks of the implementations are 512 slots: rows that end beside their edges.
+SLOTS = 1024
+LENGTHS = (0, 1, 511, 512, 513, 1024)
+
+CACHE: dict[str, Callable] = {
+    "xla": xla.cache_attention,
+    "decode": decode_xla.decode_attention,
+    "splash": partial(tpu.cache_attention, interpret=True),
+}
+CAUSAL: dict[str, Callable] = {
+    "xla": xla.causal_attention,
+    "splash": partial(tpu.causal_attention, interpret=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table: shapes, dtype, window and what is special about the scores."""
+
+    queries: int = 5
+    kv_heads: int = 2
+    groups: int = 3
+    head_dim: int = 64
+    dtype: str = "float32"
+    window: int | None = None
+    slot_start: int = 0
+    logits: str = "random"
+
+    @property
+    def scale(self) -> float:
+        return {"random": 1.0, "large": 60.0, "equal": 0.0}[self.logits] * self.head_dim**-0.5
+
+
+CACHE_CASES = {
+    "one-query": Case(queries=1),
+    "mha": Case(groups=1),
+    "groups-of-four": Case(groups=4, head_dim=128),
+    "mqa-of-eight": Case(kv_heads=1, groups=8),
+    "narrow-heads": Case(head_dim=16),
+    "bfloat16": Case(dtype="bfloat16"),
+    "bfloat16-wide": Case(dtype="bfloat16", head_dim=128, groups=4),
+    "large-logits": Case(logits="large"),
+    "equal-logits": Case(logits="equal"),
+    "window": Case(window=100),
+    "window-of-one": Case(window=1),
+    "window-and-start": Case(window=700, slot_start=300),
+}
+CAUSAL_CASES = {
+    "one-token": Case(queries=1),
+    "below-a-block": Case(queries=511, groups=1, kv_heads=1),
+    "a-block": Case(queries=512, groups=1, kv_heads=1),
+    "above-a-block": Case(queries=513, kv_heads=1),
+    "groups-of-four": Case(queries=130, groups=4, head_dim=128),
+    "mqa-of-eight": Case(queries=130, kv_heads=1, groups=8),
+    "narrow-heads": Case(queries=130, head_dim=16),
+    "bfloat16": Case(queries=600, dtype="bfloat16"),
+    "large-logits": Case(queries=130, logits="large"),
+    "equal-logits": Case(queries=130, logits="equal"),
+    "window": Case(queries=600, window=100),
+    "window-of-one": Case(queries=130, window=1),
+    "window-of-all": Case(queries=130, window=130),
+}
+
+
+def _random(case: Case, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(7), len(shapes))
+    return [
+        jax.random.normal(key, shape).astype(case.dtype)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def _assert_close(
+    result: tuple[jax.Array, jax.Array], expected: tuple[jax.Array, jax.Array], case: Case
+) -> None:
+    """Outputs are means of unit-variance values; a log-sum-exp carries the scores' rounding."""
+    out, lse = result
+    assert out.dtype == case.dtype and lse.dtype == jnp.float32
+    exact = case.dtype == "float32"
+    largest = float(np.max(np.abs(expected[1]), where=np.isfinite(expected[1]), initial=1.0))
+    out_tolerance, lse_tolerance = (1e-5, 1e-6 * largest + 1e-5) if exact else (2e-2, 2e-2)
+    if exact and case.logits == "large":
+        out_tolerance = 2e-4  # exp turns the rounding of scores near 500 into relative errors
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), expected[0].astype(jnp.float32), atol=out_tolerance
+    )
+    np.testing.assert_allclose(lse, expected[1], atol=lse_tolerance)
+
+
+def _skip_unsupported(name: str, reason: Callable[[], str | None]) -> None:
+    if name == "splash" and reason() is not None:
+        pytest.skip(f"splash: {reason()}")
+
+
+@pytest.mark.parametrize("case", CACHE_CASES.values(), ids=CACHE_CASES)
+@pytest.mark.parametrize("name", CACHE)
+@pytest.mark.parametrize("garbage", [np.nan, 1e4], ids=["nan", "finite"])
+def test_cache_attention(name: str, case: Case, garbage: float) -> None:
+    """Ragged rows, one empty and one full; whatever lies beyond a row's length is not seen."""
+    heads = case.kv_heads * case.groups
+    lengths = jnp.array(LENGTHS, jnp.int32)
+    cache = len(LENGTHS), case.kv_heads, SLOTS, case.head_dim
+    q, k, v = _random(case, (len(LENGTHS), case.queries, heads, case.head_dim), cache, cache)
+    _skip_unsupported(name, lambda: tpu.unsupported_cache(q, k, case.window))
+    beyond = (jnp.arange(SLOTS) >= lengths[:, None])[:, None, :, None]
+    k, v = (jnp.where(beyond, jnp.asarray(garbage, x.dtype), x) for x in (k, v))
+    windowed = {}
+    if case.window is not None:
+        # The first queries stand 0, 10, ... tokens after the last slot of their row.
+        start = case.slot_start + lengths + 10 * jnp.arange(len(LENGTHS))
+        windowed = dict(window=case.window, query_start=start, slot_start=case.slot_start)
+    expected = reference.cache_attention(q, k, v, lengths, scale=case.scale, **windowed)
+    result = jax.jit(partial(CACHE[name], scale=case.scale, **windowed))(q, k, v, lengths)
+    assert bool(jnp.all(result[0][0] == 0)) and bool(jnp.all(jnp.isneginf(result[1][0])))
+    _assert_close(result, expected, case)
+
+
+@pytest.mark.parametrize("case", CAUSAL_CASES.values(), ids=CAUSAL_CASES)
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_attention(name: str, case: Case) -> None:
+    heads = case.kv_heads * case.groups
+    chunk = 2, case.queries, case.kv_heads, case.head_dim
+    q, k, v = _random(case, (2, case.queries, heads, case.head_dim), chunk, chunk)
+    _skip_unsupported(name, lambda: tpu.unsupported_causal(q))
+    options = dict(scale=case.scale, window=case.window)
+    expected = reference.causal_attention(q, k, v, **options)
+    _assert_close(jax.jit(partial(CAUSAL[name], **options))(q, k, v), expected, case)
+
+
+@st.composite
+def _ragged(draw: st.DrawFn) -> tuple[int, int, list[int], int | None, int]:
+    slots = draw(st.integers(1, 40))
+    lengths = draw(st.lists(st.integers(0, slots), min_size=1, max_size=3))
+    window = draw(st.none() | st.integers(1, 50))
+    return draw(st.integers(1, 9)), slots, lengths, window, draw(st.integers(0, 20))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(_ragged())
+def test_any_shape_streams_like_the_definition(
+    drawn: tuple[int, int, list[int], int | None, int],
+) -> None:
+    """Blocks of 8 keys and 4 queries that divide neither S nor T."""
+    queries, slots, row_lengths, window, slot_start = drawn
+    case = Case(head_dim=8)
+    cache = len(row_lengths), case.kv_heads, slots, 8
+    q, k, v = _random(case, (len(row_lengths), queries, 6, 8), cache, cache)
+    lengths = jnp.array(row_lengths, jnp.int32)
+    options = dict(scale=0.3)
+    if window is not None:
+        options |= dict(window=window, query_start=slot_start + lengths, slot_start=slot_start)
+    expected = reference.cache_attention(q, k, v, lengths, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "_KEY_BLOCK", 8)
+        patch.setattr(xla, "_query_block", lambda shape, _: min(4, shape[1]))
+        _assert_close(xla.cache_attention(q, k, v, lengths, **options), expected, case)
+        fresh_k, fresh_v = _random(case, *[(len(row_lengths), queries, 2, 8)] * 2)
+        _assert_close(
+            xla.causal_attention(q, fresh_k, fresh_v, scale=0.3, window=window),
+            reference.causal_attention(q, fresh_k, fresh_v, scale=0.3, window=window),
+            case,
+        )
+    _assert_close(decode_xla.decode_attention(q, k, v, lengths, block=8, **options), expected, case)
+
+
+def test_a_window_does_not_visit_the_blocks_outside_it() -> None:
+    """Keys that no query of the chunk sees may be NaN even below the length."""
+    case = Case(window=100)
+    q, k, v = _random(case, (1, 5, 6, 64), (1, 2, 4096, 64), (1, 2, 4096, 64))
+    unseen = (jnp.arange(4096) < 3584)[:, None]  # 7 blocks of 512; the window begins in the 8th
+    k, v = (jnp.where(unseen, jnp.nan, x) for x in (k, v))
+    lengths = jnp.array([4096], jnp.int32)
+    options = dict(scale=case.scale, window=100, query_start=lengths, slot_start=0)
+    result = xla.cache_attention(q, k, v, lengths, **options)
+    _assert_close(
+        result,
+        reference.cache_attention(q, *(jnp.nan_to_num(x) for x in (k, v)), lengths, **options),
+        case,
+    )
