@@ -60,7 +60,7 @@ def test_the_platform_is_that_of_the_mesh_traced_for() -> None:
         assert dispatch.platform() == "tpu"
 
 
-@pytest.mark.parametrize("name", ["gpu", "tpu"])
+@pytest.mark.parametrize("name", ["gpu", "tpu"], ids=["cudnn", "splash"])
 def test_an_asked_for_kernel_of_another_platform_raises(name: str) -> None:
     q, fresh = _chunk()
     k, lengths = _cache()
@@ -91,9 +91,7 @@ def test_a_window_needs_the_queries_positions() -> None:
             attend(q, k, k, lengths, scale=1.0, window=4)
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 3, 256, 64), (2, 2, 256, 64), (1, 2, 256, 32), (1, 2, 0, 64)]
-)
+@pytest.mark.parametrize("shape", [(1, 3, 256, 64), (1, 2, 0, 64)], ids=["heads", "empty"])
 def test_shapes_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
     q, _ = _chunk()
     k = jnp.ones(shape)
@@ -122,13 +120,17 @@ def test_a_jax_without_the_private_binding_is_a_reason(monkeypatch: pytest.Monke
 
 
 def test_reasons_against_splash() -> None:
-    wide_q = jax.ShapeDtypeStruct((64, 2048, 32, 128), jnp.bfloat16)
-    wide_k = jax.ShapeDtypeStruct((64, 8, 131072, 128), jnp.bfloat16)
+    large = []  # of a batch too large to make: seen by its shapes alone
+    jax.eval_shape(
+        lambda q, k: large.append(tpu.unsupported_cache(q, k, None)),
+        jax.ShapeDtypeStruct((64, 2048, 32, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((64, 8, 131072, 128), jnp.bfloat16),
+    )
     reasons = {
         "head dim 32": tpu.unsupported_causal(_chunk(head_dim=32)[0]),
         "not float16": tpu.unsupported_causal(_chunk(dtype="float16")[0]),
         "no sliding window": tpu.unsupported_cache(_chunk()[0], _cache()[0], 8),
-        "scalar memory": tpu.unsupported_cache(wide_q, wide_k, None),
+        "scalar memory": large[0],
     }
     for expected, reason in reasons.items():
         assert reason is not None and expected in reason
