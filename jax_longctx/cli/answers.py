@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnswerOptions",
+    "Answered",
     "closing_note",
     "on_progress",
     "per_second",
     "seconds_of",
-    "show_answer",
+    "stream_answer",
 ]
+
+
+Answered = Callable[[Callable[[int, str], None]], list["Answer"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,16 +53,13 @@ class AnswerOptions:
         return {"sampling": sampling, "max_tokens": self.max_tokens, "stop": list(self.stop)}
 
 
-def show_answer(
-    terminal: Terminal, doing: str, answered: Callable[[Callable[[int, str], None]], list["Answer"]]
-) -> "Answer":
-    """Runs `answered(on_text)` for one row: its text streams to stdout, or a spinner turns."""
-    if terminal.as_json:
-        with terminal.waiting(doing):
-            (answer,) = answered(lambda row, text: None)
-        return answer
-    (answer,) = answered(lambda row, text: terminal.write(text))
-    terminal.write("\n")
+def stream_answer(terminal: Terminal, answered: Answered) -> "Answer":
+    """Runs `answered(on_text)` for one row and streams its text to stdout."""
+    try:
+        (answer,) = answered(lambda row, text: terminal.write(text))
+    finally:
+        # Also when interrupted: what follows starts on a line of its own.
+        terminal.write("\n")
     return answer
 
 

@@ -11,6 +11,7 @@ from jax_longctx.cli.answers import (
     closing_note,
     on_progress,
     seconds_of,
+    stream_answer,
 )
 from jax_longctx.cli.inputs import check_argument, read_text
 from jax_longctx.cli.memory import peak_memory
@@ -62,13 +63,13 @@ def generate(
     terminal = Terminal(as_json=as_json)
     model = choice.open(terminal)
     with terminal.progress("reading") as update:
-        (answer,) = model.generate(
-            text,
-            progress=on_progress(update),
-            on_text=lambda row, piece: terminal.write(piece),
-            **answers.arguments(),
+        # The bar is gone when the first text comes, so there is no spinner here, also for JSON.
+        answer = stream_answer(
+            terminal,
+            lambda on_text: model.generate(
+                text, progress=on_progress(update), on_text=on_text, **answers.arguments()
+            ),
         )
-    terminal.write("\n")
     length = len(model.tokenizer.encode(text, bos=True))
     terminal.note(closing_note(answer, length, answer.prefill_seconds, None))
     if as_json:

@@ -175,7 +175,10 @@ class ModelChoice:
         import jax_longctx
         from jax_longctx.sharding import make_mesh, parse_mesh
 
-        mesh = None if self.mesh is None else make_mesh(**parse_mesh(self.mesh))
+        mesh = None
+        if self.mesh is not None:
+            sizes = parse_mesh(self.mesh)
+            mesh = make_mesh(sizes.get("data", 1), sizes.get("seq", 1), sizes.get("tensor", 1))
         dtype = checked_dtype(self.dtype)
         with terminal.waiting(f"loading {self.checkpoint}"):
             return jax_longctx.load(

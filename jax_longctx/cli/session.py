@@ -15,7 +15,7 @@ from jax_longctx.cli.answers import (
     closing_note,
     on_progress,
     seconds_of,
-    show_answer,
+    stream_answer,
 )
 from jax_longctx.cli.memory import peak_memory
 from jax_longctx.cli.options import run_facts
@@ -93,13 +93,14 @@ class Session:
     def _answer(self, context: "Context", asked: str, question: str, prefill: float | None) -> None:
         if len(self.request.questions) > 1 and not self.terminal.as_json:
             self.terminal.note(f"> {asked}")
-        answer = show_answer(
-            self.terminal,
-            "answering",
-            lambda on_text: self.model.ask(
-                context, question, on_text=on_text, **self.answers.arguments()
-            ),
-        )
+        # Streamed text shows that work goes on; JSON needs a sign of it.
+        with self.terminal.waiting("answering", when=self.terminal.as_json):
+            answer = stream_answer(
+                self.terminal,
+                lambda on_text: self.model.ask(
+                    context, question, on_text=on_text, **self.answers.arguments()
+                ),
+            )
         length, cache = context.lengths[0], context.resident_bytes
         self.terminal.note(closing_note(answer, length, prefill, cache))
         if self.terminal.as_json:

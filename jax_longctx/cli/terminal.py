@@ -92,14 +92,14 @@ class Terminal:
             yield update
 
     @contextlib.contextmanager
-    def waiting(self, doing: str) -> Iterator[None]:
-        """A spinner with the time that passes, for work of unknown length."""
+    def waiting(self, doing: str, *, when: bool = True) -> Iterator[None]:
+        """A spinner with the time that passes, for work of unknown length; only `when` asked."""
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(
             *columns,
             console=self._console,
             transient=True,
-            disable=not self._console.is_terminal,
+            disable=not (when and self._console.is_terminal),
         ) as bar:
             bar.add_task(doing, total=None)
             yield

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
