@@ -5,7 +5,7 @@ from jax_longctx.caches.append import (
     append,
     empty_append_cache,
     gather_slots,
-    write_slots,
+    write_run,
 )
 
-__all__ = ["AppendCache", "append", "empty_append_cache", "gather_slots", "write_slots"]
+__all__ = ["AppendCache", "append", "empty_append_cache", "gather_slots", "write_run"]

@@ -1,0 +1,316 @@
+"""What a model is, read from a Hugging Face `config.json`; nothing is defaulted in silence.
+
+`ModelConfig.from_hf` refuses by name what is not implemented: an architecture, a rope type, an
+activation. A value that decides numbers (rope theta, norm epsilon) must be in the file.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax_longctx.errors import ConfigError
+
+__all__ = ["FAMILIES", "ROPE_KINDS", "ModelConfig", "RopeConfig"]
+
+# model_type of config.json -> architectures of the same computation.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "llama": ("LlamaForCausalLM",),
+    "mistral": ("MistralForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "internlm2": ("InternLM2ForCausalLM",),
+}
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding (see `jax_longctx.models.rope` for the kinds).
+
+    Attributes:
+      theta: base of the frequencies.
+      trained_length: tokens the frequencies were trained at, before scaling.
+      factor: of every kind but `default`.
+      low_freq_factor, high_freq_factor: of `llama3`.
+      beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: of `yarn`.
+    """
+
+    kind: str
+    theta: float
+    trained_length: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise ConfigError(
+                f"rope type {self.kind!r} is not implemented; implemented: {', '.join(ROPE_KINDS)}"
+            )
+        checks = {
+            "theta": self.theta > 1,
+            "trained_length": self.trained_length >= 1,
+            "factor": self.factor >= 1,
+            "high_freq_factor": self.high_freq_factor > self.low_freq_factor,
+            "beta_fast": self.beta_fast > self.beta_slow,
+        }
+        for name, good in checks.items():
+            if not good:
+                raise ConfigError(
+                    f"rope {self.kind!r}: {name}={getattr(self, name)} is out of range"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape and constants of a decoder of the Llama family.
+
+    Attributes:
+      max_position: tokens the checkpoint says it was trained (or extended) to.
+      qkv_bias, o_bias, mlp_bias: biases of the projections.
+      qk_norm: RMS norm of queries and keys per head, before rotary embedding (Qwen3).
+      windows: sliding window in tokens of each layer, None for a layer without.
+    """
+
+    family: str
+    vocab_size: int
+    num_layers: int
+    model_dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeConfig
+    max_position: int
+    tie_embeddings: bool
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ConfigError(f"family {self.family!r} is unknown; known: {', '.join(FAMILIES)}")
+        sizes = ("vocab_size", "num_layers", "model_dim", "mlp_dim", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_dim", "max_position"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} is odd; rotary embedding needs pairs")
+        if not self.norm_eps > 0:
+            raise ConfigError(f"norm_eps must be above 0, got {self.norm_eps}")
+        if len(self.windows) != self.num_layers:
+            raise ConfigError(f"{len(self.windows)} windows given for {self.num_layers} layers")
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ConfigError(f"a sliding window must be at least 1 token, got {self.windows}")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
+        """Reads a Hugging Face config.
+
+        Raises:
+          ConfigError: an architecture, rope type or activation that is not implemented, or a key
+            that is missing.
+        """
+        family = _family(config)
+        activation = config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise ConfigError(f"hidden_act {activation!r} is not implemented; implemented: silu")
+        heads, width = _need(config, "num_attention_heads"), _need(config, "hidden_size")
+        head_dim = config.get("head_dim") or _head_dim(width, heads)
+        layers = _need(config, "num_hidden_layers")
+        bias = bool(config.get("attention_bias", False)) or bool(config.get("bias", False))
+        return cls(
+            family=family,
+            vocab_size=_need(config, "vocab_size"),
+            num_layers=layers,
+            model_dim=width,
+            mlp_dim=_need(config, "intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            norm_eps=float(_need(config, "rms_norm_eps")),
+            rope=_rope(config),
+            max_position=_need(config, "max_position_embeddings"),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            windows=_windows(config, family, layers),
+            # Qwen2 has biases on q, k, v and its config does not say so.
+            qkv_bias=bias or family == "qwen2",
+            o_bias=bias and family != "qwen2",
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; `from_dict` gives the same config back."""
+        return {**dataclasses.asdict(self), "windows": list(self.windows)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
+        """The config that `to_dict` described. Raises ConfigError on unknown or missing fields."""
+        try:
+            rope = RopeConfig(**values["rope"])
+            return cls(**{**values, "rope": rope, "windows": tuple(values["windows"])})
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"model config is damaged: {error}") from None
+
+    def to_hf(self) -> dict[str, Any]:
+        """A `config.json` that `from_hf` and transformers read as this model."""
+        hf: dict[str, Any] = {
+            "model_type": self.family,
+            "architectures": [FAMILIES[self.family][0]],
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.model_dim,
+            "intermediate_size": self.mlp_dim,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "max_position_embeddings": self.max_position,
+            "tie_word_embeddings": self.tie_embeddings,
+            "rope_theta": self.rope.theta,
+            **_rope_to_hf(self.rope, self.max_position),
+            **_windows_to_hf(self),
+        }
+        if self.family in ("llama", "qwen3"):
+            hf["attention_bias"] = self.qkv_bias
+        if self.family == "llama":
+            hf["mlp_bias"] = self.mlp_bias
+        if self.family == "internlm2":
+            hf["bias"] = self.qkv_bias
+        return hf
+
+
+def _need(config: Mapping[str, Any], key: str) -> Any:
+    value = config.get(key)
+    if value is None:
+        raise ConfigError(
+            f"config.json lacks {key!r}; it cannot be guessed, add it from the source"
+        )
+    return value
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    known = {name: family for family, names in FAMILIES.items() for name in names}
+    for name in config.get("architectures") or ():
+        if name not in known:
+            raise ConfigError(
+                f"architecture {name!r} is not implemented; implemented: {', '.join(known)}"
+            )
+        return known[name]
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"model_type {family!r} is not implemented; implemented: {', '.join(FAMILIES)}"
+        )
+    return family
+
+
+def _head_dim(width: int, heads: int) -> int:
+    if width % heads:
+        raise ConfigError(f"hidden_size={width} is not a multiple of num_attention_heads={heads}")
+    return width // heads
+
+
+def _rope(config: Mapping[str, Any]) -> RopeConfig:
+    """Both the older keys (`rope_theta`, `rope_scaling`) and `rope_parameters`."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    theta = scaling.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise ConfigError(
+            "config.json gives no rope theta ('rope_theta'); it cannot be guessed, "
+            "add it from the model's source"
+        )
+    if kind not in ROPE_KINDS:
+        raise ConfigError(
+            f"rope type {kind!r} is not implemented; implemented: {', '.join(ROPE_KINDS)}"
+        )
+    longest = _need(config, "max_position_embeddings")
+    # Only these two kinds extend a length that they name; the others scale what was trained.
+    trained = scaling.get("original_max_position_embeddings") or config.get(
+        "original_max_position_embeddings"
+    )
+    if kind == "llama3" and trained is None:
+        raise ConfigError("rope type 'llama3' needs 'original_max_position_embeddings'")
+    fields: dict[str, Any] = {"kind": kind, "theta": float(theta)}
+    fields["trained_length"] = int(trained if trained and kind != "dynamic" else longest)
+    if kind != "default":
+        if scaling.get("factor") is None:
+            raise ConfigError(f"rope type {kind!r} needs 'factor'")
+        fields["factor"] = float(scaling["factor"])
+    if kind == "llama3":
+        fields["low_freq_factor"] = float(_need(scaling, "low_freq_factor"))
+        fields["high_freq_factor"] = float(_need(scaling, "high_freq_factor"))
+    if kind == "yarn":
+        for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
+            if scaling.get(name) is not None:
+                fields[name] = float(scaling[name])
+        fields["truncate"] = bool(scaling.get("truncate", True))
+    return RopeConfig(**fields)
+
+
+def _rope_to_hf(rope: RopeConfig, longest: int) -> dict[str, Any]:
+    if rope.kind == "default":
+        return {}
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.trained_length != longest or rope.kind == "llama3":
+        scaling["original_max_position_embeddings"] = rope.trained_length
+    if rope.kind == "llama3":
+        scaling["low_freq_factor"] = rope.low_freq_factor
+        scaling["high_freq_factor"] = rope.high_freq_factor
+    if rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        optional = ("attention_factor", "mscale", "mscale_all_dim")
+        scaling |= {n: getattr(rope, n) for n in optional if getattr(rope, n) is not None}
+        scaling["truncate"] = rope.truncate
+    return {"rope_scaling": scaling}
+
+
+def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+    """Mistral slides everywhere; Qwen slides only when told, from a layer on or by layer types."""
+    window = config.get("sliding_window")
+    if window is None or (family.startswith("qwen") and not config.get("use_sliding_window")):
+        return (None,) * layers
+    types = config.get("layer_types")
+    if types is not None:
+        unknown = set(types) - {"full_attention", "sliding_attention"}
+        if unknown or len(types) != layers:
+            raise ConfigError(f"layer_types {sorted(set(types))} of {len(types)} layers unusable")
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if family in ("llama", "internlm2"):
+        raise ConfigError(f"sliding_window={window} is not part of family {family!r}")
+    first = config.get("max_window_layers", 0) if family.startswith("qwen") else 0
+    return tuple(window if layer >= first else None for layer in range(layers))
+
+
+def _windows_to_hf(config: ModelConfig) -> dict[str, Any]:
+    sizes = {window for window in config.windows if window is not None}
+    if not sizes:
+        return {"sliding_window": None} if config.family == "mistral" else {}
+    (window,) = sizes
+    if config.family == "mistral":
+        return {"sliding_window": window}
+    kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
+    # max_window_layers also speaks to transformers versions that do not read layer_types.
+    first = kinds.index("sliding_attention")
+    return {
+        "sliding_window": window,
+        "use_sliding_window": True,
+        "max_window_layers": first,
+        "layer_types": kinds,
+    }
