@@ -5,6 +5,7 @@ Everything here is set before JAX starts a backend and before our packages are i
 """
 
 import os
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,25 @@ _BEARTYPE = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
 
 
 def _names_arrays(function: Callable[..., Any]) -> bool:
-    types = [kind for kind in function.__annotations__.values() if isinstance(kind, type)]
-    return any(issubclass(kind, jaxtyping.AbstractArray) for kind in types)
+    return any(_is_array(kind) for kind in function.__annotations__.values())
+
+
+def _is_array(kind: Any) -> bool:
+    """An array annotation, or one that has such inside: `Float[Array, "B"] | None`."""
+    if isinstance(kind, type) and issubclass(kind, jaxtyping.AbstractArray):
+        return True
+    return any(_is_array(part) for part in typing.get_args(kind))
 
 
 jaxtyping.install_import_hook(CHECKED, f"{__name__}.check_types")
+
+
+@pytest.fixture
+def unchecked_signatures():
+    """Signatures as users run them, unchecked: for the library's own words on bad arguments."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
