@@ -6,7 +6,7 @@ Everything here is set before JAX starts a backend and before our packages are i
 
 import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +38,27 @@ def check_types(function: Callable[..., Any]) -> Callable[..., Any]:
     Dataclasses of arrays are left out. They are pytrees, and JAX builds them anew with shapes,
     shardings or markers in place of the arrays; where they are used, signatures are checked.
     """
-    if function.__name__ == "__init__" and _names_arrays(function):
+    kinds = list(_parts(*function.__annotations__.values()))
+    if function.__name__ == "__init__" and any(
+        issubclass(kind, jaxtyping.AbstractArray) for kind in kinds
+    ):
         return function
+    for kind in kinds:
+        # A protocol is checked by the names that it asks for.
+        if getattr(kind, "_is_protocol", False):
+            typing.runtime_checkable(kind)
     return _BEARTYPE(function)
 
 
 _BEARTYPE = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
 
 
-def _names_arrays(function: Callable[..., Any]) -> bool:
-    return any(_is_array(kind) for kind in function.__annotations__.values())
-
-
-def _is_array(kind: Any) -> bool:
-    """An array annotation, or one that has such inside: `Float[Array, "B"] | None`."""
-    if isinstance(kind, type) and issubclass(kind, jaxtyping.AbstractArray):
-        return True
-    return any(_is_array(part) for part in typing.get_args(kind))
+def _parts(*annotations: Any) -> Iterator[type]:
+    """The types that annotations are made of: `Float[Array, "B"] | None` gives two."""
+    for annotation in annotations:
+        if isinstance(annotation, type):
+            yield annotation
+        yield from _parts(*typing.get_args(annotation))
 
 
 jaxtyping.install_import_hook(CHECKED, f"{__name__}.check_types")
