@@ -20,6 +20,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "qwen3": ("Qwen3ForCausalLM",),
     "internlm2": ("InternLM2ForCausalLM",),
 }
+# Flags of config.json that add biases.
+BIAS_FLAGS: dict[str, tuple[str, ...]] = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "mistral": (),
+    "qwen2": ("attention_bias",),
+    "qwen3": ("attention_bias",),
+    "internlm2": ("bias",),
+}
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -128,27 +136,26 @@ class ModelConfig:
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
             raise ConfigError(f"hidden_act {activation!r} is not implemented; implemented: silu")
-        heads, width = _need(config, "num_attention_heads"), _need(config, "hidden_size")
-        head_dim = config.get("head_dim") or _head_dim(width, heads)
-        layers = _need(config, "num_hidden_layers")
-        bias = bool(config.get("attention_bias", False)) or bool(config.get("bias", False))
+        heads, width = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+        layers = _size(config, "num_hidden_layers")
+        bias = _bias(config, family)
         return cls(
             family=family,
-            vocab_size=_need(config, "vocab_size"),
+            vocab_size=_size(config, "vocab_size"),
             num_layers=layers,
             model_dim=width,
-            mlp_dim=_need(config, "intermediate_size"),
+            mlp_dim=_size(config, "intermediate_size"),
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            norm_eps=float(_need(config, "rms_norm_eps")),
+            num_kv_heads=_kv_heads(config, family, heads),
+            head_dim=_head_dim(config, family, width, heads),
+            norm_eps=_number(config, "rms_norm_eps"),
             rope=_rope(config),
-            max_position=_need(config, "max_position_embeddings"),
+            max_position=_size(config, "max_position_embeddings"),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             windows=_windows(config, family, layers),
             # Qwen2 has biases on q, k, v and its config does not say so.
             qkv_bias=bias or family == "qwen2",
-            o_bias=bias and family != "qwen2",
+            o_bias=bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=family == "qwen3",
         )
@@ -167,7 +174,11 @@ class ModelConfig:
             raise ConfigError(f"model config is damaged: {error}") from None
 
     def to_hf(self) -> dict[str, Any]:
-        """A `config.json` that `from_hf` and transformers read as this model."""
+        """A `config.json` that `from_hf` and transformers read as this model.
+
+        Raises:
+          ConfigError: the family's config has no words for this model (a Llama with windows).
+        """
         hf: dict[str, Any] = {
             "model_type": self.family,
             "architectures": [FAMILIES[self.family][0]],
@@ -186,12 +197,16 @@ class ModelConfig:
             **_rope_to_hf(self.rope, self.max_position),
             **_windows_to_hf(self),
         }
-        if self.family in ("llama", "qwen3"):
-            hf["attention_bias"] = self.qkv_bias
-        if self.family == "llama":
-            hf["mlp_bias"] = self.mlp_bias
-        if self.family == "internlm2":
-            hf["bias"] = self.qkv_bias
+        biases = {"attention_bias": self.o_bias, "bias": self.o_bias, "mlp_bias": self.mlp_bias}
+        if self.family != "qwen2":
+            hf |= {flag: biases[flag] for flag in BIAS_FLAGS[self.family]}
+        read = ModelConfig.from_hf(hf)
+        if read != self:
+            ours, theirs = self.to_dict(), read.to_dict()
+            lost = [f"{key}={ours[key]}" for key in ours if ours[key] != theirs[key]]
+            raise ConfigError(
+                f"a Hugging Face config of family {self.family!r} cannot say {', '.join(lost)}"
+            )
         return hf
 
 
@@ -204,15 +219,32 @@ def _need(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def _size(config: Mapping[str, Any], key: str) -> int:
+    value = _need(config, key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.json: {key!r} must be a whole number above 0, got {value!r}")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str) -> float:
+    value = _need(config, key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"config.json: {key!r} must be a number, got {value!r}")
+    return float(value)
+
+
 def _family(config: Mapping[str, Any]) -> str:
+    """By architecture, or by model_type where no architecture is named; both must agree."""
     known = {name: family for family, names in FAMILIES.items() for name in names}
-    for name in config.get("architectures") or ():
+    family, names = config.get("model_type"), config.get("architectures") or ()
+    for name in names:
         if name not in known:
             raise ConfigError(
                 f"architecture {name!r} is not implemented; implemented: {', '.join(known)}"
             )
+        if family is not None and family != known[name]:
+            raise ConfigError(f"architecture {name!r} contradicts model_type {family!r}")
         return known[name]
-    family = config.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(
             f"model_type {family!r} is not implemented; implemented: {', '.join(FAMILIES)}"
@@ -220,7 +252,26 @@ def _family(config: Mapping[str, Any]) -> str:
     return family
 
 
-def _head_dim(width: int, heads: int) -> int:
+def _bias(config: Mapping[str, Any], family: str) -> bool:
+    """Whether q, k, v and o have biases; a flag that the family does not know is refused."""
+    for flag in ("attention_bias", "bias", "mlp_bias"):
+        if config.get(flag) and flag not in BIAS_FLAGS[family]:
+            raise ConfigError(f"{flag}={config[flag]} is not part of family {family!r}")
+    flag = "bias" if family == "internlm2" else "attention_bias"
+    return family != "qwen2" and bool(config.get(flag, False))
+
+
+def _kv_heads(config: Mapping[str, Any], family: str, heads: int) -> int:
+    # What a missing key means differs from family to family; here it means multi-head attention.
+    if family in ("llama", "internlm2") and config.get("num_key_value_heads") is None:
+        return heads
+    return _size(config, "num_key_value_heads")
+
+
+def _head_dim(config: Mapping[str, Any], family: str, width: int, heads: int) -> int:
+    # Qwen3's heads are not hidden_size / heads wide, whatever the file leaves out.
+    if family == "qwen3" or config.get("head_dim") is not None:
+        return _size(config, "head_dim")
     if width % heads:
         raise ConfigError(f"hidden_size={width} is not a multiple of num_attention_heads={heads}")
     return width // heads
@@ -229,39 +280,57 @@ def _head_dim(width: int, heads: int) -> int:
 def _rope(config: Mapping[str, Any]) -> RopeConfig:
     """Both the older keys (`rope_theta`, `rope_scaling`) and `rope_parameters`."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in scaling.values()):
+        raise ConfigError(f"rope parameters by layer type ({', '.join(scaling)}) not implemented")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = scaling.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise ConfigError(
-            "config.json gives no rope theta ('rope_theta'); it cannot be guessed, "
-            "add it from the model's source"
-        )
     if kind not in ROPE_KINDS:
         raise ConfigError(
             f"rope type {kind!r} is not implemented; implemented: {', '.join(ROPE_KINDS)}"
         )
-    longest = _need(config, "max_position_embeddings")
-    # Only these two kinds extend a length that they name; the others scale what was trained.
-    trained = scaling.get("original_max_position_embeddings") or config.get(
-        "original_max_position_embeddings"
-    )
-    if kind == "llama3" and trained is None:
-        raise ConfigError("rope type 'llama3' needs 'original_max_position_embeddings'")
-    fields: dict[str, Any] = {"kind": kind, "theta": float(theta)}
-    fields["trained_length"] = int(trained if trained and kind != "dynamic" else longest)
+    said = {"rope_theta": config.get("rope_theta"), **scaling}
+    if said.get("rope_theta") is None:
+        raise ConfigError(
+            "config.json gives no rope theta ('rope_theta'); it cannot be guessed, "
+            "add it from the model's source"
+        )
+    partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise ConfigError(f"partial_rotary_factor={partial} is not implemented; implemented: 1")
+    fields: dict[str, Any] = {"kind": kind, "theta": _number(said, "rope_theta")}
+    fields["trained_length"] = _trained_length(config, scaling, kind)
     if kind != "default":
-        if scaling.get("factor") is None:
-            raise ConfigError(f"rope type {kind!r} needs 'factor'")
-        fields["factor"] = float(scaling["factor"])
+        fields["factor"] = _rope_number(scaling, kind, "factor")
     if kind == "llama3":
-        fields["low_freq_factor"] = float(_need(scaling, "low_freq_factor"))
-        fields["high_freq_factor"] = float(_need(scaling, "high_freq_factor"))
+        for name in ("low_freq_factor", "high_freq_factor"):
+            fields[name] = _rope_number(scaling, kind, name)
     if kind == "yarn":
         for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
             if scaling.get(name) is not None:
-                fields[name] = float(scaling[name])
+                fields[name] = _rope_number(scaling, kind, name)
         fields["truncate"] = bool(scaling.get("truncate", True))
     return RopeConfig(**fields)
+
+
+def _rope_number(scaling: Mapping[str, Any], kind: str, key: str) -> float:
+    if scaling.get(key) is None:
+        raise ConfigError(f"rope type {kind!r} needs {key!r} in config.json; it has {[*scaling]}")
+    return _number(scaling, key)
+
+
+def _trained_length(config: Mapping[str, Any], scaling: Mapping[str, Any], kind: str) -> int:
+    longest = _size(config, "max_position_embeddings")
+    # Only these two kinds extend a length that they name; the others scale what was trained.
+    if kind not in ("llama3", "yarn"):
+        return longest
+    key = "original_max_position_embeddings"
+    given = {place[key] for place in (scaling, config) if place.get(key) is not None}
+    if len(given) > 1:
+        raise ConfigError(f"config.json gives two values of {key!r}: {sorted(given)}")
+    if given:
+        return _size({key: given.pop()}, key)
+    if kind == "llama3":
+        raise ConfigError(f"rope type 'llama3' needs {key!r} in config.json")
+    return longest
 
 
 def _rope_to_hf(rope: RopeConfig, longest: int) -> dict[str, Any]:
@@ -283,28 +352,40 @@ def _rope_to_hf(rope: RopeConfig, longest: int) -> dict[str, Any]:
 
 def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
     """Mistral slides everywhere; Qwen slides only when told, from a layer on or by layer types."""
-    window = config.get("sliding_window")
-    if window is None or (family.startswith("qwen") and not config.get("use_sliding_window")):
-        return (None,) * layers
-    types = config.get("layer_types")
-    if types is not None:
-        unknown = set(types) - {"full_attention", "sliding_attention"}
-        if unknown or len(types) != layers:
-            raise ConfigError(f"layer_types {sorted(set(types))} of {len(types)} layers unusable")
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
     if family in ("llama", "internlm2"):
-        raise ConfigError(f"sliding_window={window} is not part of family {family!r}")
-    first = config.get("max_window_layers", 0) if family.startswith("qwen") else 0
-    return tuple(window if layer >= first else None for layer in range(layers))
+        if config.get("sliding_window") is not None:
+            raise ConfigError(
+                f"sliding_window={config['sliding_window']} is not part of family {family!r}"
+            )
+        return (None,) * layers
+    types = config.get("layer_types") or []
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown or len(types) not in (0, layers):
+        raise ConfigError(f"{len(types)} layer_types for {layers} layers; unknown: {unknown}")
+    if family == "mistral":
+        if "sliding_window" not in config:
+            raise ConfigError("config.json lacks 'sliding_window'; null says that there is none")
+        if "full_attention" in types:
+            raise ConfigError("layer_types with 'full_attention' is not part of family 'mistral'")
+        slides = [config["sliding_window"] is not None] * layers
+    elif types:
+        slides = [kind == "sliding_attention" for kind in types]
+    elif config.get("use_sliding_window"):
+        first = _need(config, "max_window_layers")
+        slides = [layer >= first for layer in range(layers)]
+    else:
+        slides = [False] * layers
+    if family != "mistral" and any(slides) and not config.get("use_sliding_window"):
+        raise ConfigError("layer_types has 'sliding_attention' but use_sliding_window is not true")
+    return tuple(_size(config, "sliding_window") if slide else None for slide in slides)
 
 
 def _windows_to_hf(config: ModelConfig) -> dict[str, Any]:
-    sizes = {window for window in config.windows if window is not None}
-    if not sizes:
-        return {"sliding_window": None} if config.family == "mistral" else {}
-    (window,) = sizes
+    window = next((window for window in config.windows if window is not None), None)
     if config.family == "mistral":
         return {"sliding_window": window}
+    if window is None:
+        return {}
     kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
     # max_window_layers also speaks to transformers versions that do not read layer_types.
     first = kinds.index("sliding_attention")
