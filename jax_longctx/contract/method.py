@@ -18,7 +18,7 @@ reach other shards only through `LayerContext`'s helpers.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
@@ -73,6 +73,7 @@ class MethodInfo:
     append_only: bool
 
 
+@runtime_checkable
 class Method(Protocol):
     """The five duties (see the module's docstring), `validate`, and the metadata."""
 

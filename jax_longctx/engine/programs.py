@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jax_longctx.contract import CHUNK_ROWS, CacheShape, LayerContext, Method, RowGroup, Segment
 from jax_longctx.engine.sampling import choose
@@ -59,7 +59,7 @@ class Setup:
 
 
 @functools.lru_cache(maxsize=16)
-def _abstract(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+def _abstract(config: ModelConfig) -> tuple[Any, Any]:
     return abstract_model(config)
 
 
@@ -200,7 +200,7 @@ class DecodeState:
     limit: Int[Array, " B"]
     stops: Int[Array, " E"]
     seen: Bool[Array, "B V"] | None
-    seed: Int[Array, ""]
+    seed: UInt32[Array, ""]
 
     def accept(self, token: Array) -> "DecodeState":
         """The state after `token` was chosen for the rows that are not done."""

@@ -9,7 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jax_longctx.errors import InputError
 
@@ -65,7 +65,7 @@ def sampling_values(sampling: Sampling) -> Float[Array, " 3"]:
 def choose(
     logits: Float[Array, "B V"],
     seen: Bool[Array, "B V"] | None,
-    seed: Int[Array, ""],
+    seed: UInt32[Array, ""],
     count: Int[Array, " B"],
     values: Float[Array, " 3"],
     static: tuple[bool, int, bool, bool],

@@ -180,13 +180,13 @@ class Llama(nnx.Module):
             return jnp.einsum("...D,VD->...V", x, table_VD, preferred_element_type=jnp.float32)
 
 
-def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_model(config: ModelConfig) -> tuple[Any, Any]:
     """Structure and abstract (shape-only) state of the model; nothing is allocated."""
     model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
     return nnx.split(model)
 
 
-def _flat_params(state: nnx.State) -> dict[tuple[Any, ...], nnx.Param]:
+def _flat_params(state: Any) -> dict[tuple[Any, ...], Any]:
     return {path: leaf for path, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Param)}
 
 

@@ -27,7 +27,7 @@ __all__ = ["apply_rope", "attention_factor", "rope_angles", "rope_frequencies"]
 
 def rope_angles(
     config: RopeConfig, head_dim: int, positions: Int[Array, "B T"], total: Int[Array, " B"]
-) -> tuple[Float[Array, "B T H/2"], Float[Array, "B T H/2"]]:
+) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
     """cos and sin at `positions`, float32, yarn's attention factor folded in.
 
     `total` is each row's total length, fixed before its first chunk; only `dynamic` reads it.

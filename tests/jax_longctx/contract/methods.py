@@ -31,6 +31,10 @@ def info(**changes: Any) -> MethodInfo:
     return dataclasses.replace(Full.info, append_only=False, **changes)
 
 
+def bytes_per_slot(k: Any) -> int:
+    return 2 * k.nbytes // k.shape[2]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RecentCache:
@@ -104,6 +108,9 @@ class KeepRecent:
 
     def fork(self, cache):
         return jax.tree.map(jnp.copy, cache)
+
+    def read_bytes(self, cache, length):
+        return bytes_per_slot(cache.k) * min(length, self.budget)
 
 
 @jax.tree_util.register_dataclass
@@ -190,6 +197,9 @@ class Instructed:
     def fork(self, cache):
         return jax.tree.map(jnp.copy, cache)
 
+    def read_bytes(self, cache, length):
+        return bytes_per_slot(cache.store.k) * length
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -266,6 +276,9 @@ class Cautious:
 
     def fork(self, cache):
         return jax.tree.map(jnp.copy, cache)
+
+    def read_bytes(self, cache, length):
+        return bytes_per_slot(cache.store.k) * min(length, self.window)
 
 
 __all__ = ["Cautious", "Instructed", "KeepRecent"]

@@ -1,0 +1,237 @@
+"""A converted checkpoint on disk: `manifest.json`, `params/` (Orbax) and `tokenizer/`.
+
+`checkpoints_convert` writes it, everything else reads it here. The manifest is written last and
+lists the files of `params/` with their sizes, so a checkpoint that lost something is refused by the
+name of the file before a byte of it is read. Parameters are restored straight onto their shards.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from orbax.checkpoint import v1 as ocp
+
+from jax_longctx.errors import CheckpointError
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import param_infos
+from jax_longctx.sharding import check_divisible, logical_sharding
+
+__all__ = [
+    "MANIFEST",
+    "PARAMS",
+    "TOKENIZER",
+    "Manifest",
+    "TensorEntry",
+    "check_mesh",
+    "list_files",
+    "load_params",
+    "quiet_orbax",
+    "read_manifest",
+    "restore",
+]
+
+FORMAT = 1
+MANIFEST, PARAMS, TOKENIZER = "manifest.json", "params", "tokenizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """Shape and type that a parameter is stored in."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says about itself.
+
+    Attributes:
+      config: the model.
+      dtype: of the parameters; where they differ, of most of the bytes.
+      tensors: every parameter by its dot-joined path.
+      source: what it was converted from.
+      sources: every file that was read, by name, with its SHA-256.
+      files: every file below `params/` with its size in bytes.
+      tokenizer_files: names below `tokenizer/`.
+      extras: entries of the source's config beside the model (token ids), for an export.
+    """
+
+    config: ModelConfig
+    dtype: str
+    tensors: Mapping[str, TensorEntry]
+    source: str
+    sources: Mapping[str, str]
+    files: Mapping[str, int]
+    tokenizer_files: tuple[str, ...]
+    extras: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["config"] = self.config.to_dict()
+        fields["tensors"] = {
+            path: dataclasses.asdict(entry) for path, entry in self.tensors.items()
+        }
+        return json.dumps({"format": FORMAT, **fields}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """Reads what `to_json` wrote; raises ValueError, KeyError or TypeError on anything else."""
+        fields = json.loads(text)
+        found = fields.pop("format")
+        if found != FORMAT:
+            raise ValueError(f"format {found}, expected {FORMAT}; convert the source again")
+        fields["config"] = ModelConfig.from_dict(fields["config"])
+        fields["tensors"] = {
+            path: TensorEntry(tuple(entry["shape"]), entry["dtype"])
+            for path, entry in fields["tensors"].items()
+        }
+        fields["tokenizer_files"] = tuple(fields["tokenizer_files"])
+        return cls(**fields)
+
+
+def read_manifest(directory: str | Path) -> Manifest:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+      CheckpointError: the directory is no converted checkpoint.
+    """
+    path = Path(directory) / MANIFEST
+    try:
+        return Manifest.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} is not a converted checkpoint (no {MANIFEST}); "
+            f"make one: jax-longctx convert SOURCE DESTINATION"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!s:.200}") from error
+
+
+def load_params(directory: str | Path, mesh: Mesh, dtype: Any = None) -> dict[str, Any]:
+    """The parameters as nested dicts of arrays, each restored straight onto its shards.
+
+    Args:
+      dtype: of every array; the manifest's unless given.
+
+    Raises:
+      CheckpointError: the checkpoint is incomplete, damaged, or not of the manifest's model.
+      ConfigError: the model does not divide over the mesh.
+    """
+    manifest = read_manifest(directory)
+    infos = param_infos(manifest.config)
+    _check_entries(Path(directory), manifest, {path: info.shape for path, info in infos.items()})
+    check_mesh(mesh, manifest.config)
+    target = jnp.dtype(manifest.dtype if dtype is None else dtype)
+    wanted = {
+        path: jax.ShapeDtypeStruct(info.shape, target, sharding=logical_sharding(mesh, info.axes))
+        for path, info in infos.items()
+    }
+    return restore(directory, manifest, wanted)
+
+
+def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
+    """Raises ConfigError where the model's axes do not divide over the mesh."""
+    check_divisible(
+        mesh,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        mlp=config.mlp_dim,
+        vocab=config.vocab_size,
+    )
+
+
+def restore(
+    directory: str | Path, manifest: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, Any]:
+    """Some or all parameters, as nested dicts.
+
+    Raises:
+      CheckpointError: the stored arrays are incomplete or damaged.
+    """
+    folder = Path(directory).absolute() / PARAMS
+    _check_files(folder, manifest)
+    tree: dict[str, Any] = {}
+    for path, abstract in wanted.items():
+        _insert(tree, path, abstract)
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    try:
+        with quiet_orbax(), context:
+            return ocp.load(folder, tree)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{folder} is damaged: {first:.300}; convert again") from error
+
+
+def list_files(folder: Path) -> dict[str, int]:
+    """Every file below a folder with its size."""
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Keeps Orbax from logging the trace of every worker thread before it raises the error."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _check_entries(
+    directory: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    for path, shape in shapes.items():
+        entry = manifest.tensors.get(path)
+        if entry is None:
+            raise CheckpointError(f"{directory / MANIFEST}: parameter {path} is missing")
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"{directory / MANIFEST}: parameter {path} has shape {list(entry.shape)}, "
+                f"the config says {list(shape)}"
+            )
+    unknown = sorted(set(manifest.tensors) - set(shapes))
+    if unknown:
+        raise CheckpointError(f"{directory / MANIFEST}: parameter {unknown[0]} is unknown")
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    for name, size in manifest.files.items():
+        path = folder / name
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error.strerror}; the checkpoint is damaged, convert again"
+            ) from error
+        if found != size:
+            raise CheckpointError(
+                f"{path} has {found} bytes, expected {size}; the checkpoint is damaged, "
+                f"convert again"
+            )
+
+
+def _insert(tree: dict[str, Any], path: str, value: Any) -> None:
+    *folders, leaf = path.split(".")
+    for name in folders:
+        tree = tree.setdefault(name, {})
+    tree[leaf] = value
