@@ -1,0 +1,6 @@
+"""Checkpoints in and out: Hugging Face safetensors and GGUF -> Orbax, Orbax -> safetensors."""
+
+from checkpoints_convert.exporting import export
+from checkpoints_convert.importing import convert
+
+__all__ = ["convert", "export"]

@@ -168,7 +168,7 @@ def restore(
     context.pytree.loading.partial_load = True
     try:
         with quiet_orbax(), context:
-            return ocp.load(folder, tree)
+            return ocp.load(str(folder), tree)
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{folder} is damaged: {first:.300}; convert again") from error

@@ -1,0 +1,217 @@
+"""A source -> a checkpoint directory, one tensor at a time.
+
+For each tensor, in the order of the files: its bytes are read in pieces of a few rows, dequantised,
+checked for NaN and cast into one array of the target type; its parts are laid out as our parameters
+and put straight onto their shards; groups of them are written by Orbax. At no time are there more
+than a group and a tensor in memory.
+"""
+
+import itertools
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from checkpoints_convert.names import FileTensor, expected_tensors
+from checkpoints_convert.partial import Partial, check_destination, write_text
+from checkpoints_convert.sources import HashedFile, Source, SourceTensor, open_source, read_array
+from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.models.checkpoint import (
+    MANIFEST,
+    PARAMS,
+    TOKENIZER,
+    Manifest,
+    TensorEntry,
+    check_mesh,
+    list_files,
+    read_manifest,
+)
+from jax_longctx.models.llama import param_infos
+from jax_longctx.sharding import logical_sharding, make_mesh
+
+__all__ = ["DTYPES", "convert"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Parameters are written in groups of at least this many bytes: each group costs Orbax some tens of
+# milliseconds, and an interruption loses at most one.
+GROUP = 64 << 20
+
+OnProgress = Callable[[int, int], None]
+# What is converted: a tensor of the source, what it holds, and the type it is stored in.
+Step = tuple[SourceTensor, FileTensor, np.dtype]
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: str | None = "source",
+    mesh: Mesh | None = None,
+    progress: OnProgress | None = None,
+    resume: bool = True,
+) -> Manifest:
+    """Converts a Hugging Face directory, a hub id or a GGUF file to a checkpoint directory.
+
+    Nothing is left half-written: all goes to `DESTINATION.partial`, which is renamed at the end,
+    deleted after an error, and kept after an interruption (Ctrl-C, a kill) to be continued.
+
+    Args:
+      dtype: "float32", "bfloat16", "float16", or "source" (or None) for each tensor's own; values
+        that were quantised count as float32.
+      mesh: the devices the parameters pass over, one by default.
+      progress: called with (bytes done, bytes in all) of the parameters.
+      resume: continue an interrupted conversion to this destination; otherwise begin anew.
+
+    Raises:
+      CheckpointError: the source is incomplete or damaged, or the destination cannot be written.
+      ConfigError: the model is not implemented, or does not divide over the mesh.
+    """
+    target = None if dtype in (None, "source") else _checked(dtype)
+    destination = Path(destination).expanduser().absolute()
+    check_destination(destination)
+    if jax.process_count() > 1:
+        raise ConfigError("a conversion runs in one process; start it on one host")
+    mesh = make_mesh() if mesh is None else mesh
+    opened = open_source(source)
+    check_mesh(mesh, opened.config)
+    expected = expected_tensors(opened.config, opened.naming)
+    steps = [
+        (tensor, expected[tensor.name], tensor.dtype if target is None else target)
+        for tensor in opened.tensors
+    ]
+    _check_space(destination, sum(map(_stored_bytes, steps)))
+    partial = Partial(destination, _made_from(opened, steps), resume=resume)
+    try:
+        hashes = _write_tensors(partial, steps, mesh, opened, progress)
+        _write_rest(partial, opened, steps, hashes)
+    except Exception as error:
+        partial.discard()
+        if isinstance(error, OSError | ValueError):  # Orbax raises ValueError on a full disk
+            first = str(error).strip().splitlines()[0]
+            raise CheckpointError(f"{destination} could not be written: {first:.400}") from error
+        raise
+    return read_manifest(destination)
+
+
+def _checked(dtype: str | None) -> np.dtype:
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one of source, {', '.join(DTYPES)}")
+    return np.dtype(jnp.dtype(dtype))
+
+
+def _stored_bytes(step: Step) -> int:
+    tensor, _, dtype = step
+    return math.prod(tensor.shape) * dtype.itemsize
+
+
+def _check_space(destination: Path, needed: int) -> None:
+    """A disk that is full already is told before hours of work, not after."""
+    parent = next(path for path in destination.parents if path.exists())
+    try:
+        free = shutil.disk_usage(parent).free
+    except OSError as error:
+        raise CheckpointError(f"{parent} cannot be written: {error.strerror}") from error
+    if needed > free:
+        raise CheckpointError(
+            f"{destination} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on its disk; "
+            f"free some, or convert to a two-byte --dtype"
+        )
+
+
+def _made_from(opened: Source, steps: Sequence[Step]) -> dict[str, Any]:
+    """What must be the same for an interrupted conversion to be continued."""
+    files = {}
+    for path in dict.fromkeys(tensor.file for tensor, _, _ in steps):
+        status = path.stat()
+        files[path.name] = [status.st_size, status.st_mtime_ns]
+    return {
+        "dtype": {tensor.name: dtype.name for tensor, _, dtype in steps},
+        "source": {**files, **{path.name: digest for path, digest in opened.read_files.items()}},
+        "config": opened.config.to_dict(),
+    }
+
+
+def _write_tensors(
+    partial: Partial,
+    steps: Sequence[Step],
+    mesh: Mesh,
+    opened: Source,
+    progress: OnProgress | None,
+) -> dict[Path, str]:
+    """Writes what is not written yet; the checksum of every file of tensors."""
+    total = sum(map(_stored_bytes, steps))
+    largest = max(map(_stored_bytes, steps))
+    infos, finished = param_infos(opened.config), partial.finished
+    group: dict[str, jax.Array] = {}
+    held = done = 0
+    hashes: dict[Path, str] = {}
+    for path, own_steps in itertools.groupby(steps, key=lambda step: step[0].file):
+        with HashedFile(path) as file:
+            for tensor, wanted, dtype in own_steps:
+                size = _stored_bytes((tensor, wanted, dtype))
+                if any(part.path not in finished for part in wanted.parts):
+                    if group and held + size > max(GROUP, largest // 2):
+                        partial.save(group)
+                        group, held = {}, 0
+                    array = read_array(file, tensor, dtype)
+                    for part in wanted.parts:
+                        sharding = logical_sharding(mesh, infos[part.path].axes)
+                        group[part.path] = _place(part.from_file(array), sharding)
+                    del array
+                    held += size
+                done += size
+                if progress is not None:
+                    progress(done, total)
+            hashes[path] = file.finish()
+    if group:
+        partial.save(group)
+    return hashes
+
+
+def _place(view: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The array on its shards; each shard is made contiguous on its own."""
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        return np.ascontiguousarray(view if index is None else view[index])
+
+    return jax.make_array_from_callback(view.shape, sharding, shard)
+
+
+def _write_rest(
+    partial: Partial, opened: Source, steps: Sequence[Step], hashes: Mapping[Path, str]
+) -> None:
+    """Everything after the tensors; the manifest last."""
+    if not partial.merged:
+        partial.merge()
+    tokenizer = partial.folder / TOKENIZER
+    shutil.rmtree(tokenizer, ignore_errors=True)
+    tokenizer.mkdir()
+    opened.write_tokenizer(tokenizer)
+    bytes_of: dict[str, int] = {}
+    for step in steps:
+        bytes_of[step[2].name] = bytes_of.get(step[2].name, 0) + _stored_bytes(step)
+    manifest = Manifest(
+        config=opened.config,
+        dtype=max(bytes_of, key=lambda name: bytes_of[name]),
+        tensors=dict(_entries(steps)),
+        source=opened.label,
+        sources={path.name: digest for path, digest in {**opened.read_files, **hashes}.items()},
+        files=list_files(partial.folder / PARAMS),
+        tokenizer_files=tuple(sorted(path.name for path in tokenizer.iterdir())),
+        extras=opened.extras,
+    )
+    write_text(partial.folder / MANIFEST, manifest.to_json())
+    partial.publish()
+
+
+def _entries(steps: Sequence[Step]) -> Iterator[tuple[str, TensorEntry]]:
+    for _, wanted, dtype in steps:
+        for part in wanted.parts:
+            yield part.path, TensorEntry(part.shape, dtype.name)

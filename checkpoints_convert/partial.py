@@ -1,0 +1,154 @@
+"""The unfinished conversion on disk: `DESTINATION.partial`, renamed when it is whole.
+
+Groups of tensors are written by Orbax's partial save, each into a folder of its own; after each,
+`progress.json` notes which tensors that folder holds. What an interruption left half-written is in
+no note and is deleted on resuming. At the end Orbax merges the folders into one checkpoint.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from checkpoints_convert.names import insert
+from jax_longctx.errors import CheckpointError
+from jax_longctx.models.checkpoint import PARAMS, quiet_orbax
+
+__all__ = ["Partial", "check_destination", "write_text"]
+
+PROGRESS = "progress.json"
+# Where Orbax keeps the groups until they are merged.
+GROUPS = PARAMS + ".partial_save"
+
+
+def check_destination(destination: Path) -> None:
+    """Raises CheckpointError unless the destination can be made."""
+    if destination.is_dir() and not any(destination.iterdir()):
+        return
+    if destination.exists():
+        raise CheckpointError(f"{destination} exists; choose another name or delete it")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, and onto the disk."""
+    scratch = path.with_name(path.name + ".new")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+class Partial:
+    """An unfinished conversion.
+
+    Args:
+      made_from: source and options; a partial made from others is not continued.
+      resume: continue what an interruption left; otherwise begin anew.
+
+    Raises:
+      CheckpointError: what was left was made from another source or with other options.
+    """
+
+    def __init__(self, destination: Path, made_from: Mapping[str, Any], *, resume: bool):
+        self.destination = destination
+        self.folder = destination.with_name(destination.name + ".partial")
+        self._made_from = json.loads(json.dumps(made_from))
+        self._groups: dict[str, list[str]] = {}
+        self._state = "writing"
+        if not (resume and self._continue()):
+            self.discard()
+            self.folder.mkdir(parents=True)
+            self._note()
+
+    @property
+    def finished(self) -> set[str]:
+        """Paths of the parameters that are written."""
+        return {path for paths in self._groups.values() for path in paths}
+
+    @property
+    def merged(self) -> bool:
+        """Whether `merge` is done."""
+        return self._state == "merged"
+
+    def save(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Writes a group of parameters."""
+        before = self._folders()
+        tree: dict[str, Any] = {}
+        for path, array in arrays.items():
+            insert(tree, path, array)
+        with quiet_orbax(), _options():
+            ocp.partial.save(str(self.folder / PARAMS), tree)
+        (new,) = self._folders() - before
+        self._groups[new] = list(arrays)
+        self._note()
+
+    def merge(self) -> None:
+        """Makes one checkpoint of all groups."""
+        self._state = "merging"
+        self._note()
+        with quiet_orbax(), _options():
+            ocp.partial.finalize(str(self.folder / PARAMS))
+        self._state = "merged"
+        self._note()
+
+    def publish(self) -> None:
+        """Gives the whole folder its name."""
+        (self.folder / PROGRESS).unlink()
+        if self.destination.exists():
+            self.destination.rmdir()
+        self.folder.rename(self.destination)
+
+    def discard(self) -> None:
+        """Deletes all of it."""
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+
+    def _continue(self) -> bool:
+        """Takes over what is there; false where nothing usable is."""
+        try:
+            noted = json.loads((self.folder / PROGRESS).read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except (OSError, ValueError) as error:
+            raise self._refusal(f"its {PROGRESS} cannot be read: {error}") from error
+        for key, value in self._made_from.items():
+            if noted["made_from"].get(key) != value:
+                raise self._refusal(f"it was begun with another {key}")
+        if noted["state"] == "merging":
+            # Orbax moves files while it merges; there is no telling how far it came.
+            return False
+        self._groups, self._state = noted["groups"], noted["state"]
+        if self.merged:
+            return (self.folder / PARAMS).is_dir()
+        for name in self._folders() - set(self._groups):
+            shutil.rmtree(self.folder / GROUPS / name)
+        for path in self.folder.glob(GROUPS + ".*"):
+            shutil.rmtree(path)
+        return self._folders() == set(self._groups)
+
+    def _refusal(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder} holds an interrupted conversion that cannot be continued: {why}; "
+            f"delete it to begin anew"
+        )
+
+    def _folders(self) -> set[str]:
+        groups = self.folder / GROUPS
+        return {path.name for path in groups.iterdir()} if groups.is_dir() else set()
+
+    def _note(self) -> None:
+        noted = {"made_from": self._made_from, "state": self._state, "groups": self._groups}
+        write_text(self.folder / PROGRESS, json.dumps(noted))
+
+
+def _options() -> ocp.Context:
+    context = ocp.Context()
+    # Weights are close to noise: compression takes longer than writing what it saves.
+    context.array.saving.use_compression = False
+    return context
