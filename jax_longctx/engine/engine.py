@@ -27,7 +27,7 @@ from jax_longctx.engine.capacity import (
 from jax_longctx.engine.sampling import Sampling, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.sharding import check_divisible
+from jax_longctx.models.llama import check_mesh
 
 __all__ = ["Context", "Engine", "Progress"]
 
@@ -112,9 +112,7 @@ class Engine:
         if chunk < 1:
             raise InputError(f"chunk must be at least 1 token, got {chunk}")
         method.validate(config)
-        check_divisible(
-            mesh, heads=config.num_heads, kv_heads=config.num_kv_heads, vocab=config.vocab_size
-        )
+        check_mesh(config, mesh)
         dtype = jnp.dtype(params["embed"]["table"].dtype)
         self.config, self.params, self.method, self.mesh = config, params, method, mesh
         self.chunk, self.memory_limit = chunk, memory_limit

@@ -24,9 +24,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.sharding import logical_sharding
+from jax_longctx.sharding import check_divisible, logical_sharding
 
-__all__ = ["Attend", "Llama", "ParamInfo", "abstract_model", "init_params", "param_infos"]
+__all__ = [
+    "Attend",
+    "Llama",
+    "ParamInfo",
+    "abstract_model",
+    "check_mesh",
+    "init_params",
+    "param_infos",
+]
 
 # (layer index, q_BTNH, k_BTKH, v_BTKH, that layer's cache) -> (out_BTNH, cache)
 Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
@@ -199,12 +207,24 @@ def param_infos(config: ModelConfig) -> dict[str, ParamInfo]:
     }
 
 
+def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
+    """Raises ConfigError when the model's heads, MLP or vocabulary do not divide over the mesh."""
+    check_divisible(
+        mesh,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        mlp=config.mlp_dim,
+        vocab=config.vocab_size,
+    )
+
+
 def init_params(config: ModelConfig, mesh: Mesh, *, seed: int = 0, dtype: Any = jnp.float32) -> Any:
     """Random parameters as a nested dict, made straight onto their shards.
 
     One small program per distinct shape, so that a large model neither compiles for long nor
     holds float32 copies of everything at once.
     """
+    check_mesh(config, mesh)
     makers: dict[Any, Callable[..., Array]] = {}
     params: dict[str, Any] = {}
     for index, (path, info) in enumerate(param_infos(config).items()):

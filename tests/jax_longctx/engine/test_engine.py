@@ -1,0 +1,225 @@
+"""Chunks, ragged rows, questions over one context, capacity: the same numbers whatever the way."""
+
+import jax
+import numpy as np
+import pytest
+
+from jax_longctx.engine import Sampling
+from jax_longctx.engine.capacity import bucket, check_fits, grow
+from jax_longctx.errors import CapacityError, ConfigError, InputError
+from jax_longctx.methods import DynamicNTK, Full
+from jax_longctx.models.config import RopeConfig
+from jax_longctx.sharding import make_mesh
+from tests.support import random_rows, tiny_config, tiny_engine
+
+ROW = random_rows([45])[0]
+
+
+def collect(engine, context, questions, **options):
+    rows = [[] for _ in questions]
+    for block in engine.stream(context, questions, **options):
+        for row, new in zip(rows, block, strict=True):
+            row.extend(new)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_engine(chunk=16)
+
+
+@pytest.fixture(scope="module")
+def whole_logits():
+    return tiny_engine(chunk=64).score([ROW])[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 128])
+@pytest.mark.parametrize("method", [Full(), DynamicNTK(factor=2.0)], ids=lambda m: type(m).__name__)
+def test_logits_do_not_depend_on_the_chunk(chunk, method):
+    # A trained length below the row's, so that dynamic NTK does something.
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=16)
+    config = tiny_config(rope=rope)
+    whole = tiny_engine(method, config=config, chunk=64).score([ROW])[0]
+    chunked = tiny_engine(method, config=config, chunk=chunk).score([ROW])[0]
+    np.testing.assert_allclose(chunked, whole, atol=1e-4)
+
+
+def test_decode_gives_the_logits_of_prefill(engine, whole_logits):
+    """Each greedy token is the argmax of a whole forward over everything before it."""
+    context = engine.prefill([ROW[:-1]], reserve=24)
+    answer = collect(engine, context, [ROW[-1:]], max_tokens=20)[0]
+    logits = engine.score([ROW + answer])[0]
+    np.testing.assert_allclose(logits[: len(ROW)], whole_logits, atol=1e-4)
+    assert answer == [int(row.argmax()) for row in logits[len(ROW) - 1 : -1]]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (1, 4, 1)], ids=str)
+def test_ragged_rows_equal_single_rows(engine, sizes):
+    mesh = make_mesh(*sizes)
+    lengths = [45, 1, 17, 16]
+    rows = random_rows(lengths, seed=3)
+    together = tiny_engine(mesh=mesh, chunk=16).score(rows)
+    for row, logits in zip(rows, together, strict=True):
+        np.testing.assert_allclose(logits, engine.score([row])[0], atol=1e-5)
+
+
+def test_dynamic_ntk_uses_each_rows_own_total(engine):
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=16)
+    config = tiny_config(rope=rope)
+    ntk = tiny_engine(DynamicNTK(factor=4.0), config=config, chunk=16)
+    full = tiny_engine(config=config, chunk=16)
+    rows = random_rows([45, 16, 9], seed=3)
+    together = ntk.score(rows)
+    for row, logits in zip(rows, together, strict=True):
+        np.testing.assert_allclose(logits, ntk.score([row])[0], atol=1e-5)
+    # Up to the trained length it is full attention, beyond it is not.
+    np.testing.assert_allclose(together[1], full.score([rows[1]])[0], atol=1e-5)
+    assert np.abs(together[0] - full.score([rows[0]])[0]).max() > 1e-2
+
+
+def test_one_context_answers_many_questions(engine):
+    context = engine.prefill([ROW, ROW[:9]], reserve=16)
+    first, second = random_rows([4, 2], seed=5), random_rows([1, 7], seed=6)
+    a = collect(engine, context, first, max_tokens=6)
+    b = collect(engine, context, second, max_tokens=6)
+    assert collect(engine, context, first, max_tokens=6) == a
+    assert collect(engine, context, second, max_tokens=6) == b
+    assert a != b
+    alone = engine.prefill([ROW, ROW[:9]], reserve=16)
+    assert collect(engine, alone, second, max_tokens=6) == b
+
+
+def test_a_question_given_up_leaves_the_context_whole(engine):
+    context = engine.prefill([ROW], reserve=16)
+    question = random_rows([4], seed=5)
+    whole = collect(engine, context, question, max_tokens=6)
+    stream = engine.stream(context, question, max_tokens=6)
+    next(stream)
+    with pytest.raises(InputError, match="answering another question"):
+        next(engine.stream(context, question, max_tokens=6))
+    stream.close()
+    assert collect(engine, context, question, max_tokens=6) == whole
+
+
+def test_a_longer_answer_than_reserved_grows_the_cache(engine):
+    short = engine.prefill([ROW], reserve=2)
+    long = engine.prefill([ROW], reserve=200)
+    question = random_rows([4], seed=5)
+    before = short.slots
+    grown = collect(engine, short, question, max_tokens=100)
+    assert grown == collect(engine, long, question, max_tokens=100)
+    assert short.slots > before
+    assert {leaf.shape[2] for leaf in jax.tree.leaves(short.caches) if leaf.ndim == 4} == {
+        short.slots
+    }
+
+
+def test_answers_stop(engine):
+    context = engine.prefill([ROW, ROW[:9]], reserve=32)
+    questions = random_rows([4, 2], seed=5)
+    free = collect(engine, context, questions, max_tokens=20)
+    assert [len(row) for row in free] == [20, 20]
+    stop = free[0][7]
+    stopped = collect(engine, context, questions, max_tokens=20, stop_ids=[stop])
+    for row in range(2):
+        end = free[row].index(stop) + 1 if stop in free[row] else 20
+        assert stopped[row] == free[row][:end]
+
+
+def test_generate_is_the_same_after_another_text(engine):
+    a, b = random_rows([30, 12], seed=8)
+    engine.generate_tokens([a], max_tokens=8)
+    assert engine.generate_tokens([b], max_tokens=8) == tiny_engine(chunk=16).generate_tokens(
+        [b], max_tokens=8
+    )
+
+
+def test_seeds_decide_what_is_drawn(engine):
+    def draw(seed):
+        sampling = Sampling(temperature=1.5, top_k=30, top_p=0.95, seed=seed)
+        return engine.generate_tokens([ROW, ROW], max_tokens=40, sampling=sampling)
+
+    first = draw(1)
+    assert draw(1) == first
+    assert draw(2) != first
+    assert first[0] != first[1]
+
+
+def test_the_penalty_counts_prompt_and_answer(engine):
+    """A penalty so strong that no token comes twice, and none of the prompt's."""
+    sampling = Sampling(repetition_penalty=1e6)
+    answer = engine.generate_tokens([ROW[:10]], max_tokens=20, sampling=sampling)[0]
+    assert len({*answer}) == 20
+    assert not {*answer} & {*ROW[:10]}
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda e: e.prefill([[1, 64]], reserve=4), "token id 64.*vocabulary is 0..63"),
+        (lambda e: e.prefill([[-1]], reserve=4), "token id -1"),
+        (lambda e: e.prefill([], reserve=4), "no rows given"),
+        (lambda e: e.generate_tokens([[]], max_tokens=4), "prompt 0 is empty"),
+        (lambda e: e.generate_tokens([[1]], max_tokens=0), "max_tokens must be at least 1"),
+    ],
+)
+def test_bad_input_is_named(engine, act, message):
+    with pytest.raises(InputError, match=message):
+        act(engine)
+
+
+def test_empty_and_missing_questions_are_named(engine):
+    context = engine.prefill([ROW, ROW], reserve=4)
+    with pytest.raises(InputError, match="question 1 is empty"):
+        next(engine.stream(context, [[1], []]))
+    with pytest.raises(InputError, match="2 contexts need as many questions, 1 given"):
+        next(engine.stream(context, [[1]]))
+
+
+def test_weights_that_are_not_numbers_are_named():
+    broken = tiny_engine(chunk=16)
+    broken.params["layers"]["1"]["mlp"]["up"] *= float("nan")
+    with pytest.raises(InputError, match=r"not finite.*NaN"):
+        broken.generate_tokens([ROW], max_tokens=4)
+
+
+def test_a_context_that_cannot_fit_is_refused_before_prefill():
+    small = tiny_engine(chunk=16, memory_limit=40_000)
+    with pytest.raises(CapacityError) as error:
+        small.prefill([list(ROW) * 20], reserve=16)
+    said = str(error.value)
+    # 1024 slots x 2 layers x 2 heads x 8 x (k, v) x 4 bytes, and the lengths.
+    assert "cache of 1,024 tokens needs 256.0 KiB" in said
+    assert "35.2 KiB of 39.1 KiB" in said
+    assert "about 140 tokens would fit" in said
+    small.prefill([ROW], reserve=16)
+
+
+def test_unknown_memory_refuses_nothing():
+    check_fits(make_mesh(), 10, 10**15, 10.0, None)
+    with pytest.raises(CapacityError):
+        check_fits(make_mesh(), 10, 10**15, 10.0, 10**9)
+
+
+def test_a_mesh_that_does_not_divide_the_heads_is_refused():
+    with pytest.raises(ConfigError, match="kv_heads=2 does not divide over mesh axis tensor=4"):
+        tiny_engine(mesh=make_mesh(tensor=4))
+
+
+def test_buckets_waste_at_most_an_eighth():
+    for tokens in (1, 127, 128, 129, 1000, 4096, 4097, 33_000, 1_000_001):
+        slots = bucket(tokens)
+        assert tokens <= slots <= max(128, tokens * 9 / 8 + 128)
+        assert bucket(tokens, 3) % (3 * 128) == 0
+    assert len({bucket(n) for n in range(32_769, 65_537)}) == 8
+
+
+def test_growing_leaves_other_axes_alone(engine):
+    context = engine.prefill([ROW], reserve=4)
+    wider = grow(context.caches, 128)
+    for old, new in zip(jax.tree.leaves(context.caches), jax.tree.leaves(wider), strict=True):
+        if old.ndim == 4:
+            assert new.shape == (*old.shape[:2], old.shape[2] + 128, old.shape[3])
+            np.testing.assert_array_equal(new[:, :, : old.shape[2]], old)
+        else:
+            np.testing.assert_array_equal(new, old)
