@@ -45,6 +45,13 @@ def ungroup_heads(x: Float[Array, "B K G T *H"]) -> Float[Array, "B T N *H"]:
     return x_BTKG.reshape(b, t, k * g, *rest)
 
 
+def window_start(query_start: Int[Array, " B"] | None) -> Int[Array, " B"]:
+    """The first queries' positions, which a window cannot do without."""
+    if query_start is None:
+        raise ValueError("attention: a window needs query_start, the first query's position")
+    return query_start
+
+
 def within_window(
     slots: Int[Array, " C"],
     query_positions: Int[Array, "B T"],

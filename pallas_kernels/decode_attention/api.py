@@ -35,8 +35,6 @@ def decode_attention(
       implementation: "xla" or "reference"; None picks by platform and shape.
     """
     check_heads(q, k, v, kv_axis=1)
-    if window is not None and query_start is None:
-        raise ValueError("decode_attention: a window needs query_start, the first query's position")
     unsupported = xla.unsupported(q)
     if unsupported is not None:
         raise NotImplementedError(f"decode_attention: {unsupported}")

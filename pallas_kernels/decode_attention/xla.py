@@ -20,7 +20,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import MASKED, group_heads, split_tail, ungroup_heads, within_window
+from pallas_kernels.common import (
+    MASKED,
+    group_heads,
+    split_tail,
+    ungroup_heads,
+    window_start,
+    within_window,
+)
 
 # Queries beyond which the scores are no longer small beside the cache.
 MAX_QUERIES = 16
@@ -45,6 +52,7 @@ def decode_attention(
     query_start: Int[Array, " B"] | None = None,
     slot_start: Int[Array, ""] | int = 0,
     block: int = _BLOCK,
+    isolate_tail: bool = True,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Every query of row b sees the slots below lengths[b], and within the window if there is one.
 
@@ -52,6 +60,8 @@ def decode_attention(
 
     Args:
       block: slots of one part of the second matmul, lowered to a divisor of S.
+      isolate_tail: keep values beyond the lengths away from the matmul; without it they must be
+        finite.
     """
     # Without the barrier XLA on CPU computes the caller's append once more inside fusions that read
     # the cache, and then has to keep the old cache: three copies of it.
@@ -59,7 +69,7 @@ def decode_attention(
     slots_S = jnp.arange(k.shape[2])
     seen_BTS = (slots_S < lengths[:, None])[:, None]
     if window is not None:
-        position_BT = query_start[:, None] + jnp.arange(q.shape[1])
+        position_BT = window_start(query_start)[:, None] + jnp.arange(q.shape[1])
         seen_BTS = seen_BTS & within_window(slots_S, position_BT, slot_start, window)
     seen_BKGTS = seen_BTS[:, None, None]
 
@@ -69,7 +79,12 @@ def decode_attention(
     weights_BKGTS = jnp.where(seen_BKGTS, jnp.exp(scores_BKGTS - top_BKGT[..., None]), 0.0)
     total_BKGT = jnp.sum(weights_BKGTS, axis=-1)
     block = _divisor(k.shape[2], block)
-    acc_BKGTH = _weighted_values(weights_BKGTS.astype(v.dtype), k, v, lengths, block)
+    weights_BKGTS = weights_BKGTS.astype(v.dtype)
+    parts_BKPGTH = _weighted_values(weights_BKGTS, v, block)
+    if isolate_tail:
+        acc_BKGTH = _clean_sum(parts_BKPGTH, weights_BKGTS, k, v, lengths, block)
+    else:
+        acc_BKGTH = jnp.sum(parts_BKPGTH, axis=2)
 
     some_BKGT = total_BKGT > 0
     total_BKGT = jnp.where(some_BKGT, total_BKGT, 1.0)
@@ -94,26 +109,30 @@ def _divisor(slots: int, block: int) -> int:
 
 
 def _weighted_values(
+    weights: Float[Array, "B K G T S"], v: Float[Array, "B K S H"], block: int
+) -> Float[Array, "B K P G T H"]:
+    """Weights x values, summed within each of the P blocks of slots."""
+    w_BKGTPZ = weights.reshape(*weights.shape[:4], -1, block)
+    v_BKPZH = v.reshape(*v.shape[:2], -1, block, v.shape[3])
+    return jnp.einsum("BKGTPZ,BKPZH->BKPGTH", w_BKGTPZ, v_BKPZH, preferred_element_type=jnp.float32)
+
+
+def _clean_sum(
+    parts: Float[Array, "B K P G T H"],
     weights: Float[Array, "B K G T S"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     lengths: Int[Array, " B"],
     block: int,
 ) -> Float[Array, "B K G T H"]:
-    """Sum of weights x values in blocks of slots, taking no value beyond a row's length."""
-    *lead, slots = weights.shape
-    blocks = slots // block
-    w_BKGTPZ = weights.reshape(*lead, blocks, block)
-    v_BKPZH = v.reshape(*v.shape[:2], blocks, block, v.shape[3])
-    parts = jnp.einsum(
-        "BKGTPZ,BKPZH->BKPGTH", w_BKGTPZ, v_BKPZH, preferred_element_type=jnp.float32
-    )
+    """The sum of the parts of whole blocks, and of the cut block computed from its clean copy."""
+    blocks = parts.shape[2]
     whole_B, _, v_tail, _ = split_tail(k, v, lengths, block)
     whole_BP = jnp.arange(blocks) < (whole_B // block)[:, None]
     parts = jnp.where(whole_BP[:, None, :, None, None, None], parts, 0.0)
-    at_B = jnp.minimum(whole_B // block, blocks - 1)
-    w_tail = jax.vmap(lambda w, i: lax.dynamic_index_in_dim(w, i, axis=3, keepdims=False))(
-        w_BKGTPZ, at_B
+    start_B = jnp.minimum(whole_B, (blocks - 1) * block)
+    w_tail = jax.vmap(lambda w, at: lax.dynamic_slice_in_dim(w, at, block, axis=3))(
+        weights, start_B
     )
     tail = jnp.einsum("BKGTZ,BKZH->BKGTH", w_tail, v_tail, preferred_element_type=jnp.float32)
     return jnp.sum(parts, axis=2) + tail

@@ -68,8 +68,6 @@ def cache_attention(
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
     """
     check_heads(q, k, v, kv_axis=1)
-    if window is not None and query_start is None:
-        raise ValueError("cache_attention: a window needs query_start, the first query's position")
     name = dispatch.select(
         "cache_attention",
         implementation,

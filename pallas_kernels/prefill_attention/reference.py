@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from pallas_kernels.common import window_start
+
 
 def causal_attention(
     q: Float[Array, "B T N H"],
@@ -42,7 +44,7 @@ def cache_attention(
     held_B1S = (slots_S < lengths[:, None])[:, None]
     visible_BTS = held_B1S
     if window is not None:
-        position_BT = query_start[:, None] + jnp.arange(q.shape[1])
+        position_BT = window_start(query_start)[:, None] + jnp.arange(q.shape[1])
         visible_BTS = held_B1S & (position_BT[:, :, None] - (slot_start + slots_S) < window)
     v = jnp.where(held_B1S[:, 0, None, :, None], v, 0)  # 0 x NaN is NaN
     return masked_attention(q, k, v, visible_BTS, scale=scale)

@@ -77,7 +77,7 @@ def causal_attention(
     batch, tokens, heads, _ = q.shape
     q_heads = _fold_queries(q, scale)
     k_heads, v_heads = (_pad_tokens(_fold(jnp.moveaxis(x, 1, 2)), q_heads.shape[1]) for x in (k, v))
-    square = (q_heads.shape[1],) * 2
+    square = q_heads.shape[1], q_heads.shape[1]
     # Keys of the padding come after every true query: the causal mask hides them.
     mask = (
         masks.CausalMask(square)
@@ -90,7 +90,8 @@ def causal_attention(
         save_residuals=True,
         interpret=interpret,
     )
-    return _unfold(*kernel(q_heads, k_heads, v_heads), q.shape)
+    out_XTH, (lse_XT,) = kernel(q_heads, k_heads, v_heads)
+    return _unfold(out_XTH, lse_XT, q.shape)
 
 
 def cache_attention(
@@ -147,7 +148,8 @@ def _whole_blocks(
         None,
         **_kernel_options(_query_block(queries), block, k.shape[3], interpret),
     )
-    return _unfold(*kernel(q_heads, _fold(k), _fold(v)), q_shape)
+    out_XTH, (lse_XT,) = kernel(q_heads, _fold(k), _fold(v))
+    return _unfold(out_XTH, lse_XT, q_shape)
 
 
 def _one_block(
@@ -171,7 +173,7 @@ def _one_block(
     out_BNTH, (lse_BNT,) = jax.vmap(kernel)(
         q_BNTH, k, v, segment_ids=splash.SegmentIds(queries_BT, slots_BZ)
     )
-    return _unfold(_fold(out_BNTH), (lse_BNT.reshape(-1, lse_BNT.shape[2]),), q_shape)
+    return _unfold(_fold(out_BNTH), lse_BNT.reshape(-1, lse_BNT.shape[2]), q_shape)
 
 
 def _query_block(queries: int) -> int:
@@ -218,9 +220,9 @@ def _fold_queries(q: Float[Array, "B T N H"], scale: float) -> Array:
     return _pad_tokens(_fold(jnp.moveaxis(scaled, 2, 1)), -(-q.shape[1] // block) * block)
 
 
-def _unfold(out: Array, residuals: tuple[Array], q_shape: tuple[int, ...]) -> tuple[Array, Array]:
+def _unfold(out: Array, lse: Array, q_shape: tuple[int, ...]) -> tuple[Array, Array]:
     """Splash's out [B*N,T',H] and log-sum-exp [B*N,T'] as [B,T,N,H] and [B,T,N]."""
     batch, queries, heads, head_dim = q_shape
     out_BNTH = out[:, :queries].reshape(batch, heads, queries, head_dim)
-    lse_BNT = residuals[0][:, :queries].reshape(batch, heads, queries)
+    lse_BNT = lse[:, :queries].reshape(batch, heads, queries)
     return jnp.moveaxis(out_BNTH, 1, 2), jnp.moveaxis(lse_BNT, 1, 2)

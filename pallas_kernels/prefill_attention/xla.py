@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import MASKED, group_heads, ungroup_heads, within_window
+from pallas_kernels.common import MASKED, group_heads, ungroup_heads, window_start, within_window
 
 # Keys in a block, and how many bytes of float32 scores one block of queries and keys may have:
 # measured on CPU (64 to 512 queries, 256 to 1024 keys); both within 10% of the best around here.
@@ -79,13 +79,13 @@ def cache_attention(
         held_B1C = (slots_C < lengths[:, None])[:, None]
         if window is None:
             return held_B1C
-        position_BT = query_start[:, None] + queries_T
+        position_BT = window_start(query_start)[:, None] + queries_T
         return held_B1C & within_window(slots_C, position_BT, slot_start, window)
 
     def blocks(start: Array) -> tuple[Array | int, Array]:
         if window is None:
             return 0, last
-        oldest = jnp.min(query_start) + start - window + 1 - slot_start
+        oldest = jnp.min(window_start(query_start)) + start - window + 1 - slot_start
         return jnp.maximum(oldest, 0) // key_block, last
 
     return _stream(q, k, v, lengths, visible, blocks, key_block, query_block, scale)

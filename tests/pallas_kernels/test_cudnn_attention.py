@@ -1,0 +1,97 @@
+"""cuDNN's attention without a GPU: what it is asked to do, and the program that asks it."""
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as binding
+
+from pallas_kernels.prefill_attention import gpu, reference
+
+SIGNATURE = inspect.signature(binding.dot_product_attention)
+SLOTS, LENGTHS = 1024, (0, 1, 511, 512, 513, 1024)
+
+
+def _like_cudnn(*args, **kwargs) -> tuple[jax.Array, jax.Array]:
+    """What the binding promises: out as q's layout, lse [B,N,T]; an empty row is undefined.
+
+    Values must be clean up to a whole tile of 128 slots, which cuDNN may load and weigh with 0.
+    """
+    call = SIGNATURE.bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    assert given["return_residual"] and given["bias"] is given["mask"] is None
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    if given["mask_type"] == binding.MaskType.CAUSAL:
+        assert given["qkv_layout"] == "BTNH"
+        out, lse = reference.causal_attention(
+            q, k, v, scale=given["scale"], window=given["sliding_window_length"]
+        )
+        return out, jnp.swapaxes(lse, 1, 2)
+    assert given["mask_type"] == binding.MaskType.PADDING and given["qkv_layout"] == "BNTH"
+    lengths = given["kv_seqlen"]
+    assert np.all(given["q_seqlen"] == q.shape[2]) and np.all(lengths > 0)
+    loaded = (jnp.arange(k.shape[2]) < -(-lengths[:, None] // 128) * 128)[:, None, :, None]
+    q_BTNH = jnp.swapaxes(q, 1, 2)
+    out, lse = reference.cache_attention(q_BTNH, k, v, lengths, scale=given["scale"])
+    dirty = jnp.any(jnp.isnan(jnp.where(loaded, v, 0)), axis=(1, 2, 3))
+    out = jnp.where(dirty[:, None, None, None], jnp.nan, out)
+    return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+
+
+@pytest.fixture
+def _cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(binding, "check_cudnn_version", lambda: 91200)
+    yield
+
+
+def _inputs(dtype: str = "float32") -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(3), 3)
+    rows, cache = len(LENGTHS), (len(LENGTHS), 2, SLOTS, 64)
+    q = jax.random.normal(keys[0], (rows, 5, 6, 64)).astype(dtype)
+    k, v = (jax.random.normal(key, cache).astype(dtype) for key in keys[1:])
+    return q, k, v, jnp.array(LENGTHS, jnp.int32)
+
+
+def test_ragged_rows_and_nan_beyond_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "dot_product_attention", _like_cudnn)
+    q, k, v, lengths = _inputs()
+    beyond = (jnp.arange(SLOTS) >= lengths[:, None])[:, None, :, None]
+    expected = reference.cache_attention(q, k, v, lengths, scale=0.2)
+    k, v = (jnp.where(beyond, jnp.nan, x) for x in (k, v))
+    out, lse = gpu.cache_attention(q, k, v, lengths, scale=0.2)
+    np.testing.assert_allclose(out, expected[0], atol=1e-5)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-5)
+    assert bool(
+        jnp.any(jnp.isnan(gpu.cache_attention(q, k, v, lengths, scale=0.2, isolate_tail=False)[0]))
+    )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_chunk_against_itself(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    monkeypatch.setattr(binding, "dot_product_attention", _like_cudnn)
+    q, k, v, _ = _inputs()
+    k, v = (jnp.swapaxes(x[:, :, :5], 1, 2) for x in (k, v))
+    out, lse = gpu.causal_attention(q, k, v, scale=0.2, window=window)
+    expected = reference.causal_attention(q, k, v, scale=0.2, window=window)
+    np.testing.assert_allclose(out, expected[0], atol=1e-6)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-6)
+
+
+def test_the_program_for_cuda_hands_cudnn_the_cache_as_it_lies(_cudnn: None) -> None:
+    q, k, v, lengths = _inputs("bfloat16")
+    traced = jax.jit(partial(gpu.cache_attention, scale=0.2)).trace(q, k, v, lengths)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "@__cudnn$fmhaSoftmax(%" in text
+    assert ", %arg1, %arg2, " in text.split("@__cudnn$fmhaSoftmax")[1]
+    assert "bf16>, tensor<6x6x5xf32>" in text  # the log-sum-exp [B,N,T], not rounded
+
+
+def test_cudnn_runs_what_it_can(_cudnn: None) -> None:
+    q, k, _, _ = _inputs("bfloat16")
+    assert gpu.unsupported_causal(q) is None
+    assert gpu.unsupported_cache(q, k, None) is None
