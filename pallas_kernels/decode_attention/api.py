@@ -29,7 +29,7 @@ def decode_attention(
 
     Args:
       q: at most 16 queries a row; more are for `cache_attention`.
-      lengths: filled slots of every row; may be 0.
+      lengths: filled slots of every row, taken as 0 below 0 and as S above S.
       window: slot s stands at position slot_start + s, query t at query_start[b] + t, and only
         slots less than `window` before a query are seen.
       implementation: "xla" or "reference"; None picks by platform and shape.
@@ -49,7 +49,7 @@ def decode_attention(
         q,
         k,
         v,
-        jnp.asarray(lengths, jnp.int32),
+        jnp.clip(lengths, 0, k.shape[2]),
         scale=scale,
         window=window,
         query_start=query_start,

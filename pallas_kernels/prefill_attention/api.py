@@ -62,7 +62,7 @@ def cache_attention(
     """Every query of row b against the slots below lengths[b]; what lies beyond is not looked at.
 
     Args:
-      lengths: filled slots of every row; may be 0.
+      lengths: filled slots of every row, taken as 0 below 0 and as S above S.
       window: slot s stands at position slot_start + s, query t at query_start[b] + t, and only
         slots less than `window` before a query are seen.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
@@ -86,4 +86,4 @@ def cache_attention(
         "tpu": tpu.cache_attention,
         "reference": partial(reference.cache_attention, **windowed),
     }[name]
-    return run(q, k, v, jnp.asarray(lengths, jnp.int32), scale=scale)
+    return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale)

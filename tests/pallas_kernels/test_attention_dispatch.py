@@ -91,6 +91,17 @@ def test_a_window_needs_the_queries_positions() -> None:
             attend(q, k, k, lengths, scale=1.0, window=4)
 
 
+def test_lengths_outside_the_cache_are_its_ends() -> None:
+    q, _ = _chunk()
+    k = jax.random.normal(jax.random.key(0), (1, 2, 256, 64))
+    for attend in (cache_attention, decode_attention):
+        for given, taken in ((300, 256), (-5, 0)):
+            beyond, within = (
+                attend(q, k, k, jnp.array([n], jnp.int32), scale=1.0) for n in (given, taken)
+            )
+            assert all(bool(jnp.array_equal(x, y)) for x, y in zip(beyond, within, strict=True))
+
+
 @pytest.mark.parametrize("shape", [(1, 3, 256, 64), (1, 2, 0, 64)], ids=["heads", "empty"])
 def test_shapes_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
     q, _ = _chunk()
