@@ -43,6 +43,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 # milliseconds, and an interruption loses at most one.
 GROUP = 64 << 20
 
+# Seconds that a deleted destination is watched after a failed write (see `Partial.discard`).
+SETTLE = 0.5
+
 OnProgress = Callable[[int, int], None]
 # What is converted: a tensor of the source, what it holds, and the type it is stored in.
 Step = tuple[SourceTensor, FileTensor, np.dtype]
@@ -87,15 +90,19 @@ def convert(
         for tensor in opened.tensors
     ]
     _check_space(destination, sum(map(_stored_bytes, steps)))
-    partial = Partial(destination, _made_from(opened, steps), resume=resume)
+    try:
+        partial = Partial(destination, _made_from(opened, steps), resume=resume)
+    except OSError as error:
+        raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
     try:
         hashes = _write_tensors(partial, steps, mesh, opened, progress)
         _write_rest(partial, opened, steps, hashes)
-    except Exception as error:
+    except (OSError, ValueError) as error:  # Orbax raises ValueError on a full disk
+        partial.discard(settle=SETTLE)
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{destination} could not be written: {first:.400}") from error
+    except Exception:
         partial.discard()
-        if isinstance(error, OSError | ValueError):  # Orbax raises ValueError on a full disk
-            first = str(error).strip().splitlines()[0]
-            raise CheckpointError(f"{destination} could not be written: {first:.400}") from error
         raise
     return read_manifest(destination)
 
@@ -147,7 +154,7 @@ def _write_tensors(
 ) -> dict[Path, str]:
     """Writes what is not written yet; the checksum of every file of tensors."""
     total = sum(map(_stored_bytes, steps))
-    largest = max(map(_stored_bytes, steps))
+    limit = group_limit(max(map(_stored_bytes, steps)))
     infos, finished = param_infos(opened.config), partial.finished
     group: dict[str, jax.Array] = {}
     held = done = 0
@@ -157,7 +164,7 @@ def _write_tensors(
             for tensor, wanted, dtype in own_steps:
                 size = _stored_bytes((tensor, wanted, dtype))
                 if any(part.path not in finished for part in wanted.parts):
-                    if group and held + size > max(GROUP, largest // 2):
+                    if group and held + size > limit:
                         partial.save(group)
                         group, held = {}, 0
                     array = read_array(file, tensor, dtype)
@@ -173,6 +180,11 @@ def _write_tensors(
     if group:
         partial.save(group)
     return hashes
+
+
+def group_limit(largest: int) -> int:
+    """Bytes of parameters that are written together, for a largest tensor of so many bytes."""
+    return max(GROUP, largest // 2)
 
 
 def _place(view: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:

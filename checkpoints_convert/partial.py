@@ -8,6 +8,7 @@ no note and is deleted on resuming. At the end Orbax merges the folders into one
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class Partial:
         self._groups: dict[str, list[str]] = {}
         self._state = "writing"
         if not (resume and self._continue()):
+            self._groups, self._state = {}, "writing"
             self.discard()
             self.folder.mkdir(parents=True)
             self._note()
@@ -104,10 +106,21 @@ class Partial:
             self.destination.rmdir()
         self.folder.rename(self.destination)
 
-    def discard(self) -> None:
-        """Deletes all of it."""
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
+    def discard(self, *, settle: float = 0.0) -> None:
+        """Deletes all of it.
+
+        Args:
+          settle: seconds for which it must stay away. After a failed save, writers that Orbax did
+            not wait for make their folders again.
+        """
+        while True:
+            if self.folder.exists():
+                shutil.rmtree(self.folder, ignore_errors=settle > 0)
+            end = time.monotonic() + settle
+            while not self.folder.exists() and time.monotonic() < end:
+                time.sleep(0.02)
+            if not self.folder.exists():
+                return
 
     def _continue(self) -> bool:
         """Takes over what is there; false where nothing usable is."""

@@ -108,7 +108,8 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> SourceTensor:
     return SourceTensor(
         name=name,
         shape=shape,
-        dtype=dtype,
+        # Nothing here computes in float64.
+        dtype=np.dtype(np.float32) if kind == "F64" else dtype,
         file=path,
         offset=begin + first,
         nbytes=last - first,

@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import json
 import logging
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ __all__ = [
 ]
 
 FORMAT = 1
+# Seconds that the other workers of a failed save or load are waited for.
+WORKERS = 2.0
 MANIFEST, PARAMS, TOKENIZER = "manifest.json", "params", "tokenizer"
 
 
@@ -168,6 +172,8 @@ def restore(
     context.pytree.loading.partial_load = True
     try:
         with quiet_orbax(), context:
+            # Orbax itself leaves out what is missing, and fails on each wrong shape in a thread.
+            _check_stored(folder, ocp.metadata(str(folder)).metadata, wanted)
             return ocp.load(str(folder), tree)
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -185,16 +191,27 @@ def list_files(folder: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Keeps Orbax from logging the trace of every worker thread before it raises the error."""
+    """Keeps Orbax from logging the trace of every worker thread beside the error it raises."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
+    threads = set(threading.enumerate())
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
         yield
+    except Exception:
+        _await_threads(set(threading.enumerate()) - threads)
+        raise
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _await_threads(threads: set[threading.Thread]) -> None:
+    """Workers that fail after the first one would still log, and write, behind our back."""
+    end = time.monotonic() + WORKERS
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _check_entries(
@@ -212,6 +229,20 @@ def _check_entries(
     unknown = sorted(set(manifest.tensors) - set(shapes))
     if unknown:
         raise CheckpointError(f"{directory / MANIFEST}: parameter {unknown[0]} is unknown")
+
+
+def _check_stored(folder: Path, stored: Any, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    for path, abstract in wanted.items():
+        node = stored
+        for name in path.split("."):
+            node = node.get(name) if isinstance(node, Mapping) else None
+        if node is None:
+            raise CheckpointError(f"{folder} is damaged: it holds no {path}; convert again")
+        if tuple(node.shape) != abstract.shape:
+            raise CheckpointError(
+                f"{folder} is damaged: {path} is stored with shape {list(node.shape)}, "
+                f"expected {list(abstract.shape)}; convert again"
+            )
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:

@@ -1,0 +1,182 @@
+"""Reading a checkpoint: its manifest, its arrays on a mesh, and every way it can be damaged."""
+
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.models.checkpoint import (
+    Manifest,
+    TensorEntry,
+    list_files,
+    load_params,
+    read_manifest,
+)
+from jax_longctx.models.llama import init_params, param_infos
+from jax_longctx.sharding import make_mesh
+from tests.support import tiny_config
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A checkpoint, made without the converter, and its parameters."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = tiny_config()
+    params = init_params(config, make_mesh(), seed=3)
+    ocp.save(str(folder / "params"), params)
+    manifest = Manifest(
+        config=config,
+        dtype="float32",
+        tensors={
+            path: TensorEntry(info.shape, "float32") for path, info in param_infos(config).items()
+        },
+        source="nowhere",
+        sources={"model.safetensors": "00ff"},
+        files=list_files(folder / "params"),
+        tokenizer_files=("tokenizer.json",),
+        extras={"eos_token_id": 2},
+    )
+    (folder / "manifest.json").write_text(manifest.to_json())
+    return folder, manifest, params
+
+
+@pytest.fixture
+def copy(tmp_path, whole):
+    """A copy to damage."""
+    shutil.copytree(whole[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def change(folder, **fields):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def refused(folder, *words, mesh=None, kind=CheckpointError):
+    with pytest.raises(kind) as caught:
+        load_params(folder, mesh or make_mesh())
+    for word in words:
+        assert str(word) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_manifest_is_read_as_it_was_written(whole):
+    folder, manifest, _ = whole
+    assert read_manifest(folder) == manifest
+    assert read_manifest(str(folder)) == manifest
+
+
+@pytest.mark.parametrize("shape", [{}, {"data": 2, "seq": 2, "tensor": 2}])
+def test_parameters_are_restored_onto_the_mesh(whole, shape):
+    folder, _, params = whole
+    mesh = make_mesh(**shape)
+    loaded = load_params(folder, mesh)
+    assert jax.tree.structure(loaded) == jax.tree.structure(params)
+    for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours.sharding.mesh == mesh
+    up = loaded["layers"]["1"]["mlp"]["up"]
+    width = 48 // shape.get("tensor", 1)
+    assert {shard.data.shape for shard in up.addressable_shards} == {(32, width)}
+
+
+def test_type_is_the_manifests_unless_asked_for(copy, whole):
+    q = whole[2]["layers"]["0"]["attn"]["q"]
+    half = load_params(copy, make_mesh(), jnp.bfloat16)["layers"]["0"]["attn"]["q"]
+    np.testing.assert_array_equal(half, q.astype(jnp.bfloat16))
+    change(copy, dtype="float16")
+    assert load_params(copy, make_mesh())["layers"]["0"]["attn"]["q"].dtype == jnp.float16
+
+
+def test_not_a_checkpoint(tmp_path):
+    refused(tmp_path, tmp_path, "not a converted checkpoint", "jax-longctx convert")
+    refused(tmp_path / "nowhere", "not a converted checkpoint")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1}', '{"format": 1, "x": 2}'])
+def test_damaged_manifest(copy, text):
+    (copy / "manifest.json").write_text(text)
+    refused(copy, copy / "manifest.json", "damaged")
+
+
+def test_manifest_of_another_version(copy):
+    change(copy, format=99)
+    refused(copy, "format 99, expected 1")
+
+
+def test_unreadable_manifest(copy):
+    (copy / "manifest.json").unlink()
+    (copy / "manifest.json").mkdir()
+    refused(copy, copy / "manifest.json", "cannot be read")
+
+
+def test_every_file_of_the_parameters_is_missed(copy, whole):
+    files = whole[1].files
+    assert len(files) > 3
+    for name in files:
+        (copy / "params" / name).rename(copy / "aside")
+        refused(copy, copy / "params" / name, "No such file")
+        (copy / "aside").rename(copy / "params" / name)
+    load_params(copy, make_mesh())
+
+
+def test_every_truncated_file_is_named(copy, whole):
+    for name, size in whole[1].files.items():
+        path = copy / "params" / name
+        if size == 0:
+            continue
+        content = path.read_bytes()
+        os.truncate(path, size - 1)
+        refused(copy, path, f"{size - 1} bytes, expected {size}")
+        path.write_bytes(content)
+    load_params(copy, make_mesh())
+
+
+@pytest.mark.parametrize("name", ["state/manifest.ocdbt", "state/_METADATA"])
+def test_overwritten_files_of_orbax(copy, name, capfd):
+    path = copy / "params" / name
+    path.write_bytes(b"\x5a" * path.stat().st_size)
+    refused(copy, copy / "params", "damaged", "convert again")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_parameters_of_another_shape(copy):
+    """The manifest agrees with its config; the stored arrays do not."""
+    wider = tiny_config(mlp_dim=64)
+    tensors = {
+        path: {"shape": list(info.shape), "dtype": "float32"}
+        for path, info in param_infos(wider).items()
+    }
+    change(copy, config=wider.to_dict(), tensors=tensors)
+    refused(copy, "layers.0.mlp.down is stored with shape [48, 32], expected [64, 32]")
+
+
+def test_manifest_that_contradicts_its_config(copy, whole):
+    tensors = json.loads((copy / "manifest.json").read_text())["tensors"]
+    wrong = {**tensors, "layers.0.mlp.up": {"shape": [32, 47], "dtype": "float32"}}
+    change(copy, tensors=wrong)
+    refused(copy, "layers.0.mlp.up has shape [32, 47]", "[32, 48]")
+    change(copy, tensors={k: v for k, v in tensors.items() if k != "head.table"})
+    refused(copy, "head.table is missing")
+    change(copy, tensors={**tensors, "extra": {"shape": [1], "dtype": "float32"}})
+    refused(copy, "extra is unknown")
+
+
+def test_stored_parameters_that_lack_one(copy):
+    deeper = tiny_config(num_layers=3)
+    tensors = {
+        path: {"shape": list(info.shape), "dtype": "float32"}
+        for path, info in param_infos(deeper).items()
+    }
+    change(copy, config=deeper.to_dict(), tensors=tensors)
+    refused(copy, "damaged", "it holds no layers.2.")
+
+
+def test_mesh_that_does_not_divide_the_model(whole):
+    refused(whole[0], "kv_heads=2", mesh=make_mesh(tensor=4), kind=ConfigError)
