@@ -195,7 +195,8 @@ def check_tokenizer(path: Path, vocab_size: int) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # the package raises the bare class on any fault in the file
-        raise CheckpointError(f"{path} is not a tokenizer file: {error}") from error
+        first = str(error).splitlines()[0]
+        raise CheckpointError(f"{path} is not a tokenizer file: {first}") from error
     check_ids(path, tokenizer.get_vocab(with_added_tokens=True).values(), vocab_size)
 
 

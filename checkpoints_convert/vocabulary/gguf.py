@@ -69,7 +69,8 @@ def gguf_tokenizer_files(
     except KeyError as error:
         raise CheckpointError(f"{path}: the tokenizer has no {error.args[0]}") from error
     except Exception as error:  # the package raises the bare class on any fault in merges or tokens
-        raise CheckpointError(f"{path}: the tokenizer is damaged: {error}") from error
+        first = str(error).splitlines()[0]
+        raise CheckpointError(f"{path}: the tokenizer is damaged: {first}") from error
     files = {
         "tokenizer.json": tokenizer.to_str(pretty=False),
         "tokenizer_config.json": _config(metadata, special, bool(adds_bos)),

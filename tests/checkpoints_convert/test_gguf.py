@@ -1,0 +1,353 @@
+"""GGUF files: names, paired rows, every quantisation, the config in the metadata, damage."""
+
+import os
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from checkpoints_convert import convert
+from checkpoints_convert.names import params_from_hf
+from checkpoints_convert.sources.gguf_config import llama3_scaling
+from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.models.checkpoint import load_params
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.sharding import make_mesh
+from tests.checkpoints_convert.test_names import flat, paired_rows
+from tests.checkpoints_convert.tiny import hf_config, random_state
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"} | {
+    "Qwen3ForCausalLM": "qwen3",
+    "MistralForCausalLM": "llama",
+}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers.": "blk.",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name):
+    for old, new in NAMES.items():
+        name = name.replace(old, new)
+    return name
+
+
+def write_gguf(path, config, state, *, kind=Kind.F32, raw=None, tweak=None):
+    """A file as llama.cpp's conversion script writes it; `raw`: tensors already quantised."""
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    letters = [chr(0x4E00 + i) for i in range(config["vocab_size"] - 1)]
+    writer.add_token_list([*letters, letters[0] + letters[1]])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
+    writer.add_eos_token_id(5)
+    if tweak is not None:
+        tweak(writer)
+    for name, value in state.items():
+        letter = name.rpartition("self_attn.")[2][:6]
+        if architecture == "llama" and letter in ("q_proj", "k_proj"):
+            value = paired_rows(value, heads if letter == "q_proj" else kv)
+        quantised = value.ndim == 2 and kind != Kind.F32
+        if raw is not None and name in raw:
+            writer.add_tensor(gguf_name(name), raw[name], raw_dtype=kind)
+        elif quantised:
+            data = gguf.quants.quantize(value, kind)
+            writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name(name), value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def expected_params(config, state):
+    return params_from_hf(ModelConfig.from_hf(config), state)
+
+
+def assert_same_params(folder, expected, dtype="float32"):
+    found, expected = dict(flat(load_params(folder, make_mesh()))), dict(flat(expected))
+    assert set(found) == set(expected)
+    for path, value in expected.items():
+        assert found[path].dtype == dtype, path
+        np.testing.assert_array_equal(found[path], value, err_msg=path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen2-tied", "qwen3", "qwen3-tied"])
+def test_plain_values_and_config(tmp_path, family):
+    config = hf_config(family)
+    state = random_state(config)
+    write_gguf(tmp_path / "m.gguf", config, state)
+    manifest = convert(tmp_path / "m.gguf", tmp_path / "ours")
+    assert manifest.config == ModelConfig.from_hf(config)
+    assert manifest.dtype == "float32" and list(manifest.sources) == ["m.gguf"]
+    assert manifest.extras == {"eos_token_id": 5}
+    assert_same_params(tmp_path / "ours", expected_params(config, state))
+
+
+def test_biases_of_a_llama_are_paired_too(tmp_path):
+    config = hf_config("llama-tied-biased")
+    state = random_state(config)
+    write_gguf(tmp_path / "m.gguf", config, state)
+    assert convert(tmp_path / "m.gguf", tmp_path / "ours").config == ModelConfig.from_hf(config)
+    assert_same_params(tmp_path / "ours", expected_params(config, state))
+
+
+QUANTISED = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_values(tmp_path, name, monkeypatch):
+    """Every stored value is its quantised neighbour, and read in several pieces."""
+    monkeypatch.setattr("checkpoints_convert.sources.base.PIECE", 4 * 64 * 5)
+    config = hf_config("llama", hidden_size=64, intermediate_size=96)
+    state = random_state(config)
+    kind = Kind[name]
+    write_gguf(tmp_path / "m.gguf", config, state, kind=kind)
+    manifest = convert(tmp_path / "m.gguf", tmp_path / "ours", dtype="float32")
+    paired = {}
+    for key, value in state.items():
+        if value.ndim == 2:
+            value = gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind)
+            bits = {"F16": 11, "BF16": 8, "Q8_0": 7, "Q5_0": 4, "Q5_1": 4}.get(name, 3)
+            # Half a step of the largest value of a block of normal ones is below this.
+            assert np.abs(value - state[key]).max() < 2.0**-bits, key
+        paired[key] = value
+    assert_same_params(tmp_path / "ours", expected_params(config, paired))
+    assert manifest.config == ModelConfig.from_hf(config)
+
+
+def random_blocks(rng, kind, shape):
+    """Random bytes with small, finite scales wherever a block has one."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
+    halves = {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q4_K": (0, 4), "Q5_K": (0, 4)}
+    begin, end = halves.get(kind.name, (208, 210))
+    scales = rng.uniform(1e-4, 1e-2, (*raw.shape[:2], (end - begin) // 2)).astype(np.float16)
+    raw[..., begin:end] = scales.view(np.uint8)
+    return raw.reshape(shape[0], -1)
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_k_quants(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("checkpoints_convert.sources.base.PIECE", 4 * 256 * 5)
+    kind, rng = Kind[name], np.random.default_rng(2)
+    config = hf_config("qwen2", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    state = random_state(config)
+    raw = {n: random_blocks(rng, kind, v.shape) for n, v in state.items() if v.ndim == 2}
+    write_gguf(tmp_path / "m.gguf", config, state, kind=kind, raw=raw)
+    convert(tmp_path / "m.gguf", tmp_path / "ours")
+    values = {n: gguf.quants.dequantize(raw[n], kind) if n in raw else state[n] for n in state}
+    assert_same_params(tmp_path / "ours", expected_params(config, values))
+
+
+def test_q4_k_by_its_formula():
+    """One block, decoded as llama.cpp documents it: 8 groups of 32, 6-bit scales and minima."""
+    kind, rng = Kind.Q4_K, np.random.default_rng(5)
+    raw = random_blocks(rng, kind, (1, 256))[0]
+    d, dmin = raw[:4].view(np.float16).astype(np.float32)
+    packed, quants = raw[4:16].astype(int), raw[16:].astype(int)
+    expected = []
+    for group in range(8):
+        if group < 4:
+            scale, low = packed[group] & 63, packed[group + 4] & 63
+        else:
+            scale = (packed[group + 4] & 15) | (packed[group - 4] >> 6) << 4
+            low = (packed[group + 4] >> 4) | (packed[group] >> 6) << 4
+        own = quants[group // 2 * 32 : group // 2 * 32 + 32]
+        own = own >> 4 if group % 2 else own & 15
+        expected.append(d * scale * own - dmin * low)
+    decoded = gguf.quants.dequantize(raw[None], kind)[0]
+    np.testing.assert_allclose(decoded, np.concatenate(expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])
+def test_two_byte_files_keep_their_type(tmp_path, kind, dtype):
+    config = hf_config("llama")
+    state = random_state(config, dtype)
+    exact = {name: value.astype(np.float32) for name, value in state.items()}
+    write_gguf(tmp_path / "m.gguf", config, exact, kind=Kind[kind])
+    assert convert(tmp_path / "m.gguf", tmp_path / "ours").dtype == dtype
+    assert_same_params(tmp_path / "ours", expected_params(config, state), dtype)
+
+
+def divisors(config, factor, low, high, trained):
+    """What llama.cpp's conversion script stores for llama3 scaling."""
+    head_dim = config["head_dim"]
+    found = []
+    for i in range(0, head_dim, 2):
+        wave = 2 * np.pi * config["rope_theta"] ** (i / head_dim)
+        if wave < trained / high:
+            found.append(1.0)
+        elif wave > trained / low:
+            found.append(factor)
+        else:
+            smooth = (trained / wave - low) / (high - low)
+            found.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("factor", "high"), [(8.0, 4.0), (32.0, 4.0), (16.0, 3.0)])
+def test_llama3_scaling_is_found_in_the_divisors(tmp_path, head_dim, factor, high):
+    config = {"head_dim": head_dim, "rope_theta": 500000.0}
+    stored = divisors(config, factor, 1.0, high, 8192)
+    assert llama3_scaling(tmp_path, config, stored) == {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": 8192,
+    }
+    stored[head_dim // 4 :] *= 1.01
+    with pytest.raises(ConfigError, match="no llama3 scaling"):
+        llama3_scaling(tmp_path, config, stored)
+
+
+def test_llama3_scaling_from_a_file(tmp_path):
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = hf_config("llama", head_dim=64, rope_theta=500000.0, max_position_embeddings=131072)
+    state = random_state(config)
+    factors = divisors(config, 8.0, 1.0, 4.0, 8192)
+    write_gguf(tmp_path / "m.gguf", config, {**state, "rope_freqs.weight": factors})
+    manifest = convert(tmp_path / "m.gguf", tmp_path / "ours")
+    assert manifest.config == ModelConfig.from_hf({**config, "rope_scaling": scaling})
+
+
+def yarn(writer):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(32)
+
+
+def linear(writer):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(2.0)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("tweak", "scaling"), [(yarn, YARN), (linear, {"rope_type": "linear", "factor": 2.0})]
+)
+def test_named_scalings(tmp_path, tweak, scaling):
+    config = hf_config("qwen2")
+    write_gguf(tmp_path / "m.gguf", config, random_state(config), tweak=tweak)
+    manifest = convert(tmp_path / "m.gguf", tmp_path / "ours")
+    assert manifest.config == ModelConfig.from_hf({**config, "rope_scaling": scaling})
+
+
+def test_sliding_window_makes_a_mistral(tmp_path):
+    config = hf_config("mistral")
+    window = lambda writer: writer.add_sliding_window(16)  # noqa: E731
+    write_gguf(tmp_path / "m.gguf", config, random_state(config), tweak=window)
+    manifest = convert(tmp_path / "m.gguf", tmp_path / "ours")
+    assert manifest.config == ModelConfig.from_hf(config)
+
+
+@pytest.fixture
+def refused(tmp_path):
+    def check(path, *words, kind=CheckpointError):
+        with pytest.raises(kind) as caught:
+            convert(path, tmp_path / "ours")
+        assert "\n" not in str(caught.value)
+        for word in (path, *words):
+            assert str(word) in str(caught.value)
+        assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+    return check
+
+
+@pytest.fixture
+def good(tmp_path):
+    config = hf_config("llama")
+    return write_gguf(tmp_path / "m.gguf", config, random_state(config))
+
+
+def test_truncated_in_the_tensors(good, refused):
+    os.truncate(good, good.stat().st_size - 100)
+    refused(good, "truncated: tensor", "fetch it again")
+
+
+@pytest.mark.parametrize("size", [0, 3, 10, 100, 1000])
+def test_truncated_in_the_metadata(good, refused, size):
+    os.truncate(good, size)
+    refused(good, "not a GGUF file")
+
+
+def test_nan(tmp_path, refused):
+    config = hf_config("llama")
+    state = random_state(config)
+    state["model.layers.1.mlp.up_proj.weight"][2, 3] = np.nan
+    refused(write_gguf(tmp_path / "m.gguf", config, state), "blk.1.ffn_up.weight", "NaN")
+
+
+def test_missing_and_unknown_tensors(tmp_path, refused):
+    config = hf_config("llama")
+    state = random_state(config)
+    extra = {**state, "blk.0.ffn_gate_inp.weight": np.ones((4, 32), np.float32)}
+    refused(write_gguf(tmp_path / "m.gguf", config, extra), "blk.0.ffn_gate_inp.weight", "unknown")
+    del state["model.layers.1.self_attn.v_proj.weight"]
+    refused(write_gguf(tmp_path / "m.gguf", config, state), "blk.1.attn_v.weight", "missing")
+
+
+def test_what_is_not_implemented(tmp_path, refused):
+    config = hf_config("llama", hidden_size=256, intermediate_size=256)
+    state = random_state(config)
+    kind = Kind.TQ1_0
+    raw = {"lm_head.weight": gguf.quants.quantize(state["lm_head.weight"], kind)}
+    path = tmp_path / "m.gguf"
+    small = {"lm_head.weight": state["lm_head.weight"]}
+    write_gguf(path, config, small, kind=kind, raw=raw)
+    refused(path, "TQ1_0", "output.weight", "Q4_K")
+    write_gguf(path, config, state, tweak=lambda writer: writer.add_expert_count(4))
+    refused(path, "experts", kind=ConfigError)
+    parts = lambda writer: writer.add_uint16("split.count", 3)  # noqa: E731
+    write_gguf(path, config, state, tweak=parts)
+    refused(path, "3 parts", "merge")
+    longrope = lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)  # noqa: E731
+    write_gguf(path, config, state, tweak=longrope)
+    refused(path, kind=(CheckpointError, ConfigError))
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(path, "mamba", "qwen3", kind=ConfigError)
