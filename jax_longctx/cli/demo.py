@@ -79,7 +79,7 @@ def demo(
         )
         seconds = time.perf_counter() - reading
     with terminal.waiting("answering"):
-        (answer,) = model.ask(context, STEM, max_tokens=ANSWER_TOKENS, stop=("\n",))
+        (answer,) = model.ask(context, STEM, max_tokens=ANSWER_TOKENS, stop=("\n", "."))
     terminal.write(f"{STEM.strip()}{answer.text}\n")
     terminal.note(closing_note(answer, length, seconds, context.resident_bytes))
     found = key in answer.text

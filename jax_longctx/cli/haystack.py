@@ -13,7 +13,11 @@ _BORDER = re.compile(r"(?<=[.?!])\s+(?=[A-Z])|\n{2,}")
 
 
 def python_topics() -> str:
-    """The help texts of the Python language (`pydoc_data.topics`), one after another."""
+    """The running text of Python's language reference (`pydoc_data.topics`), by paragraphs.
+
+    Grammar, examples and lists are left out and lines are joined: a model as small as the demo's
+    takes up the pattern of the code around a question sooner than it looks for an answer.
+    """
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ModuleNotFoundError as error:
@@ -21,7 +25,13 @@ def python_topics() -> str:
             "this Python comes without its help texts (pydoc_data.topics); "
             "use a Python with its full standard library"
         ) from error
-    return "\n\n".join(text.strip() for text in topics.values())
+    paragraphs = "\n\n".join(topics.values()).split("\n\n")
+    return "\n\n".join(" ".join(text.split()) for text in paragraphs if _is_prose(text))
+
+
+def _is_prose(paragraph: str) -> bool:
+    code = paragraph.startswith(" ") or "::=" in paragraph or ">>>" in paragraph
+    return len(paragraph) > 200 and not code
 
 
 def hide(

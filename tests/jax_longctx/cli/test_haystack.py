@@ -40,8 +40,11 @@ def test_needle_stands_between_whole_sentences_of_real_text(depth):
     assert "\n\n" in between or (head[-1] in ".?!" and tail[0].isupper())
 
 
-def test_python_ships_enough_text():
-    assert words(python_topics()) > 50_000
+def test_python_ships_enough_prose():
+    text = python_topics()
+    assert words(text) > 25_000
+    assert "::=" not in text and ">>>" not in text
+    assert not any("\n" in paragraph for paragraph in text.split("\n\n"))
 
 
 def test_sizes_that_cannot_be():
