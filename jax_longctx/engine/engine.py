@@ -147,7 +147,7 @@ class Engine:
         asked = self._pad_rows(questions) if self.method.info.needs_question else None
         context = Context(rows, len(contexts), slots, reserve, jnp.array(total, jnp.int32), None)
         caches = programs.init_caches(self.setup, len(rows), slots, reserve)
-        prompt = Prompt("context", self.chunk, context=rows, question=asked)
+        prompt = Prompt("context", self._chunk(slots), context=rows, question=asked)
         caches = self._feed(caches, prompt, context, progress)
         context.caches = programs.finish_context(self.setup, caches, context.total)
         return context
@@ -243,7 +243,9 @@ class Engine:
         """Feeds the questions and chooses each row's first token."""
         batch, vocabulary = len(rows), self.config.vocab_size
         logits = jnp.zeros((batch, vocabulary), jnp.float32)
-        for segment in self.method.segments(Prompt("question", self.chunk, question=rows)):
+        for segment in self.method.segments(
+            Prompt("question", self._chunk(context.slots), question=rows)
+        ):
             run.caches, logits = programs.run_segment(
                 self.setup, self.params, run.caches, segment, context.total, logits, "last"
             )
@@ -298,7 +300,7 @@ class Engine:
         caches = programs.init_caches(self.setup, len(padded), slots, 0)
         totals = jnp.array(lengths, jnp.int32)
         pieces: list[list[np.ndarray]] = [[] for _ in rows]
-        for segment in self.method.segments(Prompt("context", self.chunk, context=padded)):
+        for segment in self.method.segments(Prompt("context", self._chunk(slots), context=padded)):
             caches, logits = programs.run_segment(
                 self.setup, self.params, caches, segment, totals, None, "all"
             )
@@ -346,6 +348,10 @@ class Engine:
                 )
         data = self.mesh.shape["data"]
         return [*map(list, rows), *([] for _ in range(-len(rows) % data))]
+
+    def _chunk(self, slots: int) -> int:
+        """Tokens of a segment: no more than one shard of the slots can take at once."""
+        return min(self.chunk, slots // self.mesh.shape["seq"])
 
     def _cache_bytes(self, batch: int, slots: int, reserve: int) -> int:
         abstract = jax.eval_shape(lambda: programs.empty_caches(self.setup, batch, slots, reserve))
