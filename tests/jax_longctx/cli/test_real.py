@@ -1,0 +1,102 @@
+"""The real thing on a tiny checkpoint: convert, ask, export, and what damage looks like."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+from typer.testing import CliRunner
+
+from jax_longctx.cli.main import app
+from tests.checkpoints_convert.tiny import random_state, write_checkpoint
+from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A Hugging Face directory with the tiny model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("source") / "hf"
+    config = hf_config(vocab_size=300)
+    write_checkpoint(folder, config, random_state(config))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("converted") / "model"
+    result = CliRunner().invoke(app, ["convert", str(source), str(folder)])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def refused(result, message):
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and message in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_two_questions_and_the_python_api_agree(run, checkpoint, book):
+    import jax_longctx
+    from jax_longctx.text import chat_layout
+
+    result = run("ask", book, "Who?", "Why?", "-c", checkpoint, "--max-tokens", 8, "--json")
+    assert result.exit_code == 0, result.output
+    model = jax_longctx.load(checkpoint)
+    layout = chat_layout(model.tokenizer)
+    context = model.prefill(layout.context(book.read_text()))
+    for line, question in zip(result.stdout.splitlines(), ("Who?", "Why?"), strict=True):
+        (answer,) = model.ask(context, layout.question(question), max_tokens=8)
+        assert json.loads(line)["answer"] == answer.text
+
+
+def test_generate_streams(run, checkpoint):
+    result = run("generate", "The pass key", "-c", checkpoint, "--max-tokens", 6)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith("\n") and len(result.stdout) > 1
+
+
+def test_export_gives_the_same_bits_back(run, source, checkpoint, tmp_path):
+    result = run("convert", checkpoint, tmp_path / "hf", "--to-hf")
+    assert result.exit_code == 0, result.output
+    before = safetensors.numpy.load_file(source / "model.safetensors")
+    after = safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        assert np.array_equal(array, after[name]), name
+
+
+def test_not_a_checkpoint(run, source, tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        result = run("generate", "The", "-c", folder)
+        refused(result, str(folder))
+    refused(run("convert", tmp_path, tmp_path / "new"), str(tmp_path))
+    assert not (tmp_path / "new").exists()
+
+
+def test_corrupt_parameters(run, checkpoint, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoint, damaged)
+    for path in (damaged / "params").rglob("*"):
+        if path.is_file() and path.stat().st_size > 4096:
+            path.write_bytes(path.read_bytes()[:1000])
+    refused(run("generate", "The", "-c", damaged), "damaged")
+
+
+def test_wrong_tokenizer(run, checkpoint, tmp_path):
+    wrong = tmp_path / "wrong"
+    shutil.copytree(checkpoint, wrong)
+    path = str(wrong / "tokenizer" / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(path)
+    known = backend.get_vocab_size()
+    backend.add_tokens([f"<|more {index}|>" for index in range(301 - known)])
+    backend.save(path)
+    refused(run("generate", "The", "-c", wrong), "wrong tokenizer: its ids reach 300")
+
+
+def test_mesh_that_does_not_divide_the_model(run, checkpoint):
+    result = run("generate", "The", "-c", checkpoint, "--mesh", "tensor=8")
+    refused(result, "does not divide")

@@ -1,0 +1,50 @@
+"""Files of a tiny Llama as Hugging Face lays them out: `config.json` and the tokenizer."""
+
+import json
+
+import tokenizers
+from tokenizers import decoders, pre_tokenizers, trainers
+from tokenizers import models as token_models
+
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def write_tokenizer(folder):
+    """A byte-level BPE with a chat template, as Hugging Face lays it out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend = tokenizers.Tokenizer(token_models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|begin|>", "<|end|>", "<|turn|>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(["The pass key is 12345. Remember it. " * 4], trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def hf_config(vocab_size):
+    """`config.json` of a Llama of two small layers."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
