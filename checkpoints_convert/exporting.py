@@ -54,7 +54,7 @@ def export(
     manifest = read_manifest(checkpoint)
     destination = Path(destination).expanduser().absolute()
     check_destination(destination)
-    scratch = destination.with_name(destination.name + ".partial")
+    scratch = destination.with_name(destination.name + ".exporting")
     shards = _shards(manifest, shard_bytes)
     try:
         shutil.rmtree(scratch, ignore_errors=True)

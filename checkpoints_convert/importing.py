@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints_convert.names import FileTensor, expected_tensors
-from checkpoints_convert.partial import Partial, check_destination, write_text
+from checkpoints_convert.names import FileTensor, expected_tensors, infos_of
+from checkpoints_convert.partial import SUFFIX, Partial, check_destination, write_text
 from checkpoints_convert.sources import HashedFile, Source, SourceTensor, open_source, read_array
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.models.checkpoint import (
@@ -32,7 +32,6 @@ from jax_longctx.models.checkpoint import (
     list_files,
     read_manifest,
 )
-from jax_longctx.models.llama import param_infos
 from jax_longctx.sharding import logical_sharding, make_mesh
 
 __all__ = ["DTYPES", "convert"]
@@ -89,9 +88,10 @@ def convert(
         (tensor, expected[tensor.name], tensor.dtype if target is None else target)
         for tensor in opened.tensors
     ]
+    made_from = _made_from(opened, steps)
     _check_space(destination, sum(map(_stored_bytes, steps)))
     try:
-        partial = Partial(destination, _made_from(opened, steps), resume=resume)
+        partial = Partial(destination, made_from, resume=resume)
     except OSError as error:
         raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
     try:
@@ -121,8 +121,10 @@ def _stored_bytes(step: Step) -> int:
 def _check_space(destination: Path, needed: int) -> None:
     """A disk that is full already is told before hours of work, not after."""
     parent = next(path for path in destination.parents if path.exists())
+    begun = destination.with_name(destination.name + SUFFIX)
     try:
-        free = shutil.disk_usage(parent).free
+        # What an interrupted conversion has written is continued or deleted.
+        free = shutil.disk_usage(parent).free + sum(list_files(begun).values())
     except OSError as error:
         raise CheckpointError(f"{parent} cannot be written: {error.strerror}") from error
     if needed > free:
@@ -155,7 +157,7 @@ def _write_tensors(
     """Writes what is not written yet; the checksum of every file of tensors."""
     total = sum(map(_stored_bytes, steps))
     limit = group_limit(max(map(_stored_bytes, steps)))
-    infos, finished = param_infos(opened.config), partial.finished
+    infos, finished = infos_of(opened.config), partial.finished
     group: dict[str, jax.Array] = {}
     held = done = 0
     hashes: dict[Path, str] = {}

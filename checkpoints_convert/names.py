@@ -11,6 +11,7 @@ Two file formats store rows in another order, which `Part.rows` undoes:
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,15 @@ from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import ParamInfo, param_infos
 
-__all__ = ["FileTensor", "Part", "expected_tensors", "insert", "naming_of", "params_from_hf"]
+__all__ = [
+    "FileTensor",
+    "Part",
+    "expected_tensors",
+    "infos_of",
+    "insert",
+    "naming_of",
+    "params_from_hf",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +187,7 @@ class FileTensor:
 def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
     """What a file of this naming holds for a model, by name."""
     names, found = NAMINGS[naming], {}
-    for path, info in param_infos(config).items():
+    for path, info in infos_of(config).items():
         layer = re.search(r"\d+", path)
         name = names[re.sub(r"\d+", "*", path, count=1)]
         name = name.replace("*", layer.group()) if layer else name
@@ -190,6 +199,12 @@ def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
             shape = (sum(part.file_shape[0] for part in parts), *shape[1:])
         tensors[name] = FileTensor(name, shape, tuple(parts))
     return tensors
+
+
+@functools.lru_cache(maxsize=4)
+def infos_of(config: ModelConfig) -> Mapping[str, ParamInfo]:
+    """`param_infos`, which traces the whole model, once a model."""
+    return param_infos(config)
 
 
 def _part(config: ModelConfig, naming: str, path: str, info: ParamInfo) -> Part:

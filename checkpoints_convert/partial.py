@@ -20,8 +20,9 @@ from checkpoints_convert.names import insert
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.checkpoint import PARAMS, quiet_orbax
 
-__all__ = ["Partial", "check_destination", "write_text"]
+__all__ = ["SUFFIX", "Partial", "check_destination", "write_text"]
 
+SUFFIX = ".partial"
 PROGRESS = "progress.json"
 # Where Orbax keeps the groups until they are merged.
 GROUPS = PARAMS + ".partial_save"
@@ -58,10 +59,11 @@ class Partial:
 
     def __init__(self, destination: Path, made_from: Mapping[str, Any], *, resume: bool):
         self.destination = destination
-        self.folder = destination.with_name(destination.name + ".partial")
+        self.folder = destination.with_name(destination.name + SUFFIX)
         self._made_from = json.loads(json.dumps(made_from))
         self._groups: dict[str, list[str]] = {}
         self._state = "writing"
+        self._check_ours()
         if not (resume and self._continue()):
             self._groups, self._state = {}, "writing"
             self.discard()
@@ -122,21 +124,35 @@ class Partial:
             if not self.folder.exists():
                 return
 
+    def _check_ours(self) -> None:
+        """A folder of that name that is not a partial is somebody's."""
+        known = {PROGRESS, PROGRESS + ".new"}
+        if not self.folder.exists() or (self.folder / PROGRESS).exists():
+            return
+        if not self.folder.is_dir() or {path.name for path in self.folder.iterdir()} - known:
+            raise CheckpointError(
+                f"{self.folder} is in the way: it is no interrupted conversion; move it"
+            )
+
     def _continue(self) -> bool:
         """Takes over what is there; false where nothing usable is."""
         try:
             noted = json.loads((self.folder / PROGRESS).read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return False
         except (OSError, ValueError) as error:
             raise self._refusal(f"its {PROGRESS} cannot be read: {error}") from error
-        for key, value in self._made_from.items():
-            if noted["made_from"].get(key) != value:
-                raise self._refusal(f"it was begun with another {key}")
-        if noted["state"] == "merging":
+        try:
+            made_from, state, groups = noted["made_from"], noted["state"], noted["groups"]
+            changed = [key for key, value in self._made_from.items() if made_from[key] != value]
+        except (KeyError, TypeError) as error:
+            raise self._refusal(f"its {PROGRESS} is damaged") from error
+        if changed:
+            raise self._refusal(f"it was begun with another {changed[0]}")
+        if state == "merging":
             # Orbax moves files while it merges; there is no telling how far it came.
             return False
-        self._groups, self._state = noted["groups"], noted["state"]
+        self._groups, self._state = groups, state
         if self.merged:
             return (self.folder / PARAMS).is_dir()
         for name in self._folders() - set(self._groups):

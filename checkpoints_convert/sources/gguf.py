@@ -70,7 +70,19 @@ def read_directory(
     import gguf
 
     class Reader(gguf.GGUFReader):
-        """Says which tensor a truncated file lacks, before the package fails on its bytes."""
+        """Says which tensor a truncated file lacks, before the package fails on its bytes.
+
+        The mapped file is a plain array here: for the package's hundreds of thousands of small
+        slices that is twice as fast as numpy's memmap class.
+        """
+
+        @property
+        def data(self) -> np.ndarray:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self._plain = mapped.view(np.ndarray)
 
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
             _check_complete(path, start_offs, fields, len(self.data))

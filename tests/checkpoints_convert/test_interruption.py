@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,9 +118,29 @@ def test_a_changed_source_is_refused(tmp_path, source):
 
 def test_damaged_progress_is_refused(tmp_path, source):
     interrupt(source, tmp_path / "ours")
-    (tmp_path / "ours.partial" / "progress.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"progress\.json cannot be read.*delete it"):
-        convert(source, tmp_path / "ours")
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "ours.partial" / "progress.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"progress\.json (cannot|is damaged).*delete it"):
+            convert(source, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_folder_that_only_has_the_name_of_a_partial_is_kept(tmp_path, source, resume):
+    (tmp_path / "ours.partial").mkdir()
+    (tmp_path / "ours.partial" / "thesis.tex").write_text("keep")
+    with pytest.raises(CheckpointError, match="in the way"):
+        convert(source, tmp_path / "ours", resume=resume)
+    assert (tmp_path / "ours.partial" / "thesis.tex").read_text() == "keep"
+    (tmp_path / "ours.partial" / "thesis.tex").unlink()
+    convert(source, tmp_path / "ours", resume=resume)
+
+
+def test_room_that_a_partial_takes_is_counted_as_free(tmp_path, source, monkeypatch):
+    interrupt(source, tmp_path / "ours", 0.9)
+    total = sum(value.nbytes for value in random_state(hf_config("llama")).values())
+    usage = type("Usage", (), {"free": total // 2})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    convert(source, tmp_path / "ours")
 
 
 @pytest.mark.parametrize("state", ["merging", "lost"])

