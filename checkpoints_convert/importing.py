@@ -42,9 +42,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 # milliseconds, and an interruption loses at most one.
 GROUP = 64 << 20
 
-# Seconds that a deleted destination is watched after a failed write (see `Partial.discard`).
-SETTLE = 0.5
-
 OnProgress = Callable[[int, int], None]
 # What is converted: a tensor of the source, what it holds, and the type it is stored in.
 Step = tuple[SourceTensor, FileTensor, np.dtype]
@@ -97,10 +94,9 @@ def convert(
     try:
         hashes = _write_tensors(partial, steps, mesh, opened, progress)
         _write_rest(partial, opened, steps, hashes)
-    except (OSError, ValueError) as error:  # Orbax raises ValueError on a full disk
-        partial.discard(settle=SETTLE)
-        first = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{destination} could not be written: {first:.400}") from error
+    except OSError as error:
+        partial.discard()
+        raise CheckpointError(f"{destination} could not be written: {error}") from error
     except Exception:
         partial.discard()
         raise

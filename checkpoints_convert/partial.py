@@ -5,11 +5,12 @@ Groups of tensors are written by Orbax's partial save, each into a folder of its
 no note and is deleted on resuming. At the end Orbax merges the folders into one checkpoint.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from checkpoints_convert.names import insert
+from checkpoints_convert.sources.files import first_line
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.checkpoint import PARAMS, quiet_orbax
 
 __all__ = ["SUFFIX", "Partial", "check_destination", "write_text"]
 
 SUFFIX = ".partial"
+# Seconds that a partial is watched after a failed write (see `Partial.discard`).
+SETTLE = 0.5
 PROGRESS = "progress.json"
 # Where Orbax keeps the groups until they are merged.
 GROUPS = PARAMS + ".partial_save"
@@ -63,6 +67,7 @@ class Partial:
         self._made_from = json.loads(json.dumps(made_from))
         self._groups: dict[str, list[str]] = {}
         self._state = "writing"
+        self._settle = 0.0
         self._check_ours()
         if not (resume and self._continue()):
             self._groups, self._state = {}, "writing"
@@ -86,7 +91,7 @@ class Partial:
         tree: dict[str, Any] = {}
         for path, array in arrays.items():
             insert(tree, path, array)
-        with quiet_orbax(), _options():
+        with self._orbax():
             ocp.partial.save(str(self.folder / PARAMS), tree)
         (new,) = self._folders() - before
         self._groups[new] = list(arrays)
@@ -96,7 +101,7 @@ class Partial:
         """Makes one checkpoint of all groups."""
         self._state = "merging"
         self._note()
-        with quiet_orbax(), _options():
+        with self._orbax():
             ocp.partial.finalize(str(self.folder / PARAMS))
         self._state = "merged"
         self._note()
@@ -108,21 +113,34 @@ class Partial:
             self.destination.rmdir()
         self.folder.rename(self.destination)
 
-    def discard(self, *, settle: float = 0.0) -> None:
+    def discard(self) -> None:
         """Deletes all of it.
 
-        Args:
-          settle: seconds for which it must stay away. After a failed save, writers that Orbax did
-            not wait for make their folders again.
+        After a failed save it must stay away for a while: writers that Orbax did not wait for make
+        their folders again.
         """
         while True:
             if self.folder.exists():
-                shutil.rmtree(self.folder, ignore_errors=settle > 0)
-            end = time.monotonic() + settle
+                shutil.rmtree(self.folder, ignore_errors=self._settle > 0)
+            end = time.monotonic() + self._settle
             while not self.folder.exists() and time.monotonic() < end:
                 time.sleep(0.02)
             if not self.folder.exists():
                 return
+
+    @contextlib.contextmanager
+    def _orbax(self) -> Iterator[None]:
+        context = ocp.Context()
+        # Weights are close to noise: compression takes longer than writing what it saves.
+        context.array.saving.use_compression = False
+        try:
+            with quiet_orbax(), context:
+                yield
+        except (OSError, ValueError) as error:  # the latter when a disk is full
+            self._settle = SETTLE
+            raise CheckpointError(
+                f"{self.destination} could not be written: {first_line(error)}"
+            ) from error
 
     def _check_ours(self) -> None:
         """A folder of that name that is not a partial is somebody's."""
@@ -174,10 +192,3 @@ class Partial:
     def _note(self) -> None:
         noted = {"made_from": self._made_from, "state": self._state, "groups": self._groups}
         write_text(self.folder / PROGRESS, json.dumps(noted))
-
-
-def _options() -> ocp.Context:
-    context = ocp.Context()
-    # Weights are close to noise: compression takes longer than writing what it saves.
-    context.array.saving.use_compression = False
-    return context

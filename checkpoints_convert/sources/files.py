@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_longctx.errors import CheckpointError
 
-__all__ = ["HashedFile", "read_bytes", "read_json", "sha256_of"]
+__all__ = ["HashedFile", "first_line", "read_json", "sha256_of", "unreadable"]
 
 # Bytes that are skipped at a time, when only the checksum wants them.
 STEP = 8 << 20
@@ -86,24 +86,23 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:400]
+
+
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file."""
     with HashedFile(path) as file:
         return file.finish()
 
 
-def read_bytes(path: Path) -> bytes:
-    """A whole small file."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object."""
     try:
-        value = json.loads(read_bytes(path).decode("utf-8"))
+        value = json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise unreadable(path, error) from error
     except ValueError as error:  # no UTF-8, or no JSON
         raise CheckpointError(f"{path} is not a JSON file: {error}") from error
     if not isinstance(value, dict):

@@ -14,6 +14,7 @@ import numpy as np
 
 from checkpoints_convert.names import expected_tensors
 from checkpoints_convert.sources.base import SourceTensor, check_tensors
+from checkpoints_convert.sources.files import first_line
 from checkpoints_convert.sources.gguf_config import INTERLEAVED, config_from_metadata
 from checkpoints_convert.vocabulary import gguf_tokenizer_files
 from jax_longctx.errors import CheckpointError
@@ -94,7 +95,7 @@ def read_directory(
         tensors = [_tensor(path, entry) for entry in reader.tensors]
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise CheckpointError(
-            f"{path} is not a GGUF file that can be read: {_first_line(error)} "
+            f"{path} is not a GGUF file that can be read: {first_line(error)} "
             f"(expected a Hugging Face directory or a GGUF file)"
         ) from error
     if reader.byte_order != "I":
@@ -109,10 +110,6 @@ def read_directory(
         if entry.name == "rope_freqs.weight":
             factors = np.array(entry.data, np.float32).reshape(-1)
     return metadata, sorted(tensors, key=lambda tensor: tensor.offset), factors
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _check_complete(path: Path, start: int, fields: list[Any], size: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpoints_convert.names import expected_tensors, naming_of
 from checkpoints_convert.sources.base import SourceTensor, check_tensors
-from checkpoints_convert.sources.files import read_json, sha256_of, unreadable
+from checkpoints_convert.sources.files import first_line, read_json, sha256_of, unreadable
 from checkpoints_convert.sources.safetensors import read_header
 from checkpoints_convert.vocabulary import check_tokenizer, sentencepiece_files
 from jax_longctx.errors import CheckpointError
@@ -172,8 +172,8 @@ def fetch(repository: str, revision: str | None) -> Path:
             repository, revision=revision, allow_patterns=wanted
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"{repository} is no local path and could not be fetched from the hub: {first}"
+            f"{repository} is no local path and could not be fetched from the hub: "
+            f"{first_line(error)}"
         ) from error
     return Path(folder)

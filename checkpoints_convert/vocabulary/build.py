@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as pre
 
+from checkpoints_convert.sources.files import first_line
 from jax_longctx.errors import CheckpointError
 
 __all__ = [
@@ -195,8 +196,7 @@ def check_tokenizer(path: Path, vocab_size: int) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # the package raises the bare class on any fault in the file
-        first = str(error).splitlines()[0]
-        raise CheckpointError(f"{path} is not a tokenizer file: {first}") from error
+        raise CheckpointError(f"{path} is not a tokenizer file: {first_line(error)}") from error
     check_ids(path, tokenizer.get_vocab(with_added_tokens=True).values(), vocab_size)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoints_convert.sources.files import first_line
 from checkpoints_convert.vocabulary.build import (
     NORMAL,
     Vocabulary,
@@ -69,8 +70,7 @@ def gguf_tokenizer_files(
     except KeyError as error:
         raise CheckpointError(f"{path}: the tokenizer has no {error.args[0]}") from error
     except Exception as error:  # the package raises the bare class on any fault in merges or tokens
-        first = str(error).splitlines()[0]
-        raise CheckpointError(f"{path}: the tokenizer is damaged: {first}") from error
+        raise CheckpointError(f"{path}: the tokenizer is damaged: {first_line(error)}") from error
     files = {
         "tokenizer.json": tokenizer.to_str(pretty=False),
         "tokenizer_config.json": _config(metadata, special, bool(adds_bos)),
