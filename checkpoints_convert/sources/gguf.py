@@ -71,7 +71,7 @@ def read_directory(
     import gguf
 
     class Reader(gguf.GGUFReader):
-        """Says which tensor a truncated file lacks, before the package fails on its bytes.
+        """Says where a damaged file ends, and which tensor a truncated one lacks.
 
         The mapped file is a plain array here: for the package's hundreds of thousands of small
         slices that is twice as fast as numpy's memmap class.
@@ -84,6 +84,14 @@ def read_directory(
         @data.setter
         def data(self, mapped: np.ndarray) -> None:
             self._plain = mapped.view(np.ndarray)
+
+        def _get(
+            self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None
+        ) -> np.ndarray:
+            # The package would read nothing past the end, as often as a damaged length says.
+            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError(f"it is truncated or damaged at byte {offset} of its metadata")
+            return super()._get(offset, dtype, count, override_order)
 
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
             _check_complete(path, start_offs, fields, len(self.data))

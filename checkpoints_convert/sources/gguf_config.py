@@ -55,13 +55,18 @@ def config_from_metadata(
     heads, width = said.need("attention.head_count"), said.need("embedding_length")
     if "token_embd.weight" not in shapes:
         raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
+    layers = said.need("block_count")
+    if layers > len(shapes):
+        raise CheckpointError(
+            f"{path}: the metadata says {layers} layers, but the file has {len(shapes)} tensors"
+        )
     config = {
         "model_type": model_type,
         "architectures": [class_name],
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": width,
         "intermediate_size": said.need("feed_forward_length"),
-        "num_hidden_layers": said.need("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": said.get("attention.head_count_kv", heads),
         "head_dim": said.get("attention.key_length", width // heads),

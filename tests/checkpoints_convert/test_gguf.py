@@ -1,6 +1,7 @@
 """GGUF files: names, paired rows, every quantisation, the config in the metadata, damage."""
 
 import os
+import struct
 
 import gguf
 import numpy as np
@@ -310,6 +311,16 @@ def test_truncated_in_the_tensors(good, refused):
 def test_truncated_in_the_metadata(good, refused, size):
     os.truncate(good, size)
     refused(good, "not a GGUF file")
+
+
+def test_a_damaged_length_in_the_metadata_does_not_hang(good, refused):
+    raw = bytearray(good.read_bytes())
+    at = raw.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type")
+    # The kinds of the field and of its items, then the number of items.
+    assert raw[at : at + 8] == struct.pack("<II", 9, 5)
+    raw[at + 8 : at + 16] = struct.pack("<Q", 1 << 50)
+    good.write_bytes(raw)
+    refused(good, "truncated or damaged")
 
 
 def test_nan(tmp_path, refused):
