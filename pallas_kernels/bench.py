@@ -108,12 +108,12 @@ def _check_causal(attend: Callable, head_dim: int, window: int | None) -> Row:
 
 
 def _checks(kernels: Any) -> dict[str, Callable[[], Row]]:
-    nan = float("nan")
+    garbage = 3.0
     decode = decode_xla.decode_attention
     cases: dict[str, Callable[[], Row]] = {
-        "decode xla, NaN garbage": partial(_check_cache, decode, 128, 1, nan),
-        "decode xla, 4 queries, head dim 64": partial(_check_cache, decode, 64, 4, nan),
-        "cache xla, NaN garbage": partial(_check_cache, xla.cache_attention, 128, 100, nan),
+        "decode xla, garbage": partial(_check_cache, decode, 128, 1, garbage),
+        "decode xla, 4 queries, head dim 64": partial(_check_cache, decode, 64, 4, garbage),
+        "cache xla, garbage": partial(_check_cache, xla.cache_attention, 128, 100, garbage),
         "causal xla": partial(_check_causal, xla.causal_attention, 128, None),
     }
     if kernels is None:
@@ -123,15 +123,9 @@ def _checks(kernels: Any) -> dict[str, Callable[[], Row]]:
             cases[f"causal kernel, head dim {head_dim}, window {window}"] = partial(
                 _check_causal, kernels.causal_attention, head_dim, window
             )
-        cases[f"cache kernel, head dim {head_dim}, NaN garbage"] = partial(
-            _check_cache, kernels.cache_attention, head_dim, 200, nan
+        cases[f"cache kernel, head dim {head_dim}, garbage"] = partial(
+            _check_cache, kernels.cache_attention, head_dim, 200, garbage
         )
-    if kernels is gpu:
-        untouched = partial(gpu.cache_attention, isolate_tail=False)
-        for name, garbage in (("finite", 3.0), ("NaN", nan)):
-            cases[f"cache kernel without the tail apart, {name} garbage"] = partial(
-                _check_cache, untouched, 128, 200, garbage
-            )
     return cases
 
 
@@ -201,16 +195,10 @@ def _timings(kernels: Any, small: bool) -> dict[str, Callable[[], Row]]:
         cases["cache kernel 8192 x 16384 of 32768"] = partial(
             _time_cache, kernels.cache_attention, *half
         )
-    if kernels is gpu:
-        untouched = partial(gpu.cache_attention, isolate_tail=False)
-        cases["cache kernel 8192 x 32668, tail not apart"] = partial(_time_cache, untouched, *shape)
     for batch, slots in ((1, 32768), (1, 131072), (8, 16384)):
         size = batch, max(slots // shrink, 512)
         cases[f"decode {batch} x {slots}, plain einsum"] = partial(
             _time_decode, _plain_decode, *size
-        )
-        cases[f"decode {batch} x {slots}, blocks of 512, tail not apart"] = partial(
-            _time_decode, partial(decode_xla.decode_attention, isolate_tail=False), *size
         )
         for block in (128, 256, 512, 1024, 2048, 4096):
             attend = partial(decode_xla.decode_attention, block=block)

@@ -1,6 +1,6 @@
 """Storage shared by the methods: functional KV-cache pytrees."""
 
-from jax_longctx.caches.append import (
+from jax_longctx.caches.append_only import (
     AppendCache,
     append,
     empty_append_cache,

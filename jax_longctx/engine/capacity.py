@@ -12,6 +12,8 @@ from jax_longctx.sharding import axes_of, tree_shardings
 __all__ = ["available_bytes", "bucket", "bytes_per_device", "check_fits", "format_bytes", "grow"]
 
 SMALLEST = 128
+# Where decode reads more of the cache than of the weights, roughly, empty slots cost time.
+FINER_FROM = 32768
 # Shards of the slots stay multiples of this, which is what the attention kernels tile by.
 GRANULE = 128
 # Share of the free memory that caches may take; the rest is for activations.
@@ -19,8 +21,12 @@ USABLE = 0.9
 
 
 def bucket(tokens: int, seq_shards: int = 1) -> int:
-    """Slots for `tokens`: at most an eighth more, so that few capacities are ever compiled."""
-    step = max(SMALLEST, 2 ** max(math.floor(math.log2(max(tokens, 1))) - 3, 0))
+    """Slots for `tokens`: few capacities are ever compiled, and little of one is empty.
+
+    At most a sixteenth more, then a thirty-second: dense decode reads the empty slots too.
+    """
+    fraction = 16 if tokens < FINER_FROM else 32
+    step = max(SMALLEST, 2 ** math.floor(math.log2(max(tokens, 1))) // fraction)
     step = math.lcm(step, GRANULE * seq_shards)
     return -(-max(tokens, 1) // step) * step
 

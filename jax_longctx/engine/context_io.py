@@ -52,7 +52,7 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     }
     try:
         partial.mkdir(parents=True)
-        ocp.save_pytree(partial / "caches", leaves)
+        ocp.save(partial / "caches", leaves)
         (partial / "context.json").write_text(json.dumps(described), encoding="utf-8")
         partial.rename(path)
     except OSError as error:
@@ -96,7 +96,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         )
     }
     try:
-        arrays = ocp.load_pytree(path / "caches", targets)
+        arrays = ocp.load(path / "caches", targets)
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{path}: the cache arrays are damaged: {first}") from error
@@ -117,5 +117,5 @@ def _made_by(engine: Engine) -> dict[str, Any]:
 def _finished_caches(engine: Engine, batch: int, slots: int, reserve: int, total: jax.Array) -> Any:
     """Abstract caches after `finish`, for their structure."""
     setup = engine.setup
-    empty = jax.eval_shape(lambda: programs.empty_caches(setup, batch, slots, reserve))
+    empty = programs.abstract_caches(setup, batch, slots, reserve)
     return jax.eval_shape(lambda caches: programs.finish_context(setup, caches, total), empty)

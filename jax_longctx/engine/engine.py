@@ -37,6 +37,8 @@ Rows = Sequence[Sequence[int]]
 # answer are shorter, so that its first words do not wait for a whole block.
 BLOCK = 32
 FIRST_BLOCKS = (1, 4, 12)
+# Slots beyond the longest row, which a storage may write garbage to (see `caches.write_run`).
+SPARE = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Engine:
         """
         rows = self._pad_rows(contexts)
         total = [len(row) + reserve for row in rows]
-        slots = bucket(max(total), self.mesh.shape["seq"])
+        slots = bucket(max(total) + SPARE, self.mesh.shape["seq"])
         self._check_capacity(len(rows), slots, reserve)
         if self.method.info.needs_question and questions is None:
             raise InputError("this method needs the question at prefill; give `questions`")
@@ -295,7 +297,7 @@ class Engine:
         """
         padded = self._pad_rows(rows)
         lengths = [*(total or map(len, rows))] + [0] * (len(padded) - len(rows))
-        slots = bucket(max(map(len, padded)), self.mesh.shape["seq"])
+        slots = bucket(max(map(len, padded)) + SPARE, self.mesh.shape["seq"])
         self._check_capacity(len(padded), slots, 0)
         caches = programs.init_caches(self.setup, len(padded), slots, 0)
         totals = jnp.array(lengths, jnp.int32)
@@ -354,7 +356,7 @@ class Engine:
         return min(self.chunk, slots // self.mesh.shape["seq"])
 
     def _cache_bytes(self, batch: int, slots: int, reserve: int) -> int:
-        abstract = jax.eval_shape(lambda: programs.empty_caches(self.setup, batch, slots, reserve))
+        abstract = programs.abstract_caches(self.setup, batch, slots, reserve)
         return bytes_per_device(self.mesh, abstract)
 
     def _check_capacity(self, batch: int, slots: int, reserve: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import tensorstore as ts
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
@@ -165,16 +166,14 @@ def restore(
     """
     folder = Path(directory).absolute() / PARAMS
     _check_files(folder, manifest)
-    tree: dict[str, Any] = {}
-    for path, abstract in wanted.items():
-        _insert(tree, path, abstract)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     try:
         with quiet_orbax(), context:
+            _check_store(folder, manifest)
             # Orbax itself leaves out what is missing, and fails on each wrong shape in a thread.
             _check_stored(folder, ocp.metadata(str(folder)).metadata, wanted)
-            return ocp.load(str(folder), tree)
+            return ocp.load(str(folder), _nested(wanted))
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{folder} is damaged: {first:.300}; convert again") from error
@@ -245,6 +244,18 @@ def _check_stored(folder: Path, stored: Any, wanted: Mapping[str, jax.ShapeDtype
             )
 
 
+def _check_store(folder: Path, manifest: Manifest) -> None:
+    """Walks the index of the arrays; raises ValueError where it is damaged.
+
+    Orbax would meet the damage in all reads at once, await the first and abandon the others, which
+    then fail on their closed event loop.
+    """
+    for name in manifest.files:
+        if name.count("/") == 1 and name.endswith("/manifest.ocdbt"):
+            base = {"driver": "file", "path": f"{(folder / name).parent}/"}
+            ts.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
+
+
 def _check_files(folder: Path, manifest: Manifest) -> None:
     for name, size in manifest.files.items():
         path = folder / name
@@ -261,8 +272,13 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def _insert(tree: dict[str, Any], path: str, value: Any) -> None:
-    *folders, leaf = path.split(".")
-    for name in folders:
-        tree = tree.setdefault(name, {})
-    tree[leaf] = value
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dot-joined paths as nested dicts."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *folders, leaf = path.split(".")
+        node = tree
+        for name in folders:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return tree

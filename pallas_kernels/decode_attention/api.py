@@ -25,7 +25,7 @@ def decode_attention(
     slot_start: Int[Array, ""] | int = 0,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Every query of row b against the slots below lengths[b]; what lies beyond is not looked at.
+    """Every query of row b against the slots below lengths[b]; beyond lies anything finite.
 
     Args:
       q: at most 16 queries a row; more are for `cache_attention`.

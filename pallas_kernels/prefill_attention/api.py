@@ -59,7 +59,7 @@ def cache_attention(
     slot_start: Int[Array, ""] | int = 0,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Every query of row b against the slots below lengths[b]; what lies beyond is not looked at.
+    """Every query of row b against the slots below lengths[b]; beyond lies anything finite.
 
     Args:
       lengths: filled slots of every row, taken as 0 below 0 and as S above S.
@@ -73,7 +73,7 @@ def cache_attention(
         implementation,
         {
             "xla": lambda: None,
-            "gpu": lambda: gpu.unsupported_cache(q, k, window),
+            "gpu": lambda: gpu.unsupported_cache(q, window),
             "tpu": lambda: tpu.unsupported_cache(q, k, window),
             "reference": lambda: None,
         },

@@ -154,6 +154,16 @@ def test_export_splits_into_shards_with_an_index(tmp_path):
     convert(tmp_path / "back", tmp_path / "again")
 
 
+def test_names_of_folders_may_hold_anything(tmp_path):
+    described = hf_config("llama")
+    state = random_state(described)
+    folder = tmp_path / "a b%20ü#?&"
+    source = write_checkpoint(folder / "hf", described, state)
+    convert(source, folder / "our's $x")
+    export(folder / "our's $x", folder / "back")
+    assert_same_state(load_all(folder / "back"), state)
+
+
 def test_progress_counts_every_byte(tmp_path):
     described = hf_config("llama")
     source = write_checkpoint(tmp_path / "hf", described, random_state(described))

@@ -1,0 +1,93 @@
+"""A saved context is a whole one, answers the same, and is refused where it means nothing."""
+
+import json
+import shutil
+
+import pytest
+
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.methods import DynamicNTK
+from jax_longctx.sharding import make_mesh
+from tests.support import random_rows, tiny_config, tiny_engine
+
+QUESTIONS = random_rows([4, 2], seed=5)
+
+
+def answer(engine, context):
+    return list(engine.stream(context, QUESTIONS, max_tokens=6))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_engine(chunk=16)
+
+
+@pytest.fixture
+def saved(engine, tmp_path):
+    context = engine.prefill(random_rows([45, 9]), reserve=16)
+    save_context(engine, context, tmp_path / "context")
+    return context, tmp_path / "context"
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_a_loaded_context_answers_the_same(engine, saved, sizes):
+    context, path = saved
+    other = tiny_engine(chunk=16, mesh=make_mesh(*sizes))
+    loaded = load_context(other, path)
+    assert answer(other, loaded) == answer(engine, context)
+    assert loaded.lengths == [45, 9]
+
+
+def test_asking_and_growing_do_not_change_what_is_saved(engine, tmp_path):
+    context = engine.prefill(random_rows([45, 9]), reserve=4)
+    first = answer(engine, context)
+    list(engine.stream(context, QUESTIONS, max_tokens=150))
+    save_context(engine, context, tmp_path / "grown")
+    assert answer(engine, load_context(engine, tmp_path / "grown")) == first
+
+
+def test_an_existing_folder_is_not_overwritten(engine, saved):
+    context, path = saved
+    with pytest.raises(InputError, match="exists"):
+        save_context(engine, context, path)
+    assert answer(engine, load_context(engine, path)) == answer(engine, context)
+
+
+def test_a_context_in_use_is_not_saved(engine, tmp_path):
+    context = engine.prefill(random_rows([45, 9]), reserve=16)
+    stream = engine.stream(context, QUESTIONS, max_tokens=6)
+    next(stream)
+    with pytest.raises(InputError, match="answering a question"):
+        save_context(engine, context, tmp_path / "busy")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (dict(method=DynamicNTK(factor=2.0)), "method"),
+        (dict(config=tiny_config(mlp_dim=64)), "model"),
+    ],
+    ids=["method", "model"],
+)
+def test_another_method_or_model_is_refused(saved, other, named):
+    with pytest.raises(CheckpointError, match=f"was made with {named}"):
+        load_context(tiny_engine(chunk=16, **other), saved[1])
+
+
+def test_damage_is_named(engine, saved):
+    _, path = saved
+    shutil.rmtree(path / "caches")
+    with pytest.raises(CheckpointError, match=r"context.*cache arrays are damaged"):
+        load_context(engine, path)
+    described = json.loads((path / "context.json").read_text())
+    described["format"] = 99
+    (path / "context.json").write_text(json.dumps(described))
+    with pytest.raises(CheckpointError, match="format 99, expected 1"):
+        load_context(engine, path)
+    (path / "context.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not a saved context"):
+        load_context(engine, path)
+    with pytest.raises(CheckpointError, match="is not a saved context"):
+        load_context(engine, path / "nothing")
