@@ -11,11 +11,13 @@ and scripts alike; the command line does nothing that it cannot.
 """
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -55,6 +57,17 @@ class Answer:
     decode_seconds: float
 
 
+def keep_compilations() -> None:
+    """Programs compiled once are found again by the next process, unless JAX was told where.
+
+    They lie in `jax_longctx` under the user's cache folder. `JAX_COMPILATION_CACHE_DIR` and
+    `jax.config` win; `JAX_ENABLE_COMPILATION_CACHE=false` turns it off.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "jax_longctx"))
+
+
 def load(
     checkpoint: str | Path,
     *,
@@ -75,6 +88,7 @@ def load(
       CheckpointError: not a checkpoint, or damaged.
       ConfigError: method or mesh do not fit the model.
     """
+    keep_compilations()
     mesh = mesh or make_mesh()
     manifest = read_manifest(checkpoint)
     tokenizer = Tokenizer.load(Path(checkpoint) / "tokenizer")

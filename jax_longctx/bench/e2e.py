@@ -30,6 +30,9 @@ from jax_longctx.sharding import make_mesh
 __all__ = ["Row", "copy_bandwidth", "run"]
 
 
+PEER_STEPS = {"transformers sdpa": "decode_step", "transformers compiled": "compiled_step"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One line of the result: what was measured, at which context, against what."""
@@ -111,8 +114,9 @@ def peer(model: str, contexts: Sequence[int], steps: int, options: Sequence[str]
     command += ["--config", config, "--steps", str(steps), *options, *map(str, contexts)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise InputError(f"the transformers baseline failed: {lines[-1] if lines else 'no output'}")
+        said = [line for line in done.stderr.splitlines() if "Error" in line]
+        reason = said[-1] if said else f"exit status {done.returncode}"
+        raise InputError(f"the transformers baseline failed: {reason}; leave it out (--no-peer)")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -150,8 +154,11 @@ def run(
         rows += [
             Row("first token", context, first, "transformers sdpa", theirs.get("first_token")),
             Row("decode step", context, step, "roofline", need / bandwidth),
-            Row("decode step", context, step, "transformers sdpa", theirs.get("decode_step")),
-            Row("decode step", context, step, "transformers compiled", theirs.get("compiled_step")),
+        ]
+        rows += [
+            Row("decode step", context, step, name, theirs[key])
+            for name, key in PEER_STEPS.items()
+            if key in theirs
         ]
     device = jax.devices()[0]
     return {

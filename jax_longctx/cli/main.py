@@ -13,6 +13,7 @@ import typer
 import typer.core
 
 from jax_longctx.cli.ask import ask
+from jax_longctx.cli.bench import bench_app
 from jax_longctx.cli.convert import convert
 from jax_longctx.cli.demo import demo
 from jax_longctx.cli.generate import generate
@@ -68,6 +69,7 @@ app = typer.Typer(
 )
 for _command in (ask, generate, convert, methods, demo):
     app.command()(_command)
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:

@@ -2,18 +2,15 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Array, Bool, Int
 
 from jax_longctx.sharding import axes_field
 
 __all__ = ["CHUNK_ROWS", "Prompt", "Role", "RowGroup", "Segment", "chunk_segments", "make_segment"]
-
-# Segments are built on the host from numpy and become JAX arrays at the `jit` border.
-Array = jax.Array | np.ndarray
 
 Role = Literal["context", "probe", "probe_and_context", "query", "decode"]
 
@@ -88,7 +85,9 @@ def make_segment(rows: Sequence[Sequence[int]], size: int, role: Role, ends: np.
     for b, row in enumerate(rows):
         tokens[b, : len(row)] = row
     valid = np.array([[len(row)] for row in rows], np.int32)
-    return Segment(tokens, valid, ends, role, (RowGroup(CHUNK_ROWS, 0, size),))
+    # Built on the host from numpy; they become JAX arrays at the `jit` border.
+    arrays = cast(tuple[Any, Any, Any], (tokens, valid, ends))
+    return Segment(*arrays, role, (RowGroup(CHUNK_ROWS, 0, size),))
 
 
 def chunk_segments(rows: Sequence[Sequence[int]], chunk: int, role: Role) -> Iterator[Segment]:

@@ -23,9 +23,9 @@ USABLE = 0.9
 def bucket(tokens: int, seq_shards: int = 1) -> int:
     """Slots for `tokens`: few capacities are ever compiled, and little of one is empty.
 
-    At most a sixteenth more, then a thirty-second: dense decode reads the empty slots too.
+    At most a sixteenth more, then a sixty-fourth: dense decode reads the empty slots too.
     """
-    fraction = 16 if tokens < FINER_FROM else 32
+    fraction = 16 if tokens < FINER_FROM else 64
     step = max(SMALLEST, 2 ** math.floor(math.log2(max(tokens, 1))) // fraction)
     step = math.lcm(step, GRANULE * seq_shards)
     return -(-max(tokens, 1) // step) * step
@@ -41,7 +41,7 @@ def bytes_per_device(mesh: Mesh, abstract: Any) -> int:
     )
 
 
-def available_bytes(device: jax.Device) -> int | None:
+def available_bytes(device: Any) -> int | None:
     """Free memory of a device, or None where the platform does not tell."""
     if device.platform == "cpu":
         with open("/proc/meminfo", encoding="ascii") as lines:

@@ -52,7 +52,7 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     }
     try:
         partial.mkdir(parents=True)
-        ocp.save(partial / "caches", leaves)
+        ocp.save(str(partial / "caches"), leaves)
         (partial / "context.json").write_text(json.dumps(described), encoding="utf-8")
         partial.rename(path)
     except OSError as error:
@@ -96,7 +96,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         )
     }
     try:
-        arrays = ocp.load(path / "caches", targets)
+        arrays = ocp.load(str(path / "caches"), targets)
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{path}: the cache arrays are damaged: {first}") from error

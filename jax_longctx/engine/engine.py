@@ -7,7 +7,7 @@ that streaming costs one host round trip a block, not one a token.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -144,9 +144,11 @@ class Engine:
         total = [len(row) + reserve for row in rows]
         slots = bucket(max(total) + SPARE, self.mesh.shape["seq"])
         self._check_capacity(len(rows), slots, reserve)
-        if self.method.info.needs_question and questions is None:
-            raise InputError("this method needs the question at prefill; give `questions`")
-        asked = self._pad_rows(questions) if self.method.info.needs_question else None
+        asked = None
+        if self.method.info.needs_question:
+            if questions is None:
+                raise InputError("this method needs the question at prefill; give `questions`")
+            asked = self._pad_rows(questions)
         context = Context(rows, len(contexts), slots, reserve, jnp.array(total, jnp.int32), None)
         caches = programs.init_caches(self.setup, len(rows), slots, reserve)
         prompt = Prompt("context", self._chunk(slots), context=rows, question=asked)
@@ -188,7 +190,7 @@ class Engine:
         sampling: Sampling | None = None,
         max_tokens: int = 128,
         stop_ids: Sequence[int] = (),
-    ) -> Iterator[list[list[int]]]:
+    ) -> Generator[list[list[int]]]:
         """Asks one question a row; yields each row's new tokens, block by block.
 
         A row ends with a token of `stop_ids` (yielded too) or after `max_tokens`. The context is

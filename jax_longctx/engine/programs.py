@@ -160,6 +160,7 @@ def run_segment(
         return caches, jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
     if logits == "all":
         return caches, model.logits(hidden_BTD)
+    assert last is not None
     valid_B = segment.valid_of(CHUNK_ROWS)
     ends_B11 = jnp.maximum(valid_B - 1, 0)[:, None, None]
     new_BV = model.logits(jnp.take_along_axis(hidden_BTD, ends_B11, axis=1)[:, 0])

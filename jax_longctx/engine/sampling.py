@@ -80,6 +80,7 @@ def choose(
     greedy, top_k, uses_top_p, penalised = static
     temperature, top_p, penalty = values
     if penalised:
+        assert seen is not None
         lowered = jnp.where(logits > 0, logits / penalty, logits * penalty)
         logits = jnp.where(seen, lowered, logits)
     if greedy:

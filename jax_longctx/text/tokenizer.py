@@ -48,7 +48,7 @@ class Tokenizer:
         self._backend = backend
         self.bos_id = _special_id(backend, settings, "bos_token")
         own_eos = _special_id(backend, settings, "eos_token")
-        self.eos_ids = tuple(
+        self.eos_ids: tuple[int, ...] = tuple(
             dict.fromkeys([*([] if own_eos is None else [own_eos]), *map(int, eos_ids)])
         )
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -1,0 +1,113 @@
+"""The engine's programs compiled from shapes alone: what they hold in memory, on any mesh."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment
+from jax_longctx.engine import Sampling, programs
+from jax_longctx.engine.capacity import bytes_per_device
+from jax_longctx.models.llama import param_infos
+from jax_longctx.sharding import logical_sharding, tree_shardings
+
+COLUMNS = 32
+
+
+@contextmanager
+def no_persistent_cache() -> Iterator[None]:
+    """Programs are compiled here and now: one for an absent TPU cannot be read back."""
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+def abstract_params(setup: programs.Setup) -> Any:
+    """The model's parameters as shapes on the mesh, in a nested dict."""
+    params: dict[str, Any] = {}
+    for path, info in param_infos(setup.config).items():
+        *parents, name = path.split(".")
+        node = params
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        sharding = logical_sharding(setup.mesh, info.axes)
+        node[name] = jax.ShapeDtypeStruct(info.shape, setup.dtype, sharding=sharding)
+    return params
+
+
+def sharded_caches(setup: programs.Setup, batch: int, slots: int) -> tuple[Any, ...]:
+    """Every layer's cache as shapes on the mesh."""
+    caches = programs.abstract_caches(setup, batch, slots, 0)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        caches,
+        tree_shardings(setup.mesh, caches),
+    )
+
+
+def cache_bytes(setup: programs.Setup, batch: int, slots: int) -> int:
+    """Bytes of all layers' caches on each device."""
+    return bytes_per_device(setup.mesh, programs.abstract_caches(setup, batch, slots, 0))
+
+
+def compile_decode(setup: programs.Setup, batch: int, slots: int) -> jax.stages.Compiled:
+    """A block of greedy decode steps."""
+    state = programs.DecodeState(
+        token=_ints(batch),
+        done=jax.ShapeDtypeStruct((batch,), bool),
+        count=_ints(batch),
+        limit=_ints(batch),
+        stops=_ints(2),
+        seen=None,
+        seed=jax.ShapeDtypeStruct((), jnp.uint32),
+    )
+    values = jax.ShapeDtypeStruct((3,), jnp.float32)
+    return programs.decode_block.lower(
+        setup,
+        abstract_params(setup),
+        sharded_caches(setup, batch, slots),
+        state,
+        _ints(batch),
+        _ints(),
+        values,
+        (COLUMNS, Sampling().static()),
+    ).compile()
+
+
+def compile_segment(
+    setup: programs.Setup, batch: int, slots: int, tokens: int, logits: str = "none"
+) -> jax.stages.Compiled:
+    """One prefill segment of `tokens` columns."""
+    segment = Segment(
+        np.zeros((batch, tokens), np.int32),
+        np.full((batch, 1), tokens, np.int32),
+        np.zeros((batch,), bool),
+        "context",
+        (RowGroup(CHUNK_ROWS, 0, tokens),),
+    )
+    last = None
+    if logits == "last":
+        last = jax.ShapeDtypeStruct((batch, setup.config.vocab_size), jnp.float32)
+    caches = sharded_caches(setup, batch, slots)
+    return programs.run_segment.lower(
+        setup, abstract_params(setup), caches, segment, _ints(batch), last, logits
+    ).compile()
+
+
+def compile_finish(setup: programs.Setup, batch: int, slots: int) -> jax.stages.Compiled:
+    """The end of the context."""
+    caches = sharded_caches(setup, batch, slots)
+    return programs._finish.lower(setup, caches, _ints(batch)).compile()
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
