@@ -63,6 +63,19 @@ def test_ragged_rows_equal_single_rows(engine, sizes):
         np.testing.assert_allclose(logits, engine.score([row])[0], atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 1)], ids=str)
+@pytest.mark.parametrize("chunk", [5, 16])
+def test_windows_on_some_layers_equal_one_device(sizes, chunk):
+    """Windows shorter and longer than a chunk; segments that cross the borders of slot shards."""
+    config = tiny_config(windows=(7, None))
+    rows = random_rows([45, 1, 150], seed=3)
+    sharded = tiny_engine(config=config, mesh=make_mesh(*sizes), chunk=chunk).score(rows)
+    for row, logits in zip(rows, sharded, strict=True):
+        whole = tiny_engine(config=config, chunk=64).score([row])[0]
+        np.testing.assert_allclose(logits, whole, atol=1e-4)
+        assert np.abs(logits - tiny_engine(chunk=64).score([row])[0]).max() > 1e-3 or len(row) < 7
+
+
 def test_dynamic_ntk_uses_each_rows_own_total(engine):
     rope = RopeConfig(kind="default", theta=1e4, trained_length=16)
     config = tiny_config(rope=rope)

@@ -1,0 +1,76 @@
+"""Text in, text out: answers, stop strings, callbacks, and where compilations are kept."""
+
+import jax
+import pytest
+
+import jax_longctx
+from jax_longctx.api import LongContext, keep_compilations
+from jax_longctx.errors import InputError
+from jax_longctx.text import Tokenizer
+from tests.jax_longctx.cli.tiny_model import write_tokenizer
+from tests.support import tiny_config, tiny_engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.load(folder)
+    config = tiny_config(vocab_size=tokenizer.vocab_size)
+    return LongContext(tiny_engine(config=config, chunk=16), tokenizer)
+
+
+def test_generate_is_the_engines_tokens_as_text(model):
+    answer = model.generate("hello there", max_tokens=12, stop_at_eos=False)[0]
+    rows = [model.tokenizer.encode("hello there", bos=True)]
+    assert answer.tokens == model.engine.generate_tokens(rows, max_tokens=12)[0]
+    assert answer.text == model.tokenizer.decode(answer.tokens)
+    assert answer.finish == "length"
+
+
+def test_streamed_text_is_the_answer(model):
+    context = model.prefill(["some text", "another, longer text"])
+    seen = ["", ""]
+
+    def on_text(row, text):
+        seen[row] += text
+
+    answers = model.ask(context, ["why", "how so"], max_tokens=40, on_text=on_text)
+    assert seen == [answer.text for answer in answers]
+    assert all(answer.first_token_seconds > 0 for answer in answers)
+
+
+def test_an_answer_ends_before_a_stop_string(model):
+    context = model.prefill("some text")
+    whole = model.ask(context, "why", max_tokens=40, stop_at_eos=False)[0].text
+    stop = whole[9:12]
+    cut = model.ask(context, "why", max_tokens=40, stop=[stop], stop_at_eos=False)[0]
+    assert cut.text == whole[: whole.index(stop)]
+    assert cut.finish == "stop"
+    # The context is whole after an answer that was cut short.
+    assert model.ask(context, "why", max_tokens=40, stop_at_eos=False)[0].text == whole
+
+
+def test_an_empty_prompt_is_named(model):
+    with pytest.raises(InputError, match="prompt 1 is empty"):
+        model.generate(["text", ""])
+
+
+def test_names_load_on_first_use():
+    for name in jax_longctx.__all__:
+        assert getattr(jax_longctx, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = jax_longctx.nothing
+
+
+def test_compilations_are_kept_unless_told_otherwise(monkeypatch, tmp_path):
+    told = jax.config.jax_compilation_cache_dir
+    keep_compilations()
+    assert jax.config.jax_compilation_cache_dir == told
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        keep_compilations()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "jax_longctx")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", told)
