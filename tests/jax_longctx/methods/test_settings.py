@@ -1,0 +1,155 @@
+"""Methods from text and back: types, ranges, and words about what is wrong."""
+
+import dataclasses
+import json
+from typing import ClassVar, Literal
+
+import pytest
+
+from jax_longctx.contract import Method, MethodInfo
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import METHODS, DynamicNTK, Full, describe, make_method, settings_of
+from jax_longctx.methods.settings import describe_method, make_from, method_settings
+from jax_longctx.models.config import RopeConfig
+from tests.support import tiny_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sparse:
+    """A setting of every type that text can give."""
+
+    info: ClassVar[MethodInfo] = Full.info
+
+    budget: int = 64
+    alpha: float = 0.5
+    pooled: bool = False
+    norm: Literal["l1", "l2"] = "l1"
+    rank: Literal[1, 2] = 1
+    window: int | None = None
+    label: str = ""
+
+
+TABLE = {"sparse": Sparse, "full": Full}
+
+
+def as_text(settings):
+    """As `--set` gives them."""
+    return {name: str(value) for name, value in settings.items()}
+
+
+def test_values_get_their_types():
+    text = {"budget": "128", "alpha": "1e-3", "pooled": "True", "norm": "l2", "rank": "2"}
+    made = make_from(TABLE, "sparse", {**text, "window": "16", "label": "7"})
+    assert made == Sparse(
+        budget=128, alpha=1e-3, pooled=True, norm="l2", rank=2, window=16, label="7"
+    )
+    kinds = [type(getattr(made, field.name)) for field in dataclasses.fields(made)]
+    assert kinds == [int, float, bool, str, int, int, str]
+
+
+def test_false_and_none_are_values():
+    made = make_from(TABLE, "sparse", {"pooled": "false", "window": "none", "alpha": "2"})
+    assert (made.pooled, made.window, made.alpha) == (False, None, 2.0)
+    assert isinstance(made.alpha, float)
+
+
+def test_settings_left_out_keep_their_defaults():
+    assert make_from(TABLE, "sparse", {}) == Sparse()
+    assert make_method("dynamic-ntk") == DynamicNTK(factor=4.0)
+    assert make_method("full") == Full()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("budget", "1.5", "a whole number"),
+        ("budget", "many", "a whole number"),
+        ("budget", "none", "a whole number"),
+        ("alpha", "half", "a number"),
+        ("pooled", "1", "true or false"),
+        ("norm", "l3", "one of l1, l2"),
+        ("rank", "3", "one of 1, 2"),
+        ("window", "wide", "a whole number"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(setting, value, expected):
+    words = f"sparse: setting {setting}={value}: expected {expected}"
+    with pytest.raises(ConfigError) as error:
+        make_from(TABLE, "sparse", {setting: value})
+    assert str(error.value) == words
+
+
+@pytest.mark.parametrize(("name", "near"), [("ful", "full"), ("dynamic_ntk", "dynamic-ntk")])
+def test_an_unknown_method_is_refused_with_a_suggestion(name, near):
+    for ask in (make_method, describe):
+        with pytest.raises(ConfigError, match=f"unknown method '{name}'.*did you mean '{near}'"):
+            ask(name)
+
+
+def test_an_unknown_method_like_no_other_lists_them():
+    with pytest.raises(ConfigError) as error:
+        make_method("quantum")
+    assert str(error.value) == f"unknown method 'quantum'; known: {', '.join(METHODS)}"
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(ConfigError, match="'dynamic-ntk' has no setting 'base'; it has: factor"):
+        make_method("dynamic-ntk", {"base": "2"})
+    with pytest.raises(ConfigError, match="'full' has no setting 'window'; it has: none"):
+        make_method("full", {"window": "2"})
+
+
+@pytest.mark.parametrize("factor", ["0.5", "nan", "-2"])
+def test_a_value_out_of_range_is_refused(factor):
+    with pytest.raises(ConfigError, match=f"factor must be at least 1, got {float(factor)}"):
+        make_method("dynamic-ntk", {"factor": factor})
+    assert make_method("dynamic-ntk", {"factor": "1"}) == DynamicNTK(factor=1.0)
+
+
+@pytest.mark.parametrize("method", [Full(), DynamicNTK(factor=2.5)], ids=str)
+def test_a_method_comes_back_from_its_settings(method):
+    described = json.loads(json.dumps(settings_of(method)))
+    assert make_method(described["name"], as_text(described["settings"])) == method
+
+
+def test_every_type_comes_back_from_its_settings():
+    method = Sparse(budget=3, alpha=0.1, pooled=True, norm="l2", rank=2, label="a b")
+    described = json.loads(json.dumps(method_settings(TABLE, method)))
+    assert make_from(TABLE, described["name"], as_text(described["settings"])) == method
+
+
+def test_settings_of_something_else_are_refused():
+    with pytest.raises(ConfigError, match="Sparse is not one of the methods full, dynamic-ntk"):
+        settings_of(Sparse())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_described(name):
+    described = describe(name)
+    assert json.loads(json.dumps(described)) == described
+    assert described["name"] == name
+    assert described["summary"] == METHODS[name].info.summary
+    assert isinstance(make_method(name), Method)
+
+
+def test_settings_are_described_with_type_and_default():
+    assert describe("dynamic-ntk")["settings"] == {"factor": {"type": "float", "default": 4.0}}
+    described = describe_method(TABLE, "sparse")["settings"]
+    assert json.loads(json.dumps(described)) == described
+    assert described["budget"] == {"type": "int", "default": 64}
+    assert described["window"] == {"type": "int | None", "default": None}
+
+
+@pytest.mark.parametrize("kind", ["llama3", "linear", "yarn"])
+def test_dynamic_ntk_refuses_a_model_with_other_scaling(kind):
+    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    rope = RopeConfig(kind=kind, theta=1e4, trained_length=64, factor=8.0, **scaling)
+    with pytest.raises(ConfigError, match=f"own rope scaling '{kind}'; use --method full"):
+        DynamicNTK().validate(tiny_config(rope=rope))
+    Full().validate(tiny_config(rope=rope))
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_dynamic_ntk_takes_a_model_that_it_can_stretch(kind):
+    rope = RopeConfig(kind=kind, theta=1e4, trained_length=64, factor=2.0)
+    DynamicNTK(factor=2.0).validate(tiny_config(rope=rope))
