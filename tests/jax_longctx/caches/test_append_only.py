@@ -1,0 +1,199 @@
+"""Writing and reading slots against numpy, on one device and with the slots on four."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.caches import append, append_only, gather_slots, write_run
+from jax_longctx.contract import CacheShape
+from jax_longctx.engine.programs import KV_HEADS, Setup
+from jax_longctx.methods import Full
+from jax_longctx.sharding import logical_spec, make_mesh, tree_specs
+from tests.support import tiny_config
+
+HEADS, SLOTS, HEAD_DIM = 2, 64, 4
+BUFFER, ROW = logical_spec(("batch", "kv_heads", "slots", None)), logical_spec(("batch",))
+CHOSEN = logical_spec(("batch", "kv_heads", None))
+KEPT = logical_spec(("batch", "kv_heads", None, None))
+
+
+@pytest.fixture(params=[(1, 1, 1), (1, 4, 1)], ids=str)
+def setup(request):
+    return Setup(tiny_config(), Full(), make_mesh(*request.param), jnp.dtype(jnp.float32))
+
+
+@pytest.fixture(params=["cpu", "tpu"])
+def platform(request, monkeypatch):
+    """Both ways that `write_run` may go."""
+    monkeypatch.setattr(append_only, "platform", lambda: request.param)
+    return request.param
+
+
+def compiled(setup, function, in_specs, out_specs):
+    """`function(*arrays, ctx)` on every shard, as the engine runs a method's `attend`."""
+
+    def local(*arrays):
+        return function(*arrays, setup.layer_context(0, jnp.zeros((1,), jnp.int32)))
+
+    return jax.jit(setup.shard_map(local, in_specs, out_specs))
+
+
+def random_arrays(batch, tokens, seed=0):
+    """A buffer full of numbers, and new tokens."""
+    rng = np.random.default_rng(seed)
+    buffer = rng.normal(size=(batch, HEADS, SLOTS, HEAD_DIM)).astype(np.float32)
+    return buffer, rng.normal(size=(batch, tokens, HEADS, HEAD_DIM)).astype(np.float32)
+
+
+def compiled_write(setup):
+    return compiled(setup, write_run, (BUFFER, KV_HEADS, ROW, ROW), BUFFER)
+
+
+def runs(tokens):
+    """Starts and valid counts of three rows; a single row takes the first of each."""
+    half, end = -(-tokens // 2), SLOTS - tokens
+    yield [0, 0, 0], [tokens, 0, half]
+    yield [20, 3, 41], [half, tokens, 0]
+    # Across the borders of four shards of 16 slots.
+    yield [14, 31, 47], [tokens, tokens, half]
+    yield [30, 0, SLOTS - 1], [0, 0, 0]
+    # To the last slot, also by a chunk whose padding reaches beyond it.
+    yield [end, end, SLOTS - half], [tokens, half, half]
+    yield [SLOTS - half, SLOTS - 1, end], [half, 1, tokens]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_run_lands_where_numpy_puts_it(setup, platform, batch, tokens):
+    write = compiled_write(setup)
+    buffer, new = random_arrays(batch, tokens)
+    for starts, counts in runs(tokens):
+        start, valid = np.array(starts[:batch], np.int32), np.array(counts[:batch], np.int32)
+        got, expected = np.array(write(buffer, new, start, valid)), buffer.copy()
+        for b in range(batch):
+            stop = start[b] + valid[b]
+            expected[b, :, start[b] : stop] = np.swapaxes(new[b, : valid[b]], 0, 1)
+            # The slot after a row's last one is the storage's to spoil, and no other.
+            got[b, :, stop : stop + 1] = expected[b, :, stop : stop + 1]
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("start", [-20, -5, -3, 0, 7, 59, 62, 64, 90])
+@pytest.mark.parametrize("valid", [0, 3, 5])
+def test_both_forms_write_the_same_shard(start, valid):
+    """Runs that lie before, across and behind what a shard holds (`start` is local to it)."""
+    buffer, new = map(jnp.asarray, random_arrays(2, 5))
+    new_BKTH = jnp.swapaxes(new, 1, 2)
+    starts, valids = jnp.array([start, 11]), jnp.array([valid, 2])
+    lines = append_only._write_lines(buffer, new_BKTH, starts, valids)
+    rows = buffer
+    for row in range(2):
+        rows = append_only._write_row(row, rows, new_BKTH, starts, valids)
+    expected = np.array(buffer)
+    for b, (first, count) in enumerate([(start, valid), (11, 2)]):
+        for step in range(count):
+            if 0 <= first + step < SLOTS:
+                expected[b, :, first + step] = new_BKTH[b, :, step]
+    np.testing.assert_array_equal(lines, expected)
+    np.testing.assert_array_equal(rows, expected)
+
+
+def test_the_tpu_form_refuses_more_tokens_than_a_shard_holds(monkeypatch):
+    monkeypatch.setattr(append_only, "platform", lambda: "tpu")
+    setup = Setup(tiny_config(), Full(), make_mesh(seq=4), jnp.dtype(jnp.float32))
+    buffer, new = random_arrays(1, 17)
+    with pytest.raises(ValueError, match="17 tokens at once into a shard of 16 slots"):
+        compiled_write(setup)(buffer, new, np.array([0], np.int32), np.array([17], np.int32))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_slots_are_gathered_from_every_shard(setup, batch):
+    buffer, _ = random_arrays(batch, 1)
+    rng = np.random.default_rng(1)
+    slots = rng.integers(0, SLOTS, (batch, HEADS, 24)).astype(np.int32)
+    slots[:, :, :4] = [0, SLOTS - 1, 15, 16]
+    slots[:, :, 4:6] = -1
+    got = compiled(setup, gather_slots, (BUFFER, CHOSEN), KEPT)(buffer, slots)
+    expected = np.take_along_axis(buffer, np.maximum(slots, 0)[..., None], axis=2)
+    expected[slots < 0] = 0.0
+    np.testing.assert_array_equal(got, expected)
+
+
+def cache_of(batch):
+    config = tiny_config()
+    shape = CacheShape(
+        batch=batch,
+        slots=SLOTS,
+        reserve=8,
+        num_heads=config.num_heads,
+        num_kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        dtype=jnp.float32,
+        layer=0,
+        num_layers=1,
+        window=None,
+    )
+    return append_only.empty_append_cache(shape)
+
+
+def append_tokens(setup, cache, tokens, valid, seed):
+    """`append` of random tokens; returns them too."""
+    batch = cache.k.shape[0]
+    _, k = random_arrays(batch, tokens, seed)
+    _, v = random_arrays(batch, tokens, seed + 1)
+    specs = tree_specs(cache)
+    run = compiled(setup, append, (specs, KV_HEADS, KV_HEADS, ROW), specs)
+    return run(cache, k, v, np.array(valid, np.int32)), (k, v)
+
+
+def test_an_empty_cache_is_empty_and_its_buffers_are_its_own():
+    cache = cache_of(3)
+    assert cache.k.shape == cache.v.shape == (3, HEADS, SLOTS, HEAD_DIM)
+    leaves = jax.tree.leaves(cache)
+    assert not any(np.any(leaf) for leaf in leaves)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
+def test_the_context_is_found_again_after_a_question(setup):
+    """What a rewound cache counts as valid is the context, whatever the question wrote behind."""
+    cache, (k, v) = append_tokens(setup, cache_of(3), 16, [16, 0, 9], seed=2)
+    np.testing.assert_array_equal(cache.context_length, [0, 0, 0])
+    cache = cache.end_context()
+    asked, (more, _) = append_tokens(setup, cache, 5, [5, 2, 0], seed=4)
+    np.testing.assert_array_equal(asked.length, [21, 2, 9])
+    np.testing.assert_array_equal(asked.position, [21, 2, 9])
+    np.testing.assert_array_equal(asked.k[0, :, 16:21], np.swapaxes(more[0], 0, 1))
+    back = asked.rewind()
+    np.testing.assert_array_equal(back.length, [16, 0, 9])
+    np.testing.assert_array_equal(back.position, [16, 0, 9])
+    for b, count in enumerate([16, 0, 9]):
+        np.testing.assert_array_equal(back.k[b, :, :count], np.swapaxes(k[b, :count], 0, 1))
+        np.testing.assert_array_equal(back.v[b, :, :count], np.swapaxes(v[b, :count], 0, 1))
+    # A second question lands where the first did.
+    again, (other, _) = append_tokens(setup, back, 5, [5, 5, 5], seed=6)
+    np.testing.assert_array_equal(again.k[1, :, :5], np.swapaxes(other[1], 0, 1))
+
+
+def test_a_position_may_run_ahead_of_the_slots(setup):
+    """Methods that drop tokens: both are remembered and come back."""
+    cache = dataclasses.replace(cache_of(1), position=jnp.array([40]))
+    cache, _ = append_tokens(setup, cache, 5, [5], seed=2)
+    cache = cache.end_context()
+    asked, _ = append_tokens(setup, cache, 5, [3], seed=3)
+    back = asked.rewind()
+    assert (int(asked.length[0]), int(asked.position[0])) == (8, 48)
+    assert (int(back.length[0]), int(back.position[0])) == (5, 45)
+
+
+def test_a_rewound_cache_shares_the_buffers_and_not_the_counts():
+    """A fork is donated to its steps while the context keeps the counts it started from."""
+    cache = cache_of(1).end_context()
+    back = cache.rewind()
+    assert back.k is cache.k and back.v is cache.v
+    donate = jax.jit(lambda length, position: (length + 1, position + 1), donate_argnums=(0, 1))
+    donate(back.length, back.position)
+    assert not cache.context_length.is_deleted() and not cache.context_position.is_deleted()
+    assert int(cache.context_length[0]) == 0
