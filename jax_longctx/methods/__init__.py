@@ -1,5 +1,7 @@
 """The methods by name. Adding one is a file in this folder and a line of `METHODS`."""
 
+from collections.abc import Mapping
+
 from jax_longctx.methods.dynamic_ntk import DynamicNTK
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.settings import describe_method, make_from, method_settings
@@ -12,7 +14,7 @@ METHODS: dict[str, type] = {
 }
 
 
-def make_method(name: str, settings: dict[str, str] | None = None):
+def make_method(name: str, settings: Mapping[str, object] | None = None):
     """The method of that name with `--set key=value` settings, typed and validated.
 
     Raises:

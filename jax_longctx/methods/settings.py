@@ -20,8 +20,8 @@ def _known(table: Mapping[str, type], name: str) -> type:
     raise ConfigError(f"unknown method {name!r}; known: {', '.join(table)}{hint}")
 
 
-def make_from(table: Mapping[str, type], name: str, settings: Mapping[str, str]) -> Any:
-    """The method `name` of `table` with textual settings."""
+def make_from(table: Mapping[str, type], name: str, settings: Mapping[str, object]) -> Any:
+    """The method `name` of `table` with settings given as text, or as values that print as such."""
     method = _known(table, name)
     hints = typing.get_type_hints(method)
     names = [field.name for field in dataclasses.fields(method)]
@@ -71,12 +71,17 @@ def describe_method(table: Mapping[str, type], name: str) -> dict[str, object]:
     hints = typing.get_type_hints(method)
     settings = {
         field.name: {
-            "type": getattr(hints[field.name], "__name__", str(hints[field.name])),
+            "type": _type_name(hints[field.name]),
             "default": field.default,
         }
         for field in dataclasses.fields(method)
     }
     return {"name": name, **dataclasses.asdict(method.info), "settings": settings}
+
+
+def _type_name(hint: Any) -> str:
+    """`int`, `float | None`, `Literal['max', 'mean']`."""
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def method_settings(table: Mapping[str, type], method: Any) -> dict[str, object]:

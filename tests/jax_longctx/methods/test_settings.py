@@ -109,7 +109,7 @@ def test_a_value_out_of_range_is_refused(factor):
 @pytest.mark.parametrize("method", [Full(), DynamicNTK(factor=2.5)], ids=str)
 def test_a_method_comes_back_from_its_settings(method):
     described = json.loads(json.dumps(settings_of(method)))
-    assert make_method(described["name"], as_text(described["settings"])) == method
+    assert make_method(described["name"], described["settings"]) == method
 
 
 def test_every_type_comes_back_from_its_settings():
@@ -138,6 +138,7 @@ def test_settings_are_described_with_type_and_default():
     assert json.loads(json.dumps(described)) == described
     assert described["budget"] == {"type": "int", "default": 64}
     assert described["window"] == {"type": "int | None", "default": None}
+    assert described["norm"] == {"type": "Literal['l1', 'l2']", "default": "l1"}
 
 
 @pytest.mark.parametrize("kind", ["llama3", "linear", "yarn"])
