@@ -28,10 +28,10 @@ from jax_longctx.models.checkpoint import (
     TOKENIZER,
     Manifest,
     TensorEntry,
-    check_mesh,
     list_files,
     read_manifest,
 )
+from jax_longctx.models.llama import check_mesh
 from jax_longctx.sharding import logical_sharding, make_mesh
 
 __all__ = ["DTYPES", "convert"]
@@ -79,7 +79,7 @@ def convert(
         raise ConfigError("a conversion runs in one process; start it on one host")
     mesh = make_mesh() if mesh is None else mesh
     opened = open_source(source)
-    check_mesh(mesh, opened.config)
+    check_mesh(opened.config, mesh)
     expected = expected_tensors(opened.config, opened.naming)
     steps = [
         (tensor, expected[tensor.name], tensor.dtype if target is None else target)

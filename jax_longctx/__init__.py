@@ -4,6 +4,7 @@ Names load on first use, so that `jax-longctx --help` does not wait for JAX.
 """
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from jax_longctx.errors import LongctxError
     from jax_longctx.methods import METHODS, make_method
     from jax_longctx.models.config import ModelConfig
-    from jax_longctx.sharding import make_mesh
+    from jax_longctx.sharding import make_mesh, parse_mesh
 
 __all__ = [
     "METHODS",
@@ -27,6 +28,7 @@ __all__ = [
     "load",
     "make_mesh",
     "make_method",
+    "parse_mesh",
 ]
 
 _HOME = {
@@ -42,10 +44,17 @@ _HOME = {
     "load": "api",
     "make_mesh": "sharding",
     "make_method": "methods",
+    "parse_mesh": "sharding",
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("jax-longctx")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -3,13 +3,16 @@
     import jax_longctx
 
     model = jax_longctx.load("smollm2", method=jax_longctx.make_method("full"))
-    context = model.prefill(open("book.txt").read())
-    print(model.ask(context, "Who is the narrator?")[0].text)
+    layout = model.layout()
+    context = model.prefill(layout.context(open("book.txt").read()))
+    print(model.ask(context, layout.question("Who is the narrator?"))[0].text)
 
-`LongContext` adds text to `Engine`: tokens, stop strings, timings. It may be used from notebooks
-and scripts alike; the command line does nothing that it cannot.
+`LongContext` adds text to `Engine`: tokens, stop strings, timings. Texts and questions are fed as
+they are, a question following directly on its text; a `PromptLayout` puts the chat template, or a
+plain "Question: ... Answer:", around them, as the command line does.
 """
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -28,7 +31,14 @@ from jax_longctx.errors import InputError
 from jax_longctx.methods import Full
 from jax_longctx.models.checkpoint import Manifest, load_params, read_manifest
 from jax_longctx.sharding import make_mesh
-from jax_longctx.text import StopStrings, Tokenizer, check_vocabulary
+from jax_longctx.text import (
+    PromptLayout,
+    StopStrings,
+    Tokenizer,
+    chat_layout,
+    check_vocabulary,
+    plain_layout,
+)
 
 __all__ = ["Answer", "LongContext", "load"]
 
@@ -114,6 +124,15 @@ class LongContext:
     def config(self) -> Any:
         """The model's configuration."""
         return self.engine.config
+
+    def layout(self, chat: bool | None = None) -> PromptLayout:
+        """The checkpoint's chat template around text and question; plain where there is none.
+
+        Raises:
+          ConfigError: `chat` is asked for and the checkpoint has no chat template.
+        """
+        chat = self.tokenizer.has_chat if chat is None else chat
+        return chat_layout(self.tokenizer) if chat else plain_layout()
 
     def prefill(
         self,
@@ -217,15 +236,16 @@ class LongContext:
         stream = self.engine.stream(
             context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=eos_ids
         )
-        for block in stream:
-            first = first or time.perf_counter()
-            for row, (reader, tokens) in enumerate(zip(readers, block, strict=True)):
-                text = reader.push(tokens)
-                if text and on_text is not None:
-                    on_text(row, text)
-            if all(reader.finish for reader in readers):
-                stream.close()
-                break
+        # Closed whatever happens, also in `on_text`: the context gets its cache back.
+        with contextlib.closing(stream):
+            for block in stream:
+                first = first or time.perf_counter()
+                for row, (reader, tokens) in enumerate(zip(readers, block, strict=True)):
+                    text = reader.push(tokens)
+                    if text and on_text is not None:
+                        on_text(row, text)
+                if all(reader.finish for reader in readers):
+                    break
         ended = time.perf_counter()
         answers = []
         for row, reader in enumerate(readers):
@@ -253,15 +273,18 @@ class _Reader:
 
     def push(self, tokens: list[int]) -> str:
         """New text of these tokens; nothing once the answer has ended."""
-        if self.finish or not tokens:
-            return ""
-        self.tokens += tokens
-        ended = tokens[-1] in self.eos_ids
-        text = self.stops.push(self.decoder.push(tokens[:-1] if ended else tokens))
-        if self.stops.stopped or ended:
-            self.finish = "stop"
-        self.pieces.append(text)
-        return text
+        begun = len(self.pieces)
+        for token in tokens:
+            if self.finish:
+                break
+            self.tokens.append(token)
+            if token in self.eos_ids:
+                self.finish = "stop"
+                break
+            self.pieces.append(self.stops.push(self.decoder.push([token])))
+            if self.stops.stopped:
+                self.finish = "stop"
+        return "".join(self.pieces[begun:])
 
     def flush(self) -> str:
         """The text that was held back, at the end of the answer."""

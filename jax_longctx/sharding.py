@@ -1,8 +1,8 @@
 """The mesh and the one table that says which logical axis lies on which mesh axis.
 
 Every array of the library is described by *logical* axes (`"batch"`, `"kv_heads"`, `"mlp"` ...).
-`RULES` maps them to the three mesh axes `data`, `seq` and `tensor`; nothing else in the library
-names a `PartitionSpec` by hand. Changing how the library is parallelised is editing `RULES`.
+`RULES` maps them to the three mesh axes `data`, `seq` and `tensor`. What these mean is fixed: the
+engine pads rows to `data`, `LayerContext` reduces over `tensor` and merges over `seq`.
 
 Cache dataclasses describe their own fields with `axes_field("batch", "kv_heads", "slots", None)`;
 `tree_specs` reads that back, so a method's cache is sharded without the engine knowing its type.
@@ -25,6 +25,7 @@ __all__ = [
     "axes_field",
     "axes_of",
     "check_divisible",
+    "leaf_axes",
     "logical_sharding",
     "logical_spec",
     "make_mesh",
@@ -138,6 +139,18 @@ def axes_of(node: Any, describe: Any) -> Any:
         else:
             fields[field.name] = axes_of(value, describe)
     return type(node)(**fields)
+
+
+def leaf_axes(tree: Any) -> list[tuple[str | None, ...]]:
+    """The logical axes of every array, in the order of `jax.tree.leaves`."""
+    return [marker.axes for marker in jax.tree.leaves(axes_of(tree, _Axes))]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """A pytree leaf that holds the axes (a tuple would be a subtree)."""
+
+    axes: tuple[str | None, ...]
 
 
 def tree_specs(tree: Any) -> Any:

@@ -25,7 +25,6 @@ class LayerContext:
       window: sliding window of this layer in tokens, or None.
       rope: the checkpoint's rotary embedding.
       total: each row's total length, fixed before its first chunk (dynamic NTK needs it).
-      kernels: implementation asked of the `pallas_kernels` doors; None picks by platform.
     """
 
     layer: int
@@ -33,7 +32,6 @@ class LayerContext:
     window: int | None
     rope: RopeConfig
     total: Int[Array, " B"]
-    kernels: str | None = None
 
     def rotate(
         self, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]

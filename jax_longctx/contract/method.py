@@ -35,12 +35,14 @@ class CacheShape:
 
     `slots` is the capacity in tokens that the engine planned for context, question and answer;
     `reserve` is the part of it that is free for question and answer. A cache that keeps a budget
-    needs its budget and `reserve`.
+    needs its budget and `reserve`; one that evicts after each segment also room for a segment,
+    `chunk` tokens at most.
     """
 
     batch: int
     slots: int
     reserve: int
+    chunk: int
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -45,6 +45,7 @@ class Segment:
         context without joining it; `probe_and_context`: both at once, in two row groups; `query`:
         the question, whose last token's logits start the answer; `decode`: one generated token.
       groups: static layout of the columns. Positions are not here: they come from the cache.
+      variant: the method's own static tag, for programs that differ by what the host knows.
     """
 
     tokens: Int[Array, "B T"] = axes_field("batch", None)
@@ -52,6 +53,15 @@ class Segment:
     ends: Bool[Array, " B"] = axes_field("batch")
     role: Role = dataclasses.field(default="context", metadata={"static": True})
     groups: tuple[RowGroup, ...] = dataclasses.field(default=(), metadata={"static": True})
+    variant: str = dataclasses.field(default="", metadata={"static": True})
+
+    @property
+    def chunk_lengths(self) -> np.ndarray:
+        """On the host: tokens of text in each row; none where the segment is a pure probe."""
+        for column, group in enumerate(self.groups):
+            if group.name == CHUNK_ROWS:
+                return np.asarray(self.valid)[:, column]
+        return np.zeros(self.valid.shape[0], np.int32)
 
     def group(self, name: str) -> RowGroup:
         """The row group of that name; KeyError when the segment has none."""

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_longctx.errors import CapacityError
-from jax_longctx.sharding import axes_of, tree_shardings
+from jax_longctx.sharding import leaf_axes, tree_shardings
 
 __all__ = ["available_bytes", "bucket", "bytes_per_device", "check_fits", "format_bytes", "grow"]
 
@@ -23,7 +23,8 @@ USABLE = 0.9
 def bucket(tokens: int, seq_shards: int = 1) -> int:
     """Slots for `tokens`: few capacities are ever compiled, and little of one is empty.
 
-    At most a sixteenth more, then a sixty-fourth: dense decode reads the empty slots too.
+    At most a sixteenth more, then a sixty-fourth (dense decode reads the empty slots too), and
+    what it takes to divide over the shards in whole granules.
     """
     fraction = 16 if tokens < FINER_FROM else 64
     step = max(SMALLEST, 2 ** math.floor(math.log2(max(tokens, 1))) // fraction)
@@ -41,13 +42,15 @@ def bytes_per_device(mesh: Mesh, abstract: Any) -> int:
     )
 
 
-def available_bytes(device: Any) -> int | None:
-    """Free memory of a device, or None where the platform does not tell."""
+def available_bytes(mesh: Mesh) -> int | None:
+    """Free memory of each device of the mesh, or None where the platform does not tell."""
+    device = mesh.local_devices[0]
     if device.platform == "cpu":
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+                    # The devices of a CPU share its memory.
+                    return int(line.split()[1]) * 1024 // len(mesh.local_devices)
         return None
     try:
         stats = device.memory_stats()
@@ -59,7 +62,7 @@ def available_bytes(device: Any) -> int | None:
     return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
-def check_fits(mesh: Mesh, tokens: int, need: int, per_token: float, available: int | None) -> None:
+def check_fits(tokens: int, need: int, per_token: float, available: int | None) -> None:
     """Refuses a context whose caches do not fit.
 
     Args:
@@ -85,22 +88,14 @@ def grow(caches: Any, more: int) -> Any:
 
     So grows an axis `room`, of a cache that keeps a budget and the tokens after the context.
     """
-    axes = jax.tree.leaves(axes_of(caches, _Axes))
     leaves, structure = jax.tree.flatten(caches)
 
     def widen(array: Any, names: tuple[str | None, ...]) -> Any:
         widths = [(0, more if name in ("slots", "room") else 0) for name in names]
         return jax.numpy.pad(array, widths) if any(high for _, high in widths) else array
 
-    padded = [widen(leaf, name.axes) for leaf, name in zip(leaves, axes, strict=True)]
+    padded = [widen(leaf, axes) for leaf, axes in zip(leaves, leaf_axes(caches), strict=True)]
     return jax.tree.unflatten(structure, padded)
-
-
-class _Axes:
-    """A pytree leaf that holds the axes (a tuple would be a subtree)."""
-
-    def __init__(self, axes: tuple[str | None, ...]):
-        self.axes = axes
 
 
 def format_bytes(count: int) -> str:

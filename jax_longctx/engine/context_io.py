@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.engine import programs
-from jax_longctx.engine.engine import Context, Engine
+from jax_longctx.engine.context import Context
+from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.methods import settings_of
-from jax_longctx.sharding import tree_shardings
+from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
 
 __all__ = ["load_context", "save_context"]
 
@@ -35,19 +36,25 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     path = Path(path).absolute()
     if path.exists():
         raise InputError(f"{path} exists; choose another name or delete it")
-    if context.caches is None:
-        raise InputError("this context is answering a question; finish that first")
+    caches = context.usable_caches()
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    leaves = {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(context.caches))}
+    # Rows that only fill the mesh's data axis stay behind.
+    leaves = {
+        f"{i:05d}": _with_rows(leaf, axes, context.batch)
+        for i, (leaf, axes) in enumerate(
+            zip(jax.tree.leaves(caches), leaf_axes(caches), strict=True)
+        )
+    }
     described = {
         "format": FORMAT,
         "made_by": _made_by(engine),
-        "rows": context.rows,
+        "rows": context.rows[: context.batch],
+        "questions": context.questions and context.questions[: context.batch],
         "batch": context.batch,
         "slots": context.slots,
         "reserve": context.reserve,
-        "total": [int(n) for n in context.total],
+        "total": [int(n) for n in context.total[: context.batch]],
         "arrays": {name: [list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()},
     }
     try:
@@ -81,32 +88,69 @@ def load_context(engine: Engine, path: str | Path) -> Context:
                 f"{path} was made with {key} {made_by.get(key)}, this engine has {value}; "
                 f"load it with what made it, or prefill again"
             )
-    batch, slots, reserve = len(described["rows"]), described["slots"], described["reserve"]
-    total = jnp.array(described["total"], jnp.int32)
-    structure = _finished_caches(engine, batch, slots, reserve, total)
-    shardings = jax.tree.leaves(tree_shardings(engine.mesh, structure))
-    if len(shardings) != len(described["arrays"]):
+    data = engine.mesh.shape["data"]
+    batch, slots, reserve = (described[key] for key in ("batch", "slots", "reserve"))
+    seq = engine.mesh.shape["seq"]
+    if slots % seq:
         raise CheckpointError(
-            f"{path} holds {len(described['arrays'])} arrays, expected {len(shardings)}"
+            f"{path} has {slots} slots, which do not divide over {seq} shards; "
+            f"load it on a mesh whose seq divides {slots}, or prefill again"
         )
-    targets = {
-        name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
-        for (name, (shape, dtype)), sharding in zip(
-            described["arrays"].items(), shardings, strict=True
-        )
-    }
+    rows = [*described["rows"], *([] for _ in range(-batch % data))]
+    total = jnp.array([*described["total"], *[0] * (len(rows) - batch)], jnp.int32)
+    structure = _finished_caches(engine, len(rows), slots, reserve, total)
+    arrays = _load_arrays(engine, path, described["arrays"], leaf_axes(structure))
+    shardings = jax.tree.leaves(tree_shardings(engine.mesh, structure))
+    leaves = [
+        jax.device_put(_with_rows(array, axes, len(rows)), sharding)
+        for array, axes, sharding in zip(arrays, leaf_axes(structure), shardings, strict=True)
+    ]
+    caches = jax.tree.unflatten(jax.tree.structure(structure), leaves)
+    questions = described["questions"]
+    if questions is not None:
+        questions = [*questions, *([] for _ in range(len(rows) - batch))]
+    return Context(rows, batch, slots, reserve, total, caches, questions)
+
+
+def _load_arrays(
+    engine: Engine, path: Path, described: dict[str, Any], axes: list[tuple[str | None, ...]]
+) -> list[jax.Array]:
+    """The arrays as they were saved, on as many shards as their sizes divide over."""
+    if len(axes) != len(described):
+        raise CheckpointError(f"{path} holds {len(described)} arrays, expected {len(axes)}")
+    targets = {}
+    for (name, (shape, dtype)), names in zip(described.items(), axes, strict=True):
+        # Fewer rows than data shards are read by every shard, and spread once they are filled up.
+        shards = [engine.mesh.shape[RULES[axis]] if axis and RULES[axis] else 1 for axis in names]
+        kept = [
+            axis if size % count == 0 else None
+            for size, axis, count in zip(shape, names, shards, strict=True)
+        ]
+        sharding = logical_sharding(engine.mesh, kept)
+        targets[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
     try:
         arrays = ocp.load(str(path / "caches"), targets)
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{path}: the cache arrays are damaged: {first}") from error
-    caches = jax.tree.unflatten(jax.tree.structure(structure), [arrays[name] for name in targets])
-    return Context(described["rows"], described["batch"], slots, reserve, total, caches)
+    return [arrays[name] for name in targets]
+
+
+def _with_rows(leaf: jax.Array, axes: tuple[str | None, ...], rows: int) -> jax.Array:
+    """The array with `rows` rows along its batch axis: cut, or filled with zeros."""
+    if "batch" not in axes or leaf.shape[axes.index("batch")] == rows:
+        return leaf
+    axis = axes.index("batch")
+    more = rows - leaf.shape[axis]
+    if more < 0:
+        return jax.lax.slice_in_dim(leaf, 0, rows, axis=axis)
+    return jnp.pad(leaf, [(0, more if i == axis else 0) for i in range(leaf.ndim)])
 
 
 def _made_by(engine: Engine) -> dict[str, Any]:
     described = {
         "model": engine.config.to_dict(),
+        "weights": engine.fingerprint,
         "dtype": jnp.dtype(engine.setup.dtype).name,
         "method": settings_of(engine.method),
     }

@@ -6,6 +6,8 @@ that streaming costs one host round trip a block, not one a token.
 """
 
 import dataclasses
+import functools
+import hashlib
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -24,12 +26,13 @@ from jax_longctx.engine.capacity import (
     check_fits,
     grow,
 )
+from jax_longctx.engine.context import Context, Progress
 from jax_longctx.engine.sampling import Sampling, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh
 
-__all__ = ["Context", "Engine", "Progress"]
+__all__ = ["Engine"]
 
 Rows = Sequence[Sequence[int]]
 
@@ -39,46 +42,6 @@ BLOCK = 32
 FIRST_BLOCKS = (1, 4, 12)
 # Slots beyond the longest row, which a storage may write garbage to (see `caches.write_run`).
 SPARE = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Tokens read so far, of all rows, and the seconds it took."""
-
-    done: int
-    total: int
-    seconds: float
-
-
-@dataclasses.dataclass
-class Context:
-    """A prefilled context: a handle for `Engine.stream`; the engine alone changes it.
-
-    Attributes:
-      rows: the context's token ids, padding rows included.
-      batch: rows that are the caller's (the rest pads the mesh's data axis).
-      slots: capacity of the cache in tokens.
-      reserve: slots that are free for a question and its answer.
-      total: each row's total length, as rotary embedding sees it.
-      caches: one a layer; None while a question over an append-only method borrows them.
-    """
-
-    rows: list[list[int]]
-    batch: int
-    slots: int
-    reserve: int
-    total: jax.Array
-    caches: tuple[Any, ...] | None
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        return [len(row) for row in self.rows[: self.batch]]
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes the caches hold, over all devices."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.caches))
 
 
 @dataclasses.dataclass
@@ -94,7 +57,7 @@ class Engine:
     Args:
       params: nested dict of the model's parameters, on the mesh.
       chunk: tokens of a row that one prefill pass takes.
-      memory_limit: bytes a device for caches; None asks the device.
+      memory_limit: bytes on each device that a new cache may use; None asks the device.
 
     Raises:
       ConfigError: the method or the mesh does not fit the model.
@@ -108,7 +71,6 @@ class Engine:
         mesh: Mesh,
         *,
         chunk: int = 512,
-        kernels: str | None = None,
         memory_limit: int | None = None,
     ):
         if chunk < 1:
@@ -118,7 +80,15 @@ class Engine:
         dtype = jnp.dtype(params["embed"]["table"].dtype)
         self.config, self.params, self.method, self.mesh = config, params, method, mesh
         self.chunk, self.memory_limit = chunk, memory_limit
-        self.setup = programs.Setup(config, method, mesh, dtype, kernels)
+        self.setup = programs.Setup(config, method, mesh, dtype, chunk)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Tells one set of weights from another: a hash of a few values of every parameter."""
+        leaves = jax.tree.leaves(self.params)
+        pieces = [leaf[(0,) * (leaf.ndim - 1)][:16].astype(jnp.float32) for leaf in leaves]
+        values = np.concatenate([np.asarray(piece) for piece in jax.device_get(pieces)])
+        return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
     def prefill(
         self,
@@ -126,6 +96,7 @@ class Engine:
         *,
         reserve: int,
         questions: Rows | None = None,
+        total: Sequence[int] | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> Context:
         """Reads the contexts (rows of any length, also empty) into a cache.
@@ -134,6 +105,8 @@ class Engine:
           reserve: slots kept free in every row for a question and its answer; a longer one makes
             the cache grow.
           questions: what will be asked; only for methods that need it at prefill.
+          total: each row's total length as rotary embedding sees it (dynamic NTK); the length of
+            the context by default, so that memory options do not change results.
           progress: called after every chunk.
 
         Raises:
@@ -141,17 +114,16 @@ class Engine:
           CapacityError: the caches do not fit; nothing has been computed.
         """
         rows = self._pad_rows(contexts)
-        total = [len(row) + reserve for row in rows]
-        slots = bucket(max(total) + SPARE, self.mesh.shape["seq"])
+        lengths = [len(row) for row in rows]
+        totals = [*(total or lengths[: len(contexts)]), *lengths[len(contexts) :]]
+        slots = bucket(max(lengths) + reserve + SPARE, self.mesh.shape["seq"])
+        asked = self._needed_questions(questions, len(contexts))
         self._check_capacity(len(rows), slots, reserve)
-        asked = None
-        if self.method.info.needs_question:
-            if questions is None:
-                raise InputError("this method needs the question at prefill; give `questions`")
-            asked = self._pad_rows(questions)
-        context = Context(rows, len(contexts), slots, reserve, jnp.array(total, jnp.int32), None)
+        context = Context(
+            rows, len(contexts), slots, reserve, jnp.array(totals, jnp.int32), None, asked
+        )
         caches = programs.init_caches(self.setup, len(rows), slots, reserve)
-        prompt = Prompt("context", self._chunk(slots), context=rows, question=asked)
+        prompt = Prompt("context", self.chunk, context=rows, question=asked)
         caches = self._feed(caches, prompt, context, progress)
         context.caches = programs.finish_context(self.setup, caches, context.total)
         return context
@@ -175,7 +147,7 @@ class Engine:
                 previous.block_until_ready()
                 if progress is not None:
                     progress(Progress(done, everything, time.perf_counter() - begun))
-            done += int(np.sum(segment.valid[:, 0]))
+            done += int(segment.chunk_lengths.sum())
         if marker is not None:
             marker.block_until_ready()
         if progress is not None:
@@ -203,14 +175,13 @@ class Engine:
         sampling = sampling or Sampling()
         if max_tokens < 1:
             raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
-        if len(questions) != context.batch:
-            raise InputError(
-                f"{context.batch} contexts need as many questions, {len(questions)} given"
-            )
-        for row, question in enumerate(questions):
-            if not len(question):
-                raise InputError(f"question {row} is empty; it needs at least one token")
+        self._check_questions(questions, context.batch)
         rows = self._pad_rows(questions)
+        context.usable_caches()
+        if context.questions is not None and rows != context.questions:
+            raise InputError(
+                "this method read the context for other questions; prefill again for these"
+            )
         self._ensure_reserve(context, max(map(len, rows)) + max_tokens)
         run = _Run(self._fork(context))
         static = (BLOCK, sampling.static())
@@ -230,6 +201,7 @@ class Engine:
                     sampling_values(sampling),
                     static,
                 )
+                self._check_finite(state)
                 yield _chosen(np.asarray(chosen), context.batch)
         finally:
             if self.method.info.append_only:
@@ -247,9 +219,7 @@ class Engine:
         """Feeds the questions and chooses each row's first token."""
         batch, vocabulary = len(rows), self.config.vocab_size
         logits = jnp.zeros((batch, vocabulary), jnp.float32)
-        for segment in self.method.segments(
-            Prompt("question", self._chunk(context.slots), question=rows)
-        ):
+        for segment in self.method.segments(Prompt("question", self.chunk, question=rows)):
             run.caches, logits = programs.run_segment(
                 self.setup, self.params, run.caches, segment, context.total, logits, "last"
             )
@@ -260,17 +230,37 @@ class Engine:
             limit=jnp.full((batch,), max_tokens, jnp.int32),
             stops=jnp.array(sorted(set(stop_ids)) or [-1], jnp.int32),
             seen=self._seen(context, rows) if sampling.penalised else None,
+            finite=jnp.ones((batch,), bool),
             seed=jnp.uint32(sampling.seed),
         )
-        state, finite = programs.start_answer(
+        state = programs.start_answer(
             self.setup, state, logits, sampling_values(sampling), sampling.static()
         )
-        if not np.all(np.asarray(finite)):
+        self._check_finite(state)
+        return state
+
+    def _check_finite(self, state: programs.DecodeState) -> None:
+        if not np.all(np.asarray(state.finite)):
             raise InputError(
                 "the model's logits are not finite: its weights hold NaN or infinite values, "
                 "or overflow in this dtype; convert the checkpoint again or try float32"
             )
-        return state
+
+    def _needed_questions(self, questions: Rows | None, count: int) -> list[list[int]] | None:
+        """The padded questions where the method needs them at prefill, else None."""
+        if not self.method.info.needs_question:
+            return None
+        if questions is None:
+            raise InputError("this method needs the question at prefill; give `questions`")
+        self._check_questions(questions, count)
+        return self._pad_rows(questions)
+
+    def _check_questions(self, questions: Rows, count: int) -> None:
+        if len(questions) != count:
+            raise InputError(f"{count} contexts need as many questions, {len(questions)} given")
+        for row, question in enumerate(questions):
+            if not len(question):
+                raise InputError(f"question {row} is empty; it needs at least one token")
 
     def _seen(self, context: Context, rows: list[list[int]]) -> jax.Array:
         seen = np.zeros((len(rows), self.config.vocab_size), bool)
@@ -281,13 +271,7 @@ class Engine:
 
     def _fork(self, context: Context) -> tuple[Any, ...]:
         """The caches for one question; an append-only method's context lends its buffers."""
-        if context.caches is None:
-            raise InputError(
-                "this context is answering another question; finish or close that first"
-            )
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(context.caches)):
-            raise InputError("this context was lost to an interruption; prefill it again")
-        caches = tuple(self.method.fork(cache) for cache in context.caches)
+        caches = tuple(self.method.fork(cache) for cache in context.usable_caches())
         if self.method.info.append_only:
             context.caches = None
         return caches
@@ -296,7 +280,12 @@ class Engine:
         """float32 logits `[length, V]` of every token of each row, fed as a context.
 
         `total` is each row's total length for rotary embedding, its own length by default.
+
+        Raises:
+          InputError: the method reads a context for a question, so that a text has no one score.
         """
+        if self.method.info.needs_question:
+            raise InputError("this method reads a text for a question; it cannot score one alone")
         padded = self._pad_rows(rows)
         lengths = [*(total or map(len, rows))] + [0] * (len(padded) - len(rows))
         slots = bucket(max(map(len, padded)) + SPARE, self.mesh.shape["seq"])
@@ -304,13 +293,13 @@ class Engine:
         caches = programs.init_caches(self.setup, len(padded), slots, 0)
         totals = jnp.array(lengths, jnp.int32)
         pieces: list[list[np.ndarray]] = [[] for _ in rows]
-        for segment in self.method.segments(Prompt("context", self._chunk(slots), context=padded)):
+        for segment in self.method.segments(Prompt("context", self.chunk, context=padded)):
             caches, logits = programs.run_segment(
                 self.setup, self.params, caches, segment, totals, None, "all"
             )
-            block = np.asarray(logits)
+            block, valid = np.asarray(logits), segment.chunk_lengths
             for b in range(len(rows)):
-                pieces[b].append(block[b, : int(segment.valid[b, 0])])
+                pieces[b].append(block[b, : int(valid[b])])
         return [np.concatenate(piece) for piece in pieces]
 
     def generate_tokens(
@@ -327,7 +316,10 @@ class Engine:
                 raise InputError(f"prompt {row} is empty; it needs at least one token")
         last = [list(prompt[-1:]) for prompt in prompts]
         context = self.prefill(
-            [prompt[:-1] for prompt in prompts], reserve=1 + max_tokens, questions=last
+            [prompt[:-1] for prompt in prompts],
+            reserve=1 + max_tokens,
+            questions=last,
+            total=[len(prompt) for prompt in prompts],
         )
         answers: list[list[int]] = [[] for _ in prompts]
         for block in self.stream(
@@ -353,30 +345,33 @@ class Engine:
         data = self.mesh.shape["data"]
         return [*map(list, rows), *([] for _ in range(-len(rows) % data))]
 
-    def _chunk(self, slots: int) -> int:
-        """Tokens of a segment: no more than one shard of the slots can take at once."""
-        return min(self.chunk, slots // self.mesh.shape["seq"])
-
     def _cache_bytes(self, batch: int, slots: int, reserve: int) -> int:
         abstract = programs.abstract_caches(self.setup, batch, slots, reserve)
         return bytes_per_device(self.mesh, abstract)
 
     def _check_capacity(self, batch: int, slots: int, reserve: int) -> None:
-        """CapacityError unless caches of that size fit beside what is in memory already."""
-        available = self.memory_limit or available_bytes(self.mesh.local_devices[0])
+        """CapacityError unless new caches of that size fit beside what is in memory already."""
         need = self._cache_bytes(batch, slots, reserve)
         per_token = (self._cache_bytes(batch, 2 * slots, reserve) - need) / slots
-        check_fits(self.mesh, slots, need, per_token, available)
+        self._check_bytes(slots, need, per_token)
+
+    def _check_bytes(self, tokens: int, need: int, per_token: float) -> None:
+        available = self.memory_limit or available_bytes(self.mesh)
+        check_fits(tokens, need, per_token, available)
 
     def _ensure_reserve(self, context: Context, extra: int) -> None:
         """Grows the context's caches to the next bucket when question and answer need more."""
-        if extra <= context.reserve or context.caches is None:
+        if extra <= context.reserve:
             return
-        slots = bucket(max(context.lengths) + extra, self.mesh.shape["seq"])
-        self._check_capacity(len(context.rows), slots, extra)
+        caches = context.usable_caches()
         # In multiples, so that a slightly longer question does not compile everything anew.
         more = bucket(extra - context.reserve, self.mesh.shape["seq"])
-        context.caches = grow(context.caches, more)
+        sizes = [
+            bytes_per_device(self.mesh, jax.eval_shape(lambda c, by=by: grow(c, by), caches))
+            for by in (more, 2 * more)
+        ]
+        self._check_bytes(context.slots + more, sizes[0], (sizes[1] - sizes[0]) / more)
+        context.caches = grow(caches, more)
         context.slots, context.reserve = context.slots + more, context.reserve + more
 
 

@@ -37,7 +37,7 @@ class Setup:
     method: Method
     mesh: Mesh
     dtype: Any
-    kernels: str | None = None
+    chunk: int
 
     def layer_context(self, layer: int, total: Array) -> LayerContext:
         return LayerContext(
@@ -46,7 +46,6 @@ class Setup:
             window=self.config.windows[layer],
             rope=self.config.rope,
             total=total,
-            kernels=self.kernels,
         )
 
     def shard_map(self, body: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -96,6 +95,7 @@ def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[Cac
         CacheShape(
             batch=batch,
             slots=slots,
+            chunk=setup.chunk,
             reserve=reserve,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -155,9 +155,9 @@ def run_segment(
     """
     model = _model(setup.config, params)
     hidden_BTD, caches = model.hidden(segment.tokens, caches, _attend(setup, segment, total))
-    hidden_BTD = hidden_BTD[:, segment.group(CHUNK_ROWS).columns]
     if logits == "none":
         return caches, jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
+    hidden_BTD = hidden_BTD[:, segment.group(CHUNK_ROWS).columns]
     if logits == "all":
         return caches, model.logits(hidden_BTD)
     assert last is not None
@@ -204,6 +204,7 @@ class DecodeState:
       limit: most tokens the row may generate.
       stops: token ids that end an answer, padded with -1.
       seen: tokens under the repetition penalty, or None.
+      finite: rows whose logits have been numbers so far.
       seed: of the random draws.
     """
 
@@ -213,7 +214,14 @@ class DecodeState:
     limit: Int[Array, " B"]
     stops: Int[Array, " E"]
     seen: Bool[Array, "B V"] | None
+    finite: Bool[Array, " B"]
     seed: UInt32[Array, ""]
+
+    def watch(self, logits: Array) -> "DecodeState":
+        """The state after a look at whether the logits of unfinished rows are numbers."""
+        # A sum is NaN or infinite when any term is.
+        finite = jnp.isfinite(jnp.sum(logits, axis=-1)) | self.done
+        return dataclasses.replace(self, finite=self.finite & finite)
 
     def accept(self, token: Array) -> "DecodeState":
         """The state after `token` was chosen for the rows that are not done."""
@@ -234,11 +242,10 @@ def start_answer(
     logits: Float[Array, "B V"],
     values: Float[Array, " 3"],
     sampling: tuple[bool, int, bool, bool],
-) -> tuple[DecodeState, Bool[Array, " B"]]:
-    """Chooses each row's first token from the question's last logits, and says which are finite."""
+) -> DecodeState:
+    """Chooses each row's first token from the question's last logits."""
     token = choose(logits, state.seen, state.seed, state.count, values, sampling)
-    finite = jnp.all(jnp.isfinite(logits), axis=-1) | state.done
-    return _replicate(setup, state.accept(token)), finite
+    return _replicate(setup, state.watch(logits).accept(token))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=(2, 3))
@@ -272,7 +279,7 @@ def decode_block(
         token_B = choose(logits_BV, state.seen, state.seed, state.count, values, sampling)
         column_B = jnp.where(state.done, -1, token_B)
         chosen_BX = jax.lax.dynamic_update_slice(chosen_BX, column_B[:, None], (0, index))
-        return index + 1, caches, state.accept(token_B), chosen_BX
+        return index + 1, caches, state.watch(logits_BV).accept(token_B), chosen_BX
 
     def unfinished(carry: tuple[Any, ...]) -> Array:
         index, _, state, _ = carry

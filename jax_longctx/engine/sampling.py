@@ -41,6 +41,7 @@ class Sampling:
             "top_k": (self.top_k >= 0, "at least 0 (0 is off)"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "seed": (0 <= self.seed < 2**32, "from 0 to 2^32 - 1"),
         }
         for name, (good, expected) in checks.items():
             if not good:

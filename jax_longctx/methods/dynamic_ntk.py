@@ -49,7 +49,7 @@ class DynamicNTK:
             raise ConfigError(f"dynamic-ntk: factor must be at least 1, got {self.factor}")
 
     def validate(self, config: ModelConfig) -> None:
-        if config.rope.kind not in ("default", "dynamic"):
+        if config.rope.kind != "default":
             raise ConfigError(
                 f"dynamic-ntk would replace the checkpoint's own rope scaling "
                 f"{config.rope.kind!r}; use --method full with such a model"

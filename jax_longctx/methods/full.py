@@ -75,7 +75,7 @@ class Full:
         # This shard's slots are global slots offset .. offset + S - 1; slot is position here.
         offset = ctx.seq_offset(cache.k.shape[2])
         where = {"query_start": positions_BT[:, 0], "slot_start": offset}
-        how = {"scale": ctx.scale, "window": ctx.window, "implementation": ctx.kernels}
+        how = {"scale": ctx.scale, "window": ctx.window}
         if q.shape[1] == 1:
             seen_B = jnp.clip(cache.length - offset, 0, cache.k.shape[2])
             part = decode_attention(q, cache.k, cache.v, seen_B, **where, **how)
@@ -92,5 +92,5 @@ class Full:
         return cache.rewind()
 
     def read_bytes(self, cache: AppendCache, length: int) -> int:
-        per_slot = (cache.k.size + cache.v.size) // cache.k.shape[2] * cache.k.dtype.itemsize
-        return per_slot * length
+        # Dense decode reads empty slots too, which is why capacities are close to lengths.
+        return (cache.k.size + cache.v.size) * cache.k.dtype.itemsize

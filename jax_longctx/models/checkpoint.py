@@ -23,8 +23,8 @@ from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import param_infos
-from jax_longctx.sharding import check_divisible, logical_sharding
+from jax_longctx.models.llama import check_mesh, param_infos
+from jax_longctx.sharding import logical_sharding
 
 __all__ = [
     "MANIFEST",
@@ -32,7 +32,6 @@ __all__ = [
     "TOKENIZER",
     "Manifest",
     "TensorEntry",
-    "check_mesh",
     "list_files",
     "load_params",
     "quiet_orbax",
@@ -136,24 +135,13 @@ def load_params(directory: str | Path, mesh: Mesh, dtype: Any = None) -> dict[st
     manifest = read_manifest(directory)
     infos = param_infos(manifest.config)
     _check_entries(Path(directory), manifest, {path: info.shape for path, info in infos.items()})
-    check_mesh(mesh, manifest.config)
+    check_mesh(manifest.config, mesh)
     target = jnp.dtype(manifest.dtype if dtype is None else dtype)
     wanted = {
         path: jax.ShapeDtypeStruct(info.shape, target, sharding=logical_sharding(mesh, info.axes))
         for path, info in infos.items()
     }
     return restore(directory, manifest, wanted)
-
-
-def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
-    """Raises ConfigError where the model's axes do not divide over the mesh."""
-    check_divisible(
-        mesh,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        mlp=config.mlp_dim,
-        vocab=config.vocab_size,
-    )
 
 
 def restore(

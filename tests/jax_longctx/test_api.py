@@ -47,8 +47,34 @@ def test_an_answer_ends_before_a_stop_string(model):
     cut = model.ask(context, "why", max_tokens=40, stop=[stop], stop_at_eos=False)[0]
     assert cut.text == whole[: whole.index(stop)]
     assert cut.finish == "stop"
+    # No token beyond the one that completed the stop string.
+    assert stop in model.tokenizer.decode(cut.tokens)
+    assert stop not in model.tokenizer.decode(cut.tokens[:-1])
     # The context is whole after an answer that was cut short.
     assert model.ask(context, "why", max_tokens=40, stop_at_eos=False)[0].text == whole
+
+
+def test_a_callback_that_fails_leaves_the_context_whole(model):
+    context = model.prefill("some text")
+    whole = model.ask(context, "why", max_tokens=20)[0].text
+
+    def fail(row, text):
+        raise KeyboardInterrupt
+
+    try:
+        model.ask(context, "why", max_tokens=20, on_text=fail)
+    except KeyboardInterrupt as kept:
+        # As a notebook keeps the traceback, and with it every frame.
+        assert model.ask(context, "why", max_tokens=20)[0].text == whole
+        assert kept.__traceback__ is not None
+    else:
+        pytest.fail("the callback's exception was swallowed")
+
+
+def test_the_layout_is_the_checkpoints_or_plain(model):
+    layout = model.layout(chat=False)
+    assert layout.question("Why?") == "\n\nQuestion: Why?\nAnswer:"
+    assert model.layout() == model.layout(chat=model.tokenizer.has_chat)
 
 
 def test_an_empty_prompt_is_named(model):
@@ -59,6 +85,8 @@ def test_an_empty_prompt_is_named(model):
 def test_names_load_on_first_use():
     for name in jax_longctx.__all__:
         assert getattr(jax_longctx, name) is not None
+    assert {"load", "__version__"} <= {*dir(jax_longctx)}
+    assert jax_longctx.__version__.count(".") == 2
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = jax_longctx.nothing
 

@@ -22,7 +22,7 @@ KEPT = logical_spec(("batch", "kv_heads", None, None))
 
 @pytest.fixture(params=[(1, 1, 1), (1, 4, 1)], ids=str)
 def setup(request):
-    return Setup(tiny_config(), Full(), make_mesh(*request.param), jnp.dtype(jnp.float32))
+    return Setup(tiny_config(), Full(), make_mesh(*request.param), jnp.dtype(jnp.float32), 512)
 
 
 @pytest.fixture(params=["cpu", "tpu"])
@@ -101,12 +101,14 @@ def test_both_forms_write_the_same_shard(start, valid):
     np.testing.assert_array_equal(rows, expected)
 
 
-def test_the_tpu_form_refuses_more_tokens_than_a_shard_holds(monkeypatch):
+def test_a_segment_longer_than_a_shard_is_written_whole_for_a_tpu(monkeypatch):
     monkeypatch.setattr(append_only, "platform", lambda: "tpu")
-    setup = Setup(tiny_config(), Full(), make_mesh(seq=4), jnp.dtype(jnp.float32))
+    setup = Setup(tiny_config(), Full(), make_mesh(seq=4), jnp.dtype(jnp.float32), 512)
     buffer, new = random_arrays(1, 17)
-    with pytest.raises(ValueError, match="17 tokens at once into a shard of 16 slots"):
-        compiled_write(setup)(buffer, new, np.array([0], np.int32), np.array([17], np.int32))
+    got = compiled_write(setup)(buffer, new, np.array([5], np.int32), np.array([17], np.int32))
+    expected = buffer.copy()
+    expected[0, :, 5:22] = np.swapaxes(new[0], 0, 1)
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -128,6 +130,7 @@ def cache_of(batch):
         batch=batch,
         slots=SLOTS,
         reserve=8,
+        chunk=16,
         num_heads=config.num_heads,
         num_kv_heads=HEADS,
         head_dim=HEAD_DIM,

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 
+from jax_longctx.errors import InputError
 from jax_longctx.methods import Full
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.contract.methods import Cautious, Instructed, KeepRecent
@@ -89,6 +90,29 @@ def test_room_grows_with_a_longer_answer(mesh):
         for row, new in zip(grown, block, strict=True):
             row.extend(new)
     assert grown == answers(engine, contexts, questions, 6)[0]
+
+
+def test_a_budgets_growth_is_judged_by_what_it_keeps(mesh):
+    """40 KB hold neither a second cache of the context nor full attention's growth."""
+    engine = tiny_engine(KeepRecent(budget=4), mesh=mesh, chunk=8)
+    context = engine.prefill(random_rows([600]), reserve=2)
+    engine.memory_limit = 40_000
+    list(engine.stream(context, random_rows([3]), max_tokens=100))
+
+
+def test_a_method_that_needs_the_question_gets_no_other():
+    engine = tiny_engine(Instructed(), chunk=8)
+    contexts, questions = random_rows(LENGTHS), random_rows([3, 2, 5], seed=1)
+    context = engine.prefill(contexts, reserve=16, questions=questions)
+    with pytest.raises(InputError, match="read the context for other questions"):
+        next(engine.stream(context, random_rows([3, 2, 5], seed=2)))
+    for given, said in [(None, "needs the question"), (questions[:2], "as many questions")]:
+        with pytest.raises(InputError, match=said):
+            engine.prefill(contexts, reserve=16, questions=given)
+    with pytest.raises(InputError, match="question 1 is empty"):
+        engine.prefill(contexts, reserve=16, questions=[[1], [], [2]])
+    with pytest.raises(InputError, match="cannot score"):
+        engine.score(contexts)
 
 
 def instruction_mass(engine, params, row, question, chunk):

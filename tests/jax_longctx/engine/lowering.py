@@ -68,6 +68,7 @@ def compile_decode(setup: programs.Setup, batch: int, slots: int) -> jax.stages.
         limit=_ints(batch),
         stops=_ints(2),
         seen=None,
+        finite=jax.ShapeDtypeStruct((batch,), jnp.bool_),
         seed=jax.ShapeDtypeStruct((), jnp.uint32),
     )
     values = jax.ShapeDtypeStruct((3,), jnp.float32)

@@ -39,6 +39,26 @@ def test_a_loaded_context_answers_the_same(engine, saved, sizes):
     assert loaded.lengths == [45, 9]
 
 
+def test_rows_that_pad_the_mesh_are_not_saved(engine, tmp_path):
+    """One row saved on two data shards and loaded on one, and the other way round."""
+    wide = tiny_engine(chunk=16, mesh=make_mesh(2, 2, 2))
+    rows, question = random_rows([45]), random_rows([4], seed=5)
+
+    def tokens(engine, context):
+        return list(engine.stream(context, question, max_tokens=6))
+
+    for index, (saver, loader) in enumerate([(wide, engine), (engine, wide)]):
+        context = saver.prefill(rows, reserve=16)
+        expected = tokens(saver, context)
+        save_context(saver, context, tmp_path / str(index))
+        assert tokens(loader, load_context(loader, tmp_path / str(index))) == expected
+
+
+def test_slots_that_do_not_divide_are_refused(saved):
+    with pytest.raises(CheckpointError, match="128 slots, which do not divide over 3 shards"):
+        load_context(tiny_engine(chunk=16, mesh=make_mesh(seq=3)), saved[1])
+
+
 def test_asking_and_growing_do_not_change_what_is_saved(engine, tmp_path):
     context = engine.prefill(random_rows([45, 9]), reserve=4)
     first = answer(engine, context)
@@ -58,7 +78,7 @@ def test_a_context_in_use_is_not_saved(engine, tmp_path):
     context = engine.prefill(random_rows([45, 9]), reserve=16)
     stream = engine.stream(context, QUESTIONS, max_tokens=6)
     next(stream)
-    with pytest.raises(InputError, match="answering a question"):
+    with pytest.raises(InputError, match="answering another question"):
         save_context(engine, context, tmp_path / "busy")
     assert not list(tmp_path.iterdir())
 
@@ -68,8 +88,9 @@ def test_a_context_in_use_is_not_saved(engine, tmp_path):
     [
         (dict(method=DynamicNTK(factor=2.0)), "method"),
         (dict(config=tiny_config(mlp_dim=64)), "model"),
+        (dict(seed=7), "weights"),
     ],
-    ids=["method", "model"],
+    ids=["method", "model", "weights"],
 )
 def test_another_method_or_model_is_refused(saved, other, named):
     with pytest.raises(CheckpointError, match=f"was made with {named}"):

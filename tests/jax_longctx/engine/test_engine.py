@@ -90,6 +90,15 @@ def test_dynamic_ntk_uses_each_rows_own_total(engine):
     assert np.abs(together[0] - full.score([rows[0]])[0]).max() > 1e-2
 
 
+def test_how_much_is_reserved_does_not_change_an_answer():
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=16)
+    engine = tiny_engine(DynamicNTK(), config=tiny_config(rope=rope), chunk=16)
+    short = engine.generate_tokens([ROW], max_tokens=8)[0]
+    assert engine.generate_tokens([ROW], max_tokens=60)[0][:8] == short
+    # It is the greedy choice of one whole forward over the prompt.
+    assert short[0] == int(engine.score([ROW])[0][-1].argmax())
+
+
 def test_one_context_answers_many_questions(engine):
     context = engine.prefill([ROW, ROW[:9]], reserve=16)
     first, second = random_rows([4, 2], seed=5), random_rows([1, 7], seed=6)
@@ -112,6 +121,19 @@ def test_a_question_given_up_leaves_the_context_whole(engine):
         next(engine.stream(context, question, max_tokens=6))
     stream.close()
     assert collect(engine, context, question, max_tokens=6) == whole
+
+
+def test_a_context_that_was_lost_says_so(engine):
+    context = engine.prefill([ROW], reserve=16)
+    for leaf in jax.tree.leaves(context.caches):
+        leaf.delete()
+    for act in (
+        lambda: next(engine.stream(context, [[1]])),
+        lambda: next(engine.stream(context, [[1]], max_tokens=500)),
+        lambda: context.resident_bytes,
+    ):
+        with pytest.raises(InputError, match="lost to an interruption; prefill it again"):
+            act()
 
 
 def test_a_longer_answer_than_reserved_grows_the_cache(engine):
@@ -174,6 +196,7 @@ def test_the_penalty_counts_prompt_and_answer(engine):
         (lambda e: e.prefill([], reserve=4), "no rows given"),
         (lambda e: e.generate_tokens([[]], max_tokens=4), "prompt 0 is empty"),
         (lambda e: e.generate_tokens([[1]], max_tokens=0), "max_tokens must be at least 1"),
+        (lambda e: Sampling(seed=-1), "seed must be from 0"),
     ],
 )
 def test_bad_input_is_named(engine, act, message):
@@ -209,9 +232,9 @@ def test_a_context_that_cannot_fit_is_refused_before_prefill():
 
 
 def test_unknown_memory_refuses_nothing():
-    check_fits(make_mesh(), 10, 10**15, 10.0, None)
+    check_fits(10, 10**15, 10.0, None)
     with pytest.raises(CapacityError):
-        check_fits(make_mesh(), 10, 10**15, 10.0, 10**9)
+        check_fits(10, 10**15, 10.0, 10**9)
 
 
 def test_a_mesh_that_does_not_divide_the_heads_is_refused():

@@ -35,7 +35,7 @@ def setup_of(model, layers):
     dtype, heads, kv_heads, head_dim = model
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     config = tiny_config(num_layers=layers, **sizes)
-    return programs.Setup(config, Full(), make_mesh(), jnp.dtype(dtype))
+    return programs.Setup(config, Full(), make_mesh(), jnp.dtype(dtype), 512)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -64,7 +64,7 @@ def test_the_last_logits_of_a_question_cost_one_row(model):
     """A segment's logits are taken at each row's end, not at every column."""
     tokens, slots, vocabulary = 256, 4096, 65536
     config = tiny_config(num_layers=1, vocab_size=vocabulary)
-    setup = programs.Setup(config, Full(), make_mesh(), jnp.dtype(model[0]))
+    setup = programs.Setup(config, Full(), make_mesh(), jnp.dtype(model[0]), 512)
     every = tokens * vocabulary * jnp.dtype(jnp.float32).itemsize
     memory = compile_segment(setup, 1, slots, tokens, "last").memory_analysis()
     assert memory.temp_size_in_bytes < every / 2

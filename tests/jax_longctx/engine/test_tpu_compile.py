@@ -45,7 +45,7 @@ def setup(request):
     v5e = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     mesh = make_mesh(*request.param, devices=v5e.devices)
     config = tiny_config(**SIZES)
-    return programs.Setup(config, Full(), mesh, jnp.dtype(jnp.bfloat16))
+    return programs.Setup(config, Full(), mesh, jnp.dtype(jnp.bfloat16), 512)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
