@@ -98,6 +98,7 @@ def convert(
         partial.discard()
         raise CheckpointError(f"{destination} could not be written: {error}") from error
     except Exception:
+        # Whatever went wrong, and it is passed on: nothing is left behind.
         partial.discard()
         raise
     return read_manifest(destination)

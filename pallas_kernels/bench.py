@@ -68,11 +68,19 @@ def _measure(step: Callable[..., Array], q: Array, *rest: Any, least: float = 0.
     return dict(times=times, temp=memory.temp_size_in_bytes if memory else 0)
 
 
-def _copy_bandwidth() -> float:
-    """TB/s of a device copy of 1 GiB, reading and writing counted."""
-    x = jnp.ones((2**29,), jnp.bfloat16)
-    seconds = statistics.median(_measure(lambda x: -x, x)["times"])
-    return 2 * x.nbytes / seconds / 1e12
+def copy_bandwidth(size: int = 1 << 31, repeats: int = 20) -> float:
+    """Bytes a second, read plus written, of adding one to `size` bytes inside a compiled loop."""
+    x = jax.random.normal(jax.random.key(0), (size // 4,), jnp.float32)
+    loop = jax.jit(
+        lambda x: jax.lax.fori_loop(0, repeats, lambda _, y: y + 1.0, x), donate_argnums=0
+    )
+    x = loop(x).block_until_ready()
+    times = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        x = loop(x).block_until_ready()
+        times.append(time.perf_counter() - begun)
+    return 2 * size * repeats / statistics.median(times)
 
 
 def _difference(result: tuple[Array, Array], expected: tuple[Array, Array]) -> Row:
@@ -250,7 +258,7 @@ def main() -> None:
     device = jax.devices()[0]
     kernels = {"gpu": gpu, "tpu": tpu}.get(device.platform)
     cases = _checks(kernels) | _timings(kernels, options.small)
-    copy = _copy_bandwidth()
+    copy = copy_bandwidth(1 << 26 if options.small else 1 << 31) / 1e12
     rows = [_attempt(name, case) for name, case in cases.items() if options.only in name]
     print(f"\n{device.device_kind}, jax {jax.__version__}, {N} heads over {K} of {H}, bfloat16")
     print(_table(rows, copy))

@@ -26,8 +26,9 @@ from jax_longctx.methods import Full
 from jax_longctx.models.llama import init_params
 from jax_longctx.models.presets import PRESETS, preset
 from jax_longctx.sharding import make_mesh
+from pallas_kernels.bench import copy_bandwidth
 
-__all__ = ["Row", "copy_bandwidth", "run"]
+__all__ = ["Row", "run"]
 
 
 PEER_STEPS = {"transformers sdpa": "decode_step", "transformers compiled": "compiled_step"}
@@ -47,21 +48,6 @@ class Row:
     def ratio(self) -> float | None:
         """Our time over the baseline's: below 1 is faster."""
         return self.seconds / self.baseline_seconds if self.baseline_seconds else None
-
-
-def copy_bandwidth(size: int = 1 << 31, repeats: int = 20) -> float:
-    """Bytes a second, read plus written, of adding one to `size` bytes inside a compiled loop."""
-    x = jax.random.normal(jax.random.key(0), (size // 4,), jnp.float32)
-    loop = jax.jit(
-        lambda x: jax.lax.fori_loop(0, repeats, lambda _, y: y + 1.0, x), donate_argnums=0
-    )
-    x = loop(x).block_until_ready()
-    times = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        x = loop(x).block_until_ready()
-        times.append(time.perf_counter() - begun)
-    return 2 * size * repeats / statistics.median(times)
 
 
 def decode_bytes(params: Any, tied: bool, cache_bytes_per_token: int, context: int) -> int:

@@ -187,6 +187,7 @@ def quiet_orbax() -> Iterator[None]:
     try:
         yield
     except Exception:
+        # Passed on, once Orbax's other workers have stopped.
         _await_threads(set(threading.enumerate()) - threads)
         raise
     finally:

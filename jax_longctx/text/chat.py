@@ -61,6 +61,7 @@ def select_template(value: Any) -> str | None:
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %} ... {% endgeneration %}`: its body, unchanged."""
 
+    # jinja2 declares it as a plain set of the instance; a ClassVar would contradict it.
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:

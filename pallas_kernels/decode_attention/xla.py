@@ -8,11 +8,11 @@ into blocks of slots, an extra batch dimension, whose partial outputs are summed
 
 Slots beyond a row's length must hold finite numbers, as caches do: their weight is 0, and 0 x NaN
 is NaN. Keeping NaN out (the cut block computed from a clean copy) cost 16% at 32,768 slots on an
-H200 (0.058 ms against 0.050, 85% of the copy bandwidth).
+H200 (0.058 ms against 0.050, which is 2.7 TB/s).
 
 Empty capacity is read too: a loop that stops at the longest row has to slice the cache, which
-copies it, and took twice the time on CPU (1.3 ms against 0.64 for 8192 slots, 3 kv heads of 64
-in float32). Roofline: the bytes of k and v over the memory's bandwidth.
+copies it: the streaming loop of `prefill_attention/xla.py` takes 3.4 ms on a 2-core CPU, this 1.2
+(8192 slots, 3 kv heads of 64 in float32). Roofline: the bytes of k and v over the bandwidth.
 """
 
 import jax.numpy as jnp

@@ -8,8 +8,8 @@ outside a window cost nothing. Matmuls take the input dtype and accumulate in fl
 never repeated for grouped heads.
 
 Roofline: 4 T S N H operations (causal half of it). On a 2-core AVX-512 machine (297 GFLOP/s in a
-2048^3 matmul) 512 queries against 8192 slots, 9 heads of 64 in float32, take 67 ms (144 GFLOP/s);
-einsum, softmax, einsum take 466 ms there, since their 151 MB of scores go through memory.
+2048^3 matmul) 512 queries against 8192 slots, 9 heads of 64 in float32, take 66 ms (147 GFLOP/s);
+einsum, softmax, einsum take 594 ms there, since their 151 MB of scores go through memory.
 """
 
 from collections.abc import Callable

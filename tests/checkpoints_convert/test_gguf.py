@@ -277,7 +277,10 @@ def test_named_scalings(tmp_path, tweak, scaling):
 
 def test_sliding_window_makes_a_mistral(tmp_path):
     config = hf_config("mistral")
-    window = lambda writer: writer.add_sliding_window(16)  # noqa: E731
+
+    def window(writer):
+        return writer.add_sliding_window(16)
+
     write_gguf(tmp_path / "m.gguf", config, random_state(config), tweak=window)
     manifest = convert(tmp_path / "m.gguf", tmp_path / "ours")
     assert manifest.config == ModelConfig.from_hf(config)
@@ -350,10 +353,16 @@ def test_what_is_not_implemented(tmp_path, refused):
     refused(path, "TQ1_0", "output.weight", "Q4_K")
     write_gguf(path, config, state, tweak=lambda writer: writer.add_expert_count(4))
     refused(path, "experts", kind=ConfigError)
-    parts = lambda writer: writer.add_uint16("split.count", 3)  # noqa: E731
+
+    def parts(writer):
+        return writer.add_uint16("split.count", 3)
+
     write_gguf(path, config, state, tweak=parts)
     refused(path, "3 parts", "merge")
-    longrope = lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)  # noqa: E731
+
+    def longrope(writer):
+        return writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+
     write_gguf(path, config, state, tweak=longrope)
     refused(path, kind=(CheckpointError, ConfigError))
     writer = gguf.GGUFWriter(path, "mamba")

