@@ -1,0 +1,81 @@
+"""The best keys of every query by unscaled dot product, exact, streaming over the cache.
+
+ReAttention (Liu et al., 2024, section 3) attends to the segments around these keys. Memory is
+O(B T N count) and bounded blocks, never T x S scores. Implementations: `xla` on every platform,
+`reference` for tests.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.topk_scores import reference, xla
+
+MAX_COUNT = 16
+
+
+def topk_scores(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    count: int,
+    valid: Int[Array, " B"] | None = None,
+    tile_best: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
+    """The `count` best slots of start[b] <= s < stop[b] for every query, best first.
+
+    Scores are dot products accumulated and compared in float32; query head n reads kv head n // G.
+    Ties go to the lowest slot. A score of NaN or -inf makes its slot absent: it is never returned.
+
+    Args:
+      start, stop: taken as 0 below 0 and as S above S; what lies outside may be anything.
+      count: how many slots, 1 to 16.
+      valid: queries t >= valid[b] are padding and get nothing.
+      tile_best: only the best slot of each tile of this many, counted from start[b], takes part
+        (the earliest on ties). 128 is what ReAttention's released kernel computes.
+      implementation: "xla" or "reference"; None picks by platform and shape.
+
+    Returns:
+      (values, indices): float32 scores and int32 slots; -inf and -1 where there are fewer slots.
+
+    Raises:
+      ValueError: q does not fit k, or count or tile_best is out of range.
+    """
+    _check(q, k, count, tile_best)
+    tiles = "" if tile_best is None else f", best of tiles of {tile_best}"
+    name = dispatch.select(
+        "topk_scores",
+        implementation,
+        {"xla": lambda: None, "reference": lambda: None},
+        f"{dispatch.shape_class(q, k.shape[1], None)}, {count} best{tiles}",
+    )
+    run = {"xla": xla.topk_scores, "reference": reference.topk_scores}[name]
+    start, stop = (jnp.clip(x.astype(jnp.int32), 0, k.shape[2]) for x in (start, stop))
+    values, indices = run(q, k, start, stop, count=count, tile_best=tile_best)
+    if valid is None:
+        return values, indices
+    padding_BT11 = (jnp.arange(q.shape[1]) >= valid[:, None])[..., None, None]
+    return jnp.where(padding_BT11, -jnp.inf, values), jnp.where(padding_BT11, -1, indices)
+
+
+def _check(q: Array, k: Array, count: int, tile_best: int | None) -> None:
+    fits = (
+        q.dtype == k.dtype
+        and q.shape[0] == k.shape[0]
+        and q.shape[3] == k.shape[3]
+        and min(q.shape + k.shape) > 0
+        and q.shape[2] % k.shape[1] == 0
+    )
+    if not fits:
+        raise ValueError(
+            f"topk_scores: q {q.dtype}{q.shape} does not fit k {k.dtype}{k.shape}; expected one "
+            "dtype, batch and head dim, no empty axis, and query heads a multiple of kv heads"
+        )
+    if not 1 <= count <= MAX_COUNT:
+        raise ValueError(f"topk_scores: count {count}; expected 1 to {MAX_COUNT}")
+    if tile_best is not None and tile_best < 1:
+        raise ValueError(f"topk_scores: tile_best {tile_best}; expected at least 1")

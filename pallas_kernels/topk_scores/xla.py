@@ -1,0 +1,190 @@
+"""The best keys of every query in plain XLA: blocks of scores, the maxima of their tiles, a merge.
+
+For a block of queries the keys pass by in blocks. The scores of a block are cut into tiles; only
+the `count` tiles of the largest maxima can hold one of the block's `count` best keys (each of them
+holds one that is at least as good as all that lies outside), so the maxima are ranked, the scores
+of those tiles are gathered and ranked once more together with the best so far. Ties stay exact:
+`lax.top_k` puts the lowest index first, tiles that tie are chosen from the left and laid out in
+ascending order, and the best so far, whose slots are lower, stand before the block.
+
+With `tile_best` the tiles are that method's own: blocks begin at each row's `start`, and a chosen
+tile gives one candidate, its first best key.
+
+A few queries against a cache whose scores fit `_ONE_PASS_BYTES` take one block of all slots, read
+in place. Otherwise the largest temporaries are a block of scores and a copied block of keys, and
+the loop visits only the blocks between the first start and the last stop.
+
+Roofline: 2 T S N H operations for many queries, the bytes of k for few.
+"""
+
+from math import isqrt
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+# Bytes of float32 scores that are made at once: of all slots for few queries, and of a block.
+_ONE_PASS_BYTES = 64 * 2**20
+_SCORE_BYTES = 16 * 2**20
+# Bytes of a block's keys, which slicing copies, and the fewest keys of a block.
+_KEY_BYTES = 32 * 2**20
+_KEY_BLOCK = 1024
+
+Best = tuple[Array, Array]
+
+
+def topk_scores(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    count: int,
+    tile_best: int | None = None,
+    blocks: tuple[int, int] | None = None,
+) -> Best:
+    """The `count` best slots of [start, stop) within [0, S]; see the door's docstring.
+
+    Args:
+      blocks: queries and keys of a block; None picks them by shape.
+    """
+    # As in decode_attention: keeps the caller's append out of the fusions that read the cache.
+    k = lax.optimization_barrier(k)
+    b, queries, n, h = q.shape
+    kv_heads = k.shape[1]
+    query_block, key_block = blocks or _blocks(q, k, tile_best)
+    # Queries before heads, as rows of their kv head: a block of queries is a block of rows.
+    q_BTKGH = q.reshape(b, queries, kv_heads, n // kv_heads, h)
+    q_BKTGH = jnp.moveaxis(q_BTKGH, 2, 1)
+
+    def rank(i: Array | int, results: Best) -> Best:
+        # The last block is moved back to end with T: its overlap is computed twice, alike.
+        first = jnp.minimum(i * query_block, queries - query_block)
+        q_BKRH = lax.dynamic_slice_in_dim(q_BKTGH, first, query_block, axis=2).reshape(
+            b, kv_heads, -1, h
+        )
+        best = _rank_keys(q_BKRH, k, start, stop, count, tile_best, key_block)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(
+                whole, part.reshape(b, kv_heads, query_block, -1, count), first, axis=2
+            )
+            for whole, part in zip(results, best, strict=True)
+        )
+
+    empty = _nothing((*q_BKTGH.shape[:-1], count))
+    if query_block == queries:
+        results = rank(0, empty)
+    else:
+        results = lax.fori_loop(0, -(-queries // query_block), rank, empty)
+    values, indices = (jnp.moveaxis(x, 1, 2).reshape(b, queries, n, count) for x in results)
+    return values, indices
+
+
+def _blocks(q: Array, k: Array, tile_best: int | None) -> tuple[int, int]:
+    """How many queries and keys pass at once: all of both where their scores are few."""
+    b, queries, n, _ = q.shape
+    slots = k.shape[2]
+    # Blocks that begin at each row's own start are copied.
+    in_place = tile_best is None or k.nbytes <= _KEY_BYTES
+    if in_place and 4 * b * queries * n * slots <= _ONE_PASS_BYTES:
+        return queries, slots
+    fits = max(16, _SCORE_BYTES // (4 * b * n * _KEY_BLOCK))
+    query_block = min(queries, 2 ** (fits.bit_length() - 1))
+    keys = min(_SCORE_BYTES // (4 * b * n * query_block), _KEY_BYTES // (k.nbytes // slots))
+    return query_block, min(slots, max(_KEY_BLOCK, 2 ** (max(keys, 1).bit_length() - 1)))
+
+
+def _nothing(shape: tuple[int, ...]) -> Best:
+    return jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32)
+
+
+def _rank_keys(
+    q: Float[Array, "B K R H"],
+    k: Float[Array, "B K S H"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    count: int,
+    tile_best: int | None,
+    key_block: int,
+) -> Best:
+    """The best slots of one block of queries, [B,K,R,count], over blocks of keys."""
+    slots = k.shape[2]
+    some_B = start < stop
+    low, high = jnp.min(jnp.where(some_B, start, slots)), jnp.max(jnp.where(some_B, stop, 0))
+    if tile_best is None:
+        tile = _tile(key_block, count)
+        bounds = low // key_block, (high + key_block - 1) // key_block
+    else:
+        tile = tile_best
+        key_block = -(-key_block // tile) * tile
+        longest = jnp.max(jnp.where(some_B, stop - start, 0))
+        bounds = 0, (longest + key_block - 1) // key_block
+
+    def step(j: Array | int, best: Best) -> Best:
+        if tile_best is None:
+            # The last block is moved back to end with S; what the one before had is masked.
+            first_B = jnp.minimum(j * key_block, slots - key_block)[None]
+            k_BKCH = lax.dynamic_slice_in_dim(k, first_B[0], key_block, axis=2)
+            from_B = jnp.maximum(start, j * key_block)
+        else:
+            from_B = first_B = start + j * key_block
+            k_BKCH = _keys_from(k, first_B, key_block)
+        scores = jnp.einsum("BKRH,BKCH->BKRC", q, k_BKCH, preferred_element_type=jnp.float32)
+        slots_BC = first_B[:, None] + jnp.arange(key_block)
+        held_BC = (slots_BC >= from_B[:, None]) & (slots_BC < stop[:, None])
+        # NaN would win every comparison, and -0.0 would lose to 0.0.
+        held = held_BC[:, None, None] & ~jnp.isnan(scores)
+        scores = jnp.where(held, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
+        return _merge_block(best, scores, first_B, tile, one_a_tile=tile_best is not None)
+
+    empty = _nothing((*q.shape[:-1], count))
+    if tile_best is None and key_block == slots:
+        return step(0, empty)
+    return lax.fori_loop(*bounds, step, empty)
+
+
+def _tile(key_block: int, count: int) -> int:
+    """A tile near the one that makes maxima plus candidates fewest, key_block/t + count t."""
+    return max(16, min(128, 2 ** isqrt(key_block // count).bit_length() // 2))
+
+
+def _keys_from(k: Array, first: Int[Array, " B"], size: int) -> Float[Array, "B K C H"]:
+    """Slots first[b] to first[b] + size of every row, zeros beyond S."""
+    held = min(size, k.shape[2])
+
+    def row(k_KSH: Array, first: Array) -> Array:
+        at = jnp.minimum(first, k_KSH.shape[1] - held)
+        block = lax.dynamic_slice_in_dim(k_KSH, at, held, axis=1)
+        padded = jnp.pad(block, ((0, 0), (0, size), (0, 0)))
+        return lax.dynamic_slice_in_dim(padded, jnp.minimum(first - at, held), size, axis=1)
+
+    return lax.map(lambda args: row(*args), (k, first))
+
+
+def _merge_block(
+    best: Best,
+    scores: Float[Array, "B K R C"],
+    first: Int[Array, " 1"] | Int[Array, " B"],
+    tile: int,
+    *,
+    one_a_tile: bool,
+) -> Best:
+    """The best of those so far, whose slots are lower, and of a block that begins at first[b]."""
+    values, indices = best
+    count = values.shape[-1]
+    spare = [(0, 0)] * 3 + [(0, -scores.shape[-1] % tile)]
+    scores = jnp.pad(scores, spare, constant_values=-jnp.inf)
+    tiles_BKRPZ = scores.reshape(*scores.shape[:3], -1, tile)
+    tops_BKRP = jnp.max(tiles_BKRPZ, axis=-1)
+    chosen = lax.top_k(tops_BKRP, min(count, tops_BKRP.shape[-1]))[1]
+    chosen = jnp.sort(chosen, axis=-1)
+    found = jnp.take_along_axis(tiles_BKRPZ, chosen[..., None], axis=-2)
+    slots = (first[:, None, None, None] + chosen * tile)[..., None] + jnp.arange(tile)
+    if one_a_tile:
+        at = jnp.argmax(found, axis=-1, keepdims=True)
+        found, slots = (jnp.take_along_axis(x, at, axis=-1) for x in (found, slots))
+    flat = (*found.shape[:3], -1)
+    values, at = lax.top_k(jnp.concatenate([values, found.reshape(flat)], axis=-1), count)
+    indices = jnp.concatenate([indices, slots.reshape(flat)], axis=-1)
+    indices = jnp.take_along_axis(indices, at, axis=-1)
+    return values, jnp.where(jnp.isneginf(values), -1, indices)

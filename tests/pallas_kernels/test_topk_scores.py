@@ -1,0 +1,256 @@
+"""Every implementation of the best keys against the definition; its memory and its merge."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.topk_scores import merge_topk, reference, topk_scores, xla
+
+# Of a block of 32 keys: rows that begin and end beside its edges, an empty one, one that is whole.
+SLOTS = 80
+STARTS = (0, 1, 31, 32, 33, 5, 7)
+STOPS = (80, 33, 33, 64, 65, 5, 9)
+ROWS = len(STARTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table: shapes, dtype, how many keys, and what is special about the scores."""
+
+    queries: int = 5
+    kv_heads: int = 2
+    groups: int = 3
+    count: int = 4
+    dtype: str = "float32"
+    tile_best: int | None = None
+    blocks: tuple[int, int] | None = (2, 32)
+    values: str = "normal"
+
+
+CASES = {
+    "one-pass": Case(blocks=None),
+    "one-query": Case(queries=1, blocks=(1, 32)),
+    "a-key-each-block": Case(blocks=(5, 1), count=3),
+    "mha-of-one-key": Case(groups=1, count=1),
+    "groups-of-four": Case(groups=4, blocks=(5, 32)),
+    "mqa-of-eight": Case(kv_heads=1, groups=8),
+    "sixteen-keys": Case(count=16),
+    "bfloat16": Case(dtype="bfloat16"),
+    "ties": Case(values="ties"),
+    "ties-in-one-pass": Case(values="ties", blocks=None, count=16),
+    "all-equal": Case(values="zero"),
+    "large": Case(values="large"),
+    "best-of-tiles": Case(tile_best=8),
+    "best-of-tiles-with-ties": Case(tile_best=8, values="ties"),
+    "best-of-tiles-in-one-block": Case(tile_best=8, blocks=None),
+    "best-of-odd-tiles": Case(tile_best=7),
+}
+
+
+def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
+    """q, k, start and stop; NaN outside the rows' slots."""
+    rng = np.random.default_rng(seed)
+    draw: dict[str, Callable] = {
+        "normal": lambda *shape: rng.normal(size=shape),
+        "ties": lambda *shape: rng.integers(-1, 2, size=shape),
+        "zero": lambda *shape: np.where(rng.random(shape) < 0.5, 0.0, -0.0),
+        "large": lambda *shape: 1e17 * rng.normal(size=shape),
+    }
+    q = draw[case.values](ROWS, case.queries, case.kv_heads * case.groups, 8)
+    k = draw["normal" if case.values == "zero" else case.values](ROWS, case.kv_heads, SLOTS, 8)
+    slots = np.arange(SLOTS)
+    held = (slots >= np.array(STARTS)[:, None]) & (slots < np.array(STOPS)[:, None])
+    k = np.where(held[:, None, :, None], k, np.nan)
+    return (
+        jnp.asarray(q, case.dtype),
+        jnp.asarray(k, case.dtype),
+        jnp.array(STARTS, jnp.int32),
+        jnp.array(STOPS, jnp.int32),
+    )
+
+
+def _by_numpy(case: Case, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sort (score, slot) pairs in Python; the definition that the reference has to meet."""
+    rows, queries, heads, _ = q.shape
+    values = np.full((rows, queries, heads, case.count), -np.inf, np.float32)
+    indices = np.full(values.shape, -1)
+    for b, t, n in np.ndindex(rows, queries, heads):
+        pairs = [
+            (-np.dot(k[b, n // case.groups, s], q[b, t, n]), s) for s in range(STARTS[b], STOPS[b])
+        ]
+        if case.tile_best is not None:
+            tiles = range(0, len(pairs), case.tile_best)
+            pairs = [min(pairs[first : first + case.tile_best]) for first in tiles]
+        best = sorted(pairs)[: case.count]
+        values[b, t, n, : len(best)] = [-score for score, _ in best]
+        indices[b, t, n, : len(best)] = [slot for _, slot in best]
+    return values, indices
+
+
+def _exact(x: jax.Array) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_best_keys(case: Case) -> None:
+    """Both implementations name numpy's slots in numpy's order; nothing outside is looked at."""
+    q, k, start, stop = _inputs(case)
+    values, indices = _by_numpy(case, _exact(q), _exact(k))
+    options = dict(count=case.count, tile_best=case.tile_best)
+    runs = {
+        "xla": jax.jit(partial(xla.topk_scores, **options, blocks=case.blocks)),
+        "reference": partial(reference.topk_scores, **options),
+    }
+    for name, run in runs.items():
+        found, slots = run(q, k, start, stop)
+        assert found.dtype == jnp.float32 and slots.dtype == jnp.int32
+        np.testing.assert_array_equal(slots, indices, err_msg=name)
+        np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert (indices[5] == -1).all() and np.isneginf(values[5]).all()
+
+
+def test_equal_scores_go_to_the_first_slots() -> None:
+    """Zeros of either sign are equal."""
+    case = CASES["all-equal"]
+    q, k, start, stop = _inputs(case)
+    values, indices = topk_scores(q, k, start, stop, count=4)
+    np.testing.assert_array_equal(indices[0, 0, 0], [0, 1, 2, 3])
+    np.testing.assert_array_equal(indices[6, 0, 0], [7, 8, -1, -1])
+    np.testing.assert_array_equal(values[6, 0, 0], [0, 0, -np.inf, -np.inf])
+    assert not np.signbit(values[6, 0, 0, :2]).any()
+
+
+@pytest.mark.parametrize("tile_best", [None, 4])
+def test_a_score_that_is_no_number_is_never_returned(tile_best: int | None) -> None:
+    q = jnp.ones((1, 2, 1, 1))
+    q = q.at[0, 1].set(jnp.nan)
+    k = jnp.array([1.0, jnp.nan, 3.0, -jnp.inf, jnp.nan, jnp.nan, jnp.inf, 2.0])[
+        None, None, :, None
+    ]
+    start, stop = jnp.array([0], jnp.int32), jnp.array([8], jnp.int32)
+    for implementation in ("xla", "reference"):
+        options = dict(count=5, tile_best=tile_best, implementation=implementation)
+        _, indices = topk_scores(q, k, start, stop, **options)
+        expected = [6, 2, 7, 0, -1] if tile_best is None else [6, 2, -1, -1, -1]
+        np.testing.assert_array_equal(indices[0, 0, 0], expected)
+        np.testing.assert_array_equal(indices[0, 1, 0], [-1] * 5)
+
+
+def test_padded_queries_get_nothing_and_bounds_are_clipped() -> None:
+    q, k, _, _ = _inputs(CASES["one-pass"])
+    q, k = q[4:5, :, :, :], jnp.nan_to_num(k[4:5])
+    bounds = [jnp.array([x], jnp.int32) for x in (-9, SLOTS + 9)]
+    valid = jnp.array([3], jnp.int32)
+    values, indices = topk_scores(q, k, *bounds, count=2, valid=valid)
+    assert (indices[0, 3:] == -1).all() and jnp.isneginf(values[0, 3:]).all()
+    assert (indices[0, :3] >= 0).all() and jnp.isfinite(values[0, :3]).all()
+    whole = [jnp.array([x], jnp.int32) for x in (0, SLOTS)]
+    expected = topk_scores(q, k, *whole, count=2, implementation="reference")
+    np.testing.assert_array_equal(indices[0, :3], expected[1][0, :3])
+
+
+def test_the_best_of_a_tile_hides_the_other_keys_of_that_tile() -> None:
+    """All winners in one tile: exact search finds them, the released kernel's rule only one."""
+    k = jnp.zeros((1, 1, 512, 1)).at[0, 0, 130:134, 0].set(jnp.arange(4.0) + 1)
+    q = jnp.ones((1, 1, 1, 1))
+    start, stop = jnp.array([1], jnp.int32), jnp.array([512], jnp.int32)
+    _, exact = topk_scores(q, k, start, stop, count=4)
+    np.testing.assert_array_equal(exact[0, 0, 0], [133, 132, 131, 130])
+    _, tiled = topk_scores(q, k, start, stop, count=4, tile_best=128)
+    np.testing.assert_array_equal(tiled[0, 0, 0], [133, 1, 257, 385])
+
+
+@functools.cache
+def _small(tile_best: int | None) -> dict[str, Callable]:
+    """Compiled once for all that hypothesis draws; the keys of a block do not divide the slots."""
+    options = dict(count=3, tile_best=tile_best)
+    return {
+        "xla": jax.jit(partial(xla.topk_scores, **options, blocks=(2, 8))),
+        "reference": jax.jit(partial(reference.topk_scores, **options)),
+        "merge": jax.jit(merge_topk, static_argnums=2),
+    }
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    tile_best=st.sampled_from([None, 4]),
+    bounds=st.tuples(*[st.tuples(st.integers(0, 45), st.integers(0, 45))] * 2),
+    split=st.integers(0, 45),
+    seed=st.integers(0, 3),
+)
+def test_any_bounds_stream_like_the_definition_and_merge(
+    tile_best: int | None, bounds: tuple[tuple[int, int], ...], split: int, seed: int
+) -> None:
+    """Integer scores with many ties; the slots below and above `split` merge into all."""
+    rng = np.random.default_rng(seed)
+    q, k = (
+        jnp.asarray(rng.integers(-2, 3, shape), jnp.float32)
+        for shape in ((2, 3, 4, 3), (2, 2, 45, 3))
+    )
+    start, stop = (jnp.array(x, jnp.int32) for x in zip(*bounds, strict=True))
+    run = _small(tile_best)
+    expected = run["reference"](q, k, start, stop)
+    jax.tree.map(np.testing.assert_array_equal, run["xla"](q, k, start, stop), expected)
+    if tile_best is None:
+        middle = jnp.clip(split, start, jnp.maximum(start, stop))
+        parts = run["xla"](q, k, start, middle), run["xla"](q, k, middle, stop)
+        listed = (np.concatenate(x, axis=-1) for x in zip(*parts[::-1], strict=True))
+        jax.tree.map(np.testing.assert_array_equal, run["merge"](*listed, 3), expected)
+
+
+def test_merging_orders_by_score_then_slot_and_pads() -> None:
+    values = jnp.array([5.0, 7.0, 99.0, 7.0, -jnp.inf, -0.0, 0.0])
+    indices = jnp.array([4, 9, -1, 3, -1, 8, 2], jnp.int32)
+    best, slots = merge_topk(values, indices, 8)
+    np.testing.assert_array_equal(slots, [3, 9, 4, 2, 8, -1, -1, -1])
+    np.testing.assert_array_equal(best, [7, 7, 5, 0, 0, -np.inf, -np.inf, -np.inf])
+    np.testing.assert_array_equal(merge_topk(values, indices, 2)[1], [3, 9])
+
+
+def test_blocks_outside_the_bounds_are_not_visited() -> None:
+    """A block's worth of queries against NaN everywhere else takes one turn, not a thousand."""
+    visited = []
+
+    def count_turns(*args, **options):
+        jax.debug.callback(lambda: visited.append(1))
+        return merge(*args, **options)
+
+    merge = xla._merge_block
+    q, k = jnp.ones((1, 2, 2, 4)), jnp.ones((1, 1, 4096, 4))
+    start, stop = jnp.array([1030], jnp.int32), jnp.array([1100], jnp.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "_merge_block", count_turns)
+        _, indices = xla.topk_scores(q, k, start, stop, count=2, blocks=(2, 64))
+        jax.effects_barrier()
+    np.testing.assert_array_equal(indices[0, 0, 0], [1030, 1031])
+    assert len(visited) == 2
+
+
+@pytest.mark.parametrize("tile_best", [None, 128])
+@pytest.mark.parametrize("queries", [1, 512])
+def test_a_million_slots_take_bounded_memory(queries: int, tile_best: int | None) -> None:
+    """The scores of 512 queries would be 69 GB."""
+    shapes = (1, queries, 32, 128), (1, 8, 2**20, 128)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    bounds = [jax.ShapeDtypeStruct((1,), jnp.int32)] * 2
+    run = jax.jit(partial(topk_scores, count=4, tile_best=tile_best))
+    memory = run.lower(*arguments, *bounds).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 256 * 2**20
+
+
+def test_bad_arguments_are_named() -> None:
+    q, k, start, stop = _inputs(CASES["one-pass"])
+    with pytest.raises(ValueError, match="count 17"):
+        topk_scores(q, k, start, stop, count=17)
+    with pytest.raises(ValueError, match="tile_best 0"):
+        topk_scores(q, k, start, stop, count=1, tile_best=0)
+    with pytest.raises(ValueError, match="one dtype"):
+        topk_scores(q.astype(jnp.bfloat16), k, start, stop, count=1)
