@@ -1,0 +1,108 @@
+"""The softmax mass that every key of a cache receives, from queries whose log-sum-exp is known.
+
+For query t of head n, p[b,n,t,s] = exp(scale q.k - lse[b,t,n]) is the attention paid to slot s when
+`lse` comes from the attention that the query took part in; that attention may have seen more keys
+than this cache holds. Methods rank keys by it: its sum over queries (H2O, CSE, SnapKV), the last
+query alone (TOVA, RefreshKV), with squares (RoCo). Implementations: `xla` on every platform,
+`reference` for tests.
+"""
+
+from typing import Literal, overload
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention_mass import reference, xla
+from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
+from pallas_kernels.common import check_heads
+
+
+@overload
+def attention_mass(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    lse: Float[Array, "B T N"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    valid: Int[Array, " B"] | None = None,
+    causal_start: Int[Array, " B"] | None = None,
+    over_group: OverGroup = "sum",
+    over_queries: OverQueries = "sum",
+    squares: Literal[False] = False,
+    implementation: str | None = None,
+) -> Float[Array, "B K S"]: ...
+
+
+@overload
+def attention_mass(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    lse: Float[Array, "B T N"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    valid: Int[Array, " B"] | None = None,
+    causal_start: Int[Array, " B"] | None = None,
+    over_group: OverGroup = "sum",
+    over_queries: OverQueries = "sum",
+    squares: Literal[True],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]: ...
+
+
+def attention_mass(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    lse: Float[Array, "B T N"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    valid: Int[Array, " B"] | None = None,
+    causal_start: Int[Array, " B"] | None = None,
+    over_group: OverGroup = "sum",
+    over_queries: OverQueries = "sum",
+    squares: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "B K S"] | tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
+    """The mass of every slot in float32: per head over the queries, then over the group's heads.
+
+    Slots at and beyond lengths[b] receive exactly 0, whatever finite numbers lie there, and so
+    does every slot from a query whose log-sum-exp is -inf.
+
+    Args:
+      lse: natural log, float32.
+      lengths: filled slots of every row, taken as 0 below 0 and as S above S.
+      valid: only the queries t < valid[b] count (all when None); the others may hold anything.
+      causal_start: query t of row b stands at slot causal_start[b] + t and sees no later slot;
+        None lets every query see all filled slots.
+      over_group: sum or maximum over the query heads that share a kv head, or the first of them.
+      over_queries: sum or maximum over the queries of one head.
+      squares: return (mass, squares), where squares is the sum over queries of the square of the
+        group's mean probability (RoCo), whatever the mass is reduced by.
+      implementation: "xla" or "reference"; None picks by platform and shape.
+    """
+    check_heads(q, k, k, kv_axis=1)
+    name = dispatch.select(
+        "attention_mass",
+        implementation,
+        {"xla": lambda: None, "reference": lambda: None},
+        dispatch.shape_class(q, k.shape[1], None),
+    )
+    run = {"xla": xla.attention_mass, "reference": reference.attention_mass}[name]
+    batch, queries = q.shape[:2]
+    mass, squared = run(
+        q,
+        k,
+        lse,
+        jnp.clip(lengths, 0, k.shape[2]),
+        scale=scale,
+        valid=jnp.full((batch,), queries) if valid is None else jnp.clip(valid, 0, queries),
+        causal_start=causal_start,
+        over_group=over_group,
+        over_queries=over_queries,
+        squares=squares,
+    )
+    return mass if squared is None else (mass, squared)

@@ -1,0 +1,166 @@
+"""Attention mass in plain XLA, streaming over blocks of keys and of queries.
+
+The log-sum-exp of every query is known, so one sweep over the keys is enough: a block of logits
+becomes probabilities and is reduced over queries at once; only [B,K,G,C] sums of a block of C keys
+live on. Rows that count for nothing (padding, and queries that saw no key) have their log-sum-exp
+replaced by +inf, which makes their probabilities 0. What lies beyond a row's length is computed
+with the rest and set to 0 in the reduced block. The loop over keys ends at the last block that any
+row fills and any query sees; with causal queries the loop over queries begins at the first that
+sees the block. One query (decode) needs no loop: its logits are small beside the cache.
+
+Temporaries: a block of float32 logits of at most `_LOGIT_BYTES`, and copies of q. Roofline:
+2 T S N H operations, half of attention's; with one query the bytes of k over the bandwidth.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
+from pallas_kernels.common import group_heads
+
+_LOGIT_BYTES = 16 * 2**20
+_MIN_KEYS = 128
+_MAX_KEYS = 2048
+
+
+def attention_mass(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    lse: Float[Array, "B T N"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    valid: Int[Array, " B"],
+    causal_start: Int[Array, " B"] | None,
+    over_group: OverGroup,
+    over_queries: OverQueries,
+    squares: bool,
+) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]:
+    """See `api.attention_mass`; lengths within 0..S, valid within 0..T, squares None if unasked."""
+    queries, slots = q.shape[1], k.shape[2]
+    counted_BT1 = (jnp.arange(queries) < valid[:, None])[..., None]
+    lse = jnp.where(counted_BT1 & (lse > -jnp.inf), lse, jnp.inf)
+    q = jnp.where(counted_BT1[..., None], q, 0)
+    if causal_start is not None:
+        lengths = jnp.clip(causal_start + valid, 0, lengths)
+    q_BKGTH = group_heads(q, k.shape[1])
+    lse_BKGT = group_heads(lse[..., None], k.shape[1])[..., 0]
+    if over_group == "first" and not squares:
+        q_BKGTH, lse_BKGT = q_BKGTH[:, :, :1], lse_BKGT[:, :, :1]
+    options = _Options(scale=scale, over_queries=over_queries, squares=squares)
+    if queries == 1:
+        # Without the barrier XLA on CPU computes the caller's append once more for this reader.
+        k = lax.optimization_barrier(k)
+        p_BKGTS = _probabilities(options, q_BKGTH, lse_BKGT, k)
+        if causal_start is not None:
+            p_BKGTS = _causal(p_BKGTS, jnp.arange(1), jnp.arange(slots), causal_start)
+        sums = _over_queries(options, p_BKGTS)
+    else:
+        sums = _stream(options, q_BKGTH, lse_BKGT, k, jnp.max(lengths), causal_start)
+    held_B1S = (jnp.arange(slots) < lengths[:, None])[:, None]
+    mass_BKS = jnp.where(held_B1S, _over_group(over_group, sums[0]), 0.0)
+    return mass_BKS, jnp.where(held_B1S, sums[1], 0.0) if squares else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    scale: float
+    over_queries: OverQueries
+    squares: bool
+
+
+def _probabilities(
+    options: _Options,
+    q: Float[Array, "B K G T H"],
+    lse: Float[Array, "B K G T"],
+    k: Float[Array, "B K C H"],
+) -> Float[Array, "B K G T C"]:
+    # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
+    q_BKRH = q.reshape(*k.shape[:2], -1, k.shape[3])
+    logits_BKRC = jnp.einsum("BKRH,BKCH->BKRC", q_BKRH, k, preferred_element_type=jnp.float32)
+    logits_BKGTC = options.scale * logits_BKRC.reshape(*q.shape[:4], k.shape[2])
+    return jnp.exp(logits_BKGTC - lse[..., None])
+
+
+def _causal(
+    p: Float[Array, "B K G T C"],
+    queries: Int[Array, " T"],
+    slots: Int[Array, " C"],
+    causal_start: Int[Array, " B"],
+) -> Float[Array, "B K G T C"]:
+    seen_BTC = slots <= (causal_start[:, None] + queries)[..., None]
+    return jnp.where(seen_BTC[:, None, None], p, 0.0)
+
+
+def _over_queries(options: _Options, p: Float[Array, "B K G T C"]) -> tuple[Array, ...]:
+    """The sums that live on: [B,K,G,C] of probabilities and, if asked, [B,K,C] of squares."""
+    per_head_BKGC = jnp.sum(p, axis=3) if options.over_queries == "sum" else jnp.max(p, axis=3)
+    if not options.squares:
+        return (per_head_BKGC,)
+    return per_head_BKGC, jnp.sum(jnp.square(jnp.mean(p, axis=2)), axis=2)
+
+
+def _over_group(kind: OverGroup, per_head: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
+    if kind == "first":
+        return per_head[:, :, 0]
+    return jnp.sum(per_head, axis=2) if kind == "sum" else jnp.max(per_head, axis=2)
+
+
+def _blocks(rows: int, queries: int, slots: int) -> tuple[int, int]:
+    """Queries and keys of a block with `rows` = B x N logits for each pair.
+
+    All queries at once and as many keys as fit; where even _MIN_KEYS are too many, fewer queries.
+    """
+    pairs = _LOGIT_BYTES // (4 * rows)
+    keys = max(min(_MIN_KEYS, slots), min(pairs // queries, _MAX_KEYS, slots))
+    return min(queries, max(pairs // keys, 1)), keys
+
+
+def _stream(
+    options: _Options,
+    q: Float[Array, "B K G T H"],
+    lse: Float[Array, "B K G T"],
+    k: Float[Array, "B K S H"],
+    filled: Int[Array, ""],
+    causal_start: Int[Array, " B"] | None,
+) -> tuple[Array, ...]:
+    """Sums [B,K,G,S] and [B,K,S] over the queries, block by block, of the first `filled` slots."""
+    (b, kv_heads, groups, queries, _), slots = q.shape, k.shape[2]
+    query_block, key_block = _blocks(b * kv_heads * groups, queries, slots)
+    empty = [jnp.zeros((b, kv_heads, groups, slots), jnp.float32)]
+    empty += [jnp.zeros((b, kv_heads, slots), jnp.float32)] * options.squares
+    combine = (jnp.add if options.over_queries == "sum" else jnp.maximum, jnp.add)
+
+    def keys(j: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+        # The last block is moved back to end with S: its overlap is computed twice, alike.
+        key_start = jnp.minimum(j * key_block, slots - key_block)
+        k_BKCH = lax.dynamic_slice_in_dim(k, key_start, key_block, axis=2)
+        slots_C = key_start + jnp.arange(key_block)
+
+        def some_queries(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            # The last block is moved back to end with T; what the one before counted counts not.
+            start = jnp.minimum(i * query_block, queries - query_block)
+            queries_T = start + jnp.arange(query_block)
+            lse_BKGT = lax.dynamic_slice_in_dim(lse, start, query_block, axis=3)
+            lse_BKGT = jnp.where(queries_T >= i * query_block, lse_BKGT, jnp.inf)
+            q_BKGTH = lax.dynamic_slice_in_dim(q, start, query_block, axis=3)
+            p_BKGTC = _probabilities(options, q_BKGTH, lse_BKGT, k_BKCH)
+            if causal_start is not None:
+                p_BKGTC = _causal(p_BKGTC, queries_T, slots_C, causal_start)
+            parts = _over_queries(options, p_BKGTC)
+            return tuple(f(x, y) for f, x, y in zip(combine, sums, parts, strict=False))
+
+        first: Array | int = 0
+        if causal_start is not None:
+            first = jnp.maximum(key_start - jnp.max(causal_start), 0) // query_block
+        nothing = tuple(jnp.zeros((*x.shape[:-1], key_block), jnp.float32) for x in totals)
+        sums = lax.fori_loop(first, -(-queries // query_block), some_queries, nothing)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(total, x, key_start, axis=-1)
+            for total, x in zip(totals, sums, strict=True)
+        )
+
+    return lax.fori_loop(0, (filled + key_block - 1) // key_block, keys, tuple(empty))

@@ -1,0 +1,61 @@
+"""The exact k best of S scores in slot order, for k too large for a list kept sorted.
+
+Score descending, and of equal scores the lowest slot, as `lax.top_k` has it; -inf and NaN are never
+chosen, +inf always (within k), and -0.0 equals 0.0. Implementations: `xla` on every platform,
+`reference` (a sort) for tests.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.select_large_k import reference, xla
+
+
+def select_large_k(
+    scores: Float[Array, "*R S"],
+    k: Int[Array, "*R"] | int,
+    *,
+    size: int,
+    implementation: str | None = None,
+) -> Int[Array, "*R C"]:
+    """The slots of each row's k best scores, ascending, then -1 up to C = size.
+
+    Fewer than k slots come back where fewer are finite or +inf.
+
+    Args:
+      k: how many, for all rows or each; taken as 0 below 0, and as `size` above it in an array.
+      size: the static length of the result, which may exceed S.
+      implementation: "xla" or "reference"; None picks by platform.
+
+    Raises:
+      ValueError: a Python int k is larger than size.
+    """
+    if isinstance(k, int) and k > size:
+        raise ValueError(f"select_large_k: k {k} does not fit size {size}")
+    name = _pick("select_large_k", scores, implementation)
+    run = {"xla": xla.select_large_k, "reference": reference.select_large_k}[name]
+    return run(scores, jnp.clip(_per_row(scores, k), 0, size), size=size)
+
+
+def select_mask(
+    scores: Float[Array, "*R S"], k: Int[Array, "*R"] | int, *, implementation: str | None = None
+) -> Bool[Array, "*R S"]:
+    """Whether a slot is among its row's k best scores; k as in `select_large_k`, but unbounded."""
+    name = _pick("select_mask", scores, implementation)
+    run = {"xla": xla.select_mask, "reference": reference.select_mask}[name]
+    return run(scores, jnp.maximum(_per_row(scores, k), 0))
+
+
+def _per_row(scores: Array, k: Array | int) -> Array:
+    return jnp.broadcast_to(jnp.asarray(k, jnp.int32), scores.shape[:-1])
+
+
+def _pick(operation: str, scores: Array, asked: str | None) -> str:
+    return dispatch.select(
+        operation,
+        asked,
+        {"xla": lambda: None, "reference": lambda: None},
+        f"{scores.shape[-1]} {scores.dtype} scores",
+    )

@@ -1,0 +1,143 @@
+"""The k best of many scores against numpy's stable sort: ties, infinities, NaN, zeros, borders."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.select_large_k import reference, select_large_k, select_mask, xla
+
+ROWS, SLOTS, SIZE = 2, 13, 9
+
+
+@functools.cache
+def _compiled(name: str, size: int = SIZE) -> Callable:
+    """One program for every draw of one shape; `search` is the TPU's way to compact."""
+    if name == "mask":
+        return jax.jit(select_mask)
+    if name == "reference":
+        return jax.jit(functools.partial(reference.select_large_k, size=size))
+    compact = {"scatter": xla._by_scatter, "search": xla._by_search}[name]
+    return jax.jit(lambda scores, k: compact(xla.select_mask(scores, k), size))
+
+
+def _expected(scores: np.ndarray, k: np.ndarray, size: int) -> np.ndarray:
+    chosen = np.full((len(scores), size), -1, np.int32)
+    for row, (values, count) in enumerate(zip(scores, k, strict=True)):
+        never = np.isnan(values) | np.isneginf(values)
+        order = sorted((s for s in range(len(values)) if not never[s]), key=lambda s: -values[s])
+        kept = sorted(order[: max(count, 0)])
+        chosen[row, : len(kept)] = kept
+    return chosen
+
+
+def _check(scores: np.ndarray, k: np.ndarray, size: int = SIZE) -> None:
+    expected = _expected(scores, k, size)
+    for name in ("scatter", "search", "reference"):
+        result = _compiled(name, size)(scores, k)
+        assert result.dtype == jnp.int32
+        np.testing.assert_array_equal(result, expected, err_msg=name)
+
+
+TINY = float(np.float32(1e-45))  # subnormal: taken for zero by comparisons of floats on CPU
+SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 2.0, 3e38, -3e38]
+SCORE = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32, allow_subnormal=False))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.lists(SCORE, min_size=SLOTS, max_size=SLOTS), min_size=ROWS, max_size=ROWS),
+    k=st.lists(st.integers(0, SIZE), min_size=ROWS, max_size=ROWS),
+)
+def test_any_scores_are_chosen_as_a_stable_sort_would(rows: list, k: list) -> None:
+    _check(np.array(rows, np.float32), np.array(k, np.int32))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -1.5, np.inf])
+def test_equal_scores_go_to_the_lowest_slots(value: float) -> None:
+    _check(np.full((ROWS, SLOTS), value, np.float32), np.array([4, SIZE], np.int32))
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.nan, -np.nan])
+def test_what_cannot_be_selected_is_not_even_where_nothing_else_is_left(value: float) -> None:
+    scores = np.full((ROWS, SLOTS), value, np.float32)
+    scores[1, [3, 7]] = -5.0
+    _check(scores, np.array([SIZE, SIZE], np.int32))
+    mask = _compiled("mask")(scores, np.array([SLOTS + 5] * ROWS, np.int32))
+    assert np.flatnonzero(mask[1]).tolist() == [3, 7] and not mask[0].any()
+
+
+def test_zeros_of_either_sign_tie_and_the_smallest_numbers_do_not() -> None:
+    scores = np.full((ROWS, SLOTS), -1.0, np.float32)
+    scores[0, :4] = -0.0, 0.0, -0.0, 0.0
+    scores[1, :4] = -TINY, -0.0, TINY, 0.0
+    result = _compiled("scatter")(scores, np.array([2, 2], np.int32))
+    np.testing.assert_array_equal(result[:, :3], [[0, 1, -1], [1, 2, -1]])
+    result = _compiled("search")(scores, np.array([3, 4], np.int32))
+    np.testing.assert_array_equal(result[:, :5], [[0, 1, 2, -1, -1], [0, 1, 2, 3, -1]])
+
+
+def test_thousands_of_slots_and_borders() -> None:
+    """Few distinct scores, so that the border cuts ties; k at and beside the ends."""
+    rng = np.random.default_rng(0)
+    slots, size = 5000, 5003
+    scores = rng.integers(-3, 4, (6, slots)).astype(np.float32)
+    scores[0] = rng.normal(size=slots)
+    scores[5, 4000:] = -np.inf
+    _check(scores, np.array([2048, 0, 1, slots - 1, slots, 4500], np.int32), size)
+
+
+def test_the_door_takes_a_number_or_one_for_each_row_of_any_rank() -> None:
+    rng = np.random.default_rng(1)
+    scores = jnp.asarray(rng.normal(size=(2, 3, SLOTS)), jnp.float32)
+    k = jnp.array([[0, 1, 20], [-4, 5, 4]], jnp.int32)
+    result = select_large_k(scores, k, size=4)
+    flat = np.asarray(scores).reshape(6, SLOTS)
+    expected = _expected(flat, np.array([0, 1, 4, 0, 4, 4]), 4).reshape(2, 3, 4)
+    np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(
+        select_large_k(scores[0, 0], 3, size=5), _expected(flat[:1], np.array([3]), 5)[0]
+    )
+    mask = select_mask(scores, k)
+    np.testing.assert_array_equal(mask.sum(-1), [[0, 1, SLOTS], [0, 5, 4]])
+    np.testing.assert_array_equal(mask, select_mask(scores, k, implementation="reference"))
+    with pytest.raises(ValueError, match="k 6 does not fit size 5"):
+        select_large_k(scores, 6, size=5)
+
+
+def test_selection_on_cpu_sorts_nothing_and_holds_little() -> None:
+    scores = jax.ShapeDtypeStruct((4, 65536), jnp.float32)
+    k = jax.ShapeDtypeStruct((4,), jnp.int32)
+    run = jax.jit(functools.partial(select_large_k, size=2048, implementation="xla"))
+    compiled = run.lower(scores, k).compile()
+    assert " sort(" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < 5 * scores.size * 4
+
+
+def test_selection_for_a_tpu_compiles_without_scatter_or_sort() -> None:
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    slice_ = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    mesh = Mesh(np.array(slice_.devices).reshape(2, 1, 2), ("data", "seq", "tensor"))
+    spec, row = P("data", "tensor"), P("data")
+
+    def select(scores, k):
+        return select_large_k(scores, jnp.broadcast_to(k[:, None], scores.shape[:2]), size=4096)
+
+    manual = jax.shard_map(select, mesh=mesh, in_specs=(spec, row), out_specs=spec, check_vma=False)
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, at))
+        for shape, dtype, at in (((2, 8, 131072), "float32", spec), ((2,), "int32", row))
+    ]
+    compiled = jax.jit(manual).lower(*arguments).compile()
+    text = compiled.as_text()
+    assert " scatter(" not in text and " sort(" not in text
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * 131072 * 4)
