@@ -64,12 +64,13 @@ def topk_scores(
             b, kv_heads, -1, h
         )
         best = _rank_keys(q_BKRH, k, start, stop, count, tile_best, key_block)
-        return tuple(
+        values, indices = (
             lax.dynamic_update_slice_in_dim(
                 whole, part.reshape(b, kv_heads, query_block, -1, count), first, axis=2
             )
             for whole, part in zip(results, best, strict=True)
         )
+        return values, indices
 
     empty = _nothing((*q_BKTGH.shape[:-1], count))
     if query_block == queries:
@@ -145,7 +146,7 @@ def _rank_keys(
 
 def _tile(key_block: int, count: int) -> int:
     """A tile near the one that makes maxima plus candidates fewest, key_block/t + count t."""
-    return max(16, min(128, 2 ** isqrt(key_block // count).bit_length() // 2))
+    return max(32, min(128, 2 ** isqrt(key_block // count).bit_length() // 2))
 
 
 def _keys_from(k: Array, first: Int[Array, " B"], size: int) -> Float[Array, "B K C H"]:
