@@ -1,5 +1,37 @@
 """Attention of a few queries to a cache by its definition; for tests only."""
 
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
 from pallas_kernels.prefill_attention.reference import cache_attention as decode_attention
 
-__all__ = ["decode_attention"]
+__all__ = ["attend_logits", "decode_attention", "decode_logits"]
+
+
+def decode_logits(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+) -> Float[Array, "B N S"]:
+    """scale q.k for the slots below lengths[b], -inf for the others."""
+    k_BNSH = jnp.repeat(k, q.shape[2] // k.shape[1], axis=1).astype(jnp.float32)
+    q_BNH = q[:, 0].astype(jnp.float32)
+    logits_BNS = scale * jnp.einsum("BNH,BNSH->BNS", q_BNH, k_BNSH, precision="highest")
+    held_B1S = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None]
+    return jnp.where(held_B1S, logits_BNS, -jnp.inf)
+
+
+def attend_logits(
+    logits: Float[Array, "B N S"], v: Float[Array, "B K S H"]
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
+    """Softmax of the logits times v; out 0 and lse -inf where every logit is -inf."""
+    v_BNSH = jnp.repeat(v, logits.shape[1] // v.shape[1], axis=1).astype(jnp.float32)
+    lse_BN = jax.nn.logsumexp(logits, axis=-1)
+    some_BN1 = (lse_BN > -jnp.inf)[..., None]
+    p_BNS = jnp.exp(logits - jnp.where(some_BN1, lse_BN[..., None], 0.0))
+    out_BNH = jnp.einsum("BNS,BNSH->BNH", p_BNS, v_BNSH, precision="highest")
+    return out_BNH.astype(v.dtype)[:, None], lse_BN[:, None]

@@ -31,7 +31,7 @@ from pallas_kernels.common import (
 MAX_QUERIES = 16
 # Slots of a block: the best or within 1% of it for 1 x 32K, 1 x 128K and 8 x 16K on an H200
 # (2.70, 3.40 and 3.47 TB/s; blocks of 128 2 to 6% less).
-_BLOCK = 2048
+BLOCK = 2048
 
 
 def unsupported(q: Array) -> str | None:
@@ -51,7 +51,7 @@ def decode_attention(
     window: int | None = None,
     query_start: Int[Array, " B"] | None = None,
     slot_start: Int[Array, ""] | int = 0,
-    block: int = _BLOCK,
+    block: int = BLOCK,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Every query of row b sees the slots below lengths[b], and within the window if there is one.
 
@@ -71,13 +71,13 @@ def decode_attention(
     seen_BKGTS = seen_BTS[:, None, None]
 
     q_BKGTH = group_heads(q, k.shape[1])
-    scores_BKGTS = jnp.where(seen_BKGTS, _scores(q_BKGTH, k, scale), MASKED)
+    scores_BKGTS = jnp.where(seen_BKGTS, scores(q_BKGTH, k, scale), MASKED)
     top_BKGT = jnp.max(scores_BKGTS, axis=-1)
     weights_BKGTS = jnp.where(seen_BKGTS, jnp.exp(scores_BKGTS - top_BKGT[..., None]), 0.0)
     total_BKGT = jnp.sum(weights_BKGTS, axis=-1)
-    block = _divisor(k.shape[2], block)
+    block = divisor(k.shape[2], block)
     weights_BKGTS = weights_BKGTS.astype(v.dtype)
-    acc_BKGTH = jnp.sum(_weighted_values(weights_BKGTS, v, block), axis=2)
+    acc_BKGTH = jnp.sum(weighted_values(weights_BKGTS, v, block), axis=2)
 
     some_BKGT = total_BKGT > 0
     total_BKGT = jnp.where(some_BKGT, total_BKGT, 1.0)
@@ -86,22 +86,23 @@ def decode_attention(
     return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKGT)
 
 
-def _scores(
+def scores(
     q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], scale: float
 ) -> Float[Array, "B K G T S"]:
+    """scale q.k in float32 over the whole capacity."""
     # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
     q_BKRH = q.reshape(*k.shape[:2], -1, k.shape[3])
     scores_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k, preferred_element_type=jnp.float32)
     return scale * scores_BKRS.reshape(*q.shape[:4], k.shape[2])
 
 
-def _divisor(slots: int, block: int) -> int:
+def divisor(slots: int, block: int) -> int:
     """The largest divisor of `slots` up to `block`, or all of it where only tiny ones divide it."""
     best = next(d for d in range(min(block, slots), 0, -1) if slots % d == 0)
     return best if 8 * best >= min(block, slots) else slots
 
 
-def _weighted_values(
+def weighted_values(
     weights: Float[Array, "B K G T S"], v: Float[Array, "B K S H"], block: int
 ) -> Float[Array, "B K P G T H"]:
     """Weights x values, summed within each of the P blocks of slots."""
