@@ -1,0 +1,38 @@
+"""Scores of pages in plain XLA: two matmuls over the bounds as they are stored.
+
+Where upper >= lower, max(q u, q l) = max(q, 0) u + min(q, 0) l: the sum over coordinates is two
+matmuls whose operands are the bounds themselves. The form over centre and radius, q c + |q| r,
+needs both of them made in float32, for in bfloat16 they would be rounded and the score could fall
+below a key's product. Here nothing is rounded but the sum: products of bfloat16 numbers are exact
+in float32, and float32 bounds are multiplied at the highest precision.
+
+Roofline: the bytes of both bounds.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+
+def page_scores(
+    q: Float[Array, "B N H"],
+    upper: Float[Array, "B K P H"],
+    lower: Float[Array, "B K P H"],
+    pages: Int[Array, " B"],
+) -> Float[Array, "B N P"]:
+    """Sum over d of max(q_d upper_d, q_d lower_d); -inf from page pages[b] on."""
+    b, n, h = q.shape
+    kv_heads = upper.shape[1]
+    q_BKGH = q.reshape(b, kv_heads, n // kv_heads, h)
+    product = partial(
+        jnp.einsum,
+        "BKGH,BKPH->BKGP",
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    scores_BKGP = product(jnp.maximum(q_BKGH, 0), upper) + product(jnp.minimum(q_BKGH, 0), lower)
+    scores_BNP = scores_BKGP.reshape(b, n, -1)
+    held_B1P = jnp.arange(upper.shape[2]) < pages[:, None, None]
+    return jnp.where(held_B1P, scores_BNP, -jnp.inf)
