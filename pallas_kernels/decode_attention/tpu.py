@@ -1,0 +1,192 @@
+"""Attention of one or a few queries to a cache on TPUs: a streaming Mosaic kernel.
+
+Grid: (row, kv head, block of slots), the blocks innermost and in order; rows and heads may be split
+over a chip's cores. The group's queries, R = G T rows of one matrix, share every block, so keys and
+values are read once for the whole group. VMEM: two buffers of a key and a value block each (a
+few thousand slots, about 2 MiB a step, so that a step's fixed cost is small beside its copy), the
+scores [R, block] in float32, and the running maximum, sum and output of the softmax.
+
+The rows' first and last blocks are prefetched scalars: a block outside them is not fetched, since
+its index is held at the last one's. Slots are masked, and values beyond the length replaced by 0,
+only in the block that the length cuts through; garbage there, NaN included, meets no matmul.
+With a window the grid has as many blocks as one can touch, beginning at the row's first.
+
+Bytes moved: keys and values of the visible blocks, once. Roofline: those bytes over the bandwidth;
+a block's two matmuls load it into the matrix unit once each, with R of their rows used.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Int
+
+from pallas_kernels.common import MASKED, group_heads, ungroup_heads, window_start
+from pallas_kernels.tpu_common import (
+    VMEM_BYTES,
+    as_stored,
+    key_block,
+    key_spec,
+    matmul,
+    slots_minor,
+    unsupported_keys,
+)
+
+# Bytes of one buffer of a key block: the copy then takes a few times a grid step's fixed cost.
+_BLOCK_BYTES = 2**20
+
+
+def unsupported(q: Array) -> str | None:
+    """Why the kernel cannot run these arguments, or None."""
+    return unsupported_keys(q)
+
+
+def decode_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    window: int | None = None,
+    query_start: Int[Array, " B"] | None = None,
+    slot_start: Int[Array, ""] | int = 0,
+    block: int | None = None,
+    interpret: pltpu.InterpretParams | bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Every query of row b sees the slots below lengths[b], and within the window if there is one.
+
+    Slot s stands at position slot_start + s, query t at query_start[b] + t.
+
+    Args:
+      block: slots of a block, a multiple of 128; None takes the heuristic's.
+      interpret: parameters of the interpreter that runs the kernel on other platforms.
+    """
+    (batch, queries, _, head_dim), (_, kv_heads, slots, _) = q.shape, k.shape
+    q_BKRH = group_heads(q, kv_heads).reshape(batch, kv_heads, -1, head_dim)
+    rows = q_BKRH.shape[2]
+    block = block or _block(slots, rows, head_dim, k.dtype.itemsize)
+    steps = -(-slots // block)
+    first_B = jnp.zeros_like(lengths)
+    positions = ()
+    if window is not None:
+        # The slot that stands at the position p has the number p - slot_start.
+        query_B = window_start(query_start) - slot_start
+        first_B = jnp.clip(query_B - window + 1, 0, lengths) // block
+        steps = min(steps, -(-(window + queries) // block) + 1)
+        query_BT = query_B[:, None] + jnp.arange(queries)
+        positions = (jnp.tile(query_BT, (1, rows // queries)).astype(jnp.int32)[..., None],)
+    stop_B = -(-lengths // block)
+
+    def visited(b, h, j, lengths, first, stop):
+        return b, h, jnp.minimum(first[b] + j, jnp.maximum(stop[b] - 1, 0))
+
+    def by_head(b, h, j, *_):
+        return b, h, 0, 0
+
+    keys = key_spec(head_dim, block, visited)
+    queries_spec = pl.BlockSpec((1, 1, rows, head_dim), by_head)
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=3,
+        grid=(batch, kv_heads, steps),
+        in_specs=[queries_spec, keys, keys]
+        + [pl.BlockSpec((1, rows, 1), lambda b, *_: (b, 0, 0)) for _ in positions],
+        out_specs=[queries_spec, pl.BlockSpec((1, 1, rows, 1), by_head)],
+        scratch_shapes=[
+            pltpu.VMEM((rows, 1), jnp.float32),
+            pltpu.VMEM((rows, 1), jnp.float32),
+            pltpu.VMEM((rows, head_dim), jnp.float32),
+        ],
+    )
+    out_BKRH, lse_BKR1 = pl.pallas_call(
+        partial(_kernel, scale=scale, block=block, steps=steps, window=window),
+        grid_spec=grid_spec,
+        out_shape=[
+            jax.ShapeDtypeStruct(q_BKRH.shape, q.dtype),
+            jax.ShapeDtypeStruct((*q_BKRH.shape[:3], 1), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        interpret=interpret,
+        name="decode_attention",
+    )(
+        *(x.astype(jnp.int32) for x in (lengths, first_B, stop_B)),
+        *(q_BKRH, as_stored(k), as_stored(v), *positions),
+    )
+    grouped = batch, kv_heads, rows // queries, queries
+    out_BKGTH = out_BKRH.reshape(*grouped, head_dim)
+    return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKR1.reshape(grouped))
+
+
+def _block(slots: int, rows: int, head_dim: int, itemsize: int) -> int:
+    """Slots of a block: about 1 MiB of keys, less where the scores of many rows need the room."""
+    padded = -(-rows // 8) * 8
+    # A slot's keys and values twice, its scores, and the weights made of them.
+    slot_bytes = 4 * head_dim * itemsize + 3 * padded * 4
+    return key_block(slots, min(_BLOCK_BYTES // (head_dim * itemsize), VMEM_BYTES // slot_bytes))
+
+
+def _kernel(
+    lengths,  # [B] filled slots
+    first,  # [B] first visible block
+    stop,  # [B] the block after the last visible one
+    q,  # [1, 1, R, H]
+    k,  # [1, 1, Z, H], or [1, 1, H, Z] for narrow heads
+    v,
+    *rest,  # with a window the rows' positions among the slots, [1, R, 1]; outputs, scratch
+    scale: float,
+    block: int,
+    steps: int,
+    window: int | None,
+):
+    *positions, out, lse, top, total, acc = rest
+    b, j = pl.program_id(0), pl.program_id(2)
+    at = first[b] + j
+    minor = slots_minor(q.shape[3])
+
+    @pl.when(j == 0)
+    def _():
+        top[...] = jnp.full_like(top, MASKED)
+        total[...] = jnp.zeros_like(total)
+        acc[...] = jnp.zeros_like(acc)
+
+    def add_block(cut: bool):
+        values = v[0, 0]
+        scores_RZ = scale * matmul(q[0, 0], k[0, 0], (1, 0 if minor else 1))
+        slots_1Z = at * block + lax.broadcasted_iota(jnp.int32, (1, block), 1)
+        seen = slots_1Z < lengths[b]
+        if positions:
+            seen &= positions[0][0] - slots_1Z < window
+        if cut:
+            axis = 1 if minor else 0
+            held = at * block + lax.broadcasted_iota(jnp.int32, values.shape, axis) < lengths[b]
+            # In float32: the comparison's mask has the layout of 32-bit numbers.
+            values = jnp.where(held, values.astype(jnp.float32), 0).astype(values.dtype)
+        masked = cut or bool(positions)
+        if masked:
+            scores_RZ = jnp.where(seen, scores_RZ, MASKED)
+        old = top[...]
+        new = jnp.maximum(old, jnp.max(scores_RZ, axis=1, keepdims=True))
+        weights_RZ = jnp.exp(scores_RZ - new)
+        if masked:  # where all are masked, MASKED - MASKED is 0
+            weights_RZ = jnp.where(seen, weights_RZ, 0)
+        shrink = jnp.exp(old - new)
+        total[...] = shrink * total[...] + jnp.sum(weights_RZ, axis=1, keepdims=True)
+        weighted = matmul(weights_RZ.astype(values.dtype), values, (1, 1 if minor else 0))
+        acc[...] = shrink * acc[...] + weighted
+        top[...] = new
+
+    whole = (at + 1) * block <= lengths[b]
+    pl.when((at < stop[b]) & whole)(lambda: add_block(cut=False))
+    pl.when((at < stop[b]) & ~whole)(lambda: add_block(cut=True))
+
+    @pl.when(j == steps - 1)
+    def _():
+        some = total[...] > 0
+        safe = jnp.where(some, total[...], 1)
+        out[0, 0] = (acc[...] / safe).astype(out.dtype)
+        lse[0, 0] = jnp.where(some, top[...] + jnp.log(safe), -jnp.inf)

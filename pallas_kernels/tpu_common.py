@@ -1,0 +1,82 @@
+"""What the Mosaic TPU kernels share: key blocks, the caches' layout, precision, vector memory.
+
+A TPU array is tiled over its two minor axes, the last one in vectors of 128 lanes. A cache
+[B,K,S,H] with H a multiple of 128 lies row-major and a block of keys is [Z,H]. With H below 128
+the lanes would be padded, so XLA lays it out with the slots minor; asking for another layout copies
+the cache. Kernels are then handed [B,K,H,S], which is the same bytes, and a block is [H,Z].
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jaxtyping import Float
+
+LANES = 128
+# Rows of a tile by the size of a number: packed numbers share a vector's rows.
+SUBLANES = {4: 8, 2: 16}
+HEAD_DIMS = (64, 128, 256)
+# Of the 16 MiB of vector memory that a kernel gets where nothing else is asked for (v5e, v5p and
+# v6e alike); the rest is the compiler's for what does not fit registers.
+VMEM_BYTES = 10 * 2**20
+# Scalars that a kernel may prefetch: half of the 1 MiB of scalar memory.
+SCALARS = 2**17
+
+
+def unsupported_keys(q: Array) -> str | None:
+    """Why blocks of keys of this dtype and head dim do not fit the matrix unit, or None."""
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head dim {q.shape[-1]} is not one of {HEAD_DIMS}"
+    if q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"the matrix unit takes bfloat16 and float32, not {q.dtype}"
+    return None
+
+
+def slots_minor(head_dim: int) -> bool:
+    """Whether XLA lays a cache of this head dim out with its slots minor."""
+    return head_dim < LANES
+
+
+def as_stored(x: Float[Array, "B K S H"]) -> Array:
+    """The cache with its axes as they lie in memory: [B,K,S,H], or [B,K,H,S] for narrow heads."""
+    return jnp.swapaxes(x, 2, 3) if slots_minor(x.shape[3]) else x
+
+
+def key_spec(head_dim: int, block: int, index: Callable[..., tuple]) -> pl.BlockSpec:
+    """Blocks of `block` slots of an `as_stored` cache.
+
+    Args:
+      index: a function of the grid's indices and the prefetched scalars giving (row, kv head,
+        block of slots).
+    """
+    if slots_minor(head_dim):
+        return pl.BlockSpec((1, 1, head_dim, block), lambda *at: _minor(*index(*at)))
+    return pl.BlockSpec((1, 1, block, head_dim), lambda *at: (*index(*at), 0))
+
+
+def _minor(b, k, j):
+    return b, k, 0, j
+
+
+def key_block(slots: int, most: int) -> int:
+    """A multiple of the lanes, at most about `most`, that cuts `slots` into even blocks.
+
+    The last block may reach beyond the cache, where nothing is read: what the kernel finds there is
+    garbage, beyond every length.
+    """
+    most = max(LANES, most // LANES * LANES)
+    blocks = -(-slots // most)
+    return -(-slots // (blocks * LANES)) * LANES
+
+
+def matmul(x: Array, y: Array, contract: tuple[int, int]) -> Array:
+    """x and y contracted over one axis each, in float32; float32 inputs are not rounded."""
+    exact = x.dtype == jnp.float32
+    return lax.dot_general(
+        x,
+        y,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )

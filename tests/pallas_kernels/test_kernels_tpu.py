@@ -1,0 +1,83 @@
+"""The Mosaic TPU kernels in their interpreter on a CPU, against the definitions.
+
+The interpreter's memory begins as NaN, so whatever a kernel reads before writing shows.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.decode_attention import reference as decode_reference
+from pallas_kernels.decode_attention import tpu as decode_tpu
+
+INTERPRET = pltpu.InterpretParams()
+BLOCK = 128
+# Rows that end beside a block's edges, an empty one and one that fills the cache.
+LENGTHS = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 300)
+
+
+def _random(dtype: str, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(7), len(shapes))
+    return [jax.random.normal(x, s).astype(dtype) for x, s in zip(keys, shapes, strict=True)]
+
+
+def _spoil(x_BKSH: jax.Array, lengths_B: jax.Array, garbage: float) -> jax.Array:
+    beyond = (jnp.arange(x_BKSH.shape[2]) >= lengths_B[:, None])[:, None, :, None]
+    return jnp.where(beyond, jnp.asarray(garbage, x_BKSH.dtype), x_BKSH)
+
+
+def _assert_attention(result: tuple, expected: tuple, dtype: str, logit: float = 1.0) -> None:
+    """Outputs are means of unit-variance values; `logit` is the size of the largest score."""
+    (out, lse), (expected_out, expected_lse) = result, expected
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    loose = 1e-5 * logit if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(out.astype("float32"), expected_out.astype("float32"), atol=loose)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("queries", "kv_heads", "groups", "head_dim", "dtype", "logits"),
+    [
+        pytest.param(1, 2, 1, 128, "bfloat16", 1.0, id="mha"),
+        pytest.param(1, 1, 8, 128, "float32", 60.0, id="mqa-of-eight-large-logits"),
+        pytest.param(3, 2, 3, 64, "bfloat16", 1.0, id="narrow-heads"),
+        pytest.param(1, 1, 4, 64, "float32", 0.0, marks=pytest.mark.slow, id="equal-logits"),
+        pytest.param(16, 1, 4, 256, "float32", 1.0, marks=pytest.mark.slow, id="wide-heads"),
+    ],
+)
+def test_decode_attention(
+    queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, logits: float
+) -> None:
+    """Blocks that do not divide the cache; nothing beyond a row's length is seen, NaN included."""
+    lengths = jnp.array(LENGTHS, jnp.int32)
+    cache = len(LENGTHS), kv_heads, 300, head_dim
+    q, k, v = _random(dtype, (len(LENGTHS), queries, kv_heads * groups, head_dim), cache, cache)
+    scale = logits * head_dim**-0.5
+    expected = decode_reference.decode_attention(q, k, v, lengths, scale=scale)
+    run = partial(decode_tpu.decode_attention, scale=scale, block=BLOCK, interpret=INTERPRET)
+    k, v = (_spoil(x, lengths, jnp.nan) for x in (k, v))
+    result = jax.jit(run)(q, k, v, lengths)
+    assert not np.any(result[0][0]) and np.all(np.isneginf(result[1][0]))
+    _assert_attention(result, expected, dtype, max(1.0, logits))
+
+
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim: int) -> None:
+    """Slots that no query's window reaches may be NaN if no block in reach holds them."""
+    lengths = jnp.array([0, 1, 130, 400, 500, 512], jnp.int32)
+    cache = 6, 2, 512, head_dim
+    q, k, v = _random("float32", (6, 2, 6, head_dim), cache, cache)
+    # The last row's queries stand beyond the reach of every slot.
+    behind = jnp.array([0, 0, 3, 10, 99, 101], jnp.int32)
+    options = dict(scale=0.3, window=100, slot_start=40, query_start=40 + lengths + behind)
+    expected = decode_reference.decode_attention(q, k, v, lengths, **options)
+    assert np.all(np.isneginf(expected[1][5]))
+    k, v = (_spoil(x, lengths, jnp.nan) for x in (k, v))
+    unreached = jnp.arange(512) < (lengths + behind - 99)[:, None] // BLOCK * BLOCK
+    k, v = (jnp.where(unreached[:, None, :, None], jnp.nan, x) for x in (k, v))
+    run = partial(decode_tpu.decode_attention, block=BLOCK, interpret=INTERPRET, **options)
+    _assert_attention(jax.jit(run)(q, k, v, lengths), expected, "float32")

@@ -1,0 +1,93 @@
+"""The Mosaic TPU kernels compiled ahead of time for three TPUs, inside a manual shard_map.
+
+That they compile says that their blocks fit the chips' vector memory: the compiler refuses a
+kernel that asks for more.
+"""
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.decode_attention import decode_attention
+
+pytest.importorskip("libtpu")
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+HEADS, ROW = P("data", "tensor"), P("data")  # [B, heads, ...] and [B]
+QUERIES = P("data", None, "tensor")  # [B, T, heads, ...]
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES)
+def mesh(request: pytest.FixtureRequest) -> Mesh:
+    from jax.experimental import topologies
+
+    slice_ = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[request.param])
+    return Mesh(np.array(slice_.devices).reshape(2, 1, -1), ("data", "seq", "tensor"))
+
+
+@pytest.fixture(autouse=True)
+def _default_precision() -> Iterator[None]:
+    """The tests' exact matmuls are for CPU; a program for a TPU is compiled as users run it."""
+    with jax.default_matmul_precision("default"):
+        yield
+
+
+def _compile(
+    function: Callable, mesh: Mesh, out_specs: tuple, *arguments: tuple
+) -> jax.stages.Compiled:
+    """Compile for global arguments (spec, shape, dtype)."""
+    specs = tuple(spec for spec, _, _ in arguments)
+    manual = jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
+    )
+    shapes = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for spec, shape, dtype in arguments
+    )
+    return jax.jit(manual).lower(*shapes).compile()
+
+
+def _assert_kernel_without_a_copy(
+    compiled: jax.stages.Compiled, name: str, cache_bytes: int
+) -> None:
+    """The kernel runs under its name, and the program holds nothing of the cache's size."""
+    text = compiled.as_text()
+    assert "tpu_custom_call" in text and name in text
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 20
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tpu_decode_attention_compiles(mesh: Mesh, head_dim: int, window: int | None) -> None:
+    cache = HEADS, (4, 8, 65536, head_dim), jnp.bfloat16
+    compiled = _compile(
+        lambda q, k, v, n: decode_attention(q, k, v, n, scale=0.1, window=window, query_start=n),
+        mesh,
+        (QUERIES, QUERIES),
+        (QUERIES, (4, 1, 32, head_dim), jnp.bfloat16),
+        cache,
+        cache,
+        (ROW, (4,), jnp.int32),
+    )
+    _assert_kernel_without_a_copy(compiled, "decode_attention", 2 * 65536 * 8 * head_dim * 2)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 8])
+def test_tpu_decode_attention_compiles_for_any_group(mesh: Mesh, groups: int) -> None:
+    """Also with many queries, in float32, and where no block divides the cache."""
+    cache = HEADS, (2, 4, 5000, 128), jnp.float32
+    compiled = _compile(
+        lambda q, k, v, n: decode_attention(q, k, v, n, scale=0.1),
+        mesh,
+        (QUERIES, QUERIES),
+        (QUERIES, (2, 5, 4 * groups, 128), jnp.float32),
+        cache,
+        cache,
+        (ROW, (2,), jnp.int32),
+    )
+    _assert_kernel_without_a_copy(compiled, "decode_attention", 2 * 2 * 5000 * 128 * 4)
