@@ -79,9 +79,8 @@ def test_pages_of_one_key_score_its_product() -> None:
 
 def test_the_order_of_a_pages_keys_does_not_matter() -> None:
     q, keys = _keys()
-    shuffled = np.random.default_rng(1).permutation(keys, axis=3)
+    shuffled = keys[:, :, :, [2, 0, 3, 1]]
     scores = [_score("xla", q, (x.max(axis=3), x.min(axis=3))) for x in (keys, shuffled)]
-    assert not np.array_equal(keys, shuffled)
     np.testing.assert_array_equal(*scores)
 
 
