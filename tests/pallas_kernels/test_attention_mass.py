@@ -1,15 +1,19 @@
 """Attention mass against its definition in numpy, in every combination of its reductions."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attention_mass import attention_mass, xla
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.prefill_attention import cache_attention
 
 BATCH, HEAD_DIM = 4, 8
 
@@ -107,8 +111,8 @@ STARTS = [(0, 0, 3, 14), (2, 20, -3, 9)]
 def test_blocks_of_keys_and_queries(
     group: str, over_queries: str, squares: bool, causal: bool
 ) -> None:
-    """7 queries in blocks of 3 against 21 slots in blocks of 8: neither divides."""
-    run = _compiled(8, 24, over_group=group, over_queries=over_queries, squares=squares)
+    """7 queries in blocks of 2 against 21 slots in blocks of 8: neither divides."""
+    run = _compiled(8, 16, over_group=group, over_queries=over_queries, squares=squares)
     for lengths in LENGTHS:
         q, k, lse = _inputs(7, 21, lengths)
         for valid, start in zip(ROWS, STARTS, strict=True):
@@ -145,8 +149,6 @@ def test_the_reference_is_the_definition(options: dict) -> None:
 
 def test_mass_of_whole_attention_sums_to_the_number_of_queries() -> None:
     """With the attention's own log-sum-exp every counted query and head spreads a mass of 1."""
-    from pallas_kernels.prefill_attention import cache_attention
-
     lengths = jnp.array([0, 1, 300, 1100], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 2)
     q = jax.random.normal(keys[0], (4, 6, 4, HEAD_DIM)).astype(jnp.bfloat16)
@@ -168,8 +170,40 @@ def test_rows_beyond_valid_and_keys_outside_the_blocks_may_hold_nan() -> None:
     np.testing.assert_array_equal(np.asarray(late)[0, :, 5:], 0)
 
 
-def _program(queries: int, slots: int, heads: int = 8, rows: int = 1, **options: Any):
-    shapes = [(rows, queries, heads, 64), (rows, 2, slots, 64), (rows, queries, heads), (rows,)]
+def _count_blocks(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> int:
+    """How many blocks of 8 keys and 2 queries a stream of 7 queries over 21 slots computes."""
+    visited = []
+    probabilities = xla._probabilities
+
+    def count(*args):
+        jax.debug.callback(lambda: visited.append(1))
+        return probabilities(*args)
+
+    monkeypatch.setattr(xla, "_probabilities", count)
+    q, k, lse = _inputs(7, 21, (21,) * BATCH)
+    rows = {name: jnp.asarray(x, jnp.int32) for name, x in rows.items()}
+    jax.block_until_ready(_compiled.__wrapped__(8, 16)(q, k, lse, **rows))
+    jax.effects_barrier()
+    monkeypatch.undo()
+    return len(visited)
+
+
+def test_blocks_that_nobody_fills_or_sees_are_not_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted for three blocks of keys and four of queries."""
+    count = functools.partial(_count_blocks, monkeypatch)
+    assert count(lengths=[21, 1, 0, 8]) == 12
+    assert count(lengths=[8, 1, 0, 3]) == 4
+    assert count(lengths=[0, 0, 0, 0]) == 0
+    # The last query stands at slot 8 + 6 and the first of the second block's at 8.
+    assert count(lengths=[21] * 4, causal_start=[8, 0, 2, 3]) == 8
+    # The second block's slots, from 8, are seen by queries 4 to 6: by the last two blocks of them.
+    assert count(lengths=[21] * 4, causal_start=[4, 0, 2, 3]) == 4 + 2
+
+
+def _program(queries: int, slots: int, heads: int = 8, **options: Any) -> jax.stages.Compiled:
+    shapes = [(1, queries, heads, 64), (1, 2, slots, 64), (1, queries, heads), (1,)]
     arguments = [
         jax.ShapeDtypeStruct(shape, jnp.int32 if len(shape) == 1 else jnp.float32)
         for shape in shapes
@@ -178,14 +212,85 @@ def _program(queries: int, slots: int, heads: int = 8, rows: int = 1, **options:
     return run.lower(*arguments).compile()
 
 
-def _temporaries(queries: int, slots: int, heads: int = 8) -> int:
-    return _program(queries, slots, heads).memory_analysis().temp_size_in_bytes
+def _temporaries(*shape: int) -> int:
+    return _program(*shape).memory_analysis().temp_size_in_bytes
 
 
 def test_memory_does_not_grow_with_the_logits() -> None:
     """A longer cache adds only the sums of its slots, more queries only copies of theirs."""
     short, long, tall = _temporaries(512, 4096), _temporaries(512, 65536), _temporaries(8192, 4096)
+    assert short < 64 * 2**20
     assert long <= short + 3 * (65536 - 4096) * 8 * 4
     assert tall <= short + 4 * (8192 - 512) * 8 * (64 + 1) * 4
-    assert short < 64 * 2**20
+    # So many queries that even the fewest keys need them in blocks.
     assert _temporaries(65536, 256, 32) < 64 * 2**20 + 4 * 65536 * 32 * (64 + 1) * 4
+
+
+def test_the_first_heads_alone_are_computed_where_they_alone_count() -> None:
+    every, first = (_program(1, 4096, over_group=x).cost_analysis() for x in ("sum", "first"))
+    assert first["flops"] < every["flops"] / 3
+
+
+def test_one_query_after_an_append_copies_no_cache() -> None:
+    """Several layers that append in place and attend: below a twentieth of the cache."""
+
+    def step(q, fresh, caches, lengths):
+        put = jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice_in_dim(row, x, at, axis=1))
+        updated, masses = [], []
+        for k, v in caches:
+            k, v = (put(x, jnp.moveaxis(fresh, 1, 2), lengths) for x in (k, v))
+            q, lse = decode_attention(q, k, v, lengths + 1, scale=0.1)
+            masses.append(attention_mass(q, k, lse, lengths + 1, scale=0.1).max(1))
+            updated.append((k, v))
+        return q, masses, updated
+
+    layers, shape = 4, (1, 8, 8192, 128)
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    caches = [(array(*shape), array(*shape))] * layers
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    arguments = array(1, 1, 32, 128), array(1, 1, 8, 128), caches, lengths
+    compiled = jax.jit(step, donate_argnums=2).lower(*arguments).compile()
+    cache_bytes = layers * 2 * int(np.prod(shape)) * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 20
+
+
+@pytest.fixture
+def default_precision() -> Iterator[None]:
+    """The tests' exact matmuls are for CPU; a program for a TPU is compiled as users run it."""
+    with jax.default_matmul_precision("default"):
+        yield
+
+
+@pytest.mark.parametrize("queries", [1, 512])
+def test_mass_for_a_tpu_compiles_in_a_shard_map(queries: int, default_precision: None) -> None:
+    """v5e: neither the logits of T x S nor a copy of the keys."""
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    slice_ = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    mesh = Mesh(np.array(slice_.devices).reshape(2, 1, 2), ("data", "seq", "tensor"))
+    rows, cache, row = P("data", None, "tensor"), P("data", "tensor"), P("data")
+    slots = 65536
+    manual = jax.shard_map(
+        lambda q, k, lse, n: attention_mass(q, k, lse, n, scale=0.1, causal_start=n - queries),
+        mesh=mesh,
+        in_specs=(rows, cache, rows, row),
+        out_specs=cache,
+        check_vma=False,
+    )
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in (
+            ((2, queries, 16, 128), jnp.bfloat16, rows),
+            ((2, 4, slots, 128), jnp.bfloat16, cache),
+            ((2, queries, 16), jnp.float32, rows),
+            ((2,), jnp.int32, row),
+        )
+    ]
+    compiled = jax.jit(manual).lower(*arguments).compile()
+    keys = 2 * slots * 128 * 2  # of one row and two kv heads, on each device
+    limit = keys / 4 if queries == 1 else 64 * 2**20
+    assert compiled.memory_analysis().temp_size_in_bytes < limit
