@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Arguments handed on: `make test ARGS="-k rope"`, `make demo ARGS="--tokens 3000"`.
 ARGS ?=
+# A process a core, each some 3 GB; `make test WORKERS=` runs in one.
+WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
 
 # The stock python3, or the first newer one beside it; `make PYTHON=...` takes that one alone.
 PYTHON ?= python3
@@ -27,10 +29,10 @@ demo: $(VENV)/.demo-ready ## A small real model finds a passkey in a long text (
 	$(BIN)/jax-longctx demo $(ARGS)
 
 test: $(VENV)/.dev-ready ## The tests, without the slow ones and those that need a GPU.
-	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/pytest -m "not slow and not gpu" $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.dev-ready ## The slow tests alone.
-	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/pytest -m "slow and not gpu" $(WORKERS) $(ARGS)
 
 venv: $(VENV)/.dev-ready ## The environment for tests and development, in .venv.
 

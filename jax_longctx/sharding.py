@@ -41,6 +41,8 @@ RULES: dict[str, str | None] = {
     # Slots by token, and the slots of a small cache that every shard keeps whole. Both grow.
     "slots": "seq",
     "room": None,
+    # Runs of as many slots each; they grow in proportion.
+    "pages": "seq",
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",

@@ -5,7 +5,20 @@ from jax_longctx.caches.append_only import (
     append,
     empty_append_cache,
     gather_slots,
+    write_rows,
     write_run,
 )
+from jax_longctx.caches.budget import BudgetCache, append_budget, choose, empty_budget_cache
 
-__all__ = ["AppendCache", "append", "empty_append_cache", "gather_slots", "write_run"]
+__all__ = [
+    "AppendCache",
+    "BudgetCache",
+    "append",
+    "append_budget",
+    "choose",
+    "empty_append_cache",
+    "empty_budget_cache",
+    "gather_slots",
+    "write_rows",
+    "write_run",
+]

@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.dispatch import platform
 
-__all__ = ["AppendCache", "append", "empty_append_cache", "gather_slots", "write_run"]
+__all__ = ["AppendCache", "append", "empty_append_cache", "gather_slots", "write_rows", "write_run"]
 
 
 @jax.tree_util.register_dataclass
@@ -83,19 +83,34 @@ def write_run(
     In place when `buffer` is donated; what a shard of the slots does not own is not written there.
     The slot after a row's last valid one may get garbage: a buffer has one slot to spare.
     """
-    new_BKTH = jnp.swapaxes(new, 1, 2).astype(buffer.dtype)
     local_B = start - ctx.seq_offset(buffer.shape[2])
-    if new.shape[:2] == (1, 1) and ctx.seq_size == 1:
+    return write_rows(buffer, new, local_B, valid, whole=ctx.seq_size == 1)
+
+
+def write_rows(
+    buffer: Shaped[Array, "B K S H"],
+    new: Shaped[Array, "B T K H"],
+    start: Int[Array, " B"],
+    valid: Int[Array, " B"],
+    *,
+    whole: bool = True,
+) -> Shaped[Array, "B K S H"]:
+    """`write_run` for a buffer that is whole on every shard, or for one shard's slots.
+
+    Without `whole`, `start` may lie outside the buffer, and what falls outside is not written.
+    """
+    new_BKTH = jnp.swapaxes(new, 1, 2).astype(buffer.dtype)
+    if new.shape[:2] == (1, 1) and whole:
         # The decode step of one row: one small kernel a buffer, whatever `valid` says.
         return jax.lax.dynamic_update_slice(buffer, new_BKTH, (0, 0, start[0], 0))
     if new.shape[1] == 1 or new.shape[1] > buffer.shape[2]:
-        return _write_lines(buffer, new_BKTH, local_B, valid)
+        return _write_lines(buffer, new_BKTH, start, valid)
     if new.shape[0] == 1:
-        return _write_row(0, buffer, new_BKTH, local_B, valid)
+        return _write_row(0, buffer, new_BKTH, start, valid)
     if platform() != "tpu":
         # One kernel for all rows, where a loop over the rows would be a launch each.
-        return _write_lines(buffer, new_BKTH, local_B, valid)
-    write = functools.partial(_write_row, new=new_BKTH, start=local_B, valid=valid)
+        return _write_lines(buffer, new_BKTH, start, valid)
+    write = functools.partial(_write_row, new=new_BKTH, start=start, valid=valid)
     return jax.lax.fori_loop(0, new.shape[0], write, buffer)
 
 

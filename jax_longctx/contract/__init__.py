@@ -8,6 +8,7 @@ from jax_longctx.contract.segments import (
     Role,
     RowGroup,
     Segment,
+    Stage,
     chunk_segments,
     make_segment,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "Role",
     "RowGroup",
     "Segment",
+    "Stage",
     "chunk_segments",
     "make_segment",
 ]

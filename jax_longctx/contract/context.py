@@ -69,6 +69,10 @@ class LayerContext:
         """Maximum over the shards of the slots."""
         return jax.lax.pmax(x, "seq")
 
+    def gather_seq(self, x: Array, axis: int) -> Array:
+        """The shards' arrays concatenated along `axis`, on every shard of the slots."""
+        return jax.lax.all_gather(x, "seq", axis=axis, tiled=True)
+
     def seq_merge(
         self, out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:

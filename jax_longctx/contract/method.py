@@ -6,7 +6,8 @@ A method is a frozen dataclass of hyper-parameters (a static argument of `jit`) 
 2. `segments(prompt)`: how a prompt is fed, as `Segment`s of fixed shapes;
 3. `attend(q, k, v, cache, segment, ctx)`: attention of one layer over one segment, updating the
    cache; queries, keys and values arrive before rotary embedding;
-4. `finish(cache, ctx)`: the context has been read; the cache may change its shapes here;
+4. `finish(cache, ctx, stage, reserve)`: the context (or the question) has been read; the cache may
+   change its shapes here;
 5. `fork(cache)`: the cache as it was at the end of the context, for one more question;
 
 and `info`, its metadata. The model and the engine know no method by name.
@@ -23,7 +24,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 from jaxtyping import Array, Float
 
 from jax_longctx.contract.context import LayerContext
-from jax_longctx.contract.segments import Prompt, Segment
+from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.models.config import ModelConfig
 
 __all__ = ["CacheShape", "Method", "MethodInfo"]
@@ -64,6 +65,8 @@ class MethodInfo:
       keeps_all: whether every key of the context stays in memory.
       needs_question: whether the question must be known at prefill (one prefill a question).
       append_only: whether `fork` is a rewind that shares the context's buffers; if not it copies.
+      shrinks: whether `finish` makes a new, smaller cache once the question has been read; the
+        context's own is then left as it is, and freed when no other question will follow.
     """
 
     summary: str
@@ -73,6 +76,7 @@ class MethodInfo:
     keeps_all: bool
     needs_question: bool
     append_only: bool
+    shrinks: bool = False
 
 
 @runtime_checkable
@@ -108,8 +112,12 @@ class Method(Protocol):
         """
         ...
 
-    def finish(self, cache: Any, ctx: LayerContext) -> Any:
-        """Marks the end of the context; may return a cache of other shapes."""
+    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
+        """Marks the end of the context; may return a cache of other shapes.
+
+        With `info.shrinks` it is called for the end of the question too. `reserve` tokens will
+        follow at most: question and answer after the context, the answer after the question.
+        """
         ...
 
     def fork(self, cache: Any) -> Any:

@@ -10,9 +10,19 @@ from jaxtyping import Array, Bool, Int
 
 from jax_longctx.sharding import axes_field
 
-__all__ = ["CHUNK_ROWS", "Prompt", "Role", "RowGroup", "Segment", "chunk_segments", "make_segment"]
+__all__ = [
+    "CHUNK_ROWS",
+    "Prompt",
+    "Role",
+    "RowGroup",
+    "Segment",
+    "Stage",
+    "chunk_segments",
+    "make_segment",
+]
 
 Role = Literal["context", "probe", "probe_and_context", "query", "decode"]
+Stage = Literal["context", "question"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +93,7 @@ class Prompt:
     `question` the context is already in the cache and `context` is None.
     """
 
-    stage: Literal["context", "question"]
+    stage: Stage
     chunk: int
     context: Sequence[Sequence[int]] | None = None
     question: Sequence[Sequence[int]] | None = None

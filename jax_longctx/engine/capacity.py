@@ -86,15 +86,33 @@ def check_fits(tokens: int, need: int, per_token: float, available: int | None) 
 def grow(caches: Any, more: int) -> Any:
     """The caches with `more` slots added; axes that are not slots are left alone.
 
-    So grows an axis `room`, of a cache that keeps a budget and the tokens after the context.
+    So grows an axis `room`, of a cache that keeps a budget and the tokens after the context. An
+    axis `pages` grows by as many pages as there are new slots; a page is slots / pages of its
+    own layer's cache.
     """
     leaves, structure = jax.tree.flatten(caches)
+    axes = leaf_axes(caches)
+    counts = {
+        name: {
+            leaf.shape[names.index(name)]
+            for leaf, names in zip(leaves, axes, strict=True)
+            if name in names
+        }
+        for name in ("slots", "pages")
+    }
+    page = 0
+    if counts["pages"]:
+        (slots,), (pages,) = counts["slots"], counts["pages"]
+        page = slots // pages
+        if page * pages != slots or more % page:
+            raise ValueError(f"{slots} slots and {more} more are not whole pages of {page}")
 
     def widen(array: Any, names: tuple[str | None, ...]) -> Any:
-        widths = [(0, more if name in ("slots", "room") else 0) for name in names]
+        by = {"slots": more, "room": more, "pages": more // page if page else 0}
+        widths = [(0, by.get(name or "", 0)) for name in names]
         return jax.numpy.pad(array, widths) if any(high for _, high in widths) else array
 
-    padded = [widen(leaf, axes) for leaf, axes in zip(leaves, leaf_axes(caches), strict=True)]
+    padded = [widen(leaf, names) for leaf, names in zip(leaves, axes, strict=True)]
     return jax.tree.unflatten(structure, padded)
 
 

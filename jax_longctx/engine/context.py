@@ -55,7 +55,8 @@ class Context:
         """The caches. Raises InputError while they are lent out, or when they were lost."""
         if self.caches is None:
             raise InputError(
-                "this context is answering another question; finish or close that first"
+                "this context is answering another question (finish or close that first), or was "
+                "given up for its last one"
             )
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.caches)):
             raise InputError("this context was lost to an interruption; prefill it again")

@@ -162,4 +162,6 @@ def _finished_caches(engine: Engine, batch: int, slots: int, reserve: int, total
     """Abstract caches after `finish`, for their structure."""
     setup = engine.setup
     empty = programs.abstract_caches(setup, batch, slots, reserve)
-    return jax.eval_shape(lambda caches: programs.finish_context(setup, caches, total), empty)
+    return jax.eval_shape(
+        lambda caches: programs.finish_context(setup, caches, total, reserve), empty
+    )

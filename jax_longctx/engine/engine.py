@@ -27,14 +27,13 @@ from jax_longctx.engine.capacity import (
     grow,
 )
 from jax_longctx.engine.context import Context, Progress
+from jax_longctx.engine.rows import Rows, check_questions, checked_rows
 from jax_longctx.engine.sampling import Sampling, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh
 
 __all__ = ["Engine"]
-
-Rows = Sequence[Sequence[int]]
 
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
 # answer are shorter, so that its first words do not wait for a whole block.
@@ -46,9 +45,13 @@ SPARE = 1
 
 @dataclasses.dataclass
 class _Run:
-    """The caches of the question at hand: always the newest, the older ones were donated."""
+    """The caches of the question at hand: always the newest, the older ones were donated.
+
+    `whole` are the context's and the question's, where the answer is read from smaller ones.
+    """
 
     caches: tuple[Any, ...]
+    whole: tuple[Any, ...] | None = None
 
 
 class Engine:
@@ -113,7 +116,7 @@ class Engine:
           InputError: token ids out of the vocabulary, or a question missing.
           CapacityError: the caches do not fit; nothing has been computed.
         """
-        rows = self._pad_rows(contexts)
+        rows = self._rows(contexts)
         lengths = [len(row) for row in rows]
         totals = [*(total or lengths[: len(contexts)]), *lengths[len(contexts) :]]
         slots = bucket(max(lengths) + reserve + SPARE, self.mesh.shape["seq"])
@@ -125,7 +128,7 @@ class Engine:
         caches = programs.init_caches(self.setup, len(rows), slots, reserve)
         prompt = Prompt("context", self.chunk, context=rows, question=asked)
         caches = self._feed(caches, prompt, context, progress)
-        context.caches = programs.finish_context(self.setup, caches, context.total)
+        context.caches = programs.finish_context(self.setup, caches, context.total, reserve)
         return context
 
     def _feed(
@@ -162,11 +165,13 @@ class Engine:
         sampling: Sampling | None = None,
         max_tokens: int = 128,
         stop_ids: Sequence[int] = (),
+        keep: bool = True,
     ) -> Generator[list[list[int]]]:
         """Asks one question a row; yields each row's new tokens, block by block.
 
         A row ends with a token of `stop_ids` (yielded too) or after `max_tokens`. The context is
-        left as it was, also when the iterator is closed early.
+        left as it was, also when the iterator is closed early; with `keep=False` it is given up,
+        and its memory is free as soon as the method can do without.
 
         Raises:
           InputError: an empty question, token ids out of the vocabulary, logits not finite.
@@ -175,18 +180,20 @@ class Engine:
         sampling = sampling or Sampling()
         if max_tokens < 1:
             raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
-        self._check_questions(questions, context.batch)
-        rows = self._pad_rows(questions)
+        check_questions(questions, context.batch)
+        rows = self._rows(questions)
         context.usable_caches()
         if context.questions is not None and rows != context.questions:
             raise InputError(
                 "this method read the context for other questions; prefill again for these"
             )
         self._ensure_reserve(context, max(map(len, rows)) + max_tokens)
-        run = _Run(self._fork(context))
+        run = _Run(self._fork(context, keep))
         static = (BLOCK, sampling.static())
         try:
             state = self._question(run, context, rows, sampling, max_tokens, stop_ids)
+            if self.method.info.shrinks:
+                self._shrink(run, context, max_tokens, keep)
             yield _chosen(np.asarray(state.token)[:, None], context.batch)
             blocks = iter(FIRST_BLOCKS)
             while not np.all(np.asarray(state.done)):
@@ -204,8 +211,20 @@ class Engine:
                 self._check_finite(state)
                 yield _chosen(np.asarray(chosen), context.batch)
         finally:
-            if self.method.info.append_only:
-                context.caches = run.caches
+            if self.method.info.append_only and keep:
+                context.caches = run.whole or run.caches
+
+    def _shrink(self, run: "_Run", context: Context, max_tokens: int, keep: bool) -> None:
+        """The answer's own caches, made from the context's and the question's."""
+        reserve = bucket(max_tokens + SPARE)
+        whole = run.caches
+        answer = functools.partial(
+            programs.finish_question, self.setup, total=context.total, reserve=reserve
+        )
+        need = bytes_per_device(self.mesh, jax.eval_shape(answer, whole))
+        self._check_bytes(context.slots, need, 0.0)
+        run.caches = answer(whole)
+        run.whole = whole if keep else None
 
     def _question(
         self,
@@ -252,15 +271,8 @@ class Engine:
             return None
         if questions is None:
             raise InputError("this method needs the question at prefill; give `questions`")
-        self._check_questions(questions, count)
-        return self._pad_rows(questions)
-
-    def _check_questions(self, questions: Rows, count: int) -> None:
-        if len(questions) != count:
-            raise InputError(f"{count} contexts need as many questions, {len(questions)} given")
-        for row, question in enumerate(questions):
-            if not len(question):
-                raise InputError(f"question {row} is empty; it needs at least one token")
+        check_questions(questions, count)
+        return self._rows(questions)
 
     def _seen(self, context: Context, rows: list[list[int]]) -> jax.Array:
         seen = np.zeros((len(rows), self.config.vocab_size), bool)
@@ -269,12 +281,19 @@ class Engine:
             seen[b, question] = True
         return jnp.array(seen)
 
-    def _fork(self, context: Context) -> tuple[Any, ...]:
+    def _fork(self, context: Context, keep: bool) -> tuple[Any, ...]:
         """The caches for one question; an append-only method's context lends its buffers."""
-        caches = tuple(self.method.fork(cache) for cache in context.usable_caches())
-        if self.method.info.append_only:
+        caches = context.usable_caches()
+        lends = self.method.info.append_only
+        if not keep and not lends:
             context.caches = None
-        return caches
+            return caches
+        if not lends:
+            self._check_bytes(context.slots, bytes_per_device(self.mesh, caches), 0.0)
+        forks = tuple(self.method.fork(cache) for cache in caches)
+        if lends:
+            context.caches = None
+        return forks
 
     def score(self, rows: Rows, *, total: Sequence[int] | None = None) -> list[np.ndarray]:
         """float32 logits `[length, V]` of every token of each row, fed as a context.
@@ -286,7 +305,7 @@ class Engine:
         """
         if self.method.info.needs_question:
             raise InputError("this method reads a text for a question; it cannot score one alone")
-        padded = self._pad_rows(rows)
+        padded = self._rows(rows)
         lengths = [*(total or map(len, rows))] + [0] * (len(padded) - len(rows))
         slots = bucket(max(map(len, padded)) + SPARE, self.mesh.shape["seq"])
         self._check_capacity(len(padded), slots, 0)
@@ -323,27 +342,14 @@ class Engine:
         )
         answers: list[list[int]] = [[] for _ in prompts]
         for block in self.stream(
-            context, last, sampling=sampling, max_tokens=max_tokens, stop_ids=stop_ids
+            context, last, sampling=sampling, max_tokens=max_tokens, stop_ids=stop_ids, keep=False
         ):
             for answer, new in zip(answers, block, strict=True):
                 answer.extend(new)
         return answers
 
-    def _pad_rows(self, rows: Rows) -> list[list[int]]:
-        """Checked token ids, with empty rows added to fill the mesh's data axis."""
-        if not len(rows):
-            raise InputError("no rows given; expected at least one")
-        size = self.config.vocab_size
-        for b, row in enumerate(rows):
-            ids = np.asarray(row, np.int64)
-            bad = ids[(ids < 0) | (ids >= size)]
-            if bad.size:
-                raise InputError(
-                    f"row {b} holds token id {bad[0]}, the model's vocabulary is 0..{size - 1}; "
-                    f"use the tokenizer that belongs to the checkpoint"
-                )
-        data = self.mesh.shape["data"]
-        return [*map(list, rows), *([] for _ in range(-len(rows) % data))]
+    def _rows(self, rows: Rows) -> list[list[int]]:
+        return checked_rows(rows, self.config.vocab_size, self.mesh.shape["data"])
 
     def _cache_bytes(self, batch: int, slots: int, reserve: int) -> int:
         abstract = programs.abstract_caches(self.setup, batch, slots, reserve)

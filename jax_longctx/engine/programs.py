@@ -16,13 +16,29 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jax_longctx.contract import CHUNK_ROWS, CacheShape, LayerContext, Method, RowGroup, Segment
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    CacheShape,
+    LayerContext,
+    Method,
+    RowGroup,
+    Segment,
+    Stage,
+)
 from jax_longctx.engine.sampling import choose
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Attend, Llama, abstract_model
 from jax_longctx.sharding import logical_spec, tree_shardings, tree_specs
 
-__all__ = ["DecodeState", "Setup", "cache_shapes", "decode_block", "finish_context", "init_caches"]
+__all__ = [
+    "DecodeState",
+    "Setup",
+    "cache_shapes",
+    "decode_block",
+    "finish_context",
+    "finish_question",
+    "init_caches",
+]
 
 BATCH = logical_spec(("batch",))
 HEADS = logical_spec(("batch", None, "heads", None))
@@ -168,28 +184,40 @@ def run_segment(
 
 
 def finish_context(
-    setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"]
+    setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"], reserve: int
 ) -> tuple[Any, ...]:
     """Every layer's `finish`, which may change the caches' shapes; `caches` are donated."""
     with warnings.catch_warnings():
         # A cache that shrinks cannot be finished in place, which jit would report.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return _finish(setup, caches, total)
+        return _finish_donated(setup, caches, total, "context", reserve)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _finish(setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"]) -> tuple[Any, ...]:
+@functools.partial(jax.jit, static_argnums=0, static_argnames="reserve")
+def finish_question(
+    setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"], reserve: int
+) -> tuple[Any, ...]:
+    """New caches for the answer, of a method whose metadata says `shrinks`; `caches` stay."""
+    return _finish(setup, caches, total, "question", reserve)
+
+
+def _finish(
+    setup: Setup, caches: tuple[Any, ...], total: Array, stage: Stage, reserve: int
+) -> tuple[Any, ...]:
     finished = []
     for layer, cache in enumerate(caches):
 
         def local(cache: Any, total: Array, layer: int = layer) -> Any:
-            return setup.method.finish(cache, setup.layer_context(layer, total))
+            return setup.method.finish(cache, setup.layer_context(layer, total), stage, reserve)
 
         in_specs = (tree_specs(cache), BATCH)
         # What comes back is known by tracing; its fields then say how it is sharded.
         traced = jax.eval_shape(setup.shard_map(local, in_specs, PartitionSpec()), cache, total)
         finished.append(setup.shard_map(local, in_specs, tree_specs(traced))(cache, total))
     return tuple(finished)
+
+
+_finish_donated = jax.jit(_finish, static_argnums=(0, 3, 4), donate_argnums=1)
 
 
 @jax.tree_util.register_dataclass

@@ -5,12 +5,22 @@ from collections.abc import Mapping
 from jax_longctx.methods.dynamic_ntk import DynamicNTK
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.settings import describe_method, make_from, method_settings
+from jax_longctx.methods.streaming_llm import StreamingLLM
 
-__all__ = ["METHODS", "DynamicNTK", "Full", "describe", "make_method", "settings_of"]
+__all__ = [
+    "METHODS",
+    "DynamicNTK",
+    "Full",
+    "StreamingLLM",
+    "describe",
+    "make_method",
+    "settings_of",
+]
 
 METHODS: dict[str, type] = {
     "full": Full,
     "dynamic-ntk": DynamicNTK,
+    "streaming-llm": StreamingLLM,
 }
 
 

@@ -24,6 +24,7 @@ from jax_longctx.contract import (
     MethodInfo,
     Prompt,
     Segment,
+    Stage,
     chunk_segments,
 )
 from jax_longctx.models.config import ModelConfig
@@ -85,7 +86,9 @@ class Full:
         within = causal_attention(q, k, v, **how)
         return *merge([earlier, within]), cache
 
-    def finish(self, cache: AppendCache, ctx: LayerContext) -> AppendCache:
+    def finish(
+        self, cache: AppendCache, ctx: LayerContext, stage: Stage, reserve: int
+    ) -> AppendCache:
         return cache.end_context()
 
     def fork(self, cache: AppendCache) -> AppendCache:

@@ -46,15 +46,6 @@ class RecentCache:
     position: Any = axes_field("batch")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GrowingCache:
-    """An append-only cache and how many tokens may follow the context."""
-
-    store: AppendCache
-    reserve: int = dataclasses.field(metadata={"static": True}, default=0)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeepRecent:
     """Full attention over the context, then only its last `budget` tokens stay."""
@@ -66,12 +57,11 @@ class KeepRecent:
     segments = Full.segments
 
     def init_cache(self, shape):
-        return GrowingCache(empty_append_cache(shape), shape.reserve)
+        return empty_append_cache(shape)
 
     def attend(self, q, k, v, cache, segment, ctx):
-        if isinstance(cache, GrowingCache):
-            out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
-            return out, lse, dataclasses.replace(cache, store=store)
+        if isinstance(cache, AppendCache):
+            return Full().attend(q, k, v, cache, segment, ctx)
         valid = segment.valid_of(CHUNK_ROWS)
         step = jnp.arange(q.shape[1])
         positions = cache.position[:, None] + step
@@ -93,17 +83,17 @@ class KeepRecent:
             ),
         )
 
-    def finish(self, cache, ctx):
-        store, kept = cache.store, jnp.minimum(cache.store.length, self.budget)
-        first = store.length - kept
-        index = jnp.arange(self.budget + cache.reserve)
+    def finish(self, cache, ctx, stage, reserve):
+        kept = jnp.minimum(cache.length, self.budget)
+        first = cache.length - kept
+        index = jnp.arange(self.budget + reserve)
         slots = jnp.where(index < kept[:, None], first[:, None] + index, -1)
-        slots = jnp.broadcast_to(slots[:, None], (slots.shape[0], store.k.shape[1], len(index)))
+        slots = jnp.broadcast_to(slots[:, None], (slots.shape[0], cache.k.shape[1], len(index)))
         return RecentCache(
-            gather_slots(store.k, slots, ctx),
-            gather_slots(store.v, slots, ctx),
+            gather_slots(cache.k, slots, ctx),
+            gather_slots(cache.v, slots, ctx),
             kept,
-            store.position,
+            cache.position,
         )
 
     def fork(self, cache):
@@ -191,7 +181,7 @@ class Instructed:
         p = jnp.where(jnp.arange(size) < seen[:, None], p, 0.0)
         return out, lse, ctx.psum_heads(p)
 
-    def finish(self, cache, ctx):
+    def finish(self, cache, ctx, stage, reserve):
         return dataclasses.replace(cache, store=cache.store.end_context())
 
     def fork(self, cache):
@@ -271,7 +261,7 @@ class Cautious:
         steps = cache.full_steps + turned
         return *ctx.seq_merge(*part), CautiousCache(store, mean, steps)
 
-    def finish(self, cache, ctx):
+    def finish(self, cache, ctx, stage, reserve):
         return dataclasses.replace(cache, store=cache.store.end_context())
 
     def fork(self, cache):

@@ -1,0 +1,121 @@
+"""Budgeted storage: a few tokens of a row, kept in token order, chosen anew as the text goes by.
+
+Slots 0..length-1 hold the kept tokens in ascending order, each kv head its own set, all heads of a
+row equally many. The buffers are small and whole on every shard of the slots (axis `room`).
+Choosing gathers from the cache and the newest segment together, so that a buffer never has to hold
+both; appending without choosing writes in place.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.caches.append_only import write_rows
+from jax_longctx.contract import CacheShape
+from jax_longctx.sharding import axes_field
+from pallas_kernels.select_large_k import select_large_k
+
+__all__ = ["BudgetCache", "append_budget", "choose", "empty_budget_cache"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BudgetCache:
+    """Keys and values of the kept tokens of a row.
+
+    Attributes:
+      k, v: slot c is valid when `c < length[b]`; other slots hold garbage. Whether keys are stored
+        before or after rotary embedding is the method's choice.
+      token: each kept token's index in the row's text.
+      statistics: M running sums of each kept token, float32 (M may be 0).
+      length: kept tokens of each row, the same for all its heads.
+      position: tokens read so far, the index of the next one.
+    """
+
+    k: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", "room", None)
+    v: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", "room", None)
+    token: Int[Array, "B K C"] = axes_field("batch", "kv_heads", "room")
+    statistics: Float[Array, "B K C M"] = axes_field("batch", "kv_heads", "room", None)
+    length: Int[Array, " B"] = axes_field("batch")
+    position: Int[Array, " B"] = axes_field("batch")
+
+
+def empty_budget_cache(shape: CacheShape, capacity: int, statistics: int = 0) -> BudgetCache:
+    """A cache of `capacity` empty slots in the model's dtype, with `statistics` sums a slot."""
+    slots = (shape.batch, shape.num_kv_heads, capacity)
+    return BudgetCache(
+        jnp.zeros((*slots, shape.head_dim), shape.dtype),
+        jnp.zeros((*slots, shape.head_dim), shape.dtype),
+        jnp.zeros(slots, jnp.int32),
+        jnp.zeros((*slots, statistics), jnp.float32),
+        jnp.zeros((shape.batch,), jnp.int32),
+        jnp.zeros((shape.batch,), jnp.int32),
+    )
+
+
+def _tokens(cache: BudgetCache, new: int) -> Int[Array, "B K T"]:
+    """Indices in the text of the next `new` tokens of each row, for every head."""
+    token_BT = cache.position[:, None] + jnp.arange(new)
+    return jnp.broadcast_to(token_BT[:, None], (*cache.token.shape[:2], new))
+
+
+def choose(
+    cache: BudgetCache,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    scores: Float[Array, "B K U"],
+    statistics: Float[Array, "B K U M"],
+    count: Int[Array, " B"],
+    read: Int[Array, " B"],
+) -> BudgetCache:
+    """Keeps each row's `count[b]` best-scored tokens of the cache and the segment, in token order.
+
+    Args:
+      k, v: the segment's, as they are to be stored.
+      scores: of slots and tokens side by side (U = C + T), -inf where there is none; +inf is kept
+        before all others. Among equals the older one stays.
+      statistics: of slots and tokens, to be carried along.
+      count: tokens to keep, at most C.
+      read: how many tokens of the text this segment held.
+    """
+    batch, heads, size, _ = cache.k.shape
+    flat = scores.reshape(batch * heads, -1)  # [B*K, U]
+    slots = select_large_k(flat, jnp.repeat(count, heads), size=size)
+    slots_BKC = jnp.maximum(slots, 0).reshape(batch, heads, size)
+
+    def gather(kept: Array, new: Array) -> Array:
+        both = jnp.concatenate([kept, new], axis=2)
+        index = slots_BKC if both.ndim == 3 else slots_BKC[..., None]
+        return jnp.take_along_axis(both, index, axis=2)
+
+    return BudgetCache(
+        gather(cache.k, jnp.swapaxes(k, 1, 2)),
+        gather(cache.v, jnp.swapaxes(v, 1, 2)),
+        gather(cache.token, _tokens(cache, k.shape[1])),
+        jnp.take_along_axis(statistics, slots_BKC[..., None], axis=2),
+        count,
+        cache.position + read,
+    )
+
+
+def append_budget(
+    cache: BudgetCache,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    valid: Int[Array, " B"],
+) -> BudgetCache:
+    """Appends each row's first `valid[b]` tokens in place; there must be room for them.
+
+    Statistics stay as they are: nothing is chosen any more.
+    """
+    token_BTK1 = jnp.swapaxes(_tokens(cache, k.shape[1]), 1, 2)[..., None]
+    return dataclasses.replace(
+        cache,
+        k=write_rows(cache.k, k, cache.length, valid),
+        v=write_rows(cache.v, v, cache.length, valid),
+        token=write_rows(cache.token[..., None], token_BTK1, cache.length, valid)[..., 0],
+        length=cache.length + valid,
+        position=cache.position + valid,
+    )

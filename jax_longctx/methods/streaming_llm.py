@@ -1,0 +1,90 @@
+"""StreamingLLM: the first tokens and the newest ones, at positions that never grow.
+
+Xiao et al. 2024, sections 3.1 and 3.2. Each layer keeps the first `sink` tokens, which draw
+attention whatever they say, and the newest `budget - sink`. Keys are cached before rotary
+embedding and stand at their slot, so a model reads a text of any length at positions below the
+cache's size. Memory and time per token are constant; what has left is lost.
+
+A segment attends everything cached before it and itself; then the oldest tokens but the sinks
+leave. With `chunk=1` that is the authors' evaluation; a larger chunk lets its queries see up to
+`chunk - 1` tokens more, and reads a text faster.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_longctx.caches import BudgetCache, empty_budget_cache
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    CacheShape,
+    LayerContext,
+    MethodInfo,
+    Segment,
+)
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import eviction
+
+__all__ = ["StreamingLLM"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamingLLM:
+    """Attention sinks and a sliding window.
+
+    Attributes:
+      budget: tokens kept in each layer.
+      sink: first tokens that never leave.
+      chunk: tokens of the context read before the oldest leave.
+      positions: `shifted` (the paper) or `true` (positions keep growing).
+      protocol: `own` (the paper), or `citrus` (as a baseline of CItruS, section 5.2).
+    """
+
+    budget: int = 1024
+    sink: int = 4
+    chunk: int = 256
+    positions: eviction.Positions = "shifted"
+    protocol: eviction.Protocol = "own"
+
+    info: ClassVar[MethodInfo] = MethodInfo(
+        summary="the first tokens and the newest; any length at constant memory",
+        source="Xiao et al. 2024, sections 3.1 and 3.2",
+        phase="both",
+        query_aware=False,
+        keeps_all=False,
+        needs_question=False,
+        append_only=False,
+    )
+
+    def __post_init__(self) -> None:
+        if self.sink < 0:
+            raise ConfigError(f"StreamingLLM: sink must be at least 0, got {self.sink}")
+        eviction.check(self, kept=self.sink + 1)
+
+    def init_cache(self, shape: CacheShape) -> BudgetCache:
+        return empty_budget_cache(shape, eviction.capacity(self, shape))
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: BudgetCache,
+        segment: Segment,
+        ctx: LayerContext,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
+        valid_B = segment.valid_of(CHUNK_ROWS)
+        if eviction.only_joins(self, segment):
+            return eviction.read_and_append(q, k, v, cache, valid_B, ctx, self.positions)
+        seen = eviction.look(q, k, v, cache, valid_B, ctx, self.positions)
+        scores_BU = jnp.where(seen.order < self.sink, jnp.inf, seen.order)
+        scores_BKU = jnp.broadcast_to(scores_BU[:, None], (*cache.k.shape[:2], scores_BU.shape[1]))
+        return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment)
+
+    validate = eviction.validate
+    segments = eviction.segments
+    finish = eviction.finish
+    fork = eviction.fork
+    read_bytes = eviction.read_bytes
