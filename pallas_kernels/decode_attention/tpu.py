@@ -111,6 +111,11 @@ def decode_attention(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * batch * kv_heads * rows * steps * block * head_dim,
+            transcendentals=batch * kv_heads * rows * steps * block,
+            bytes_accessed=2 * batch * kv_heads * steps * block * head_dim * k.dtype.itemsize,
+        ),
         interpret=interpret,
         name="decode_attention",
     )(

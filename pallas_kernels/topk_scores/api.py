@@ -2,7 +2,7 @@
 
 ReAttention (Liu et al., 2024, section 3) attends to the segments around these keys. Memory is
 O(B T N count) and bounded blocks, never T x S scores. Implementations: `xla` on every platform,
-`reference` for tests.
+`tpu` (Mosaic), `reference` for tests.
 """
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.topk_scores import reference, xla
+from pallas_kernels.topk_scores import reference, tpu, xla
 
 MAX_COUNT = 16
 
@@ -37,7 +37,7 @@ def topk_scores(
       valid: queries t >= valid[b] are padding and get nothing.
       tile_best: only the best slot of each tile of this many, counted from start[b], takes part
         (the earliest on ties). 128 is what ReAttention's released kernel computes.
-      implementation: "xla" or "reference"; None picks by platform and shape.
+      implementation: "xla", "tpu" or "reference"; None picks by platform and shape.
 
     Returns:
       (values, indices): float32 scores and int32 slots; -inf and -1 where there are fewer slots.
@@ -50,10 +50,18 @@ def topk_scores(
     name = dispatch.select(
         "topk_scores",
         implementation,
-        {"xla": lambda: None, "reference": lambda: None},
+        {
+            "xla": lambda: None,
+            "tpu": lambda: tpu.unsupported(q, tile_best),
+            "reference": lambda: None,
+        },
         f"{dispatch.shape_class(q, k.shape[1], None)}, {count} best{tiles}",
     )
-    run = {"xla": xla.topk_scores, "reference": reference.topk_scores}[name]
+    run = {
+        "xla": xla.topk_scores,
+        "tpu": tpu.topk_scores,
+        "reference": reference.topk_scores,
+    }[name]
     start, stop = (jnp.clip(x.astype(jnp.int32), 0, k.shape[2]) for x in (start, stop))
     values, indices = run(q, k, start, stop, count=count, tile_best=tile_best)
     if valid is None:

@@ -13,6 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import tpu as decode_tpu
+from pallas_kernels.topk_scores import reference as topk_reference
+from pallas_kernels.topk_scores import tpu as topk_tpu
 
 INTERPRET = pltpu.InterpretParams()
 BLOCK = 128
@@ -81,3 +83,44 @@ def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim: 
     k, v = (jnp.where(unreached[:, None, :, None], jnp.nan, x) for x in (k, v))
     run = partial(decode_tpu.decode_attention, block=BLOCK, interpret=INTERPRET, **options)
     _assert_attention(jax.jit(run)(q, k, v, lengths), expected, "float32")
+
+
+@pytest.mark.parametrize(
+    ("queries", "kv_heads", "groups", "head_dim", "dtype", "count"),
+    [
+        pytest.param(1, 2, 8, 128, "bfloat16", 4, id="decode"),
+        # 150 rows in two tiles, the second one reaching beyond them.
+        pytest.param(50, 1, 3, 64, "float32", 10, id="narrow-heads-two-tiles"),
+        pytest.param(3, 2, 1, 128, "float32", 1, marks=pytest.mark.slow, id="mha-one-best"),
+        pytest.param(3, 1, 4, 64, "bfloat16", 16, marks=pytest.mark.slow, id="sixteen-best"),
+    ],
+)
+def test_topk_scores(
+    queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, count: int
+) -> None:
+    """Scores are small integers, many of them equal: every slot has to be the definition's."""
+    starts = jnp.array([0, 3, BLOCK - 1, BLOCK, BLOCK + 1, 298, 50], jnp.int32)
+    stops = jnp.array([300, 3, BLOCK + 1, BLOCK + 1, 2 * BLOCK, 300, 49], jnp.int32)
+    rng = np.random.default_rng(3)
+    q = rng.integers(-2, 3, (7, queries, kv_heads * groups, head_dim)).astype(np.float32)
+    k = rng.integers(-2, 3, (7, kv_heads, 300, head_dim)).astype(np.float32)
+    q[0, 0, 0] = 0  # all scores equal, and their zeros not negative
+    k[0, 0, :5, 0], k[0, 0, 7] = np.nan, -np.inf
+    k[:, :, 20:40] = 3  # the best of a block stand together
+    q, k = jnp.asarray(q, dtype), jnp.asarray(k, dtype)
+    expected = topk_reference.topk_scores(q, k, starts, stops, count=count)
+    outside = (jnp.arange(300) < starts[:, None]) | (jnp.arange(300) >= stops[:, None])
+    k = jnp.where(outside[:, None, :, None], jnp.nan, k)
+    blocks = BLOCK, BLOCK
+    run = partial(topk_tpu.topk_scores, count=count, blocks=blocks, interpret=INTERPRET)
+    values, indices = jax.jit(run)(q, k, starts, stops)
+    np.testing.assert_array_equal(indices, expected[1])
+    np.testing.assert_array_equal(values, expected[0])
+    assert not np.signbit(values[0, 0, 0]).any()
+
+
+def test_the_best_of_tiles_is_refused() -> None:
+    q, k = _random("float32", (1, 1, 1, 64), (1, 1, 128, 64))
+    bounds = jnp.array([0], jnp.int32), jnp.array([128], jnp.int32)
+    with pytest.raises(NotImplementedError, match="tiles are counted from each row's start"):
+        topk_tpu.topk_scores(q, k, *bounds, count=1, tile_best=128)
