@@ -102,13 +102,24 @@ def test_the_doors_take_lengths_beyond_the_capacity_and_equal_the_whole() -> Non
 def test_a_method_may_hide_slots_between_the_halves() -> None:
     """Slots set to -inf are unseen: as attention to a cache without them."""
     q, v = _clean()
-    logits = decode_logits(q, v, jnp.full(len(LENGTHS), SLOTS), scale=SCALE)
-    hidden = jnp.where(jnp.arange(SLOTS) % 2 == 0, logits, -jnp.inf)
     every = v[:, :, ::2]
     short = jnp.full(len(LENGTHS), SLOTS // 2)
-    expected = reference.decode_attention(q, every, every, short, scale=SCALE)
-    for one, other in zip(attend_logits(hidden, v), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+    @jax.jit
+    def run(q, v):
+        logits = decode_logits(q, v, 2 * short, scale=SCALE)
+        hidden = jnp.where(jnp.arange(SLOTS) % 2 == 0, logits, -jnp.inf)
+        expected = reference.decode_attention(q, every, every, short, scale=SCALE)
+        return (
+            attend_logits(hidden, v),
+            attend_logits(hidden, v, implementation="reference"),
+            expected,
+        )
+
+    halves, by_definition, expected = run(q, v)
+    for one, two, three in zip(expected, halves, by_definition, strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(three, one, rtol=1e-5, atol=1e-5)
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:

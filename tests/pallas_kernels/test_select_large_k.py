@@ -98,16 +98,23 @@ def test_the_door_takes_a_number_or_one_for_each_row_of_any_rank() -> None:
     rng = np.random.default_rng(1)
     scores = jnp.asarray(rng.normal(size=(2, 3, SLOTS)), jnp.float32)
     k = jnp.array([[0, 1, 20], [-4, 5, 4]], jnp.int32)
-    result = select_large_k(scores, k, size=4)
+
+    @jax.jit
+    def run(scores, k):
+        return (
+            select_large_k(scores, k, size=4),
+            select_large_k(scores[0, 0], 3, size=5),
+            select_mask(scores, k),
+            select_mask(scores, k, implementation="reference"),
+        )
+
+    each, three, mask, by_definition = run(scores, k)
     flat = np.asarray(scores).reshape(6, SLOTS)
     expected = _expected(flat, np.array([0, 1, 4, 0, 4, 4]), 4).reshape(2, 3, 4)
-    np.testing.assert_array_equal(result, expected)
-    np.testing.assert_array_equal(
-        select_large_k(scores[0, 0], 3, size=5), _expected(flat[:1], np.array([3]), 5)[0]
-    )
-    mask = select_mask(scores, k)
+    np.testing.assert_array_equal(each, expected)
+    np.testing.assert_array_equal(three, _expected(flat[:1], np.array([3]), 5)[0])
     np.testing.assert_array_equal(mask.sum(-1), [[0, 1, SLOTS], [0, 5, 4]])
-    np.testing.assert_array_equal(mask, select_mask(scores, k, implementation="reference"))
+    np.testing.assert_array_equal(mask, by_definition)
     with pytest.raises(ValueError, match="k 6 does not fit size 5"):
         select_large_k(scores, 6, size=5)
 
