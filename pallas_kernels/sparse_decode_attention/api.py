@@ -1,0 +1,121 @@
+"""Attention of one query a row to chosen pages of a cache, with RESA's second softmax.
+
+The pages are listed per kv head (one list for a group), per query head, or, where heads have
+budgets of different sizes (Ada-KV), as one flat list of (kv head, page) entries a row. Slots that
+are always kept are attended elsewhere, cut out here by `start` and `stop`, and merged by their
+log-sum-exp (`pallas_kernels.lse`).
+
+RESA (spec: its selected set I) also needs the prior's softmax over the same slots: with `prior`
+each call returns it beside the attention, from one reading of the values. Implementations: `xla`
+on every platform, `reference` for tests.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.common import check_heads
+from pallas_kernels.sparse_decode_attention import reference, xla
+
+
+def sparse_decode_attention(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    pages: Int[Array, "B X C"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    page_size: int,
+    scale: float,
+    prior: Float[Array, "B N S"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, ...]:
+    """Attend to the slots s of the listed pages s // page_size with start[b] <= s < stop[b].
+
+    Args:
+      pages: for X = K lists shared by a kv head's group, for X = N one for each query head; a page
+        at most once in a list, -1 for none. With page_size 1 they are slots.
+      start, stop: what lies outside may be anything.
+      prior: float32 logits of every slot, -inf for weight 0.
+      implementation: "xla" or "reference"; None picks by platform and shape.
+
+    Returns:
+      (out [B,1,N,H] in q's dtype, lse [B,1,N] float32), and with a prior also (out, lse) of the
+      softmax whose logits are the prior's, both float32. Where nothing counts 0 and -inf.
+
+    Raises:
+      ValueError: q, k, v, the lists or the prior do not fit each other.
+    """
+    if pages.shape[1] not in (k.shape[1], q.shape[2]) or pages.shape[2] < 1:
+        raise ValueError(
+            f"sparse_decode_attention: pages {pages.shape}; expected a list of at least one page "
+            f"for each of {k.shape[1]} kv heads or {q.shape[2]} query heads"
+        )
+    name = _select("sparse_decode_attention", q, k, v, page_size, prior, implementation)
+    module = {"xla": xla, "reference": reference}[name]
+    return module.sparse_decode_attention(
+        q, k, v, pages, start, stop, page_size=page_size, scale=scale, prior=prior
+    )
+
+
+def flat_sparse_decode_attention(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    heads: Int[Array, "B E"],
+    pages: Int[Array, "B E"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    page_size: int,
+    scale: float,
+    prior: Float[Array, "B N S"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, ...]:
+    """`sparse_decode_attention` over one list of (kv head, page) entries a row, in any order.
+
+    Args:
+      heads, pages: entry e of row b is page pages[b, e] of kv head heads[b, e], at most once in a
+        row; -1 in either for none.
+
+    The other arguments and the results are those of `sparse_decode_attention`.
+    """
+    if heads.shape != pages.shape or heads.shape[1] < 1:
+        raise ValueError(
+            f"flat_sparse_decode_attention: heads {heads.shape} and pages {pages.shape}; expected "
+            "one shape with at least one entry a row"
+        )
+    name = _select("flat_sparse_decode_attention", q, k, v, page_size, prior, implementation)
+    module = {"xla": xla, "reference": reference}[name]
+    return module.flat_sparse_decode_attention(
+        q, k, v, heads, pages, start, stop, page_size=page_size, scale=scale, prior=prior
+    )
+
+
+def _select(
+    operation: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    page_size: int,
+    prior: Array | None,
+    implementation: str | None,
+) -> str:
+    """Check what both operations share and name the implementation."""
+    check_heads(q, k, v, kv_axis=1)
+    if q.shape[1] != 1 or page_size < 1:
+        raise ValueError(
+            f"{operation}: {q.shape[1]} queries a row and pages of {page_size} slots; expected "
+            "one query and at least one slot"
+        )
+    logits = (*q.shape[::2], k.shape[2])  # [B,N,S]
+    if prior is not None and (prior.shape != logits or prior.dtype != jnp.float32):
+        raise ValueError(f"{operation}: prior {prior.dtype}{prior.shape}; expected float32{logits}")
+    return dispatch.select(
+        operation,
+        implementation,
+        {"xla": lambda: None, "reference": lambda: None},
+        f"{dispatch.shape_class(q, k.shape[1], None)}, pages of {page_size}",
+    )

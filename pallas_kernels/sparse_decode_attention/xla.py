@@ -1,0 +1,252 @@
+"""Attention of one query to chosen pages in plain XLA: gather the pages, attend, merge.
+
+The pages of a block of list entries are gathered, k and v and the prior's logits, and attended
+with a softmax of their own; blocks merge by running maximum and sum, as in streaming attention.
+One block is all there is unless its copies pass `_GATHERED_BYTES`. A prior's softmax is one more
+set of logits over the same values, which are read once for both.
+
+The flat list's entries are attended one by one by their kv head's group; their partial results
+are summed per head by a matmul with the 0-1 matrix of entries and heads, as a scatter would be
+serial on a TPU.
+
+Gathering writes what it reads and reads it again: three times the roofline's bytes, which are k
+and v of the listed pages and 4 bytes of prior a query head and slot.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from pallas_kernels.common import MASKED
+
+# Bytes of gathered keys and values of one block of entries.
+_GATHERED_BYTES = 32 * 2**20
+
+# Sums of float32 partial results must not pass through a matmul that rounds them to bfloat16.
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+class Partial(NamedTuple):
+    """Softmaxes over some slots, [B,Y,L,R] and acc [B,Y,L,R,H]; L is logits and prior, if any.
+
+    `top` is the largest logit or MASKED, `total` the sum of exp(logit - top), `acc` the values
+    weighted by the same.
+    """
+
+    top: Array
+    total: Array
+    acc: Array
+
+
+def sparse_decode_attention(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    pages: Int[Array, "B X C"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    page_size: int,
+    scale: float,
+    prior: Float[Array, "B N S"] | None = None,
+    block: int | None = None,
+) -> tuple[Array, ...]:
+    """Slot s counts where its page is listed and start[b] <= s < stop[b].
+
+    Args:
+      block: list entries gathered at once; None picks by size.
+    """
+    # As in decode_attention: keeps the caller's append out of the fusions that read the cache.
+    k, v = lax.optimization_barrier((k, v))
+    b, _, n, h = q.shape
+    kv_heads, lists = k.shape[1], pages.shape[1]
+    if block is None:
+        block = _block(pages.shape[2], b * lists * page_size * 2 * h * k.dtype.itemsize)
+    # A list serves the R query heads that follow each other; it reads kv head x K / X.
+    q_BXRH = q.reshape(b, lists, n // lists, h)
+    heads_X = jnp.arange(lists) * kv_heads // lists
+
+    def part(pages_BXC: Array) -> Partial:
+        slots_BXCZ, held_BXCZ = _slots_of(pages_BXC, start, stop, page_size, k.shape[2])
+        slots_BXM, held_BXM = (x.reshape(b, lists, -1) for x in (slots_BXCZ, held_BXCZ))
+        k_BXMH, v_BXMH = (_rows(x, heads_X[:, None], slots_BXM) for x in (k, v))
+        known = None
+        if prior is not None:
+            each_BNM = jnp.repeat(slots_BXM, n // lists, axis=1)
+            known_BNM = _logits(prior, jnp.arange(n)[:, None], each_BNM)
+            known = known_BNM.reshape(*q_BXRH.shape[:3], -1)
+        return _softmaxes(q_BXRH, k_BXMH, v_BXMH, held_BXM, known, scale)
+
+    return _finish(_over_blocks(part, (pages,), block), q)
+
+
+def flat_sparse_decode_attention(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    heads: Int[Array, "B E"],
+    pages: Int[Array, "B E"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    page_size: int,
+    scale: float,
+    prior: Float[Array, "B N S"] | None = None,
+    block: int | None = None,
+) -> tuple[Array, ...]:
+    """Slot s of kv head k counts where (k, s // page_size) is listed and start <= s < stop.
+
+    Args:
+      block: list entries gathered at once; None picks by size.
+    """
+    k, v = lax.optimization_barrier((k, v))
+    b, _, n, h = q.shape
+    kv_heads = k.shape[1]
+    groups = n // kv_heads
+    if block is None:
+        partial_bytes = 4 * groups * (1 if prior is None else 2)
+        block = _block(pages.shape[1], b * h * (page_size * 2 * k.dtype.itemsize + partial_bytes))
+    q_BKGH = q.reshape(b, kv_heads, groups, h)
+
+    def part(heads_BE: Array, pages_BE: Array) -> Partial:
+        named_BEK = heads_BE[..., None] == jnp.arange(kv_heads)
+        slots_BEZ, held_BEZ = _slots_of(pages_BE, start, stop, page_size, k.shape[2])
+        held_BEZ &= jnp.any(named_BEK, axis=-1, keepdims=True)
+        heads_BE1 = jnp.clip(heads_BE, 0, kv_heads - 1)[..., None]
+        k_BEZH, v_BEZH = (_rows(x, heads_BE1, slots_BEZ) for x in (k, v))
+        known = None
+        if prior is not None:
+            each_BEG1 = heads_BE1[..., None] * groups + jnp.arange(groups)[:, None]
+            known = _logits(prior, each_BEG1, slots_BEZ[:, :, None])
+        q_BEGH = jnp.take_along_axis(q_BKGH, heads_BE1[..., None], axis=1)
+        entries = _softmaxes(q_BEGH, k_BEZH, v_BEZH, held_BEZ, known, scale)
+        return _sum_by_head(entries, heads_BE1, named_BEK)
+
+    return _finish(_over_blocks(part, (heads, pages), block), q)
+
+
+def _block(entries: int, entry_bytes: int) -> int:
+    """Entries of a block: as few blocks as the bytes allow, of about one size."""
+    most = max(1, _GATHERED_BYTES // entry_bytes)
+    return -(-entries // -(-entries // most))
+
+
+def _over_blocks(part: Callable[..., Partial], lists: tuple[Array, ...], block: int) -> Partial:
+    """`part` of every block of the lists' last axis, merged; -1 fills the last block."""
+    entries = lists[0].shape[-1]
+    blocks = -(-entries // block)
+    spare = blocks * block - entries
+    lists = tuple(
+        jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, spare)], constant_values=-1) for x in lists
+    )
+
+    def of(j: Array | int) -> Partial:
+        return part(*(lax.dynamic_slice_in_dim(x, j * block, block, axis=-1) for x in lists))
+
+    if blocks == 1:
+        return of(0)
+    shapes = jax.eval_shape(of, 0)
+    top, total, acc = (jnp.zeros(x.shape, x.dtype) for x in shapes)
+    empty = Partial(top + MASKED, total, acc)
+    return lax.fori_loop(0, blocks, lambda j, sofar: _merge(sofar, of(j)), empty)
+
+
+def _slots_of(
+    pages: Int[Array, "B ..."],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    page_size: int,
+    slots: int,
+) -> tuple[Int[Array, "B ... Z"], Bool[Array, "B ... Z"]]:
+    """The slots of every page, within [0, S), and which of them count."""
+    slots_BAZ = pages[..., None] * page_size + jnp.arange(page_size)
+    start, stop = (x.reshape(-1, *[1] * pages.ndim) for x in (start, stop))
+    held = (pages[..., None] >= 0) & (slots_BAZ >= start) & (slots_BAZ < stop)
+    return jnp.clip(slots_BAZ, 0, slots - 1), held & (slots_BAZ < slots)
+
+
+def _rows(
+    x: Float[Array, "B K S H"], heads: Int[Array, "..."], slots: Int[Array, "B X M"]
+) -> Float[Array, "B X M H"]:
+    """The rows x[b, heads, slots[b]].
+
+    Row by row also where pages lie together: for slices of several rows XLA turns the whole cache
+    into another layout on TPU.
+    """
+    flat = x.reshape(x.shape[0], -1, x.shape[3])
+    at = (heads * x.shape[2] + slots).reshape(x.shape[0], -1)
+    rows = jax.vmap(lambda row, at: row.at[at].get(mode="promise_in_bounds"))(flat, at)
+    return rows.reshape(*slots.shape, -1)
+
+
+def _logits(
+    prior: Float[Array, "B N S"], heads: Int[Array, "..."], slots: Int[Array, "B ..."]
+) -> Float[Array, "B ..."]:
+    """The logits prior[b, heads, slots[b]]."""
+    flat = prior.reshape(prior.shape[0], -1)
+    at = heads * prior.shape[2] + slots
+    return jax.vmap(lambda row, at: row.at[at].get(mode="promise_in_bounds"))(flat, at)
+
+
+def _softmaxes(
+    q: Float[Array, "B Y R H"],
+    k: Float[Array, "B Y M H"],
+    v: Float[Array, "B Y M H"],
+    held: Bool[Array, "B Y M"],
+    prior: Float[Array, "B Y R M"] | None,
+    scale: float,
+) -> Partial:
+    """Attend to the held ones of M gathered slots, with logits scale q.k and with the prior's."""
+    logits = scale * jnp.einsum("BYRH,BYMH->BYRM", q, k, preferred_element_type=jnp.float32)
+    each = (logits,) if prior is None else (logits, prior.astype(jnp.float32))
+    logits_BYLRM = jnp.stack(each, axis=2)
+    held_BY11M = held[:, :, None, None]
+    top = jnp.max(jnp.where(held_BY11M, logits_BYLRM, MASKED), axis=-1)
+    # A prior of -inf is a weight of 0, also where nothing else is held and the top is -inf.
+    top = jnp.maximum(top, MASKED)
+    weights = jnp.where(held_BY11M, jnp.exp(logits_BYLRM - top[..., None]), 0.0)
+    v = jnp.where(held[..., None], v, 0)  # 0 x NaN is NaN
+    acc = jnp.einsum(
+        "BYLRM,BYMH->BYLRH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return Partial(top, jnp.sum(weights, axis=-1), acc)
+
+
+def _merge(a: Partial, b: Partial) -> Partial:
+    top = jnp.maximum(a.top, b.top)
+    decays = [jnp.exp(x.top - top) for x in (a, b)]
+    total = sum(x.total * decay for x, decay in zip((a, b), decays, strict=True))
+    acc = sum(x.acc * decay[..., None] for x, decay in zip((a, b), decays, strict=True))
+    return Partial(top, jnp.asarray(total), jnp.asarray(acc))
+
+
+def _sum_by_head(
+    entries: Partial, heads: Int[Array, "B E 1"], named: Bool[Array, "B E K"]
+) -> Partial:
+    """Merge the entries [B,E,L,G] of each kv head into [B,K,L,G]."""
+    named_BEK11 = named[..., None, None]
+    top_BKLG = jnp.max(jnp.where(named_BEK11, entries.top[:, :, None], MASKED), axis=1)
+    top_BELG = jnp.take_along_axis(top_BKLG, heads[..., None], axis=1)
+    decay_BELG = jnp.exp(entries.top - top_BELG)
+    ones_BEK = named.astype(jnp.float32)
+    total = _einsum("BEK,BELG->BKLG", ones_BEK, entries.total * decay_BELG)
+    acc = _einsum("BEK,BELGH->BKLGH", ones_BEK, entries.acc * decay_BELG[..., None])
+    return Partial(top_BKLG, total, acc)
+
+
+def _finish(whole: Partial, q: Float[Array, "B 1 N H"]) -> tuple[Array, ...]:
+    """(out, lse) of every softmax in turn; a prior's out stays in float32."""
+    some = whole.total > 0
+    total = jnp.where(some, whole.total, 1.0)
+    out = whole.acc / total[..., None]
+    lse = jnp.where(some, whole.top + jnp.log(total), -jnp.inf)
+    results = []
+    for i in range(out.shape[2]):
+        dtype = jnp.float32 if results else q.dtype
+        results += [out[:, :, i].reshape(q.shape).astype(dtype), lse[:, :, i].reshape(q.shape[:3])]
+    return tuple(results)

@@ -1,0 +1,243 @@
+"""Attention to chosen pages against a softmax written out in numpy, and what it keeps in memory."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.lse import merge
+from pallas_kernels.sparse_decode_attention import (
+    flat_sparse_decode_attention,
+    reference,
+    sparse_decode_attention,
+    xla,
+)
+
+# The last page of 8 has 3 slots, and none of 7 or 13 ends with the cache.
+SLOTS, LISTED = 43, 4
+STARTS = (0, 4, 7, 8, 9, 20, 0)
+STOPS = (43, 40, 41, 32, 33, 20, 1)
+ROWS = len(STARTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table: shapes, dtype, entries of a block, and the kind of lists."""
+
+    kv_heads: int = 2
+    groups: int = 4
+    page_size: int = 8
+    lists: str = "kv heads"
+    dtype: str = "float32"
+    block: int | None = None
+    prior: bool = True
+    scale: float = 0.4
+    reference: bool = False
+
+
+CASES = {
+    "one-block": Case(reference=True),
+    "blocks": Case(block=3),
+    "no-prior": Case(prior=False, block=1),
+    "query-heads": Case(lists="query heads", block=3, reference=True),
+    "mha": Case(groups=1),
+    "mqa-of-eight": Case(kv_heads=1, groups=8, lists="query heads"),
+    "slots": Case(page_size=1, block=3),
+    "odd-pages": Case(page_size=7),
+    "a-page-larger-than-the-cache": Case(page_size=64),
+    "bfloat16": Case(dtype="bfloat16", block=3),
+    "large-logits": Case(scale=60.0, block=1),
+    "flat": Case(lists="flat", reference=True),
+    "flat-blocks": Case(lists="flat", block=5),
+    "flat-no-prior": Case(lists="flat", prior=False, groups=1, reference=True),
+    "flat-slots": Case(lists="flat", page_size=1, block=3),
+    "flat-bfloat16": Case(lists="flat", dtype="bfloat16", block=5),
+    "flat-large-logits": Case(lists="flat", scale=60.0, block=5),
+}
+
+
+def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
+    """q, k, v and prior; NaN outside the rows' slots, and some prior logits of -inf."""
+    rng = np.random.default_rng(seed)
+    heads = case.kv_heads * case.groups
+    q = rng.normal(size=(ROWS, 1, heads, 8))
+    k, v = (rng.normal(size=(ROWS, case.kv_heads, SLOTS, 8)) for _ in range(2))
+    prior = 3 * rng.normal(size=(ROWS, heads, SLOTS))
+    prior = np.where(rng.random(prior.shape) < 0.2, -np.inf, prior)
+    slots = np.arange(SLOTS)
+    held = (slots >= np.array(STARTS)[:, None]) & (slots < np.array(STOPS)[:, None])
+    k, v = (np.where(held[:, None, :, None], x, np.nan) for x in (k, v))
+    prior = np.where(held[:, None], prior, np.nan)
+    arrays = (jnp.asarray(x, case.dtype) for x in (q, k, v))
+    return *arrays, jnp.asarray(prior, jnp.float32)
+
+
+def _lists(case: Case, seed: int = 0) -> jax.Array:
+    """[B,X,C] different pages of every list in random order, some -1 and the row 2's all."""
+    rng = np.random.default_rng(seed)
+    count = case.kv_heads * (case.groups if case.lists == "query heads" else 1)
+    pages = -(-SLOTS // case.page_size)
+    ids = np.arange(max(pages, LISTED))
+    lists = rng.permuted(np.broadcast_to(ids, (ROWS, count, len(ids))), axis=2)[..., :LISTED]
+    lists = np.where((lists >= pages) | (rng.random(lists.shape) < 0.2), -1, lists)
+    lists[2] = -1
+    return jnp.asarray(lists, jnp.int32)
+
+
+def _flat(lists: jax.Array, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    """The same sets as shuffled (kv head, page) entries; an absent one has -1 in one or both."""
+    rng = np.random.default_rng(seed)
+    rows, heads, listed = lists.shape
+    order = rng.permutation(heads * listed)
+    owners = np.broadcast_to(np.arange(heads)[:, None], lists.shape).reshape(rows, -1)[:, order]
+    pages = np.asarray(lists).reshape(rows, -1)[:, order]
+    owners = np.where((pages < 0) & (rng.random(pages.shape) < 0.5), -1, owners)
+    pages = np.where((owners < 0) & (rng.random(pages.shape) < 0.5), 0, pages)
+    return jnp.asarray(owners, jnp.int32), jnp.asarray(pages, jnp.int32)
+
+
+def _by_numpy(case: Case, lists: jax.Array, arrays: tuple[jax.Array, ...]) -> list[np.ndarray]:
+    """Softmax over a Python list of slots, head by head, in float64."""
+    q, k, v, prior = (np.asarray(x.astype(jnp.float32), np.float64) for x in arrays)
+    heads = q.shape[2]
+    out, out_prior = np.zeros((2, *q.shape))
+    lse, lse_prior = np.full((2, ROWS, 1, heads), -np.inf)
+    for b, n in np.ndindex(ROWS, heads):
+        kv = n // case.groups
+        pages = set(np.asarray(lists)[b, n * lists.shape[1] // heads].tolist())
+        slots = [s for s in range(STARTS[b], STOPS[b]) if s // case.page_size in pages]
+        both = (case.scale * k[b, kv, slots] @ q[b, 0, n], out, lse), (prior[b, n, slots],)
+        for logits, o, e in (both[0], (*both[1], out_prior, lse_prior)):
+            if np.isfinite(logits).any():
+                weights = np.exp(logits - logits.max())
+                o[b, 0, n] = weights @ v[b, kv, slots] / weights.sum()
+                e[b, 0, n] = logits.max() + np.log(weights.sum())
+    return [out, lse, out_prior, lse_prior] if case.prior else [out, lse]
+
+
+def _run(case: Case, module, arrays: tuple[jax.Array, ...], lists: jax.Array):
+    q, k, v, prior = arrays
+    options = dict(page_size=case.page_size, scale=case.scale)
+    if module is xla:
+        options |= dict(block=case.block)
+    flat = case.lists == "flat"
+    name = "flat_sparse_decode_attention" if flat else "sparse_decode_attention"
+    bounds = (jnp.array(x, jnp.int32) for x in (STARTS, STOPS))
+    run = jax.jit(partial(getattr(module, name), **options))
+    given = dict(prior=prior) if case.prior else {}
+    return run(q, k, v, *(_flat(lists) if flat else (lists,)), *bounds, **given)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_attention_to_chosen_pages(case: Case) -> None:
+    arrays, lists = _inputs(case), _lists(case)
+    expected = _by_numpy(case, lists, arrays)
+    for module in (xla, reference) if case.reference else (xla,):
+        results = _run(case, module, arrays, lists)
+        dtypes = [case.dtype, "float32", "float32", "float32"][: len(expected)]
+        assert [str(x.dtype) for x in results] == dtypes
+        exact = case.dtype == "float32"
+        for found, right in zip(results, expected, strict=True):
+            tolerance = 1e-4 if exact else 2e-2
+            np.testing.assert_allclose(
+                np.asarray(found, np.float64), right, rtol=1e-5, atol=tolerance
+            )
+    assert np.isneginf(expected[1][[2, 5]]).all() and np.isfinite(expected[1]).any()
+
+
+@functools.cache
+def _small(lists: str) -> Callable:
+    """Compiled once for all that hypothesis draws; two entries a block."""
+    options = dict(page_size=4, scale=0.5, block=2)
+    if lists == "flat":
+        return jax.jit(partial(xla.flat_sparse_decode_attention, **options))
+    return jax.jit(partial(xla.sparse_decode_attention, **options))
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    bounds=st.tuples(*[st.tuples(st.integers(0, 18), st.integers(0, 18))] * 2),
+    seed=st.integers(0, 100),
+)
+def test_any_bounds_and_lists_attend_alike_in_every_form(
+    bounds: tuple[tuple[int, int], ...], seed: int
+) -> None:
+    """Lists per kv head, repeated per query head, flat, and the sum of the pages and the rest."""
+    rng = np.random.default_rng(seed)
+    q, k, v, prior = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((2, 1, 4, 3), (2, 2, 18, 3), (2, 2, 18, 3), (2, 4, 18))
+    )
+    order = rng.permuted(np.broadcast_to(np.arange(5), (2, 2, 5)), axis=2)
+    chosen = rng.random(order.shape) < 0.5
+    lists, others = (jnp.asarray(np.where(x, order, -1), jnp.int32) for x in (chosen, ~chosen))
+    limits = tuple(jnp.array(x, jnp.int32) for x in zip(*bounds, strict=True))
+    shared = _small("kv heads")
+    near = partial(np.testing.assert_allclose, atol=1e-5)
+    results = shared(q, k, v, lists, *limits, prior=prior)
+    each = _small("query heads")(q, k, v, jnp.repeat(lists, 2, axis=1), *limits, prior=prior)
+    flat = _small("flat")(q, k, v, *_flat(lists, seed), *limits, prior=prior)
+    jax.tree.map(near, each, results)
+    jax.tree.map(near, flat, results)
+    rest = shared(q, k, v, others, *limits, prior=prior)
+    whole = jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), (2, 2, 5))
+    everything = shared(q, k, v, whole, *limits, prior=prior)
+    for i in (0, 2):
+        jax.tree.map(
+            near, merge([results[i : i + 2], rest[i : i + 2]]), tuple(everything[i : i + 2])
+        )
+
+
+def _temporaries(operation: Callable, lists: tuple[tuple[int, ...], ...], prior: bool) -> int:
+    """Bytes for 32 heads over 8 of 128 and a bfloat16 cache of a million slots, 4 GB."""
+    shape = jax.ShapeDtypeStruct
+    cache = shape((1, 8, 2**20, 128), jnp.bfloat16)
+    q = shape((1, 1, 32, 128), jnp.bfloat16)
+    ids = [shape(x, jnp.int32) for x in lists]
+    bounds = [shape((1,), jnp.int32)] * 2
+    given = dict(prior=shape((1, 32, 2**20), jnp.float32)) if prior else {}
+    run = jax.jit(partial(operation, scale=0.1))
+    compiled = run.lower(q, cache, cache, *ids, *bounds, **given).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("page_size", "lists"), [(16, (1, 8, 4096)), (16, (1, 32, 512)), (1, (1, 8, 16384))]
+)
+def test_long_lists_copy_blocks_of_pages_and_never_the_cache(
+    page_size: int, lists: tuple[int, ...]
+) -> None:
+    """Up to 65,536 slots a head are chosen: 268 MB of keys and values."""
+    operation = partial(sparse_decode_attention, page_size=page_size)
+    assert _temporaries(operation, (lists,), prior=True) < 128 * 2**20
+
+
+@pytest.mark.parametrize("page_size", [16, 1])
+def test_long_flat_lists_copy_blocks_of_pages_and_never_the_cache(page_size: int) -> None:
+    operation = partial(flat_sparse_decode_attention, page_size=page_size)
+    assert _temporaries(operation, ((1, 32768),) * 2, prior=True) < 128 * 2**20
+
+
+def test_bad_arguments_are_named(unchecked_signatures) -> None:
+    case = Case()
+    q, k, v, prior = _inputs(case)
+    lists = _lists(case)
+    bounds = [jnp.array(x, jnp.int32) for x in (STARTS, STOPS)]
+    options = dict(page_size=8, scale=1.0)
+    with pytest.raises(ValueError, match="2 kv heads or 8 query heads"):
+        sparse_decode_attention(q, k, v, lists[:, :1], *bounds, **options)
+    with pytest.raises(ValueError, match="pages of 0 slots"):
+        sparse_decode_attention(q, k, v, lists, *bounds, page_size=0, scale=1.0)
+    with pytest.raises(ValueError, match=r"expected float32\(7, 8, 43\)"):
+        sparse_decode_attention(q, k, v, lists, *bounds, **options, prior=prior[..., 1:])
+    with pytest.raises(ValueError, match="one shape"):
+        flat_sparse_decode_attention(q, k, v, lists[:, 0], lists[:, 0, 1:], *bounds, **options)
+    with pytest.raises(ValueError, match="does not fit"):
+        sparse_decode_attention(q[:, :, :3], k, v, lists, *bounds, **options)
