@@ -4,7 +4,7 @@ For query t of head n, p[b,n,t,s] = exp(scale q.k - lse[b,t,n]) is the attention
 `lse` comes from the attention that the query took part in; that attention may have seen more keys
 than this cache holds. Methods rank keys by it: its sum over queries (H2O, CSE, SnapKV), the last
 query alone (TOVA, RefreshKV), with squares (RoCo). Implementations: `xla` on every platform,
-`reference` for tests.
+`tpu` (Mosaic), `reference` for tests.
 """
 
 from typing import Literal, overload
@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention_mass import reference, xla
+from pallas_kernels.attention_mass import reference, tpu, xla
 from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
 from pallas_kernels.common import check_heads
 
@@ -82,16 +82,24 @@ def attention_mass(
       over_queries: sum or maximum over the queries of one head.
       squares: return (mass, squares), where squares is the sum over queries of the square of the
         group's mean probability (RoCo), whatever the mass is reduced by.
-      implementation: "xla" or "reference"; None picks by platform and shape.
+      implementation: "xla", "tpu" or "reference"; None picks by platform and shape.
     """
     check_heads(q, k, k, kv_axis=1)
     name = dispatch.select(
         "attention_mass",
         implementation,
-        {"xla": lambda: None, "reference": lambda: None},
+        {
+            "xla": lambda: None,
+            "tpu": lambda: tpu.unsupported(q),
+            "reference": lambda: None,
+        },
         dispatch.shape_class(q, k.shape[1], None),
     )
-    run = {"xla": xla.attention_mass, "reference": reference.attention_mass}[name]
+    run = {
+        "xla": xla.attention_mass,
+        "tpu": tpu.attention_mass,
+        "reference": reference.attention_mass,
+    }[name]
     batch, queries = q.shape[:2]
     mass, squared = run(
         q,

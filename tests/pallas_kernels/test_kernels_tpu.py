@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.attention_mass import reference as mass_reference
+from pallas_kernels.attention_mass import tpu as mass_tpu
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
@@ -124,3 +126,58 @@ def test_the_best_of_tiles_is_refused() -> None:
     bounds = jnp.array([0], jnp.int32), jnp.array([128], jnp.int32)
     with pytest.raises(NotImplementedError, match="tiles are counted from each row's start"):
         topk_tpu.topk_scores(q, k, *bounds, count=1, tile_best=128)
+
+
+@pytest.mark.parametrize(
+    ("queries", "kv_heads", "groups", "head_dim", "dtype", "options"),
+    [
+        pytest.param(1, 2, 8, 128, "bfloat16", {}, id="decode"),
+        pytest.param(
+            40, 2, 3, 64, "float32", {"causal": True, "over_queries": "max"}, id="causal-max"
+        ),
+        pytest.param(
+            40, 1, 2, 128, "float32", {"squares": True, "over_group": "max"}, id="squares"
+        ),
+        pytest.param(
+            17,
+            1,
+            4,
+            128,
+            "bfloat16",
+            {"squares": True, "over_group": "first", "causal": True},
+            marks=pytest.mark.slow,
+            id="squares-first-causal",
+        ),
+        pytest.param(
+            33, 1, 4, 64, "float32", {"over_group": "first"}, marks=pytest.mark.slow, id="first"
+        ),
+    ],
+)
+def test_attention_mass(
+    queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, options: dict
+) -> None:
+    """Two tiles of queries, the second one not full; padded queries and far keys hold NaN."""
+    lengths = jnp.array((*LENGTHS, 300), jnp.int32)
+    valid = jnp.array([queries, queries, queries, queries - 1, 1, queries, 0], jnp.int32)
+    q, k, lse = _random(
+        dtype,
+        (7, queries, kv_heads * groups, head_dim),
+        (7, kv_heads, 300, head_dim),
+        (7, queries, kv_heads * groups),
+    )
+    lse = lse.astype("float32").at[5, 0, 0].set(-jnp.inf)
+    options = dict(squares=False, over_group="sum", over_queries="sum") | options
+    # Rows that begin before, at and behind a block's edge, and one whose queries see every slot.
+    start = jnp.array([0, 0, 100, 110, 128, 200, 300], jnp.int32)
+    options["causal_start"] = start if options.pop("causal", False) else None
+    options |= dict(scale=head_dim**-0.5, valid=valid)
+    expected = mass_reference.attention_mass(q, k, lse, lengths, **options)
+    padding = jnp.arange(queries) >= valid[:, None]
+    q = jnp.where(padding[..., None, None], jnp.nan, q)
+    lse = jnp.where(padding[..., None], jnp.nan, lse)
+    k = _spoil(k, lengths, jnp.nan)
+    run = partial(mass_tpu.attention_mass, blocks=(32, 16, BLOCK), interpret=INTERPRET, **options)
+    for found, wanted in zip(jax.jit(run)(q, k, lse, lengths), expected, strict=True):
+        assert (found is None) == (wanted is None)
+        if wanted is not None:
+            np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)

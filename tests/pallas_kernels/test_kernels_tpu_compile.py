@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.topk_scores import topk_scores
 
@@ -39,7 +40,7 @@ def _default_precision() -> Iterator[None]:
 
 
 def _compile(
-    function: Callable, mesh: Mesh, out_specs: tuple, *arguments: tuple
+    function: Callable, mesh: Mesh, out_specs: tuple | P, *arguments: tuple
 ) -> jax.stages.Compiled:
     """Compile for global arguments (spec, shape, dtype)."""
     specs = tuple(spec for spec, _, _ in arguments)
@@ -108,3 +109,34 @@ def test_tpu_topk_scores_compiles(mesh: Mesh, queries: int, count: int, head_dim
         *[(ROW, (2,), jnp.int32)] * 2,
     )
     _assert_kernel_without_a_copy(compiled, "topk_scores", slots * 4 * head_dim * 2)
+
+
+@pytest.mark.parametrize(
+    ("queries", "head_dim", "options"),
+    [
+        pytest.param(1, 128, {}, id="decode"),
+        pytest.param(512, 64, {"over_group": "max"}, id="narrow-heads"),
+        pytest.param(2048, 128, {"squares": True, "causal": True}, id="causal-squares"),
+    ],
+)
+def test_tpu_attention_mass_compiles(
+    mesh: Mesh, queries: int, head_dim: int, options: dict
+) -> None:
+    slots = 131072
+    options = dict(options)
+    causal, squares = options.pop("causal", False), options.get("squares", False)
+    compiled = _compile(
+        lambda q, k, lse, n: attention_mass(
+            q, k, lse, n, scale=0.1, causal_start=n if causal else None, **options
+        ),
+        mesh,
+        (HEADS, HEADS) if squares else HEADS,
+        (QUERIES, (2, queries, 32, head_dim), jnp.bfloat16),
+        (HEADS, (2, 8, slots, head_dim), jnp.bfloat16),
+        (QUERIES, (2, queries, 32), jnp.float32),
+        (ROW, (2,), jnp.int32),
+    )
+    # Against the logits, which the kernel never holds; a few queries' are as small as k.
+    _assert_kernel_without_a_copy(
+        compiled, "attention_mass", slots * 4 * max(head_dim * 2, 8 * queries)
+    )
