@@ -6,7 +6,6 @@ cache by; so do TOVA and H2O while they decode. `decode_logits` reads the keys o
 `xla` on every platform, `reference` for tests.
 """
 
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -26,7 +25,6 @@ def decode_logits(
     """scale q.k in float32 for the slots below lengths[b]; -inf for the others, whatever they hold.
 
     Args:
-      lengths: filled slots of every row, taken as 0 below 0 and as S above S.
       implementation: "xla" or "reference"; None picks by platform and shape.
     """
     check_heads(q, k, k, kv_axis=1)
@@ -37,7 +35,7 @@ def decode_logits(
         dispatch.shape_class(q, k.shape[1], None),
     )
     run = {"xla": logits_xla.decode_logits, "reference": reference.decode_logits}[name]
-    return run(q, k, jnp.clip(lengths, 0, k.shape[2]), scale=scale)
+    return run(q, k, lengths, scale=scale)
 
 
 def attend_logits(

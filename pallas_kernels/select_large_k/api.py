@@ -36,7 +36,7 @@ def select_large_k(
         raise ValueError(f"select_large_k: k {k} does not fit size {size}")
     name = _pick("select_large_k", scores, implementation)
     run = {"xla": xla.select_large_k, "reference": reference.select_large_k}[name]
-    return run(scores, jnp.clip(_per_row(scores, k), 0, size), size=size)
+    return run(scores, jnp.minimum(_per_row(scores, k), size), size=size)
 
 
 def select_mask(
@@ -45,7 +45,7 @@ def select_mask(
     """Whether a slot is among its row's k best scores; k as in `select_large_k`, but unbounded."""
     name = _pick("select_mask", scores, implementation)
     run = {"xla": xla.select_mask, "reference": reference.select_mask}[name]
-    return run(scores, jnp.maximum(_per_row(scores, k), 0))
+    return run(scores, _per_row(scores, k))
 
 
 def _per_row(scores: Array, k: Array | int) -> Array:

@@ -30,7 +30,7 @@ _LANES = 128
 
 
 def select_mask(scores: Float[Array, "*R S"], k: Int[Array, "*R"]) -> Bool[Array, "*R S"]:
-    """See `api.select_mask`; k at least 0."""
+    """See `api.select_mask`."""
     key_RS = _ordered(scores)
     k_R = jnp.minimum(k, _count(key_RS > _NEVER))
     border_R = _kth_best(key_RS, k_R)
@@ -43,7 +43,7 @@ def select_mask(scores: Float[Array, "*R S"], k: Int[Array, "*R"]) -> Bool[Array
 def select_large_k(
     scores: Float[Array, "*R S"], k: Int[Array, "*R"], *, size: int
 ) -> Int[Array, "*R C"]:
-    """See `api.select_large_k`; k within 0..size."""
+    """See `api.select_large_k`; k at most size."""
     mask_RS = select_mask(scores, k)
     compact = _by_search if dispatch.platform() == "tpu" else _by_scatter
     return compact(mask_RS, size)
@@ -67,7 +67,7 @@ def _count(mask: Bool[Array, "*R S"]) -> Int[Array, "*R"]:
 
 
 def _kth_best(key: UInt32[Array, "*R S"], k: Int[Array, "*R"]) -> UInt32[Array, "*R"]:
-    """The largest number that at least k keys reach: the k-th best, and for k = 0 the maximum."""
+    """The largest number that at least k keys reach: the k-th best, and the maximum below k = 1."""
 
     def set_bit(i: Array, border_R: Array) -> Array:
         candidate_R = border_R | (_SIGN >> i.astype(jnp.uint32))

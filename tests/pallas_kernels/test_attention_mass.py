@@ -194,10 +194,12 @@ def test_blocks_that_nobody_fills_or_sees_are_not_computed(
     """Counted for three blocks of keys and four of queries."""
     count = functools.partial(_count_blocks, monkeypatch)
     assert count(lengths=[21, 1, 0, 8]) == 12
+    assert count(lengths=[99, 1, -1, 8]) == 12
     assert count(lengths=[8, 1, 0, 3]) == 4
     assert count(lengths=[0, 0, 0, 0]) == 0
     # The last query stands at slot 8 + 6 and the first of the second block's at 8.
     assert count(lengths=[21] * 4, causal_start=[8, 0, 2, 3]) == 8
+    assert count(lengths=[21] * 4, causal_start=[8, 0, 2, 3], valid=[99] * 4) == 8
     # The second block's slots, from 8, are seen by queries 4 to 6: by the last two blocks of them.
     assert count(lengths=[21] * 4, causal_start=[4, 0, 2, 3]) == 4 + 2
 

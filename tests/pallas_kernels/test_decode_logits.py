@@ -127,8 +127,15 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         attend_logits(jnp.zeros((1, 3, 8)), jnp.zeros((1, 2, 8, 4)))
 
 
-def test_after_an_append_neither_half_copies_the_cache() -> None:
-    """Several layers in bfloat16 on CPU: below a twentieth of the cache in temporaries."""
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "head_dim"),
+    [("float32", 9, 3, 64), ("bfloat16", 32, 8, 128)],
+    ids=["float32-small", "bfloat16-8b"],
+)
+def test_after_an_append_neither_half_copies_the_cache(
+    dtype: str, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Several layers on CPU: below a twentieth of the cache in temporaries."""
 
     def step(q, fresh, caches, lengths):
         put = jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice_in_dim(row, x, at, axis=1))
@@ -141,14 +148,14 @@ def test_after_an_append_neither_half_copies_the_cache() -> None:
             all_logits.append(logits.max(1))
         return q, all_logits, updated
 
-    layers, shape = 4, (1, 8, 8192, 128)
+    layers, shape = 8, (1, kv_heads, 8192, head_dim)
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     caches = [(array(*shape), array(*shape))] * layers
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-    arguments = array(1, 1, 32, 128), array(1, 1, 8, 128), caches, lengths
+    arguments = array(1, 1, heads, head_dim), array(1, 1, kv_heads, head_dim), caches, lengths
     compiled = jax.jit(step, donate_argnums=2).lower(*arguments).compile()
-    cache_bytes = layers * 2 * int(np.prod(shape)) * 2
+    cache_bytes = layers * 2 * int(np.prod(shape)) * jnp.dtype(dtype).itemsize
     assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 20
