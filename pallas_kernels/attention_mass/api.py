@@ -7,6 +7,7 @@ query alone (TOVA, RefreshKV), with squares (RoCo). Implementations: `xla` on ev
 `tpu` (Mosaic), `reference` for tests.
 """
 
+from collections.abc import Callable
 from typing import Literal, overload
 
 import jax.numpy as jnp
@@ -85,21 +86,7 @@ def attention_mass(
       implementation: "xla", "tpu" or "reference"; None picks by platform and shape.
     """
     check_heads(q, k, k, kv_axis=1)
-    name = dispatch.select(
-        "attention_mass",
-        implementation,
-        {
-            "xla": lambda: None,
-            "tpu": lambda: tpu.unsupported(q),
-            "reference": lambda: None,
-        },
-        dispatch.shape_class(q, k.shape[1], None),
-    )
-    run = {
-        "xla": xla.attention_mass,
-        "tpu": tpu.attention_mass,
-        "reference": reference.attention_mass,
-    }[name]
+    run = _implementation(q, k, implementation)
     batch, queries = q.shape[:2]
     mass, squared = run(
         q,
@@ -114,3 +101,22 @@ def attention_mass(
         squares=squares,
     )
     return mass if squared is None else (mass, squared)
+
+
+def _implementation(q: Array, k: Array, asked: str | None) -> Callable[..., tuple]:
+    """The function that runs, picked by platform and shape unless asked for by name."""
+    name = dispatch.select(
+        "attention_mass",
+        asked,
+        {
+            "xla": lambda: None,
+            "tpu": lambda: tpu.unsupported(q),
+            "reference": lambda: None,
+        },
+        dispatch.shape_class(q, k.shape[1], None),
+    )
+    return {
+        "xla": xla.attention_mass,
+        "tpu": tpu.attention_mass,
+        "reference": reference.attention_mass,
+    }[name]
