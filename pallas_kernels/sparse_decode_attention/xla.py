@@ -61,24 +61,22 @@ def sparse_decode_attention(
     Args:
       block: list entries gathered at once; None picks by size.
     """
-    # As in decode_attention: keeps the caller's append out of the fusions that read the cache.
-    k, v = lax.optimization_barrier((k, v))
     b, _, n, h = q.shape
     kv_heads, lists = k.shape[1], pages.shape[1]
     if block is None:
         block = _block(pages.shape[2], b * lists * page_size * 2 * h * k.dtype.itemsize)
     # A list serves the R query heads that follow each other; it reads kv head x K / X.
     q_BXRH = q.reshape(b, lists, n // lists, h)
-    heads_X = jnp.arange(lists) * kv_heads // lists
+    heads_1X1 = (jnp.arange(lists) * kv_heads // lists)[None, :, None]
 
     def part(pages_BXC: Array) -> Partial:
         slots_BXCZ, held_BXCZ = _slots_of(pages_BXC, start, stop, page_size, k.shape[2])
         slots_BXM, held_BXM = (x.reshape(b, lists, -1) for x in (slots_BXCZ, held_BXCZ))
-        k_BXMH, v_BXMH = (_rows(x, heads_X[:, None], slots_BXM) for x in (k, v))
+        k_BXMH, v_BXMH = (_gather(x, heads_1X1, slots_BXM) for x in (k, v))
         known = None
         if prior is not None:
             each_BNM = jnp.repeat(slots_BXM, n // lists, axis=1)
-            known_BNM = _logits(prior, jnp.arange(n)[:, None], each_BNM)
+            known_BNM = _gather(prior, jnp.arange(n)[None, :, None], each_BNM)
             known = known_BNM.reshape(*q_BXRH.shape[:3], -1)
         return _softmaxes(q_BXRH, k_BXMH, v_BXMH, held_BXM, known, scale)
 
@@ -104,7 +102,6 @@ def flat_sparse_decode_attention(
     Args:
       block: list entries gathered at once; None picks by size.
     """
-    k, v = lax.optimization_barrier((k, v))
     b, _, n, h = q.shape
     kv_heads = k.shape[1]
     groups = n // kv_heads
@@ -118,11 +115,11 @@ def flat_sparse_decode_attention(
         slots_BEZ, held_BEZ = _slots_of(pages_BE, start, stop, page_size, k.shape[2])
         held_BEZ &= jnp.any(named_BEK, axis=-1, keepdims=True)
         heads_BE1 = jnp.clip(heads_BE, 0, kv_heads - 1)[..., None]
-        k_BEZH, v_BEZH = (_rows(x, heads_BE1, slots_BEZ) for x in (k, v))
+        k_BEZH, v_BEZH = (_gather(x, heads_BE1, slots_BEZ) for x in (k, v))
         known = None
         if prior is not None:
             each_BEG1 = heads_BE1[..., None] * groups + jnp.arange(groups)[:, None]
-            known = _logits(prior, each_BEG1, slots_BEZ[:, :, None])
+            known = _gather(prior, each_BEG1, slots_BEZ[:, :, None])
         q_BEGH = jnp.take_along_axis(q_BKGH, heads_BE1[..., None], axis=1)
         entries = _softmaxes(q_BEGH, k_BEZH, v_BEZH, held_BEZ, known, scale)
         return _sum_by_head(entries, heads_BE1, named_BEK)
@@ -170,27 +167,17 @@ def _slots_of(
     return jnp.clip(slots_BAZ, 0, slots - 1), held & (slots_BAZ < slots)
 
 
-def _rows(
-    x: Float[Array, "B K S H"], heads: Int[Array, "..."], slots: Int[Array, "B X M"]
-) -> Float[Array, "B X M H"]:
-    """The rows x[b, heads, slots[b]].
+def _gather(x: Float[Array, "B Y S ..."], heads: Int[Array, "..."], slots: Array) -> Array:
+    """x[b, heads[b], slots[b]] for heads and slots that broadcast together.
 
-    Row by row also where pages lie together: for slices of several rows XLA turns the whole cache
-    into another layout on TPU.
+    Slot by slot also where a page's lie together: for slices of several slots, or after the first
+    axes are flattened into one, XLA turns all of x into another layout on TPU.
     """
-    flat = x.reshape(x.shape[0], -1, x.shape[3])
-    at = (heads * x.shape[2] + slots).reshape(x.shape[0], -1)
-    rows = jax.vmap(lambda row, at: row.at[at].get(mode="promise_in_bounds"))(flat, at)
-    return rows.reshape(*slots.shape, -1)
 
+    def of(row: Array, heads: Array, slots: Array) -> Array:
+        return row.at[heads, slots].get(mode="promise_in_bounds")
 
-def _logits(
-    prior: Float[Array, "B N S"], heads: Int[Array, "..."], slots: Int[Array, "B ..."]
-) -> Float[Array, "B ..."]:
-    """The logits prior[b, heads, slots[b]]."""
-    flat = prior.reshape(prior.shape[0], -1)
-    at = heads * prior.shape[2] + slots
-    return jax.vmap(lambda row, at: row.at[at].get(mode="promise_in_bounds"))(flat, at)
+    return jax.vmap(of)(x, *jnp.broadcast_arrays(heads, slots))
 
 
 def _softmaxes(

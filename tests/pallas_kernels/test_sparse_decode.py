@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.lse import merge
 from pallas_kernels.sparse_decode_attention import (
@@ -223,6 +226,47 @@ def test_long_lists_copy_blocks_of_pages_and_never_the_cache(
 def test_long_flat_lists_copy_blocks_of_pages_and_never_the_cache(page_size: int) -> None:
     operation = partial(flat_sparse_decode_attention, page_size=page_size)
     assert _temporaries(operation, ((1, 32768),) * 2, prior=True) < 128 * 2**20
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_on_a_tpu_neither_the_cache_nor_the_prior_is_copied(flat: bool) -> None:
+    """Compiled for v5e, 128 pages of 16 a kv head: beside them only small lists."""
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+    mesh = Mesh(np.array([device]), ("tensor",))
+    shape = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
+    cache = shape((1, 8, 2**17, 128), jnp.bfloat16)
+    lists = [shape((1, 1024), jnp.int32)] * 2 if flat else [shape((1, 8, 128), jnp.int32)]
+    operation = flat_sparse_decode_attention if flat else sparse_decode_attention
+
+    def run(prior: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+        return operation(*rest, page_size=16, scale=0.1, prior=prior, implementation="xla")
+
+    prior, q = shape((1, 32, 2**17), jnp.float32), shape((1, 1, 32, 128), jnp.bfloat16)
+    arguments = prior, q, cache, cache, *lists, *[shape((1,), jnp.int32)] * 2
+    manual = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with jax.default_matmul_precision("default"):  # as users run it
+        memory = jax.jit(manual).lower(*arguments).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 2**20  # a prior is 16 MiB, a cache 256
+
+
+def test_after_an_append_in_place_no_cache_is_copied() -> None:
+    def step(caches: list, q: jax.Array, fresh: jax.Array, pages: jax.Array, at: jax.Array):
+        for i, (k, v) in enumerate(caches):
+            k, v = (lax.dynamic_update_slice_in_dim(x, fresh, at[0], axis=2) for x in (k, v))
+            limits = jnp.zeros_like(at), at + 1
+            q, _ = sparse_decode_attention(q, k, v, pages, *limits, page_size=16, scale=0.1)
+            caches[i] = k, v
+        return q, caches
+
+    shape = jax.ShapeDtypeStruct
+    caches = [(shape((1, 3, 8192, 64), jnp.float32),) * 2] * 4
+    fresh, q = (shape(x, jnp.float32) for x in ((1, 3, 1, 64), (1, 1, 9, 64)))
+    lists, at = (shape(x, jnp.int32) for x in ((1, 3, 8), (1,)))
+    compiled = jax.jit(step, donate_argnums=0).lower(caches, q, fresh, lists, at).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 2 * 3 * 8192 * 64 * 4 / 20
 
 
 def test_bad_arguments_are_named(unchecked_signatures) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from pallas_kernels.topk_scores import merge_topk, reference, topk_scores, xla
 
@@ -99,6 +100,12 @@ def _exact(x: jax.Array) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32))
 
 
+def _run(count: int, tile_best: int | None = None, implementation: str = "xla") -> Callable:
+    """The door, compiled."""
+    options = dict(count=count, tile_best=tile_best, implementation=implementation)
+    return jax.jit(partial(topk_scores, **options))
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_best_keys(case: Case) -> None:
     """Both implementations name numpy's slots in numpy's order; nothing outside is looked at."""
@@ -107,7 +114,7 @@ def test_best_keys(case: Case) -> None:
     options = dict(count=case.count, tile_best=case.tile_best)
     runs = {
         "xla": jax.jit(partial(xla.topk_scores, **options, blocks=case.blocks)),
-        "reference": partial(reference.topk_scores, **options),
+        "reference": jax.jit(partial(reference.topk_scores, **options)),
     }
     for name, run in runs.items():
         found, slots = run(q, k, start, stop)
@@ -121,7 +128,7 @@ def test_equal_scores_go_to_the_first_slots() -> None:
     """Zeros of either sign are equal."""
     case = CASES["all-equal"]
     q, k, start, stop = _inputs(case)
-    values, indices = topk_scores(q, k, start, stop, count=4)
+    values, indices = _run(4)(q, k, start, stop)
     np.testing.assert_array_equal(indices[0, 0, 0], [0, 1, 2, 3])
     np.testing.assert_array_equal(indices[6, 0, 0], [7, 8, -1, -1])
     np.testing.assert_array_equal(values[6, 0, 0], [0, 0, -np.inf, -np.inf])
@@ -137,8 +144,7 @@ def test_a_score_that_is_no_number_is_never_returned(tile_best: int | None) -> N
     ]
     start, stop = jnp.array([0], jnp.int32), jnp.array([8], jnp.int32)
     for implementation in ("xla", "reference"):
-        options = dict(count=5, tile_best=tile_best, implementation=implementation)
-        _, indices = topk_scores(q, k, start, stop, **options)
+        _, indices = _run(5, tile_best, implementation)(q, k, start, stop)
         expected = [6, 2, 7, 0, -1] if tile_best is None else [6, 2, -1, -1, -1]
         np.testing.assert_array_equal(indices[0, 0, 0], expected)
         np.testing.assert_array_equal(indices[0, 1, 0], [-1] * 5)
@@ -149,11 +155,11 @@ def test_padded_queries_get_nothing_and_bounds_are_clipped() -> None:
     q, k = q[4:5, :, :, :], jnp.nan_to_num(k[4:5])
     bounds = [jnp.array([x], jnp.int32) for x in (-9, SLOTS + 9)]
     valid = jnp.array([3], jnp.int32)
-    values, indices = topk_scores(q, k, *bounds, count=2, valid=valid)
+    values, indices = _run(2)(q, k, *bounds, valid=valid)
     assert (indices[0, 3:] == -1).all() and jnp.isneginf(values[0, 3:]).all()
     assert (indices[0, :3] >= 0).all() and jnp.isfinite(values[0, :3]).all()
     whole = [jnp.array([x], jnp.int32) for x in (0, SLOTS)]
-    expected = topk_scores(q, k, *whole, count=2, implementation="reference")
+    expected = _run(2, None, "reference")(q, k, *whole)
     np.testing.assert_array_equal(indices[0, :3], expected[1][0, :3])
 
 
@@ -162,9 +168,9 @@ def test_the_best_of_a_tile_hides_the_other_keys_of_that_tile() -> None:
     k = jnp.zeros((1, 1, 512, 1)).at[0, 0, 130:134, 0].set(jnp.arange(4.0) + 1)
     q = jnp.ones((1, 1, 1, 1))
     start, stop = jnp.array([1], jnp.int32), jnp.array([512], jnp.int32)
-    _, exact = topk_scores(q, k, start, stop, count=4)
+    _, exact = _run(4)(q, k, start, stop)
     np.testing.assert_array_equal(exact[0, 0, 0], [133, 132, 131, 130])
-    _, tiled = topk_scores(q, k, start, stop, count=4, tile_best=128)
+    _, tiled = _run(4, 128)(q, k, start, stop)
     np.testing.assert_array_equal(tiled[0, 0, 0], [133, 1, 257, 385])
 
 
@@ -244,6 +250,25 @@ def test_a_million_slots_take_bounded_memory(queries: int, tile_best: int | None
     run = jax.jit(partial(topk_scores, count=4, tile_best=tile_best))
     memory = run.lower(*arguments, *bounds).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 256 * 2**20
+
+
+def test_after_an_append_in_place_no_cache_is_copied() -> None:
+    """One decode step of several layers; the scores are a hundredth of a cache."""
+
+    def step(caches: list, q: jax.Array, fresh: jax.Array, at: jax.Array):
+        for i, k in enumerate(caches):
+            k = lax.dynamic_update_slice_in_dim(k, fresh, at[0], axis=2)
+            values, _ = topk_scores(q, k, jnp.zeros_like(at), at + 1, count=4)
+            q = q + jnp.sum(values, axis=-1, keepdims=True)
+            caches[i] = k
+        return q, caches
+
+    shape = jax.ShapeDtypeStruct
+    caches = [shape((1, 3, 8192, 64), jnp.float32)] * 4
+    fresh, q = (shape(x, jnp.float32) for x in ((1, 3, 1, 64), (1, 1, 9, 64)))
+    arguments = caches, q, fresh, shape((1,), jnp.int32)
+    compiled = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 3 * 8192 * 64 * 4 / 10
 
 
 def test_bad_arguments_are_named() -> None:
