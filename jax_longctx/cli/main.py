@@ -16,6 +16,7 @@ from jax_longctx.cli.ask import ask
 from jax_longctx.cli.bench import bench_app
 from jax_longctx.cli.convert import convert
 from jax_longctx.cli.demo import demo
+from jax_longctx.cli.eval import eval_app
 from jax_longctx.cli.generate import generate
 from jax_longctx.cli.methods import methods
 from jax_longctx.errors import LongctxError
@@ -70,6 +71,7 @@ app = typer.Typer(
 for _command in (ask, generate, convert, methods, demo):
     app.command()(_command)
 app.add_typer(bench_app, name="bench")
+app.add_typer(eval_app, name="eval")
 
 
 def main() -> None:

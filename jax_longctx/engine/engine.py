@@ -100,6 +100,7 @@ class Engine:
         reserve: int,
         questions: Rows | None = None,
         total: Sequence[int] | None = None,
+        capacity: int = 0,
         progress: Callable[[Progress], None] | None = None,
     ) -> Context:
         """Reads the contexts (rows of any length, also empty) into a cache.
@@ -110,6 +111,7 @@ class Engine:
           questions: what will be asked; only for methods that need it at prefill.
           total: each row's total length as rotary embedding sees it (dynamic NTK); the length of
             the context by default, so that memory options do not change results.
+          capacity: least slots of the cache, so that texts of several lengths share programs.
           progress: called after every chunk.
 
         Raises:
@@ -119,7 +121,7 @@ class Engine:
         rows = self._rows(contexts)
         lengths = [len(row) for row in rows]
         totals = [*(total or lengths[: len(contexts)]), *lengths[len(contexts) :]]
-        slots = bucket(max(lengths) + reserve + SPARE, self.mesh.shape["seq"])
+        slots = bucket(max(capacity, max(lengths) + reserve + SPARE), self.mesh.shape["seq"])
         asked = self._needed_questions(questions, len(contexts))
         self._check_capacity(len(rows), slots, reserve)
         context = Context(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jax_longctx.cli.haystack import hide, python_topics
 from jax_longctx.errors import InputError
+from jax_longctx.evaluation.haystack import Haystack, python_topics
 
 NEEDLE = "The pass key is 12345."
 
@@ -19,7 +19,7 @@ def numbered(count):
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("tokens", [100, 1000])
 def test_place_and_size(tokens, depth):
-    text, before = hide(NEEDLE, numbered(1000), tokens=tokens, depth=depth, count=words)
+    text, before = Haystack(numbered(1000), words).hide(NEEDLE, tokens=tokens, depth=depth)
     head, _, tail = text.partition(NEEDLE)
     assert words(head) == before
     assert tokens - 4 < words(text) <= tokens
@@ -31,7 +31,7 @@ def test_place_and_size(tokens, depth):
 @pytest.mark.parametrize("depth", [0.11, 0.37, 0.5, 0.83])
 def test_needle_stands_between_whole_sentences_of_real_text(depth):
     source = python_topics()
-    text, before = hide(NEEDLE, source, tokens=2000, depth=depth, count=words)
+    text, before = Haystack(source, words).hide(NEEDLE, tokens=2000, depth=depth)
     head, _, tail = text.partition(f"\n\n{NEEDLE}\n\n")
     assert words(head) == before
     assert source.startswith(head)
@@ -47,8 +47,16 @@ def test_python_ships_enough_prose():
     assert not any("\n" in paragraph for paragraph in text.split("\n\n"))
 
 
+def test_a_short_text_starts_over():
+    text, _ = Haystack(numbered(10), words).hide(NEEDLE, tokens=100, depth=0.5, start=7)
+    head, _, tail = text.partition(NEEDLE)
+    numbers = [int(word) for word in (head + tail).split() if word.isdigit()]
+    assert numbers == [(7 + i) % 10 for i in range(len(numbers))]
+    assert len(numbers) == 23
+
+
 def test_sizes_that_cannot_be():
-    with pytest.raises(InputError, match="the text has 40 tokens, 95 are needed"):
-        hide(NEEDLE, numbered(10), tokens=100, depth=0.5, count=words)
     with pytest.raises(InputError, match="too few"):
-        hide(NEEDLE, numbered(10), tokens=6, depth=0.5, count=words)
+        Haystack(numbered(10), words).hide(NEEDLE, tokens=6, depth=0.5)
+    with pytest.raises(InputError, match="empty"):
+        Haystack(" \n", words)

@@ -1,0 +1,162 @@
+"""`jax-longctx eval`: tasks with known answers, over methods and lengths, with intervals."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jax_longctx.cli import options
+from jax_longctx.cli.inputs import read_text
+from jax_longctx.cli.terminal import Terminal
+from jax_longctx.errors import InputError
+
+if TYPE_CHECKING:
+    from jax_longctx.api import LongContext
+
+__all__ = ["eval_app"]
+
+eval_app = typer.Typer(no_args_is_help=True, help="Score methods on tasks with known answers.")
+
+Out = Annotated[Path | None, typer.Option(help="Write every answer to this JSON file.")]
+Heatmap = Annotated[Path | None, typer.Option(help="Write a PNG: share found by length and depth.")]
+
+
+@eval_app.callback()
+def _eval() -> None:
+    """Score methods on tasks with known answers."""
+
+
+@eval_app.command()
+def passkey(
+    *,
+    checkpoint: options.Checkpoint,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            "-m",
+            metavar="NAME[:KEY=VALUE,...]",
+            help="A method and its settings; repeat for several. Exact attention unless given.",
+        ),
+    ] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", help="Tokens of a prompt; repeat for several.")
+    ] = None,
+    depths: Annotated[int, typer.Option(min=1, help="Depths from 0 to 1, evenly spaced.")] = 10,
+    trials: Annotated[int, typer.Option(min=1, help="Trials of each length and method.")] = 50,
+    batch: Annotated[int, typer.Option(min=1, help="Rows that are read together.")] = 1,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to hide the key in; the help texts of Python unless given."),
+    ] = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    mesh: options.MeshSizes = None,
+    chunk: options.Chunk = 512,
+    out: Out = None,
+    heatmap: Heatmap = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """How often a number hidden in a long text is found.
+
+    All methods get the same prompts; the interval is Wilson's, at 95%.
+    A text that is shorter than a prompt starts over.
+
+    [bold]Examples[/bold]
+
+        jax-longctx eval passkey -c smollm2 --length 4096 --trials 20
+
+        jax-longctx eval passkey -c smollm2 -m full -m citrus:budget=1024,chunk=256 --length 8192
+    """
+    chosen = [parse_method(spec) for spec in methods or ["full"]]
+    wanted = lengths or [4096, 8192]
+    if min(wanted) < 64:
+        raise InputError(f"--length must be at least 64 tokens, got {min(wanted)}")
+    terminal = Terminal(as_json=as_json)
+    first = options.ModelChoice(
+        checkpoint, chosen[0][0], chosen[0][1], mesh=mesh, dtype=dtype, chunk=chunk
+    ).open(terminal)
+    source = None if text is None else read_text(str(text))
+    spaced = [i / max(depths - 1, 1) for i in range(depths)]
+    runs = _runs(first, chosen, sorted(wanted), spaced, trials, batch, source, seed, terminal)
+    _report(runs, out, heatmap, terminal)
+
+
+@eval_app.command()
+def table(
+    files: Annotated[list[Path], typer.Argument(help="Results that --out wrote.")],
+    heatmap: Heatmap = None,
+) -> None:
+    """One table, and one heatmap, of several results.
+
+    [bold]Example[/bold]
+
+        jax-longctx eval table full.json citrus.json --heatmap passkey.png
+    """
+    runs = []
+    for file in files:
+        try:
+            runs.extend(json.loads(read_text(str(file)))["runs"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{file} holds no results of eval passkey: {error}") from error
+    _report(runs, None, heatmap, Terminal())
+
+
+def parse_method(spec: str) -> tuple[str, list[str]]:
+    """`"citrus:budget=1024,chunk=256"` -> `("citrus", ["budget=1024", "chunk=256"])`."""
+    name, _, settings = spec.partition(":")
+    return name, [pair for pair in settings.split(",") if pair]
+
+
+def _runs(
+    model: "LongContext",
+    chosen: list[tuple[str, list[str]]],
+    lengths: list[int],
+    depths: list[float],
+    each: int,
+    batch: int,
+    text: str | None,
+    seed: int,
+    terminal: Terminal,
+) -> list[dict[str, Any]]:
+    from jax_longctx.engine import Engine
+    from jax_longctx.evaluation.haystack import Haystack, python_topics
+    from jax_longctx.evaluation.passkey import make_trials
+    from jax_longctx.evaluation.runner import run_trials
+    from jax_longctx.methods import make_method
+
+    base, tokenizer = model.engine, model.tokenizer
+    haystack = Haystack(text or python_topics(), lambda piece: len(tokenizer.encode(piece)))
+    trials = make_trials(haystack, lengths, depths, each, seed)
+    # Every method is made before any runs: a mistake in the last one shows at once.
+    made = [make_method(name, options.parse_settings(pairs)) for name, pairs in chosen]
+    engines = [
+        Engine(base.config, base.params, method, base.mesh, chunk=base.chunk) for method in made
+    ]
+    runs = []
+    for (name, pairs), engine in zip(chosen, engines, strict=True):
+        with terminal.progress(name, "trials") as update:
+            rows = list(run_trials(engine, tokenizer, trials, batch=batch, progress=update))
+        model.engine = engine
+        facts = options.run_facts(model)
+        runs.append({**facts, "given": options.parse_settings(pairs), "seed": seed, "rows": rows})
+    return runs
+
+
+def _report(
+    runs: list[dict[str, Any]], out: Path | None, heatmap: Path | None, terminal: Terminal
+) -> None:
+    from jax_longctx.evaluation import report
+
+    if out is not None:
+        partial = out.with_name(out.name + ".partial")
+        partial.write_text(json.dumps({"runs": runs}, indent=1), encoding="utf-8")
+        partial.rename(out)
+    if heatmap is not None:
+        report.heatmap(runs, heatmap)
+    if terminal.as_json:
+        for run in runs:
+            terminal.record(run)
+    else:
+        terminal.write(report.markdown(runs))

@@ -1,0 +1,1 @@
+"""Tasks with known answers, run over methods and lengths, with intervals."""

@@ -1,0 +1,44 @@
+"""`eval passkey` end to end on a tiny random model, and what it refuses."""
+
+import json
+
+
+def test_passkey_scores_every_method_on_the_same_prompts(run, loads, tmp_path):
+    out, png, text = tmp_path / "runs.json", tmp_path / "map.png", tmp_path / "text.txt"
+    text.write_text("Rain falls. " * 40)
+    args = ["eval", "passkey", "-c", "model", "--length", "160", "--length", "192", "--trials", "3"]
+    args += [
+        "--depths",
+        "3",
+        "--batch",
+        "2",
+        "-m",
+        "full",
+        "-m",
+        "streaming-llm:budget=64,chunk=16",
+    ]
+    result = run(*args, "--text", text, "--out", out, "--heatmap", png)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("| method | 160 | 192 |\n")
+    assert "`streaming-llm budget=64 chunk=16`" in result.stdout
+    full, streaming = json.loads(out.read_text())["runs"]
+    assert [row["key"] for row in full["rows"]] == [row["key"] for row in streaming["rows"]]
+    assert len(full["rows"]) == 6 and {row["length"] for row in full["rows"]} == {160, 192}
+    assert all(row["tokens"] <= row["length"] for row in full["rows"])
+    assert streaming["settings"]["budget"] == 64
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    again = run("eval", "table", out, out)
+    assert again.stdout.count("`full`") == 2
+
+
+def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, tmp_path):
+    passkey = ("eval", "passkey", "-c", "model")
+    for args, message in [
+        ((*passkey, "-m", "nothing"), "unknown method 'nothing'"),
+        ((*passkey, "-m", "full", "-m", "streaming-llm:budget=x"), "expected a whole number"),
+        ((*passkey, "--length", "8"), "--length must be at least 64 tokens, got 8"),
+        (("eval", "table", tmp_path / "none.json"), "none.json"),
+    ]:
+        result = run(*args)
+        assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1 and message in result.stderr
