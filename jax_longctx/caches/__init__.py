@@ -8,7 +8,13 @@ from jax_longctx.caches.append_only import (
     write_rows,
     write_run,
 )
-from jax_longctx.caches.budget import BudgetCache, append_budget, choose, empty_budget_cache
+from jax_longctx.caches.budget import (
+    BudgetCache,
+    append_budget,
+    choose,
+    empty_budget_cache,
+    replace_one,
+)
 
 __all__ = [
     "AppendCache",
@@ -19,6 +25,7 @@ __all__ = [
     "empty_append_cache",
     "empty_budget_cache",
     "gather_slots",
+    "replace_one",
     "write_rows",
     "write_run",
 ]

@@ -17,7 +17,7 @@ from jax_longctx.contract import CacheShape
 from jax_longctx.sharding import axes_field
 from pallas_kernels.select_large_k import select_large_k
 
-__all__ = ["BudgetCache", "append_budget", "choose", "empty_budget_cache"]
+__all__ = ["BudgetCache", "append_budget", "choose", "empty_budget_cache", "replace_one"]
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +95,47 @@ def choose(
         gather(cache.v, jnp.swapaxes(v, 1, 2)),
         gather(cache.token, _tokens(cache, k.shape[1])),
         jnp.take_along_axis(statistics, slots_BKC[..., None], axis=2),
+        count,
+        cache.position + read,
+    )
+
+
+def replace_one(
+    cache: BudgetCache,
+    k: Float[Array, "B 1 K H"],
+    v: Float[Array, "B 1 K H"],
+    scores: Float[Array, "B K U"],
+    statistics: Float[Array, "B K U M"],
+    count: Int[Array, " B"],
+    read: Int[Array, " B"],
+) -> BudgetCache:
+    """`choose` for one new token, of which at most one slot or the token itself leaves.
+
+    Slots after the one that leaves move down by one: a pass of selects over the cache, where
+    choosing takes some forty dependent passes over the scores, too many for each layer of each
+    decode step.
+    """
+    size = cache.k.shape[2]
+    leaves_B = count < cache.length + read
+    # Among the worst the newest leaves: the last in slot order, where the token comes last of all.
+    ranked_BKU = jnp.where(scores > -jnp.inf, scores, jnp.inf)
+    worst_BK = size - jnp.argmin(jnp.flip(ranked_BKU, axis=2), axis=2)
+    worst_BK = jnp.where(leaves_B[:, None], worst_BK, size + 1)
+    moves_BKC = jnp.arange(size) >= worst_BK[..., None]
+    source_BKC = jnp.arange(size) + moves_BKC
+    newest_BKC = source_BKC == cache.length[:, None, None]
+
+    def shift(kept: Array, new: Array) -> Array:
+        mask = (moves_BKC, newest_BKC)
+        moves, newest = mask if kept.ndim == 3 else (m[..., None] for m in mask)
+        moved = jnp.where(moves, jnp.roll(kept, -1, axis=2), kept)
+        return jnp.where(newest, new, moved).astype(kept.dtype)
+
+    return BudgetCache(
+        shift(cache.k, jnp.swapaxes(k, 1, 2)),
+        shift(cache.v, jnp.swapaxes(v, 1, 2)),
+        shift(cache.token, _tokens(cache, 1)),
+        shift(statistics[:, :, :size], statistics[:, :, size:]),
         count,
         cache.position + read,
     )

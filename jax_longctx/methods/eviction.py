@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import BudgetCache, append_budget, choose
+from jax_longctx.caches import BudgetCache, append_budget, choose, replace_one
 from jax_longctx.contract import (
     CacheShape,
     LayerContext,
@@ -45,12 +45,16 @@ __all__ = [
     "Look",
     "Positions",
     "Protocol",
+    "accumulated",
     "capacity",
     "check",
     "evict",
     "finish",
     "fork",
+    "joining",
+    "leaving",
     "look",
+    "may_leave",
     "only_joins",
     "probed_question",
     "read_and_append",
@@ -199,6 +203,33 @@ def only_joins(method: "Evictor", segment: Segment) -> bool:
     return method.protocol == "citrus" and segment.role in ("query", "decode")
 
 
+def may_leave(method: "Evictor", seen: Look) -> Bool[Array, "B U"]:
+    """The slots and tokens that compete: all of them, or under `citrus` those cached before."""
+    if method.protocol == "own":
+        return seen.present
+    return seen.present & (jnp.arange(seen.present.shape[1]) < seen.past_k.shape[2])
+
+
+def leaving(method: "Evictor", seen: Look) -> Int[Array, " B"]:
+    """How many of them leave with this segment; none in a row that has no token in it."""
+    if method.protocol == "own":
+        over_B = seen.length + seen.valid - method.budget
+    else:
+        over_B = seen.length - (method.budget - method.chunk)
+    return jnp.where(seen.valid > 0, jnp.maximum(over_B, 0), 0)
+
+
+def joining(segment: Segment, seen: Look) -> Int[Array, " B"]:
+    """The segment's tokens that the cache is to hold; a probe leaves none."""
+    return jnp.zeros_like(seen.valid) if segment.role == "probe" else seen.valid
+
+
+def accumulated(cache: BudgetCache, added: Float[Array, "B K U M"]) -> Float[Array, "B K U M"]:
+    """The running sums of slots and tokens after this segment; new tokens begin at zero."""
+    tokens = added.shape[2] - cache.statistics.shape[2]
+    return added + jnp.pad(cache.statistics, ((0, 0), (0, 0), (0, tokens), (0, 0)))
+
+
 def evict(
     method: "Evictor",
     cache: BudgetCache,
@@ -212,23 +243,18 @@ def evict(
     A row without tokens in this segment keeps what it has. `statistics` of slots and tokens are
     carried along.
     """
-    held_B, valid_B = seen.length, seen.valid
-    present_B1U = seen.present[:, None]
-    tokens_U = jnp.arange(scores.shape[-1]) >= cache.k.shape[2]
-    if method.protocol == "own":
-        count_B, read_B = jnp.minimum(method.budget, held_B + valid_B), valid_B
-    else:
-        count_B, read_B = jnp.minimum(method.budget - method.chunk, held_B), valid_B
-        if segment.role == "probe":
-            # The question looks at what is there, and leaves no trace but the eviction.
-            present_B1U, read_B = present_B1U & ~tokens_U, jnp.zeros_like(valid_B)
-        else:
-            scores, count_B = jnp.where(tokens_U, jnp.inf, scores), count_B + valid_B
-    scores = jnp.where(present_B1U, scores, -jnp.inf)
-    count_B = jnp.where(valid_B > 0, count_B, held_B)
+    joining_B = joining(segment, seen)
+    scores = jnp.where(may_leave(method, seen)[:, None], scores, jnp.inf)
+    # What does not join stays out, whatever its score.
+    order_BU = seen.order
+    held_BU = seen.present & (order_BU < (seen.length + joining_B)[:, None])
+    scores = jnp.where(held_BU[:, None], scores, -jnp.inf)
+    count_B = seen.length + joining_B - leaving(method, seen)
     if statistics is None:
         statistics = jnp.zeros((*scores.shape, 0), jnp.float32)
-    return choose(cache, seen.store_k, seen.v, scores, statistics, count_B, read_B)
+    single = seen.k.shape[1] == 1 and (method.protocol == "own" or method.chunk == 1)
+    keep = replace_one if single else choose
+    return keep(cache, seen.store_k, seen.v, scores, statistics, count_B, joining_B)
 
 
 def check(method: "Evictor", kept: int = 1) -> None:
@@ -317,5 +343,6 @@ def fork(self: "Evictor", cache: Any) -> Any:
 
 
 def read_bytes(self: "Evictor", cache: BudgetCache, length: int) -> int:
-    """Every slot's key and value."""
-    return cache.k.nbytes + cache.v.nbytes
+    """Every slot's key and value; where answering evicts, what goes with them too."""
+    attended = cache.k.nbytes + cache.v.nbytes
+    return attended + (cache.token.nbytes + cache.statistics.nbytes) * (self.protocol == "own")

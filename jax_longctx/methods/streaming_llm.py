@@ -36,7 +36,7 @@ class StreamingLLM:
 
     Attributes:
       budget: tokens kept in each layer.
-      sink: first tokens that never leave.
+      sink: first tokens that never leave; as many as `budget` keep no newer ones at all.
       chunk: tokens of the context read before the oldest leave.
       positions: `shifted` (the paper) or `true` (positions keep growing).
       protocol: `own` (the paper), or `citrus` (as a baseline of CItruS, section 5.2).
@@ -61,7 +61,7 @@ class StreamingLLM:
     def __post_init__(self) -> None:
         if self.sink < 0:
             raise ConfigError(f"StreamingLLM: sink must be at least 0, got {self.sink}")
-        eviction.check(self, kept=self.sink + 1)
+        eviction.check(self, kept=max(self.sink, 1))
 
     def init_cache(self, shape: CacheShape) -> BudgetCache:
         return empty_budget_cache(shape, eviction.capacity(self, shape))
