@@ -4,17 +4,20 @@ from jax_longctx.contract.context import LayerContext
 from jax_longctx.contract.method import CacheShape, Method, MethodInfo
 from jax_longctx.contract.segments import (
     CHUNK_ROWS,
+    INSTRUCTION_ROWS,
     Prompt,
     Role,
     RowGroup,
     Segment,
     Stage,
+    beside,
     chunk_segments,
     make_segment,
 )
 
 __all__ = [
     "CHUNK_ROWS",
+    "INSTRUCTION_ROWS",
     "CacheShape",
     "LayerContext",
     "Method",
@@ -24,6 +27,7 @@ __all__ = [
     "RowGroup",
     "Segment",
     "Stage",
+    "beside",
     "chunk_segments",
     "make_segment",
 ]

@@ -12,11 +12,13 @@ from jax_longctx.sharding import axes_field
 
 __all__ = [
     "CHUNK_ROWS",
+    "INSTRUCTION_ROWS",
     "Prompt",
     "Role",
     "RowGroup",
     "Segment",
     "Stage",
+    "beside",
     "chunk_segments",
     "make_segment",
 ]
@@ -39,6 +41,7 @@ class RowGroup:
 
 
 CHUNK_ROWS = "chunk"
+INSTRUCTION_ROWS = "instruction"
 
 
 @jax.tree_util.register_dataclass
@@ -122,6 +125,24 @@ def chunk_segments(rows: Sequence[Sequence[int]], chunk: int, role: Role) -> Ite
         size = tail_size(min(chunk, longest - start), chunk)
         ends = (lengths > start) & (lengths <= start + chunk)
         yield make_segment([row[start : start + chunk] for row in rows], size, role, ends)
+
+
+def beside(chunk: Segment, instructions: Sequence[Sequence[int]], width: int) -> Segment:
+    """A segment of chunk rows with each row's instruction in `width` columns of its own behind.
+
+    Where a row's context has ended, its instruction does not count either: the row is a no-op.
+    """
+    size = chunk.tokens.shape[1]
+    looking = np.asarray(chunk.valid)[:, 0] > 0
+    rows = [row if looks else () for row, looks in zip(instructions, looking, strict=True)]
+    probe = make_segment(rows, width, "probe", np.asarray(chunk.ends))
+    arrays = (
+        np.concatenate([np.asarray(part.tokens) for part in (chunk, probe)], axis=1),
+        np.concatenate([np.asarray(part.valid) for part in (chunk, probe)], axis=1),
+    )
+    tokens, valid = cast(tuple[Any, Any], arrays)
+    groups = (*chunk.groups, RowGroup(INSTRUCTION_ROWS, size, width))
+    return Segment(tokens, valid, chunk.ends, "probe_and_context", groups)
 
 
 def tail_size(tokens: int, chunk: int) -> int:

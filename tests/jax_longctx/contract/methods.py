@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_longctx.caches import (
     AppendCache,
@@ -17,14 +16,18 @@ from jax_longctx.caches import (
     empty_append_cache,
     gather_slots,
 )
-from jax_longctx.contract import CHUNK_ROWS, MethodInfo, RowGroup, Segment, chunk_segments
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    INSTRUCTION_ROWS,
+    MethodInfo,
+    beside,
+    chunk_segments,
+)
 from jax_longctx.methods import Full
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
-
-INSTRUCTION_ROWS = "instruction"
 
 
 def info(**changes: Any) -> MethodInfo:
@@ -129,22 +132,9 @@ class Instructed:
             return Full().segments(prompt)
         width = max(map(len, prompt.question))
         return [
-            self._beside(chunk, prompt.question, width)
-            for chunk in chunk_segments(prompt.context, prompt.chunk, "probe_and_context")
+            beside(chunk, prompt.question, width)
+            for chunk in chunk_segments(prompt.context, prompt.chunk, "context")
         ]
-
-    def _beside(self, chunk, instructions, width):
-        size = chunk.tokens.shape[1]
-        tokens = np.zeros((len(instructions), size + width), np.int32)
-        tokens[:, :size] = chunk.tokens
-        for b, row in enumerate(instructions):
-            tokens[b, size : size + len(row)] = row
-        # A row whose context has ended is a no-op: its instruction must not look either.
-        lengths = np.array([len(row) for row in instructions], np.int32)
-        lengths = np.where(chunk.valid[:, 0] > 0, lengths, 0)
-        groups = (RowGroup(CHUNK_ROWS, 0, size), RowGroup(INSTRUCTION_ROWS, size, width))
-        valid = np.stack([chunk.valid[:, 0], lengths], axis=1)
-        return Segment(tokens, valid, chunk.ends, chunk.role, groups)
 
     def attend(self, q, k, v, cache, segment, ctx):
         if segment.role != "probe_and_context":
