@@ -1,5 +1,6 @@
-"""`jax-longctx methods`: what each method does, from its own metadata."""
+"""`jax-longctx methods`: what each method does and costs, from its own metadata and caches."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import rich.console
@@ -7,9 +8,14 @@ import rich.table
 import typer
 
 from jax_longctx.cli import options
+from jax_longctx.cli.memory import shown_bytes
 from jax_longctx.cli.terminal import Terminal
+from jax_longctx.errors import ConfigError, InputError
 
 __all__ = ["methods"]
+
+# Tokens kept free for question and answer in the figures shown.
+RESERVE = 256
 
 
 def methods(
@@ -17,21 +23,46 @@ def methods(
         str | None,
         typer.Argument(help="One method, with its settings; all of them unless given."),
     ] = None,
+    settings: options.Settings = None,
+    model: Annotated[
+        str, typer.Option(help="Shape of a published model, for the memory shown.")
+    ] = "llama-3.1-8b",
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", "-c", metavar="DIR", help="The model's shape from here."),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of context, for the memory shown.")] = 32768,
+    batch: Annotated[int, typer.Option(help="Rows, for the memory shown.")] = 1,
+    dtype: options.Dtype = "bfloat16",
     as_json: options.AsJson = False,
 ) -> None:
-    """List the long-context methods and what each changes.
+    """List the long-context methods: what each changes, and what its caches cost.
+
+    Memory is that of keys, values and what goes with them: at the peak of prefill, kept after it
+    for more questions, while answering the last one, and read by each decode step.
 
     [bold]Examples[/bold]
 
         jax-longctx methods
 
-        jax-longctx methods NAME
+        jax-longctx methods NAME --set budget=2048 --context 131072
 
         jax-longctx methods --json
     """
-    from jax_longctx.methods import METHODS, describe
+    from jax_longctx.methods import METHODS, describe, make_method
 
-    described = [describe(name)] if name is not None else [describe(known) for known in METHODS]
+    if settings and name is None:
+        raise InputError("--set is for a method's settings; name the method")
+    if min(context, batch) < 1:
+        raise InputError(f"--context and --batch must be at least 1, got {context} and {batch}")
+    config = _shape(model, checkpoint)
+    described = []
+    for each in [name] if name is not None else METHODS:
+        entry = describe(each)
+        method = make_method(each, options.parse_settings(settings or ()))
+        measured = {"context": context, "batch": batch, "dtype": dtype}
+        entry["memory"] = measured | _memory(config, method, context, batch, dtype or "bfloat16")
+        described.append(entry)
     if as_json:
         for entry in described:
             Terminal(as_json=True).record(entry)
@@ -39,21 +70,64 @@ def methods(
         _show_one(described[0])
     else:
         _show_all(described)
+        shape = model if checkpoint is None else checkpoint
+        rich.console.Console(highlight=False).print(
+            f"\nmemory: {shape}, {dtype}, {batch} x {context:,} tokens of context", markup=False
+        )
+
+
+def _shape(model: str, checkpoint: Path | None) -> Any:
+    if checkpoint is not None:
+        from jax_longctx.models.checkpoint import read_manifest
+
+        return read_manifest(checkpoint).config
+    from jax_longctx.models.presets import preset
+
+    return preset(model)
+
+
+def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> dict[str, Any]:
+    """Bytes by name, or why the method does not run on this model."""
+    import dataclasses
+
+    import jax.numpy as jnp
+
+    from jax_longctx.engine.footprint import footprint
+    from jax_longctx.engine.programs import Setup
+    from jax_longctx.sharding import make_mesh
+
+    try:
+        method.validate(config)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    options.checked_dtype(dtype)
+    setup = Setup(config, method, make_mesh(), jnp.dtype(dtype), 512)
+    found = footprint(setup, batch=batch, context=context, reserve=RESERVE)
+    return {f"{key}_bytes": value for key, value in dataclasses.asdict(found).items()}
 
 
 def _show_all(described: list[dict[str, Any]]) -> None:
     table = rich.table.Table(box=None, header_style="bold", pad_edge=False)
-    for header in ("method", "changes", "query-aware", "keeps every key", "what it does"):
+    for header in ("method", "changes", "asks first", "keeps all"):
         table.add_column(header, no_wrap=header == "method")
+    for header in ("peak", "kept", "answering", "read a step"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("what it does")
     for entry in described:
         table.add_row(
             entry["name"],
             entry["phase"],
-            _yes(entry["query_aware"]),
+            _yes(entry["needs_question"]),
             _yes(entry["keeps_all"]),
+            *_sizes(entry["memory"]),
             entry["summary"],
         )
-    rich.console.Console().print(table)
+    rich.console.Console(highlight=False).print(table)
+
+
+def _sizes(memory: dict[str, Any]) -> list[str]:
+    names = ("peak", "kept", "resident", "read")
+    return [shown_bytes(memory[f"{n}_bytes"]) if f"{n}_bytes" in memory else "-" for n in names]
 
 
 def _show_one(entry: dict[str, Any]) -> None:
@@ -62,8 +136,16 @@ def _show_one(entry: dict[str, Any]) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for key, value in entry.items():
-        if key != "settings":
+        if key not in ("settings", "memory"):
             table.add_row(key.replace("_", " "), _yes(value) if value in (True, False) else value)
+    memory = entry["memory"]
+    if "refused" in memory:
+        table.add_row("memory", memory["refused"])
+    else:
+        what = ("at the peak of prefill", "kept after prefill", "while answering", "read a step")
+        for label, size in zip(what, _sizes(memory), strict=True):
+            table.add_row(label, size)
+        table.add_row("for", f"{memory['batch']} x {memory['context']:,} tokens of context")
     console.print(table)
     settings = entry["settings"]
     console.print("\nsettings (--set KEY=VALUE)" if settings else "\nno settings", style="bold")

@@ -201,20 +201,27 @@ def finish_question(
     return _finish(setup, caches, total, "question", reserve)
 
 
+def finish_layer(
+    setup: Setup, layer: int, cache: Any, total: Int[Array, " B"], *, stage: Stage, reserve: int
+) -> Any:
+    """The method's `finish` of one layer, inside the manual `shard_map`."""
+
+    def local(cache: Any, total: Array) -> Any:
+        return setup.method.finish(cache, setup.layer_context(layer, total), stage, reserve)
+
+    in_specs = (tree_specs(cache), BATCH)
+    # What comes back is known by tracing; its fields then say how it is sharded.
+    traced = jax.eval_shape(setup.shard_map(local, in_specs, PartitionSpec()), cache, total)
+    return setup.shard_map(local, in_specs, tree_specs(traced))(cache, total)
+
+
 def _finish(
     setup: Setup, caches: tuple[Any, ...], total: Array, stage: Stage, reserve: int
 ) -> tuple[Any, ...]:
-    finished = []
-    for layer, cache in enumerate(caches):
-
-        def local(cache: Any, total: Array, layer: int = layer) -> Any:
-            return setup.method.finish(cache, setup.layer_context(layer, total), stage, reserve)
-
-        in_specs = (tree_specs(cache), BATCH)
-        # What comes back is known by tracing; its fields then say how it is sharded.
-        traced = jax.eval_shape(setup.shard_map(local, in_specs, PartitionSpec()), cache, total)
-        finished.append(setup.shard_map(local, in_specs, tree_specs(traced))(cache, total))
-    return tuple(finished)
+    return tuple(
+        finish_layer(setup, layer, cache, total, stage=stage, reserve=reserve)
+        for layer, cache in enumerate(caches)
+    )
 
 
 _finish_donated = jax.jit(_finish, static_argnums=(0, 3, 4), donate_argnums=1)

@@ -73,6 +73,35 @@ def test_methods_table_and_json_say_the_same(run):
         assert json.loads(alone) == record
 
 
+def test_methods_show_what_their_caches_cost(run):
+    def memory(*args):
+        return json.loads(run("methods", *args, "--json").stdout)["memory"]
+
+    # 8B shape: 32 layers x 8 heads x 128 x (k, v) x 2 bytes a token.
+    token = 32 * 8 * 128 * 2 * 2
+    full = memory("full", "--context", "8192")
+    assert full["kept_bytes"] == pytest.approx((8192 + 512) * token, rel=0.01)
+    small = memory("streaming-llm", "--set", "budget=512", "--context", "100000", "--batch", "2")
+    assert small["peak_bytes"] == pytest.approx(2 * 512 * token, rel=0.02)
+    assert small["read_bytes"] == pytest.approx(2 * 512 * token, rel=0.02)
+    assert "rope scaling" in memory("dynamic-ntk")["refused"]
+    shown = run("methods", "full", "--context", "8192").stdout
+    assert "kept after prefill" in shown and "1.1 GiB" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--set", "budget=4"], "name the method"),
+        (["full", "--context", "0"], "must be at least 1"),
+        (["full", "--model", "gpt"], "gpt"),
+    ],
+)
+def test_methods_mistakes_are_named(run, args, message):
+    result = run("methods", *args)
+    assert result.exit_code == 2 and message in result.stderr
+
+
 def test_unknown_method_suggests_the_nearest(run):
     result = run("methods", "ful")
     assert result.exit_code == 2

@@ -1,0 +1,28 @@
+"""Every method of the library with settings that fit the tests' tiny models."""
+
+from jax_longctx.methods import make_method
+
+__all__ = ["SMALL", "small_method"]
+
+_BUDGET = {"budget": 48, "chunk": 16}
+SMALL: dict[str, dict[str, object]] = {
+    "full": {},
+    "dynamic-ntk": {},
+    "streaming-llm": _BUDGET,
+    "h2o": _BUDGET,
+    "tova": _BUDGET,
+    "roco": _BUDGET,
+    "reattention": {
+        "global_size": 4,
+        "local_size": 32,
+        "span": 4,
+        "count": 2,
+        "kept": 8,
+        "chunk": 16,
+    },
+}
+
+
+def small_method(name: str):
+    """The method with its small settings; KeyError names one that has none here."""
+    return make_method(name, SMALL[name])
