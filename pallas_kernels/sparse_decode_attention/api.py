@@ -7,8 +7,10 @@ log-sum-exp (`pallas_kernels.lse`).
 
 RESA (spec: its selected set I) also needs the prior's softmax over the same slots: with `prior`
 each call returns it beside the attention, from one reading of the values. Implementations: `xla`
-on every platform, `reference` for tests.
+on every platform, `tpu` (Mosaic, lists of heads without a prior), `reference` for tests.
 """
+
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 from jax import Array
@@ -16,7 +18,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import check_heads
-from pallas_kernels.sparse_decode_attention import reference, xla
+from pallas_kernels.sparse_decode_attention import reference, tpu, xla
 
 
 def sparse_decode_attention(
@@ -39,7 +41,7 @@ def sparse_decode_attention(
         at most once in a list, -1 for none. With page_size 1 they are slots.
       start, stop: what lies outside may be anything.
       prior: float32 logits of every slot, -inf for weight 0.
-      implementation: "xla" or "reference"; None picks by platform and shape.
+      implementation: "xla", "tpu" or "reference"; None picks by platform and shape.
 
     Returns:
       (out [B,1,N,H] in q's dtype, lse [B,1,N] float32), and with a prior also (out, lse) of the
@@ -53,8 +55,9 @@ def sparse_decode_attention(
             f"sparse_decode_attention: pages {pages.shape}; expected a list of at least one page "
             f"for each of {k.shape[1]} kv heads or {q.shape[2]} query heads"
         )
-    name = _select("sparse_decode_attention", q, k, v, page_size, prior, implementation)
-    module = {"xla": xla, "reference": reference}[name]
+    kernels = {"tpu": lambda: tpu.unsupported(q, k, pages, page_size, prior)}
+    name = _select("sparse_decode_attention", q, k, v, page_size, prior, implementation, kernels)
+    module = {"xla": xla, "tpu": tpu, "reference": reference}[name]
     return module.sparse_decode_attention(
         q, k, v, pages, start, stop, page_size=page_size, scale=scale, prior=prior
     )
@@ -87,7 +90,10 @@ def flat_sparse_decode_attention(
             f"flat_sparse_decode_attention: heads {heads.shape} and pages {pages.shape}; expected "
             "one shape with at least one entry a row"
         )
-    name = _select("flat_sparse_decode_attention", q, k, v, page_size, prior, implementation)
+    kernels = {"tpu": lambda: "no kernel for flat lists"}
+    name = _select(
+        "flat_sparse_decode_attention", q, k, v, page_size, prior, implementation, kernels
+    )
     module = {"xla": xla, "reference": reference}[name]
     return module.flat_sparse_decode_attention(
         q, k, v, heads, pages, start, stop, page_size=page_size, scale=scale, prior=prior
@@ -102,8 +108,13 @@ def _select(
     page_size: int,
     prior: Array | None,
     implementation: str | None,
+    kernels: Mapping[str, Callable[[], str | None]],
 ) -> str:
-    """Check what both operations share and name the implementation."""
+    """Check what both operations share and name the implementation.
+
+    Args:
+      kernels: for each platform's kernel why it cannot run these arguments, or None.
+    """
     check_heads(q, k, v, kv_axis=1)
     if q.shape[1] != 1 or page_size < 1:
         raise ValueError(
@@ -116,6 +127,6 @@ def _select(
     return dispatch.select(
         operation,
         implementation,
-        {"xla": lambda: None, "reference": lambda: None},
+        {"xla": lambda: None, **kernels, "reference": lambda: None},
         f"{dispatch.shape_class(q, k.shape[1], None)}, pages of {page_size}",
     )

@@ -16,7 +16,10 @@ Bytes moved: keys and values of the listed pages, once for each list. Roofline: 
 bandwidth; with pages of 16 a copy is 4 KiB, and starting it costs the scalar unit tens of cycles.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +28,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import MASKED
-from pallas_kernels.tpu_common import SCALARS, SUBLANES, matmul, slots_minor, unsupported_keys
+from pallas_kernels.tpu_common import (
+    SCALARS,
+    SUBLANES,
+    Softmax,
+    matmul,
+    slots_minor,
+    unsupported_keys,
+)
 
 # Slots of a block: large enough that its copies take longer than a grid step's fixed cost.
 _BLOCK = 512
@@ -76,7 +85,8 @@ def sparse_decode_attention(
     block = block or min(max(_BLOCK // page_size, 1), entries)
     blocks = -(-entries // block)
     spare = [(0, 0), (0, 0), (0, blocks * block - entries)]
-    pages = jnp.pad(pages.astype(jnp.int32), spare, constant_values=-1)
+    pages = jnp.where(pages < k.shape[2] // page_size, pages, -1).astype(jnp.int32)
+    pages = jnp.pad(pages, spare, constant_values=-1)
     slots_BXCZ = pages[..., None] * page_size + jnp.arange(page_size)
     start_B111, stop_B111 = (x[:, None, None, None] for x in (start, stop))
     held_BXCZ = (slots_BXCZ >= start_B111) & (slots_BXCZ < stop_B111) & (pages >= 0)[..., None]
@@ -84,57 +94,123 @@ def sparse_decode_attention(
     whole_BXJ = jnp.all(held_BXCZ.reshape(batch, lists, blocks, -1), axis=3)
     scalars = (pages, used_BX, whole_BXJ, start, stop)
 
-    rows = heads // lists
+    q_BXRH = q.reshape(batch, lists, heads // lists, head_dim)
+    out_BXRH, lse_BXR1 = _call(q_BXRH, k, blocks, block, page_size, scale, interpret)(
+        *(x.reshape(-1).astype(jnp.int32) for x in scalars),
+        *(q_BXRH, held_BXCZ.reshape(batch, lists, 1, -1).astype(jnp.float32), k, v),
+    )
+    return out_BXRH.reshape(q.shape), lse_BXR1.reshape(q.shape[:3])
+
+
+def _call(
+    q: Float[Array, "B X R H"],
+    k: Float[Array, "B K S H"],
+    blocks: int,
+    block: int,
+    page_size: int,
+    scale: float,
+    interpret: pltpu.InterpretParams | bool,
+) -> Callable[..., list[Array]]:
+    """The kernel as a function of the prefetched scalars, q, the slots that count, k and v."""
+    batch, lists, rows, head_dim = q.shape
     slots = block * page_size
-    queries_spec = pl.BlockSpec((1, 1, rows, head_dim), lambda b, x, j, *_: (b, x, 0, 0))
+
+    def by_list(b, x, j, *_):
+        return b, x, 0, 0
+
+    queries = pl.BlockSpec((1, 1, rows, head_dim), by_list)
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
     buffer = pltpu.VMEM((2, slots, head_dim), k.dtype)
-    out_BXRH, lse_BXR1 = pl.pallas_call(
+    read = batch * lists * blocks * slots
+    return pl.pallas_call(
         partial(_kernel, scale=scale, page_size=page_size, group=lists // k.shape[1]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=5,
             grid=(batch, lists, blocks),
             in_specs=[
-                queries_spec,
+                queries,
                 pl.BlockSpec((1, 1, 1, slots), lambda b, x, j, *_: (b, x, 0, j)),
-                *[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+                *[in_memory, in_memory],
             ],
-            out_specs=[
-                queries_spec,
-                pl.BlockSpec((1, 1, rows, 1), lambda b, x, j, *_: (b, x, 0, 0)),
-            ],
+            out_specs=[queries, pl.BlockSpec((1, 1, rows, 1), by_list)],
             scratch_shapes=[
-                *[buffer] * 2,
+                *[buffer, buffer],
                 pltpu.SemaphoreType.DMA((2, 2)),
-                *[pltpu.VMEM((rows, 1), jnp.float32)] * 2,
-                pltpu.VMEM((rows, head_dim), jnp.float32),
+                *Softmax.scratch(rows, head_dim),
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, lists, rows, head_dim), q.dtype),
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch, lists, rows, 1), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary")
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * pages.size * page_size * rows * head_dim,
-            transcendentals=pages.size * page_size * rows,
-            bytes_accessed=2 * pages.size * page_size * head_dim * k.dtype.itemsize,
+            flops=4 * read * rows * head_dim,
+            transcendentals=read * rows,
+            bytes_accessed=2 * read * head_dim * k.dtype.itemsize,
         ),
         interpret=interpret,
         name="sparse_decode_attention",
-    )(
-        *(x.reshape(-1).astype(jnp.int32) for x in scalars),
-        q.reshape(batch, lists, rows, head_dim),
-        held_BXCZ.reshape(batch, lists, 1, -1).astype(jnp.float32),
-        *(k, v),
     )
-    return out_BXRH.reshape(q.shape), lse_BXR1.reshape(q.shape[:3])
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A batch row's steps: its lists one after another, block by block, and their pages' copies."""
+
+    row: Array
+    lists: Array | int
+    blocks: Array | int
+    block: int  # entries
+    page_size: int
+    group: int  # lists of a kv head
+    pages: Any  # [B * X * C] the lists, C a whole number of blocks
+    used: Any  # [B * X] entries up to the last that is not -1
+    caches: tuple[tuple[Any, Any], ...]  # k and v in memory, [B,K,S,H], and their buffers
+    arrived: Any  # semaphores, [cache, buffer]
+
+    def number(self, step: Array) -> Array:
+        """The step's number among all rows' steps."""
+        return self.row * self.lists * self.blocks + step
+
+    def is_used(self, step: Array) -> Array:
+        used = self.used[self.row * self.lists + step // self.blocks]
+        return step % self.blocks * self.block < used
+
+    def page(self, step: Array, i: Array) -> Array:
+        return self.pages[self.number(step) * self.block + i]
+
+    def rows_of(self, i: Array) -> pl.Slice:
+        """Where a buffer, or the cache, holds page i."""
+        return pl.ds(pl.multiple_of(i * self.page_size, self.page_size), self.page_size)
+
+    def fetch(self, step: Array) -> None:
+        """Start copying the step's pages into its buffer; for -1 page 0 is copied."""
+        head = step // self.blocks // self.group
+
+        def copy_page(i: Array, _: None) -> None:
+            at = self.rows_of(jnp.maximum(self.page(step, i), 0))
+            for which, (cache, buffer) in enumerate(self.caches):
+                pltpu.make_async_copy(
+                    cache.at[self.row, head, at],
+                    buffer.at[step % 2, self.rows_of(i)],
+                    self.arrived.at[which, step % 2],
+                ).start()
+
+        lax.fori_loop(0, self.block, copy_page, None)
+
+    def wait(self, step: Array) -> None:
+        for which, (_, buffer) in enumerate(self.caches):
+            # A copy of the whole buffer waits for as many bytes as all its pages have.
+            whole = buffer.at[step % 2]
+            pltpu.make_async_copy(whole, whole, self.arrived.at[which, step % 2]).wait()
 
 
 def _kernel(
-    pages,  # [B * X * C] the lists, C a whole number of blocks
-    used,  # [B * X] entries up to the last that is not -1
+    pages,
+    used,
     whole,  # [B * X * J] whether every slot of the block counts
     start,  # [B]
     stop,  # [B]
@@ -146,11 +222,8 @@ def _kernel(
     lse,
     k_buffer,  # [2, M, H]
     v_buffer,
-    arrived,  # [2, 2] semaphores of the buffers, k's and v's
-    top,  # [R, 1] the softmax
-    total,
-    acc,  # [R, H]
-    *,
+    arrived,
+    *softmax,
     scale: float,
     page_size: int,
     group: int,
@@ -158,82 +231,30 @@ def _kernel(
     b, x, j = (pl.program_id(axis) for axis in range(3))
     lists, blocks = pl.num_programs(1), pl.num_programs(2)
     block = held.shape[3] // page_size
-    step = x * blocks + j  # of the row
     caches = (k, k_buffer), (v, v_buffer)
-
-    def list_of(step):
-        return b * lists + step // blocks
-
-    def entry(step, i):
-        return pages[(b * lists * blocks + step) * block + i]
-
-    def is_used(step):
-        return step % blocks * block < used[list_of(step)]
-
-    def fetch(step):
-        head = step // blocks // group
-
-        def page(i, _):
-            at = pl.ds(pl.multiple_of(jnp.maximum(entry(step, i), 0) * page_size, page_size), page_size)
-            to = pl.ds(pl.multiple_of(i * page_size, page_size), page_size)
-            for which, (cache, buffer) in enumerate(caches):
-                pltpu.make_async_copy(
-                    cache.at[b, head, at], buffer.at[step % 2, to], arrived.at[which, step % 2]
-                ).start()
-
-        lax.fori_loop(0, block, page, None)
-
-    @pl.when((step == 0) & is_used(step))
-    def _():
-        fetch(step)
-
+    work = _Work(b, lists, blocks, block, page_size, group, pages, used, caches, arrived)
+    running = Softmax(*softmax)
+    step = x * blocks + j
     following = jnp.minimum(step + 1, lists * blocks - 1)
+    pl.when((step == 0) & work.is_used(step))(lambda: work.fetch(step))
+    pl.when((step < following) & work.is_used(following))(lambda: work.fetch(following))
+    pl.when(j == 0)(running.clear)
 
-    @pl.when((step < following) & is_used(following))
-    def _():
-        fetch(following)
-
-    @pl.when(j == 0)
-    def _():
-        top[...] = jnp.full_like(top, MASKED)
-        total[...] = jnp.zeros_like(total)
-        acc[...] = jnp.zeros_like(acc)
-
-    def blank(i, _):
+    def blank(i: Array, _: None) -> None:
         """Replace the values of page i that do not count: 0 x NaN is NaN."""
-        first = entry(step, i) * page_size
-        rows = step % 2, pl.ds(pl.multiple_of(i * page_size, page_size), page_size)
+        at = step % 2, work.rows_of(i)
+        first = work.page(step, i) * page_size
         slots_ZH = first + lax.broadcasted_iota(jnp.int32, (page_size, v.shape[3]), 0)
         counts = (slots_ZH >= start[b]) & (slots_ZH < stop[b]) & (first >= 0)
-        values = v_buffer[rows].astype(jnp.float32)
-        v_buffer[rows] = jnp.where(counts, values, 0).astype(v_buffer.dtype)
+        values = v_buffer[at].astype(jnp.float32)  # masks have the layout of 32-bit numbers
+        v_buffer[at] = jnp.where(counts, values, 0).astype(v_buffer.dtype)
 
-    @pl.when(is_used(step))
+    @pl.when(work.is_used(step))
     def _():
-        for which, (_, buffer) in enumerate(caches):
-            # Waits for as many bytes as the whole buffer has.
-            copy = buffer.at[step % 2]
-            pltpu.make_async_copy(copy, copy, arrived.at[which, step % 2]).wait()
-
-        @pl.when(whole[b * lists * blocks + step] == 0)
-        def _():
-            lax.fori_loop(0, block, blank, None)
-
-        seen = held[0, 0] > 0
-        values = v_buffer[step % 2]
+        work.wait(step)
+        cut = whole[work.number(step)] == 0
+        pl.when(cut)(lambda: lax.fori_loop(0, block, blank, None))
         scores_RM = scale * matmul(q[0, 0], k_buffer[step % 2], (1, 1))
-        scores_RM = jnp.where(seen, scores_RM, MASKED)
-        old = top[...]
-        new = jnp.maximum(old, jnp.max(scores_RM, axis=1, keepdims=True))
-        weights_RM = jnp.where(seen, jnp.exp(scores_RM - new), 0)
-        shrink = jnp.exp(old - new)
-        total[...] = shrink * total[...] + jnp.sum(weights_RM, axis=1, keepdims=True)
-        acc[...] = shrink * acc[...] + matmul(weights_RM.astype(values.dtype), values, (1, 0))
-        top[...] = new
+        running.add(scores_RM, held[0, 0] > 0, v_buffer[step % 2], minor=False)
 
-    @pl.when(j == blocks - 1)
-    def _():
-        some = total[...] > 0
-        safe = jnp.where(some, total[...], 1)
-        out[0, 0] = (acc[...] / safe).astype(out.dtype)
-        lse[0, 0] = jnp.where(some, top[...] + jnp.log(safe), -jnp.inf)
+    pl.when(j == blocks - 1)(lambda: running.write(out.at[0, 0], lse.at[0, 0]))

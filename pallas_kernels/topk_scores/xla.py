@@ -188,4 +188,5 @@ def _merge_block(
     values, at = lax.top_k(jnp.concatenate([values, found.reshape(flat)], axis=-1), count)
     indices = jnp.concatenate([indices, slots.reshape(flat)], axis=-1)
     indices = jnp.take_along_axis(indices, at, axis=-1)
-    return values, jnp.where(jnp.isneginf(values), -1, indices)
+    # Where the block has too few, the -inf and -1 that `best` began with come first.
+    return values, indices

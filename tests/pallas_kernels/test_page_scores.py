@@ -108,6 +108,14 @@ def test_the_score_is_that_of_centre_and_radius(name: str, radius: str) -> None:
     )
 
 
+def test_float32_bounds_are_multiplied_at_the_highest_precision() -> None:
+    """The default precision of a TPU would round them to bfloat16; a CPU's does not."""
+    q, keys = _keys()
+    with jax.default_matmul_precision("default"):
+        program = str(jax.make_jaxpr(SCORES["xla"])(q, *(keys[:, :, :, 0],) * 2, FILLED))
+    assert program.count("Precision.HIGHEST") == 4  # both operands of two matmuls
+
+
 def test_bounds_of_other_shapes_are_refused(unchecked_signatures) -> None:
     q, keys = _keys()
     bounds = jnp.asarray(keys[:, :, :, 0])

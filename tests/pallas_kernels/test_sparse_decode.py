@@ -23,10 +23,10 @@ from pallas_kernels.sparse_decode_attention import (
     xla,
 )
 
-# The last page of 8 has 3 slots, and none of 7 or 13 ends with the cache.
+# The last page of 8 has 3 slots, that of 7 only one. The first row's bounds lie outside the cache.
 SLOTS, LISTED = 43, 4
-STARTS = (0, 4, 7, 8, 9, 20, 0)
-STOPS = (43, 40, 41, 32, 33, 20, 1)
+STARTS = (-9, 4, 7, 8, 9, 20, 0)
+STOPS = (60, 40, 41, 32, 33, 20, 1)
 ROWS = len(STARTS)
 
 
@@ -115,7 +115,11 @@ def _by_numpy(case: Case, lists: jax.Array, arrays: tuple[jax.Array, ...]) -> li
     for b, n in np.ndindex(ROWS, heads):
         kv = n // case.groups
         pages = set(np.asarray(lists)[b, n * lists.shape[1] // heads].tolist())
-        slots = [s for s in range(STARTS[b], STOPS[b]) if s // case.page_size in pages]
+        slots = [
+            s
+            for s in range(max(0, STARTS[b]), min(STOPS[b], SLOTS))
+            if s // case.page_size in pages
+        ]
         both = (case.scale * k[b, kv, slots] @ q[b, 0, n], out, lse), (prior[b, n, slots],)
         for logits, o, e in (both[0], (*both[1], out_prior, lse_prior)):
             if np.isfinite(logits).any():
@@ -267,6 +271,17 @@ def test_after_an_append_in_place_no_cache_is_copied() -> None:
     lists, at = (shape(x, jnp.int32) for x in ((1, 3, 8), (1,)))
     compiled = jax.jit(step, donate_argnums=0).lower(caches, q, fresh, lists, at).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 2 * 3 * 8192 * 64 * 4 / 20
+
+
+def test_partial_results_of_a_head_are_summed_at_the_highest_precision() -> None:
+    """The default precision of a TPU would round them to bfloat16; a CPU's does not."""
+    case = CASES["flat"]
+    q, k, v, _ = _inputs(case)
+    bounds = [jnp.array(x, jnp.int32) for x in (STARTS, STOPS)]
+    run = partial(xla.flat_sparse_decode_attention, page_size=8, scale=0.1)
+    with jax.default_matmul_precision("default"):
+        program = str(jax.make_jaxpr(run)(q, k, v, *_flat(_lists(case)), *bounds))
+    assert program.count("Precision.HIGHEST") == 4  # both operands of two sums
 
 
 def test_bad_arguments_are_named(unchecked_signatures) -> None:

@@ -133,6 +133,10 @@ def test_equal_scores_go_to_the_first_slots() -> None:
     np.testing.assert_array_equal(indices[6, 0, 0], [7, 8, -1, -1])
     np.testing.assert_array_equal(values[6, 0, 0], [0, 0, -np.inf, -np.inf])
     assert not np.signbit(values[6, 0, 0, :2]).any()
+    signs = jnp.array([-0.0, 0.0, -0.0, 0.0, 0.0])[None, None, :, None]
+    bounds = [jnp.array([x], jnp.int32) for x in (0, 5)]
+    _, indices = _run(4)(jnp.ones((1, 1, 1, 1)), signs, *bounds)
+    np.testing.assert_array_equal(indices[0, 0, 0], [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("tile_best", [None, 4])
@@ -241,10 +245,10 @@ def test_blocks_outside_the_bounds_are_not_visited() -> None:
 
 
 @pytest.mark.parametrize("tile_best", [None, 128])
-@pytest.mark.parametrize("queries", [1, 512])
-def test_a_million_slots_take_bounded_memory(queries: int, tile_best: int | None) -> None:
-    """The scores of 512 queries would be 69 GB."""
-    shapes = (1, queries, 32, 128), (1, 8, 2**20, 128)
+@pytest.mark.parametrize(("queries", "slots"), [(1, 2**19), (512, 2**20)])
+def test_long_caches_take_bounded_memory(queries: int, slots: int, tile_best: int | None) -> None:
+    """The keys are 1 and 2 GB; the scores of 512 queries would be 69 GB."""
+    shapes = (1, queries, 32, 128), (1, 8, slots, 128)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     bounds = [jax.ShapeDtypeStruct((1,), jnp.int32)] * 2
     run = jax.jit(partial(topk_scores, count=4, tile_best=tile_best))
