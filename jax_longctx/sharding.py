@@ -124,7 +124,10 @@ def axes_field(*axes: str | None) -> Any:
 
 
 def axes_of(node: Any, describe: Any) -> Any:
-    """Maps `describe(axes)` over a pytree of dataclasses whose array fields are `axes_field`s."""
+    """Maps `describe(axes)` over a pytree of dataclasses whose array fields are `axes_field`s.
+
+    A field without an array is None, here as in any pytree.
+    """
     if isinstance(node, tuple | list):
         return type(node)(axes_of(child, describe) for child in node)
     if isinstance(node, dict):
@@ -134,7 +137,7 @@ def axes_of(node: Any, describe: Any) -> Any:
     fields = {}
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
-        if field.metadata.get("static"):
+        if value is None or field.metadata.get("static"):
             fields[field.name] = value
         elif "axes" in field.metadata:
             fields[field.name] = describe(field.metadata["axes"])

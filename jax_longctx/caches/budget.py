@@ -29,7 +29,7 @@ class BudgetCache:
       k, v: slot c is valid when `c < length[b]`; other slots hold garbage. Whether keys are stored
         before or after rotary embedding is the method's choice.
       token: each kept token's index in the row's text.
-      statistics: M running sums of each kept token, float32 (M may be 0).
+      statistics: M running sums of each kept token, float32, or None.
       length: kept tokens of each row, the same for all its heads.
       position: tokens read so far, the index of the next one.
     """
@@ -37,7 +37,7 @@ class BudgetCache:
     k: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", "room", None)
     v: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", "room", None)
     token: Int[Array, "B K C"] = axes_field("batch", "kv_heads", "room")
-    statistics: Float[Array, "B K C M"] = axes_field("batch", "kv_heads", "room", None)
+    statistics: Float[Array, "B K C M"] | None = axes_field("batch", "kv_heads", "room", None)
     length: Int[Array, " B"] = axes_field("batch")
     position: Int[Array, " B"] = axes_field("batch")
 
@@ -45,11 +45,13 @@ class BudgetCache:
 def empty_budget_cache(shape: CacheShape, capacity: int, statistics: int = 0) -> BudgetCache:
     """A cache of `capacity` empty slots in the model's dtype, with `statistics` sums a slot."""
     slots = (shape.batch, shape.num_kv_heads, capacity)
+    # None, not an array of size 0: XLA crashes on a donated one that is sharded.
+    sums = jnp.zeros((*slots, statistics), jnp.float32) if statistics else None
     return BudgetCache(
         jnp.zeros((*slots, shape.head_dim), shape.dtype),
         jnp.zeros((*slots, shape.head_dim), shape.dtype),
         jnp.zeros(slots, jnp.int32),
-        jnp.zeros((*slots, statistics), jnp.float32),
+        sums,
         jnp.zeros((shape.batch,), jnp.int32),
         jnp.zeros((shape.batch,), jnp.int32),
     )
@@ -66,7 +68,7 @@ def choose(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     scores: Float[Array, "B K U"],
-    statistics: Float[Array, "B K U M"],
+    statistics: Float[Array, "B K U M"] | None,
     count: Int[Array, " B"],
     read: Int[Array, " B"],
 ) -> BudgetCache:
@@ -76,7 +78,7 @@ def choose(
       k, v: the segment's, as they are to be stored.
       scores: of slots and tokens side by side (U = C + T), -inf where there is none; +inf is kept
         before all others. Among equals the older one stays.
-      statistics: of slots and tokens, to be carried along.
+      statistics: of slots and tokens, to be carried along where the cache has any.
       count: tokens to keep, at most C.
       read: how many tokens of the text this segment held.
     """
@@ -94,7 +96,9 @@ def choose(
         gather(cache.k, jnp.swapaxes(k, 1, 2)),
         gather(cache.v, jnp.swapaxes(v, 1, 2)),
         gather(cache.token, _tokens(cache, k.shape[1])),
-        jnp.take_along_axis(statistics, slots_BKC[..., None], axis=2),
+        None
+        if statistics is None
+        else jnp.take_along_axis(statistics, slots_BKC[..., None], axis=2),
         count,
         cache.position + read,
     )
@@ -105,7 +109,7 @@ def replace_one(
     k: Float[Array, "B 1 K H"],
     v: Float[Array, "B 1 K H"],
     scores: Float[Array, "B K U"],
-    statistics: Float[Array, "B K U M"],
+    statistics: Float[Array, "B K U M"] | None,
     count: Int[Array, " B"],
     read: Int[Array, " B"],
 ) -> BudgetCache:
@@ -135,7 +139,7 @@ def replace_one(
         shift(cache.k, jnp.swapaxes(k, 1, 2)),
         shift(cache.v, jnp.swapaxes(v, 1, 2)),
         shift(cache.token, _tokens(cache, 1)),
-        shift(statistics[:, :, :size], statistics[:, :, size:]),
+        None if statistics is None else shift(statistics[:, :, :size], statistics[:, :, size:]),
         count,
         cache.position + read,
     )

@@ -57,6 +57,7 @@ __all__ = [
     "may_leave",
     "only_joins",
     "probed_question",
+    "question_width",
     "read_and_append",
     "read_bytes",
     "segments",
@@ -226,6 +227,7 @@ def joining(segment: Segment, seen: Look) -> Int[Array, " B"]:
 
 def accumulated(cache: BudgetCache, added: Float[Array, "B K U M"]) -> Float[Array, "B K U M"]:
     """The running sums of slots and tokens after this segment; new tokens begin at zero."""
+    assert cache.statistics is not None
     tokens = added.shape[2] - cache.statistics.shape[2]
     return added + jnp.pad(cache.statistics, ((0, 0), (0, 0), (0, tokens), (0, 0)))
 
@@ -250,8 +252,6 @@ def evict(
     held_BU = seen.present & (order_BU < (seen.length + joining_B)[:, None])
     scores = jnp.where(held_BU[:, None], scores, -jnp.inf)
     count_B = seen.length + joining_B - leaving(method, seen)
-    if statistics is None:
-        statistics = jnp.zeros((*scores.shape, 0), jnp.float32)
     single = seen.k.shape[1] == 1 and (method.protocol == "own" or method.chunk == 1)
     keep = replace_one if single else choose
     return keep(cache, seen.store_k, seen.v, scores, statistics, count_B, joining_B)
@@ -309,6 +309,19 @@ def segments(self: "Evictor", prompt: Prompt) -> Iterable[Segment]:
 
 def probed_question(method: "Evictor", question: Sequence[Sequence[int]]) -> list[Segment]:
     """The question as a probe and then as a query, one segment each: it looks as a whole."""
+    width = question_width(method, question)
+    return [
+        *chunk_segments(question, width, "probe"),
+        *chunk_segments(question, width, "query"),
+    ]
+
+
+def question_width(method: "Evictor", question: Sequence[Sequence[int]]) -> int:
+    """Columns for a question that looks as a whole: in powers of two, for few compilations.
+
+    Raises:
+      InputError: the question is longer than the cache which it looks at.
+    """
     longest = max(map(len, question), default=1)
     if longest > method.budget:
         raise InputError(
@@ -316,12 +329,7 @@ def probed_question(method: "Evictor", question: Sequence[Sequence[int]]) -> lis
             f"budget of {method.budget}; move text from the question to the context, or raise "
             f"budget"
         )
-    # In powers of two, for few compilations.
-    width = 1 << max(longest - 1, 7).bit_length()
-    return [
-        *chunk_segments(question, width, "probe"),
-        *chunk_segments(question, width, "query"),
-    ]
+    return 1 << max(longest - 1, 7).bit_length()
 
 
 def capacity(method: "Evictor", shape: CacheShape) -> int:
@@ -344,5 +352,5 @@ def fork(self: "Evictor", cache: Any) -> Any:
 
 def read_bytes(self: "Evictor", cache: BudgetCache, length: int) -> int:
     """Every slot's key and value; where answering evicts, what goes with them too."""
-    attended = cache.k.nbytes + cache.v.nbytes
-    return attended + (cache.token.nbytes + cache.statistics.nbytes) * (self.protocol == "own")
+    answering = (cache.k, cache.v) if self.protocol == "citrus" else cache
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(answering))
