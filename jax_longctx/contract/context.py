@@ -52,6 +52,14 @@ class LayerContext:
         """Maximum over the shards of the heads."""
         return jax.lax.pmax(x, "tensor")
 
+    def gather_heads(self, x: Array, axis: int) -> Array:
+        """The shards' arrays concatenated along `axis`, on every shard of the heads."""
+        return jax.lax.all_gather(x, "tensor", axis=axis, tiled=True)
+
+    def head_offset(self, local_heads: int) -> Int[Array, ""]:
+        """Global index of this shard's first head, when it holds `local_heads` of them."""
+        return jax.lax.axis_index("tensor") * local_heads
+
     @property
     def seq_size(self) -> int:
         """Number of shards of the slots."""
