@@ -1,4 +1,4 @@
-"""What the Mosaic TPU kernels share: key blocks, the caches' layout, precision, vector memory.
+"""What the Mosaic TPU kernels share: key blocks, the caches' layout, matmuls, running softmaxes.
 
 A TPU array is tiled over its two minor axes, the last one in vectors of 128 lanes. A cache
 [B,K,S,H] with H a multiple of 128 lies row-major and a block of keys is [Z,H]. With H below 128
@@ -7,11 +7,15 @@ the cache. Kernels are then handed [B,K,H,S], which is the same bytes, and a blo
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
+
+from pallas_kernels.common import MASKED
 
 LANES = 128
 # Rows of a tile by the size of a number: packed numbers share a vector's rows.
@@ -80,3 +84,55 @@ def matmul(x: Array, y: Array, contract: tuple[int, int]) -> Array:
         precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
+
+
+class Softmax(NamedTuple):
+    """References to a softmax that runs over blocks of keys, in vector memory, of R rows."""
+
+    top: Any  # [R, 1] the largest score or MASKED
+    total: Any  # [R, 1] the sum of exp(score - top)
+    acc: Any  # [R, H] the values weighted by the same
+
+    @staticmethod
+    def scratch(rows: int, head_dim: int) -> list[Any]:
+        column = pltpu.VMEM((rows, 1), jnp.float32)
+        return [column, column, pltpu.VMEM((rows, head_dim), jnp.float32)]
+
+    def clear(self) -> None:
+        self.top[...] = jnp.full_like(self.top, MASKED)
+        self.total[...] = jnp.zeros_like(self.total)
+        self.acc[...] = jnp.zeros_like(self.acc)
+
+    def add(
+        self,
+        scores: Float[Array, "R Z"],
+        seen: Array | None,
+        values: Array,
+        *,
+        minor: bool,
+    ) -> None:
+        """Add a block: its scores, which of them count (None: all), and its values.
+
+        Args:
+          seen: broadcasts to the scores.
+          values: [Z,H], or [H,Z] if `minor`; finite, also where nothing is seen.
+        """
+        if seen is not None:
+            scores = jnp.where(seen, scores, MASKED)
+        old = self.top[...]
+        new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.exp(scores - new)
+        if seen is not None:  # where none is, MASKED - MASKED is 0
+            weights = jnp.where(seen, weights, 0)
+        shrink = jnp.exp(old - new)
+        self.total[...] = shrink * self.total[...] + jnp.sum(weights, axis=1, keepdims=True)
+        weighted = matmul(weights.astype(values.dtype), values, (1, 1 if minor else 0))
+        self.acc[...] = shrink * self.acc[...] + weighted
+        self.top[...] = new
+
+    def write(self, out: Any, lse: Any) -> None:
+        """Out [R,H] and log-sum-exp [R,1]; 0 and -inf for rows that saw nothing."""
+        some = self.total[...] > 0
+        total = jnp.where(some, self.total[...], 1)
+        out[...] = (self.acc[...] / total).astype(out.dtype)
+        lse[...] = jnp.where(some, self.top[...] + jnp.log(total), -jnp.inf)

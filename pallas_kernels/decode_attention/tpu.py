@@ -15,6 +15,7 @@ Bytes moved: keys and values of the visible blocks, once. Roofline: those bytes 
 a block's two matmuls load it into the matrix unit once each, with R of their rows used.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -24,9 +25,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import MASKED, group_heads, ungroup_heads, window_start
+from pallas_kernels.common import group_heads, ungroup_heads, window_start
 from pallas_kernels.tpu_common import (
     VMEM_BYTES,
+    Softmax,
     as_stored,
     key_block,
     key_spec,
@@ -79,7 +81,28 @@ def decode_attention(
         steps = min(steps, -(-(window + queries) // block) + 1)
         query_BT = query_B[:, None] + jnp.arange(queries)
         positions = (jnp.tile(query_BT, (1, rows // queries)).astype(jnp.int32)[..., None],)
-    stop_B = -(-lengths // block)
+    scalars = (x.astype(jnp.int32) for x in (lengths, first_B, -(-lengths // block)))
+    arrays = q_BKRH, as_stored(k), as_stored(v), *positions
+    kernel = partial(_kernel, scale=scale, block=block, steps=steps, window=window)
+    out_BKRH, lse_BKR1 = _call(kernel, q_BKRH, k, steps, block, positions, interpret)(
+        *scalars, *arrays
+    )
+    grouped = batch, kv_heads, rows // queries, queries
+    out_BKGTH = out_BKRH.reshape(*grouped, head_dim)
+    return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKR1.reshape(grouped))
+
+
+def _call(
+    kernel: Callable[..., None],
+    q: Float[Array, "B K R H"],
+    k: Float[Array, "B K S H"],
+    steps: int,
+    block: int,
+    positions: tuple[Array, ...],
+    interpret: pltpu.InterpretParams | bool,
+) -> Callable[..., list[Array]]:
+    """The kernel as a function of the prefetched scalars, q, k and v as stored, and positions."""
+    batch, kv_heads, rows, head_dim = q.shape
 
     def visited(b, h, j, lengths, first, stop):
         return b, h, jnp.minimum(first[b] + j, jnp.maximum(stop[b] - 1, 0))
@@ -88,43 +111,34 @@ def decode_attention(
         return b, h, 0, 0
 
     keys = key_spec(head_dim, block, visited)
-    queries_spec = pl.BlockSpec((1, 1, rows, head_dim), by_head)
+    queries = pl.BlockSpec((1, 1, rows, head_dim), by_head)
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=3,
         grid=(batch, kv_heads, steps),
-        in_specs=[queries_spec, keys, keys]
+        in_specs=[queries, keys, keys]
         + [pl.BlockSpec((1, rows, 1), lambda b, *_: (b, 0, 0)) for _ in positions],
-        out_specs=[queries_spec, pl.BlockSpec((1, 1, rows, 1), by_head)],
-        scratch_shapes=[
-            pltpu.VMEM((rows, 1), jnp.float32),
-            pltpu.VMEM((rows, 1), jnp.float32),
-            pltpu.VMEM((rows, head_dim), jnp.float32),
-        ],
+        out_specs=[queries, pl.BlockSpec((1, 1, rows, 1), by_head)],
+        scratch_shapes=Softmax.scratch(rows, head_dim),
     )
-    out_BKRH, lse_BKR1 = pl.pallas_call(
-        partial(_kernel, scale=scale, block=block, steps=steps, window=window),
+    visits = batch * kv_heads * steps * block
+    return pl.pallas_call(
+        kernel,
         grid_spec=grid_spec,
         out_shape=[
-            jax.ShapeDtypeStruct(q_BKRH.shape, q.dtype),
-            jax.ShapeDtypeStruct((*q_BKRH.shape[:3], 1), jnp.float32),
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * batch * kv_heads * rows * steps * block * head_dim,
-            transcendentals=batch * kv_heads * rows * steps * block,
-            bytes_accessed=2 * batch * kv_heads * steps * block * head_dim * k.dtype.itemsize,
+            flops=4 * visits * rows * head_dim,
+            transcendentals=visits * rows,
+            bytes_accessed=2 * visits * head_dim * k.dtype.itemsize,
         ),
         interpret=interpret,
         name="decode_attention",
-    )(
-        *(x.astype(jnp.int32) for x in (lengths, first_B, stop_B)),
-        *(q_BKRH, as_stored(k), as_stored(v), *positions),
     )
-    grouped = batch, kv_heads, rows // queries, queries
-    out_BKGTH = out_BKRH.reshape(*grouped, head_dim)
-    return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKR1.reshape(grouped))
 
 
 def _block(slots: int, rows: int, head_dim: int, itemsize: int) -> int:
@@ -149,15 +163,12 @@ def _kernel(
     window: int | None,
 ):
     *positions, out, lse, top, total, acc = rest
+    softmax = Softmax(top, total, acc)
     b, j = pl.program_id(0), pl.program_id(2)
     at = first[b] + j
     minor = slots_minor(q.shape[3])
 
-    @pl.when(j == 0)
-    def _():
-        top[...] = jnp.full_like(top, MASKED)
-        total[...] = jnp.zeros_like(total)
-        acc[...] = jnp.zeros_like(acc)
+    pl.when(j == 0)(softmax.clear)
 
     def add_block(cut: bool):
         values = v[0, 0]
@@ -171,27 +182,10 @@ def _kernel(
             held = at * block + lax.broadcasted_iota(jnp.int32, values.shape, axis) < lengths[b]
             # In float32: the comparison's mask has the layout of 32-bit numbers.
             values = jnp.where(held, values.astype(jnp.float32), 0).astype(values.dtype)
-        masked = cut or bool(positions)
-        if masked:
-            scores_RZ = jnp.where(seen, scores_RZ, MASKED)
-        old = top[...]
-        new = jnp.maximum(old, jnp.max(scores_RZ, axis=1, keepdims=True))
-        weights_RZ = jnp.exp(scores_RZ - new)
-        if masked:  # where all are masked, MASKED - MASKED is 0
-            weights_RZ = jnp.where(seen, weights_RZ, 0)
-        shrink = jnp.exp(old - new)
-        total[...] = shrink * total[...] + jnp.sum(weights_RZ, axis=1, keepdims=True)
-        weighted = matmul(weights_RZ.astype(values.dtype), values, (1, 1 if minor else 0))
-        acc[...] = shrink * acc[...] + weighted
-        top[...] = new
+        softmax.add(scores_RZ, seen if cut or positions else None, values, minor=minor)
 
     whole = (at + 1) * block <= lengths[b]
     pl.when((at < stop[b]) & whole)(lambda: add_block(cut=False))
     pl.when((at < stop[b]) & ~whole)(lambda: add_block(cut=True))
 
-    @pl.when(j == steps - 1)
-    def _():
-        some = total[...] > 0
-        safe = jnp.where(some, total[...], 1)
-        out[0, 0] = (acc[...] / safe).astype(out.dtype)
-        lse[0, 0] = jnp.where(some, top[...] + jnp.log(safe), -jnp.inf)
+    pl.when(j == steps - 1)(lambda: softmax.write(out.at[0, 0], lse.at[0, 0]))

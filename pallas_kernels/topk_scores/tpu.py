@@ -21,6 +21,7 @@ Bytes moved: k once for each tile of rows (twice or so for 512 queries of a grou
 vector unit compares, selects and takes a maximum of each score, then six operations a round.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -82,45 +83,60 @@ def topk_scores(
     rows = q_BKRH.shape[2]
     row_tile, block = blocks or _blocks(rows, slots)
     row_tile = min(row_tile, rows)
-    listed = -(-count // 8) * 8
     first_B = start // block
     stop_block_B = jnp.where(stop > start, -(-stop // block), first_B)
+    scalars = (x.astype(jnp.int32) for x in (start, stop, first_B, stop_block_B))
+    run = _call(q_BKRH, k, row_tile, block, count, interpret)
+    found_BKCR = run(*scalars, q_BKRH, as_stored(k))
+    values, indices = (_by_query(x[:, :, :count], q.shape[:3]) for x in found_BKCR)
+    return jnp.where(values == 0, 0.0, values), indices  # -0 is 0
+
+
+def _call(
+    q: Float[Array, "B K R H"],
+    k: Float[Array, "B K S H"],
+    row_tile: int,
+    block: int,
+    count: int,
+    interpret: pltpu.InterpretParams | bool,
+) -> Callable[..., list[Array]]:
+    """The kernel as a function of the prefetched scalars, q, and k as stored."""
+    (batch, kv_heads, rows, head_dim), slots = q.shape, k.shape[2]
+    listed = -(-count // 8) * 8  # whole vectors
+    tiles = -(-rows // row_tile)
 
     def visited(b, h, r, j, start, stop, first, stop_block):
         return b, h, jnp.minimum(first[b] + j, jnp.maximum(stop_block[b] - 1, 0))
 
-    list_spec = pl.BlockSpec((1, 1, listed, row_tile), lambda b, h, r, j, *_: (b, h, 0, r))
+    best = pl.BlockSpec((1, 1, listed, row_tile), lambda b, h, r, j, *_: (b, h, 0, r))
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=4,
-        grid=(batch, kv_heads, -(-rows // row_tile), -(-slots // block)),
+        grid=(batch, kv_heads, tiles, -(-slots // block)),
         in_specs=[
             pl.BlockSpec((1, 1, row_tile, head_dim), lambda b, h, r, j, *_: (b, h, r, 0)),
             key_spec(head_dim, block, visited),
         ],
-        out_specs=[list_spec, list_spec],
+        out_specs=[best, best],
         scratch_shapes=[pltpu.VMEM((block, row_tile), jnp.float32)],
     )
-    lists = [jax.ShapeDtypeStruct((batch, kv_heads, listed, rows), x) for x in ("float32", "int32")]
-    found_BKCR = pl.pallas_call(
+    return pl.pallas_call(
         partial(_kernel, block=block, count=count),
         grid_spec=grid_spec,
-        out_shape=lists,
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, kv_heads, listed, rows), dtype)
+            for dtype in (jnp.float32, jnp.int32)
+        ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * queries * slots * batch * heads * head_dim,
+            flops=2 * q.size * slots,
             transcendentals=0,
-            bytes_accessed=k.size * k.dtype.itemsize * -(-rows // row_tile),
+            bytes_accessed=k.size * k.dtype.itemsize * tiles,
         ),
         interpret=interpret,
         name="topk_scores",
-    )(
-        *(x.astype(jnp.int32) for x in (start, stop, first_B, stop_block_B)),
-        *(q_BKRH, as_stored(k)),
     )
-    values, indices = (_by_query(x[:, :, :count], q.shape[:3]) for x in found_BKCR)
-    return jnp.where(values == 0, 0.0, values), indices  # -0 is 0
 
 
 def _by_query(x: Array, shape: tuple[int, ...]) -> Array:

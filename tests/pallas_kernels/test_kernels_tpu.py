@@ -15,6 +15,8 @@ from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass import tpu as mass_tpu
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import tpu as decode_tpu
+from pallas_kernels.sparse_decode_attention import reference as sparse_reference
+from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
 from pallas_kernels.topk_scores import tpu as topk_tpu
 
@@ -25,8 +27,8 @@ LENGTHS = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 300)
 
 
 def _random(dtype: str, *shapes: tuple[int, ...]) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(7), len(shapes))
-    return [jax.random.normal(x, s).astype(dtype) for x, s in zip(keys, shapes, strict=True)]
+    rng = np.random.default_rng(7)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
 def _spoil(x_BKSH: jax.Array, lengths_B: jax.Array, garbage: float) -> jax.Array:
@@ -61,7 +63,7 @@ def test_decode_attention(
     cache = len(LENGTHS), kv_heads, 300, head_dim
     q, k, v = _random(dtype, (len(LENGTHS), queries, kv_heads * groups, head_dim), cache, cache)
     scale = logits * head_dim**-0.5
-    expected = decode_reference.decode_attention(q, k, v, lengths, scale=scale)
+    expected = jax.jit(partial(decode_reference.decode_attention, scale=scale))(q, k, v, lengths)
     run = partial(decode_tpu.decode_attention, scale=scale, block=BLOCK, interpret=INTERPRET)
     k, v = (_spoil(x, lengths, jnp.nan) for x in (k, v))
     result = jax.jit(run)(q, k, v, lengths)
@@ -78,7 +80,7 @@ def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim: 
     # The last row's queries stand beyond the reach of every slot.
     behind = jnp.array([0, 0, 3, 10, 99, 101], jnp.int32)
     options = dict(scale=0.3, window=100, slot_start=40, query_start=40 + lengths + behind)
-    expected = decode_reference.decode_attention(q, k, v, lengths, **options)
+    expected = jax.jit(partial(decode_reference.decode_attention, **options))(q, k, v, lengths)
     assert np.all(np.isneginf(expected[1][5]))
     k, v = (_spoil(x, lengths, jnp.nan) for x in (k, v))
     unreached = jnp.arange(512) < (lengths + behind - 99)[:, None] // BLOCK * BLOCK
@@ -110,7 +112,7 @@ def test_topk_scores(
     k[0, 0, :5, 0], k[0, 0, 7] = np.nan, -np.inf
     k[:, :, 20:40] = 3  # the best of a block stand together
     q, k = jnp.asarray(q, dtype), jnp.asarray(k, dtype)
-    expected = topk_reference.topk_scores(q, k, starts, stops, count=count)
+    expected = jax.jit(partial(topk_reference.topk_scores, count=count))(q, k, starts, stops)
     outside = (jnp.arange(300) < starts[:, None]) | (jnp.arange(300) >= stops[:, None])
     k = jnp.where(outside[:, None, :, None], jnp.nan, k)
     blocks = BLOCK, BLOCK
@@ -171,7 +173,7 @@ def test_attention_mass(
     start = jnp.array([0, 0, 100, 110, 128, 200, 300], jnp.int32)
     options["causal_start"] = start if options.pop("causal", False) else None
     options |= dict(scale=head_dim**-0.5, valid=valid)
-    expected = mass_reference.attention_mass(q, k, lse, lengths, **options)
+    expected = jax.jit(partial(mass_reference.attention_mass, **options))(q, k, lse, lengths)
     padding = jnp.arange(queries) >= valid[:, None]
     q = jnp.where(padding[..., None, None], jnp.nan, q)
     lse = jnp.where(padding[..., None], jnp.nan, lse)
@@ -181,3 +183,66 @@ def test_attention_mass(
         assert (found is None) == (wanted is None)
         if wanted is not None:
             np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lists", "kv_heads", "groups", "page_size", "dtype"),
+    [
+        pytest.param(2, 2, 3, 16, "bfloat16", id="by-kv-head"),
+        pytest.param(4, 2, 2, 8, "float32", id="by-query-head"),
+        pytest.param(1, 1, 8, 64, "float32", marks=pytest.mark.slow, id="mqa-large-pages"),
+    ],
+)
+def test_sparse_decode_attention(
+    lists: int, kv_heads: int, groups: int, page_size: int, dtype: str
+) -> None:
+    """Lists of every length, full, with holes and empty, of three blocks of two pages."""
+    slots = 10 * page_size
+    cache = 5, kv_heads, slots, 128
+    q, k, v = _random(dtype, (5, 1, kv_heads * groups, 128), cache, cache)
+    rng = np.random.default_rng(1)
+    pages = np.stack([rng.permutation(10)[:5] for _ in range(5 * lists)]).reshape(5, lists, 5)
+    # Row 0 has lists of 0, 1, ... pages; row 1 a hole, and an entry that is no page of the cache.
+    pages[0] = np.where(np.arange(5) < np.arange(lists)[:, None], pages[0], -1)
+    pages[1, :, 1:3] = -1, 10
+    starts = jnp.array([0, page_size, page_size - 1, page_size + 1, 40], jnp.int32)
+    stops = jnp.array([slots, slots - page_size, slots + 3, slots - 1, 40], jnp.int32)
+    arguments = jnp.asarray(pages, jnp.int32), starts, stops
+    options = dict(page_size=page_size, scale=128**-0.5)
+    expected = jax.jit(partial(sparse_reference.sparse_decode_attention, **options))(
+        q, k, v, *arguments
+    )
+    outside = (jnp.arange(slots) < starts[:, None]) | (jnp.arange(slots) >= stops[:, None])
+    k, v = (jnp.where(outside[:, None, :, None], jnp.nan, x) for x in (k, v))
+    run = partial(sparse_tpu.sparse_decode_attention, block=2, interpret=INTERPRET, **options)
+    result = jax.jit(run)(q, k, v, *arguments)
+    assert not np.any(result[0][4]) and np.all(np.isneginf(result[1][4]))
+    assert np.all(np.isneginf(result[1][0, 0, : kv_heads * groups // lists]))
+    _assert_attention(result, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"head_dim": 64}, "head dim 64: slots lie along the lanes"),
+        ({"page_size": 8}, "pages of 8 of 256 slots are not whole tiles of 16"),
+        ({"slots": 250}, "of 250 slots"),
+        ({"pages": 2**18}, "at most 131072 fit scalar memory"),
+        ({"prior": True}, "a prior's logits lie along the lanes"),
+        ({"dtype": "float16"}, "bfloat16 and float32, not float16"),
+    ],
+)
+def test_reasons_against_the_sparse_kernel(changes: dict, reason: str | None) -> None:
+    case = dict(head_dim=128, page_size=16, slots=256, pages=4, prior=False, dtype="bfloat16")
+    case |= changes
+    q = jax.ShapeDtypeStruct((1, 1, 2, case["head_dim"]), case["dtype"])
+    k = jax.ShapeDtypeStruct((1, 2, case["slots"], case["head_dim"]), case["dtype"])
+    pages = jax.ShapeDtypeStruct((1, 2, case["pages"] // 2), jnp.int32)
+    prior = jax.ShapeDtypeStruct((1, 2, case["slots"]), jnp.float32) if case["prior"] else None
+    found: list[str | None] = []
+    unsupported = partial(sparse_tpu.unsupported, page_size=case["page_size"])
+    jax.eval_shape(
+        lambda *args: found.append(unsupported(*args[:3], prior=args[3])), q, k, pages, prior
+    )
+    assert found == [None] if reason is None else reason in str(found[0])

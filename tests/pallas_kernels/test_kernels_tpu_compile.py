@@ -5,6 +5,7 @@ kernel that asks for more.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
 
 pytest.importorskip("libtpu")
+
+# Cases beyond a kernel's main one.
+also = partial(pytest.param, marks=pytest.mark.slow)
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 HEADS, ROW = P("data", "tensor"), P("data")  # [B, heads, ...] and [B]
@@ -63,7 +68,7 @@ def _assert_kernel_without_a_copy(
     assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 10
 
 
-@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("window", [None, also(4096)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tpu_decode_attention_compiles(mesh: Mesh, head_dim: int, window: int | None) -> None:
     cache = HEADS, (4, 8, 65536, head_dim), jnp.bfloat16
@@ -79,7 +84,7 @@ def test_tpu_decode_attention_compiles(mesh: Mesh, head_dim: int, window: int | 
     _assert_kernel_without_a_copy(compiled, "decode_attention", 2 * 65536 * 8 * head_dim * 2)
 
 
-@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("groups", [also(1), also(3), also(8)])
 def test_tpu_decode_attention_compiles_for_any_group(mesh: Mesh, groups: int) -> None:
     """Also with many queries, in float32, and where no block divides the cache."""
     cache = HEADS, (2, 4, 5000, 128), jnp.float32
@@ -96,7 +101,7 @@ def test_tpu_decode_attention_compiles_for_any_group(mesh: Mesh, groups: int) ->
 
 
 @pytest.mark.parametrize(
-    ("queries", "count", "head_dim"), [(512, 4, 128), (512, 4, 64), (1, 16, 128)]
+    ("queries", "count", "head_dim"), [(512, 4, 128), also(512, 4, 64), also(1, 16, 128)]
 )
 def test_tpu_topk_scores_compiles(mesh: Mesh, queries: int, count: int, head_dim: int) -> None:
     slots = 131072
@@ -114,9 +119,10 @@ def test_tpu_topk_scores_compiles(mesh: Mesh, queries: int, count: int, head_dim
 @pytest.mark.parametrize(
     ("queries", "head_dim", "options"),
     [
-        pytest.param(1, 128, {}, id="decode"),
-        pytest.param(512, 64, {"over_group": "max"}, id="narrow-heads"),
-        pytest.param(2048, 128, {"squares": True, "causal": True}, id="causal-squares"),
+        pytest.param(512, 128, {"causal": True}, id="causal"),
+        also(1, 128, {}, id="decode"),
+        also(512, 64, {"over_group": "max"}, id="narrow-heads"),
+        also(2048, 128, {"squares": True}, id="squares"),
     ],
 )
 def test_tpu_attention_mass_compiles(
@@ -140,3 +146,24 @@ def test_tpu_attention_mass_compiles(
     _assert_kernel_without_a_copy(
         compiled, "attention_mass", slots * 4 * max(head_dim * 2, 8 * queries)
     )
+
+
+@pytest.mark.parametrize(("lists", "page_size"), [(8, 16), also(32, 64)])
+def test_tpu_sparse_decode_attention_compiles(mesh: Mesh, lists: int, page_size: int) -> None:
+    slots = 131072
+    cache = HEADS, (4, 8, slots, 128), jnp.bfloat16
+    compiled = _compile(
+        lambda q, k, v, pages, start, stop: sparse_decode_attention(
+            q, k, v, pages, start, stop, page_size=page_size, scale=0.1
+        ),
+        mesh,
+        (QUERIES, QUERIES),
+        (QUERIES, (4, 1, 32, 128), jnp.bfloat16),
+        cache,
+        cache,
+        (HEADS, (4, lists, 4096 // page_size), jnp.int32),
+        *[(ROW, (4,), jnp.int32)] * 2,
+    )
+    # Neither the cache nor the listed pages are copied.
+    gathered = 2 * 2 * lists * 4096 * 128 * 2
+    _assert_kernel_without_a_copy(compiled, "sparse_decode_attention", gathered)
