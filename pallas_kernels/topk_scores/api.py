@@ -1,6 +1,6 @@
 """The best keys of every query by unscaled dot product, exact, streaming over the cache.
 
-ReAttention (Liu et al., 2024, section 3) attends to the segments around these keys. Memory is
+ReAttention (Liu et al., 2024) attends to the segments around these keys. Memory is
 O(B T N count) and bounded blocks, never T x S scores. Implementations: `xla` on every platform,
 `tpu` (Mosaic), `reference` for tests.
 """
