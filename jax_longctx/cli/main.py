@@ -14,6 +14,7 @@ import typer.core
 
 from jax_longctx.cli.ask import ask
 from jax_longctx.cli.bench import bench_app
+from jax_longctx.cli.bench_decode import decode
 from jax_longctx.cli.convert import convert
 from jax_longctx.cli.demo import demo
 from jax_longctx.cli.eval import eval_app
@@ -70,6 +71,7 @@ app = typer.Typer(
 )
 for _command in (ask, generate, convert, methods, demo):
     app.command()(_command)
+bench_app.command()(decode)
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
 

@@ -1,0 +1,63 @@
+"""`bench decode` on a tiny shape: what it times is what it says, and its predictions add up."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jax_longctx.bench import decode
+from jax_longctx.cli.main import app
+from jax_longctx.models import presets
+
+
+@pytest.fixture
+def tiny_preset(monkeypatch):
+    shape = presets._llama(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    monkeypatch.setitem(presets.PRESETS, "tiny", shape)
+
+
+def test_ratios_and_predictions(tiny_preset):
+    args = ["bench", "decode", "--model", "tiny", "-m", "streaming-llm:budget=128", "--json"]
+    args += ["--case", "2x600", "--blocks", "1"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    full, streaming = record["rows"]
+    assert (full["batch"], full["context"], full["speedup"]) == (2, 600, 1.0)
+    assert streaming["speedup"] == pytest.approx(full["seconds"] / streaming["seconds"])
+    # A token's keys and values: 2 layers x 2 heads x 8 x 2 x 2 bytes.
+    token = 2 * 2 * 8 * 2 * 2
+    assert full["read"] == pytest.approx(2 * 768 * token, rel=0.01)
+    weights = full["bytes"] - full["read"]
+    assert weights == streaming["bytes"] - streaming["read"]
+    assert streaming["predicted_speedup"] == pytest.approx(full["bytes"] / streaming["bytes"])
+
+
+def test_a_random_cache_stands_for_a_context(tiny_preset):
+    from tests.support import tiny_engine
+
+    engine = tiny_engine()
+    context = decode.random_context(engine, 2, 100, 16)
+    for cache in context.caches:
+        np.testing.assert_array_equal(cache.length, [100, 100])
+        np.testing.assert_array_equal(cache.context_length, [100, 100])
+        assert 0.9 < float(cache.k[:, :, :100].std()) < 1.1
+    leaves = jax.tree.leaves(context.caches)
+    assert not np.array_equal(leaves[0], leaves[1])
+    assert [len(row) for row in next(engine.stream(context, [[1], [2]], max_tokens=4))] == [1, 1]
+
+
+@pytest.mark.parametrize("case", ["3", "0x5", "ax5", "5x"])
+def test_bad_cases_are_named(case):
+    result = CliRunner().invoke(app, ["bench", "decode", "-m", "full", "--case", case])
+    assert result.exit_code == 2
+    assert "expected BATCHxCONTEXT" in result.stderr
