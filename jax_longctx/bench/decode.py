@@ -41,7 +41,7 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
     slots = bucket(length + reserve + 1, engine.mesh.shape["seq"])
     caches = programs.init_caches(setup, batch, slots, reserve)
 
-    def fill(cache: Any, seed: int) -> Any:
+    def fill(cache: Any, seed: Any) -> Any:
         if not isinstance(cache, AppendCache):
             return cache
         keys = jax.random.split(jax.random.key(seed), 2)

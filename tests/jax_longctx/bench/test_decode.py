@@ -23,6 +23,7 @@ def tiny_preset(monkeypatch):
         vocab_size=128,
     )
     monkeypatch.setitem(presets.PRESETS, "tiny", shape)
+    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1e11)
 
 
 def test_ratios_and_predictions(tiny_preset):
