@@ -4,13 +4,17 @@ from collections.abc import Mapping
 
 from jax_longctx.methods.dynamic_ntk import DynamicNTK
 from jax_longctx.methods.full import Full
+from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.settings import describe_method, make_from, method_settings
+from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.methods.streaming_llm import StreamingLLM
 
 __all__ = [
     "METHODS",
     "DynamicNTK",
     "Full",
+    "RefreshKV",
+    "SnapKV",
     "StreamingLLM",
     "describe",
     "make_method",
@@ -21,6 +25,8 @@ METHODS: dict[str, type] = {
     "full": Full,
     "dynamic-ntk": DynamicNTK,
     "streaming-llm": StreamingLLM,
+    "snapkv": SnapKV,
+    "refreshkv": RefreshKV,
 }
 
 

@@ -1,0 +1,155 @@
+"""A small cache that tokens enter at one end and may leave at the other.
+
+It begins as a list of chosen tokens, each kv head its own, in the order in which they would leave;
+every token after them is pushed behind. In a buffer the i-th of all these lies in slot i modulo
+`limit`, so that a push writes one slot in place. With limit = budget + 1 the slot written is that
+of the token which left before: a step appends first, then reads budget + 1 tokens, itself among
+them. A limit that is never reached lets the cache grow.
+
+No token ids are written when a token is pushed: pushed tokens follow each other in the text, so
+that where each slot's token stands is known from the list and three numbers a row.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.caches.append_only import AppendCache, gather_slots, write_rows
+from jax_longctx.contract import CacheShape, LayerContext
+from jax_longctx.sharding import axes_field
+from pallas_kernels.select_large_k import select_large_k
+
+__all__ = ["FifoCache", "FifoList", "best_last", "empty_fifo_cache", "gather_fifo", "padded"]
+
+# The attention kernels tile by as many slots.
+GRANULE = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FifoList:
+    """Which tokens lie in which slot.
+
+    Attributes:
+      chosen: index in the text of M tokens, the first to leave first, -1 beyond `count`.
+      count: chosen tokens of each row, the same for all its heads.
+      pushed: tokens that came after them.
+      position: index of the next token.
+    """
+
+    chosen: Int[Array, "B K M"] = axes_field("batch", "kv_heads", None)
+    count: Int[Array, " B"] = axes_field("batch")
+    pushed: Int[Array, " B"] = axes_field("batch")
+    position: Int[Array, " B"] = axes_field("batch")
+
+    def length(self, limit: int) -> Int[Array, " B"]:
+        """Slots that hold something."""
+        return jnp.minimum(self.count + self.pushed, limit)
+
+    def next_slot(self, limit: int) -> Int[Array, " B"]:
+        """Where the next token goes."""
+        return (self.count + self.pushed) % limit
+
+    def push(self, valid: Int[Array, " B"]) -> "FifoList":
+        """The list after `valid[b]` more tokens of each row."""
+        return dataclasses.replace(self, pushed=self.pushed + valid, position=self.position + valid)
+
+    def tokens(self, limit: int) -> Int[Array, "B K C"]:
+        """Index in the text of the token in each of `limit` slots, -1 where there is none."""
+        slots_C = jnp.arange(limit)
+        written_B1 = (self.count + self.pushed)[:, None]
+        # The newest of all tokens whose number is the slot modulo the limit.
+        number_BC = slots_C + limit * ((written_B1 - 1 - slots_C) // limit)
+        later_BC = (self.position - self.pushed - self.count)[:, None] + number_BC
+        size = self.chosen.shape[2]
+        chosen_BKC = jnp.pad(self.chosen, ((0, 0), (0, 0), (0, max(limit - size, 0))))
+        listed_B1C = (number_BC < self.count[:, None])[:, None]
+        tokens_BKC = jnp.where(listed_B1C, chosen_BKC[..., :limit], later_BC[:, None])
+        return jnp.where((slots_C < written_B1)[:, None], tokens_BKC, -1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FifoCache:
+    """Keys (rotated at their true positions) and values of a `FifoList`, whole on every shard.
+
+    Attributes:
+      k, v: slot c is valid when `c < order.length(limit)[b]`; other slots hold garbage.
+    """
+
+    order: FifoList
+    k: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", "room", None)
+    v: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", "room", None)
+
+    def push(
+        self,
+        k: Float[Array, "B 1 K H"],
+        v: Float[Array, "B 1 K H"],
+        valid: Int[Array, " B"],
+        limit: int,
+    ) -> "FifoCache":
+        """Writes one token a row in place; a row with `valid[b]` 0 keeps what counts."""
+        slot_B = self.order.next_slot(limit)
+        return FifoCache(
+            self.order.push(valid),
+            write_rows(self.k, k, slot_B, valid),
+            write_rows(self.v, v, slot_B, valid),
+        )
+
+
+def empty_fifo_list(shape: CacheShape, size: int) -> FifoList:
+    """A list of `size` tokens, none chosen yet."""
+
+    # One array each: a donated buffer may be named once.
+    def zeros() -> Array:
+        return jnp.zeros((shape.batch,), jnp.int32)
+
+    chosen = jnp.full((shape.batch, shape.num_kv_heads, size), -1, jnp.int32)
+    return FifoList(chosen, zeros(), zeros(), zeros())
+
+
+def empty_fifo_cache(shape: CacheShape, size: int, capacity: int) -> FifoCache:
+    """An empty list of `size` tokens and buffers of at least `capacity` slots."""
+    slots = (shape.batch, shape.num_kv_heads, padded(capacity), shape.head_dim)
+    return FifoCache(
+        empty_fifo_list(shape, size), jnp.zeros(slots, shape.dtype), jnp.zeros(slots, shape.dtype)
+    )
+
+
+def padded(capacity: int) -> int:
+    """The capacity in whole tiles."""
+    return -(-capacity // GRANULE) * GRANULE
+
+
+def gather_fifo(store: AppendCache, order: FifoList, capacity: int, ctx: LayerContext) -> FifoCache:
+    """The chosen tokens' keys and values in buffers of `capacity` slots, on every shard."""
+    more = capacity - order.chosen.shape[2]
+    slots_BKC = jnp.pad(order.chosen, ((0, 0), (0, 0), (0, more)), constant_values=-1)
+    return FifoCache(
+        order, gather_slots(store.k, slots_BKC, ctx), gather_slots(store.v, slots_BKC, ctx)
+    )
+
+
+def best_last(
+    scores: Float[Array, "B K S"], position: Int[Array, " B"], budget: int, size: int
+) -> FifoList:
+    """The `budget` best of each row's first `position[b]` tokens, the worst first to leave.
+
+    Of equal scores the lower index is kept, and the younger leaves first.
+
+    Args:
+      scores: finite, or -inf where nothing is.
+      size: M, at least what a budget can choose.
+    """
+    count_B = jnp.minimum(position, min(budget, size))
+    count_BK = jnp.broadcast_to(count_B[:, None], scores.shape[:2])
+    slots_BKM = select_large_k(scores, count_BK, size=size)
+    kept_BKM = jnp.take_along_axis(scores, jnp.maximum(slots_BKM, 0), axis=2)
+    # Ascending slots turned around, so that a stable sort leaves the younger of equals in front.
+    keys_BKM = jnp.flip(jnp.where(slots_BKM < 0, jnp.inf, kept_BKM), axis=2)
+    _, chosen_BKM = jax.lax.sort(
+        (keys_BKM, jnp.flip(slots_BKM, axis=2)), dimension=2, is_stable=True, num_keys=1
+    )
+    return FifoList(chosen_BKM, count_B, jnp.zeros_like(count_B), position)

@@ -1,0 +1,235 @@
+"""RefreshKV's steps: the choice of a partial cache, partial steps and full steps.
+
+One `lax.cond` a layer and step decides whether the full cache is touched at all; where a row must,
+every row of the shard does, and each takes the result that is its own. The token's key and value
+are written to both caches before, so that the branches only read the large one.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_longctx.caches import AppendCache, append
+from jax_longctx.caches.fifo import FifoCache, FifoList, best_last, gather_fifo
+from jax_longctx.contract import LayerContext
+from jax_longctx.methods.observation import pooled_scores
+from jax_longctx.sharding import axes_field
+from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
+from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+
+__all__ = ["RefreshCache", "begin", "effective_strides", "limit", "step", "where_rows"]
+
+Partial = FifoCache | FifoList
+
+
+class Refresher(typing.Protocol):
+    """The hyper-parameters that the steps depend on (see `jax_longctx.methods.refreshkv`)."""
+
+    @property
+    def kernel(self) -> int: ...
+    @property
+    def over_group(self) -> Literal["max", "mean", "first"]: ...
+    @property
+    def schedule(self) -> Literal["adaptive", "fixed"]: ...
+    @property
+    def stride(self) -> int: ...
+    @property
+    def qc_stride(self) -> int: ...
+    @property
+    def threshold(self) -> float: ...
+    @property
+    def qc_space(self) -> Literal["post_rope", "pre_rope"]: ...
+    @property
+    def evict_on_push(self) -> bool: ...
+    @property
+    def force_self(self) -> bool: ...
+    @property
+    def ablation(self) -> Literal["none", "no_refresh", "no_full"]: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RefreshCache:
+    """Every key and value of a row, and the part that decode reads.
+
+    Attributes:
+      partial: keys and values, or with `indexed` only which tokens they are.
+      query: sum over all heads of the query of the layer's last full step.
+      steps, full_steps: decode steps of this answer, and those that attended every key.
+    """
+
+    store: AppendCache
+    partial: Partial
+    query: Float[Array, "B H"] = axes_field("batch", None)
+    steps: Int[Array, " B"] = axes_field("batch")
+    full_steps: Int[Array, " B"] = axes_field("batch")
+
+    @property
+    def order(self) -> FifoList:
+        """Which tokens the partial cache holds."""
+        return self.partial.order if isinstance(self.partial, FifoCache) else self.partial
+
+
+def effective_strides(caches: Sequence[RefreshCache]) -> list[float]:
+    """Decode steps for each full step, layer by layer over all rows; inf where there was none."""
+    sums = [(int(np.sum(cache.steps)), int(np.sum(cache.full_steps))) for cache in caches]
+    return [steps / full if full else float("inf") for steps, full in sums]
+
+
+def limit(method: Refresher, partial: Partial) -> int:
+    """Tokens that a partial step reads at most."""
+    if isinstance(partial, FifoList):
+        return partial.chosen.shape[2] + 1
+    return partial.order.chosen.shape[2] + 1 if method.evict_on_push else partial.k.shape[2]
+
+
+def begin(
+    method: Refresher, q: Float[Array, "B 1 N H"], cache: RefreshCache, ctx: LayerContext
+) -> RefreshCache:
+    """The cache as the answer starts, chosen by the prompt's last query (before rotation)."""
+    rotated = ctx.rotate(q, cache.store.position[:, None] - 1)
+    _, _, partial = _look(method, rotated, cache, ctx)
+    query = _summed(q if method.qc_space == "pre_rope" else rotated, ctx)
+    zeros = jnp.zeros_like(cache.steps)
+    return RefreshCache(cache.store, partial, query, zeros, zeros)
+
+
+def step(
+    method: Refresher,
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B 1 K H"],
+    v: Float[Array, "B 1 K H"],
+    cache: RefreshCache,
+    valid: Int[Array, " B"],
+    ctx: LayerContext,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], RefreshCache]:
+    """One answered token (spec: decode step), partial or full as the schedule says."""
+    at_B1 = cache.store.position[:, None]
+    raw, q, k = q, ctx.rotate(q, at_B1), ctx.rotate(k, at_B1)
+    cache = dataclasses.replace(
+        cache,
+        store=append(cache.store, k, v, valid, ctx),
+        partial=_push(method, cache.partial, k, v, valid),
+        steps=cache.steps + valid,
+    )
+    every = method.stride if method.schedule == "fixed" else method.qc_stride
+    due_B = (valid > 0) & (cache.steps % every == 0)
+
+    never_B = jnp.zeros_like(due_B)
+
+    def stay() -> tuple[Array, Array, Partial, Array, Array]:
+        return *_read(method, q, cache.partial, cache, ctx), cache.partial, cache.query, never_B
+
+    def full(turned_B: Array, summed_BH: Array) -> tuple[Array, Array, Partial, Array, Array]:
+        return _full_step(method, q, cache, turned_B, summed_BH, ctx)
+
+    def check() -> tuple[Array, Array, Partial, Array, Array]:
+        summed_BH = _summed(raw if method.qc_space == "pre_rope" else q, ctx)
+        if method.schedule == "fixed":
+            return full(due_B, summed_BH)
+        turned_B = due_B & (_cosine(summed_BH, cache.query) <= method.threshold)
+        return jax.lax.cond(jnp.any(turned_B), lambda: full(turned_B, summed_BH), stay)
+
+    out, lse, partial, query, turned_B = jax.lax.cond(jnp.any(due_B), check, stay)
+    cache = dataclasses.replace(
+        cache, partial=partial, query=query, full_steps=cache.full_steps + turned_B
+    )
+    return out, lse, cache
+
+
+def where_rows(pick: Bool[Array, " B"], new: Any, old: Any) -> Any:
+    """`new` in the rows of `pick`, `old` in the others; for any tree of arrays with rows first."""
+
+    def choose(a: Array, b: Array) -> Array:
+        return jnp.where(pick.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(choose, new, old)
+
+
+def _full_step(
+    method: Refresher,
+    q: Array,
+    cache: RefreshCache,
+    turned_B: Array,
+    summed_BH: Array,
+    ctx: LayerContext,
+) -> tuple[Array, Array, Partial, Array, Array]:
+    """Every key attended and the partial cache chosen anew, in the rows that turned."""
+    out, lse, partial = _look(method, q, cache, ctx)
+    if method.ablation == "no_refresh":
+        partial = cache.partial
+    if method.ablation == "no_full":
+        out, lse = _read(method, q, partial, cache, ctx)
+    if turned_B.shape[0] == 1:
+        return out, lse, partial, summed_BH, turned_B
+    new = (out, lse, partial, summed_BH)
+    old = (*_read(method, q, cache.partial, cache, ctx), cache.partial, cache.query)
+    out, lse, partial, query = where_rows(turned_B, new, old)
+    return out, lse, partial, query, turned_B
+
+
+def _look(
+    method: Refresher, q: Float[Array, "B 1 N H"], cache: RefreshCache, ctx: LayerContext
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Partial]:
+    """One query over all keys: its output, and the partial cache that its probabilities choose."""
+    store = cache.store
+    batch, kv_heads, size, _ = store.k.shape
+    seen_B = jnp.clip(store.length - ctx.seq_offset(size), 0, size)
+    logits_BNS = decode_logits(q, store.k, seen_B, scale=ctx.scale)
+    out, lse = ctx.seq_merge(*attend_logits(logits_BNS, store.v))
+    # A row without keys has no log-sum-exp; nothing is chosen from it.
+    base_BN1 = jnp.swapaxes(jnp.where(jnp.isfinite(lse), lse, 0.0), 1, 2)
+    p_BKGS = jnp.exp(logits_BNS - base_BN1).reshape(batch, kv_heads, -1, size)
+    over = {"max": jnp.max, "mean": jnp.mean, "first": lambda p, axis: p[:, :, 0]}
+    mass_BKS = ctx.gather_seq(over[method.over_group](p_BKGS, axis=2), axis=2)
+    own = 1 if method.force_self else 0
+    scores_BKS = pooled_scores(mass_BKS, store.length, own, method.kernel, "max")
+    tokens = cache.order.chosen.shape[2]
+    order = best_last(scores_BKS, store.length, tokens, tokens)
+    if isinstance(cache.partial, FifoList):
+        return out.astype(q.dtype), lse, order
+    return out.astype(q.dtype), lse, gather_fifo(store, order, cache.partial.k.shape[2], ctx)
+
+
+def _push(method: Refresher, partial: Partial, k: Array, v: Array, valid: Array) -> Partial:
+    """The partial cache with the newest token."""
+    if isinstance(partial, FifoList):
+        return partial.push(valid)
+    return partial.push(k, v, valid, limit(method, partial))
+
+
+def _read(
+    method: Refresher, q: Array, partial: Partial, cache: RefreshCache, ctx: LayerContext
+) -> tuple[Array, Array]:
+    """One query over the partial cache."""
+    most = limit(method, partial)
+    if isinstance(partial, FifoCache):
+        length_B = partial.order.length(most)
+        return decode_attention(q, partial.k, partial.v, length_B, scale=ctx.scale)
+    store, size = cache.store, cache.store.k.shape[2]
+    local_BKC = partial.tokens(most) - ctx.seq_offset(size)
+    # Tokens are slots of the full cache, of which this shard holds some (-1 - offset is none).
+    local_BKC = jnp.where((local_BKC >= 0) & (local_BKC < size), local_BKC, -1)
+    start_B = jnp.zeros_like(store.length)
+    out, lse = sparse_decode_attention(
+        q, store.k, store.v, local_BKC, start_B, start_B + size, page_size=1, scale=ctx.scale
+    )
+    return ctx.seq_merge(out, lse)
+
+
+def _summed(q: Float[Array, "B 1 N H"], ctx: LayerContext) -> Float[Array, "B H"]:
+    """Sum of the query over all heads; a cosine is the same as the mean's."""
+    return ctx.psum_heads(jnp.sum(q[:, 0].astype(jnp.float32), axis=1))
+
+
+def _cosine(a: Float[Array, "B H"], b: Float[Array, "B H"]) -> Float[Array, " B"]:
+    """In [-1, 1], 0 where either is zero."""
+    norms_B = jnp.linalg.norm(a, axis=1) * jnp.linalg.norm(b, axis=1)
+    products_B = jnp.sum(a * b, axis=1)
+    return jnp.clip(products_B / jnp.maximum(norms_B, jnp.finfo(jnp.float32).tiny), -1.0, 1.0)

@@ -1,0 +1,170 @@
+"""RefreshKV: decode over a small partial cache, chosen anew from the full one when the query turns.
+
+Xu et al. 2025, "RefreshKV: Updating Small KV Cache During Long-form Generation", sections 2 and
+A.1. Context and question are read by full attention. The last token's probabilities (maximum over
+a kv head's group, maximum over `kernel` neighbours) choose the `budget` tokens of each kv head's
+partial cache. Then, in each layer and at each answered token,
+
+1. its key and value join the full cache and the partial one, whose lowest-scored token leaves (then
+   the next, then the tokens answered first);
+2. a partial step attends the partial cache alone, the token itself included;
+3. a full step attends every key, and the same probabilities choose the partial cache anew.
+
+Full steps come every `stride` tokens ("fixed") or, checked every `qc_stride` tokens, where the
+cosine between the mean query of all heads and that of the layer's last full step is at most
+`threshold` ("adaptive"). A partial step reads budget + 1 tokens, a full one all of them; the full
+cache stays in memory, the partial one beside it. With `indexed` it is a list of tokens gathered
+from the full cache at each step.
+
+Where the paper is silent: the token of a full step is always chosen and leaves last
+(`force_self`), which makes RefreshKV without full steps SnapKV with window 1; the mean query is
+taken after rotary embedding (`qc_space`), as it meets the keys. Unlike the paper's the full cache
+takes each token at once, so that no token is lost where more than `budget` come between two full
+steps. Thresholds lie in [-1, 1]: at 1 every check refreshes, at -1 practically none; a fixed
+stride beyond the answer never does. `evict_on_push=False` lets the partial cache grow between two
+full steps. `ablation` is that of section 5.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jax_longctx.caches import empty_append_cache
+from jax_longctx.caches.fifo import empty_fifo_cache
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    CacheShape,
+    LayerContext,
+    MethodInfo,
+    Prompt,
+    Segment,
+    Stage,
+)
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import refresh_steps
+from jax_longctx.methods.full import Full
+from jax_longctx.methods.observation import check_kernel, refuse_windows
+from jax_longctx.methods.refresh_steps import RefreshCache
+from jax_longctx.models.config import ModelConfig
+
+__all__ = ["RefreshKV"]
+
+# Tag of the segments in which some row's question ends.
+ENDS = "ends"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RefreshKV:
+    """A partial cache refreshed by full steps.
+
+    `budget` is in tokens; without one it is `ratio` of the context's capacity.
+    """
+
+    budget: int | None = None
+    ratio: float = 0.125
+    kernel: int = 7
+    over_group: Literal["max", "mean", "first"] = "max"
+    schedule: Literal["adaptive", "fixed"] = "adaptive"
+    stride: int = 10
+    qc_stride: int = 5
+    threshold: float = 0.85
+    qc_space: Literal["post_rope", "pre_rope"] = "post_rope"
+    evict_on_push: bool = True
+    force_self: bool = True
+    indexed: bool = False
+    ablation: Literal["none", "no_refresh", "no_full"] = "none"
+
+    info: ClassVar[MethodInfo] = MethodInfo(
+        summary="decode reads a part of the cache, chosen anew by full steps when the query turns",
+        source="Xu et al. 2025, section 2",
+        phase="decode",
+        query_aware=True,
+        keeps_all=True,
+        needs_question=False,
+        append_only=True,
+    )
+
+    def __post_init__(self) -> None:
+        least = {"stride": self.stride, "qc_stride": self.qc_stride, "budget": self.budget}
+        for name, value in least.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"RefreshKV: {name} must be at least 1, got {value}")
+        if not 0 < self.ratio <= 1:
+            raise ConfigError(f"RefreshKV: ratio must be above 0 and at most 1, got {self.ratio}")
+        if not -1 <= self.threshold <= 1:
+            raise ConfigError(
+                f"RefreshKV: threshold is a cosine from -1 to 1, got {self.threshold}; for no full "
+                f"step at all set schedule=fixed and a stride beyond the answer"
+            )
+        check_kernel("RefreshKV", self.kernel)
+        if self.indexed and not self.evict_on_push:
+            raise ConfigError(
+                "RefreshKV: indexed=true gathers a fixed number of tokens, which "
+                "evict_on_push=false exceeds; set one of them otherwise"
+            )
+        if self.ablation == "no_full" and not self.force_self:
+            raise ConfigError(
+                "RefreshKV: ablation=no_full reads the new partial cache alone, which must hold "
+                "the token itself; set force_self=true"
+            )
+
+    def validate(self, config: ModelConfig) -> None:
+        refuse_windows("RefreshKV", config)
+
+    def init_cache(self, shape: CacheShape) -> RefreshCache:
+        share = int(self.ratio * (shape.slots - shape.reserve))
+        size = self.budget if self.budget is not None else max(share, 1)
+        partial = empty_fifo_cache(shape, size, size + (1 if self.evict_on_push else shape.reserve))
+        return RefreshCache(
+            empty_append_cache(shape),
+            partial.order if self.indexed else partial,
+            jnp.zeros((shape.batch, shape.head_dim), jnp.float32),
+            jnp.zeros((shape.batch,), jnp.int32),
+            jnp.zeros((shape.batch,), jnp.int32),
+        )
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        for segment in Full().segments(prompt):
+            ends = prompt.stage == "question" and bool(np.any(np.asarray(segment.ends)))
+            yield dataclasses.replace(segment, variant=ENDS) if ends else segment
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: RefreshCache,
+        segment: Segment,
+        ctx: LayerContext,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], RefreshCache]:
+        valid_B = segment.valid_of(CHUNK_ROWS)
+        if segment.role == "decode":
+            return refresh_steps.step(self, q, k, v, cache, valid_B, ctx)
+        out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
+        cache = dataclasses.replace(cache, store=store)
+        if segment.variant == ENDS:
+            last_B111 = jnp.maximum(valid_B - 1, 0)[:, None, None, None]
+            q = jnp.take_along_axis(q, last_B111, axis=1)
+            begun = refresh_steps.begin(self, q, cache, ctx)
+            cache = refresh_steps.where_rows(segment.ends, begun, cache)
+        return out, lse, cache
+
+    def finish(
+        self, cache: RefreshCache, ctx: LayerContext, stage: Stage, reserve: int
+    ) -> RefreshCache:
+        return dataclasses.replace(cache, store=cache.store.end_context())
+
+    def fork(self, cache: RefreshCache) -> RefreshCache:
+        # What else a question finds here is replaced where it ends.
+        return dataclasses.replace(cache, store=cache.store.rewind())
+
+    def read_bytes(self, cache: RefreshCache, length: int) -> int:
+        """The partial cache, and the part of a full step that falls to one; "adaptive": at most."""
+        store, tokens = cache.store, refresh_steps.limit(self, cache.partial)
+        every = self.stride if self.schedule == "fixed" else self.qc_stride
+        token = 2 * store.k.size // store.k.shape[2] * store.k.dtype.itemsize
+        return token * tokens + token * store.k.shape[2] // every

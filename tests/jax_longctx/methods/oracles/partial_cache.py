@@ -1,0 +1,132 @@
+"""SnapKV and RefreshKV in numpy, for one row: everything materialised, lists of token ids.
+
+Written from the specification (eviction.md, sections 5 and 10). Each layer keeps all keys and
+values; for each kv head a list of ids says what decode may read, the first to leave first.
+"""
+
+import numpy as np
+
+from tests.oracle import causal_attend, forward, probabilities, rope, weighted_values
+
+THETA = 1e4
+
+
+def group_scores(p, kv_heads, over):
+    """`[K, n]` from window probabilities `[N, W, n]`."""
+    heads = p.sum(1)
+    if over == "layer":
+        return np.repeat(heads.mean(0)[None], kv_heads, 0)
+    grouped = heads.reshape(kv_heads, -1, heads.shape[-1])
+    return {"mean": grouped.mean(1), "max": grouped.max(1), "first": grouped[:, 0]}[over]
+
+
+def pool(row, kernel, kind):
+    half = kernel // 2
+    windows = [row[max(i - half, 0) : i + half + 1] for i in range(len(row))]
+    return [max(w) if kind == "max" else w.sum() / kernel for w in windows]
+
+
+def choose(p, kv_heads, *, budget, kernel, kind, over, forced):
+    """Lists of ids, one a kv head: the worst first, the last `forced` tokens at the end."""
+    length = p.shape[-1]
+    if length <= forced:
+        return [list(range(length)) for _ in range(kv_heads)]
+    lists = []
+    for row in group_scores(p, kv_heads, over):
+        scores = pool(row[: length - forced], kernel, kind)
+        best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: budget - forced]
+        lists.append(best[::-1] + list(range(length - forced, length)))
+    return lists
+
+
+class PartialDecoder:
+    """One prompt read in full, then decoded token by token over the lists."""
+
+    def __init__(self, config, params, prompt, *, window=1, evict=True, forced=None, **how):
+        self.config, self.params, self.evict, self.budget = config, params, evict, how["budget"]
+        self.how = {"forced": window if forced is None else forced, **how}
+        layers = range(config.num_layers)
+        self.keys, self.values, self.lists = ([None for _ in layers] for _ in range(3))
+        self.reference, self.full_steps = [None] * config.num_layers, [0] * config.num_layers
+        # Ids that the newest step read, for each layer and kv head.
+        self.read = [[] for _ in layers]
+        self.steps = 0
+
+        def attend(layer, q, k, v):
+            at = np.arange(len(q))
+            turned, keys = rope(q, at, THETA), rope(k, at, THETA)
+            self.keys[layer], self.values[layer] = keys, v
+            p = probabilities(turned, keys, at[:, None] >= at[None, :])[:, -window:]
+            self.lists[layer] = choose(p, self.config.num_kv_heads, **self.how)
+            self.reference[layer] = {"post_rope": turned[-1].mean(0), "pre_rope": q[-1].mean(0)}
+            return causal_attend(THETA)(layer, q, k, v)
+
+        self.logits = forward(config, params, prompt, attend)[-1]
+
+    def step(self, token, is_full=lambda step, cosines: False, ablation="none"):
+        """Logits after `token`; `is_full(step, {space: cosine})` for each layer."""
+        self.steps += 1
+
+        def attend(layer, q, k, v):
+            at = np.array([len(self.keys[layer])])
+            turned = rope(q, at, THETA)
+            keys = np.concatenate([self.keys[layer], rope(k, at, THETA)])
+            values = np.concatenate([self.values[layer], v])
+            self.keys[layer], self.values[layer] = keys, values
+            means = {"post_rope": turned[0].mean(0), "pre_rope": q[0].mean(0)}
+            cosines = {
+                space: mean @ old / np.linalg.norm(mean) / np.linalg.norm(old)
+                for (space, mean), old in zip(
+                    means.items(), self.reference[layer].values(), strict=True
+                )
+            }
+            every = list(range(len(keys)))
+            reads = [[*ids, len(keys) - 1] for ids in self.lists[layer]]
+            pushed = [ids[-self.budget :] if self.evict else ids for ids in reads]
+            if is_full(self.steps, cosines):
+                self.full_steps[layer] += 1
+                self.reference[layer] = means
+                p = probabilities(turned, keys, np.ones((1, len(keys)), bool))
+                reads = [every for _ in reads]
+                if ablation != "no_refresh":
+                    pushed = choose(p, self.config.num_kv_heads, **self.how)
+                if ablation == "no_full":
+                    reads = pushed
+            self.lists[layer], self.read[layer] = pushed, [sorted(ids) for ids in reads]
+            return attend_lists(turned, keys, values, reads)
+
+        self.logits = forward(self.config, self.params, [token], attend)[-1]
+        return self.logits
+
+
+def attend_lists(q, keys, values, lists):
+    """`[1, N, H]` of one query over each kv head's own ids."""
+    group = q.shape[1] // keys.shape[1]
+    outs = []
+    for head, ids in enumerate(lists):
+        mine = slice(head * group, (head + 1) * group)
+        p = probabilities(q[:, mine], keys[ids, head : head + 1], np.ones((1, len(ids)), bool))
+        outs.append(weighted_values(p, values[ids, head : head + 1]))
+    return np.concatenate(outs, 1)
+
+
+def masked_forward(config, params, prompt, answer, **how):
+    """Logits `[T, V]` of the answer in one forward: chosen prompt tokens and the answer's own.
+
+    The choice is that of the prompt's last query, for each layer and kv head (section 10.6).
+    """
+
+    def attend(layer, q, k, v):
+        at, length = np.arange(len(q)), len(prompt)
+        turned, keys = rope(q, at, THETA), rope(k, at, THETA)
+        causal = at[:, None] >= at[None, :]
+        p = probabilities(turned[:length], keys[:length], causal[:length, :length])
+        group, outs = q.shape[1] // k.shape[1], []
+        for head, ids in enumerate(choose(p[:, -1:], k.shape[1], **how)):
+            seen = causal & ((at[:, None] < length) | (at >= length) | np.isin(at, ids))
+            mine = slice(head * group, (head + 1) * group)
+            p_head = probabilities(turned[:, mine], keys[:, head : head + 1], seen)
+            outs.append(weighted_values(p_head, v[:, head : head + 1]))
+        return np.concatenate(outs, 1)
+
+    return forward(config, params, [*prompt, *answer], attend)[-len(answer) :]

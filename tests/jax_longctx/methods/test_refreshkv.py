@@ -1,0 +1,409 @@
+"""RefreshKV against numpy and against what it must equal: full attention, SnapKV, itself.
+
+One context is read once; every variant decodes the same tokens from it.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.caches.fifo import FifoCache
+from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment
+from jax_longctx.engine import programs
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import make_method
+from jax_longctx.methods.refresh_steps import effective_strides
+from jax_longctx.methods.refreshkv import RefreshKV
+from jax_longctx.methods.snapkv import SnapKV
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.engine.lowering import cache_bytes, compile_decode, no_persistent_cache
+from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.jax_longctx.methods.oracles.partial_cache import PartialDecoder, masked_forward
+from tests.oracle import causal_attend, forward, to_numpy
+from tests.support import random_rows, tiny_config, tiny_engine
+
+# With the questions: above the budget, below it, and both again.
+CONTEXTS = random_rows([37, 1, 10, 20])
+QUESTIONS = random_rows([3, 2, 2, 1], seed=1)
+ANSWERS = random_rows([9, 9, 9, 9], seed=2)
+PROMPTS = [[*context, *question] for context, question in zip(CONTEXTS, QUESTIONS, strict=True)]
+TOTAL = jnp.array([len(row) for row in CONTEXTS], jnp.int32)
+RESERVE, NEVER = 16, 1000
+METHOD = RefreshKV(budget=6, kernel=3, schedule="fixed", stride=3)
+ADAPTIVE = {"schedule": "adaptive", "qc_stride": 2, "threshold": 0.5}
+
+
+@functools.cache
+def engine_of(mesh=(1, 1, 1)):
+    return tiny_engine(METHOD, mesh=make_mesh(*mesh), chunk=16)
+
+
+@functools.cache
+def oracle_params():
+    return to_numpy(jax.device_get(engine_of().params))
+
+
+@functools.cache
+def read_context(mesh):
+    """Every layer's cache at the end of the context: the same for every variant."""
+    engine = engine_of(mesh)
+    caches = programs.init_caches(engine.setup, 4, 128, RESERVE)
+    for segment in METHOD.segments(Prompt("context", 16, CONTEXTS)):
+        caches, _ = programs.run_segment(
+            engine.setup, engine.params, caches, segment, TOTAL, None, "none"
+        )
+    return jax.device_get(caches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """After one token: logits `[B, V]`, and for each layer, row and kv head the list in order."""
+
+    logits: np.ndarray
+    lists: list[list[list[list[int]]]]
+    caches: tuple
+
+
+def in_order(cache, method):
+    """Each row's and head's tokens that the step could read, the first to leave first."""
+    order = cache.order
+    limit = order.chosen.shape[2] + 1 if method.evict_on_push else cache.partial.k.shape[2]
+    tokens = np.asarray(order.tokens(limit))
+    written = np.asarray(order.count + order.pushed)
+    lists = []
+    for row, count in zip(tokens, written, strict=True):
+        turn = [slot % limit for slot in range(max(count - limit, 0), count)]
+        lists.append([[int(head[slot]) for slot in turn] for head in row])
+    return lists
+
+
+def resized(cache, method):
+    """The context's cache with an empty partial one of the method's own kind and size."""
+    chosen = np.full((*cache.order.chosen.shape[:2], method.budget), -1, np.int32)
+    order = dataclasses.replace(cache.order, chosen=chosen)
+    partial = order if method.indexed else dataclasses.replace(cache.partial, order=order)
+    return dataclasses.replace(cache, partial=partial)
+
+
+@functools.cache
+def decode(mesh=(1, 1, 1), **changes):
+    """The question, and every answer token, under a variant of `METHOD`."""
+    engine = engine_of(mesh)
+    method = dataclasses.replace(METHOD, **changes)
+    setup = dataclasses.replace(engine.setup, method=method)
+    caches = tuple(resized(cache, method) for cache in read_context(mesh))
+    seen = []
+
+    def run(segment, asking):
+        nonlocal caches
+        caches, logits = programs.run_segment(
+            asking, engine.params, caches, segment, TOTAL, None, "all"
+        )
+        lists = [in_order(cache, method) for cache in caches]
+        seen.append(Seen(np.asarray(logits)[:, 0], lists, jax.device_get(caches)))
+
+    # Where a variant only decodes in another way, the question's program is shared.
+    chooses = {"over_group", "force_self", "kernel", "budget", "indexed", "qc_space"}
+    asking = {name: value for name, value in changes.items() if name in chooses}
+    asking = dataclasses.replace(engine.setup, method=dataclasses.replace(METHOD, **asking))
+    for segment in method.segments(Prompt("question", 16, question=QUESTIONS)):
+        run(segment, asking)
+    for column in zip(*ANSWERS, strict=True):
+        tokens, ones = np.array(column, np.int32)[:, None], np.ones((4, 1), np.int32)
+        no, groups = np.zeros(4, bool), (RowGroup(CHUNK_ROWS, 0, 1),)
+        run(Segment(tokens, ones, no, "decode", groups), setup)
+    return seen[-9:]
+
+
+@functools.cache
+def full_attention():
+    """Logits `[9, B, V]` of the answers' tokens under full attention."""
+    rows = [
+        forward(tiny_config(), oracle_params(), prompt + answer, causal_attend(1e4))[-9:]
+        for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
+    ]
+    return np.stack(rows, 1)
+
+
+def logits_of(seen):
+    return np.stack([step.logits for step in seen])
+
+
+def compare(seen, method):
+    """Logits, lists and full steps of every row with numpy's, which runs each row alone."""
+
+    def is_full(step, cosines):
+        if method.schedule == "fixed":
+            return step % method.stride == 0
+        return step % method.qc_stride == 0 and cosines[method.qc_space] <= method.threshold
+
+    for row, prompt in enumerate(PROMPTS):
+        expected = PartialDecoder(
+            tiny_config(),
+            oracle_params(),
+            prompt,
+            evict=method.evict_on_push,
+            forced=1 if method.force_self else 0,
+            budget=method.budget,
+            kernel=method.kernel,
+            kind="max",
+            over=method.over_group,
+        )
+        for column, step in enumerate(seen):
+            before = list(expected.full_steps)
+            logits = expected.step(ANSWERS[row][column], is_full, method.ablation)
+            np.testing.assert_allclose(step.logits[row], logits, atol=1e-4)
+            for layer, cache in enumerate(step.caches):
+                lists = step.lists[layer][row]
+                if before[layer] == expected.full_steps[layer]:
+                    assert [sorted(ids) for ids in lists] == expected.read[layer]
+                kept = [ids[-method.budget :] if method.evict_on_push else ids for ids in lists]
+                assert kept == expected.lists[layer]
+                assert cache.full_steps[row] == expected.full_steps[layer]
+                assert cache.steps[row] == column + 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        ADAPTIVE,
+        {**ADAPTIVE, "qc_space": "pre_rope"},
+        {"force_self": False, "over_group": "mean"},
+        {"ablation": "no_refresh"},
+        {"ablation": "no_full"},
+    ],
+    ids=str,
+)
+def test_ragged_rows_equal_numpy_row_by_row(changes):
+    """Also X21 (the prompt in chunks) and X22: each row is compared with numpy's, alone."""
+    compare(decode(**changes), dataclasses.replace(METHOD, **changes))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"), [((2, 2, 2), {}), ((1, 4, 1), {"indexed": True})], ids=str
+)
+def test_a_mesh_equals_numpy(mesh, changes):
+    changes = {**ADAPTIVE, **changes}
+    compare(decode(mesh, **changes), dataclasses.replace(METHOD, **changes))
+
+
+def test_layers_and_rows_decide_alone():
+    """What makes the comparison above one of rows and layers that differ."""
+    full = np.stack([cache.full_steps for cache in decode(**ADAPTIVE)[-1].caches])
+    assert 0 < full.sum() < full.size * 4
+    assert (full[0] != full[1]).any() and len(set(full[0])) > 1
+    other = [c.full_steps for c in decode(**ADAPTIVE, qc_space="pre_rope")[-1].caches]
+    assert (full != np.stack(other)).any()
+
+
+@pytest.mark.parametrize("changes", [{}, {"ablation": "no_refresh"}], ids=str)
+def test_rk_1_rk_5_x13_a_full_step_each_token_is_full_attention(changes):
+    seen = decode(stride=1, **changes)
+    np.testing.assert_allclose(logits_of(seen), full_attention(), atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [ADAPTIVE, {"ablation": "no_full"}], ids=str)
+def test_rk_2_a_budget_that_holds_all_is_full_attention(changes):
+    """X1, whatever the schedule."""
+    seen = decode(budget=60, **changes)
+    np.testing.assert_allclose(logits_of(seen), full_attention(), atol=1e-4)
+    assert (logits_of(decode()) != full_attention()).any()
+
+
+def test_rk_3_x14_a_threshold_of_1_is_a_fixed_schedule():
+    seen = decode(schedule="adaptive", qc_stride=3, threshold=1.0)
+    np.testing.assert_allclose(logits_of(seen), logits_of(decode()), atol=1e-5)
+    assert [step.lists for step in seen] == [step.lists for step in decode()]
+    assert effective_strides(seen[-1].caches) == [3.0, 3.0]
+
+
+def test_a_threshold_of_minus_1_never_refreshes():
+    seen = decode(schedule="adaptive", qc_stride=1, threshold=-1.0)
+    np.testing.assert_allclose(logits_of(seen), logits_of(decode(stride=NEVER)), atol=1e-5)
+    assert effective_strides(seen[-1].caches) == [float("inf")] * 2
+
+
+@pytest.mark.parametrize(("evict", "policy"), [(True, "fifo"), (False, "grow")])
+def test_rk_4_x11_x12_without_full_steps_it_is_snapkv(evict, policy):
+    seen = decode(stride=NEVER, evict_on_push=evict)
+    compare(seen, dataclasses.replace(METHOD, stride=NEVER, evict_on_push=evict))
+    snap = SnapKV(budget=6, window=1, kernel=3, over_group="max", decode_policy=policy)
+    engine = tiny_engine(snap, chunk=16)
+    run = steps(engine, CONTEXTS, QUESTIONS, ANSWERS, reserve=RESERVE)
+    expected = [last_logits(step) for step in run if step.segment.role == "decode"]
+    np.testing.assert_allclose(logits_of(seen), np.stack(expected), atol=1e-5)
+
+
+def test_rk_6_the_training_mask_is_decoding_without_eviction():
+    """And RK-7: where the choice holds the prompt, the mask is causal."""
+    seen = logits_of(decode(stride=NEVER, evict_on_push=False))
+    for row, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
+        how = {"kernel": 3, "kind": "max", "over": "max", "forced": 1}
+        tokens = (tiny_config(), oracle_params(), prompt, answer)
+        np.testing.assert_allclose(
+            seen[:, row], masked_forward(*tokens, budget=6, **how), atol=1e-4
+        )
+        causal = masked_forward(*tokens, budget=len(prompt), **how)
+        np.testing.assert_allclose(causal, full_attention()[:, row], atol=1e-9)
+
+
+def test_rk_8_a_lazy_merge_is_the_same_until_tokens_have_left():
+    """Tokens that wait for a full step are the list's last, until there are more than it holds."""
+    for seen, stride in [(decode(), 3), (decode(stride=NEVER), NEVER)]:
+        for column, step in enumerate(seen):
+            waiting = (column + 1) % stride
+            for layer in step.lists:
+                for prompt, heads in zip(PROMPTS, layer, strict=True):
+                    newest = len(prompt) + column
+                    lazy = list(range(newest - waiting + 1, newest + 1))
+                    held = [ids[-METHOD.budget :][-waiting or len(ids) :] for ids in heads]
+                    assert all((ids == lazy) == (waiting <= METHOD.budget) for ids in held)
+
+
+@pytest.mark.parametrize("changes", [{}, ADAPTIVE], ids=str)
+def test_rk_9_a_list_of_tokens_is_the_same_as_their_keys(changes):
+    seen = decode(indexed=True, **changes)
+    np.testing.assert_allclose(logits_of(seen), logits_of(decode(**changes)), atol=1e-5)
+    assert [step.lists for step in seen] == [step.lists for step in decode(**changes)]
+    # The list of the newest step is what its buffers hold: keys of the full cache.
+    for cache in decode(**changes)[-1].caches:
+        assert isinstance(cache.partial, FifoCache)
+        tokens = np.asarray(cache.order.tokens(METHOD.budget + 1))[..., None]
+        gathered = np.take_along_axis(cache.store.k, np.maximum(tokens, 0), axis=2)
+        held = cache.partial.k[:, :, : METHOD.budget + 1]
+        np.testing.assert_array_equal(np.where(tokens < 0, held, gathered), held)
+
+
+def test_rk_10_leaving_tokens_change_the_answer():
+    fifo, grow = decode(stride=NEVER), decode(stride=NEVER, evict_on_push=False)
+    assert np.abs(logits_of(fifo) - logits_of(grow)).max() > 1e-3
+
+
+def test_questions_in_turn_and_from_disk(tmp_path):
+    """A, B, A; and a question and answer longer than the context's reserve (the caches grow)."""
+    engine = tiny_engine(dataclasses.replace(METHOD, **ADAPTIVE), chunk=16)
+    others = random_rows([5, 4, 1, 3], seed=3)
+
+    def ask(context, questions):
+        rows = [[] for _ in questions]
+        for block in engine.stream(context, questions, max_tokens=8):
+            for row, new in zip(rows, block, strict=True):
+                row.extend(new)
+        return rows
+
+    context = engine.prefill(CONTEXTS, reserve=RESERVE)
+    save_context(engine, context, tmp_path / "saved")
+    first, second = ask(context, QUESTIONS), ask(context, others)
+    assert first != second
+    assert ask(context, QUESTIONS) == first
+    # The last question's steps; the first token of an answer is the question's.
+    assert [cache.steps.tolist() for cache in context.usable_caches()] == [[7] * 4] * 2
+    assert ask(load_context(engine, tmp_path / "saved"), others) == second
+    assert ask(engine.prefill(CONTEXTS, reserve=2), QUESTIONS) == first
+
+
+def bodies(text):
+    """The computations of a compiled program by name, as lines."""
+    found, name = {}, None
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            head = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
+            name = head.group(1) if head else None
+            if name:
+                found[name] = []
+        elif name:
+            found[name].append(line)
+    return found
+
+
+def reached(computations, name, through_branches):
+    """Lines of a computation and of those that it calls, conditional branches among them or not."""
+    lines, queue, done = [], [name], set()
+    while queue:
+        name = queue.pop()
+        if name in done:
+            continue
+        done.add(name)
+        for line in computations[name]:
+            lines.append(line)
+            if " conditional(" in line and not through_branches:
+                continue
+            queue += [word for word in re.findall(r"%([\w.\-]+)", line) if word in computations]
+    return lines
+
+
+@pytest.mark.parametrize("schedule", ["fixed", "adaptive"])
+def test_a_partial_step_neither_reads_nor_copies_the_full_cache(schedule):
+    """Read from the decode program: matmuls over all slots stand in branches alone."""
+    slots, batch = 16384, 1
+    config = tiny_config(num_heads=8, num_kv_heads=2, head_dim=64)
+    method = RefreshKV(budget=512, schedule=schedule)
+    setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
+    with no_persistent_cache():
+        compiled = compile_decode(setup, batch, slots)
+    computations = bodies(compiled.as_text())
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", compiled.as_text(), re.MULTILINE)
+    assert entry is not None
+
+    def reads(through_branches):
+        lines = reached(computations, entry.group(1), through_branches)
+        return [line for line in lines if re.search(rf" dot\(.*{slots}|{slots}.* dot\(", line)]
+
+    assert reads(through_branches=True)
+    assert not reads(through_branches=False)
+    memory = compiled.memory_analysis()
+    full = 2 * config.num_layers * batch * 2 * slots * 64 * 4
+    assert cache_bytes(setup, batch, slots) > full
+    assert memory.alias_size_in_bytes > full
+    # A layer's logits and scores, 10 arrays of 8 heads x slots at most; no copy of a cache.
+    assert memory.temp_size_in_bytes < full / 4
+
+
+def test_a_partial_step_reads_the_budget():
+    (shape, _) = programs.cache_shapes(engine_of().setup, 2, 256, 8)
+    token = 2 * 2 * 2 * 8 * 4  # keys and values x 2 rows x 2 heads x 8 x float32
+    for method, every in [(METHOD, 3), (dataclasses.replace(METHOD, **ADAPTIVE), 2)]:
+        cache = jax.eval_shape(functools.partial(method.init_cache, shape))
+        assert method.read_bytes(cache, 200) == token * 7 + token * 256 // every
+
+
+def test_without_a_budget_it_is_a_share_of_the_context():
+    (shape, _) = programs.cache_shapes(engine_of().setup, 2, 256, 16)
+    for settings, size in [({}, 30), ({"ratio": 0.5}, 120), ({"ratio": 1e-3}, 1)]:
+        cache = jax.eval_shape(functools.partial(RefreshKV(**settings).init_cache, shape))
+        assert cache.order.chosen.shape[2] == size
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"stride": "0"}, "stride must be at least 1, got 0"),
+        ({"qc_stride": "-2"}, "qc_stride must be at least 1, got -2"),
+        ({"budget": "0"}, "budget must be at least 1, got 0"),
+        ({"ratio": "0"}, "ratio must be above 0 and at most 1, got 0.0"),
+        ({"ratio": "1.5"}, "ratio must be above 0 and at most 1, got 1.5"),
+        ({"threshold": "1.1"}, "threshold is a cosine from -1 to 1, got 1.1"),
+        ({"threshold": "nan"}, "threshold is a cosine from -1 to 1, got nan"),
+        ({"kernel": "2"}, "kernel must be odd and at least 1, got 2"),
+        ({"indexed": "true", "evict_on_push": "false"}, "indexed=true gathers a fixed number"),
+        ({"ablation": "no_full", "force_self": "false"}, "ablation=no_full reads the new partial"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused(settings, said):
+    with pytest.raises(ConfigError) as error:
+        make_method("refreshkv", settings)
+    assert str(error.value).startswith(f"RefreshKV: {said}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_sliding_window_is_refused():
+    with pytest.raises(ConfigError, match=r"RefreshKV: .* sliding window of 16 tokens"):
+        RefreshKV().validate(tiny_config(windows=(None, 16)))

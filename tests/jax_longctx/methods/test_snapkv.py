@@ -1,0 +1,223 @@
+"""SnapKV against numpy: the tokens kept and left, ragged rows, meshes, questions in turn."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.engine import programs
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import make_method
+from jax_longctx.methods.snapkv import SnapKV
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.jax_longctx.methods.oracles.partial_cache import PartialDecoder, choose
+from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy
+from tests.support import random_rows, tiny_config, tiny_engine
+
+# With the questions: above the budget, below window and budget, equal to the budget, above it.
+CONTEXTS = random_rows([37, 1, 10, 20])
+QUESTIONS = random_rows([3, 2, 2, 1], seed=1)
+ANSWERS = random_rows([9, 9, 9, 9], seed=2)
+PROMPTS = [[*context, *question] for context, question in zip(CONTEXTS, QUESTIONS, strict=True)]
+TOTAL = jnp.array([len(row) for row in CONTEXTS], jnp.int32)
+METHOD = SnapKV(budget=12, window=4, kernel=3, decode_policy="fifo")
+
+
+def oracle_params(engine):
+    return to_numpy(jax.device_get(engine.params))
+
+
+def oracle(engine, row, **changes):
+    method = dataclasses.replace(METHOD, **changes)
+    return PartialDecoder(
+        engine.config,
+        oracle_params(engine),
+        PROMPTS[row],
+        window=method.window,
+        evict=method.decode_policy == "fifo",
+        budget=method.budget,
+        kernel=method.kernel,
+        kind=method.pool,
+        over=method.over_group,
+    )
+
+
+def in_order(order, limit):
+    """Each row's and head's tokens, the first to leave first."""
+    tokens = np.asarray(order.tokens(limit))
+    written = np.asarray(order.count + order.pushed)
+    lists = []
+    for row, count in zip(tokens, written, strict=True):
+        turn = [slot % limit for slot in range(max(count - limit, 0), count)]
+        lists.append([[int(head[slot]) for slot in turn] for head in row])
+    return lists
+
+
+def decoded(engine, limit):
+    """Logits and tokens read, step by step, of all rows."""
+    for step in steps(engine, CONTEXTS, QUESTIONS, ANSWERS, reserve=16):
+        if step.segment.role == "decode":
+            yield last_logits(step), [in_order(cache.order, limit) for cache in step.caches]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """An engine, and its caches after the questions, on one device."""
+    engine = tiny_engine(METHOD, chunk=16)
+    *_, last = steps(engine, CONTEXTS, QUESTIONS, reserve=16)
+    return engine, last
+
+
+def compare(engine, **changes):
+    method = dataclasses.replace(METHOD, **changes)
+    limit = method.budget + 1 if method.decode_policy == "fifo" else 128
+    oracles = [oracle(engine, row, **changes) for row in range(4)]
+    seen = list(decoded(engine, limit))
+    for column, (logits, kept) in enumerate(seen):
+        for row, expected in enumerate(oracles):
+            np.testing.assert_allclose(logits[row], expected.step(ANSWERS[row][column]), atol=1e-4)
+            for layer, lists in enumerate(kept):
+                assert [sorted(ids) for ids in lists[row]] == expected.read[layer]
+                if method.decode_policy == "fifo":
+                    assert [ids[-method.budget :] for ids in lists[row]] == expected.lists[layer]
+    return seen
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_sn_5_ragged_rows_equal_numpy_row_by_row(mesh):
+    """Also X21 (the prompt in chunks) and X22: each row is compared with numpy's, alone."""
+    engine = tiny_engine(METHOD, mesh=make_mesh(*mesh), chunk=16)
+    seen = compare(engine)
+    # The longest prompt loses tokens while it is answered, the shortest never.
+    assert len(seen[-1][1][0][0][0]) == METHOD.budget + 1
+    assert 0 not in seen[-1][1][0][0][0] or 0 not in seen[-1][1][1][0][1]
+
+
+def test_grow_keeps_every_new_token():
+    engine = tiny_engine(dataclasses.replace(METHOD, decode_policy="grow"), chunk=16)
+    seen = compare(engine, decode_policy="grow")
+    assert len(seen[-1][1][0][0][0]) == METHOD.budget + 9
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernel": 1},
+        {"pool": "avg", "kernel": 5},
+        {"pool": "avg", "over_group": "max"},
+        {"over_group": "max", "kernel": 7},
+        {"over_group": "first"},
+        {"over_group": "layer", "kernel": 1},
+        {"budget": 5},
+    ],
+    ids=str,
+)
+def test_sn_2_what_stays_equals_numpy(whole, changes):
+    """`kernel=1` is the raw top-k (SN-2)."""
+    engine, last = whole
+    method = dataclasses.replace(METHOD, **changes)
+    setup = dataclasses.replace(engine.setup, method=method)
+    kept = programs.finish_question(setup, last.caches, TOTAL, reserve=8)
+    for layer, cache in enumerate(kept):
+        lists = in_order(cache.order, method.budget + 1)
+        assert lists == [oracle(engine, row, **changes).lists[layer] for row in range(4)]
+
+
+def test_sn_1_a_budget_that_holds_all_is_full_attention(whole):
+    """X1; a budget equal to the prompt takes the same path and keeps it all."""
+    engine, _ = whole
+    params = oracle_params(engine)
+    generous = tiny_engine(SnapKV(budget=60, window=4), chunk=16)
+    for column, step in enumerate(
+        s for s in steps(generous, CONTEXTS, QUESTIONS, ANSWERS) if s.segment.role == "decode"
+    ):
+        for row, logits in enumerate(last_logits(step)):
+            tokens = PROMPTS[row] + ANSWERS[row][: column + 1]
+            expected = forward(engine.config, params, tokens, causal_attend(1e4))[-1]
+            np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def test_sn_3_x10_window_1_over_the_layer_is_tova_at_once():
+    """TOVA keeps the best by the last query's probability, mean over all heads, itself always."""
+    engine = tiny_engine(SnapKV(budget=9, window=1, kernel=1, over_group="layer"), chunk=16)
+    *_, last = steps(engine, CONTEXTS, QUESTIONS, reserve=16)
+    kept = programs.finish_question(engine.setup, last.caches, TOTAL, reserve=8)
+    for row, prompt in enumerate(PROMPTS):
+        expected = []
+
+        def attend(layer, q, k, v, expected=expected):
+            at = np.arange(len(q))
+            p = probabilities(rope(q, at, 1e4), rope(k, at, 1e4), at[:, None] >= at[None, :])
+            scores = p[:, -1].mean(0)
+            scores[-1] = np.inf
+            expected.append(sorted(np.argsort(-scores, kind="stable")[:9].tolist()))
+            return causal_attend(1e4)(layer, q, k, v)
+
+        forward(engine.config, oracle_params(engine), prompt, attend)
+        for layer, cache in enumerate(kept):
+            for ids in in_order(cache.order, 128)[row]:
+                assert sorted(ids) == expected[layer]
+
+
+def test_questions_in_turn_and_from_disk(tmp_path):
+    """A, B, A; the context stays whole. Also an answer longer than the context's reserve."""
+    engine = tiny_engine(dataclasses.replace(METHOD, decode_policy="grow"), chunk=16)
+    others = random_rows([5, 4, 1, 3], seed=3)
+
+    def ask(context, questions, keep=True):
+        rows = [[] for _ in questions]
+        for block in engine.stream(context, questions, max_tokens=8, keep=keep):
+            for row, new in zip(rows, block, strict=True):
+                row.extend(new)
+        return rows
+
+    context = engine.prefill(CONTEXTS, reserve=16)
+    save_context(engine, context, tmp_path / "saved")
+    first, second = ask(context, QUESTIONS), ask(context, others)
+    assert first != second
+    assert ask(context, QUESTIONS) == first
+    loaded = load_context(engine, tmp_path / "saved")
+    assert ask(loaded, others, keep=False) == second
+    assert ask(engine.prefill(CONTEXTS, reserve=2), QUESTIONS) == first
+
+
+def test_answering_reads_the_budget():
+    """What one step reads does not depend on the context, whose cache is given up."""
+    (shape, _) = programs.cache_shapes(tiny_engine(METHOD).setup, 2, 256, 8)
+    cache = jax.eval_shape(lambda: METHOD.init_cache(shape))
+    # keys and values x 2 rows x 2 heads x 12 tokens x 8 x float32
+    assert METHOD.read_bytes(cache, 200) == 2 * 2 * 2 * 12 * 8 * 4
+    assert METHOD.read_bytes(cache, 7) == 2 * 2 * 2 * 7 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"budget": "32"}, "budget 32 must exceed window 32; raise budget"),
+        ({"window": "0"}, "window must be at least 1, got 0"),
+        ({"kernel": "4"}, "kernel must be odd and at least 1, got 4"),
+        ({"kernel": "-1"}, "kernel must be odd and at least 1, got -1"),
+    ],
+    ids=str,
+)
+def test_sn_4_bad_settings_are_refused(settings, said):
+    with pytest.raises(ConfigError) as error:
+        make_method("snapkv", settings)
+    assert str(error.value) == f"SnapKV: {said}"
+
+
+def test_a_sliding_window_is_refused():
+    with pytest.raises(ConfigError, match=r"SnapKV: .* sliding window of 16 tokens"):
+        SnapKV().validate(tiny_config(windows=(None, 16)))
+
+
+def test_the_oracle_breaks_ties_as_the_specification_does():
+    """A plateau of the pool: the older stay, and the younger leave first."""
+    p = np.array([[[0.1, 0.2, 0.1, 0.1, 0.5]]])
+    how = {"kernel": 3, "kind": "max", "over": "max", "forced": 1}
+    assert choose(p, 1, budget=4, **how) == [[2, 1, 0, 4]]
+    assert choose(p, 1, budget=3, **how) == [[1, 0, 4]]
