@@ -4,16 +4,22 @@ from collections.abc import Mapping
 
 from jax_longctx.methods.dynamic_ntk import DynamicNTK
 from jax_longctx.methods.full import Full
+from jax_longctx.methods.h2o import H2O
 from jax_longctx.methods.refreshkv import RefreshKV
+from jax_longctx.methods.roco import RoCo
 from jax_longctx.methods.settings import describe_method, make_from, method_settings
 from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.methods.streaming_llm import StreamingLLM
+from jax_longctx.methods.tova import TOVA
 
 __all__ = [
+    "H2O",
     "METHODS",
+    "TOVA",
     "DynamicNTK",
     "Full",
     "RefreshKV",
+    "RoCo",
     "SnapKV",
     "StreamingLLM",
     "describe",
@@ -25,6 +31,9 @@ METHODS: dict[str, type] = {
     "full": Full,
     "dynamic-ntk": DynamicNTK,
     "streaming-llm": StreamingLLM,
+    "h2o": H2O,
+    "tova": TOVA,
+    "roco": RoCo,
     "snapkv": SnapKV,
     "refreshkv": RefreshKV,
 }

@@ -1,0 +1,144 @@
+"""What the tests of methods that evict share: rows, a comparison with numpy, asking twice."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_longctx.contract import Prompt, Segment, chunk_segments
+from jax_longctx.engine import Engine, programs
+from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.context import Context
+from jax_longctx.engine.context_io import load_context, save_context
+from tests.jax_longctx.methods.harness import steps
+from tests.jax_longctx.methods.oracles.evictors import THETA, Evicting
+from tests.oracle import causal_attend, forward, to_numpy
+from tests.support import random_rows
+
+__all__ = [
+    "ANSWERS",
+    "CONTEXTS",
+    "NOTHING",
+    "QUESTIONS",
+    "ask_twice",
+    "compare",
+    "full_logits",
+    "kept_tokens",
+    "oracle_params",
+]
+
+RESERVE = 32
+# Rows that evict, that never fill a budget of 16 (not with the answer either), and an empty one.
+CONTEXTS = random_rows([37, 9, 20, 0])
+QUESTIONS = random_rows([3, 2, 7, 5], seed=1)
+ANSWERS = random_rows([6] * 4, seed=2)
+NOTHING = [[]] * 4
+
+
+def oracle_params(engine: Engine) -> Any:
+    return to_numpy(jax.device_get(engine.params))
+
+
+def kept_tokens(caches: Sequence[Any]) -> list[list[list[tuple[int, ...]]]]:
+    """Kept tokens by layer, row and kv head."""
+    return [
+        [
+            [tuple(int(t) for t in head[:length]) for head in row]
+            for row, length in zip(np.asarray(c.token), np.asarray(c.length), strict=True)
+        ]
+        for c in caches
+    ]
+
+
+def compare(
+    engine: Engine,
+    rule: Any,
+    contexts: Sequence[Sequence[int]] = CONTEXTS,
+    questions: Sequence[Sequence[int]] = NOTHING,
+    answers: Sequence[Sequence[int]] = (),
+    sums: int = 0,
+    until: str = "",
+) -> list[Evicting]:
+    """The engine's rows together against numpy's one by one, after each segment until a role.
+
+    Kept tokens of every layer and head, the first `sums` statistics, the position, and the logits.
+    """
+    params = oracle_params(engine)
+    oracles = [Evicting(engine.config, params, rule, engine.method) for _ in contexts]
+    evicted = False
+    for step in steps(engine, contexts, questions, answers, RESERVE):
+        if evicted and step.segment.role == until:
+            break
+        got = kept_tokens(step.caches)
+        # What only joins has no statistics: nothing is ranked any more.
+        looks = oracles[0].method.protocol == "own" or step.segment.role in ("context", "probe")
+        for b, oracle in enumerate(oracles):
+            size = int(step.valid[b])
+            if size:
+                tokens = [int(t) for t in np.asarray(step.segment.tokens)[b, :size]]
+                expected = oracle.feed(tokens, step.segment.role)
+                np.testing.assert_allclose(step.logits[b, :size], expected, atol=1e-4)
+            for cache, kept, layer in zip(step.caches, got, oracle.layers, strict=True):
+                assert kept[b] == [tuple(head) for head in layer.token]
+                assert int(cache.position[b]) == oracle.position
+                evicted |= len(layer.token[0]) < oracle.position
+                for head in range(len(layer.sums) if looks and sums else 0):
+                    mine = np.asarray(cache.statistics)[b, head, : len(kept[b][head])]
+                    np.testing.assert_allclose(mine, layer.sums[head][:, :sums], atol=1e-4)
+    assert evicted or not contexts
+    return oracles
+
+
+def full_logits(engine: Engine, tokens: Sequence[int]) -> np.ndarray:
+    """Full attention's logits `[T, V]`, by numpy."""
+    return forward(engine.config, oracle_params(engine), list(tokens), causal_attend(THETA))
+
+
+def _run(engine: Engine, caches: Any, segment: Segment, total: Any) -> tuple[Any, np.ndarray]:
+    caches, logits = programs.run_segment(
+        engine.setup, engine.params, caches, segment, total, None, "all"
+    )
+    return caches, np.asarray(logits)
+
+
+def _read(engine: Engine, contexts: Sequence[Sequence[int]]) -> Context:
+    """The contexts by the programs that `steps` has compiled."""
+    rows = [list(row) for row in contexts]
+    slots = bucket(max(map(len, rows)) + RESERVE + 1, engine.mesh.shape["seq"])
+    total = jnp.array([len(row) for row in rows], jnp.int32)
+    caches = programs.init_caches(engine.setup, len(rows), slots, RESERVE)
+    for segment in engine.method.segments(Prompt("context", engine.chunk, rows)):
+        caches, _ = _run(engine, caches, segment, total)
+    caches = programs.finish_context(engine.setup, caches, total, RESERVE)
+    return Context(rows, len(rows), slots, RESERVE, total, caches, None)
+
+
+def _ask(engine: Engine, context: Context, questions: Any, answers: Any) -> list[np.ndarray]:
+    caches = tuple(engine.method.fork(cache) for cache in context.usable_caches())
+    segments = list(engine.method.segments(Prompt("question", engine.chunk, question=questions)))
+    for column in zip(*answers, strict=True):
+        (segment,) = chunk_segments([[token] for token in column], 1, "decode")
+        segments.append(segment)
+    logits = []
+    for segment in segments:
+        caches, block = _run(engine, caches, segment, context.total)
+        real = np.arange(block.shape[1]) < np.asarray(segment.valid)
+        logits.append(block * real[..., None])
+    return logits
+
+
+def ask_twice(engine: Engine, folder: Path, questions: Any = NOTHING) -> None:
+    """A question is answered alike after another one, and from a context saved and loaded."""
+    context = _read(engine, CONTEXTS)
+    save_context(engine, context, folder / "context")
+    others = random_rows([6] * 4, seed=3)
+    first = _ask(engine, context, questions, ANSWERS)
+    between = _ask(engine, context, questions, others)
+    assert not np.array_equal(first[-1], between[-1])
+    loaded = load_context(engine, folder / "context")
+    for again in (context, loaded):
+        for before, after in zip(first, _ask(engine, again, questions, ANSWERS), strict=True):
+            np.testing.assert_array_equal(before, after)

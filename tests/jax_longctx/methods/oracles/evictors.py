@@ -1,0 +1,226 @@
+"""A numpy decoder whose layers forget, one row of text at a time, every probability materialised.
+
+`Evicting` follows the two protocols; a rule (`StreamingRule`, `H2ORule`, `TOVARule`, `RoCoRule`)
+says how slots are ranked. The slots of a layer are lists of what each kv head kept.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from tests.oracle import forward, probabilities, rope, weighted_values
+
+__all__ = ["Evicting", "H2ORule", "Kept", "RoCoRule", "StreamingRule", "TOVARule"]
+
+THETA = 1e4
+
+
+@dataclasses.dataclass
+class Kept:
+    """What one layer holds: lists over the kv heads, `[n, H]`, `[n]` and `[n, M]` each."""
+
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+    token: list[np.ndarray]
+    sums: list[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A rule's view of one segment in one layer.
+
+    `p` are probabilities `[N, T, n + T]`; `token` as of `Kept`, new tokens included; `leave` slots
+    are to go out of those marked in `may`; `staying` is how many slots there are apart from a
+    probe's own.
+    """
+
+    p: np.ndarray
+    n: int
+    token: list[np.ndarray]
+    leave: int
+    may: np.ndarray
+    staying: int
+    role: str
+    heads: int
+
+    def group(self, head: int) -> np.ndarray:
+        """Probabilities of the query heads of one kv head, `[G, T, n + T]`."""
+        size = len(self.p) // self.heads
+        return self.p[head * size : (head + 1) * size]
+
+    @property
+    def queries(self) -> np.ndarray:
+        """How many queries of this segment could see each slot."""
+        rows = self.p.shape[1]
+        return np.array([rows] * self.n + [rows - i for i in range(rows)], float)
+
+
+class StreamingRule:
+    sums = 0
+
+    def __init__(self, sink: int):
+        self.sink = sink
+
+    def update(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+        return sums
+
+    def score(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+        token = turn.token[head]
+        return np.where(token < self.sink, np.inf, token)
+
+
+class H2ORule:
+    sums = 2
+
+    def __init__(
+        self, recent: int, reduce: str = "mean", normalize: bool = False, own: bool = True
+    ):
+        self.recent, self.reduce, self.normalize, self.own = recent, reduce, normalize, own
+
+    def update(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+        columns = turn.group(head).sum(1)
+        mass = columns.mean(0) if self.reduce == "mean" else columns.max(0)
+        return sums + np.stack([mass, turn.queries], 1)
+
+    def score(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+        score = sums[:, 0] / sums[:, 1] if self.normalize else sums[:, 0].copy()
+        end = len(score) if self.own else turn.n
+        score[end - min(self.recent, end) : end] = np.inf
+        return score
+
+
+class TOVARule:
+    sums = 0
+
+    def __init__(self, protect_current: bool = False):
+        self.protect_current = protect_current
+
+    def update(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+        return sums
+
+    def score(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+        score = turn.p[:, -1].mean(0)
+        if self.protect_current:
+            score[-1] = np.inf
+        return score
+
+
+class RoCoRule:
+    sums = 3
+
+    def __init__(
+        self,
+        budget: int,
+        sink: int,
+        ratio: float,
+        decode_ratio: float,
+        last: int,
+        warm_start: bool = True,
+    ):
+        self.budget, self.sink, self.last, self.warm_start = budget, sink, last, warm_start
+        self.ratio, self.decode_ratio = ratio, decode_ratio
+
+    def update(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+        if not self.warm_start and not turn.leave:
+            return sums
+        p = turn.group(head).mean(0)
+        return sums + np.stack([p.sum(0), (p**2).sum(0), turn.queries], 1)
+
+    def score(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+        if not turn.leave:
+            return np.zeros(len(sums))
+        decoding = turn.role == "decode"
+        sink = 0 if decoding else self.sink
+        window = int((self.decode_ratio if decoding else self.ratio) * self.budget)
+        size = max(self.budget - window - sink, turn.leave)
+        mean = sums[:, 0] / sums[:, 2]
+        std = np.sqrt(np.maximum(sums[:, 1] / sums[:, 2] - mean**2, 0))
+        free = [s for s in range(sink, turn.staying - self.last) if turn.may[s]]
+        scope = sorted(free, key=lambda s: (std[s], -s))[:size]
+        score = np.full(len(sums), np.inf)
+        score[scope] = mean[scope]
+        return score
+
+
+class Evicting:
+    """One row through the model; `feed` it segment by segment and look at `layers`."""
+
+    def __init__(self, config: Any, params: Any, rule: Any, method: Any):
+        self.config, self.params, self.rule, self.method = config, params, rule, method
+        heads, size = config.num_kv_heads, config.head_dim
+        self.layers = [
+            Kept(
+                [np.zeros((0, size))] * heads,
+                [np.zeros((0, size))] * heads,
+                [np.zeros(0, int)] * heads,
+                [np.zeros((0, rule.sums))] * heads,
+            )
+            for _ in range(config.num_layers)
+        ]
+        self.position = 0
+
+    def feed(self, tokens: list[int], role: str) -> np.ndarray:
+        """Logits `[T, V]` of the tokens."""
+
+        def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+            return self._attend(self.layers[layer], q, k, v, role)
+
+        logits = forward(self.config, self.params, tokens, attend)
+        self.position += 0 if role == "probe" else len(tokens)
+        return logits
+
+    def _attend(
+        self, kept: Kept, q: np.ndarray, k: np.ndarray, v: np.ndarray, role: str
+    ) -> np.ndarray:
+        rows, n, heads = len(q), len(kept.token[0]), k.shape[1]
+        group = q.shape[1] // heads
+        shifted = self.method.positions == "shifted"
+        at = (n if shifted else self.position) + np.arange(rows)
+        seen = np.arange(n + rows)[None] <= n + np.arange(rows)[:, None]
+        token = [np.concatenate([t, self.position + np.arange(rows)]) for t in kept.token]
+        p, out = [], []
+        for head in range(heads):
+            mine = slice(head * group, (head + 1) * group)
+            keys = np.concatenate([kept.k[head], k[:, head]])[:, None]
+            values = np.concatenate([kept.v[head], v[:, head]])[:, None]
+            where = np.concatenate([np.arange(n) if shifted else kept.token[head], at])
+            weights = probabilities(rope(q[:, mine], at, THETA), rope(keys, where, THETA), seen)
+            p.append(weights)
+            out.append(weighted_values(weights, values))
+        self._evict(kept, np.concatenate(p), k, v, token, n, role)
+        return np.concatenate(out, axis=1)
+
+    def _evict(
+        self,
+        kept: Kept,
+        p: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        token: list[np.ndarray],
+        n: int,
+        role: str,
+    ) -> None:
+        rows, heads, budget = len(k), k.shape[1], self.method.budget
+        new = np.arange(n + rows) >= n
+        if self.method.protocol == "own":
+            may, leave = np.ones(n + rows, bool), max(n + rows - budget, 0)
+        else:
+            may = ~new
+            leave = max(n - (budget - self.method.chunk), 0) if role in ("context", "probe") else 0
+        staying = n if role == "probe" else n + rows
+        looks = self.method.protocol == "own" or role in ("context", "probe")
+        turn = Turn(p, n, token, leave, may, staying, role, heads)
+        for head in range(heads):
+            sums = np.concatenate([kept.sums[head], np.zeros((rows, self.rule.sums))])
+            stays = np.arange(n + rows) < staying
+            if looks:
+                sums = self.rule.update(turn, sums, head)
+                score = self.rule.score(turn, sums, head)
+                # The lowest leave, and of equals the newest.
+                worst = sorted(np.flatnonzero(may), key=lambda s, score=score: (score[s], -s))
+                stays[worst[:leave]] = False
+            kept.k[head] = np.concatenate([kept.k[head], k[:, head]])[stays]
+            kept.v[head] = np.concatenate([kept.v[head], v[:, head]])[stays]
+            kept.token[head] = token[head][stays]
+            kept.sums[head] = sums[stays]
