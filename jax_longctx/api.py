@@ -160,11 +160,14 @@ class LongContext:
         max_tokens: int = 128,
         stop: Sequence[str] = (),
         stop_at_eos: bool = True,
+        keep: bool = True,
         on_text: OnText | None = None,
     ) -> list[Answer]:
         """One question for each row of the context. The context stays, for the next question.
 
         Args:
+          keep: False gives the context up with its last question: its memory is free as soon as
+            the method can do without.
           stop: strings that end an answer.
           stop_at_eos: whether the tokenizer's end-of-text ids do.
           on_text: called with (row, new text) as the answers arrive.
@@ -177,6 +180,7 @@ class LongContext:
             max_tokens,
             stop,
             self.tokenizer.eos_ids if stop_at_eos else (),
+            keep,
             on_text,
         )
 
@@ -206,7 +210,7 @@ class LongContext:
         )
         seconds = time.perf_counter() - begun
         eos = self.tokenizer.eos_ids if stop_at_eos else ()
-        return self._answer(context, last, seconds, sampling, max_tokens, stop, eos, on_text)
+        return self._answer(context, last, seconds, sampling, max_tokens, stop, eos, False, on_text)
 
     def save_context(self, context: Context, path: str | Path) -> None:
         """Writes a context to a new folder (see `jax_longctx.engine.context_io`)."""
@@ -228,13 +232,14 @@ class LongContext:
         max_tokens: int,
         stop: Sequence[str],
         eos_ids: Sequence[int],
+        keep: bool,
         on_text: OnText | None,
     ) -> list[Answer]:
         readers = [_Reader(self.tokenizer, row, stop, eos_ids) for row in rows]
         begun = time.perf_counter()
         first = None
         stream = self.engine.stream(
-            context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=eos_ids
+            context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=eos_ids, keep=keep
         )
         # Closed whatever happens, also in `on_text`: the context gets its cache back.
         with contextlib.closing(stream):

@@ -77,7 +77,7 @@ def demo(
     with terminal.waiting("answering"):
         (answer,) = model.ask(context, STEM, max_tokens=ANSWER_TOKENS, stop=("\n", "."))
     terminal.write(f"{STEM.strip()}{answer.text}\n")
-    terminal.note(closing_note(answer, length, seconds, context.resident_bytes))
+    terminal.note(closing_note(answer, length, seconds, context.answering_bytes))
     found = is_right(answer.text, key)
     verdict = "found" if found else f"NOT found (expected {key})"
     terminal.note(f"passkey {verdict}; {time.perf_counter() - begun:.1f} s in all")

@@ -58,10 +58,12 @@ class Session:
                 f"{len(questions)} times, once for each question"
             )
         context, seconds = None, None
-        for asked, question in zip(self.request.questions, questions, strict=True):
+        for left, asked, question in zip(
+            range(len(questions) - 1, -1, -1), self.request.questions, questions, strict=True
+        ):
             if context is None or self.rereads:
                 context, seconds = self._context(document, questions, question)
-            self._answer(context, asked, question, seconds)
+            self._answer(context, asked, question, seconds, keep=left > 0 and not self.rereads)
             if not self.rereads:
                 seconds = None
 
@@ -90,7 +92,9 @@ class Session:
             self.terminal.note(f"context saved to {self.request.save}")
         return context, seconds
 
-    def _answer(self, context: "Context", asked: str, question: str, prefill: float | None) -> None:
+    def _answer(
+        self, context: "Context", asked: str, question: str, prefill: float | None, keep: bool
+    ) -> None:
         if len(self.request.questions) > 1 and not self.terminal.as_json:
             self.terminal.note(f"> {asked}")
         # Streamed text shows that work goes on; JSON needs a sign of it.
@@ -98,10 +102,10 @@ class Session:
             answer = stream_answer(
                 self.terminal,
                 lambda on_text: self.model.ask(
-                    context, question, on_text=on_text, **self.answers.arguments()
+                    context, question, keep=keep, on_text=on_text, **self.answers.arguments()
                 ),
             )
-        length, cache = context.lengths[0], context.resident_bytes
+        length, cache = context.lengths[0], context.answering_bytes
         self.terminal.note(closing_note(answer, length, prefill, cache))
         if self.terminal.as_json:
             self.terminal.record(

@@ -31,6 +31,7 @@ class Context:
       total: each row's total length, as rotary embedding sees it.
       caches: one a layer; None while a question over an append-only method borrows them.
       questions: the questions it was read for, where the method needs them at prefill.
+      answering_bytes: what the newest answer's caches held, over all devices.
     """
 
     rows: list[list[int]]
@@ -40,6 +41,7 @@ class Context:
     total: jax.Array
     caches: tuple[Any, ...] | None
     questions: list[list[int]] | None = None
+    answering_bytes: int = 0
 
     @property
     def lengths(self) -> list[int]:

@@ -196,6 +196,7 @@ class Engine:
             state = self._question(run, context, rows, sampling, max_tokens, stop_ids)
             if self.method.info.shrinks:
                 self._shrink(run, context, max_tokens, keep)
+            context.answering_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(run.caches))
             yield _chosen(np.asarray(state.token)[:, None], context.batch)
             blocks = iter(FIRST_BLOCKS)
             while not np.all(np.asarray(state.done)):
