@@ -20,6 +20,12 @@ SMALL: dict[str, dict[str, object]] = {
         "kept": 8,
         "chunk": 16,
     },
+    "snapkv": {"budget": 48, "window": 8},
+    "refreshkv": {"budget": 48, "stride": 3, "schedule": "fixed"},
+    "citrus": _BUDGET,
+    "citrus-individual": _BUDGET,
+    "citrus-standard": _BUDGET,
+    "h2o-shared": _BUDGET,
 }
 
 

@@ -19,6 +19,10 @@ def test_every_method_has_small_settings():
     assert set(SMALL) == set(METHODS)
 
 
+def size_of(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def compiled(program, *args, **options):
     memory = program.lower(*args, **options).compile().memory_analysis()
     beside = BATCH * jnp.dtype(jnp.int32).itemsize  # the rows' total lengths
@@ -39,10 +43,10 @@ def test_claims_are_what_the_compiler_counts(name):
     total = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     finish = programs._finish_donated
     taken, made, _ = compiled(finish, setup, empty, total, "context", RESERVE)
-    peaks = [taken + made]
+    # XLA leaves out what `finish` drops unread, which is in memory all the same.
+    peaks = [max(taken, size_of(empty)) + made]
     kept = jax.eval_shape(lambda c, t: programs.finish_context(setup, c, t, RESERVE), empty, total)
-    # What came in and left again shrunk is no longer there.
-    answering = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+    answering = size_of(kept)
     assert claimed.kept == answering
     if setup.method.info.shrinks:
         taken, made, _ = compiled(
