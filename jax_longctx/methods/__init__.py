@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 
+from jax_longctx.methods.citrus import Citrus, CitrusStandard
+from jax_longctx.methods.citrus_individual import CitrusIndividual
 from jax_longctx.methods.dynamic_ntk import DynamicNTK
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.h2o import H2O
+from jax_longctx.methods.h2o_shared import H2OShared
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.roco import RoCo
 from jax_longctx.methods.settings import describe_method, make_from, method_settings
@@ -16,8 +19,12 @@ __all__ = [
     "H2O",
     "METHODS",
     "TOVA",
+    "Citrus",
+    "CitrusIndividual",
+    "CitrusStandard",
     "DynamicNTK",
     "Full",
+    "H2OShared",
     "RefreshKV",
     "RoCo",
     "SnapKV",
@@ -36,6 +43,10 @@ METHODS: dict[str, type] = {
     "roco": RoCo,
     "snapkv": SnapKV,
     "refreshkv": RefreshKV,
+    "citrus": Citrus,
+    "citrus-individual": CitrusIndividual,
+    "citrus-standard": CitrusStandard,
+    "h2o-shared": H2OShared,
 }
 
 

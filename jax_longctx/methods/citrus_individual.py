@@ -1,0 +1,107 @@
+"""CItruS with an individual cache for the instruction: two threads, each with what it looks at.
+
+Bai et al. 2024, section 4.2 (equations 4 and 5); `citrus` says what is common. The language thread
+is standard chunked state eviction: the chunk attends to its cache, which keeps what chunks look
+at. The task thread's cache keeps what the instruction looks at, and is all that the instruction
+sees. Keys and values of a chunk join both, as the language thread computed them; both caches lose
+tokens by scores taken before either changed. At the end of the context the language thread's cache
+is dropped, its memory is free, and the task thread's answers. Cost: twice the memory of `Citrus`
+while the context is read, the same computation.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+from jaxtyping import Array, Float
+
+from jax_longctx.caches import BudgetCache, empty_budget_cache
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    INSTRUCTION_ROWS,
+    CacheShape,
+    LayerContext,
+    MethodInfo,
+    Segment,
+    Stage,
+)
+from jax_longctx.methods import citrus, eviction, instruction
+
+__all__ = ["CitrusIndividual", "ThreadCaches"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ThreadCaches:
+    """One cache a thread while the context is read; rows have the same lengths in both."""
+
+    language: BudgetCache
+    task: BudgetCache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CitrusIndividual:
+    """Eviction by each chunk from one cache, by the instruction from another.
+
+    Attributes:
+      budget: tokens that each cache of a layer holds, the newest chunk among them (k + c).
+      chunk: tokens of the context read between two evictions (c).
+      sink: first tokens that never leave (appendix I; the paper's default is 0).
+      score: what ranks a token, the `probability` or the `logit` that it is looked at with.
+    """
+
+    budget: int = 1024
+    chunk: int = 256
+    sink: int = 0
+    score: instruction.Score = "probability"
+
+    info: ClassVar[MethodInfo] = citrus.describe(
+        "CItruS with one cache for the text and one for the instruction",
+        "4.2",
+        needs_question=True,
+    )
+
+    def init_cache(self, shape: CacheShape) -> ThreadCaches:
+        # Only the task thread's will hold question and answer.
+        return ThreadCaches(
+            empty_budget_cache(shape, self.budget),
+            empty_budget_cache(shape, eviction.capacity(self, shape)),
+        )
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: Any,
+        segment: Segment,
+        ctx: LayerContext,
+    ) -> citrus.Attended:
+        if segment.role != "probe_and_context":
+            return citrus.attend_alone(self, q, k, v, cache, segment, ctx)
+        chunk = instruction.look(q, k, v, cache.language, segment, ctx, CHUNK_ROWS)
+        probe = instruction.look(q, k, v, cache.task, segment, ctx, INSTRUCTION_ROWS)
+        # The chunk before the task thread's slots, which are as many as the other thread's.
+        joins = dataclasses.replace(
+            probe, k=chunk.k, v=chunk.v, store_k=chunk.store_k, valid=chunk.valid
+        )
+        by_chunk = instruction.layer_scores(self, chunk, chunk, ctx)
+        by_probe = instruction.layer_scores(self, probe, joins, ctx)
+        cache = ThreadCaches(
+            eviction.evict(self, cache.language, chunk, by_chunk, segment),
+            eviction.evict(self, cache.task, joins, by_probe, segment),
+        )
+        parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
+        return *instruction.side_by_side(*parts), cache
+
+    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> BudgetCache:
+        """The task thread's cache alone."""
+        return cache.task
+
+    __post_init__ = citrus.check
+    positions = instruction.positions
+    protocol = instruction.protocol
+    validate = eviction.validate
+    segments = instruction.segments
+    fork = eviction.fork
+    read_bytes = eviction.read_bytes

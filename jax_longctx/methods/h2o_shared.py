@@ -1,0 +1,113 @@
+"""H2O with CItruS's shared cache: heavy hitters are what the instruction has looked at so far.
+
+Bai et al. 2024 (CItruS), section 5.2, "H2O + Shared Cache"; H2O is Zhang et al. 2023. As `h2o` in
+CItruS's setting (section 4.3), each kv head ranks its own tokens by accumulated attention mass,
+those cached before a chunk may leave, down to `budget - chunk`, and the chunk joins. What is
+accumulated for every cached token and chunk of v tokens, with an instruction of n tokens that looks
+beside it (`instruction`), both against the cache as it was:
+
+    acc += (1 - alpha) * mass of the chunk + alpha * v / n * mass of the instruction
+
+each averaged over the query heads of the kv head; v / n brings both to the same scale. A chunk's
+tokens join with (1 - alpha) times the mass that they get within the chunk: no instruction has seen
+them yet. After the context the instruction is its own chunk: its mass is added, it evicts once
+more, is read, and the answer grows the cache. Cost: as `citrus`, and one more product for the
+chunk's mass when alpha < 1.
+
+The authors' script names alpha `query_alpha`, 1 by default; the code behind it is not published, so
+that the sum, its scale and its scope (a kv head) are this library's reading.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_longctx.caches import BudgetCache, empty_budget_cache
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    INSTRUCTION_ROWS,
+    CacheShape,
+    LayerContext,
+    MethodInfo,
+    Segment,
+)
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import eviction, instruction
+
+__all__ = ["H2OShared"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class H2OShared:
+    """Heavy hitters of the instruction, chosen by each kv head.
+
+    Attributes:
+      budget: tokens that each kv head holds, the newest chunk among them.
+      chunk: tokens of the context read between two evictions.
+      alpha: share of the instruction in what is accumulated; with 0 it is H2O in CItruS's setting.
+    """
+
+    budget: int = 1024
+    chunk: int = 256
+    alpha: float = 1.0
+
+    info: ClassVar[MethodInfo] = MethodInfo(
+        summary="the tokens that drew the most attention from the instruction, per kv head",
+        source="Bai et al. 2024 (CItruS), section 5.2",
+        phase="both",
+        query_aware=True,
+        keeps_all=False,
+        needs_question=True,
+        append_only=False,
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"H2OShared: alpha must lie within 0 and 1, got {self.alpha}")
+        eviction.check(self)
+
+    def init_cache(self, shape: CacheShape) -> BudgetCache:
+        return empty_budget_cache(shape, eviction.capacity(self, shape), statistics=1)
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: BudgetCache,
+        segment: Segment,
+        ctx: LayerContext,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
+        if eviction.only_joins(self, segment):
+            valid_B = segment.valid_of(CHUNK_ROWS)
+            return eviction.read_and_append(q, k, v, cache, valid_B, ctx, "shifted")
+        chunk = instruction.look(q, k, v, cache, segment, ctx, CHUNK_ROWS)
+        if segment.role != "probe_and_context":
+            out, lse, mass_BKU = chunk.out, chunk.lse, chunk.mass()
+        else:
+            probe = instruction.look(q, k, v, cache, segment, ctx, INSTRUCTION_ROWS)
+            parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
+            out, lse = instruction.side_by_side(*parts)
+            mass_BKU = self._blend(chunk, probe)
+        added = mass_BKU[..., None] / (q.shape[2] // k.shape[2])
+        sums = eviction.accumulated(cache, added)
+        return out, lse, eviction.evict(self, cache, chunk, sums[..., 0], segment, sums)
+
+    def _blend(self, chunk: eviction.Look, probe: eviction.Look) -> Float[Array, "B K U"]:
+        """What the chunk's slots and tokens gain, summed over the group."""
+        looked_BKU = instruction.with_tokens(instruction.mass_on_cache(probe), chunk)
+        scale_B = self.alpha * chunk.valid / jnp.maximum(probe.valid, 1)
+        gained_BKU = looked_BKU * scale_B[:, None, None]
+        if self.alpha == 1:
+            return gained_BKU
+        return gained_BKU + (1 - self.alpha) * chunk.mass()
+
+    positions = instruction.positions
+    protocol = instruction.protocol
+    validate = eviction.validate
+    segments = instruction.segments
+    finish = eviction.finish
+    fork = eviction.fork
+    read_bytes = eviction.read_bytes

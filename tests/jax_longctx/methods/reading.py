@@ -1,0 +1,179 @@
+"""What the tests of CItruS's forms share: one run of ragged rows, watched, against numpy's rows."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment
+from jax_longctx.engine import Engine, programs
+from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.context import Context
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.methods.citrus_individual import ThreadCaches
+from tests.jax_longctx.methods.harness import Step, last_logits, steps
+from tests.jax_longctx.methods.oracles.citrus import read
+from tests.oracle import causal_attend, forward, to_numpy
+from tests.support import random_rows
+
+__all__ = [
+    "ANSWERS",
+    "CHUNK",
+    "CONTEXTS",
+    "KEPT",
+    "QUESTIONS",
+    "Seen",
+    "ask_twice",
+    "compare",
+    "equals_full_attention",
+    "feed",
+    "oracle_params",
+    "run",
+]
+
+CHUNK, KEPT, RESERVE = 8, 16, 32
+# Rows that evict, one as long as what is kept, one of a single chunk, an empty one.
+CONTEXTS = random_rows([45, 16, 29, 5, 0, 25])
+# One is longer than a chunk.
+QUESTIONS = random_rows([3, 11, 7, 5, 2, 1], seed=1)
+ANSWERS = random_rows([4] * 6, seed=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A step on the host: the kept tokens by thread, layer, row and head; valid rows' logits."""
+
+    role: str
+    kept: list[list[list[list[tuple[int, ...]]]]]
+    logits: list[np.ndarray]
+    sums: list[np.ndarray | None]
+
+    def row(self, index: int) -> list[list[list[tuple[int, ...]]]]:
+        return [[layer[index] for layer in thread] for thread in self.kept]
+
+
+def _threads(caches: Sequence[Any]) -> list[list[Any]]:
+    if isinstance(caches[0], ThreadCaches):
+        return [[c.language for c in caches], [c.task for c in caches]]
+    return [list(caches)]
+
+
+def _seen(step: Step) -> Seen:
+    threads = _threads(step.caches)
+    kept = [
+        [
+            [
+                [tuple(int(t) for t in head[:length]) for head in row]
+                for row, length in zip(np.asarray(c.token), np.asarray(c.length), strict=True)
+            ]
+            for c in thread
+        ]
+        for thread in threads
+    ]
+    logits = [block[:n] for block, n in zip(step.logits, step.valid, strict=True)]
+    sums = [None if c.statistics is None else np.asarray(c.statistics)[..., 0] for c in threads[-1]]
+    return Seen(step.segment.role, kept, logits, sums)
+
+
+def run(engine: Engine, answers: Sequence[Sequence[int]] = ANSWERS) -> list[Seen]:
+    """The rows above, step by step."""
+    return [_seen(step) for step in steps(engine, CONTEXTS, QUESTIONS, answers, RESERVE)]
+
+
+def oracle_params(engine: Engine) -> Any:
+    return to_numpy(jax.device_get(engine.params))
+
+
+def compare(seen: Sequence[Seen], engine: Engine, form: str, **options: Any) -> None:
+    """Kept tokens of every thread, layer and head, and logits, against each row alone in numpy."""
+    params = oracle_params(engine)
+    options = {"kept": KEPT, "chunk": CHUNK, **options}
+    evictions = 0
+    for b, texts in enumerate(zip(CONTEXTS, QUESTIONS, ANSWERS, strict=True)):
+        oracle = read(engine.config, params, *texts, form=form, **options)
+        before: Any = [[[()] * 2] * engine.config.num_layers] * len(seen[0].kept)
+        for step in seen:
+            if not len(step.logits[b]):
+                # The row's context has ended: nothing may change.
+                assert step.row(b) == before
+                continue
+            logits, threads = next(oracle)
+            np.testing.assert_allclose(step.logits[b], logits, atol=1e-4)
+            before = [[[tuple(h) for h in c.token.T] for c in thread] for thread in threads]
+            assert step.row(b) == before
+            evictions += len(threads[0][0].token) <= threads[0][0].token.max(initial=0)
+            if step.sums[0] is None or step.role not in ("probe_and_context", "probe"):
+                continue
+            for sums, cache in zip(step.sums, threads[-1], strict=True):
+                assert sums is not None
+                np.testing.assert_allclose(sums[b, :, : len(cache.mass)].T, cache.mass, atol=1e-5)
+    assert evictions
+
+
+def equals_full_attention(seen: Sequence[Seen], engine: Engine, row: int) -> None:
+    """Context, question and answer of a row that has lost nothing, against full attention."""
+    tokens = CONTEXTS[row] + QUESTIONS[row] + ANSWERS[row]
+    attend = causal_attend(engine.config.rope.theta)
+    expected = forward(engine.config, oracle_params(engine), tokens, attend)
+    read_logits = [step.logits[row] for step in seen if step.role != "probe"]
+    np.testing.assert_allclose(np.concatenate(read_logits), expected, atol=2e-5)
+
+
+def _start(engine: Engine) -> tuple[Any, jax.Array, int]:
+    slots = bucket(max(map(len, CONTEXTS)) + RESERVE + 1, engine.mesh.shape["seq"])
+    total = jnp.array([len(row) for row in CONTEXTS], jnp.int32)
+    return programs.init_caches(engine.setup, len(CONTEXTS), slots, RESERVE), total, slots
+
+
+def _run(engine: Engine, caches: Any, segment: Segment, total: jax.Array) -> tuple[Any, Step]:
+    caches, logits = programs.run_segment(
+        engine.setup, engine.params, caches, segment, total, None, "all"
+    )
+    return caches, Step(segment, caches, np.asarray(logits), segment.chunk_lengths)
+
+
+def feed(engine: Engine, segments: Iterable[Segment]) -> list[Seen]:
+    """Segments of the context, whatever they are."""
+    caches, total, _ = _start(engine)
+    seen = []
+    for segment in segments:
+        caches, step = _run(engine, caches, segment, total)
+        seen.append(_seen(step))
+    return seen
+
+
+def _ask(engine: Engine, context: Context, questions: Any, answers: Any) -> list[np.ndarray]:
+    caches = tuple(engine.method.fork(cache) for cache in context.usable_caches())
+    segments = list(engine.method.segments(Prompt("question", engine.chunk, question=questions)))
+    rows = np.ones((len(questions), 1), np.int32), np.zeros(len(questions), bool)
+    for column in zip(*answers, strict=True):
+        tokens = np.array(column, np.int32)[:, None]
+        segments.append(Segment(tokens, *rows, "decode", (RowGroup(CHUNK_ROWS, 0, 1),)))
+    logits = []
+    for segment in segments:
+        caches, step = _run(engine, caches, segment, context.total)
+        logits.append(last_logits(step))
+    return logits
+
+
+def ask_twice(engine: Engine, folder: Path, others: Sequence[Sequence[int]]) -> Context:
+    """A question is answered alike after `others`, and from a context saved and loaded."""
+    caches, total, slots = _start(engine)
+    asked = QUESTIONS if engine.method.info.needs_question else None
+    for segment in engine.method.segments(Prompt("context", engine.chunk, CONTEXTS, asked)):
+        caches, _ = _run(engine, caches, segment, total)
+    caches = programs.finish_context(engine.setup, caches, total, RESERVE)
+    context = Context(CONTEXTS, len(CONTEXTS), slots, RESERVE, total, caches, asked)
+    save_context(engine, context, folder / "context")
+    first = _ask(engine, context, QUESTIONS, ANSWERS)
+    between = _ask(engine, context, others, random_rows([4] * 6, seed=4))
+    assert not np.allclose(first[-1], between[-1])
+    loaded = load_context(engine, folder / "context")
+    for again in (context, loaded):
+        for before, after in zip(first, _ask(engine, again, QUESTIONS, ANSWERS), strict=True):
+            np.testing.assert_array_equal(before, after)
+    return loaded

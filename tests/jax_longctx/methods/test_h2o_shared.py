@@ -1,0 +1,100 @@
+"""H2O with CItruS's shared cache against numpy, and its identities with H2O and CItruS."""
+
+import numpy as np
+import pytest
+
+from jax_longctx.contract import beside, chunk_segments
+from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.methods import H2O, H2OShared
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods.oracles.citrus import look, nothing
+from tests.jax_longctx.methods.reading import (
+    CHUNK,
+    CONTEXTS,
+    KEPT,
+    QUESTIONS,
+    ask_twice,
+    compare,
+    equals_full_attention,
+    feed,
+    oracle_params,
+    run,
+)
+from tests.support import random_rows, tiny_config, tiny_engine
+
+SIZES = {"budget": KEPT + CHUNK, "chunk": CHUNK}
+SINGLE = tiny_config(num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_engine(H2OShared(**SIZES))
+
+
+@pytest.fixture(scope="module")
+def seen(engine):
+    return run(engine)
+
+
+def test_x22_it_is_numpys_row_by_row(engine, seen):
+    compare(seen, engine, "h2o")
+    # Head-wise: the kv heads of a layer keep different tokens.
+    first, second = seen[5].row(0)[0][0]
+    assert first != second
+
+
+def test_hs_3_x1_with_room_for_all_it_is_full_attention(engine, seen):
+    for row in (1, 3, 4):
+        equals_full_attention(seen, engine, row)
+
+
+def test_hs_2_after_two_chunks_heads_rank_by_what_the_instruction_looks_at(engine, seen):
+    """The scores of the shared cache, before they are averaged over heads."""
+    config, params = engine.config, oracle_params(engine)
+    caches = nothing(config)
+    _, views = look(config, params, CONTEXTS[0][:CHUNK], caches)
+    caches = [cache.joined(view.kept(0)) for cache, view in zip(caches, views, strict=True)]
+    _, views = look(config, params, QUESTIONS[0], caches)
+    for sums, view in zip(seen[1].sums, views, strict=True):
+        scores = view.cached.mean(1).reshape(2, 2, CHUNK).mean(1)
+        np.testing.assert_allclose(sums[0, :, :CHUNK], CHUNK * scores, atol=1e-5)
+        # The chunk that joined has been looked at by nobody.
+        assert not sums[0, :, CHUNK : 2 * CHUNK].any()
+
+
+def test_hs_1_x8_without_the_instruction_it_is_h2o_in_this_setting(seen):
+    h2o = H2O(**SIZES, positions="shifted", protocol="citrus")
+    plain = feed(tiny_engine(h2o, config=SINGLE), chunk_segments(CONTEXTS, CHUNK, "context"))
+    segments = chunk_segments(CONTEXTS, CHUNK, "context")
+    none = tiny_engine(H2OShared(**SIZES, alpha=0), config=SINGLE)
+    blended = feed(none, (beside(chunk, QUESTIONS, 16) for chunk in segments))
+    for a, b in zip(plain, blended, strict=True):
+        assert a.kept == b.kept
+        for row in range(len(CONTEXTS)):
+            np.testing.assert_allclose(a.logits[row], b.logits[row], atol=1e-5)
+            for left, right in zip(a.sums, b.sums, strict=True):
+                held = len(a.row(row)[0][0][0])
+                np.testing.assert_allclose(left[row, :, :held], right[row, :, :held], atol=1e-5)
+    assert blended[-1].kept[0][0][0] != seen[5].kept[0][0][0]
+
+
+def test_a_blend_on_a_mesh_is_numpys():
+    blend = H2OShared(**SIZES, alpha=0.25)
+    engine = tiny_engine(blend, mesh=make_mesh(2, 2, 2), config=SINGLE)
+    compare(run(engine, answers=()), engine, "h2o", alpha=0.25)
+
+
+def test_a_second_question_and_a_saved_context(engine, tmp_path):
+    ask_twice(engine, tmp_path, QUESTIONS)
+
+
+def test_bad_input(engine):
+    for settings, said in [
+        ({"alpha": 1.5}, "alpha must lie within 0 and 1, got 1.5"),
+        ({"alpha": float("nan")}, "alpha must lie within 0 and 1, got nan"),
+        ({"budget": 9, "chunk": 9}, "budget 9 less chunk 9 leaves 0 tokens"),
+    ]:
+        with pytest.raises(ConfigError, match=f"H2OShared: {said}"):
+            H2OShared(**settings)
+    with pytest.raises(InputError, match="H2OShared: the question has 25 tokens"):
+        engine.prefill(random_rows([9]), reserve=8, questions=random_rows([25], seed=1))
