@@ -8,6 +8,7 @@ from jax_longctx.methods.dynamic_ntk import DynamicNTK
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.h2o import H2O
 from jax_longctx.methods.h2o_shared import H2OShared
+from jax_longctx.methods.reattention import ReAttention
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.roco import RoCo
 from jax_longctx.methods.settings import describe_method, make_from, method_settings
@@ -25,6 +26,7 @@ __all__ = [
     "DynamicNTK",
     "Full",
     "H2OShared",
+    "ReAttention",
     "RefreshKV",
     "RoCo",
     "SnapKV",
@@ -37,6 +39,7 @@ __all__ = [
 METHODS: dict[str, type] = {
     "full": Full,
     "dynamic-ntk": DynamicNTK,
+    "reattention": ReAttention,
     "streaming-llm": StreamingLLM,
     "h2o": H2O,
     "tova": TOVA,

@@ -1,0 +1,196 @@
+"""ReAttention: full attention over a finite scope that every layer chooses anew at every step.
+
+Liu et al. 2024, sections 2.2 and 3.1. All keys stay, cached before rotary embedding. For each
+chunk of the context and each generated token, each layer
+
+1. appends the new keys and values; L tokens are cached now. Up to L = g + w all are attended;
+2. beyond that, cuts the cache into global (first g), middle, and local (last w, which hold the
+   chunk), and lets every query head of every new token name its k best keys of the middle by dot
+   product, without positions;
+3. keeps the k' keys of most votes and the span of m slots around each (see `recall`);
+4. attends [global | kept | local] in the text's order at positions 0, 1, 2, ...: rotary embedding
+   never sees a position beyond g + k' m + w, so a model reads any length within its own window.
+
+In code: g `global_size`, w `local_size`, m `span`, k `count`, k' `kept`, c `chunk`; k = 0 is the
+paper's StreamingLLM ablation. The question's last token goes alone, as generated tokens do.
+
+Cost of a chunk at length L: 2 N T L H operations to rank, plus attention over the fixed scope;
+of a decode step: all keys read once (no values), and the scope. Memory is full attention's.
+
+Differs from the authors' released code: rows of a batch choose each for themselves, ties go to the
+lower slot, scores are float32, empty candidates cast no votes, an even and an odd span are what
+they say. By default also: the ranking is exact (theirs keeps the best key of each tile of 128),
+decode reads the right kv heads (theirs reads h mod K), and the local part has w tokens (theirs up
+to 128 fewer, so that the middle is whole tiles). `ReAttention.released()` does as they did.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.caches import AppendCache, append
+from jax_longctx.contract import CHUNK_ROWS, LayerContext, MethodInfo, Prompt, Segment
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import recall, scope
+from jax_longctx.methods.full import Full
+from jax_longctx.models.config import ModelConfig
+
+__all__ = ["ReAttention"]
+
+TILE = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReAttention:
+    """Attention scope chosen by the queries.
+
+    Attributes:
+      global_size: g, first tokens that are always attended.
+      local_size: w, newest tokens that are always attended.
+      span: m, slots around a kept key.
+      count: k, keys that a query head names; 0 attends the global and local part alone.
+      kept: k', keys that stay after the vote.
+      chunk: c, tokens of the context that choose together.
+      align: 128 shortens the local part so that the middle is whole tiles of 128.
+      selector: `exact`, or among the best keys of tiles of 128 (`tilemax128`); of chunks only.
+      decode_heads: `scrambled` ranks a lone token's head h against kv head h mod K.
+      position: `original` keeps true positions, which grow with the text: an ablation.
+      first_chunk: up to where nothing is ranked: g + w tokens, or as `released` cuts a text.
+    """
+
+    global_size: int = 32
+    local_size: int = 4096
+    span: int = 32
+    count: int = 4
+    kept: int = 127
+    chunk: int = 512
+    align: Literal[1, 128] = 1
+    selector: Literal["exact", "tilemax128"] = "exact"
+    decode_heads: Literal["grouped", "scrambled"] = "grouped"
+    position: Literal["contiguous", "original"] = "contiguous"
+    first_chunk: Literal["paper", "released"] = "paper"
+
+    info: ClassVar[MethodInfo] = MethodInfo(
+        summary="a scope of fixed size that every layer chooses anew from the whole context",
+        source="Liu et al. 2024, sections 2.2 and 3.1",
+        phase="both",
+        query_aware=True,
+        keeps_all=True,
+        needs_question=False,
+        append_only=True,
+    )
+
+    @classmethod
+    def released(cls) -> "ReAttention":
+        """What the authors' released code computes, with its defaults."""
+        return cls(
+            align=128, selector="tilemax128", decode_heads="scrambled", first_chunk="released"
+        )
+
+    def __post_init__(self) -> None:
+        for name, least in (("global_size", 0), ("span", 1), ("kept", 1), ("chunk", 1)):
+            if getattr(self, name) < least:
+                given = getattr(self, name)
+                raise ConfigError(f"reattention: {name} must be at least {least}, got {given}")
+        if not 0 <= self.count <= 16:
+            raise ConfigError(f"reattention: count must be from 0 to 16, got {self.count}")
+        spare = TILE if self.align == TILE or self.first_chunk == "released" else 0
+        if self.local_size < self.chunk + spare:
+            beside = f" and {spare} tokens of alignment" if spare else ""
+            raise ConfigError(
+                f"reattention: local_size {self.local_size} must hold a chunk of "
+                f"{self.chunk} tokens{beside}; raise local_size or lower chunk"
+            )
+
+    @property
+    def scope_size(self) -> int:
+        """Most tokens that are attended at once."""
+        return self.global_size + self.local_size + (self.kept * self.span if self.count else 0)
+
+    def validate(self, config: ModelConfig) -> None:
+        """Refuses a scope beyond what the model was trained to, or a sliding window within it."""
+        contiguous, size = self.position == "contiguous", self.scope_size
+        if contiguous and size > config.max_position:
+            middle = f" + kept {self.kept} * span {self.span}" if self.count else ""
+            raise ConfigError(
+                f"reattention: global_size {self.global_size}{middle} + local_size "
+                f"{self.local_size} = {size} positions, the model was trained to "
+                f"{config.max_position}; lower local_size or kept"
+            )
+        least = min((window for window in config.windows if window is not None), default=None)
+        if least is not None and (least < size or not contiguous):
+            raise ConfigError(
+                f"reattention: a layer's sliding window of {least} tokens would hide parts of the "
+                f"scope of {size}; lower local_size or kept, with position=contiguous"
+            )
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        rows = (prompt.context if prompt.stage == "context" else prompt.question) or ()
+        if prompt.stage == "question":
+            return scope.question_segments(rows, self.chunk)
+        # The first chunk is fed in pieces: no difference where everything is attended.
+        cuts = [self._first_chunk(len(row)) for row in rows]
+        return scope.context_segments(rows, cuts, self.chunk)
+
+    def _first_chunk(self, length: int) -> int:
+        """Tokens of a row of that length that are read before anything is ranked."""
+        whole = self.global_size + self.local_size
+        if self.first_chunk == "released":
+            whole += (length - self.global_size + self.local_size) % TILE - TILE
+        return min(length, whole)
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: AppendCache,
+        segment: Segment,
+        ctx: LayerContext,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], AppendCache]:
+        valid_B = segment.valid_of(CHUNK_ROWS)
+        cache = append(cache, k, v, valid_B, ctx)
+        chosen = self.choose(q, cache, valid_B, ctx, rank=segment.variant != scope.WHOLE)
+        original = self.position == "original"
+        part = scope.attend_scope(q, k, v, cache, valid_B, chosen, ctx, original=original)
+        return *part, cache
+
+    def choose(
+        self,
+        q: Float[Array, "B T N H"],
+        cache: AppendCache,
+        valid: Int[Array, " B"],
+        ctx: LayerContext,
+        *,
+        rank: bool = True,
+    ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+        """The scope: ascending global slots, of which the first `number[b]` count.
+
+        `q` are queries before rotary embedding, of the `valid` newest tokens of the cache.
+        """
+        length, g, w = cache.length, self.global_size, self.local_size
+        short = (w - TILE + (length - g - w) % TILE) if self.align == TILE and self.count else w
+        local_B = jnp.where(length <= g + w, jnp.maximum(length - g, 0), short)
+        stop_B = length - local_B
+        kept_BC, kept_B = jnp.zeros((len(length), 0), jnp.int32), jnp.zeros_like(length)
+        if rank and self.count:
+            tile = TILE if self.selector == "tilemax128" else None
+            how = {"tile": tile, "scrambled": self.decode_heads == "scrambled"}
+            where = (g, stop_B, valid, ctx)
+            centres_BM = recall.elect(q, cache.k, *where, self.count, self.kept, **how)
+            kept_BC, kept_B = recall.spread(centres_BM, self.span, g, stop_B)
+        slots_BC = scope.lay_out(kept_BC, kept_B, stop_B, global_size=g, local_size=w)
+        return slots_BC, jnp.minimum(length, g) + kept_B + local_B
+
+    # The storage is full attention's, but for the keys' rotary embedding.
+    init_cache = Full.init_cache
+    finish = Full.finish
+    fork = Full.fork
+
+    def read_bytes(self, cache: AppendCache, length: int) -> int:
+        # Every key is ranked, empty slots too; of the scope keys and values are gathered.
+        attended = 2 * min(length, self.scope_size) * cache.k.nbytes // cache.k.shape[2]
+        return attended + (cache.k.nbytes if self.count else 0)

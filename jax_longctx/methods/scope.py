@@ -1,0 +1,129 @@
+"""Attention over a scope: slots of a long cache, chosen anew each time, at positions 0, 1, 2, ...
+
+A scope is an ascending list of slots that ends with the newest tokens. Keys are cached before
+rotary embedding and rotated where they stand in the scope. Over sharded slots every shard attends
+to the run of the scope that it holds, and the parts are merged by log-sum-exp: no key travels.
+
+Also how a prompt is fed to such a method: nothing is chosen while all of it fits the scope, and
+the question's last token goes alone.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.caches import AppendCache
+from jax_longctx.contract import LayerContext, Segment, chunk_segments, make_segment
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.lse import merge
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
+
+__all__ = ["WHOLE", "attend_scope", "context_segments", "lay_out", "question_segments"]
+
+# The tag of segments in which everything that a row has cached is attended.
+WHOLE = "whole"
+
+
+def context_segments(
+    rows: Sequence[Sequence[int]], cuts: Sequence[int], chunk: int
+) -> Iterator[Segment]:
+    """Each row's first `cuts[b]` tokens in segments tagged WHOLE, then the rest of all rows."""
+    more = np.array([len(row) > cut for row, cut in zip(rows, cuts, strict=True)])
+    first = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
+    for segment in chunk_segments(first, chunk, "context"):
+        ends = np.asarray(segment.ends) & ~more
+        yield dataclasses.replace(segment, ends=ends, variant=WHOLE)
+    rest = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
+    yield from chunk_segments(rest, chunk, "context")
+
+
+def question_segments(rows: Sequence[Sequence[int]], chunk: int) -> Iterator[Segment]:
+    """The question, its last token in a segment of one column."""
+    some = np.array([len(row) > 0 for row in rows])
+    for segment in chunk_segments([row[:-1] for row in rows], chunk, "query"):
+        yield dataclasses.replace(segment, ends=np.zeros_like(some))
+    yield make_segment([row[-1:] for row in rows], 1, "query", some)
+
+
+def lay_out(
+    kept: Int[Array, "B X"],
+    number: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    global_size: int,
+    local_size: int,
+) -> Int[Array, "B C"]:
+    """[global | kept | local]: the first slots, number[b] kept ones, and those from stop[b] on."""
+    index_X = jnp.arange(kept.shape[1] + local_size)
+    kept_BX = jnp.pad(kept, ((0, 0), (0, local_size)))
+    local_BX = stop[:, None] + index_X - number[:, None]
+    rest_BX = jnp.where(index_X < number[:, None], kept_BX, local_BX)
+    first_BX = jnp.broadcast_to(jnp.arange(global_size), (kept.shape[0], global_size))
+    return jnp.concatenate([first_BX, rest_BX], axis=1)
+
+
+def _share_of_shard(
+    slots: Int[Array, "B C"], number: Int[Array, " B"], local_slots: int, ctx: LayerContext
+) -> tuple[Int[Array, "B X"], Int[Array, " B"], Int[Array, " B"]]:
+    """The part of each row's ascending list that this shard holds, which is a run of it.
+
+    Returns:
+      (slots, first, number): local slots [B, min(C, S)] of which the first number[b] count (the
+      others are 0, a slot that holds something finite), and the run's begin in the list.
+    """
+    size = min(slots.shape[1], local_slots)
+    first_B = jnp.zeros_like(number)
+    if ctx.seq_size > 1:
+        offset = ctx.seq_offset(local_slots)
+        listed_BC = jnp.arange(slots.shape[1]) < number[:, None]
+        first_B = jnp.sum(listed_BC & (slots < offset), axis=-1)
+        number = jnp.sum(listed_BC & (slots < offset + local_slots), axis=-1) - first_B
+        at_BX = jnp.minimum(first_B[:, None] + jnp.arange(size), slots.shape[1] - 1)
+        slots = jnp.take_along_axis(slots, at_BX, axis=1) - offset
+    return jnp.where(jnp.arange(size) < number[:, None], slots[:, :size], 0), first_B, number
+
+
+def attend_scope(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    cache: AppendCache,
+    valid: Int[Array, " B"],
+    scope: tuple[Int[Array, "B C"], Int[Array, " B"]],
+    ctx: LayerContext,
+    *,
+    original: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Attention of the cache's newest `valid[b]` tokens, the scope's last, causal among them.
+
+    Args:
+      q, k, v: the newest tokens', before rotary embedding.
+      scope: slots and how many of them count in each row.
+      original: keys and queries stand at their slots instead.
+    """
+    slots_BC, number_B = scope
+    alone = q.shape[1] == 1
+    # A chunk attends to itself apart; a lone token is read from the cache with the others.
+    read_B = number_B if alone else number_B - valid
+    slots_BX, first_B, read_B = _share_of_shard(slots_BC, read_B, cache.k.shape[2], ctx)
+    if original:
+        key_BX, begin_B = slots_BX + ctx.seq_offset(cache.k.shape[2]), cache.length - valid
+    else:
+        key_BX = first_B[:, None] + jnp.arange(slots_BX.shape[1])
+        begin_B = number_B - valid
+        # The length that a rotary base may follow is the scope's: it bounds the positions.
+        ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, slots_BC.shape[1]))
+    keys, values = (
+        jnp.take_along_axis(x, slots_BX[:, None, :, None], axis=2) for x in (cache.k, cache.v)
+    )
+    keys = jnp.swapaxes(ctx.rotate(jnp.swapaxes(keys, 1, 2), key_BX), 1, 2)
+    at_BT = begin_B[:, None] + jnp.arange(q.shape[1])
+    q = ctx.rotate(q, at_BT)
+    if alone:
+        return ctx.seq_merge(*decode_attention(q, keys, values, read_B, scale=ctx.scale))
+    earlier = ctx.seq_merge(*cache_attention(q, keys, values, read_B, scale=ctx.scale))
+    within = causal_attention(q, ctx.rotate(k, at_BT), v, scale=ctx.scale)
+    return merge([earlier, within])

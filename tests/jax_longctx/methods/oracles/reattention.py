@@ -1,0 +1,118 @@
+"""ReAttention in numpy, from its definition: sets, sorted lists, every score materialised."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.oracle import forward, probabilities, rope, weighted_values
+
+__all__ = ["Rules", "Trace", "calls_of", "chosen", "follow", "votes_kept"]
+
+TILE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """g, w, m, k, k', c of the paper; `released` for what the authors' code does instead."""
+
+    g: int
+    w: int
+    m: int
+    k: int
+    kept: int
+    c: int
+    released: bool = False
+    original: bool = False
+
+
+@dataclasses.dataclass
+class Trace:
+    """Of each call: logits [T, V] and every layer's attended indices; at the end the raw keys."""
+
+    logits: list[np.ndarray]
+    indices: list[list[np.ndarray]]
+    keys: list[np.ndarray]
+
+
+def calls_of(rules: Rules, context: int, question: int, answer: int) -> list[int]:
+    """How many tokens each forward call reads."""
+    first = rules.g + rules.w
+    if rules.released:
+        first = rules.g + rules.w - TILE + (context - rules.g + rules.w) % TILE
+    calls = [min(first, context)]
+    for rest in (context - calls[0], question - 1):
+        calls += [min(rules.c, rest - done) for done in range(0, rest, rules.c)]
+    return [call for call in calls if call] + [1] * (1 + answer)
+
+
+def votes_kept(named: Sequence[int], kept: int) -> list[int]:
+    """The most named, ties to the smaller, ascending."""
+    votes = Counter(index for index in named if index >= 0)
+    return sorted(sorted(votes, key=lambda index: (-votes[index], index))[:kept])
+
+
+def named_keys(rules: Rules, q: np.ndarray, middle: np.ndarray) -> list[int]:
+    """Every (query, head)'s best indices of the middle [M, K, H]."""
+    tokens, heads, _ = q.shape
+    kv_heads = middle.shape[1]
+    named: list[int] = []
+    for head in range(heads):
+        kv = head // (heads // kv_heads)
+        if rules.released and tokens == 1:
+            kv = head % kv_heads
+        scores = q[:, head] @ middle[:, kv].T
+        for row in scores:
+            best = range(len(row))
+            if rules.released and tokens > 1:
+                tiles = [range(at, min(at + TILE, len(row))) for at in range(0, len(row), TILE)]
+                best = [max(tile, key=lambda j: (row[j], -j)) for tile in tiles]
+            named += sorted(best, key=lambda j: (-row[j], j))[: rules.k]
+    return named
+
+
+def chosen(rules: Rules, q: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Indices that raw queries [T, N, H], the newest tokens of raw `keys` [L, K, H], attend."""
+    length = len(keys)
+    if length <= rules.g + rules.w:
+        return np.arange(length)
+    local = rules.w
+    if rules.released and rules.k:
+        local = rules.w - TILE + (length - rules.g - rules.w) % TILE
+    middle = keys[rules.g : length - local]
+    union: set[int] = set()
+    if rules.k:
+        for centre in votes_kept(named_keys(rules, q, middle), rules.kept):
+            span = range(centre - rules.m // 2, centre + rules.m - rules.m // 2)
+            union |= {index for index in span if 0 <= index < len(middle)}
+    parts = [range(rules.g), (rules.g + j for j in sorted(union)), range(length - local, length)]
+    return np.array([index for part in parts for index in part])
+
+
+def follow(rules: Rules, config: Any, params: Any, tokens: list[int], calls: list[int]) -> Trace:
+    """Reads `tokens` in those calls."""
+    store: list[list[np.ndarray]] = [[] for _ in range(config.num_layers)]
+    values: list[list[np.ndarray]] = [[] for _ in range(config.num_layers)]
+    trace = Trace([], [], [])
+    theta = config.rope.theta
+
+    def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        store[layer].append(k)
+        values[layer].append(v)
+        keys, size = np.concatenate(store[layer]), len(q)
+        indices = chosen(rules, q, keys)
+        trace.indices[-1].append(indices)
+        at = indices if rules.original else np.arange(len(indices))
+        seen = np.arange(len(at)) <= np.arange(len(at) - size, len(at))[:, None]
+        p = probabilities(rope(q, at[-size:], theta), rope(keys[indices], at, theta), seen)
+        return weighted_values(p, np.concatenate(values[layer])[indices])
+
+    done = 0
+    for call in calls:
+        trace.indices.append([])
+        trace.logits.append(forward(config, params, tokens[done : done + call], attend))
+        done += call
+    trace.keys = [np.concatenate(keys) for keys in store]
+    return trace
