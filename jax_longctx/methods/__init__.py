@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping
 
+from jax_longctx.methods.arkvale import ArkVale
 from jax_longctx.methods.citrus import Citrus, CitrusStandard
 from jax_longctx.methods.citrus_individual import CitrusIndividual
 from jax_longctx.methods.dynamic_ntk import DynamicNTK
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.h2o import H2O
 from jax_longctx.methods.h2o_shared import H2OShared
+from jax_longctx.methods.ideal_topk import IdealTopK
+from jax_longctx.methods.quest import Quest
 from jax_longctx.methods.reattention import ReAttention
 from jax_longctx.methods.refreshkv import RefreshKV
+from jax_longctx.methods.resa import Resa
 from jax_longctx.methods.roco import RoCo
 from jax_longctx.methods.settings import describe_method, make_from, method_settings
 from jax_longctx.methods.snapkv import SnapKV
@@ -20,14 +24,18 @@ __all__ = [
     "H2O",
     "METHODS",
     "TOVA",
+    "ArkVale",
     "Citrus",
     "CitrusIndividual",
     "CitrusStandard",
     "DynamicNTK",
     "Full",
     "H2OShared",
+    "IdealTopK",
+    "Quest",
     "ReAttention",
     "RefreshKV",
+    "Resa",
     "RoCo",
     "SnapKV",
     "StreamingLLM",
@@ -50,6 +58,10 @@ METHODS: dict[str, type] = {
     "citrus-individual": CitrusIndividual,
     "citrus-standard": CitrusStandard,
     "h2o-shared": H2OShared,
+    "arkvale": ArkVale,
+    "ideal-topk": IdealTopK,
+    "quest": Quest,
+    "resa": Resa,
 }
 
 

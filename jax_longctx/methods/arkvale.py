@@ -1,0 +1,128 @@
+"""ArkVale: each layer reads the pages whose digests promise most.
+
+Chen et al. 2024, section 4. Keys are cached after rotary embedding, in pages of `page_size` tokens,
+each with a digest: a box or a ball around the middle of the keys' extremes, or the mean key. A
+page's score is the largest q.k that its box or ball allows, averaged over the query heads of the
+layer; a decode step attends the best pages beside the first `sink` and the last `local` tokens.
+Prefill is exact. The default digest, `cuboid-mean`, has the mean distance from the middle as its
+radius: tighter than a bound, and not one. `cuboid-max` is Quest's.
+
+Bytes of a decode step, as a share of full attention's: 1 / page_size for the digests (half for
+balls and points), and the budget over the length.
+
+Differs from the authors' code: all keys stay on the device and exactly the best pages are attended,
+as in the paper; theirs attends a cache of pages that it updates with them. The digest of the page
+that is being filled is kept too, and not used: the local window covers it.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jax_longctx.contract import MethodInfo
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import selection
+from jax_longctx.methods.digests import PageDigests, masked_max, masked_mean
+
+__all__ = ["ArkVale", "Digest"]
+
+Digest = Literal[
+    "cuboid-mean",
+    "cuboid-max",
+    "cuboid-center",
+    "sphere-mean",
+    "sphere-max",
+    "sphere-center",
+    "centroid",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArkVale:
+    """Sparse decode over the pages of the best digests.
+
+    Attributes: those of every selector (see `selection.Selector`), and
+      digest: shape and radius of what is kept of a page; `center` is the middle of the smallest
+        and the largest distance.
+    """
+
+    budget: int = 1024
+    ratio: float | None = None
+    page_size: int = 32
+    digest: Digest = "cuboid-mean"
+    sink: int = 4
+    local: int = 64
+    count_fixed: bool = False
+    whole_pages: bool = False
+    granularity: selection.Granularity = "layer"
+    min_pages: int = 1
+    skip_layers: int = 0
+    allocation: selection.Allocation = "uniform"
+    alpha: float = 0.2
+    epsilon: float = 0.95
+
+    pools: ClassVar[selection.Pools] = "scores"
+    info: ClassVar[MethodInfo] = MethodInfo(
+        summary="decode reads the pages whose digests promise most, chosen by all heads together",
+        source="Chen et al. 2024, section 4",
+        phase="decode",
+        query_aware=True,
+        keeps_all=True,
+        needs_question=False,
+        append_only=True,
+    )
+
+    @classmethod
+    def released(cls) -> "ArkVale":
+        """The authors' settings: 32 pages, of which the sinks' one and the window's two are part.
+
+        The window counts with the page that is being filled; the first two layers are dense.
+        """
+        return cls(budget=30 * 32, sink=32, local=33, whole_pages=True, skip_layers=2)
+
+    def __post_init__(self) -> None:
+        selection.check(self, "arkvale")
+        covered = self.local > 0 if self.whole_pages else self.local >= self.page_size
+        if not covered:
+            raise ConfigError(
+                f"arkvale: local {self.local} must cover the page of {self.page_size} tokens that "
+                "is being filled, which has no digest yet; raise local or set whole_pages=true"
+            )
+
+    def summarise(
+        self, keys: Float[Array, "B K P Z H"], held: Bool[Array, "B P Z"]
+    ) -> PageDigests | None:
+        """The pages' boxes, balls or mean keys, in the keys' dtype (a ball's radius in float32)."""
+        shape, _, extent = self.digest.partition("-")
+        if shape == "centroid":
+            return PageDigests(masked_mean(keys, held).astype(keys.dtype), None, None)
+        high, low = masked_max(keys, held), -masked_max(-keys, held)
+        if self.digest == "cuboid-max":
+            # Exact in any dtype, where middle plus radius would be rounded.
+            return PageDigests(high, low, None)
+        centre = (high.astype(jnp.float32) + low.astype(jnp.float32)) / 2
+        away = jnp.abs(keys.astype(jnp.float32) - centre[..., None, :])
+        if shape == "sphere":
+            away = jnp.linalg.norm(away, axis=-1)
+        if extent == "mean":
+            radius = masked_mean(away, held)
+        else:
+            radius = masked_max(away, held)
+            if extent == "center":
+                radius = (radius - masked_max(-away, held)) / 2
+        if shape == "sphere":
+            return PageDigests(centre.astype(keys.dtype), None, radius)
+        return PageDigests(
+            (centre + radius).astype(keys.dtype), (centre - radius).astype(keys.dtype), None
+        )
+
+    scores = selection.scores_of_digests
+    validate = selection.validate
+    init_cache = selection.init_cache
+    segments = selection.segments
+    attend = selection.attend
+    finish = selection.finish
+    fork = selection.fork
+    read_bytes = selection.read_bytes

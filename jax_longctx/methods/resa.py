@@ -1,0 +1,208 @@
+"""RESA: sparse decode that estimates what it does not read.
+
+RESA, section 4. A selector (Quest, ArkVale or the ideal one) says which tokens a query attends
+exactly; every other token gets the logit it would have under the prompt's mean query, shifted by
+one number a head, and its value counts through sums that are known without reading it (see
+`residual`). The prior is made at the end of the question, by one extra query row over all keys; a
+generated token joins it in O(1).
+
+Cost beside the selector's: the prior's float32 logit of each slot and query head in memory (3% of
+the cache for groups of 4 and heads of 128 in bfloat16), and those of the selected slots to read.
+
+What the paper leaves open, and how it is read here: the first 4 and last 64 tokens are attended
+beside the budget, the selectors' own page sizes are kept, every layer is sparse, pages are chosen
+for each query head. `growth` says what generated tokens do: `append` is the paper's Eq. 2 for all
+keys so far, `append-fixed-mean` leaves mu_k the prompt's mean, and under `frozen` they count only
+while they are selected.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jax_longctx.caches import AppendCache
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    CacheShape,
+    LayerContext,
+    MethodInfo,
+    Prompt,
+    Segment,
+)
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import residual, selection
+from jax_longctx.methods.arkvale import ArkVale, Digest
+from jax_longctx.methods.full import Full
+from jax_longctx.methods.ideal_topk import IdealTopK
+from jax_longctx.methods.quest import Quest
+from jax_longctx.methods.sparse_decode import attend_selected, most_pages
+from jax_longctx.models.config import ModelConfig
+
+__all__ = ["Resa", "ResaCache"]
+
+# Marks a segment in which some row's question ends.
+_ENDS = "ends"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ResaCache:
+    """A selector's cache and the prior."""
+
+    selective: selection.SelectiveCache
+    background: residual.Background
+
+    def end_context(self) -> "ResaCache":
+        """Remembers where the context ends, so that `rewind` can return there."""
+        return ResaCache(self.selective.end_context(), self.background.end_context())
+
+    def rewind(self) -> "ResaCache":
+        """The cache at the end of the context; the prior is made anew with the next question."""
+        return ResaCache(self.selective.rewind(), self.background.rewind())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resa:
+    """Sparse decode with a residual estimate.
+
+    Attributes: those of every selector (see `selectors.Selector`), and
+      selector: which.
+      digest: ArkVale's.
+      lam: how much the residual counts, 0 (plain sparse attention) to 1.
+      lambda_mode: `normalized`, or as Eq. 5 is printed (`paper_literal`).
+      growth: what generated tokens do to the prior.
+      page_size: None is the selector's own.
+    """
+
+    selector: Literal["quest", "arkvale", "ideal"] = "quest"
+    digest: Digest = "cuboid-mean"
+    lam: float = 1.0
+    lambda_mode: Literal["normalized", "paper_literal"] = "normalized"
+    growth: Literal["append", "append-fixed-mean", "frozen"] = "append"
+    budget: int = 1024
+    ratio: float | None = None
+    page_size: int | None = None
+    sink: int = 4
+    local: int = 64
+    count_fixed: bool = False
+    granularity: selection.Granularity = "query_head"
+    allocation: selection.Allocation = "uniform"
+    alpha: float = 0.2
+    epsilon: float = 0.95
+
+    info: ClassVar[MethodInfo] = MethodInfo(
+        summary="sparse decode over selected tokens, the others estimated from the mean query",
+        source="RESA, section 4",
+        phase="decode",
+        query_aware=True,
+        keeps_all=True,
+        needs_question=False,
+        append_only=True,
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lam <= 1:
+            raise ConfigError(f"resa: lam must be from 0 to 1, got {self.lam}")
+        if self.page_size not in (None, 1) and self.selector == "ideal":
+            raise ConfigError(
+                f"resa: the ideal selector chooses single tokens; page_size {self.page_size} "
+                "is for quest and arkvale"
+            )
+        # It checks what it is made of.
+        _ = self.base
+
+    @property
+    def base(self) -> Quest | ArkVale | IdealTopK:
+        """The selector, with this method's settings."""
+        names = {field.name for field in dataclasses.fields(self)} - {"page_size"}
+        shared: dict[str, Any] = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(IdealTopK)
+            if field.name in names
+        }
+        if self.selector == "ideal":
+            return IdealTopK(**shared)
+        if self.page_size is not None:
+            shared["page_size"] = self.page_size
+        if self.selector == "arkvale":
+            return ArkVale(digest=self.digest, **shared)
+        return Quest(**shared)
+
+    def validate(self, config: ModelConfig) -> None:
+        """Every model can be read sparsely."""
+
+    def init_cache(self, shape: CacheShape) -> ResaCache | AppendCache:
+        selective = selection.init_cache(self.base, shape)
+        if isinstance(selective, AppendCache):
+            return selective
+        return ResaCache(selective, residual.empty_background(shape))
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        for segment in Full().segments(prompt):
+            ends = prompt.stage == "question" and bool(np.any(segment.ends))
+            yield dataclasses.replace(segment, variant=_ENDS if ends else "")
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: ResaCache | AppendCache,
+        segment: Segment,
+        ctx: LayerContext,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], ResaCache | AppendCache]:
+        if isinstance(cache, AppendCache):
+            return Full().attend(q, k, v, cache, segment, ctx)
+        if segment.role == "decode":
+            return self._decode(q, k, v, cache, segment, ctx)
+        store = cache.selective.store
+        positions_BT = store.position[:, None] + jnp.arange(q.shape[1])
+        rotated = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
+        out, lse, selective = selection.read_exactly(
+            self.base, q, k, v, cache.selective, segment, ctx
+        )
+        store = selective.store
+        valid_B = segment.valid_of(CHUNK_ROWS)
+        background = residual.observe(cache.background, *rotated, valid_B, store.length)
+        if segment.variant == _ENDS:
+            background = residual.begin_answer(background, store, store.length, segment.ends, ctx)
+        return out, lse, ResaCache(selective, background)
+
+    def _decode(
+        self, q: Array, k: Array, v: Array, cache: ResaCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Array, Array, ResaCache]:
+        base, background, slot_B = self.base, cache.background, cache.selective.store.length
+        prompt_B = cache.selective.prompt
+        q, k, selective = selection.append_token(base, q, k, v, cache.selective, segment, ctx)
+        if self.growth != "frozen":
+            valid_B = segment.valid_of(CHUNK_ROWS)
+            mean_key = self.growth == "append"
+            background = residual.grow(
+                background, k, v, prompt_B, slot_B, valid_B, ctx, mean_key=mean_key
+            )
+        prior = residual.prior_of(background, q, prompt_B, ctx)
+        chosen = attend_selected(base, q, selective, ctx, prior)
+        literal = self.lambda_mode == "paper_literal"
+        everything_BN = chosen.kept == selective.store.length[:, None]
+        out, lse = residual.combine(
+            chosen, background, prior, everything_BN, lam=self.lam, literal=literal
+        )
+        return out, lse, ResaCache(selection.counted(selective, chosen.kept, segment), background)
+
+    finish = selection.finish
+    fork = selection.fork
+
+    def read_bytes(self, cache: ResaCache | AppendCache, length: int) -> int:
+        if isinstance(cache, AppendCache):
+            return Full().read_bytes(cache, length)
+        store, base = cache.selective.store, self.base
+        slots = store.k.shape[2]
+        pages = most_pages(base, length, slots // base.page_size)
+        tokens = min(pages * base.page_size + base.sink + base.local, length)
+        prior = tokens * cache.background.logits.nbytes // slots
+        return base.read_bytes(cache.selective, length) + prior

@@ -1,0 +1,248 @@
+"""Sparse decode and RESA in numpy from their definitions, one row, one query, all keys at hand.
+
+`settings` is any object with a selector's settings as attributes; nothing of the library is called.
+"""
+
+import itertools
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from tests.oracle import causal_attend, forward, rope
+
+__all__ = ["decode_logits", "page_score", "resa_output", "selected", "softmax_output"]
+
+
+def page_score(kind: str, digest: str, keys: np.ndarray, q: np.ndarray) -> float:
+    """What a page of keys `[Z, H]` promises to `q`, unscaled."""
+    if kind == "ideal":
+        return float(keys[0] @ q)
+    high, low = keys.max(0), keys.min(0)
+    if kind == "quest":
+        return float(np.maximum(q * high, q * low).sum())
+    if digest == "centroid":
+        return float(keys.mean(0) @ q)
+    centre = (high + low) / 2
+    away = np.abs(keys - centre)
+    shape, extent = digest.split("-")
+    if shape == "sphere":
+        away = np.linalg.norm(away, axis=1, keepdims=True)
+    radius = {
+        "mean": away.mean(0),
+        "max": away.max(0),
+        "center": (away.min(0) + away.max(0)) / 2,
+    }[extent]
+    if shape == "sphere":
+        return float(centre @ q + radius[0] * np.linalg.norm(q))
+    return float(np.maximum(q * (centre + radius), q * (centre - radius)).sum())
+
+
+def _span(settings: Any, n: int) -> tuple[int, int]:
+    """The tokens between the fixed ones."""
+    start, stop, page = settings.sink, n - settings.local, settings.page_size
+    if settings.whole_pages:
+        start, stop = math.ceil(start / page) * page, stop // page * page
+    start = min(start, n)
+    return start, max(start, stop)
+
+
+def _top(scores: np.ndarray, count: int) -> list[int]:
+    return sorted(np.argsort(-scores, kind="stable")[:count].tolist())
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def selected(
+    kind: str,
+    settings: Any,
+    q: np.ndarray,
+    k: np.ndarray,
+    prompt: int,
+    prior: tuple[np.ndarray, np.ndarray] | None = None,
+) -> np.ndarray:
+    """Which keys each head attends, bool `[N, n]`.
+
+    q `[N, H]` and k `[n, K, H]` after rotary embedding; prior is (p0 `[N, n]`, bias `[N]`).
+    """
+    n, kv_heads, width = k.shape
+    heads, page = len(q), settings.page_size
+    group, scale = heads // kv_heads, width**-0.5
+    start, stop = _span(settings, n)
+    kept = np.zeros((heads, n), bool)
+    kept[:, :start] = kept[:, stop:] = True
+    pages = [p for p in range(math.ceil(n / page)) if p * page < stop and (p + 1) * page > start]
+    if not pages or start == stop:
+        return kept
+    tokens = [np.arange(max(p * page, start), min((p + 1) * page, stop)) for p in pages]
+    digest = getattr(settings, "digest", "")
+
+    def keys(page_id: int, head: int) -> np.ndarray:
+        return k[page_id * page : (page_id + 1) * page, head // group]
+
+    def by_kv(x: np.ndarray) -> np.ndarray:
+        return x.reshape(kv_heads, group, -1).mean(1)
+
+    scores = np.array(
+        [
+            [
+                page_score(kind, digest, k[p * page : (p + 1) * page, h // group], q[h])
+                for p in pages
+            ]
+            for h in range(heads)
+        ]
+    )
+    count = _count(settings, prompt)
+    sizes = np.log([len(t) for t in tokens])
+    mass = _softmax(scale * scores + sizes)
+    pooled = scores if kind == "arkvale" else mass
+    if settings.allocation.startswith("ada"):
+        shared = by_kv(scores)
+        shared = _softmax(scale * shared + sizes) if kind == "arkvale" else by_kv(mass)
+        chosen = [lst for lst in _ada(settings, shared, count) for _ in range(group)]
+    elif settings.granularity == "query_head":
+        chosen = [_top(row, count) for row in scores]
+    elif settings.granularity == "kv_head":
+        chosen = [_top(row, count) for row in by_kv(pooled) for _ in range(group)]
+    else:
+        chosen = [_top(pooled.mean(0), count)] * heads
+    for h in range(heads):
+        picks = chosen[h]
+        if settings.allocation.startswith("psa"):
+            a = scale * (k[:, h // group] @ q[h])
+            given = None if prior is None else prior[0][h] + prior[1][h]
+            guess = np.exp(scale * scores[h] + sizes)
+            picks = _psa(settings, picks, scores[h], tokens, kept[h], np.exp(a), guess, given)
+        for p in picks:
+            kept[h, tokens[p]] = True
+    return kept
+
+
+def _count(settings: Any, prompt: int) -> int:
+    budget = settings.budget
+    if settings.ratio is not None:
+        budget = math.floor(Fraction(str(settings.ratio)) * prompt)
+    if settings.count_fixed:
+        budget -= settings.sink + settings.local
+    return max(budget // settings.page_size, settings.min_pages)
+
+
+def _ada(settings: Any, mass: np.ndarray, count: int) -> list[list[int]]:
+    heads, pages = mass.shape
+    count = min(count, pages)
+    safe = math.floor(Fraction(str(settings.alpha)) * count)
+    entries = sorted(itertools.product(range(heads), range(pages)), key=lambda e: -mass[e])
+    if settings.allocation == "ada-blend":
+        free = [sum(h == head for h, _ in entries[: heads * count]) for head in range(heads)]
+        counts = [round(f * (1 - settings.alpha)) + safe for f in free]
+        return [_top(mass[h], counts[h]) for h in range(heads)]
+    kept = {(h, p) for h in range(heads) for p in _top(mass[h], safe)}
+    for entry in entries:
+        if len(kept) < heads * count:
+            kept.add(entry)
+    return [sorted(p for h, p in kept if h == head) for head in range(heads)]
+
+
+def _psa(settings, picks, scores, tokens, forced, weight, guess, given) -> list[int]:
+    """Pages from the best on until enough; `given` are the prior's logits with the bias."""
+    order = sorted(picks, key=lambda p: (-scores[p], p))
+    for t in range(settings.min_pages, len(order) + 1):
+        inside = forced.copy()
+        for p in order[:t]:
+            inside[tokens[p]] = True
+        mine = weight[inside].sum()
+        if settings.allocation == "psa-oracle":
+            enough = mine / weight.sum() >= settings.epsilon
+        elif settings.allocation == "psa-estimate":
+            rest = sum(guess[p] for p in range(len(tokens)) if p not in order[:t])
+            enough = mine / (mine + rest) >= settings.epsilon
+        else:
+            rest = np.exp(given[~inside]).sum()
+            enough = mine / (mine + rest) >= settings.epsilon
+        if enough:
+            return order[:t]
+    return order
+
+
+def softmax_output(q: np.ndarray, k: np.ndarray, v: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """`[N, H]`: exact attention of each head to its kept keys."""
+    group = len(q) // k.shape[1]
+    logits = np.einsum("nh,snh->ns", q, np.repeat(k, group, 1)) * q.shape[1] ** -0.5
+    weights = _softmax(np.where(kept, logits, -np.inf))
+    return np.einsum("ns,snh->nh", weights, np.repeat(v, group, 1))
+
+
+def resa_output(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    kept: np.ndarray,
+    p0: np.ndarray,
+    bias: np.ndarray,
+    lam: float,
+    literal: bool = False,
+) -> np.ndarray:
+    """`[N, H]`: exact logits where kept, p0 + bias (and lam as a factor of weight) elsewhere."""
+    group = len(q) // k.shape[1]
+    logits = np.einsum("nh,snh->ns", q, np.repeat(k, group, 1)) * q.shape[1] ** -0.5
+    logits = np.where(kept, logits, p0 + bias[:, None])
+    weights = np.exp(logits - logits.max(1, keepdims=True))
+    factor = np.where(kept, 1.0, lam)
+    total = (weights * (1.0 if literal else factor)).sum(1, keepdims=True)
+    return np.einsum("ns,snh->nh", weights * factor / total, np.repeat(v, group, 1))
+
+
+def decode_logits(
+    kind: str, method: Any, config: Any, params: Any, prompt: list[int], answer: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logits `[1 + steps, V]` after the prompt and each answer token, kept tokens `[L, N]` in all.
+
+    `method` also has RESA's settings where it is RESA.
+    """
+    theta, layers = config.rope.theta, config.num_layers
+    group = config.num_heads // config.num_kv_heads
+    keys: list[Any] = [None] * layers
+    means: list[Any] = [None] * layers
+    kept = np.zeros((layers, config.num_heads), int)
+    residual = hasattr(method, "lam")
+    settings = method.base if residual else method
+
+    def read(layer, q, k, v):
+        at = np.arange(len(q))
+        rotated = rope(k, at, theta)
+        keys[layer] = [rotated, v]
+        means[layer] = rope(q, at, theta).mean(0), rotated.mean(0)
+        return causal_attend(theta)(layer, q, k, v)
+
+    def step(layer, q, k, v):
+        n = len(keys[layer][0])
+        at = np.array([n])
+        keys[layer] = [
+            np.concatenate([old, new])
+            for old, new in zip(keys[layer], (rope(k, at, theta), v), strict=True)
+        ]
+        q, (k, v) = rope(q, at, theta)[0], keys[layer]
+        prior = None
+        if residual:
+            mean_q, mean_k = means[layer]
+            if method.growth == "append":
+                mean_k = k.mean(0)
+            p0 = np.einsum("nh,snh->ns", mean_q, np.repeat(k, group, 1)) * q.shape[1] ** -0.5
+            if method.growth == "frozen":
+                p0[:, len(prompt) :] = -np.inf
+            bias = ((q - mean_q) * np.repeat(mean_k, group, 0)).sum(1) * q.shape[1] ** -0.5
+            prior = p0, bias
+        chosen = selected(kind, settings, q, k, len(prompt), prior)
+        kept[layer] += chosen.sum(1)
+        if prior is None:
+            return softmax_output(q, k, v, chosen)[None]
+        literal = method.lambda_mode == "paper_literal"
+        return resa_output(q, k, v, chosen, *prior, method.lam, literal)[None]
+
+    rows = [forward(config, params, prompt, read)[-1]]
+    rows += [forward(config, params, [token], step)[-1] for token in answer]
+    return np.array(rows), kept

@@ -1,0 +1,147 @@
+"""One sparse decode step on arrays given as they are after rotary embedding, on any mesh."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jax_longctx.caches import AppendCache
+from jax_longctx.contract import CacheShape, LayerContext
+from jax_longctx.methods import residual, selection
+from jax_longctx.methods.digests import empty_digests, refresh
+from jax_longctx.methods.resa import Resa
+from jax_longctx.methods.sparse_decode import attend_selected, selectable
+from jax_longctx.models.config import RopeConfig
+from jax_longctx.sharding import make_mesh
+
+__all__ = ["SLOTS", "Case", "Step", "case", "plain_context", "step"]
+
+SLOTS = 64
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+
+
+class Case(NamedTuple):
+    """Rows of keys and values `[B, S, K, H]`, of which lengths[b] count; garbage beyond.
+
+    `mean_q` `[B, N, H]` is the prompt's mean query; the prompt is the first prompts[b] tokens.
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    lengths: np.ndarray
+    prompts: np.ndarray
+    mean_q: np.ndarray
+
+
+class Step(NamedTuple):
+    """Output `[B, N, H]` and its log-sum-exp, kept tokens `[B, N]`, scores `[B, N, P]`."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    kept: np.ndarray
+    scores: np.ndarray
+
+
+def case(lengths: tuple[int, ...] = (50, 33, 9), answered: int = 2, seed: int = 0) -> Case:
+    rng = np.random.default_rng(seed)
+    batch = len(lengths)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    k, v = (normal(batch, SLOTS, KV_HEADS, WIDTH) for _ in "kv")
+    for b, length in enumerate(lengths):
+        k[b, length:] = 100.0
+        v[b, length:] = 100.0
+    q, mean_q = 2 * normal(batch, HEADS, WIDTH), normal(batch, HEADS, WIDTH)
+    n = np.array(lengths, np.int32)
+    return Case(q, k, v, n, n - np.int32(answered), mean_q)
+
+
+def plain_context() -> LayerContext:
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=128)
+    return LayerContext(
+        layer=0, scale=WIDTH**-0.5, window=None, rope=rope, total=jnp.zeros(1, jnp.int32)
+    )
+
+
+def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_q: Any) -> Any:
+    """A decode step whose own token is already the last of the row."""
+    base = method.base if isinstance(method, Resa) else method
+    ctx = plain_context()
+    batch, heads, slots, width = k.shape
+    shape = CacheShape(
+        batch=batch,
+        slots=slots,
+        reserve=0,
+        chunk=8,
+        num_heads=q.shape[1],
+        num_kv_heads=heads,
+        head_dim=width,
+        dtype=k.dtype,
+        layer=0,
+        num_layers=1,
+        window=None,
+    )
+    store = AppendCache(k, v, lengths, lengths, lengths, lengths)
+    digests = empty_digests(shape, base.page_size, base.summarise)
+    if digests is not None:
+        zero = jnp.zeros_like(lengths)
+        whole = slots * ctx.seq_size
+        digests = refresh(digests, base.summarise, store, zero, whole, base.page_size, ctx)
+    kept = jnp.zeros(q.shape[:2], jnp.int32)
+    cache = selection.SelectiveCache(store, digests, prompts, kept, jnp.zeros_like(lengths))
+    scores = ctx.gather_seq(base.scores(q, cache, ctx), axis=2)
+    held = selectable(base, store, ctx).tokens > 0
+    scores = jnp.where(held[:, None], scores, -jnp.inf)
+    if not isinstance(method, Resa):
+        chosen = attend_selected(method, q[:, None], cache, ctx)
+        return chosen.out[:, 0], chosen.lse[:, 0], chosen.kept, scores
+    background = residual.empty_background(shape)
+    at = jnp.arange(slots) + ctx.seq_offset(slots)
+    seen = jnp.where((at < lengths[:, None])[:, None, :, None], k, 0)
+    background = dataclasses.replace(
+        background,
+        query_sum=mean_q * prompts[:, None, None],
+        key_sum=ctx.psum_seq(jnp.sum(seen, axis=2)),
+        counted=lengths,
+    )
+    rows = jnp.ones_like(lengths, bool)
+    background = residual.begin_answer(background, store, prompts, rows, ctx)
+    prior = residual.prior_of(background, q[:, None], prompts, ctx)
+    chosen = attend_selected(base, q[:, None], cache, ctx, prior)
+    everything = chosen.kept == lengths[:, None]
+    literal = method.lambda_mode == "paper_literal"
+    out, lse = residual.combine(
+        chosen, background, prior, everything, lam=method.lam, literal=literal
+    )
+    return out[:, 0], lse[:, 0], chosen.kept, scores
+
+
+@functools.cache
+def _program(method: Any, sizes: tuple[int, int, int]) -> Any:
+    spec = PartitionSpec
+    heads, cache = spec("data", "tensor"), spec("data", "tensor", "seq")
+    rows = spec("data")
+    return jax.jit(
+        jax.shard_map(
+            functools.partial(_body, method),
+            mesh=make_mesh(*sizes),
+            in_specs=(heads, cache, cache, rows, rows, heads),
+            out_specs=(heads, heads, heads, heads),
+            check_vma=False,
+        )
+    )
+
+
+def step(method: Any, given: Case, sizes: tuple[int, int, int] = (1, 1, 1)) -> Step:
+    """The newest token's query against the row, by `method`."""
+    k, v = (np.swapaxes(x, 1, 2) for x in (given.k, given.v))
+    run = _program(method, sizes)
+    done = run(given.q, k, v, given.lengths, given.prompts, given.mean_q)
+    return Step(*(np.asarray(x) for x in done))
