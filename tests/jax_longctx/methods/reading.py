@@ -16,7 +16,7 @@ from jax_longctx.engine.context import Context
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods.citrus_individual import ThreadCaches
 from tests.jax_longctx.methods.harness import Step, last_logits, steps
-from tests.jax_longctx.methods.oracles.citrus import read
+from tests.jax_longctx.methods.oracles.citrus import Rule, read
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows
 
@@ -91,10 +91,10 @@ def oracle_params(engine: Engine) -> Any:
 def compare(seen: Sequence[Seen], engine: Engine, form: str, **options: Any) -> None:
     """Kept tokens of every thread, layer and head, and logits, against each row alone in numpy."""
     params = oracle_params(engine)
-    options = {"kept": KEPT, "chunk": CHUNK, **options}
+    rule = Rule(form=form, kept=KEPT, chunk=CHUNK, **options)
     evictions = 0
     for b, texts in enumerate(zip(CONTEXTS, QUESTIONS, ANSWERS, strict=True)):
-        oracle = read(engine.config, params, *texts, form=form, **options)
+        oracle = read(engine.config, params, *texts, rule)
         before: Any = [[[()] * 2] * engine.config.num_layers] * len(seen[0].kept)
         for step in seen:
             if not len(step.logits[b]):

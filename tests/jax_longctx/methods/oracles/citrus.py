@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.oracle import forward, probabilities, rope, weighted_values
 
-__all__ = ["Kept", "View", "look", "nothing", "read"]
+__all__ = ["Kept", "Rule", "View", "look", "nothing", "read"]
 
 
 @dataclasses.dataclass
@@ -98,75 +98,82 @@ def nothing(config: Any) -> list[Kept]:
     ]
 
 
-def _layer_wise(view: View, score: str, sink: int) -> np.ndarray:
-    """Mean over all heads and rows, the same for every kv head: [n, K]."""
-    which = view.cached if score == "probability" else view.logits
-    scores = which.mean((0, 1)) if which.shape[1] else np.zeros(which.shape[2])
-    scores[:sink] = np.inf
-    return np.repeat(scores[:, None], view.k.shape[1], axis=1)
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What is kept: `form` is "standard", "shared", "individual" or "h2o"."""
+
+    form: str
+    kept: int
+    chunk: int
+    alpha: float = 1.0
+    sink: int = 0
+    score: str = "probability"
+    evict_first: bool = False
+
+    def evicted(self, cache: Kept, view: View) -> Kept:
+        if self.form == "h2o":
+            return cache.best(cache.mass, self.kept)
+        which = view.cached if self.score == "probability" else view.logits
+        # The mean over all heads and rows, the same for every kv head.
+        scores = which.mean((0, 1))
+        scores[: self.sink] = np.inf
+        return cache.best(np.repeat(scores[:, None], view.k.shape[1], axis=1), self.kept)
+
+    def accumulate(self, cache: Kept, chunk: View, probe: View) -> None:
+        heads = cache.k.shape[1]
+        weight = self.alpha * chunk.cached.shape[1] / probe.cached.shape[1]
+        cache.mass = cache.mass + (1 - self.alpha) * chunk.per_head(heads, "cached")
+        cache.mass = cache.mass + weight * probe.per_head(heads, "cached")
+
+    def joined(self, cache: Kept, chunk: View, looks: View, start: int) -> Kept:
+        """The cache after the chunk at `start` and what `looks` has seen of it."""
+        own = (1 - self.alpha) * chunk.per_head(cache.k.shape[1], "own")
+        left = cache if self.evict_first else self.evicted(cache, looks)
+        return left.joined(chunk.kept(start, own))
+
+
+Steps = Iterator[tuple[np.ndarray, list[list[Kept]]]]
 
 
 def read(
+    config: Any, params: Any, context: list[int], question: list[int], answer: list[int], rule: Rule
+) -> Steps:
+    """(logits, caches of each thread) after each chunk, the probe, the question, each token."""
+    threads = [nothing(config) for _ in range(2 if rule.form == "individual" else 1)]
+    for start in range(0, len(context), rule.chunk):
+        part = context[start : start + rule.chunk]
+        _, probe = look(config, params, question, threads[-1])
+        if rule.evict_first:
+            threads[0] = [rule.evicted(*pair) for pair in zip(threads[0], probe, strict=True)]
+        logits, chunk = look(config, params, part, threads[0])
+        looks = {"standard": [chunk], "individual": [chunk, probe]}.get(rule.form, [probe])
+        for caches, views in zip(threads, looks, strict=True):
+            for layer, cache in enumerate(caches):
+                if rule.form == "h2o":
+                    rule.accumulate(cache, chunk[layer], probe[layer])
+                caches[layer] = rule.joined(cache, chunk[layer], views[layer], start)
+        yield logits, threads
+    yield from _answer(config, params, question, answer, threads[-1], rule, len(context))
+
+
+def _answer(
     config: Any,
     params: Any,
-    context: list[int],
     question: list[int],
     answer: list[int],
-    *,
-    form: str,
-    kept: int,
-    chunk: int,
-    alpha: float = 1.0,
-    sink: int = 0,
-    score: str = "probability",
-    evict_first: bool = False,
-) -> Iterator[tuple[np.ndarray, list[list[Kept]]]]:
-    """(logits, caches of each thread) after each chunk, the probe, the question, each token.
-
-    `form` is "standard", "shared", "individual" or "h2o".
-    """
-    heads = config.num_kv_heads
-    threads = [nothing(config) for _ in range(2 if form == "individual" else 1)]
-
-    def evicted(cache: Kept, view: View) -> Kept:
-        if form == "h2o":
-            return cache.best(cache.mass, kept)
-        return cache.best(_layer_wise(view, score, sink), kept)
-
-    for start in range(0, len(context), chunk):
-        part = context[start : start + chunk]
-        if form != "standard":
-            _, by_question = look(config, params, question, threads[-1])
-        if evict_first:
-            threads[0] = [evicted(*pair) for pair in zip(threads[0], by_question, strict=True)]
-        logits, views = look(config, params, part, threads[0])
-        looking = [views] if form == "standard" else [by_question]
-        if form == "individual":
-            looking = [views, by_question]
-        if form == "h2o":
-            for cache, view, other in zip(threads[0], views, by_question, strict=True):
-                weight = alpha * len(part) / len(question)
-                cache.mass = cache.mass + (1 - alpha) * view.per_head(heads, "cached")
-                cache.mass = cache.mass + weight * other.per_head(heads, "cached")
-        for caches, ranks in zip(threads, looking, strict=True):
-            for layer, view in enumerate(views):
-                own = (1 - alpha) * view.per_head(heads, "own")
-                cache = caches[layer]
-                cache = cache if evict_first else evicted(cache, ranks[layer])
-                caches[layer] = cache.joined(view.kept(start, own))
-        yield logits, threads
-    threads = threads[-1:]
-    logits, views = look(config, params, question, threads[0])
+    caches: list[Kept],
+    rule: Rule,
+    first: int,
+) -> Steps:
+    """The question as a probe and as a text, then the answer, which only join."""
+    logits, views = look(config, params, question, caches)
     for layer, view in enumerate(views):
-        cache = threads[0][layer]
-        if form == "h2o":
-            cache.mass = cache.mass + view.per_head(heads, "cached")
-        threads[0][layer] = evicted(cache, view)
-    yield logits, threads
-    first = len(context)
+        if rule.form == "h2o":
+            caches[layer].mass = caches[layer].mass + view.per_head(view.k.shape[1], "cached")
+        caches[layer] = rule.evicted(caches[layer], view)
+    yield logits, [caches]
     for tokens in [question, *([token] for token in answer)]:
-        logits, views = look(config, params, tokens, threads[0])
-        for layer, view in enumerate(views):
-            threads[0][layer] = threads[0][layer].joined(view.kept(first))
+        logits, views = look(config, params, tokens, caches)
+        caches = [c.joined(view.kept(first)) for c, view in zip(caches, views, strict=True)]
         first += len(tokens)
-        yield logits, threads
+        yield logits, [caches]
