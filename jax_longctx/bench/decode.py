@@ -111,6 +111,7 @@ def run(
                 full = full or row
                 row["speedup"] = full["seconds"] / row["seconds"]
                 row["predicted_speedup"] = full["bytes"] / row["bytes"]
+                say(f"  {row['seconds'] * 1e3:.2f} ms, {row['speedup']:.2f}x full attention's speed")
             rows.append(row)
     return {
         "model": model,
