@@ -106,7 +106,7 @@ class H2O:
         sums = eviction.accumulated(cache, mass_BKU[..., None])
         scores_BKU = sums[..., 0]
         if self.normalize:
-            scores_BKU = scores_BKU / jnp.maximum(_queries(cache, seen), 1)
+            scores_BKU = scores_BKU / _queries(cache, seen)
         # Under `citrus` the segment's tokens never compete: the window lies before them.
         end_B = seen.length + (seen.valid if self.protocol == "own" else 0)
         newest_BU = seen.order >= (end_B - self.window)[:, None]

@@ -115,7 +115,7 @@ class RoCo:
         # Slots are seen by all valid queries, token t of the segment by those from t on.
         after_BT = seen.valid[:, None] - jnp.arange(q.shape[1])
         slots_BC = jnp.broadcast_to(seen.valid[:, None], (q.shape[0], cache.k.shape[2]))
-        count_BU = jnp.concatenate([slots_BC, jnp.maximum(after_BT, 0)], axis=1)
+        count_BU = jnp.concatenate([slots_BC, after_BT], axis=1)
         count = jnp.broadcast_to(count_BU[:, None].astype(jnp.float32), total.shape)
         added = jnp.stack([total / (q.shape[2] // k.shape[2]), squares, count], axis=-1)
         if not self.warm_start:
@@ -136,6 +136,7 @@ class RoCo:
         in_scope_BU = eviction.may_leave(self, seen) & (seen.order >= sink)
         in_scope_BU &= seen.order < (end_B - self.protected_last)[:, None]
         total, squares, count = jnp.moveaxis(sums, -1, 0)
+        # A cold start has counted nothing yet.
         count = jnp.maximum(count, 1)
         mean = total / count
         in_scope_BKU = jnp.broadcast_to(in_scope_BU[:, None], mean.shape)

@@ -68,11 +68,15 @@ def compare(
     """
     params = oracle_params(engine)
     oracles = [Evicting(engine.config, params, rule, engine.method) for _ in contexts]
-    evicted = False
+    evicted, shapes = False, None
     for step in steps(engine, contexts, questions, answers, RESERVE):
         if evicted and step.segment.role == until:
             break
         got = kept_tokens(step.caches)
+        # A loop over decode steps carries the caches: nothing about their arrays may change.
+        now = [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(step.caches)]
+        assert now == (shapes or now)
+        shapes = now
         # What only joins has no statistics: nothing is ranked any more.
         looks = oracles[0].method.protocol == "own" or step.segment.role in ("context", "probe")
         for b, oracle in enumerate(oracles):

@@ -26,7 +26,7 @@ OWN = StreamingLLM(budget=16, sink=3, chunk=1)
 
 @pytest.fixture(scope="module")
 def own():
-    return tiny_engine(OWN, chunk=1)
+    return tiny_engine(OWN, config=tiny_config(num_layers=1), chunk=1)
 
 
 def test_x22_ragged_rows_keep_what_each_keeps_alone(own):
@@ -55,10 +55,7 @@ def test_sl_1_x1_a_budget_for_all_is_full_attention(own):
 
 
 def test_sl_2_each_token_sees_sinks_and_window_at_their_slots(own):
-    """One layer's values from the whole row's: a token's keys do not depend on what was dropped."""
-    config = tiny_config(num_layers=1)
-    engine = tiny_engine(OWN, config=config, chunk=1)
-    row = CONTEXTS[0]
+    """In one layer: there a token's key does not depend on what was dropped before it."""
 
     def attend(layer, q, k, v):
         out = []
@@ -74,7 +71,7 @@ def test_sl_2_each_token_sees_sinks_and_window_at_their_slots(own):
             out.append(weighted_values(p, values)[0])
         return np.stack(out)
 
-    check_row(engine, row, attend)
+    check_row(own, CONTEXTS[0], attend)
 
 
 def test_sl_3_sinks_alone():
