@@ -18,9 +18,12 @@ from jax_longctx.methods.sparse_decode import attend_selected, selectable
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
 
-__all__ = ["SLOTS", "Case", "Step", "case", "plain_context", "step"]
+__all__ = ["LAMS", "SLOTS", "Case", "Step", "case", "on_one_device", "plain_context", "step"]
 
 SLOTS = 64
+LAMS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# The compiler's time is the tests' time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
@@ -39,12 +42,20 @@ class Case(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Output `[B, N, H]` and its log-sum-exp, kept tokens `[B, N]`, scores `[B, N, P]`."""
+    """Output `[B, N, H]` and its log-sum-exp, kept tokens `[B, N]`, scores `[B, N, P]`.
+
+    Of RESA also outputs for LAMS `[B, N, 5, 2, H]`, normalized and as printed, and the prior's
+    logits `[B, N, S]`, bias and log-sum-exp `[B, N]`.
+    """
 
     out: np.ndarray
     lse: np.ndarray
     kept: np.ndarray
     scores: np.ndarray
+    swept: np.ndarray
+    logits: np.ndarray
+    bias: np.ndarray
+    prior_lse: np.ndarray
 
 
 def case(lengths: tuple[int, ...] = (50, 33, 9), answered: int = 2, seed: int = 0) -> Case:
@@ -101,7 +112,8 @@ def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_
     scores = jnp.where(held[:, None], scores, -jnp.inf)
     if not isinstance(method, Resa):
         chosen = attend_selected(method, q[:, None], cache, ctx)
-        return chosen.out[:, 0], chosen.lse[:, 0], chosen.kept, scores
+        none = [jnp.zeros(q.shape[:2])] * 4
+        return chosen.out[:, 0], chosen.lse[:, 0], chosen.kept, scores, *none
     background = residual.empty_background(shape)
     at = jnp.arange(slots) + ctx.seq_offset(slots)
     seen = jnp.where((at < lengths[:, None])[:, None, :, None], k, 0)
@@ -116,11 +128,16 @@ def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_
     prior = residual.prior_of(background, q[:, None], prompts, ctx)
     chosen = attend_selected(base, q[:, None], cache, ctx, prior)
     everything = chosen.kept == lengths[:, None]
-    literal = method.lambda_mode == "paper_literal"
-    out, lse = residual.combine(
-        chosen, background, prior, everything, lam=method.lam, literal=literal
-    )
-    return out[:, 0], lse[:, 0], chosen.kept, scores
+
+    def combine(lam: float, literal: bool) -> Any:
+        return residual.combine(chosen, background, prior, everything, lam=lam, literal=literal)
+
+    out, lse = combine(method.lam, method.lambda_mode == "paper_literal")
+    swept = [
+        jnp.stack([combine(lam, literal)[0][:, 0] for literal in (False, True)], 2) for lam in LAMS
+    ]
+    shown = jnp.stack(swept, 2), ctx.gather_seq(prior.logits, 2), prior.bias, prior.lse
+    return out[:, 0], lse[:, 0], chosen.kept, scores, *shown
 
 
 @functools.cache
@@ -133,9 +150,10 @@ def _program(method: Any, sizes: tuple[int, int, int]) -> Any:
             functools.partial(_body, method),
             mesh=make_mesh(*sizes),
             in_specs=(heads, cache, cache, rows, rows, heads),
-            out_specs=(heads, heads, heads, heads),
+            out_specs=heads,
             check_vma=False,
-        )
+        ),
+        compiler_options=QUICK,
     )
 
 
@@ -145,3 +163,12 @@ def step(method: Any, given: Case, sizes: tuple[int, int, int] = (1, 1, 1)) -> S
     run = _program(method, sizes)
     done = run(given.q, k, v, given.lengths, given.prompts, given.mean_q)
     return Step(*(np.asarray(x) for x in done))
+
+
+def on_one_device(body: Any) -> Any:
+    """`body` compiled inside a manual mesh of one device, as the engine runs methods."""
+    everywhere = PartitionSpec()
+    shard_map = functools.partial(
+        jax.shard_map, mesh=make_mesh(), in_specs=everywhere, out_specs=everywhere, check_vma=False
+    )
+    return jax.jit(shard_map(body), compiler_options=QUICK)

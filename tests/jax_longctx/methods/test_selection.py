@@ -5,80 +5,176 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jax_longctx.methods import ArkVale, IdealTopK, Quest, Resa
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import ArkVale, IdealTopK, Quest, Resa, make_method
 from tests.jax_longctx.methods.oracles.selection import resa_output, selected, softmax_output
-from tests.jax_longctx.methods.selecting import KV_HEADS, WIDTH, case, step
+from tests.jax_longctx.methods.selecting import KV_HEADS, LAMS, WIDTH, case, step
+from tests.support import tiny_config, tiny_engine
 
 FIXED = {"sink": 3, "local": 5}
 QUEST = Quest(budget=12, page_size=4, **FIXED)
 ARKVALE = ArkVale(budget=12, page_size=4, **FIXED)
 IDEAL = IdealTopK(budget=9, **FIXED)
 ADA = dataclasses.replace(QUEST, granularity="kv_head", allocation="ada-floor", alpha=0.4)
-SELECTORS = {
-    "quest": ("quest", QUEST),
-    "quest kv_head ratio": (
-        "quest",
-        dataclasses.replace(QUEST, granularity="kv_head", ratio=0.29),
-    ),
+PSA = dataclasses.replace(QUEST, budget=40, allocation="psa-oracle", epsilon=0.6)
+RESA = Resa(budget=12, page_size=4, lam=0.5, **FIXED)
+ONE, CUBE, SEQ = (1, 1, 1), (2, 2, 2), (1, 4, 1)
+CASES = {
+    "quest": (QUEST, ONE),
+    "quest kv_head ratio": (dataclasses.replace(QUEST, granularity="kv_head", ratio=0.29), CUBE),
     "quest whole_pages count_fixed": (
-        "quest",
         dataclasses.replace(QUEST, whole_pages=True, count_fixed=True, budget=24),
+        ONE,
     ),
-    "quest nothing fixed": ("quest", dataclasses.replace(QUEST, sink=0, local=0, min_pages=3)),
-    "arkvale": ("arkvale", ARKVALE),
-    "arkvale query_head": ("arkvale", dataclasses.replace(ARKVALE, granularity="query_head")),
-    "ideal": ("ideal", IDEAL),
-    "ideal kv_head": ("ideal", dataclasses.replace(IDEAL, granularity="kv_head")),
-    "ada floor": ("quest", ADA),
-    "ada blend": ("quest", dataclasses.replace(ADA, allocation="ada-blend")),
+    "quest nothing fixed": (dataclasses.replace(QUEST, sink=0, local=0, min_pages=3), SEQ),
+    "arkvale": (ARKVALE, CUBE),
+    "ideal": (IDEAL, ONE),
+    "ideal kv_head": (dataclasses.replace(IDEAL, granularity="kv_head"), SEQ),
+    "ada floor": (ADA, CUBE),
+    "ada blend": (dataclasses.replace(ADA, allocation="ada-blend"), ONE),
     "ada arkvale": (
-        "arkvale",
         dataclasses.replace(ARKVALE, granularity="kv_head", allocation="ada-floor"),
+        ONE,
     ),
-    "psa oracle": (
-        "quest",
-        dataclasses.replace(QUEST, budget=40, allocation="psa-oracle", epsilon=0.6),
-    ),
+    "psa oracle": (PSA, SEQ),
     "psa estimate": (
-        "ideal",
         dataclasses.replace(IDEAL, budget=40, allocation="psa-estimate", epsilon=0.7),
+        ONE,
     ),
-    "resa psa": (
-        "quest",
-        Resa(page_size=4, budget=40, allocation="psa-resa", epsilon=0.8, lam=0.5, **FIXED),
+    "resa quest": (RESA, ONE),
+    "resa arkvale": (dataclasses.replace(RESA, selector="arkvale", granularity="layer"), SEQ),
+    "resa ada": (
+        dataclasses.replace(RESA, granularity="kv_head", allocation="ada-floor", alpha=0.4),
+        CUBE,
     ),
+    "resa psa": (dataclasses.replace(RESA, budget=40, allocation="psa-resa", epsilon=0.8), CUBE),
 }
-GIVEN = case()
+GIVEN = case((50, 33, 9, 64), answered=2)
+
+
+def settings_of(method):
+    return method.base if isinstance(method, Resa) else method
+
+
+def kind_of(method):
+    kinds = {Quest: "quest", ArkVale: "arkvale", IdealTopK: "ideal"}
+    return kinds[type(settings_of(method))]
+
+
+def row_of(given, row):
+    """q, k, v of one row in float64."""
+    n = given.lengths[row]
+    return (x.astype(float) for x in (given.q[row], given.k[row, :n], given.v[row, :n]))
 
 
 def prior_of(given, row):
-    """p0 and bias of every key of a row."""
-    n, scale = given.lengths[row], WIDTH**-0.5
-    k = np.repeat(given.k[row, :n], len(given.q[row]) // KV_HEADS, axis=1).astype(float)
-    mean_q, q = given.mean_q[row].astype(float), given.q[row]
-    p0 = scale * np.einsum("nh,snh->ns", mean_q, k)
-    return p0, scale * ((q - mean_q) * k.mean(0)).sum(1)
+    """p0 `[N, n]` and bias `[N]` of a row."""
+    q, k, _ = row_of(given, row)
+    k = np.repeat(k, len(q) // KV_HEADS, axis=1)
+    mean_q = given.mean_q[row].astype(float)
+    p0 = np.einsum("nh,snh->ns", mean_q, k) * WIDTH**-0.5
+    return p0, ((q - mean_q) * k.mean(0)).sum(1) * WIDTH**-0.5
 
 
-def expected(kind, method, given, row):
-    n = given.lengths[row]
-    q, k, v = (x.astype(float) for x in (given.q[row], given.k[row, :n], given.v[row, :n]))
-    if not isinstance(method, Resa):
-        kept = selected(kind, method, q, k, int(given.prompts[row]))
-        return kept, softmax_output(q, k, v, kept)
-    prior = prior_of(given, row)
-    kept = selected(kind, method.base, q, k, int(given.prompts[row]), prior)
-    return kept, resa_output(q, k, v, kept, *prior, method.lam)
+def full(given, row):
+    q, k, v = row_of(given, row)
+    return softmax_output(q, k, v, np.ones((len(q), len(k)), bool))
 
 
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("name", CASES)
 def test_x22_a_step_equals_numpy_on_each_row_alone(name):
-    kind, method = SELECTORS[name]
-    got = step(method, GIVEN)
-    sizes = set()
-    for row in range(3):
-        kept, out = expected(kind, method, GIVEN, row)
+    method, sizes = CASES[name]
+    got = step(method, GIVEN, sizes)
+    shares = []
+    for row in range(4):
+        prior = prior_of(GIVEN, row)
+        q, k, v = row_of(GIVEN, row)
+        prompt = int(GIVEN.prompts[row])
+        kept = selected(kind_of(method), settings_of(method), q, k, prompt, prior)
         np.testing.assert_array_equal(got.kept[row], kept.sum(1))
-        np.testing.assert_allclose(got.out[row], out, atol=2e-5)
-        sizes |= set(kept[:, : GIVEN.lengths[row]].mean(1).tolist())
-    assert min(sizes) < 1, "something must be left out"
+        shares.extend(kept.mean(1))
+        if not isinstance(method, Resa):
+            np.testing.assert_allclose(got.out[row], softmax_output(q, k, v, kept), atol=2e-5)
+            logits = np.einsum("nh,snh->ns", q, np.repeat(k, 2, 1)) * WIDTH**-0.5
+            lse = np.log(np.where(kept, np.exp(logits), 0).sum(1))
+            np.testing.assert_allclose(got.lse[row], lse, atol=2e-5)
+            continue
+        # RS-1, RS-2, RS-9, RS-10, X16: every factor of the residual, in both forms.
+        for i, lam in enumerate(LAMS):
+            for literal in (False, True):
+                out = resa_output(q, k, v, kept, *prior, lam, literal)
+                np.testing.assert_allclose(got.swept[row, :, i, int(literal)], out, atol=5e-5)
+        np.testing.assert_array_equal(got.out[row], got.swept[row, :, 2, 0])
+    assert min(shares) < 0.7, "much must be left out"
+
+
+@pytest.mark.parametrize("name", ["resa quest", "resa arkvale", "resa ada"])
+def test_rs_1_x15_bu_9_without_residual_resa_is_its_selector(name):
+    method, sizes = CASES[name]
+    bases = {CASES[key][0]: CASES[key] for key in ("quest", "arkvale", "ada floor")}
+    plain = step(*(bases[method.base][0], GIVEN, bases[method.base][1]))
+    np.testing.assert_allclose(step(method, GIVEN, sizes).swept[:, :, 0, 0], plain.out, atol=2e-5)
+
+
+SHORT = case((15, 9, 1, 5), answered=0, seed=1)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "psa" not in name])
+def test_x1_rs_3_qs_1_av_5_it_1_a_budget_for_all_is_full_attention(name):
+    """The fixed tokens and three pages hold these rows; the longest needs the fixed ones."""
+    method, sizes = CASES[name]
+    got = step(method, SHORT, sizes)
+    for row in range(4):
+        if row == 0 and ("ratio" in name or "nothing" in name):
+            continue
+        np.testing.assert_array_equal(got.kept[row], SHORT.lengths[row])
+        np.testing.assert_allclose(got.out[row], full(SHORT, row), atol=1e-5)
+
+
+def test_x17_qs_2_av_3_pages_of_one_token_are_ideal():
+    ideal = step(IDEAL, GIVEN)
+    for method in (
+        Quest(budget=9, page_size=1, **FIXED),
+        ArkVale(budget=9, page_size=1, granularity="query_head", **FIXED),
+    ):
+        got = step(method, GIVEN)
+        np.testing.assert_allclose(got.scores, ideal.scores, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(got.out, ideal.out, atol=1e-5)
+
+
+BAD = [
+    ("quest", {"budget": "0"}, "budget must be at least 1, got 0"),
+    ("quest", {"sink": "-1"}, "sink must be at least 0, got -1"),
+    ("quest", {"page_size": "48"}, "page_size must divide 128, got 48"),
+    ("quest", {"ratio": "1.5"}, "ratio must be above 0 and at most 1, got 1.5"),
+    ("ideal-topk", {"alpha": "2"}, "alpha must be from 0 to 1, got 2.0"),
+    ("ideal-topk", {"epsilon": "0"}, "epsilon must be above 0 and at most 1, got 0.0"),
+    ("quest", {"whole_pages": "true", "local": "0"}, "local must be at least 1"),
+    ("quest", {"allocation": "ada-floor"}, "needs granularity kv_head, got query_head"),
+    ("arkvale", {"allocation": "psa-oracle"}, "needs granularity query_head, got layer"),
+    ("arkvale", {"page_size": "128"}, "local 64 must cover the page of 128 tokens"),
+    ("resa", {"lam": "1.5"}, "lam must be from 0 to 1, got 1.5"),
+    ("resa", {"selector": "ideal", "page_size": "16"}, "page_size 16 is for quest and arkvale"),
+    ("resa", {"budget": "0"}, "budget must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "said"), BAD)
+def test_bad_settings_say_what_is_wrong(name, settings, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        make_method(name, settings)
+    assert "\n" not in str(error.value)
+
+
+def test_resas_stop_test_is_resas():
+    with pytest.raises(ConfigError, match="use the method resa"):
+        tiny_engine(Quest(allocation="psa-resa"))
+    Resa(allocation="psa-resa").validate(tiny_config())
+
+
+def test_presets_are_the_authors_settings():
+    quest, arkvale = Quest.released(), ArkVale.released()
+    assert (quest.page_size, quest.min_pages, quest.skip_layers) == (16, 3, 2)
+    # 32 pages: one of sinks, one of the window beside the page that is being filled, 30 chosen.
+    assert (arkvale.budget, arkvale.sink, arkvale.local) == (960, 32, 33)
+    assert (arkvale.page_size, arkvale.granularity, arkvale.skip_layers) == (32, "layer", 2)
