@@ -1,28 +1,37 @@
 """The best keys of every query on TPUs: one Mosaic kernel, matmul and running lists, streaming.
 
 Grid: (row of the batch, kv head, tile of query rows, block of keys), the keys innermost and in
-order. A kv head's rows are its T G queries, so a block of keys serves the whole group. Scores are
-made transposed, keys down the sublanes and query rows along the lanes: the best of a block is a
-maximum down the sublanes, and the sorted lists of the `count` best, values and slots, are
-[count, rows] tiles in VMEM, kept in the output blocks while the keys pass by. VMEM besides: two
-buffers of a key block, and the block's scores in float32, 1 to 2 MiB.
+order. A kv head's rows are its T G queries, so a block of keys serves the whole group. VMEM: two
+buffers of a key block, the block's scores in float32, 1 MiB, and the sorted lists of the rows' best
+values and slots, which stay in the output blocks while the keys pass by. Many rows lie along the
+lanes and the keys down the sublanes; for a few rows it is the other way round.
 
-A block is matched against the lists in rounds. A round takes the best remaining key of every row
-(its first slot, on ties), inserts it where it beats the row's worst, and removes it; there is
-another round while any row's best remaining key still beats its worst, which `count` rounds end at
-the latest. Comparisons are strict and keys ascend, so ties go to the lowest slot. For keys in no
-order a row's list is improved about count / i times by block i, so most blocks take a round or two.
+A block's keys form classes, one for each number of a few vectors (key i is of class i modulo their
+count). One sweep over the scores keeps of every class and row the best score, its key, and the
+second best score. Then, as long as any row's best class beats its list's worst entry, that key is
+inserted; a list is improved count / i times by block i of keys in no order, so it is one or two
+insertions for all rows together. The block is done unless a class whose best went into the list has
+a second best that could follow it; then the bests are removed from the scores and they are swept
+again, at most `count` times. Neighbours are in different classes, so that is rare.
+
+Ties: a key beats a list's entry by a higher score, or by a lower slot at the same score. What is no
+number is neither above nor below anything, and so is never kept.
 
 The rows' bounds are prefetched scalars: blocks outside them are not fetched, and only blocks that
-a bound cuts through are masked. Scores that are no number are removed from every block.
+a bound cuts through are masked.
 
-Bytes moved: k once for each tile of rows (twice or so for 512 queries of a group of 4 at a time),
-8 count for each query. Roofline: 2 T S N H operations, or the bytes of k for few queries. The
-vector unit compares, selects and takes a maximum of each score, then six operations a round.
+Bytes moved: k once for each tile of rows, 8 count for each query. Roofline: 2 T S N H operations,
+or the bytes of k for few queries. Read from the schedules that the compiler makes, not measured: of
+a block of 512 keys and 512 rows on v5e the matrix unit's share takes 512 cycles, matmul and sweep
+together 600, a round of insertions 70, sweeping again 560; of a block of 4096 keys and 4 rows the
+copy takes about 1900 cycles, matmul and sweep 430.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +42,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.tpu_common import (
     LANES,
+    SUBLANES,
     as_stored,
     key_block,
     key_spec,
@@ -41,12 +51,20 @@ from pallas_kernels.tpu_common import (
     unsupported_keys,
 )
 
-# Query rows of a tile; scores of a block; keys of a block where few rows leave the lanes half empty
-# and the copy of the keys is what counts.
+# Query rows of a tile, and how many are few; scores that are made and swept at once, and keys of a
+# block of few rows, where the copy of the keys is what counts.
 _ROWS = 512
+_FEW_ROWS = 32
 _SCORES = 2**18
 _FEW_ROWS_KEYS = 4096
+# Numbers of the classes' state, classes times rows: four vectors, whose updates do not wait for
+# each other.
+_STATE = 4096
 _NO_SLOT = jnp.iinfo(jnp.int32).max
+
+# Of every class and row the best score, the second best, and the best key's number within its
+# class, -1 for none; laid out as the scores are.
+Classes = tuple[Array, Array, Array]
 
 
 def unsupported(q: Array, tile_best: int | None) -> str | None:
@@ -86,9 +104,11 @@ def topk_scores(
     first_B = start // block
     stop_block_B = jnp.where(stop > start, -(-stop // block), first_B)
     scalars = (x.astype(jnp.int32) for x in (start, stop, first_B, stop_block_B))
+    axis = _key_axis(row_tile)
     run = _call(q_BKRH, k, row_tile, block, count, interpret)
-    found_BKCR = run(*scalars, q_BKRH, as_stored(k))
-    values, indices = (_by_query(x[:, :, :count], q.shape[:3]) for x in found_BKCR)
+    lists = run(*scalars, q_BKRH, as_stored(k))
+    lists_BKRC = (jnp.moveaxis(x, 2 + axis, 3)[..., :count] for x in lists)
+    values, indices = (_by_query(x, q.shape[:3]) for x in lists_BKRC)
     return jnp.where(values == 0, 0.0, values), indices  # -0 is 0
 
 
@@ -102,13 +122,21 @@ def _call(
 ) -> Callable[..., list[Array]]:
     """The kernel as a function of the prefetched scalars, q, and k as stored."""
     (batch, kv_heads, rows, head_dim), slots = q.shape, k.shape[2]
-    listed = -(-count // 8) * 8  # whole vectors
     tiles = -(-rows // row_tile)
+    axis = _key_axis(row_tile)
+    # Of a list as much as fills its vectors.
+    listed = (-(-count // SUBLANES[4]) * SUBLANES[4], LANES)[axis]
+    scores, all_lists, some_lists = (
+        (x, y) if axis == 0 else (y, x)
+        for x, y in ((block, row_tile), (listed, rows), (listed, row_tile))
+    )
 
     def visited(b, h, r, j, start, stop, first, stop_block):
         return b, h, jnp.minimum(first[b] + j, jnp.maximum(stop_block[b] - 1, 0))
 
-    best = pl.BlockSpec((1, 1, listed, row_tile), lambda b, h, r, j, *_: (b, h, 0, r))
+    best = pl.BlockSpec(
+        (1, 1, *some_lists), lambda b, h, r, j, *_: (b, h, r, 0) if axis else (b, h, 0, r)
+    )
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=4,
         grid=(batch, kv_heads, tiles, -(-slots // block)),
@@ -117,13 +145,13 @@ def _call(
             key_spec(head_dim, block, visited),
         ],
         out_specs=[best, best],
-        scratch_shapes=[pltpu.VMEM((block, row_tile), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM(scores, jnp.float32)],
     )
     return pl.pallas_call(
         partial(_kernel, block=block, count=count),
         grid_spec=grid_spec,
         out_shape=[
-            jax.ShapeDtypeStruct((batch, kv_heads, listed, rows), dtype)
+            jax.ShapeDtypeStruct((batch, kv_heads, *all_lists), dtype)
             for dtype in (jnp.float32, jnp.int32)
         ],
         compiler_params=pltpu.CompilerParams(
@@ -139,19 +167,31 @@ def _call(
     )
 
 
-def _by_query(x: Array, shape: tuple[int, ...]) -> Array:
-    """Lists [B,K,C,T*G] as [B,T,N,C]."""
+def _by_query(x: Float[Array, "B K R C"] | Int[Array, "B K R C"], shape: tuple) -> Array:
+    """Lists of a kv head's rows, R = T G, as [B,T,N,C]."""
     batch, queries, heads = shape
-    x_BKCTG = x.reshape(*x.shape[:3], queries, -1)
-    return jnp.einsum("BKCTG->BTKGC", x_BKCTG).reshape(batch, queries, heads, -1)
+    x_BKTGC = x.reshape(*x.shape[:2], queries, -1, x.shape[3])
+    return jnp.moveaxis(x_BKTGC, 1, 2).reshape(batch, queries, heads, -1)
+
+
+def _key_axis(row_tile: int) -> int:
+    """Where the keys stand in scores, classes and lists: down the sublanes, or along the lanes."""
+    return 1 if row_tile <= _FEW_ROWS else 0
+
+
+def _padded(rows: int) -> int:
+    """The rows that a tile takes up in whole vectors."""
+    whole = SUBLANES[4] if _key_axis(rows) else LANES
+    return -(-rows // whole) * whole
 
 
 def _blocks(rows: int, slots: int) -> tuple[int, int]:
     """Query rows of a tile, cut evenly, and keys of a block."""
+    if rows <= _FEW_ROWS:
+        return rows, key_block(slots, _FEW_ROWS_KEYS)
     tiles = -(-rows // _ROWS)
-    row_tile = -(-rows // (tiles * LANES)) * LANES
-    most = _FEW_ROWS_KEYS if row_tile <= LANES else _SCORES // row_tile
-    return row_tile, key_block(slots, most)
+    row_tile = _padded(-(-rows // tiles))
+    return row_tile, key_block(slots, _SCORES // row_tile)
 
 
 def _kernel(
@@ -161,15 +201,20 @@ def _kernel(
     stop_block,  # [B] the block after the last slot's
     q,  # [1, 1, R, H]
     k,  # [1, 1, Z, H], or [1, 1, H, Z] for narrow heads
-    values,  # [1, 1, C, R] the lists, best first
+    values,  # [1, 1, C, R] the lists, best first; [1, 1, R, C] if the keys are along the lanes
     indices,
-    scores,  # [Z, R]
+    scores,  # [Z, R] or [R, Z]
     *,
     block: int,
     count: int,
 ):
     b, j = pl.program_id(0), pl.program_id(3)
     at = first[b] + j
+    rows = q.shape[2]
+    axis = _key_axis(rows)
+    part = math.gcd(block, _SCORES // _padded(rows))
+    empty = _no_classes(rows, part)
+    search = _Search(axis, part, count, scores, values.at[0, 0], indices.at[0, 0])
 
     @pl.when(j == 0)
     def _():
@@ -177,47 +222,126 @@ def _kernel(
         indices[...] = jnp.full_like(indices, -1)
 
     def match(cut: bool):
-        scores_ZR = matmul(k[0, 0], q[0, 0], (0 if slots_minor(q.shape[3]) else 1, 1))
-        held = scores_ZR > -jnp.inf  # not NaN
-        if cut:
-            slots_ZR = at * block + lax.broadcasted_iota(jnp.int32, scores_ZR.shape, 0)
-            held &= (slots_ZR >= start[b]) & (slots_ZR < stop[b])
-        scores_ZR = jnp.where(held, scores_ZR, -jnp.inf)
-        scores[...] = scores_ZR
-        best_1R = jnp.max(scores_ZR, axis=0, keepdims=True)
-        lax.while_loop(
-            lambda carry: carry[1] > 0,
-            partial(_round, scores, values.at[0, 0], indices.at[0, 0], at * block, count),
-            (best_1R, _any_beats(best_1R, values[0, 0, count - 1 : count])),
-        )
+        def make(i: Array, classes: Classes) -> Classes:
+            keys = pl.ds(pl.multiple_of(i * part, part), part)
+            minor = slots_minor(q.shape[3])
+            these = k[0, 0, :, keys] if minor else k[0, 0, keys]
+            key_dim = 0 if minor else 1
+            x = (
+                matmul(q[0, 0], these, (1, key_dim))
+                if axis
+                else matmul(these, q[0, 0], (key_dim, 1))
+            )
+            if cut:
+                slots = at * block + i * part + lax.broadcasted_iota(jnp.int32, x.shape, axis)
+                x = jnp.where((slots >= start[b]) & (slots < stop[b]), x, -jnp.inf)
+            scores[search.along(i * part, part)] = x
+            return search.sweep(i, classes)
+
+        def insert(classes: Classes) -> tuple[Classes, Array]:
+            return classes, search.insert(classes, at * block)
+
+        def again(carry: tuple[Classes, Array]) -> tuple[Classes, Array]:
+            follow = partial(search.sweep, removed=carry[0][2])
+            return insert(lax.fori_loop(0, block // part, follow, empty))
+
+        classes = lax.fori_loop(0, block // part, make, empty)
+        lax.while_loop(lambda carry: carry[1] > 0, again, insert(classes))
 
     cut = (at * block < start[b]) | ((at + 1) * block > stop[b])
     pl.when((at < stop_block[b]) & ~cut)(lambda: match(cut=False))
     pl.when((at < stop_block[b]) & cut)(lambda: match(cut=True))
 
 
-def _any_beats(best_1R: Array, worst_1R: Array) -> Array:
-    return jnp.max(jnp.where(best_1R > worst_1R, 1.0, 0.0))
+def _no_classes(rows: int, part: int) -> Classes:
+    axis = _key_axis(rows)
+    number = min(max(_STATE // _padded(rows), (SUBLANES[4], LANES)[axis]), part)
+    shape = (rows, number) if axis else (number, rows)
+    nothing = jnp.full(shape, -jnp.inf)
+    return nothing, nothing, jnp.full(shape, -1, jnp.int32)
 
 
-def _round(scores, values, indices, base, count: int, carry: tuple[Array, Array]):
-    """Insert every row's best remaining key where it beats the row's worst, and remove it."""
-    best_1R, _ = carry
-    scores_ZR = scores[...]
-    values_CR = values[...]
-    keys_ZR = lax.broadcasted_iota(jnp.int32, scores_ZR.shape, 0)
-    key_1R = jnp.min(jnp.where(scores_ZR == best_1R, keys_ZR, _NO_SLOT), axis=0, keepdims=True)
-    take_1R = best_1R > values_CR[count - 1 : count]
-    place_CR = lax.broadcasted_iota(jnp.int32, values_CR.shape, 0)
-    # Entries at least as good stay, so that earlier slots win ties; the others move down by one.
-    kept_CR = (values_CR >= best_1R) | ~take_1R
-    kept_1R = jnp.sum(kept_CR.astype(jnp.int32), axis=0, keepdims=True)
-    here_CR = (place_CR == kept_1R) & take_1R
-    inserted = (values, values_CR, best_1R), (indices, indices[...], base + key_1R)
-    for ref, old_CR, new_1R in inserted:
-        moved_CR = jnp.where(here_CR, new_1R, pltpu.roll(old_CR, 1, 0))
-        ref[...] = jnp.where(kept_CR, old_CR, moved_CR)
-    scores_ZR = jnp.where((keys_ZR == key_1R) & take_1R, -jnp.inf, scores_ZR)
-    scores[...] = scores_ZR
-    best_1R = jnp.max(scores_ZR, axis=0, keepdims=True)
-    return best_1R, _any_beats(best_1R, values[count - 1 : count, :])
+@dataclass(frozen=True)
+class _Search:
+    """A block's scores, and the lists of the best that they are matched against."""
+
+    axis: int  # of the keys, in all arrays
+    part: int  # keys of a sweep
+    count: int
+    scores: Any
+    values: Any
+    indices: Any
+
+    def along(self, start: Array | int, size: int) -> tuple:
+        """`size` entries of the key axis, from a multiple of `size` on, and all of the rows."""
+        if not isinstance(start, int):
+            start = pl.multiple_of(start, size)
+        return (slice(None),) * self.axis + (pl.ds(start, size),)
+
+    def sweep(self, i: Array, classes: Classes, removed: Array | None = None) -> Classes:
+        """Take part i of the scores into the classes, less the keys of the numbers `removed`."""
+        first, second, number = classes
+        size = first.shape[self.axis]
+        for c in range(self.part // size):
+            keys = self.along(i * self.part + c * size, size)
+            at = i * (self.part // size) + c
+            x = self.scores[keys]
+            if removed is not None:
+                x = jnp.where(removed == at, -jnp.inf, x)
+                self.scores[keys] = x
+            # Strict, so that the earliest key wins, and false for what is no number.
+            above_first, above_second = x > first, x > second
+            second = jnp.where(above_second, jnp.where(above_first, first, x), second)
+            first = jnp.where(above_first, x, first)
+            number = jnp.where(above_first, at, number)
+        return first, second, number
+
+    def insert(self, classes: Classes, base: Array) -> Array:
+        """Insert the classes' best keys where they beat a row's worst; 1 if more may do so, or 0.
+
+        Args:
+          base: the slot of the block's first key.
+        """
+        axis = self.axis
+        first, second, number = classes
+        keys = base + number * number.shape[axis] + _iota(number, axis)
+        keys = jnp.where(number < 0, _NO_SLOT, keys)
+
+        def best_of(left: Array) -> tuple[Array, Array, Array]:
+            """Every row's best, its first key, and whether any is to be inserted."""
+            best = jnp.max(left, axis=axis, keepdims=True)
+            key = jnp.min(jnp.where(left == best, keys, _NO_SLOT), axis=axis, keepdims=True)
+            return best, key, _any(_beats(best, key, *self.worst()))
+
+        def insert_one(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            left, best, key, _ = carry
+            values, indices = self.values[...], self.indices[...]
+            stay = ~_beats(best, key, values, indices)
+            # Entries that stay come first; behind them the others move down by one.
+            here = _iota(values, axis) == jnp.sum(stay.astype(jnp.int32), axis=axis, keepdims=True)
+            for ref, old, new in ((self.values, values, best), (self.indices, indices, key)):
+                ref[...] = jnp.where(stay, old, jnp.where(here, new, pltpu.roll(old, 1, axis)))
+            left = jnp.where(keys == key, -jnp.inf, left)
+            return left, *best_of(left)
+
+        lax.while_loop(lambda carry: carry[3] > 0, insert_one, (first, *best_of(first)))
+        # A class may hold another of a row's best if its second could follow its first.
+        value, slot = self.worst()
+        listed = (first > value) | ((first == value) & (keys <= slot))
+        return _any((second > -jnp.inf) & ((second > value) | ((second == value) & listed)))
+
+    def worst(self) -> tuple[Array, Array]:
+        at = (slice(None),) * self.axis + (slice(self.count - 1, self.count),)
+        return self.values[at], self.indices[at]
+
+
+def _iota(x: Array, axis: int) -> Array:
+    return lax.broadcasted_iota(jnp.int32, x.shape, axis)
+
+
+def _beats(value: Array, slot: Array, other: Array, other_slot: Array) -> Array:
+    return (value > other) | ((value == other) & (slot < other_slot))
+
+
+def _any(x: Array) -> Array:
+    return jnp.max(jnp.where(x, 1.0, 0.0))

@@ -108,9 +108,10 @@ def test_topk_scores(
     rng = np.random.default_rng(3)
     q = rng.integers(-2, 3, (7, queries, kv_heads * groups, head_dim)).astype(np.float32)
     k = rng.integers(-2, 3, (7, kv_heads, 300, head_dim)).astype(np.float32)
+    k[1:, ..., 3:] = 0  # three numbers count: the lists' ends are full of ties
     q[0, 0, 0] = 0  # all scores equal, and their zeros not negative
     k[0, 0, :5, 0], k[0, 0, 7] = np.nan, -np.inf
-    k[:, :, 20:40] = 3  # the best of a block stand together
+    k[:2, :, 20:40] = 3  # the best of a block stand together
     q, k = jnp.asarray(q, dtype), jnp.asarray(k, dtype)
     expected = jax.jit(partial(topk_reference.topk_scores, count=count))(q, k, starts, stops)
     outside = (jnp.arange(300) < starts[:, None]) | (jnp.arange(300) >= stops[:, None])
@@ -121,6 +122,24 @@ def test_topk_scores(
     np.testing.assert_array_equal(indices, expected[1])
     np.testing.assert_array_equal(values, expected[0])
     assert not np.signbit(values[0, 0, 0]).any()
+
+
+def test_two_of_the_best_in_one_class() -> None:
+    """Keys 5 and 517 share one of the 512 classes of a block, of which only the best is known."""
+    planted = [
+        ({5: 1, 517: 1, 700: 1}, [5, 517]),  # the second comes before what is listed
+        ({5: 1, 517: 2, 700: 1}, [517, 5]),
+        ({5: 3, 517: 2, 700: 1}, [5, 517]),
+        ({5: 1, 517: 1, 400: 1}, [5, 400]),
+    ]
+    k = np.zeros((len(planted), 1, 1024, 64), np.float32)
+    for row, (scores, _) in zip(k, planted, strict=True):
+        row[0, list(scores), 0] = list(scores.values())
+    q = jnp.ones((len(planted), 1, 1, 64))
+    start, stop = jnp.zeros(len(planted), jnp.int32), jnp.full(len(planted), 1024, jnp.int32)
+    run = partial(topk_tpu.topk_scores, count=2, interpret=INTERPRET)
+    _, indices = jax.jit(run)(q, jnp.asarray(k), start, stop)
+    np.testing.assert_array_equal(indices[:, 0, 0], [best for _, best in planted])
 
 
 def test_the_best_of_tiles_is_refused() -> None:
