@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 _LAST = jnp.iinfo(jnp.int32).max
+# Slots of a page and entries of a block, where votes are counted by matmul.
+_LANES, _VOTES = 128, 4096
 
 
 def elect(
@@ -127,14 +129,7 @@ def centres_of_chunk(
     named: Int[Array, "B T N C"], slots: int, kept: int, ctx: LayerContext
 ) -> Int[Array, "B M"]:
     """The `kept` slots of most votes, ascending, then -1; `slots` is the length of the cache."""
-    flat_BE = named.reshape(named.shape[0], -1)
-    rows_B1 = jnp.arange(flat_BE.shape[0])[:, None]
-    # A negative index would wrap around; one past the end is what `drop` drops.
-    at_BE = jnp.where(flat_BE < 0, slots, flat_BE)
-    votes_BS = (
-        jnp.zeros((flat_BE.shape[0], slots), jnp.int32).at[rows_B1, at_BE].add(1, mode="drop")
-    )
-    votes_BS = ctx.psum_heads(votes_BS)
+    votes_BS = ctx.psum_heads(_tally(named.reshape(named.shape[0], -1), slots))
     if platform() == "tpu":
         ranked_BS = jnp.where(votes_BS > 0, votes_BS.astype(jnp.float32), -jnp.inf)
         return select_large_k(ranked_BS, kept, size=kept)
@@ -142,6 +137,35 @@ def centres_of_chunk(
     most_BM, slots_BM = jax.lax.top_k(votes_BS, min(kept, slots))
     ascending_BM = jnp.sort(jnp.where(most_BM > 0, slots_BM, _LAST), axis=-1)
     return jnp.where(ascending_BM == _LAST, -1, ascending_BM)
+
+
+def _tally(named: Int[Array, "B E"], slots: int) -> Int[Array, "B S"]:
+    """How often each slot is named."""
+    batch, entries = named.shape
+    if platform() != "tpu":
+        # A negative index would wrap around; one past the end is what `drop` drops.
+        at_BE = jnp.where(named < 0, slots, named)
+        rows_B1 = jnp.arange(batch)[:, None]
+        return jnp.zeros((batch, slots), jnp.int32).at[rows_B1, at_BE].add(1, mode="drop")
+    # A TPU scatters single elements slowly: there the page and the place of every entry are one-hot
+    # rows, whose product counts the pairs exactly (float32 sums of less than 2^24).
+    pages_P, places_Z = jnp.arange(-(-slots // _LANES)), jnp.arange(_LANES)
+    spare = -entries % min(_VOTES, entries)
+    blocks_BXE = jnp.pad(named, ((0, 0), (0, spare)), constant_values=-1).reshape(
+        batch, -1, min(_VOTES, entries)
+    )
+
+    def add(votes_BPZ: Array, block_BE: Array) -> tuple[Array, None]:
+        page_BEP = (block_BE[..., None] // _LANES == pages_P).astype(jnp.bfloat16)
+        place_BEZ = (block_BE[..., None] % _LANES == places_Z).astype(jnp.bfloat16)
+        pairs_BPZ = jnp.einsum(
+            "BEP,BEZ->BPZ", page_BEP, place_BEZ, preferred_element_type=jnp.float32
+        )
+        return votes_BPZ + pairs_BPZ, None
+
+    empty_BPZ = jnp.zeros((batch, len(pages_P), _LANES), jnp.float32)
+    votes_BPZ, _ = jax.lax.scan(add, empty_BPZ, jnp.swapaxes(blocks_BXE, 0, 1))
+    return votes_BPZ.reshape(batch, -1)[:, :slots].astype(jnp.int32)
 
 
 def centres_of_token(

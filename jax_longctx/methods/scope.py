@@ -86,6 +86,19 @@ def _share_of_shard(
     return jnp.where(jnp.arange(size) < number[:, None], slots[:, :size], 0), first_B, number
 
 
+def _read_slots(
+    buffer: Float[Array, "B K S H"], slots: Int[Array, "B X"]
+) -> Float[Array, "B K X H"]:
+    """Keys or values in each row's slots, as lines of the flattened cache.
+
+    A gather along the slots makes the TPU compiler copy the cache with its axes moved.
+    """
+    batch, heads, size, head_dim = buffer.shape
+    row_BK1 = (jnp.arange(batch)[:, None, None] * heads + jnp.arange(heads)[:, None]) * size
+    flat = buffer.reshape(-1, head_dim)  # [B*K*S, H]
+    return jnp.take(flat, row_BK1 + slots[:, None], axis=0, mode="clip")
+
+
 def attend_scope(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -116,9 +129,7 @@ def attend_scope(
         begin_B = number_B - valid
         # The length that a rotary base may follow is the scope's: it bounds the positions.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, slots_BC.shape[1]))
-    keys, values = (
-        jnp.take_along_axis(x, slots_BX[:, None, :, None], axis=2) for x in (cache.k, cache.v)
-    )
+    keys, values = (_read_slots(x, slots_BX) for x in (cache.k, cache.v))
     keys = jnp.swapaxes(ctx.rotate(jnp.swapaxes(keys, 1, 2), key_BX), 1, 2)
     at_BT = begin_B[:, None] + jnp.arange(q.shape[1])
     q = ctx.rotate(q, at_BT)

@@ -17,6 +17,7 @@ from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import ReAttention, make_method, recall, scope, settings_of
 from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.engine.lowering import no_persistent_cache
 from tests.jax_longctx.methods.harness import steps
 from tests.jax_longctx.methods.oracles.reattention import (
     Rules,
@@ -337,6 +338,9 @@ def test_ra_b10_spans_even_and_odd_are_cut_at_the_edges(span):
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_votes_keep_the_most_named_and_of_equals_the_lower(platform, monkeypatch):
     monkeypatch.setattr(recall, "platform", lambda: platform)
+    # Three blocks of entries and three pages, both with some to spare.
+    monkeypatch.setattr(recall, "_VOTES", 10)
+    monkeypatch.setattr(recall, "_LANES", 16)
     rng = np.random.default_rng(0)
     # Few slots for many votes: ties at the cut; rows of no votes, of fewer than are kept, of one.
     named = rng.integers(-1, 12, (8, 3, 4, 2))
@@ -377,6 +381,19 @@ def test_e10_e5_a_planted_key_is_found_at_any_place_without_positions(tokens):
     assert number.min() < 40
     elsewhere = inside(choose, jnp.array(q), jnp.array(k), theta=5e5)
     np.testing.assert_array_equal(slots, elsewhere[0])
+
+
+def test_reading_a_scope_copies_no_cache_on_tpu():
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    v5e = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    sharding = jax.sharding.SingleDeviceSharding(v5e.devices[0])
+    cache = jax.ShapeDtypeStruct((1, 8, 32768, 128), jnp.bfloat16, sharding=sharding)
+    slots = jax.ShapeDtypeStruct((1, 8192), jnp.int32, sharding=sharding)
+    with no_persistent_cache(), jax.default_matmul_precision("default"):
+        memory = jax.jit(scope._read_slots).lower(cache, slots).compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 1e6
 
 
 # The host: plans, settings, errors.
