@@ -4,7 +4,7 @@ For query t of head n, p[b,n,t,s] = exp(scale q.k - lse[b,t,n]) is the attention
 `lse` comes from the attention that the query took part in; that attention may have seen more keys
 than this cache holds. Methods rank keys by it: its sum over queries (H2O, CSE, SnapKV), the last
 query alone (TOVA, RefreshKV), with squares (RoCo). Implementations: `xla` on every platform,
-`tpu` (Mosaic), `reference` for tests.
+`gpu` and `tpu` (Mosaic), `reference` for tests.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention_mass import reference, tpu, xla
+from pallas_kernels.attention_mass import gpu, reference, tpu, xla
 from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
 from pallas_kernels.common import check_heads
 
@@ -83,10 +83,10 @@ def attention_mass(
       over_queries: sum or maximum over the queries of one head.
       squares: return (mass, squares), where squares is the sum over queries of the square of the
         group's mean probability (RoCo), whatever the mass is reduced by.
-      implementation: "xla", "tpu" or "reference"; None picks by platform and shape.
+      implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
     """
     check_heads(q, k, k, kv_axis=1)
-    run = _implementation(q, k, implementation)
+    run = _implementation(q, k, squares, implementation)
     batch, queries = q.shape[:2]
     mass, squared = run(
         q,
@@ -103,13 +103,14 @@ def attention_mass(
     return mass if squared is None else (mass, squared)
 
 
-def _implementation(q: Array, k: Array, asked: str | None) -> Callable[..., tuple]:
+def _implementation(q: Array, k: Array, squares: bool, asked: str | None) -> Callable[..., tuple]:
     """The function that runs, picked by platform and shape unless asked for by name."""
     name = dispatch.select(
         "attention_mass",
         asked,
         {
             "xla": lambda: None,
+            "gpu": lambda: gpu.unsupported(q, k, squares),
             "tpu": lambda: tpu.unsupported(q),
             "reference": lambda: None,
         },
@@ -117,6 +118,7 @@ def _implementation(q: Array, k: Array, asked: str | None) -> Callable[..., tupl
     )
     return {
         "xla": xla.attention_mass,
+        "gpu": gpu.attention_mass,
         "tpu": tpu.attention_mass,
         "reference": reference.attention_mass,
     }[name]

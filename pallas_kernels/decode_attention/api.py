@@ -1,7 +1,7 @@
 """Dense attention of one or a few queries to a long cache, bound by reading the cache once.
 
 Same arguments and result as `prefill_attention.cache_attention`, tuned for few queries.
-Implementations: `xla` on every platform, `tpu` (Mosaic), `reference` for tests.
+Implementations: `xla` on every platform, `gpu` and `tpu` (Mosaic), `reference` for tests.
 """
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import check_heads
-from pallas_kernels.decode_attention import reference, tpu, xla
+from pallas_kernels.decode_attention import gpu, reference, tpu, xla
 
 
 def decode_attention(
@@ -32,7 +32,7 @@ def decode_attention(
       lengths: filled slots of every row, taken as 0 below 0 and as S above S.
       window: slot s stands at position slot_start + s, query t at query_start[b] + t, and only
         slots less than `window` before a query are seen.
-      implementation: "xla", "tpu" or "reference"; None picks by platform and shape.
+      implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
     """
     check_heads(q, k, v, kv_axis=1)
     unsupported = xla.unsupported(q)
@@ -43,6 +43,7 @@ def decode_attention(
         implementation,
         {
             "xla": lambda: None,
+            "gpu": lambda: gpu.unsupported(q, k),
             "tpu": lambda: tpu.unsupported(q),
             "reference": lambda: None,
         },
@@ -50,6 +51,7 @@ def decode_attention(
     )
     run = {
         "xla": xla.decode_attention,
+        "gpu": gpu.decode_attention,
         "tpu": tpu.decode_attention,
         "reference": reference.decode_attention,
     }[name]

@@ -7,7 +7,7 @@ log-sum-exp (`pallas_kernels.lse`).
 
 RESA (spec: its selected set I) also needs the prior's softmax over the same slots: with `prior`
 each call returns it beside the attention, from one reading of the values. Implementations: `xla`
-on every platform, `tpu` (Mosaic, lists of heads without a prior), `reference` for tests.
+on every platform, `gpu` and `tpu` (Mosaic, lists of heads without a prior), `reference` for tests.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import check_heads
-from pallas_kernels.sparse_decode_attention import reference, tpu, xla
+from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
 
 
 def sparse_decode_attention(
@@ -41,7 +41,7 @@ def sparse_decode_attention(
         at most once in a list, -1 for none. With page_size 1 they are slots.
       start, stop: what lies outside may be anything.
       prior: float32 logits of every slot, -inf for weight 0.
-      implementation: "xla", "tpu" or "reference"; None picks by platform and shape.
+      implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
 
     Returns:
       (out [B,1,N,H] in q's dtype, lse [B,1,N] float32), and with a prior also (out, lse) of the
@@ -55,9 +55,12 @@ def sparse_decode_attention(
             f"sparse_decode_attention: pages {pages.shape}; expected a list of at least one page "
             f"for each of {k.shape[1]} kv heads or {q.shape[2]} query heads"
         )
-    kernels = {"tpu": lambda: tpu.unsupported(q, k, pages, page_size, prior)}
+    kernels = {
+        "gpu": lambda: gpu.unsupported(q, k, pages, page_size, prior),
+        "tpu": lambda: tpu.unsupported(q, k, pages, page_size, prior),
+    }
     name = _select("sparse_decode_attention", q, k, v, page_size, prior, implementation, kernels)
-    module = {"xla": xla, "tpu": tpu, "reference": reference}[name]
+    module = {"xla": xla, "gpu": gpu, "tpu": tpu, "reference": reference}[name]
     return module.sparse_decode_attention(
         q, k, v, pages, start, stop, page_size=page_size, scale=scale, prior=prior
     )
@@ -90,7 +93,7 @@ def flat_sparse_decode_attention(
             f"flat_sparse_decode_attention: heads {heads.shape} and pages {pages.shape}; expected "
             "one shape with at least one entry a row"
         )
-    kernels = {"tpu": lambda: "no kernel for flat lists"}
+    kernels = {name: lambda: "no kernel for flat lists" for name in dispatch.KERNELS}
     name = _select(
         "flat_sparse_decode_attention", q, k, v, page_size, prior, implementation, kernels
     )

@@ -2,7 +2,7 @@
 
 ReAttention (Liu et al., 2024) attends to the segments around these keys. Memory is
 O(B T N count) and bounded blocks, never T x S scores. Implementations: `xla` on every platform,
-`tpu` (Mosaic), `reference` for tests.
+`gpu` and `tpu` (Mosaic), `reference` for tests.
 """
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.topk_scores import reference, tpu, xla
+from pallas_kernels.topk_scores import gpu, reference, tpu, xla
 
 MAX_COUNT = 16
 
@@ -37,7 +37,7 @@ def topk_scores(
       valid: queries t >= valid[b] are padding and get nothing.
       tile_best: only the best slot of each tile of this many, counted from start[b], takes part
         (the earliest on ties). 128 is what ReAttention's released kernel computes.
-      implementation: "xla", "tpu" or "reference"; None picks by platform and shape.
+      implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
 
     Returns:
       (values, indices): float32 scores and int32 slots; -inf and -1 where there are fewer slots.
@@ -52,6 +52,7 @@ def topk_scores(
         implementation,
         {
             "xla": lambda: None,
+            "gpu": lambda: gpu.unsupported(q, k, count, tile_best),
             "tpu": lambda: tpu.unsupported(q, tile_best),
             "reference": lambda: None,
         },
@@ -59,6 +60,7 @@ def topk_scores(
     )
     run = {
         "xla": xla.topk_scores,
+        "gpu": gpu.topk_scores,
         "tpu": tpu.topk_scores,
         "reference": reference.topk_scores,
     }[name]

@@ -1,0 +1,262 @@
+"""The Mosaic GPU kernels against the definitions: small cases interpreted on a CPU, large ones on a
+Hopper GPU; and the programs that they lower to, which needs no GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec
+
+from pallas_kernels import hopper
+from pallas_kernels.attention_mass import gpu as mass_gpu
+from pallas_kernels.attention_mass import reference as mass_reference
+from pallas_kernels.decode_attention import gpu as decode_gpu
+from pallas_kernels.decode_attention import reference as decode_reference
+from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
+from pallas_kernels.sparse_decode_attention import reference as sparse_reference
+from pallas_kernels.topk_scores import gpu as topk_gpu
+from pallas_kernels.topk_scores import reference as topk_reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table: shapes, dtype and the operation's own options."""
+
+    rows: int = 3
+    queries: int = 1
+    kv_heads: int = 2
+    group: int = 2
+    slots: int = 256
+    head_dim: int = 64
+    dtype: str = "bfloat16"
+    workers: int = 3
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        keys = jax.random.split(jax.random.key(5), 3)
+        heads = self.kv_heads * self.group
+        q = jax.random.normal(keys[0], (self.rows, self.queries, heads, self.head_dim))
+        cache = self.rows, self.kv_heads, self.slots, self.head_dim
+        k, v = (jax.random.normal(key, cache) for key in keys[1:])
+        return q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype)
+
+    def lengths(self) -> jax.Array:
+        """A full row, an empty one and what ends beside the kernels' blocks."""
+        chosen = [self.slots, 0, 129, 1, 127, 128, 64, 65]
+        return jnp.array(chosen[: self.rows], jnp.int32)
+
+
+def _exact(*arrays: jax.Array) -> list[jax.Array]:
+    return [x.astype(jnp.float32) for x in arrays]
+
+
+def _assert_attention(result: tuple, expected: tuple) -> None:
+    """bfloat16 products of weights and values; the log-sum-exp is as exact as the scores."""
+    np.testing.assert_allclose(_exact(result[0])[0], expected[0], atol=1e-2)
+    np.testing.assert_allclose(result[1], expected[1], atol=1e-4)
+
+
+def _decode(case: Case, interpret: Any) -> None:
+    q, k, v = case.arrays()
+    lengths = case.lengths()
+    options = dict(scale=case.head_dim**-0.5, **dict(case.options))
+    if "window" in options:
+        options |= dict(query_start=lengths + 2, slot_start=1)
+    expected = decode_reference.decode_attention(*_exact(q, k, v), lengths, **options)
+    beyond = (jnp.arange(case.slots) >= lengths[:, None])[:, None, :, None]
+    k, v = (jnp.where(beyond, jnp.asarray(3e4, x.dtype), x) for x in (k, v))
+    run = jax.jit(partial(decode_gpu.decode_attention, interpret=interpret, **options))
+    result = run(q, k, v, lengths)
+    assert not np.any(np.asarray(result[0][1], np.float32))
+    assert np.all(np.isneginf(result[1][1]))
+    _assert_attention(result, expected)
+
+
+def _topk(case: Case, interpret: Any) -> None:
+    q, k, _ = case.arrays()
+    q, k = jnp.round(q), jnp.round(k)  # scores are integers, so that many tie
+    k = k.at[:, :, 20:23].set(jnp.nan).at[:, :, 30, 3].set(jnp.inf)
+    start = jnp.array([5, 0, 100, 3][: case.rows], jnp.int32)
+    stop = jnp.array([case.slots, 130, 103, 3][: case.rows], jnp.int32)
+    options = dict(case.options)
+    expected = topk_reference.topk_scores(q, k, start, stop, **options)
+    run = jax.jit(partial(topk_gpu.topk_scores, interpret=interpret, **options))
+    values, slots = run(q, k, start, stop)
+    np.testing.assert_array_equal(slots, expected[1])
+    np.testing.assert_array_equal(values, expected[0])
+
+
+def _mass(case: Case, interpret: Any) -> None:
+    q, k, _ = case.arrays()
+    lengths = case.lengths()
+    lse = 4 + jax.random.normal(jax.random.key(8), q.shape[:3])
+    lse = lse.at[0, 0, 0].set(-jnp.inf)
+    options = dict(case.options)
+    causal = options.pop("causal", False)
+    options |= dict(
+        causal_start=lengths - case.queries if causal else None,
+        scale=case.head_dim**-0.5,
+        valid=jnp.arange(case.queries, case.queries - case.rows, -1),
+        squares=False,
+    )
+    expected, _ = mass_reference.attention_mass(q, k, lse, lengths, **options)
+    # Queries that do not count and slots beyond the length may hold anything.
+    q = jnp.where((jnp.arange(case.queries) < options["valid"][:, None])[..., None, None], q, 3e4)
+    beyond = (jnp.arange(case.slots) >= lengths[:, None])[:, None, :, None]
+    k = jnp.where(beyond, jnp.asarray(3e4, k.dtype), k)
+    run = jax.jit(partial(mass_gpu.attention_mass, interpret=interpret, **options))
+    mass, squares = run(q.astype(case.dtype), k, lse, lengths)
+    assert squares is None
+    np.testing.assert_allclose(mass, expected, atol=1e-5, rtol=1e-4)
+
+
+def _sparse(case: Case, interpret: Any) -> None:
+    q, k, v = case.arrays()
+    options = dict(case.options)
+    lists, entries, page_size = (options.pop(name) for name in ("lists", "entries", "page_size"))
+    random = np.random.default_rng(3)
+    pages = np.full((case.rows, lists, entries), -1, np.int32)
+    for i, row in enumerate(pages.reshape(-1, entries)):  # a full list, an empty one, one with gaps
+        count = (entries, 0, entries // 2)[i % 3]
+        row[:count] = random.permutation(case.slots // page_size)[:count]
+        row[1 : count : max(count, 1)] = -1
+    start = jnp.array([0, 37, 70, 5][: case.rows], jnp.int32)
+    stop = jnp.array([case.slots, case.slots - 30, 139, 9][: case.rows], jnp.int32)
+    options |= dict(page_size=page_size, scale=case.head_dim**-0.5)
+    where = jnp.asarray(pages), start, stop
+    expected = sparse_reference.sparse_decode_attention(*_exact(q, k, v), *where, **options)
+    run = jax.jit(partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **options))
+    result = run(q, k, v, *where)
+    assert np.any(np.isneginf(result[1])) and np.any(np.isfinite(result[1]))
+    _assert_attention(result, expected)
+
+
+def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(options.items())
+
+
+SUM = _options(over_group="sum", over_queries="sum")
+MAX = _options(over_group="max", over_queries="sum", causal=True)
+FIRST = _options(over_group="first", over_queries="max")
+LISTS = _options(lists=2, entries=20, page_size=16)
+
+CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
+    "decode": (_decode, Case(head_dim=128)),
+    "decode-queries-and-window": (
+        _decode,
+        Case(rows=2, queries=4, dtype="float16", workers=1, options=_options(window=100)),
+    ),
+    "topk": (_topk, Case(queries=40, kv_heads=1, options=_options(count=3))),
+    "topk-split": (_topk, Case(rows=2, group=1, workers=10, options=_options(count=1))),
+    "mass-sum": (_mass, Case(queries=70, options=SUM)),
+    "mass-max-causal": (_mass, Case(rows=2, queries=40, slots=200, options=MAX)),
+    "mass-first": (_mass, Case(rows=2, queries=3, dtype="float16", options=FIRST)),
+    "sparse": (_sparse, Case(rows=2, workers=8, slots=512, options=LISTS)),
+    "sparse-list-a-head": (
+        _sparse,
+        Case(rows=1, dtype="float16", options=_options(lists=4, entries=18, page_size=8)),
+    ),
+}
+
+# What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.
+LARGE: dict[str, tuple[Callable[[Case, Any], None], Case]] = {}
+for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "float16", 8)):
+    _case = Case(kv_heads=4, group=_group, slots=4096, head_dim=_dim, dtype=_dtype)
+    _queries = replace(_case, rows=3, queries=300)
+    LARGE |= {
+        f"{name}-{_dim}-{_dtype}-{_group}": row
+        for name, row in {
+            "decode": (_decode, replace(_case, rows=8)),
+            "decode-window": (_decode, replace(_case, queries=4, options=_options(window=200))),
+            "topk": (_topk, replace(_queries, options=_options(count=4))),
+            "topk-one": (_topk, replace(_case, options=_options(count=7))),
+            "mass-sum": (_mass, replace(_queries, options=SUM)),
+            "mass-max": (_mass, replace(_queries, options=MAX)),
+            "mass-one": (_mass, replace(_case, queries=3, options=FIRST)),
+            "sparse": (
+                _sparse,
+                replace(_case, options=_options(lists=4, entries=100, page_size=16)),
+            ),
+            "sparse-pages-of-64": (
+                _sparse,
+                replace(_case, options=_options(lists=4, entries=40, page_size=64)),
+            ),
+        }.items()
+    }
+
+
+# The interpreter multiplies with NumPy, which warns of the keys that are infinite.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    check, case = CASES[name]
+    monkeypatch.setattr(hopper, "processors", lambda: case.workers)
+    check(case, plgpu.InterpretGPUParams())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LARGE)
+def test_on_a_gpu(name: str) -> None:
+    check, case = LARGE[name]
+    check(case, None)
+
+
+def _programs() -> dict[str, tuple[Callable, tuple]]:
+    """Every kernel with the arguments of one call."""
+    case = Case(rows=1, queries=200, group=4, slots=1024, head_dim=128)
+    q, k, v = case.arrays()
+    one, bound = q[:, :1], jnp.array([1000], jnp.int32)
+    options = dict(scale=0.1, valid=bound, causal_start=bound, squares=False)
+    mass = partial(mass_gpu.attention_mass, **options, over_group="max", over_queries="max")
+    sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
+    pages = jnp.zeros((1, 2, 20), jnp.int32)
+    return {
+        "decode": (partial(decode_gpu.decode_attention, scale=0.1), (one, k, v, bound)),
+        "topk": (partial(topk_gpu.topk_scores, count=4), (q, k, bound * 0, bound)),
+        "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
+        "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
+    }
+
+
+@pytest.mark.parametrize("name", ["decode", "topk", "mass", "sparse"])
+def test_lowers_for_cuda_within_a_manual_shard_map(name: str) -> None:
+    """Layouts and copies are settled when a kernel is lowered, not when it is compiled."""
+    run, args = _programs()[name]
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("data")
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    text = jax.jit(sharded).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    # Both halves of the top-k search are kernels.
+    assert text.count("custom_call @mosaic_gpu") == (2 if name == "topk" else 1)
+
+
+def test_what_the_kernels_leave_to_others() -> None:
+    q, k, _ = Case(head_dim=128).arrays()
+    pages = jnp.zeros((3, 2, 4), jnp.int32)
+
+    def reasons(q: jax.Array, k: jax.Array, **given: Any) -> list[str | None]:
+        options = dict(count=4, tile_best=None, squares=False, page_size=16, prior=None) | given
+        count, tile_best = options["count"], options["tile_best"]
+        return [
+            decode_gpu.unsupported(q, k),
+            topk_gpu.unsupported(q, k, count, tile_best),
+            mass_gpu.unsupported(q, k, options["squares"]),
+            sparse_gpu.unsupported(q, k, pages, options["page_size"], options["prior"]),
+        ]
+
+    assert reasons(q, k) == [None] * 4
+    assert all("float32" in str(r) for r in reasons(*_exact(q, k)))
+    assert all("head dim 96" in str(r) for r in reasons(q[..., :96], k[..., :96]))
+    assert all("slots" in str(r) for r in reasons(q, k[:, :, :250]))
+    left = dict(count=9, squares=True, page_size=4)
+    assert [r is None for r in reasons(q, k, **left)] == [True, False, False, False]
+    assert "tiles" in str(reasons(q, k, tile_best=128)[1])
+    assert "prior" in str(reasons(q, k, prior=k)[3])
+    wide = jnp.repeat(q, 33, axis=2)
+    assert "at most 64" in str(decode_gpu.unsupported(wide, k))
