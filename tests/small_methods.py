@@ -5,6 +5,7 @@ from jax_longctx.methods import make_method
 __all__ = ["SMALL", "small_method"]
 
 _BUDGET = {"budget": 48, "chunk": 16}
+_SELECTION = {"budget": 16, "page_size": 8, "local": 16}
 SMALL: dict[str, dict[str, object]] = {
     "full": {},
     "dynamic-ntk": {},
@@ -26,6 +27,10 @@ SMALL: dict[str, dict[str, object]] = {
     "citrus-individual": _BUDGET,
     "citrus-standard": _BUDGET,
     "h2o-shared": _BUDGET,
+    "quest": _SELECTION,
+    "arkvale": _SELECTION,
+    "ideal-topk": {"budget": 16, "local": 16},
+    "resa": _SELECTION,
 }
 
 

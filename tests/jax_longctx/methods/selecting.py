@@ -18,7 +18,18 @@ from jax_longctx.methods.sparse_decode import attend_selected, selectable
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
 
-__all__ = ["LAMS", "SLOTS", "Case", "Step", "case", "on_one_device", "plain_context", "step"]
+__all__ = [
+    "LAMS",
+    "SLOTS",
+    "Case",
+    "Step",
+    "case",
+    "filled",
+    "layer_shape",
+    "on_one_device",
+    "plain_context",
+    "step",
+]
 
 SLOTS = 64
 LAMS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -81,12 +92,10 @@ def plain_context() -> LayerContext:
     )
 
 
-def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_q: Any) -> Any:
-    """A decode step whose own token is already the last of the row."""
-    base = method.base if isinstance(method, Resa) else method
-    ctx = plain_context()
+def layer_shape(q: Any, k: Any) -> CacheShape:
+    """Of one layer with queries `[B, N, H]` and a cache `[B, K, S, H]`."""
     batch, heads, slots, width = k.shape
-    shape = CacheShape(
+    return CacheShape(
         batch=batch,
         slots=slots,
         reserve=0,
@@ -99,14 +108,27 @@ def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_
         num_layers=1,
         window=None,
     )
+
+
+def filled(base: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any) -> Any:
+    """A selector's cache with these keys and values in it."""
+    ctx, shape = plain_context(), layer_shape(q, k)
     store = AppendCache(k, v, lengths, lengths, lengths, lengths)
     digests = empty_digests(shape, base.page_size, base.summarise)
+    zero = jnp.zeros_like(lengths)
     if digests is not None:
-        zero = jnp.zeros_like(lengths)
-        whole = slots * ctx.seq_size
+        whole = shape.slots * ctx.seq_size
         digests = refresh(digests, base.summarise, store, zero, whole, base.page_size, ctx)
     kept = jnp.zeros(q.shape[:2], jnp.int32)
-    cache = selection.SelectiveCache(store, digests, prompts, kept, jnp.zeros_like(lengths))
+    return selection.SelectiveCache(store, digests, prompts, kept, zero)
+
+
+def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_q: Any) -> Any:
+    """A decode step whose own token is already the last of the row."""
+    base = method.base if isinstance(method, Resa) else method
+    ctx, slots = plain_context(), k.shape[2]
+    cache = filled(base, q, k, v, lengths, prompts)
+    store = cache.store
     scores = ctx.gather_seq(base.scores(q, cache, ctx), axis=2)
     held = selectable(base, store, ctx).tokens > 0
     scores = jnp.where(held[:, None], scores, -jnp.inf)
@@ -114,7 +136,7 @@ def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_
         chosen = attend_selected(method, q[:, None], cache, ctx)
         none = [jnp.zeros(q.shape[:2])] * 4
         return chosen.out[:, 0], chosen.lse[:, 0], chosen.kept, scores, *none
-    background = residual.empty_background(shape)
+    background = residual.empty_background(layer_shape(q, k))
     at = jnp.arange(slots) + ctx.seq_offset(slots)
     seen = jnp.where((at < lengths[:, None])[:, None, :, None], k, 0)
     background = dataclasses.replace(

@@ -197,11 +197,17 @@ def resa_output(
 
 
 def decode_logits(
-    kind: str, method: Any, config: Any, params: Any, prompt: list[int], answer: list[int]
+    kind: str,
+    method: Any,
+    config: Any,
+    params: Any,
+    prompt: list[int],
+    answer: list[int],
+    dense: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits `[1 + steps, V]` after the prompt and each answer token, kept tokens `[L, N]` in all.
 
-    `method` also has RESA's settings where it is RESA.
+    `method` also has RESA's settings where it is RESA. The first `dense` layers attend everything.
     """
     theta, layers = config.rope.theta, config.num_layers
     group = config.num_heads // config.num_kv_heads
@@ -226,6 +232,8 @@ def decode_logits(
             for old, new in zip(keys[layer], (rope(k, at, theta), v), strict=True)
         ]
         q, (k, v) = rope(q, at, theta)[0], keys[layer]
+        if layer < dense:
+            return softmax_output(q, k, v, np.ones((len(q), n + 1), bool))[None]
         prior = None
         if residual:
             mean_q, mean_k = means[layer]

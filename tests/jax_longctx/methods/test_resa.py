@@ -1,0 +1,260 @@
+"""Sparse decode by whole models against numpy, step by step, and RESA's prior as it grows."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.caches import AppendCache
+from jax_longctx.contract import Prompt
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.methods import ArkVale, Quest, Resa, residual
+from jax_longctx.methods.sparse_decode import attend_selected
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.jax_longctx.methods.oracles.selection import decode_logits
+from tests.jax_longctx.methods.selecting import (
+    HEADS,
+    KV_HEADS,
+    LAMS,
+    WIDTH,
+    case,
+    filled,
+    layer_shape,
+    on_one_device,
+    plain_context,
+    step,
+)
+from tests.jax_longctx.methods.test_selection import CASES, full, prior_of, row_of
+from tests.oracle import to_numpy
+from tests.support import random_rows, tiny_config, tiny_engine
+
+CHUNK = 8
+# Rows that are sparse, one that is attended whole, one without a context.
+CONTEXTS = random_rows([45, 30, 7, 0])
+# One question is longer than a chunk, so that rows' questions end in different segments.
+QUESTIONS = random_rows([3, 11, 5, 2], seed=1)
+ANSWERS = random_rows([7] * 4, seed=2)
+FIXED = {"sink": 2, "local": 5}
+ONE_LAYER = tiny_config(num_layers=1)
+MODELS = {
+    "quest": (Quest(budget=12, page_size=4, skip_layers=1, **FIXED), "quest", (1, 1, 1)),
+    "arkvale": (
+        ArkVale(ratio=0.3, page_size=4, digest="sphere-mean", **FIXED),
+        "arkvale",
+        (1, 4, 1),
+    ),
+    "resa": (Resa(budget=8, page_size=4, lam=0.5, **FIXED), "quest", (1, 1, 1)),
+    "resa ada": (
+        Resa(
+            budget=8,
+            page_size=4,
+            selector="arkvale",
+            digest="centroid",
+            growth="append-fixed-mean",
+            lambda_mode="paper_literal",
+            granularity="kv_head",
+            allocation="ada-floor",
+            **FIXED,
+        ),
+        "arkvale",
+        (2, 2, 2),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_engine(MODELS["resa"][0], config=ONE_LAYER, chunk=CHUNK)
+
+
+def selective(cache):
+    return cache.selective if hasattr(cache, "selective") else cache
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_x21_rs_7_rs_8_logits_of_every_step_equal_numpy(name, engine):
+    """Whatever the chunks, and on any mesh; RESA's p0 and mu_k grow as if made anew."""
+    method, kind, sizes = MODELS[name]
+    if name != "resa":
+        # Where the first layer is dense there must be a second one.
+        config = tiny_config() if skipped(method) else ONE_LAYER
+        engine = tiny_engine(method, config=config, mesh=make_mesh(*sizes), chunk=CHUNK)
+    params = to_numpy(jax.device_get(engine.params))
+    asked = [np.zeros(0)] * 4
+    decoded = []
+    for done in steps(engine, CONTEXTS, QUESTIONS, ANSWERS):
+        rows = last_logits(done)
+        if done.segment.role == "query":
+            asked = [
+                rows[b] if done.segment.valid[b, 0] else asked[b] for b in range(len(CONTEXTS))
+            ]
+        elif done.segment.role == "decode":
+            decoded.append(rows)
+            caches = done.caches
+    got = np.stack([np.stack(asked), *decoded], axis=1)
+    for row in range(len(CONTEXTS)):
+        prompt = CONTEXTS[row] + QUESTIONS[row]
+        expected, kept = decode_logits(
+            kind, method, engine.config, params, prompt, ANSWERS[row], dense=skipped(method)
+        )
+        np.testing.assert_allclose(got[row], expected, atol=1e-4)
+        for layer in range(skipped(method), engine.config.num_layers):
+            cache = selective(caches[layer])
+            np.testing.assert_array_equal(np.asarray(cache.kept)[row], kept[layer])
+            assert int(cache.steps[row]) == len(ANSWERS[row])
+    assert (kept_share(caches[-1], 0) < 0.6).any()
+
+
+def skipped(method):
+    return getattr(method, "skip_layers", 0)
+
+
+def kept_share(cache, row):
+    cache = selective(cache)
+    length = len(CONTEXTS[row]) + len(QUESTIONS[row]) + len(ANSWERS[row])
+    return np.asarray(cache.kept)[row] / int(cache.steps[row]) / length
+
+
+def ask(engine, context, questions, **options):
+    blocks = engine.stream(context, questions, max_tokens=9, **options)
+    return [list(itertools.chain(*row)) for row in zip(*blocks, strict=True)]
+
+
+def test_questions_leave_the_context_as_it_was_and_so_does_saving(engine, tmp_path):
+    """A, B, A: the page that a question filled further and the sums it added to are restored."""
+    other = [row[::-1] + row for row in QUESTIONS]
+    context = engine.prefill(CONTEXTS, reserve=40)
+    save_context(engine, context, tmp_path / "context")
+    first, second = ask(engine, context, QUESTIONS), ask(engine, context, other)
+    assert first != second
+    assert ask(engine, context, QUESTIONS) == first
+    loaded = load_context(engine, tmp_path / "context")
+    assert ask(engine, loaded, other, keep=False) == second
+
+
+def test_a_prompts_last_token_alone_is_a_question(engine):
+    """`generate` feeds it so; the prior must be made after it, and with it."""
+    prompts = [context or [1] for context in CONTEXTS]
+    answers = engine.generate_tokens(prompts, max_tokens=9)
+    params = to_numpy(jax.device_get(engine.params))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits, _ = decode_logits(
+            "quest", engine.method, engine.config, params, prompt, answer[:-1]
+        )
+        assert logits.argmax(-1).tolist() == answer
+
+
+def test_only_segments_that_end_a_question_make_the_prior():
+    question = Prompt("question", 8, question=[[1] * 20, [2] * 17])
+    context = Prompt("context", 8, context=[[1] * 20, [2] * 17])
+    method = Resa()
+    assert [segment.variant for segment in method.segments(question)] == ["", "", "ends"]
+    assert [segment.variant for segment in method.segments(context)] == ["", "", ""]
+
+
+RESA_CASES = ["resa quest", "resa arkvale", "resa ada", "resa psa"]
+GIVEN = case((50, 33, 9, 64), answered=2)
+
+
+@pytest.mark.parametrize("name", RESA_CASES)
+def test_rs_4_the_mean_query_gets_full_attention(name):
+    given = GIVEN._replace(mean_q=GIVEN.q)
+    got = step(*(CASES[name][0], given, CASES[name][1]))
+    for row in range(4):
+        np.testing.assert_allclose(got.swept[row, :, -1, 0], full(given, row), atol=5e-5)
+
+
+def test_rs_5_equal_keys_get_full_attention():
+    given = GIVEN._replace(k=np.broadcast_to(GIVEN.k[:, :1], GIVEN.k.shape).copy())
+    got = step(CASES["resa quest"][0], given)
+    for row in range(4):
+        np.testing.assert_allclose(got.swept[row, :, -1, 0], full(given, row), atol=5e-5)
+
+
+def test_rs_6_rs_12_what_the_prior_says_of_a_key():
+    """Right in the mean; wrong for a key by what query and key differ from their means by."""
+    got = step(CASES["resa quest"][0], GIVEN)
+    for row in range(4):
+        n = GIVEN.lengths[row]
+        q, k, _ = row_of(GIVEN, row)
+        k = np.repeat(k, HEADS // KV_HEADS, axis=1)
+        true = np.einsum("nh,snh->ns", q, k) * WIDTH**-0.5
+        said = got.logits[row, :, :n] + got.bias[row][:, None]
+        np.testing.assert_allclose(said.mean(1), true.mean(1), atol=2e-5)
+        away_q, away_k = q - GIVEN.mean_q[row], k - k.mean(0)
+        error = np.einsum("nh,snh->ns", away_q, away_k) * WIDTH**-0.5
+        np.testing.assert_allclose(true - said, error, atol=5e-5)
+        assert np.isneginf(got.logits[row, :, n:]).all()
+        p0, _ = prior_of(GIVEN, row)
+        np.testing.assert_allclose(got.prior_lse[row], np.log(np.exp(p0).sum(1)), atol=2e-5)
+
+
+def test_rs_11_shifting_every_key_changes_nothing():
+    shift = np.random.default_rng(5).normal(size=WIDTH).astype(np.float32)
+    method = CASES["resa quest"][0]
+    got, shifted = step(method, GIVEN), step(method, GIVEN._replace(k=GIVEN.k + shift))
+    np.testing.assert_array_equal(got.kept, shifted.kept)
+    np.testing.assert_allclose(shifted.swept[..., 0, :], got.swept[..., 0, :], atol=1e-4)
+    assert got.swept.shape[2] == len(LAMS)
+
+
+def test_rs_7_rs_13_growth():
+    """Three tokens later: `append` is the prior made anew, `frozen` differs by mu_k alone."""
+    ctx, given = plain_context(), case((40, 21), answered=3)
+    base = CASES["resa quest"][0].base
+    began, stopped = given.prompts, given.prompts + np.array([3, 2], np.int32)
+
+    def body(q, k, v, mean_q):
+        prompts, lengths = jnp.asarray(began), jnp.asarray(stopped)
+        tokens = jnp.swapaxes(k, 1, 2)
+
+        def begin(length):
+            background = residual.empty_background(layer_shape(q, k))
+            queries = jnp.repeat(tokens, HEADS // KV_HEADS, axis=2)
+            seen = residual.observe(background, queries, tokens, length, length)
+            # mu_q stays the prompt's mean whatever follows.
+            seen = dataclasses.replace(seen, query_sum=mean_q * prompts[:, None, None])
+            store = AppendCache(k, v, length, length, length, length)
+            return residual.begin_answer(seen, store, prompts, jnp.ones(2, bool), ctx)
+
+        def grow(background, mean_key):
+            for i in range(3):
+                slot = (prompts + i)[:, None, None, None]
+                new = (jnp.take_along_axis(jnp.swapaxes(x, 1, 2), slot, axis=1) for x in (k, v))
+                # The second row stops before its last token.
+                valid = jnp.array([1, i < 2], jnp.int32)
+                background = residual.grow(
+                    background, *new, prompts, prompts + i, valid, ctx, mean_key=mean_key
+                )
+            return background
+
+        def answer(background):
+            cache = filled(base, q, k, v, lengths, prompts)
+            prior = residual.prior_of(background, q[:, None], prompts, ctx)
+            chosen = attend_selected(base, q[:, None], cache, ctx, prior)
+            everything = jnp.zeros(q.shape[:2], bool)
+            return residual.combine(chosen, background, prior, everything, lam=0.7, literal=False)
+
+        frozen = begin(prompts)
+        each = frozen, begin(lengths), grow(frozen, True), grow(frozen, False)
+        return each, [answer(background)[0] for background in each]
+
+    k, v = (np.swapaxes(x, 1, 2) for x in (given.k, given.v))
+    each, outputs = on_one_device(body)(given.q, k, v, given.mean_q)
+    frozen, anew, append, fixed = each
+    for field in ("logits", "lse", "out"):
+        for grown in (append, fixed):
+            np.testing.assert_allclose(getattr(grown, field), getattr(anew, field), atol=2e-5)
+    np.testing.assert_allclose(append.key_sum, anew.key_sum, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(append.counted, stopped)
+    np.testing.assert_array_equal(frozen.counted, fixed.counted)
+    for row, prompt in enumerate(began):
+        assert np.isneginf(np.asarray(frozen.logits)[row, :, prompt:]).all()
+    # All three tokens are in the local window.
+    np.testing.assert_allclose(outputs[2], outputs[1], atol=2e-5)
+    np.testing.assert_allclose(outputs[3], outputs[0], atol=2e-5)
+    assert np.abs(outputs[3] - outputs[2]).max() > 1e-4
