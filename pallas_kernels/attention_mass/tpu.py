@@ -16,8 +16,10 @@ diagonal crosses are masked.
 
 Bytes moved: k once; q once, or once for each block of keys where there are several tiles; the mass.
 A column of log-sum-exps fills one lane of 128, in memory too: 512 bytes for each query and head.
-Roofline: 2 T S N H operations, half of attention's, or the bytes of k for few queries; the vector
-unit has four operations for each probability.
+Roofline: 2 T S N H operations, half of attention's, or the bytes of k for few queries. Read from
+the schedules that the compiler makes, not measured: of 1024 keys and 256 rows on v5e the matrix
+unit's share takes 512 cycles and all of it 650; of one query's block of 4096 keys the copy takes
+about 1900 cycles, the rest 690.
 """
 
 import math

@@ -11,8 +11,10 @@ its index is held at the last one's. Slots are masked, and values beyond the len
 only in the block that the length cuts through; garbage there, NaN included, meets no matmul.
 With a window the grid has as many blocks as one can touch, beginning at the row's first.
 
-Bytes moved: keys and values of the visible blocks, once. Roofline: those bytes over the bandwidth;
-a block's two matmuls load it into the matrix unit once each, with R of their rows used.
+Bytes moved: keys and values of the visible blocks, once. Roofline: those bytes over the bandwidth.
+Read from the schedules that the compiler makes, not measured: of a block of 4096 keys of 128 with 4
+query rows all arithmetic takes 680 cycles on v5e, where the copy of keys and values takes about
+3800, and 610 of about 2000 on v6e.
 """
 
 from collections.abc import Callable

@@ -247,6 +247,7 @@ def test_sparse_decode_attention(
         ({"head_dim": 64}, "head dim 64: slots lie along the lanes"),
         ({"page_size": 8}, "pages of 8 of 256 slots are not whole tiles of 16"),
         ({"slots": 250}, "of 250 slots"),
+        ({"slots": 2**15, "page_size": 2**15}, "a page of 32768 slots do not fit vector memory"),
         ({"pages": 2**18}, "at most 131072 fit scalar memory"),
         ({"prior": True}, "a prior's logits lie along the lanes"),
         ({"dtype": "float16"}, "bfloat16 and float32, not float16"),
