@@ -1,6 +1,7 @@
 """What the tests of CItruS's forms share: one run of ragged rows, watched, against numpy's rows."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context import Context
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods.citrus_individual import ThreadCaches
+from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import Step, last_logits, steps
 from tests.jax_longctx.methods.oracles.citrus import Rule, read
 from tests.oracle import causal_attend, forward, to_numpy
-from tests.support import random_rows
+from tests.support import random_rows, tiny_config, tiny_engine
 
 __all__ = [
     "ANSWERS",
@@ -29,6 +31,7 @@ __all__ = [
     "Seen",
     "ask_twice",
     "compare",
+    "engine_with",
     "equals_full_attention",
     "feed",
     "oracle_params",
@@ -41,6 +44,17 @@ CONTEXTS = random_rows([45, 16, 29, 5, 0, 25])
 # One is longer than a chunk.
 QUESTIONS = random_rows([3, 11, 7, 5, 2, 1], seed=1)
 ANSWERS = random_rows([4] * 6, seed=2)
+
+
+@functools.cache
+def _base(layers: int, mesh: tuple[int, int, int]) -> Engine:
+    return tiny_engine(mesh=make_mesh(*mesh), config=tiny_config(num_layers=layers))
+
+
+def engine_with(method: Any, *, layers: int = 1, mesh: tuple[int, int, int] = (1, 1, 1)) -> Engine:
+    """The method on a random model, which methods share: compilation is what these tests cost."""
+    base = _base(layers, mesh)
+    return Engine(base.config, base.params, method, base.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +93,9 @@ def _seen(step: Step) -> Seen:
     return Seen(step.segment.role, kept, logits, sums)
 
 
-def run(engine: Engine, answers: Sequence[Sequence[int]] = ANSWERS) -> list[Seen]:
-    """The rows above, step by step."""
-    return [_seen(step) for step in steps(engine, CONTEXTS, QUESTIONS, answers, RESERVE)]
+def run(engine: Engine) -> list[Seen]:
+    """The rows above with their questions and answers, step by step."""
+    return [_seen(step) for step in steps(engine, CONTEXTS, QUESTIONS, ANSWERS, RESERVE)]
 
 
 def oracle_params(engine: Engine) -> Any:
@@ -136,11 +150,16 @@ def _run(engine: Engine, caches: Any, segment: Segment, total: jax.Array) -> tup
     return caches, Step(segment, caches, np.asarray(logits), segment.chunk_lengths)
 
 
-def feed(engine: Engine, segments: Iterable[Segment]) -> list[Seen]:
-    """Segments of the context, whatever they are."""
+def _segments(engine: Engine) -> Iterable[Segment]:
+    asked = QUESTIONS if engine.method.info.needs_question else None
+    return engine.method.segments(Prompt("context", engine.chunk, CONTEXTS, asked))
+
+
+def feed(engine: Engine, segments: Iterable[Segment] | None = None) -> list[Seen]:
+    """The contexts alone, in the method's segments or in others."""
     caches, total, _ = _start(engine)
     seen = []
-    for segment in segments:
+    for segment in segments or _segments(engine):
         caches, step = _run(engine, caches, segment, total)
         seen.append(_seen(step))
     return seen
@@ -163,11 +182,10 @@ def _ask(engine: Engine, context: Context, questions: Any, answers: Any) -> list
 def ask_twice(engine: Engine, folder: Path, others: Sequence[Sequence[int]]) -> Context:
     """A question is answered alike after `others`, and from a context saved and loaded."""
     caches, total, slots = _start(engine)
-    asked = QUESTIONS if engine.method.info.needs_question else None
-    for segment in engine.method.segments(Prompt("context", engine.chunk, CONTEXTS, asked)):
+    for segment in _segments(engine):
         caches, _ = _run(engine, caches, segment, total)
     caches = programs.finish_context(engine.setup, caches, total, RESERVE)
-    context = Context(CONTEXTS, len(CONTEXTS), slots, RESERVE, total, caches, asked)
+    context = Context(CONTEXTS, len(CONTEXTS), slots, RESERVE, total, caches)
     save_context(engine, context, folder / "context")
     first = _ask(engine, context, QUESTIONS, ANSWERS)
     between = _ask(engine, context, others, random_rows([4] * 6, seed=4))

@@ -9,7 +9,6 @@ import pytest
 from jax_longctx.contract import Prompt, beside, chunk_segments
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import TOVA, Citrus, CitrusIndividual, CitrusStandard
-from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.oracles.citrus import Kept, look, nothing
 from tests.jax_longctx.methods.reading import (
     CHUNK,
@@ -18,24 +17,21 @@ from tests.jax_longctx.methods.reading import (
     QUESTIONS,
     ask_twice,
     compare,
+    engine_with,
     equals_full_attention,
     feed,
     oracle_params,
     run,
 )
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import random_rows, tiny_config
 
 FORMS = {"standard": CitrusStandard, "shared": Citrus, "individual": CitrusIndividual}
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
-# Compilation is what these tests cost: where no layer needs the one before, there is one.
-SINGLE = tiny_config(num_layers=1)
-
-
 @functools.cache
 def engine_of(form):
-    return tiny_engine(FORMS[form](budget=KEPT + CHUNK, chunk=CHUNK))
+    return engine_with(FORMS[form](budget=KEPT + CHUNK, chunk=CHUNK), layers=2)
 
 
 @functools.cache
@@ -65,8 +61,8 @@ def test_sh_2_x7_cs_4_x22_it_is_numpys_row_by_row(form):
 def test_a_mesh_keeps_what_one_device_keeps(form):
     """Every head's score must arrive on every shard: by local ones alone shards would differ."""
     method = engine_of(form).method
-    engine = tiny_engine(method, mesh=make_mesh(2, 2, 2), config=SINGLE)
-    compare(run(engine, answers=()), engine, form)
+    engine = engine_with(method, mesh=(2, 2, 2))
+    compare(run(engine) if form == "shared" else feed(engine), engine, form)
 
 
 @each_form
@@ -135,7 +131,7 @@ def official(config, params, tokens, kept, chunk):
 
 def test_cs_5_cs_7_the_authors_selection_keeps_the_same_tokens():
     kept = 4  # fewer than a chunk: their first pass evicts
-    engine = tiny_engine(CitrusStandard(budget=kept + CHUNK, chunk=CHUNK), config=SINGLE)
+    engine = engine_with(CitrusStandard(budget=kept + CHUNK, chunk=CHUNK))
     context = CONTEXTS[0]
     seen = feed(engine, chunk_segments([context] + [[]] * 5, CHUNK, "context"))
     passes = list(official(engine.config, oracle_params(engine), context, kept, CHUNK))
@@ -148,7 +144,7 @@ def test_x3_cs_3_tv_2_by_single_tokens_it_is_tova_that_protects_the_current_one(
     standard = CitrusStandard(budget=KEPT + 1, chunk=1)
     tova = TOVA(budget=KEPT + 1, chunk=1, protect_current=True, positions="shifted")
     left, right = (
-        feed(tiny_engine(method, config=SINGLE), chunk_segments(CONTEXTS, 1, "context"))
+        feed(engine_with(method), chunk_segments(CONTEXTS, 1, "context"))
         for method in (standard, tova)
     )
     same(left, right)
@@ -158,13 +154,13 @@ def test_x3_cs_3_tv_2_by_single_tokens_it_is_tova_that_protects_the_current_one(
 def test_settings_sinks_logits_and_eviction_before_the_chunk():
     settings = {"sink": 3, "score": "logit", "evict_first": True}
     method = Citrus(budget=KEPT + CHUNK, chunk=CHUNK, **settings)
-    engine = tiny_engine(method, config=SINGLE)
-    seen = run(engine, answers=())
+    engine = engine_with(method)
+    seen = feed(engine)
     compare(seen, engine, "shared", **settings)
     # First tokens would have left without being told to stay.
     first = (0, 1, 2)
     assert all(head[:3] == first for layer in seen[-1].row(0)[0] for head in layer)
-    assert any(head[:3] != first for layer in run_of("shared")[-5].row(0)[0] for head in layer)
+    assert any(head[:3] != first for layer in run_of("shared")[5].row(0)[0] for head in layer)
 
 
 @each_form

@@ -6,7 +6,6 @@ import pytest
 from jax_longctx.contract import beside, chunk_segments
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import H2O, H2OShared
-from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.oracles.citrus import look, nothing
 from tests.jax_longctx.methods.reading import (
     CHUNK,
@@ -15,20 +14,20 @@ from tests.jax_longctx.methods.reading import (
     QUESTIONS,
     ask_twice,
     compare,
+    engine_with,
     equals_full_attention,
     feed,
     oracle_params,
     run,
 )
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import random_rows
 
 SIZES = {"budget": KEPT + CHUNK, "chunk": CHUNK}
-SINGLE = tiny_config(num_layers=1)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return tiny_engine(H2OShared(**SIZES))
+    return engine_with(H2OShared(**SIZES))
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +63,9 @@ def test_hs_2_after_two_chunks_heads_rank_by_what_the_instruction_looks_at(engin
 
 def test_hs_1_x8_without_the_instruction_it_is_h2o_in_this_setting(seen):
     h2o = H2O(**SIZES, positions="shifted", protocol="citrus")
-    plain = feed(tiny_engine(h2o, config=SINGLE), chunk_segments(CONTEXTS, CHUNK, "context"))
+    plain = feed(engine_with(h2o), chunk_segments(CONTEXTS, CHUNK, "context"))
     segments = chunk_segments(CONTEXTS, CHUNK, "context")
-    none = tiny_engine(H2OShared(**SIZES, alpha=0), config=SINGLE)
+    none = engine_with(H2OShared(**SIZES, alpha=0))
     blended = feed(none, (beside(chunk, QUESTIONS, 16) for chunk in segments))
     for a, b in zip(plain, blended, strict=True):
         assert a.kept == b.kept
@@ -80,8 +79,8 @@ def test_hs_1_x8_without_the_instruction_it_is_h2o_in_this_setting(seen):
 
 def test_a_blend_on_a_mesh_is_numpys():
     blend = H2OShared(**SIZES, alpha=0.25)
-    engine = tiny_engine(blend, mesh=make_mesh(2, 2, 2), config=SINGLE)
-    compare(run(engine, answers=()), engine, "h2o", alpha=0.25)
+    engine = engine_with(blend, mesh=(2, 2, 2))
+    compare(feed(engine), engine, "h2o", alpha=0.25)
 
 
 def test_a_second_question_and_a_saved_context(engine, tmp_path):
