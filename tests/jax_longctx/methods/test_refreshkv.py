@@ -6,7 +6,6 @@ layers and mesh are not at stake.
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,10 @@ from jax_longctx.caches.fifo import FifoCache
 from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment
 from jax_longctx.engine import programs
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.errors import ConfigError
-from jax_longctx.methods import make_method
 from jax_longctx.methods.refresh_steps import effective_strides
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.engine.lowering import cache_bytes, compile_decode, no_persistent_cache
 from tests.jax_longctx.methods.harness import steps
 from tests.jax_longctx.methods.oracles.partial_cache import PartialDecoder, masked_forward
 from tests.oracle import causal_attend, forward, to_numpy
@@ -357,106 +353,3 @@ def test_questions_in_turn_and_from_disk(tmp_path):
     assert [cache.steps.tolist() for cache in context.usable_caches()] == [[7] * 4]
     assert ask(load_context(engine, tmp_path / "saved"), others) == second
     assert ask(engine.prefill(CONTEXTS, reserve=2), QUESTIONS) == first
-
-
-def bodies(text):
-    """The computations of a compiled program by name, as lines."""
-    found, name = {}, None
-    for line in text.splitlines():
-        if line and not line[0].isspace():
-            head = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
-            name = head.group(1) if head else None
-            if name:
-                found[name] = []
-        elif name:
-            found[name].append(line)
-    return found
-
-
-def reached(computations, name, through_branches):
-    """Lines of a computation and of those that it calls, conditional branches among them or not."""
-    lines, queue, done = [], [name], set()
-    while queue:
-        name = queue.pop()
-        if name in done:
-            continue
-        done.add(name)
-        for line in computations[name]:
-            lines.append(line)
-            if " conditional(" in line and not through_branches:
-                continue
-            queue += [word for word in re.findall(r"%([\w.\-]+)", line) if word in computations]
-    return lines
-
-
-def test_a_partial_step_neither_reads_nor_copies_the_full_cache():
-    """Read from the decode program: matmuls over all slots stand in branches alone."""
-    slots, batch = 16384, 2
-    config = tiny_config(num_layers=1, num_heads=8, num_kv_heads=2, head_dim=64)
-    method = RefreshKV(budget=512)
-    setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
-    jax.config.update("jax_disable_most_optimizations", False)
-    try:
-        with no_persistent_cache():
-            compiled = compile_decode(setup, batch, slots)
-    finally:
-        jax.config.update("jax_disable_most_optimizations", True)
-    computations = bodies(compiled.as_text())
-    entry = re.search(r"^ENTRY %?([\w.\-]+)", compiled.as_text(), re.MULTILINE)
-    assert entry is not None
-
-    def reads(through_branches):
-        lines = reached(computations, entry.group(1), through_branches)
-        return [line for line in lines if re.search(rf" dot\(.*{slots}|{slots}.* dot\(", line)]
-
-    assert reads(through_branches=True)
-    assert not reads(through_branches=False)
-    memory = compiled.memory_analysis()
-    full = 2 * config.num_layers * batch * 2 * slots * 64 * 4
-    assert cache_bytes(setup, batch, slots) > full
-    assert memory.alias_size_in_bytes > full
-    # A layer's logits and scores of 8 heads: a sixteenth of keys and values each 4 arrays.
-    assert memory.temp_size_in_bytes < full / 8
-
-
-def test_a_partial_step_reads_the_budget():
-    (shape,) = programs.cache_shapes(engine_of().setup, 2, 256, 8)
-    token = 2 * 2 * 2 * 8 * 4  # keys and values x 2 rows x 2 heads x 8 x float32
-    for method, every in [(METHOD, 3), (dataclasses.replace(METHOD, **ADAPTIVE), 2)]:
-        cache = jax.eval_shape(functools.partial(method.init_cache, shape))
-        assert method.read_bytes(cache, 200) == token * 7 + token * 256 // every
-
-
-def test_without_a_budget_it_is_a_share_of_the_context():
-    (shape,) = programs.cache_shapes(engine_of().setup, 2, 256, 16)
-    for settings, size in [({}, 30), ({"ratio": 0.5}, 120), ({"ratio": 1e-3}, 1)]:
-        cache = jax.eval_shape(functools.partial(RefreshKV(**settings).init_cache, shape))
-        assert cache.order.chosen.shape[2] == size
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"stride": "0"}, "stride must be at least 1, got 0"),
-        ({"qc_stride": "-2"}, "qc_stride must be at least 1, got -2"),
-        ({"budget": "0"}, "budget must be at least 1, got 0"),
-        ({"ratio": "0"}, "ratio must be above 0 and at most 1, got 0.0"),
-        ({"ratio": "1.5"}, "ratio must be above 0 and at most 1, got 1.5"),
-        ({"threshold": "1.1"}, "threshold is a cosine from -1 to 1, got 1.1"),
-        ({"threshold": "nan"}, "threshold is a cosine from -1 to 1, got nan"),
-        ({"kernel": "2"}, "kernel must be odd and at least 1, got 2"),
-        ({"indexed": "true", "evict_on_push": "false"}, "indexed=true gathers a fixed number"),
-        ({"ablation": "no_full", "force_self": "false"}, "ablation=no_full reads the new partial"),
-    ],
-    ids=str,
-)
-def test_bad_settings_are_refused(settings, said):
-    with pytest.raises(ConfigError) as error:
-        make_method("refreshkv", settings)
-    assert str(error.value).startswith(f"RefreshKV: {said}")
-    assert "\n" not in str(error.value)
-
-
-def test_a_sliding_window_is_refused():
-    with pytest.raises(ConfigError, match=r"RefreshKV: .* sliding window of 16 tokens"):
-        RefreshKV().validate(tiny_config(windows=(None, 16)))
