@@ -10,6 +10,7 @@ from jax_longctx.methods.full import Full
 from jax_longctx.methods.h2o import H2O
 from jax_longctx.methods.h2o_shared import H2OShared
 from jax_longctx.methods.ideal_topk import IdealTopK
+from jax_longctx.methods.infllm import InfLLM
 from jax_longctx.methods.quest import Quest
 from jax_longctx.methods.reattention import ReAttention
 from jax_longctx.methods.refreshkv import RefreshKV
@@ -32,6 +33,7 @@ __all__ = [
     "Full",
     "H2OShared",
     "IdealTopK",
+    "InfLLM",
     "Quest",
     "ReAttention",
     "RefreshKV",
@@ -48,6 +50,7 @@ METHODS: dict[str, type] = {
     "full": Full,
     "dynamic-ntk": DynamicNTK,
     "reattention": ReAttention,
+    "infllm": InfLLM,
     "streaming-llm": StreamingLLM,
     "h2o": H2O,
     "tova": TOVA,

@@ -1,0 +1,200 @@
+"""InfLLM: the newest tokens, the first ones, and the units of the past that the queries ask for.
+
+Xiao et al. 2024, section 3 (arXiv 2402.04617). All keys stay, cached before rotary embedding. Of
+every chunk of the context and every generated token, each layer
+
+1. takes the mean query and chooses the `topk` units of `block_size` tokens whose representative
+   keys have the largest dot product with it, summed over all heads (`block_memory`);
+2. attends, in one softmax, the window of `n_local` tokens at true distances, and at the constant
+   distance n_local - 1 the first `n_init` tokens, the tokens between the last unit and the
+   window, and the chosen units (`clamped`): no position beyond n_local + chunk is ever used;
+3. adds up what every token in the window receives, and packs the tokens that complete a unit
+   behind it: its representative is the mean key of the `repr_topk` that received most (`received`).
+
+The question's last token goes alone, as generated tokens do: it chooses for itself.
+
+In the paper: l_L `n_local`, l_bs `block_size`, k_m `topk`, r_k `repr_topk`. Cost of a token:
+attention over n_init + n_local + topk * block_size tokens and a bit, and one dot product a unit
+and head, at any length. Memory is full attention's and the representatives; all of it stays on
+the device, where the authors move units to the host: the answers are the same.
+
+As the authors' code and unlike the paper, the amount received is attention probability, distance
+0 included (`score`), far keys stand at n_local - 1, and representatives are per query head. Unlike
+the released code a key is never attended twice (`far_mask`), sums are float32, rotary embedding is
+the model's own with its scaling, and rows of a batch choose each for themselves.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.caches import append
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    CacheShape,
+    LayerContext,
+    MethodInfo,
+    Prompt,
+    Segment,
+    Stage,
+    chunk_segments,
+)
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import block_memory, clamped
+from jax_longctx.methods.block_memory import BlockMemory, Layout
+from jax_longctx.methods.scope import question_segments
+from jax_longctx.methods.window import Near, Score
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.rope import attention_factor
+
+__all__ = ["InfLLM"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InfLLM:
+    """Block memory with representative tokens.
+
+    Attributes:
+      n_init: first tokens that are always attended.
+      n_local: newest tokens that are always attended, at their true distances.
+      block_size: tokens of a unit.
+      topk: units that are attended.
+      repr_topk: tokens of a unit whose keys represent it.
+      chunk: tokens of the context that choose together (the authors' `exc_block_size`).
+      score: what a token receives: `mass` (the authors' code) or `logit` (the paper's formula).
+      granularity: one choice for all heads of a layer, or one each (`query_head`).
+      far_distance: at which everything outside the window stands; n_local - 1 by default.
+      far_mask: `released` attends keys that leave the window within the chunk twice, as theirs.
+    """
+
+    n_init: int = 128
+    n_local: int = 4096
+    block_size: int = 128
+    topk: int = 16
+    repr_topk: int = 4
+    chunk: int = 512
+    score: Score = "mass"
+    granularity: Literal["layer", "query_head"] = "layer"
+    far_distance: int | None = None
+    far_mask: Literal["exact", "released"] = "exact"
+
+    info: ClassVar[MethodInfo] = MethodInfo(
+        summary="the newest tokens and the units of the past that the queries ask for, on device",
+        source="Xiao et al. 2024, section 3 (InfLLM)",
+        phase="both",
+        query_aware=True,
+        keeps_all=True,
+        needs_question=False,
+        append_only=True,
+    )
+
+    def __post_init__(self) -> None:
+        least_of = {"n_local": 1, "block_size": 1, "repr_topk": 1, "chunk": 1}
+        for name in (field.name for field in dataclasses.fields(self)):
+            given, least = getattr(self, name), least_of.get(name, 0)
+            if isinstance(given, int) and given < least:
+                raise ConfigError(f"infllm: {name} must be at least {least}, got {given}")
+        if self.chunk > self.n_local:
+            raise ConfigError(
+                f"infllm: n_local {self.n_local} must hold a chunk of {self.chunk} tokens; raise "
+                "n_local or lower chunk"
+            )
+        if self.repr_topk > self.block_size:
+            raise ConfigError(
+                f"infllm: repr_topk {self.repr_topk} tokens cannot be chosen of block_size "
+                f"{self.block_size}; lower repr_topk"
+            )
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(
+            sinks=self.n_init, window=self.n_local, block=self.block_size, chunk=self.chunk
+        )
+
+    def validate(self, config: ModelConfig) -> None:
+        """Refuses distances beyond what the model was trained to or what a layer looks back."""
+        if max(self.n_local, (self.far_distance or 0) + 1) > config.max_position:
+            raise ConfigError(
+                f"infllm: n_local {self.n_local} and far_distance {self.far_distance} reach beyond "
+                f"the {config.max_position} positions that the model was trained to; lower them"
+            )
+        least = min((window for window in config.windows if window is not None), default=None)
+        if least is not None and least < self.n_local:
+            raise ConfigError(
+                f"infllm: a layer's sliding window of {least} tokens is less than n_local "
+                f"{self.n_local}; lower n_local"
+            )
+
+    def init_cache(self, shape: CacheShape) -> BlockMemory:
+        return block_memory.empty_block_memory(shape, self.layout)
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        if prompt.stage == "context":
+            return chunk_segments(prompt.context or (), self.chunk, "context")
+        return question_segments(prompt.question or (), self.chunk)
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: BlockMemory,
+        segment: Segment,
+        ctx: LayerContext,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BlockMemory]:
+        valid_B, begin_B = segment.valid_of(CHUNK_ROWS), cache.store.length
+        # A rotary base may follow the window's length: it bounds the distances.
+        ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
+        chosen = self.choose(q, cache, valid_B, ctx)
+        store = append(cache.store, k, v, valid_B, ctx)
+        far = self._far(q, ctx)
+        where = (begin_B, valid_B, self.layout, ctx)
+        parts = [clamped.attend_rest(far, store, *where, masked=self.far_mask == "exact")]
+        if self.topk:
+            parts.append(clamped.attend_far(far, store, chosen, self.layout, ctx))
+        near = Near(window=self.n_local, score=self.score, begin=begin_B, valid=valid_B, ctx=ctx)
+        part, seen, new = near.attend(q, k, v, store, parts)
+        received = block_memory.keep_received(cache.received, begin_B, valid_B, seen, new, ctx)
+        cache = dataclasses.replace(cache, store=store, received=received)
+        units = block_memory.pack(cache, begin_B, q.shape[1], self.layout, self.repr_topk, ctx)
+        return *part, dataclasses.replace(cache, units=units)
+
+    def choose(
+        self,
+        q: Float[Array, "B T N H"],
+        cache: BlockMemory,
+        valid: Int[Array, " B"],
+        ctx: LayerContext,
+    ) -> Int[Array, "B X C"]:
+        """The units that raw queries, of the `valid` tokens to come, ask for; then -1."""
+        counted_BT11 = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
+        sum_B1NH = jnp.sum(q.astype(jnp.float32), 1, keepdims=True, where=counted_BT11)
+        mean_B1NH = sum_B1NH / jnp.maximum(valid, 1)[:, None, None, None]
+        query_BNH, packed_B = self._far(mean_B1NH, ctx)[:, 0], self.layout.units(cache.store.length)
+        how = {"each_head": self.granularity == "query_head"}
+        return block_memory.best_units(query_BNH, cache.units, packed_B, self.topk, ctx, **how)
+
+    def _far(self, q: Float[Array, "B T N H"], ctx: LayerContext) -> Float[Array, "B T N H"]:
+        """Queries for keys without rotary embedding."""
+        far = self.n_local - 1 if self.far_distance is None else self.far_distance
+        rotated = ctx.rotate(q, jnp.full(q.shape[:2], far, jnp.int32))
+        # Rotated keys carry the factor of their own embedding; far ones do not.
+        return rotated * attention_factor(ctx.rope)
+
+    def finish(
+        self, cache: BlockMemory, ctx: LayerContext, stage: Stage, reserve: int
+    ) -> BlockMemory:
+        return cache.end_context()
+
+    def fork(self, cache: BlockMemory) -> BlockMemory:
+        return cache.rewind()
+
+    def read_bytes(self, cache: BlockMemory, length: int) -> int:
+        # Attended tokens, every representative (empty rows too), and the ring.
+        store = cache.store
+        most = self.n_init + self.n_local + (self.topk + 1) * self.block_size
+        attended = min(length, most) * (store.k.nbytes + store.v.nbytes) // store.k.shape[2]
+        return attended + cache.units.nbytes + cache.received.nbytes

@@ -1,0 +1,153 @@
+"""InfLLM in numpy, from its closed form: every distance, mask and score materialised."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from tests.oracle import forward, rope, weighted_values
+
+__all__ = ["Rules", "Trace", "calls_of", "follow"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """n_init, n_local, block_size, topk, repr_topk, chunk, and what may differ from the default."""
+
+    i0: int
+    w: int
+    bs: int
+    kb: int
+    r: int
+    x: int
+    score: str = "mass"
+    each_head: bool = False
+    released: bool = False
+    far: int | None = None
+    temperature: float = 1.0
+
+    def units(self, read: int) -> int:
+        return max(0, (read - self.w - self.i0) // self.bs)
+
+
+@dataclasses.dataclass
+class Layer:
+    """Raw keys and values, what every token received by head [N, L], each unit's [N, H]."""
+
+    k: np.ndarray
+    v: np.ndarray
+    received: np.ndarray
+    units: list[np.ndarray]
+
+
+@dataclasses.dataclass
+class Trace:
+    """Of each call: logits [T, V], each layer's chosen units by head, tokens seen by any query."""
+
+    logits: list[np.ndarray]
+    chosen: list[list[list[set[int]]]]
+    seen: list[int]
+    layers: list[Layer]
+
+
+def calls_of(rules: Rules, context: int, question: int, answer: int) -> list[int]:
+    """How many tokens each forward call reads."""
+    calls = []
+    for size in (context, question - 1):
+        calls += [min(rules.x, size - done) for done in range(0, size, rules.x)]
+    return calls + [1] * (1 + answer)
+
+
+def choose(rules: Rules, layer: Layer, q_far: np.ndarray) -> list[set[int]]:
+    """The units that every head attends, from queries [T, N, H] at the far distance."""
+    heads = q_far.shape[1]
+    if not layer.units:
+        return [set()] * heads
+    by_head = np.einsum("tnh,unh->nu", q_far, np.stack(layer.units)) / len(q_far)
+    if not rules.each_head:
+        by_head = np.repeat(by_head.sum(0, keepdims=True), heads, axis=0)
+    return [set(np.argsort(-scores, kind="stable")[: rules.kb].tolist()) for scores in by_head]
+
+
+def represent(rules: Rules, layer: Layer, unit: int) -> np.ndarray:
+    """The mean of the keys that received most, by query head."""
+    begin = rules.i0 + unit * rules.bs
+    heads = len(layer.received)
+    group = heads // layer.k.shape[1]
+    rows = []
+    for head in range(heads):
+        received = layer.received[head, begin : begin + rules.bs]
+        best = np.argsort(-received, kind="stable")[: rules.r]
+        rows.append(layer.k[begin + best, head // group].mean(0))
+    return np.stack(rows)
+
+
+def attend(
+    rules: Rules, layer: Layer, theta: float, q: np.ndarray, begin: int
+) -> tuple[np.ndarray, list[set[int]], int]:
+    """Output [T, N, H], the chosen units, and how many keys the last query saw."""
+    size, heads, dim = q.shape
+    group = heads // layer.k.shape[1]
+    at, tokens = begin + np.arange(size), np.arange(len(layer.k))
+    back = at[:, None] - tokens
+    units = len(layer.units)
+    far = rules.w - 1 if rules.far is None else rules.far
+    q_far = rope(q, np.full(size, far), theta)
+    q_near = rope(q, at, theta)
+    chosen = choose(rules, layer, q_far)
+    keys = np.repeat(layer.k, group, axis=1)
+    near_keys = np.repeat(rope(layer.k, tokens, theta), group, axis=1)
+    scale = dim**-0.5 * rules.temperature
+    near = np.einsum("tnh,snh->nts", q_near, near_keys) * scale
+    away = np.einsum("tnh,snh->nts", q_far, keys) * scale
+    unit = (tokens - rules.i0) // rules.bs
+    outside = (unit < 0) | (unit >= units)
+    kept = np.stack([outside | np.isin(unit, list(picked)) for picked in chosen])
+    left = tokens <= at[-1] - rules.w if rules.released else back >= rules.w
+    both = np.concatenate(
+        [
+            np.where((back >= 0) & (back < rules.w), near, -np.inf),
+            np.where(left & kept[:, None], away, -np.inf),
+        ],
+        axis=-1,
+    )
+    p = np.exp(both - both.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    if rules.score == "mass":
+        layer.received += p[..., : len(tokens)].sum(1)
+    else:
+        layer.received += np.where((back >= 1) & (back <= rules.w), near, 0).sum(1)
+    doubled = np.concatenate([layer.v, layer.v])
+    return weighted_values(p, doubled), chosen, int((both[0, -1] > -np.inf).sum())
+
+
+def follow(rules: Rules, config: Any, params: Any, tokens: list[int], calls: list[int]) -> Trace:
+    """Reads `tokens` in those calls."""
+    shape = (0, config.num_kv_heads, config.head_dim)
+    layers = [
+        Layer(np.zeros(shape), np.zeros(shape), np.zeros((config.num_heads, 0)), [])
+        for _ in range(config.num_layers)
+    ]
+    trace = Trace([], [], [], layers)
+
+    def step(index: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        layer = layers[index]
+        begin = len(layer.k)
+        layer.k, layer.v = np.concatenate([layer.k, k]), np.concatenate([layer.v, v])
+        layer.received = np.pad(layer.received, ((0, 0), (0, len(k))))
+        out, chosen, seen = attend(rules, layer, config.rope.theta, q, begin)
+        trace.chosen[-1].append(chosen)
+        trace.seen.append(seen)
+        for unit in range(len(layer.units), rules.units(len(layer.k))):
+            layer.units.append(represent(rules, layer, unit))
+        return out
+
+    done = 0
+    for call in calls:
+        trace.chosen.append([])
+        trace.logits.append(forward(config, params, tokens[done : done + call], step))
+        done += call
+    for layer in layers:  # what a token has received is final once it is packed
+        for unit, row in enumerate(layer.units):
+            np.testing.assert_array_equal(row, represent(rules, layer, unit))
+    return trace

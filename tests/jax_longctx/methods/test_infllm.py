@@ -1,0 +1,326 @@
+"""InfLLM against numpy, layer by layer and step by step; the names carry the spec's ids."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jax_longctx.contract import CacheShape, LayerContext, Prompt
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import METHODS, InfLLM, make_method
+from jax_longctx.methods.block_memory import best_units
+from jax_longctx.models.config import RopeConfig
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods.oracles.infllm import Rules, calls_of, follow
+from tests.jax_longctx.methods.remembering import (
+    CHOSEN,
+    Watched,
+    ask,
+    check,
+    check_memory,
+    method_of,
+    oracle_params,
+    prefill,
+    read,
+    texts,
+    traces,
+    whole_row,
+)
+from tests.oracle import forward, probabilities, rope, weighted_values
+from tests.support import random_rows, tiny_config, tiny_engine
+
+SMALL = Rules(i0=4, w=16, bs=4, kb=2, r=2, x=8)
+# Of each row: context, question; every row is given as many answer tokens.
+LENGTHS, ANSWER = [(75, 4), (5, 1), (42, 13), (0, 2)], 9
+THETA = 1e4
+# Where more layers would only take longer to compile.
+ONE_LAYER = tiny_config(num_layers=1)
+
+
+@dataclasses.dataclass
+class Run:
+    engine: Any
+    rows: Any
+    logits: list[np.ndarray]
+    caches: Any
+    chosen: list[list[list[set[int]]]]
+    traces: list[Any]
+
+
+@pytest.fixture(scope="module")
+def run():
+    engine = tiny_engine(method_of(SMALL, Watched))
+    rows = texts(LENGTHS, ANSWER)
+    chosen = [[] for _ in LENGTHS]
+
+    def look(step):
+        jax.effects_barrier()
+        layers = sorted(CHOSEN, key=lambda entry: entry[0])
+        assert [layer for layer, _ in layers] == [0, 1]
+        CHOSEN.clear()
+        for b, valid in enumerate(step.valid):
+            if valid:
+                lists = [units[b, 0] for _, units in layers]
+                chosen[b].append([{int(unit) for unit in row if unit >= 0} for row in lists])
+
+    logits, caches = read(engine, rows, look)
+    return Run(engine, rows, logits, caches, chosen, traces(engine, SMALL, rows))
+
+
+def test_it_5_it_6_it_15_it_16_units_and_logits_equal_numpy(run):
+    """Ragged rows, each as the oracle has it alone; the memory was full of garbage at first."""
+    chose = 0
+    for logits, chosen, trace in zip(run.logits, run.chosen, run.traces, strict=True):
+        for got, expected in zip(chosen, trace.chosen, strict=True):
+            assert got == [heads[0] for heads in expected]
+            chose += max(map(len, got)) == SMALL.kb
+        np.testing.assert_allclose(logits, np.concatenate(trace.logits), atol=1e-4)
+    assert chose > 10
+
+
+def test_it_10_what_tokens_receive_is_final_when_they_are_packed(run):
+    """`follow` derives each representative once more from the sums at the very end."""
+    for row, trace in enumerate(run.traces):
+        check_memory(SMALL, run.caches, row, trace)
+    # All that a head's queries pay to the window and beyond it is one each.
+    layer = run.traces[0].layers[0]
+    assert 0 < layer.received.sum() < len(layer.k) * len(layer.received)
+
+
+def test_it_19_units_appear_one_by_one(run):
+    for (context, question), trace in zip(LENGTHS, run.traces, strict=True):
+        read_tokens = context + question + ANSWER
+        units = len(trace.layers[0].units)
+        edge = SMALL.i0 + SMALL.w + units * SMALL.bs
+        assert units == 0 or edge <= read_tokens < edge + SMALL.bs
+        most = SMALL.w + SMALL.i0 + SMALL.kb * SMALL.bs + SMALL.bs - 1 + SMALL.x
+        assert max(trace.seen) <= most
+
+
+def dense(engine, tokens, clamp):
+    """One pass over all tokens with the distances clamped to `clamp` - 1."""
+    theta = engine.config.rope.theta
+
+    def attend(layer, q, k, v):
+        at = np.arange(len(q))
+        rotated = [rope(k, -np.minimum(t - at, clamp - 1), theta) for t in at]
+        rows = [probabilities(q[t : t + 1], rotated[t], (at <= t)[None]) for t in at]
+        return weighted_values(np.concatenate(rows, axis=1), v)
+
+    params = oracle_params(engine)
+    return forward(engine.config, params, tokens, attend)
+
+
+def test_it_1_it_2_short_texts_see_everything(run):
+    """Full attention within the window, at clamped distances until the first unit is left out."""
+    tokens = whole_row(run.rows, 0)
+    full, clamped = dense(run.engine, tokens, 10**6), dense(run.engine, tokens, SMALL.w)
+    (got, *_) = run.logits
+    np.testing.assert_allclose(got[: SMALL.w], full[: SMALL.w], atol=1e-4)
+    assert np.abs(got[SMALL.w :] - full[SMALL.w :]).max() > 1e-2
+    whole = SMALL.w + SMALL.i0 + (SMALL.kb + 1) * SMALL.bs
+    np.testing.assert_allclose(got[:whole], clamped[:whole], atol=1e-4)
+    assert np.abs(got[whole + SMALL.x :] - clamped[whole + SMALL.x :]).max() > 1e-2
+
+
+def test_it_8_the_last_token_asks_alone(run):
+    """The question of 4 as one chunk would have chosen other units for its last token."""
+    calls = calls_of(SMALL, LENGTHS[0][0], LENGTHS[0][1], 0)
+    together = [*calls[:-2], calls[-2] + 1]
+    params = oracle_params(run.engine)
+    trace = follow(SMALL, run.engine.config, params, whole_row(run.rows, 0), together)
+    assert np.abs(trace.logits[-1][-1] - run.logits[0][sum(LENGTHS[0]) - 1]).max() > 1e-3
+
+
+def test_it_7_the_engines_chunk_changes_nothing():
+    method, rows = method_of(SMALL), random_rows([75, 5])
+    sizes = [
+        [segment.tokens.shape for segment in method.segments(Prompt("context", chunk, rows))]
+        for chunk in (8, 16, 512)
+    ]
+    assert sizes[0] == sizes[1] == sizes[2] == [(2, 8)] * 10
+
+
+def test_2x2x2():
+    engine = tiny_engine(method_of(SMALL), mesh=make_mesh(2, 2, 2), config=ONE_LAYER)
+    check(engine, SMALL, texts(LENGTHS, 3))
+
+
+def test_it_11_each_head_for_itself_on_sharded_slots():
+    """The paper's score; units cross the borders of the shards and begin anywhere."""
+    rules = Rules(i0=3, w=16, bs=4, kb=3, r=2, x=8, score="logit", each_head=True)
+    engine = tiny_engine(method_of(rules), mesh=make_mesh(1, 4, 2), config=ONE_LAYER)
+    (trace, _) = check(engine, rules, texts([(290, 1), (131, 1)], 2, seed=5))
+    picked = [unit for heads in trace.chosen[-1] for units in heads for unit in units]
+    assert min(picked) * 4 + 3 < 128 < max(picked) * 4 + 3
+    assert len({frozenset(units) for heads in trace.chosen[-1] for units in heads}) > 1
+
+
+def test_it_9_released_mask_far_distance_and_temperature():
+    """Also without first tokens, and under a rotary embedding that scales its keys."""
+    rope = RopeConfig(kind="yarn", theta=1e4, trained_length=128, attention_factor=1.5)
+    rules = Rules(i0=0, w=16, bs=4, kb=2, r=1, x=8, released=True, far=11, temperature=2.25)
+    engine = tiny_engine(method_of(rules), config=tiny_config(num_layers=1, rope=rope))
+    rows = texts([(53, 6), (12, 2)], 2, seed=7)
+    (trace, _) = check(engine, rules, rows)
+    exact = dataclasses.replace(rules, released=False)
+    (other, _) = traces(engine, exact, rows)
+    apart = [np.abs(a - b).max() for a, b in zip(trace.logits, other.logits, strict=True)]
+    assert max(apart[:2]) == 0 < 1e-3 < apart[2]
+
+
+def test_it_4_nothing_chosen_is_a_window_behind_sinks():
+    """The window has one key more, which stands where the one before it does."""
+    rules = Rules(i0=3, w=6, bs=1, kb=0, r=1, x=1)
+    engine = tiny_engine(method_of(rules), config=ONE_LAYER)
+    rows = texts([(19, 1)], 2)
+    check(engine, rules, rows)
+
+    def attend(layer, q, k, v):
+        at = np.arange(len(q))
+        out = []
+        for t in at:
+            seen = (at <= t) & ((at < 3) | (at > t - 7))
+            keys = rope(k, -np.minimum(t - at, 5), THETA)
+            out.append(weighted_values(probabilities(q[t : t + 1], keys, seen[None]), v))
+        return np.concatenate(out)
+
+    params = oracle_params(engine)
+    (logits,), _ = read(engine, rows)
+    expected = forward(engine.config, params, whole_row(rows, 0), attend)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def test_it_3_without_positions_and_with_every_unit_it_is_full_attention():
+    rope = RopeConfig(kind="linear", theta=1e4, trained_length=128, factor=1e12)
+    rules = Rules(i0=2, w=8, bs=3, kb=99, r=1, x=1)
+    engine = tiny_engine(method_of(rules), config=tiny_config(num_layers=1, rope=rope))
+    rows = random_rows([61])
+
+    def attend(layer, q, k, v):
+        at = np.arange(len(q))
+        return weighted_values(probabilities(q, k, at[:, None] >= at), v)
+
+    expected = forward(engine.config, oracle_params(engine), rows[0], attend)
+    np.testing.assert_allclose(engine.score(rows)[0], expected, atol=1e-4)
+
+
+def test_it_18_a_unit_that_says_what_is_asked_is_chosen():
+    """Also on sharded pages: equal units stay in order, unpacked ones are never candidates."""
+    mesh = make_mesh(1, 4, 1)
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(2, 4, 8)).astype(np.float32)
+    units = rng.normal(size=(2, 4, 16, 8)).astype(np.float32)
+    units[0, :, 9] = 5 * query[0]
+    units[0, :, 14] = 9 * query[0]
+    units[1, :, [2, 5, 11]] = query[1]
+    pages = PartitionSpec(None, None, "seq", None)
+    ctx = LayerContext(
+        layer=0, scale=1.0, window=None, rope=ONE_LAYER.rope, total=jnp.array([99, 99])
+    )
+
+    def choose(query, units, packed):
+        return best_units(query, units, packed, 3, ctx, each_head=False)
+
+    body = jax.shard_map(
+        choose,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), pages, PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    got = np.asarray(jax.jit(body)(query, units, jnp.array([14, 2])))
+    scores = np.einsum("bnh,bnph->bp", query, units)
+    assert got[0, 0].tolist() == np.argsort(-scores[0, :14])[:3].tolist()
+    assert got[0, 0, 0] == 9
+    assert sorted(got[1, 0].tolist()) == [-1, 0, 1]
+    got = np.asarray(jax.jit(body)(query, units, jnp.array([0, 16])))
+    assert got[0, 0].tolist() == [-1, -1, -1]
+    assert got[1, 0].tolist() == [2, 5, 11]
+
+
+def test_it_17_another_question_does_not_matter_and_a_saved_context_answers_alike(
+    run, tmp_path, monkeypatch
+):
+    """The answers pack units of their own, and change what older tokens received."""
+    engine, (contexts, a, answers) = run.engine, run.rows
+    b = random_rows([2, 13, 1, 6], seed=3)
+    monkeypatch.setitem(METHODS, "watched", Watched)
+    context = prefill(engine, contexts)
+    save_context(engine, context, tmp_path / "context")
+    first, second = ask(engine, context, a, answers), ask(engine, context, b, answers)
+    assert not np.allclose(first[-1], second[-1], atol=1e-3)
+    for row, logits in enumerate(first[-1]):
+        np.testing.assert_allclose(logits, run.logits[row][-1], atol=1e-5)
+    loaded = load_context(engine, tmp_path / "context")
+    for again in (context, loaded):
+        np.testing.assert_array_equal(first, ask(engine, again, a, answers))
+        np.testing.assert_array_equal(second, ask(engine, again, b, answers))
+    CHOSEN.clear()
+
+
+def test_bytes_of_a_decode_step_do_not_grow_with_the_text():
+    shape = CacheShape(
+        batch=1,
+        slots=4096,
+        reserve=0,
+        chunk=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=jnp.float32,
+        layer=0,
+        num_layers=1,
+        window=None,
+    )
+    method = method_of(SMALL)
+    cache = method.init_cache(shape)
+    fixed = 4 * 1024 * 8 * 4 + 4 * (16 + 4 + 8 - 1) * 4  # representatives and the ring
+    token = 2 * 2 * 8 * 4
+    assert method.read_bytes(cache, 10) == fixed + 10 * token
+    assert method.read_bytes(cache, 4000) == fixed + (4 + 16 + 3 * 4) * token
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chunk": 17}, "n_local 16 must hold a chunk of 17"),
+        ({"repr_topk": 5}, "repr_topk 5 tokens cannot be chosen of block_size 4"),
+        ({"n_init": -1}, "n_init must be at least 0, got -1"),
+        ({"topk": -1}, "topk must be at least 0, got -1"),
+        ({"repr_topk": 0}, "repr_topk must be at least 1, got 0"),
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
+        ({"far_distance": -1}, "far_distance must be at least 0, got -1"),
+        ({"score": "sum"}, "expected one of mass, logit"),
+    ],
+)
+def test_bad_settings(settings, message):
+    given: dict[str, Any] = {
+        "n_init": 4,
+        "n_local": 16,
+        "block_size": 4,
+        "topk": 2,
+        "repr_topk": 2,
+        "chunk": 8,
+    }
+    assert make_method("infllm", given) == InfLLM(**given)
+    with pytest.raises(ConfigError, match=message):
+        make_method("infllm", {**given, **settings})
+
+
+def test_models_that_it_cannot_run_on():
+    with pytest.raises(
+        ConfigError, match="n_local 4096 and far_distance None reach beyond the 128"
+    ):
+        InfLLM().validate(tiny_config())
+    with pytest.raises(ConfigError, match="n_local 16 and far_distance 128 reach beyond"):
+        method_of(dataclasses.replace(SMALL, far=128)).validate(tiny_config())
+    method_of(dataclasses.replace(SMALL, far=127)).validate(tiny_config(windows=(None, 16)))
+    with pytest.raises(ConfigError, match="sliding window of 15 tokens is less than n_local 16"):
+        method_of(SMALL).validate(tiny_config(windows=(None, 15)))
