@@ -50,6 +50,9 @@ def passkey(
         Path | None,
         typer.Option(help="Text to hide the key in; the help texts of Python unless given."),
     ] = None,
+    noise: Annotated[
+        bool, typer.Option("--noise", help="Hide the key in five short sentences, repeated.")
+    ] = False,
     seed: options.Seed = 0,
     dtype: options.Dtype = None,
     mesh: options.MeshSizes = None,
@@ -77,8 +80,14 @@ def passkey(
     first = options.ModelChoice(
         checkpoint, chosen[0][0], chosen[0][1], mesh=mesh, dtype=dtype, chunk=chunk
     ).open(terminal)
+    if noise and text is not None:
+        raise InputError("--noise and --text are two texts; give one")
     source = None if text is None else read_text(str(text))
     spaced = [i / max(depths - 1, 1) for i in range(depths)]
+    if noise:
+        from jax_longctx.evaluation.haystack import NOISE
+
+        source = NOISE
     runs = _runs(first, chosen, sorted(wanted), spaced, trials, batch, source, seed, terminal)
     _report(runs, out, heatmap, terminal)
 

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 
 from jax_longctx.errors import InputError
 
-__all__ = ["Haystack", "pieces", "python_topics"]
+__all__ = ["NOISE", "Haystack", "pieces", "python_topics"]
+
+# A text that says nothing, repeated as often as it takes: the easiest to find a sentence in.
+NOISE = "Leaves fall. Rain runs down. The wind turns. Night comes. Then it is day again.\n"
 
 # A sentence's end before a capital, or a blank line: borders at which a sentence can be put in.
 _BORDER = re.compile(r"(?<=[.?!])\s+(?=[A-Z])|\n{2,}")
