@@ -19,6 +19,7 @@ from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
 from pallas_kernels.topk_scores import tpu as topk_tpu
+from pallas_kernels.tpu_common import key_block
 
 INTERPRET = pltpu.InterpretParams()
 BLOCK = 128
@@ -266,3 +267,32 @@ def test_reasons_against_the_sparse_kernel(changes: dict, reason: str | None) ->
         lambda *args: found.append(unsupported(*args[:3], prior=args[3])), q, k, pages, prior
     )
     assert found == [None] if reason is None else reason in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "reason"),
+    [
+        (128, "bfloat16", None),
+        (64, "float32", None),
+        (32, "float32", "head dim 32 is not one of"),
+        (128, "float16", "bfloat16 and float32, not float16"),
+    ],
+)
+def test_reasons_against_keys(head_dim: int, dtype: str, reason: str | None) -> None:
+    q = jnp.ones((1, 1, 1, head_dim), dtype)
+    for found in (
+        decode_tpu.unsupported(q),
+        topk_tpu.unsupported(q, None),
+        mass_tpu.unsupported(q),
+    ):
+        assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("slots", [1, 128, 129, 4096, 4097, 5000, 131072])
+def test_blocks_of_keys_cover_the_cache_evenly(slots: int) -> None:
+    """Whole vectors of slots, and no block that the cache could do without."""
+    for most in (1, 128, 1000, 4096):
+        block = key_block(slots, most)
+        assert block % 128 == 0 and block <= max(128, most)
+        assert (-(-slots // block) - 1) * block < slots
+        assert -(-slots // block) == -(-slots // max(128, most // 128 * 128))
