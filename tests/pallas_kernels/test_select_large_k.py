@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,18 @@ ROWS, SLOTS, SIZE = 2, 13, 9
 
 @functools.cache
 def _compiled(name: str, size: int = SIZE) -> Callable:
-    """One program for every draw of one shape; `search` is the TPU's way to compact."""
+    """One program for every draw of one shape; as on CPU, compacted as on TPU, and as on GPU."""
     if name == "mask":
         return jax.jit(select_mask)
     if name == "reference":
         return jax.jit(functools.partial(reference.select_large_k, size=size))
+    if name == "gpu":
+
+        def on_gpu(scores: jax.Array, k: jax.Array) -> jax.Array:
+            with mock.patch.object(xla.dispatch, "platform", lambda: "gpu"):
+                return xla.select_large_k(scores, jnp.clip(k, 0, size), size=size)
+
+        return jax.jit(on_gpu)
     compact = {"scatter": xla._by_scatter, "search": xla._by_search}[name]
     return jax.jit(lambda scores, k: compact(xla.select_mask(scores, k), size))
 
@@ -40,7 +48,7 @@ def _expected(scores: np.ndarray, k: np.ndarray, size: int) -> np.ndarray:
 
 def _check(scores: np.ndarray, k: np.ndarray, size: int = SIZE) -> None:
     expected = _expected(scores, k, size)
-    for name in ("scatter", "search", "reference"):
+    for name in ("scatter", "search", "gpu", "reference"):
         result = _compiled(name, size)(scores, k)
         assert result.dtype == jnp.int32
         np.testing.assert_array_equal(result, expected, err_msg=name)
