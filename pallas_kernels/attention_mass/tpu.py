@@ -109,6 +109,7 @@ def attention_mass(
     if causal_start is None:
         causal_start = jnp.zeros_like(lengths)
     else:
+        # No query sees more: what lies behind is not fetched.
         lengths = jnp.clip(causal_start + valid, 0, lengths)
 
     options = _Options(
