@@ -8,6 +8,7 @@ depend on them, and lets long contexts be measured in seconds.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from jax_longctx.errors import CapacityError
 from jax_longctx.methods import Full, make_method
 from jax_longctx.models.llama import init_params
 from jax_longctx.models.presets import preset
-from jax_longctx.sharding import make_mesh
+from jax_longctx.sharding import make_mesh, tree_shardings
 from pallas_kernels.bench import copy_bandwidth
 
 __all__ = ["run"]
@@ -35,27 +36,39 @@ __all__ = ["run"]
 WARM = 1 + sum(FIRST_BLOCKS)
 
 
+def _is_store(node: Any) -> bool:
+    return isinstance(node, AppendCache)
+
+
 def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Context:
     """A context of `length` tokens a row whose append-only caches hold random keys and values."""
     setup = engine.setup
     slots = bucket(length + reserve + 1, engine.mesh.shape["seq"])
-    caches = programs.init_caches(setup, batch, slots, reserve)
+    shapes = programs.abstract_caches(setup, batch, slots, reserve)
 
-    def fill(cache: Any, seed: Any) -> Any:
-        if not isinstance(cache, AppendCache):
-            return cache
+    def draw(node: Any, seed: Any) -> Any:
+        if not _is_store(node):
+            return jnp.zeros(node.shape, node.dtype)
         keys = jax.random.split(jax.random.key(seed), 2)
-        k, v = (jax.random.normal(key, cache.k.shape, cache.k.dtype) for key in keys)
-        at = [jnp.full_like(cache.length, length) for _ in range(4)]
+        k, v = (jax.random.normal(key, node.k.shape, node.k.dtype) for key in keys)
+        at = [jnp.full(node.length.shape, length, jnp.int32) for _ in range(4)]
         return AppendCache(k, v, *at)
 
-    make = jax.jit(
-        lambda layer, seed: jax.tree.map(
-            lambda node: fill(node, seed), layer, is_leaf=lambda node: isinstance(node, AppendCache)
-        ),
-        donate_argnums=0,
-    )
-    filled = tuple(make(cache, seed) for seed, cache in enumerate(caches))
+    made: dict[Any, Any] = {}
+
+    def layer(index: int, cache: Any) -> Any:
+        """One program for all layers that are alike; nothing is made twice."""
+        key = jax.tree.structure(cache), tuple(leaf.shape for leaf in jax.tree.leaves(cache))
+        if key not in made:
+
+            def make(seed: Any) -> Any:
+                stores = functools.partial(jax.tree.map, is_leaf=_is_store)
+                return stores(lambda node: draw(node, seed), cache)
+
+            made[key] = jax.jit(make, out_shardings=tree_shardings(setup.mesh, cache))
+        return made[key](index)
+
+    filled = tuple(layer(index, cache) for index, cache in enumerate(shapes))
     rows = [[0] * length for _ in range(batch)]
     total = jnp.full((batch,), length, jnp.int32)
     return Context(rows, batch, slots, reserve, total, filled)
@@ -111,7 +124,9 @@ def run(
                 full = full or row
                 row["speedup"] = full["seconds"] / row["seconds"]
                 row["predicted_speedup"] = full["bytes"] / row["bytes"]
-                say(f"  {row['seconds'] * 1e3:.2f} ms, {row['speedup']:.2f}x full attention's speed")
+                say(
+                    f"  {row['seconds'] * 1e3:.2f} ms, {row['speedup']:.2f}x full attention's speed"
+                )
             rows.append(row)
     return {
         "model": model,
