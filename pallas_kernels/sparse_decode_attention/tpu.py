@@ -266,9 +266,8 @@ def _kernel(
         at = step % 2, work.rows_of(i)
         first = work.page(step, i) * page_size
         slots_ZH = first + lax.broadcasted_iota(jnp.int32, (page_size, v.shape[3]), 0)
-        counts = (slots_ZH >= start[b]) & (
-            slots_ZH < stop[b]
-        )  # not for -1: it stands before slot 0
+        # Of an entry of -1 none counts: its slots stand before slot 0.
+        counts = (slots_ZH >= start[b]) & (slots_ZH < stop[b])
         values = v_buffer[at].astype(jnp.float32)  # masks have the layout of 32-bit numbers
         v_buffer[at] = jnp.where(counts, values, 0).astype(v_buffer.dtype)
 
