@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_longctx.contract import CacheShape, LayerContext, Prompt
+from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import METHODS, InfLLM, make_method
@@ -147,37 +149,41 @@ def test_it_7_the_engines_chunk_changes_nothing():
 
 
 def test_2x2x2():
+    """Also a window, first tokens and units on both shards of the slots."""
     engine = tiny_engine(method_of(SMALL), mesh=make_mesh(2, 2, 2), config=ONE_LAYER)
-    check(engine, SMALL, texts(LENGTHS, 3))
+    check(engine, SMALL, texts([(137, 4), (5, 1), (42, 13), (0, 2)], 3))
 
 
-def test_it_11_each_head_for_itself_on_sharded_slots():
-    """The paper's score; units cross the borders of the shards and begin anywhere."""
-    rules = Rules(i0=3, w=16, bs=4, kb=3, r=2, x=8, score="logit", each_head=True)
-    engine = tiny_engine(method_of(rules), mesh=make_mesh(1, 4, 2), config=ONE_LAYER)
-    (trace, _) = check(engine, rules, texts([(290, 1), (131, 1)], 2, seed=5))
+def test_it_9_it_11_every_option_on_sharded_slots():
+    """Each head for itself by the paper's score; units begin anywhere; the released mask.
+
+    The far distance is another, and the rotary embedding scales its keys.
+    """
+    rules = Rules(
+        *(3, 16, 4, 3, 2, 8), score="logit", each_head=True, released=True, far=11, temperature=2.25
+    )
+    scaled = RopeConfig(kind="yarn", theta=THETA, trained_length=128, attention_factor=1.5)
+    config = tiny_config(num_layers=1, rope=scaled)
+    engine = tiny_engine(method_of(rules), mesh=make_mesh(1, 4, 2), config=config)
+    rows = texts([(290, 1), (131, 1)], 2, seed=5)
+    trace, _ = check(engine, rules, rows)
     picked = [unit for heads in trace.chosen[-1] for units in heads for unit in units]
     assert min(picked) * 4 + 3 < 128 < max(picked) * 4 + 3
     assert len({frozenset(units) for heads in trace.chosen[-1] for units in heads}) > 1
-
-
-def test_it_9_released_mask_far_distance_and_temperature():
-    """Also without first tokens, and under a rotary embedding that scales its keys."""
-    rope = RopeConfig(kind="yarn", theta=1e4, trained_length=128, attention_factor=1.5)
-    rules = Rules(i0=0, w=16, bs=4, kb=2, r=1, x=8, released=True, far=11, temperature=2.25)
-    engine = tiny_engine(method_of(rules), config=tiny_config(num_layers=1, rope=rope))
-    rows = texts([(53, 6), (12, 2)], 2, seed=7)
-    (trace, _) = check(engine, rules, rows)
-    exact = dataclasses.replace(rules, released=False)
-    (other, _) = traces(engine, exact, rows)
-    apart = [np.abs(a - b).max() for a, b in zip(trace.logits, other.logits, strict=True)]
+    exact, _ = traces(engine, dataclasses.replace(rules, released=False), rows)
+    apart = [np.abs(a - b).max() for a, b in zip(trace.logits, exact.logits, strict=True)]
+    # From the first chunk that ends beyond the window.
     assert max(apart[:2]) == 0 < 1e-3 < apart[2]
 
 
 def test_it_4_nothing_chosen_is_a_window_behind_sinks():
-    """The window has one key more, which stands where the one before it does."""
+    """The window has one key more, which stands where the one before it does.
+
+    A rotary base that grows from 8 tokens on does not: no distance is beyond 5.
+    """
     rules = Rules(i0=3, w=6, bs=1, kb=0, r=1, x=1)
-    engine = tiny_engine(method_of(rules), config=ONE_LAYER)
+    rope_config = RopeConfig(kind="dynamic", theta=THETA, trained_length=8, factor=2.0)
+    engine = tiny_engine(method_of(rules), config=tiny_config(num_layers=1, rope=rope_config))
     rows = texts([(19, 1)], 2)
     check(engine, rules, rows)
 
@@ -198,7 +204,7 @@ def test_it_4_nothing_chosen_is_a_window_behind_sinks():
 
 def test_it_3_without_positions_and_with_every_unit_it_is_full_attention():
     rope = RopeConfig(kind="linear", theta=1e4, trained_length=128, factor=1e12)
-    rules = Rules(i0=2, w=8, bs=3, kb=99, r=1, x=1)
+    rules = Rules(i0=0, w=8, bs=3, kb=99, r=1, x=1)
     engine = tiny_engine(method_of(rules), config=tiny_config(num_layers=1, rope=rope))
     rows = random_rows([61])
 
@@ -284,6 +290,24 @@ def test_bytes_of_a_decode_step_do_not_grow_with_the_text():
     token = 2 * 2 * 8 * 4
     assert method.read_bytes(cache, 10) == fixed + 10 * token
     assert method.read_bytes(cache, 4000) == fixed + (4 + 16 + 3 * 4) * token
+    # A longer question makes room for its units, too.
+    (grown,) = jax.eval_shape(lambda caches: grow(caches, 128), (cache,))
+    assert grown.units.shape[2] == (4096 + 128) // 4
+
+
+@pytest.mark.slow
+def test_memory_beside_the_cache_does_not_grow_with_it():
+    engine = tiny_engine(method_of(SMALL), config=ONE_LAYER)
+    caches = programs.abstract_caches(engine.setup, 1, 65536, 0)
+    (segment,) = engine.method.segments(Prompt("context", 8, random_rows([8])))
+    total = jnp.array([8])
+    run = programs.run_segment.lower(
+        engine.setup, engine.params, caches, segment, total, None, "none"
+    )
+    memory = run.compile().memory_analysis()
+    cached = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
+    assert memory is not None and memory.alias_size_in_bytes >= cached
+    assert memory.temp_size_in_bytes < cached / 32
 
 
 @pytest.mark.parametrize(
