@@ -100,7 +100,8 @@ def sparse_decode_attention(
     held_BXCZ = (slots_BXCZ >= start_B111) & (slots_BXCZ < stop_B111) & (pages >= 0)[..., None]
     used_BX = jnp.max(jnp.where(pages >= 0, jnp.arange(1, pages.shape[2] + 1), 0), axis=2)
     whole_BXJ = jnp.all(held_BXCZ.reshape(batch, lists, blocks, -1), axis=3)
-    scalars = (pages, used_BX, whole_BXJ, start, stop)
+    # The kernel knows an entry of -1 by its slots, which stand before slot 0.
+    scalars = (pages, used_BX, whole_BXJ, jnp.maximum(start, 0), stop)
 
     q_BXRH = q.reshape(batch, lists, heads // lists, head_dim)
     out_BXRH, lse_BXR1 = _call(q_BXRH, k, blocks, block, page_size, scale, interpret)(
@@ -266,7 +267,6 @@ def _kernel(
         at = step % 2, work.rows_of(i)
         first = work.page(step, i) * page_size
         slots_ZH = first + lax.broadcasted_iota(jnp.int32, (page_size, v.shape[3]), 0)
-        # Of an entry of -1 none counts: its slots stand before slot 0.
         counts = (slots_ZH >= start[b]) & (slots_ZH < stop[b])
         values = v_buffer[at].astype(jnp.float32)  # masks have the layout of 32-bit numbers
         v_buffer[at] = jnp.where(counts, values, 0).astype(v_buffer.dtype)

@@ -225,8 +225,9 @@ def test_sparse_decode_attention(
     # Row 0 has lists of 0, 1, ... pages; row 1 a hole, and an entry that is no page of the cache.
     pages[0] = np.where(np.arange(5) < np.arange(lists)[:, None], pages[0], -1)
     pages[1, :, 1:3] = -1, 10
-    starts = jnp.array([0, page_size, page_size - 1, page_size + 1, 40], jnp.int32)
-    stops = jnp.array([slots, slots - page_size, slots + 3, slots - 1, 40], jnp.int32)
+    pages[2, 0] = 4, -1, 0, 2, 1  # page 0, cut by the row's stop, stands in for the -1
+    starts = jnp.array([0, page_size, -2 * page_size, page_size + 1, 40], jnp.int32)
+    stops = jnp.array([slots + 3, slots - page_size, 5, slots - 1, 40], jnp.int32)
     arguments = jnp.asarray(pages, jnp.int32), starts, stops
     options = dict(page_size=page_size, scale=128**-0.5)
     expected = jax.jit(partial(sparse_reference.sparse_decode_attention, **options))(
