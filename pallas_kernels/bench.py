@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,63 @@ def copy_bandwidth(size: int = 1 << 31, repeats: int = 20) -> float:
         x = loop(x).block_until_ready()
         times.append(time.perf_counter() - begun)
     return 2 * size * repeats / statistics.median(times)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one run: the median of many, the least and the most; temporaries in bytes."""
+
+    seconds: float
+    least: float
+    most: float
+    temporaries: int
+
+
+def measure(
+    step: Callable[..., Any], q: Array, *rest: Any, repeats: int = 20, inner: int = INNER
+) -> Timing:
+    """Time step(i, q, *rest) on the device: `repeats` compiled loops of `inner` runs each.
+
+    Run i takes a q that depends on what run i - 1 returned (nothing is added to it, which the
+    compiler cannot know), so that none is dropped or moved out of the loop. What the loop costs
+    without the step is measured alike and taken off.
+
+    Args:
+      step: returns any arrays; i is for turning through inputs that would fit a cache.
+    """
+    compiled = _loop(step, inner).lower(q, *rest).compile()
+    idle = statistics.median(_loop_times(_loop(lambda _, q: q, inner), (q,), repeats))
+    times = [max(t - idle, 0.0) / inner for t in _loop_times(compiled, (q, *rest), repeats)]
+    memory = compiled.memory_analysis()
+    return Timing(
+        seconds=statistics.median(times),
+        least=min(times),
+        most=max(times),
+        temporaries=memory.temp_size_in_bytes if memory else 0,
+    )
+
+
+def _loop(step: Callable[..., Any], inner: int) -> Any:
+    def once(i: Array, q: Array, rest: tuple) -> Array:
+        # Behind the barrier nothing of the step can be left out as unused.
+        made = jax.tree.leaves(lax.optimization_barrier(step(i, q, *rest)))
+        flags = [(x[(0,) * x.ndim] > 1e30).astype(q.dtype) for x in made]
+        return q + sum(flags)
+
+    def loop(q: Array, *rest: Any) -> Array:
+        return lax.fori_loop(0, inner, lambda i, q: once(i, q, rest), q)
+
+    return jax.jit(loop)
+
+
+def _loop_times(loop: Callable[..., Array], args: tuple, repeats: int) -> list[float]:
+    loop(*args).block_until_ready()
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        loop(*args).block_until_ready()
+        times.append(time.perf_counter() - begun)
+    return times
 
 
 def _difference(result: tuple[Array, Array], expected: tuple[Array, Array]) -> Row:

@@ -9,6 +9,7 @@ import rich.table
 import typer
 
 from jax_longctx.cli import options
+from jax_longctx.cli.bench_kernels import kernels
 from jax_longctx.cli.terminal import Terminal
 
 __all__ = ["bench_app"]
@@ -19,6 +20,9 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure on this device, as r
 @bench_app.callback()
 def _bench() -> None:
     """Measure on this device, as ratios in one run."""
+
+
+bench_app.command()(kernels)
 
 
 @bench_app.command()

@@ -1,0 +1,294 @@
+"""The kernels one by one: what the door picks, its XLA form and a library, beside both rooflines.
+
+Every case is timed on the device in compiled loops (`pallas_kernels.bench.measure`), random inputs,
+bfloat16, 32 query heads over 8 kv heads of 128. A case's floor is the larger of its operations over
+the rate of a large matmul and its fewest bytes over the bandwidth of a copy, both measured in the
+same run; `share` is that floor over the time.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.bench import copy_bandwidth, measure
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.page_scores import page_scores
+from pallas_kernels.prefill_attention import gpu as cudnn
+from pallas_kernels.select_large_k import select_large_k
+from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+from pallas_kernels.topk_scores import topk_scores
+
+__all__ = ["Case", "cases", "run"]
+
+N, K, H = 32, 8, 128
+SCALE = H**-0.5
+PAGE = 16
+# Rows of very different lengths, two fifths of the capacity filled.
+_RAGGED = (1.0, 0.01, 0.3, 0.05, 0.95, 0.004, 0.73, 0.18)
+Step = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One operation at one shape.
+
+    Attributes:
+      operations, moved: floating-point operations, and the fewest bytes read and written.
+      inputs: makes the arrays; the first is the queries (or scores) that the timing loop carries.
+      steps: by name what is timed, step(i, *inputs); "ours" is the door's choice.
+    """
+
+    operation: str
+    shape: str
+    operations: int
+    moved: int
+    inputs: Callable[[], tuple[Array, ...]]
+    steps: dict[str, Step]
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation} {self.shape}"
+
+
+def cases(shrink: int = 1) -> list[Case]:
+    """All cases, with 1/shrink of the slots (in whole tiles of 2048)."""
+
+    def slots(size: int) -> int:
+        return max(size // shrink // 2048, 1) * 2048
+
+    found = [_decode(b, slots(s)) for b, s in ((1, 32768), (1, 131072), (8, 16384))]
+    found += [_decode(8, slots(16384), [max(int(slots(16384) * part), 1) for part in _RAGGED])]
+    found += [_topk(t, slots(s)) for t, s in ((1, 131072), (512, 8192), (512, 131072))]
+    found += [_topk(512, slots(2**20), with_others=False)]
+    found += [_mass(t, slots(131072)) for t in (1, 32, 512)]
+    entries = max(4096 // PAGE // shrink, 1)
+    found += [_sparse(b, slots(131072), entries) for b in (1, 16)]
+    found += [_page_scores(8, slots(131072)), _select(slots(131072))]
+    # Of shapes that shrinking has made equal the first.
+    return list({case.name: case for case in reversed(found)}.values())[::-1]
+
+
+def run(
+    *,
+    only: str = "",
+    shrink: int = 1,
+    repeats: int = 20,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure the cases whose name holds `only`.
+
+    Returns:
+      device, jax, copy_bandwidth (bytes a second), matmul_rate (operations a second) and rows.
+    """
+    bandwidth, rate = copy_bandwidth(2**31 // shrink), _matmul_rate(8192 // min(shrink, 16))
+    chosen = [case for case in cases(shrink) if only in case.name]
+    rows = [row for case in chosen for row in _rows(case, bandwidth, rate, repeats, say)]
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "copy_bandwidth": bandwidth,
+        "matmul_rate": rate,
+        "rows": rows,
+    }
+
+
+def _rows(
+    case: Case, bandwidth: float, rate: float, repeats: int, say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    floor = max(case.operations / rate, case.moved / bandwidth)
+    inputs = case.inputs()
+    for name, step in case.steps.items():
+        say(f"{case.name}: {name}")
+        row: dict[str, Any] = dict(operation=case.operation, shape=case.shape, run=name)
+        row |= dict(operations=case.operations, moved=case.moved, floor_seconds=floor)
+        try:
+            timing = measure(step, *inputs, repeats=repeats)
+        except Exception as error:  # a lease is short: the other cases must run
+            yield row | dict(failed=f"{type(error).__name__}: {error}"[:500])
+            continue
+        share = floor / timing.seconds if timing.seconds else None
+        yield row | dataclasses.asdict(timing) | dict(share=share)
+
+
+def _matmul_rate(size: int) -> float:
+    """Operations a second of a bfloat16 matmul of `size` cubed."""
+    x, y = _random(0, size, size), _random(1, size, size)
+    return 2 * size**3 / measure(lambda _, x, y: x @ y, x, y, repeats=10).seconds
+
+
+def _random(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> Array:
+    key = jax.random.key(seed)
+    return jax.jit(lambda: jax.random.normal(key, shape, jnp.float32).astype(dtype))()
+
+
+def _cache(batch: int, slots: int) -> tuple[Array, Array]:
+    k, v = (_random(seed, batch, K, slots, H) for seed in (1, 2))
+    return k, v
+
+
+def _steps(run: Callable[..., Any], **library: Step) -> dict[str, Step]:
+    """Ours as the door picks it, the XLA form, and libraries; run(implementation, i, *inputs)."""
+    return {"ours": partial(run, None), "xla": partial(run, "xla"), **library}
+
+
+def _cudnn_steps(run: Step) -> dict[str, Step]:
+    """cuDNN where it can run."""
+    q: Any = jax.ShapeDtypeStruct((1, 1, N, H), jnp.bfloat16)
+    usable = dispatch.platform() == "gpu" and cudnn.unsupported_causal(q) is None
+    return {"cudnn": run} if usable else {}
+
+
+def _decode(batch: int, slots: int, lengths: Sequence[int] | None = None) -> Case:
+    filled = [slots - 7] * batch if lengths is None else list(lengths)
+
+    def run(implementation: str | None, _: Array, q: Array, k: Array, v: Array, n: Array) -> Any:
+        return decode_attention(q, k, v, n, scale=SCALE, implementation=implementation)
+
+    def library(_: Array, q: Array, k: Array, v: Array, n: Array) -> Any:
+        return cudnn.cache_attention(q, k, v, n, scale=SCALE)
+
+    return Case(
+        operation="decode_attention",
+        shape=f"{batch} x {slots}" + (" ragged" if lengths else ""),
+        operations=4 * sum(filled) * N * H,
+        moved=2 * sum(filled) * K * H * 2,
+        inputs=lambda: (
+            _random(0, batch, 1, N, H),
+            *_cache(batch, slots),
+            jnp.array(filled, jnp.int32),
+        ),
+        steps=_steps(run, **_cudnn_steps(library)),
+    )
+
+
+def _topk(queries: int, slots: int, with_others: bool = True) -> Case:
+    best = 4
+
+    def run(implementation: str | None, _: Array, q: Array, k: Array) -> Any:
+        stop = jnp.array([slots], jnp.int32)
+        return topk_scores(q, k, stop * 0, stop, count=best, implementation=implementation)
+
+    def library(_: Array, q: Array, k: Array) -> Any:
+        """One kv head's scores at a time, in memory, and `lax.top_k`."""
+        q_KRH = jnp.swapaxes(q.reshape(queries, K, N // K, H), 0, 1).reshape(K, -1, H)
+
+        def head(pair: tuple[Array, Array]) -> Any:
+            scores = jnp.einsum("RH,SH->RS", *pair, preferred_element_type=jnp.float32)
+            return lax.top_k(scores, best)
+
+        return lax.map(head, (q_KRH, k[0]))
+
+    steps = _steps(run, **{"einsum + lax.top_k": library})
+    return Case(
+        operation="topk_scores",
+        shape=f"{best} best, {queries} x {slots}",
+        operations=2 * queries * slots * N * H,
+        moved=slots * K * H * 2,
+        inputs=lambda: (_random(0, 1, queries, N, H), _random(1, 1, K, slots, H)),
+        steps=steps if with_others else {"ours": steps["ours"]},
+    )
+
+
+def _mass(queries: int, slots: int) -> Case:
+    def run(implementation: str | None, _: Array, q: Array, k: Array, lse: Array) -> Any:
+        filled = jnp.array([slots], jnp.int32)
+        return attention_mass(q, k, lse, filled, scale=SCALE, implementation=implementation)
+
+    def library(_: Array, q: Array, k: Array, lse: Array) -> Any:
+        """The matmul alone, its scores written in bfloat16."""
+        q_KRH = jnp.swapaxes(q.reshape(queries, K, N // K, H), 0, 1).reshape(K, -1, H)
+        return jnp.einsum("KRH,KSH->KRS", q_KRH, k[0])
+
+    return Case(
+        operation="attention_mass",
+        shape=f"{queries} x {slots}",
+        operations=2 * queries * slots * N * H,
+        moved=slots * K * (H * 2 + 4),
+        inputs=lambda: (
+            _random(0, 1, queries, N, H),
+            _random(1, 1, K, slots, H),
+            12 + _random(2, 1, queries, N, dtype=jnp.float32),
+        ),
+        steps=_steps(run, **{"matmul alone": library}),
+    )
+
+
+def _sparse(batch: int, slots: int, entries: int) -> Case:
+    pages = slots // PAGE
+
+    def run(
+        implementation: str | None, i: Array, q: Array, k: Array, v: Array, listed: Array
+    ) -> Any:
+        # Other pages every time: one selection's would stay in the L2 cache.
+        listed = (listed + i * 4099) % pages
+        stop = jnp.full((batch,), slots, jnp.int32)
+        return sparse_decode_attention(
+            q,
+            k,
+            v,
+            listed,
+            stop * 0,
+            stop,
+            page_size=PAGE,
+            scale=SCALE,
+            implementation=implementation,
+        )
+
+    def inputs() -> tuple[Array, ...]:
+        keys = jax.random.split(jax.random.key(3), batch * K)
+        listed = jnp.stack([jax.random.permutation(key, pages)[:entries] for key in keys])
+        listed = listed.reshape(batch, K, entries).astype(jnp.int32)
+        return (_random(0, batch, 1, N, H), *_cache(batch, slots), listed)
+
+    return Case(
+        operation="sparse_decode_attention",
+        shape=f"{batch} x {entries * PAGE} of {slots}",
+        operations=4 * batch * entries * PAGE * N * H,
+        moved=2 * batch * entries * PAGE * K * H * 2,
+        inputs=inputs,
+        steps=_steps(run),
+    )
+
+
+def _page_scores(batch: int, slots: int) -> Case:
+    pages = slots // PAGE
+
+    def run(implementation: str | None, _: Array, q: Array, high: Array, low: Array) -> Any:
+        filled = jnp.full((batch,), pages, jnp.int32)
+        return page_scores(q, high, low, filled, implementation=implementation)
+
+    def inputs() -> tuple[Array, ...]:
+        one, other = (_random(seed, batch, K, pages, H) for seed in (1, 2))
+        return _random(0, batch, N, H), jnp.maximum(one, other), jnp.minimum(one, other)
+
+    return Case(
+        operation="page_scores",
+        shape=f"{batch} x {pages} pages",
+        operations=4 * batch * pages * N * H,
+        moved=batch * pages * (2 * K * H * 2 + N * 4),
+        inputs=inputs,
+        steps={"ours": partial(run, None)},
+    )
+
+
+def _select(slots: int) -> Case:
+    size = slots // 8
+
+    def run(_: Array, scores: Array) -> Any:
+        return select_large_k(scores, size, size=size)
+
+    return Case(
+        operation="select_large_k",
+        shape=f"{K} x {size} of {slots}",
+        operations=0,
+        moved=K * (slots + size) * 4,
+        inputs=lambda: (_random(0, K, slots, dtype=jnp.float32),),
+        steps={"ours": run, "lax.top_k": lambda _, scores: lax.top_k(scores, size)},
+    )

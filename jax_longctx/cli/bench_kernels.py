@@ -1,0 +1,50 @@
+"""`jax-longctx bench kernels`: every operation beside its XLA form, a library and the roofline."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jax_longctx.cli import options
+from jax_longctx.cli.terminal import Terminal
+
+__all__ = ["kernels"]
+
+
+def kernels(
+    only: Annotated[
+        str, typer.Option(help="Run the cases whose name holds this, e.g. 'topk_scores'.")
+    ] = "",
+    shrink: Annotated[
+        int, typer.Option(min=1, help="Take 1/N of the slots, to try it on a small device.")
+    ] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed loops; the median counts.")] = 20,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write kernels.json, kernels.md and kernels.png to this folder."),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Time every kernel on this device, random bfloat16 inputs.
+
+    The roofline is what a large copy and a large matmul reach in the same run.
+
+    [bold]Example[/bold]
+
+        jax-longctx bench kernels --only decode_attention --out results
+    """
+    from jax_longctx.bench.kernels import run
+    from jax_longctx.bench.kernels_report import markdown, plot
+
+    terminal = Terminal(as_json=as_json)
+    result = run(only=only, shrink=shrink, repeats=repeats, say=terminal.note)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "kernels.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        (out / "kernels.md").write_text(markdown(result), encoding="utf-8")
+        plot(result, out / "kernels.png")
+    if as_json:
+        terminal.record(result)
+    else:
+        terminal.write(markdown(result))
