@@ -166,12 +166,16 @@ def _full_step(
         partial = cache.partial
     if method.ablation == "no_full":
         out, lse = _read(method, q, partial, cache, ctx)
-    if turned_B.shape[0] == 1:
-        return out, lse, partial, summed_BH, turned_B
     new = (out, lse, partial, summed_BH)
-    old = (*_read(method, q, cache.partial, cache, ctx), cache.partial, cache.query)
-    out, lse, partial, query = where_rows(turned_B, new, old)
-    return out, lse, partial, query, turned_B
+    if turned_B.shape[0] == 1:
+        return *new, turned_B
+
+    def some() -> tuple[Array, Array, Partial, Array]:
+        old = (*_read(method, q, cache.partial, cache, ctx), cache.partial, cache.query)
+        return where_rows(turned_B, new, old)
+
+    # Choosing row by row copies the partial caches; a schedule turns all rows at once.
+    return *jax.lax.cond(jnp.all(turned_B), lambda: new, some), turned_B
 
 
 def _look(
