@@ -69,8 +69,9 @@ def refresh(
     # A run of pages that crosses the shard's border is shifted: to redo a page does no harm.
     first_B = jnp.clip(past // page_size - ctx.seq_offset(pages), 0, pages - touched)
     slot_BM = first_B[:, None] * page_size + jnp.arange(touched * page_size)
-    # Slot by slot: slices of several slots make XLA turn the cache into another layout on TPU.
-    pick = jax.vmap(lambda row, at: row.at[:, at].get(mode="promise_in_bounds"))
+    # Slot by slot and head by head: larger slices make XLA turn the cache into another layout.
+    head_K1 = jnp.arange(store.k.shape[1])[:, None]
+    pick = jax.vmap(lambda row, at: row.at[head_K1, at].get(mode="promise_in_bounds"))
     paged = (*store.k.shape[:2], touched, page_size, store.k.shape[3])
     keys_BKPZH = pick(store.k, slot_BM).reshape(paged)
     held_BM = slot_BM + ctx.seq_offset(slots) < store.length[:, None]

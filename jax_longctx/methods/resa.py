@@ -1,10 +1,9 @@
 """RESA: sparse decode that estimates what it does not read.
 
-RESA, section 4. A selector (Quest, ArkVale or the ideal one) says which tokens a query attends
-exactly; every other token gets the logit it would have under the prompt's mean query, shifted by
-one number a head, and its value counts through sums that are known without reading it (see
-`residual`). The prior is made at the end of the question, by one extra query row over all keys; a
-generated token joins it in O(1).
+RESA, section 4. A selector (Quest, ArkVale or the ideal one) says which tokens a query attends; any
+other gets the logit it would have under the prompt's mean query, shifted by one number a head, and
+its value counts through sums that are known without reading it (see `residual`). The prior is made
+at the end of the question, by one more query row over all keys; generated tokens join it in O(1).
 
 Cost beside the selector's: the prior's float32 logit of each slot and query head in memory (3% of
 the cache for groups of 4 and heads of 128 in bfloat16), and those of the selected slots to read.
@@ -20,7 +19,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -40,30 +38,14 @@ from jax_longctx.methods.arkvale import ArkVale, Digest
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.ideal_topk import IdealTopK
 from jax_longctx.methods.quest import Quest
+from jax_longctx.methods.residual import ResaCache
 from jax_longctx.methods.sparse_decode import attend_selected, most_pages
 from jax_longctx.models.config import ModelConfig
 
-__all__ = ["Resa", "ResaCache"]
+__all__ = ["Resa"]
 
 # Marks a segment in which some row's question ends.
 _ENDS = "ends"
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ResaCache:
-    """A selector's cache and the prior."""
-
-    selective: selection.SelectiveCache
-    background: residual.Background
-
-    def end_context(self) -> "ResaCache":
-        """Remembers where the context ends, so that `rewind` can return there."""
-        return ResaCache(self.selective.end_context(), self.background.end_context())
-
-    def rewind(self) -> "ResaCache":
-        """The cache at the end of the context; the prior is made anew with the next question."""
-        return ResaCache(self.selective.rewind(), self.background.rewind())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,12 +101,8 @@ class Resa:
     @property
     def base(self) -> Quest | ArkVale | IdealTopK:
         """The selector, with this method's settings."""
-        names = {field.name for field in dataclasses.fields(self)} - {"page_size"}
-        shared: dict[str, Any] = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(IdealTopK)
-            if field.name in names
-        }
+        own, ideal = ({f.name for f in dataclasses.fields(x)} for x in (self, IdealTopK))
+        shared: dict[str, Any] = {name: getattr(self, name) for name in own & ideal}
         if self.selector == "ideal":
             return IdealTopK(**shared)
         if self.page_size is not None:
@@ -160,8 +138,7 @@ class Resa:
             return Full().attend(q, k, v, cache, segment, ctx)
         if segment.role == "decode":
             return self._decode(q, k, v, cache, segment, ctx)
-        store = cache.selective.store
-        positions_BT = store.position[:, None] + jnp.arange(q.shape[1])
+        positions_BT = cache.selective.store.position[:, None] + jnp.arange(q.shape[1])
         rotated = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
         out, lse, selective = selection.read_exactly(
             self.base, q, k, v, cache.selective, segment, ctx
@@ -187,10 +164,15 @@ class Resa:
             )
         prior = residual.prior_of(background, q, prompt_B, ctx)
         chosen = attend_selected(base, q, selective, ctx, prior)
-        literal = self.lambda_mode == "paper_literal"
         everything_BN = chosen.kept == selective.store.length[:, None]
+        literal = self.lambda_mode == "paper_literal"
         out, lse = residual.combine(
-            chosen, background, prior, everything_BN, lam=self.lam, literal=literal
+            chosen,
+            background,
+            prior,
+            everything_BN,
+            lam=self.lam,
+            literal=self.lambda_mode == "paper_literal",
         )
         return out, lse, ResaCache(selection.counted(selective, chosen.kept, segment), background)
 
@@ -200,8 +182,7 @@ class Resa:
     def read_bytes(self, cache: ResaCache | AppendCache, length: int) -> int:
         if isinstance(cache, AppendCache):
             return Full().read_bytes(cache, length)
-        store, base = cache.selective.store, self.base
-        slots = store.k.shape[2]
+        base, slots = self.base, cache.selective.store.k.shape[2]
         pages = most_pages(base, length, slots // base.page_size)
         tokens = min(pages * base.page_size + base.sink + base.local, length)
         prior = tokens * cache.background.logits.nbytes // slots

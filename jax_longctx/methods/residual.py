@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import CacheShape, LayerContext
-from jax_longctx.methods.selectors import Prior
+from jax_longctx.methods.selectors import Prior, SelectiveCache
 from jax_longctx.methods.sparse_decode import Selected
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import decode_logits
@@ -34,6 +34,7 @@ from pallas_kernels.dispatch import platform
 
 __all__ = [
     "Background",
+    "ResaCache",
     "begin_answer",
     "combine",
     "empty_background",
@@ -79,6 +80,23 @@ class Background:
             query_sum=jnp.array(self.context_query_sum, copy=True),
             key_sum=jnp.array(self.context_key_sum, copy=True),
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ResaCache:
+    """A selector's cache and the prior."""
+
+    selective: SelectiveCache
+    background: Background
+
+    def end_context(self) -> "ResaCache":
+        """Remembers where the context ends, so that `rewind` can return there."""
+        return ResaCache(self.selective.end_context(), self.background.end_context())
+
+    def rewind(self) -> "ResaCache":
+        """The cache at the end of the context; the prior is made anew with the next question."""
+        return ResaCache(self.selective.rewind(), self.background.rewind())
 
 
 def empty_background(shape: CacheShape) -> Background:

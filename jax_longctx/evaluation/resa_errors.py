@@ -1,0 +1,237 @@
+"""How far sparse attention is from full attention, with and without RESA's estimate.
+
+RESA, section 5.3 and Fig. 6(a). A model reads a text by full attention and every layer's queries,
+keys and values are kept. The first part of the text is the prompt; each of the last tokens is then
+a decode step, for which a selector chooses among all keys so far. The error of the scores is the L1
+distance between full attention's distribution over the keys and the one used (2 at most); that of
+the output is ||o - o_full|| / ||o_full||. Both are averaged over query heads and queries.
+
+Errors of a layer do not add up here: every layer's queries are those of full attention.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_longctx.caches import AppendCache, write_run
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    CacheShape,
+    LayerContext,
+    MethodInfo,
+    Prompt,
+    Segment,
+    Stage,
+)
+from jax_longctx.engine import Engine, programs
+from jax_longctx.engine.capacity import bucket
+from jax_longctx.errors import InputError
+from jax_longctx.methods import Full, Resa
+from jax_longctx.methods.selectors import SelectiveCache
+from jax_longctx.methods.sparse_decode import choose, selectable
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.sharding import axes_field
+
+__all__ = ["LAMS", "attention_errors"]
+
+LAMS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Recorded:
+    """Full attention's cache and the rotated query of every token."""
+
+    store: AppendCache
+    queries: Float[Array, "B N S H"] = axes_field("batch", "heads", "slots", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorder:
+    """Full attention that keeps its queries."""
+
+    info: ClassVar[MethodInfo] = Full.info
+
+    def validate(self, config: ModelConfig) -> None:
+        """Every model can be recorded."""
+
+    def init_cache(self, shape: CacheShape) -> _Recorded:
+        size = (shape.batch, shape.num_heads, shape.slots, shape.head_dim)
+        return _Recorded(Full().init_cache(shape), jnp.zeros(size, shape.dtype))
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        return Full().segments(prompt)
+
+    def attend(
+        self, q: Array, k: Array, v: Array, cache: _Recorded, segment: Segment, ctx: LayerContext
+    ) -> tuple[Array, Array, _Recorded]:
+        positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
+        valid_B = segment.valid_of(CHUNK_ROWS)
+        rotated = ctx.rotate(q, positions_BT)
+        queries = write_run(cache.queries, rotated, cache.store.length, valid_B, ctx)
+        out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
+        return out, lse, _Recorded(store, queries)
+
+    def finish(self, cache: _Recorded, ctx: LayerContext, stage: Stage, reserve: int) -> _Recorded:
+        return dataclasses.replace(cache, store=cache.store.end_context())
+
+    def fork(self, cache: _Recorded) -> _Recorded:
+        return dataclasses.replace(cache, store=cache.store.rewind())
+
+    def read_bytes(self, cache: _Recorded, length: int) -> int:
+        return Full().read_bytes(cache.store, length)
+
+
+def attention_errors(
+    engine: Engine,
+    texts: Sequence[Sequence[int]],
+    methods: Sequence[Resa],
+    *,
+    queries: int = 64,
+) -> list[dict[str, Any]]:
+    """Errors of each method over all layers and the last `queries` tokens of each text.
+
+    The engine gives model and mesh (of one device); its method does not matter. A method's own
+    `lam` does not either: one record comes back for each of `LAMS`.
+
+    Returns:
+      Records with the method's settings, `lam`, `score_error` and `output_error` (means), the same
+      `by_layer`, `kept` (mean share of the keys that is attended) and `queries` (their number).
+
+    Raises:
+      InputError: a text is not longer than `queries`, or the mesh has several devices.
+    """
+    shortest = min(map(len, texts), default=0)
+    if queries < 1 or shortest <= queries:
+        raise InputError(
+            f"each text must be longer than the last {queries} tokens that are measured (at least "
+            f"1); the shortest has {shortest}"
+        )
+    if engine.mesh.size != 1 or any(engine.config.windows):
+        raise InputError(
+            "attention errors are measured on one device and without sliding windows; this mesh "
+            f"has {engine.mesh.size} devices, the layers' windows are {set(engine.config.windows)}"
+        )
+    if any(method.allocation.startswith("psa") for method in methods):
+        raise InputError("attention errors are for fixed budgets: uniform, ada-floor, ada-blend")
+    recorder = Engine(engine.config, engine.params, _Recorder(), engine.mesh, chunk=engine.chunk)
+    slots = bucket(max(map(len, texts)) + 1)
+    measures = [_measure(recorder.setup, method, queries) for method in methods]
+    sums = np.zeros((len(methods), engine.config.num_layers, 2, len(LAMS)))
+    kept = np.zeros((len(methods), engine.config.num_layers))
+    for text in texts:
+        caches = recorder.prefill([text], reserve=0, capacity=slots).usable_caches()
+        for layer, cache in enumerate(caches):
+            for index, measure in enumerate(measures):
+                errors, share = measure(cache, jnp.int32(len(text) - queries))
+                sums[index, layer] += np.asarray(errors)
+                kept[index, layer] += float(share)
+    means = sums / len(texts)
+    return [
+        {
+            "settings": dataclasses.asdict(method) | {"lam": lam},
+            "score_error": float(means[index, :, 0, i].mean()),
+            "output_error": float(means[index, :, 1, i].mean()),
+            "by_layer": means[index, :, :, i].tolist(),
+            "kept": float(kept[index].mean() / len(texts)),
+            "queries": queries * len(texts),
+        }
+        for index, method in enumerate(methods)
+        for i, lam in enumerate(LAMS)
+    ]
+
+
+def _measure(setup: programs.Setup, method: Resa, queries: int) -> Any:
+    """`(one layer's cache of one text, tokens of its prompt) -> (errors [2, lams], kept share)`."""
+
+    def body(cache: _Recorded, prompt: Array) -> tuple[Array, Array]:
+        ctx = setup.layer_context(0, cache.store.length)
+
+        def one(step: Array) -> tuple[Array, Array]:
+            return _step_errors(method, cache, prompt, prompt + step, ctx)
+
+        errors, shares = jax.lax.map(one, jnp.arange(queries))
+        return jnp.mean(errors, axis=0), jnp.mean(shares)
+
+    everywhere = PartitionSpec()
+    return jax.jit(setup.shard_map(body, everywhere, everywhere))
+
+
+def _step_errors(
+    method: Resa, cache: _Recorded, prompt: Array, position: Array, ctx: LayerContext
+) -> tuple[Float[Array, "2 E"], Float[Array, ""]]:
+    """Of the query at `position`: errors by lambda, and the share of the keys that it attends."""
+    length_B = position[None] + 1
+    store = dataclasses.replace(cache.store, length=length_B)
+    q_B1NH = jax.lax.dynamic_slice_in_dim(cache.queries, position, 1, axis=2).swapaxes(1, 2)
+    kept_NS = _kept(method, q_B1NH, store, prompt[None], ctx)[0]
+    group = q_B1NH.shape[2] // store.k.shape[1]
+    k_NSH, v_NSH = (jnp.repeat(x[0], group, axis=0).astype(jnp.float32) for x in (store.k, store.v))
+    q_NH, at_S = q_B1NH[0, 0].astype(jnp.float32), jnp.arange(k_NSH.shape[1])
+    seen_S, read_S = at_S <= position, at_S < prompt
+    mean_q_NH = jnp.sum(jnp.where(read_S[:, None], cache.queries[0], 0.0), axis=1) / prompt
+    mean_S = seen_S if method.growth == "append" else read_S
+    mean_k_NH = jnp.sum(jnp.where(mean_S[:, None], k_NSH, 0.0), axis=1) / jnp.sum(mean_S)
+    prior_S = read_S if method.growth == "frozen" else seen_S
+    exact_NS = ctx.scale * jnp.einsum("NH,NSH->NS", q_NH, k_NSH)
+    prior_NS = ctx.scale * jnp.einsum("NH,NSH->NS", mean_q_NH, k_NSH)
+    bias_N = ctx.scale * jnp.sum((q_NH - mean_q_NH) * mean_k_NH, axis=-1)
+    prior_NS = jnp.where(prior_S, prior_NS + bias_N[:, None], -jnp.inf)
+    logits_NS = jnp.where(seen_S, jnp.where(kept_NS, exact_NS, prior_NS), -jnp.inf)
+    weights_NS = jnp.exp(logits_NS - jnp.max(logits_NS, axis=-1, keepdims=True))
+    full_NS = jax.nn.softmax(jnp.where(seen_S, exact_NS, -jnp.inf), axis=-1)
+    full_NH = jnp.einsum("NS,NSH->NH", full_NS, v_NSH)
+
+    def errors(lam: Array) -> Array:
+        scaled_NS = weights_NS * jnp.where(kept_NS, 1.0, lam)
+        whole_NS = weights_NS if method.lambda_mode == "paper_literal" else scaled_NS
+        share_NS = scaled_NS / jnp.sum(whole_NS, axis=-1, keepdims=True)
+        away_NH = jnp.einsum("NS,NSH->NH", share_NS, v_NSH) - full_NH
+        distance_N = jnp.sum(jnp.abs(share_NS - full_NS), axis=-1)
+        relative_N = jnp.linalg.norm(away_NH, axis=-1) / jnp.linalg.norm(full_NH, axis=-1)
+        return jnp.stack([jnp.mean(distance_N), jnp.mean(relative_N)])
+
+    found = jax.vmap(errors, out_axes=1)(jnp.array(LAMS))
+    return found, jnp.mean(jnp.sum(kept_NS, axis=-1) / length_B[0])
+
+
+def _kept(
+    method: Resa,
+    q: Float[Array, "B 1 N H"],
+    store: AppendCache,
+    prompt: Int[Array, " B"],
+    ctx: LayerContext,
+) -> Bool[Array, "B N S"]:
+    """Which slots the method's selector attends, the fixed ones too."""
+    base, heads = method.base, q.shape[2]
+    batch, kv_heads, slots, width = store.k.shape
+    pages = slots // base.page_size
+    paged = store.k.reshape(batch, kv_heads, pages, base.page_size, width)
+    held_BS = jnp.arange(slots) < store.length[:, None]
+    digests = base.summarise(paged, held_BS.reshape(batch, pages, base.page_size))
+    nothing = jnp.zeros((batch, heads), jnp.int32)
+    cache = SelectiveCache(store, digests, prompt, nothing, prompt)
+    span = selectable(base, store, ctx)
+    lists = choose(base, q, cache, span, ctx, None, None)
+    row_BC = jnp.arange(batch)[:, None]
+    if lists.heads is None:
+        shape = lists.pages.shape
+        list_BXC = jnp.broadcast_to(jnp.arange(shape[1])[:, None], shape)
+        chosen_BXP = jnp.zeros((*shape[:2], pages + 1), bool)
+        where = (row_BC[..., None], list_BXC, lists.pages)
+    else:
+        chosen_BXP = jnp.zeros((batch, kv_heads, pages + 1), bool)
+        where = (row_BC, lists.heads, lists.pages[:, 0])
+    # -1 for none is the last page, of which there is one to spare.
+    chosen_BXP = chosen_BXP.at[where].set(True)[..., :pages]
+    chosen_BNP = jnp.repeat(chosen_BXP, heads // chosen_BXP.shape[1], axis=1)
+    chosen_BNS = jnp.repeat(chosen_BNP, base.page_size, axis=2)
+    at_S = jnp.arange(slots)
+    between_BS = (at_S >= span.start[:, None]) & (at_S < span.stop[:, None])
+    return held_BS[:, None] & (chosen_BNS | ~between_BS[:, None])
