@@ -167,12 +167,7 @@ class Resa:
         everything_BN = chosen.kept == selective.store.length[:, None]
         literal = self.lambda_mode == "paper_literal"
         out, lse = residual.combine(
-            chosen,
-            background,
-            prior,
-            everything_BN,
-            lam=self.lam,
-            literal=self.lambda_mode == "paper_literal",
+            chosen, background, prior, everything_BN, lam=self.lam, literal=literal
         )
         return out, lse, ResaCache(selection.counted(selective, chosen.kept, segment), background)
 
