@@ -12,10 +12,15 @@ that nothing waits for. Empty capacity is not read; slots beyond a length must h
 Shared memory: q 16 KiB, rings 192 KiB, 8 KiB on the way out. Registers: weighted values [64,H],
 logits [64,128], float32. Bytes moved: k and v of the filled slots; partial results 0.5 MB.
 
-Roofline: memory. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads of 128, bfloat16, all
-kernels of a call and the timing loop's own 10 us included: 1 x 131,072 slots 3.85 TB/s (95% of the
-copy; XLA's form 3.43), 8 x 16,384 3.78 (93%; 3.50), 1 x 32,768 2.81 (69%; 2.72). At 32,768 the
-kernel alone is done at 80%; the rest is the launch of plan, padding and merge.
+Roofline: memory. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads of 128, bfloat16,
+medians of whole calls: 1 x 131,072 slots 0.139 ms, 3.85 TB/s (95% of the copy; XLA's form 3.43); 8
+x 16,384 3.79 TB/s (94%; 3.50); 1 x 32,768 0.048 ms, 2.77 TB/s (68%; 2.72). These hold 0.010 ms of
+the timing loop; without them the last is 3.5 TB/s, of which the kernel with its plan takes 0.031 ms
+and padding, launch and merge 0.007. Eight rows of 64 to 16,384 slots, 41% of the capacity, take
+0.090 ms (XLA, which reads all of it, 0.154) where their bytes allow 0.054: runs are equal in
+blocks, and a worker that crosses many heads of short rows also loads and writes for each of them.
+Two blocks of threads a multiprocessor with half the ring each were slower at every size, blocks of
+64 slots as well.
 """
 
 import functools

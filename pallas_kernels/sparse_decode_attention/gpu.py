@@ -10,9 +10,9 @@ Page numbers pass through shared memory. Only blocks with a page that is none, o
 Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 8 KiB on the way out.
 
 Roofline: the bytes of the listed pages. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads
-of 128, bfloat16, 256 random pages of 16 of 131,072 slots a head: batch 16 0.077 ms, 3.5 TB/s (86%
-of the copy; XLA's gather 0.328 ms); batch 1 0.0144 ms (0.0200), the timing loop's own 10 us
-included in each.
+of 128, bfloat16, 256 random pages of 16 of 131,072 slots a head, whole calls: batch 16 0.077 ms,
+3.5 TB/s (86% of the copy; XLA's gather 0.328 ms); batch 1 0.0146 ms (0.0200). Each holds 0.010 ms
+of the timing loop.
 """
 
 import functools

@@ -18,10 +18,12 @@ copies. Shared memory: queries 32 KiB, ring of 5 tiles 160 KiB. Registers: score
 lists.
 
 Roofline: tensor cores, 2 T S N H operations, for many queries; the bytes of k for one. On an H200,
-512 queries of 32 heads over 8 kv heads of 128, bfloat16, the 4 best of 131,072 keys: the kernel
-0.91 ms (601 TFLOP/s), rescoring 0.08 ms. Without the ranking (1 best) the whole takes 0.89 ms. With
-4 tiles in flight instead of 5 the kernel took 1.02 ms; with a compare and a select for the maximum
-(which jnp.maximum cannot replace: it keeps NaN) 0.1 ms more. One query: 0.088 ms (XLA 0.098).
+512 queries of 32 heads over 8 kv heads of 128, bfloat16, the 4 best, whole calls: of 8,192 keys
+0.123 ms, 131,072 1.00 ms (550 TFLOP/s, where a matmul of 8192 cubed reaches 650 to 790), 1,048,576
+7.5 ms (585). Of the 1.00 ms the kernel is 0.91 and rescoring 0.08. The lists' upkeep limits it: 1
+best takes 0.89 ms, 8 best 1.28. With 4 tiles in flight instead of 5 the kernel took 1.02 ms; with a
+compare and a select for the maximum (`jnp.maximum` would keep NaN) 0.1 ms more. One query: 0.089 ms
+(XLA 0.097), of which reading k is 0.066.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """The Mosaic GPU kernels against the definitions: small cases interpreted on a CPU, large ones on a
 Hopper GPU; and the programs that they lower to, which needs no GPU."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import layout_inference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec
 
@@ -225,15 +227,29 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
 
 
 @pytest.mark.parametrize("name", ["decode", "topk", "mass", "sparse"])
-def test_lowers_for_cuda_within_a_manual_shard_map(name: str) -> None:
+def test_lowers_for_cuda_within_a_manual_shard_map(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Layouts and copies are settled when a kernel is lowered, not when it is compiled."""
+    infer, modules = layout_inference.infer_layout, []
+
+    def record(module: Any, **options: Any) -> None:
+        infer(module, **options)
+        modules.append(str(module))
+
+    monkeypatch.setattr(layout_inference, "infer_layout", record)
     run, args = _programs()[name]
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("data")
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     text = jax.jit(sharded).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     # Both halves of the top-k search are kernels.
-    assert text.count("custom_call @mosaic_gpu") == (2 if name == "topk" else 1)
+    kernels = 2 if name == "topk" else 1
+    assert text.count("custom_call @mosaic_gpu") == len(modules) == kernels
+    for module in modules:
+        # Where no tiling is asked for the inference may choose fewer rows, which come out wrong.
+        tiles = re.findall(r"mosaic_gpu.tile<\[(\d+), (\d+)\]>", module)
+        assert tiles and all(hopper.TILE_ROWS in (int(rows), int(lanes)) for rows, lanes in tiles)
 
 
 def test_what_the_kernels_leave_to_others() -> None:
