@@ -187,10 +187,11 @@ def read_bytes(method: Selector, cache: SelectiveCache | AppendCache, length: in
         scored = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.digests))
     slots = store.k.shape[2]
     pages = most_pages(method, length, slots // method.page_size)
-    tokens = pages * method.page_size + method.sink + method.local
+    tokens = min(pages * method.page_size + method.sink + method.local, length)
     # A group whose heads select alone reads a page once for each of them.
     times = cache.kept.shape[1] // store.k.shape[1] if method.granularity == "query_head" else 1
-    attended = min(tokens * times, times * length) * 2 * store.k.nbytes // slots
-    if method.allocation == "psa-oracle":
-        scored += store.k.nbytes
-    return scored + attended
+    keys = tokens * times * store.k.nbytes // slots
+    if method.allocation.startswith("psa"):
+        # The visited keys are read to see where to stop, then again.
+        scored += keys + (store.k.nbytes if method.allocation == "psa-oracle" else 0)
+    return scored + 2 * keys

@@ -258,3 +258,54 @@ def test_rs_7_rs_13_growth():
     np.testing.assert_allclose(outputs[2], outputs[1], atol=2e-5)
     np.testing.assert_allclose(outputs[3], outputs[0], atol=2e-5)
     assert np.abs(outputs[3] - outputs[2]).max() > 1e-4
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_one_logit_a_row_is_written_where_its_slot_lies(batch, platform, monkeypatch):
+    """A row that has stopped, and one whose slot is beyond the buffer, are left alone."""
+    monkeypatch.setattr(residual, "platform", lambda: platform)
+    buffer = np.arange(batch * HEADS * 6, dtype=np.float32).reshape(batch, HEADS, 6)
+    new = -1 - np.arange(batch * HEADS, dtype=np.float32).reshape(batch, HEADS)
+    for slots, rows in [((2, 5, 6), (1, 0, 1)), ((5, 0, 1), (1, 1, 1)), ((9, 3, 3), (1, 1, 0))]:
+        slot, row = np.array(slots[:batch], np.int32), np.array(rows[:batch], bool)
+
+        def write(*args):
+            return residual._write(*args, plain_context())
+
+        got = on_one_device(write)(buffer, new, slot, row)
+        expected = buffer.copy()
+        for b in range(batch):
+            if row[b] and slot[b] < 6:
+                expected[b, :, slot[b]] = new[b]
+        np.testing.assert_array_equal(got, expected)
+
+
+def shape_of(slots):
+    queries, keys = (1, HEADS, WIDTH), (1, KV_HEADS, slots, WIDTH)
+    return layer_shape(*(jnp.zeros(size, jnp.float32) for size in (queries, keys)))
+
+
+@pytest.mark.parametrize("method", [Quest(), Resa()], ids=["quest", "resa"])
+def test_layers_with_a_sliding_window_stay_exact(method):
+    shape = shape_of(128)
+    windowed = jax.eval_shape(lambda: method.init_cache(dataclasses.replace(shape, window=64)))
+    assert isinstance(windowed, AppendCache)
+    assert not isinstance(jax.eval_shape(lambda: method.init_cache(shape)), AppendCache)
+
+
+def test_bytes_read_are_the_budgets():
+    """Of 8192 tokens, pages of 16: bounds are a sixteenth of K and V, the budget an eighth."""
+    shape = shape_of(8192)
+    whole = 2 * KV_HEADS * 8192 * WIDTH * 4
+    fixed = whole * 68 // 8192
+
+    def read(method):
+        return method.read_bytes(method.init_cache(shape), 8192)
+
+    assert read(Quest(granularity="kv_head")) == whole // 16 + whole // 8 + fixed
+    # Two heads of a group that select alone.
+    assert read(Quest()) == whole // 16 + 2 * (whole // 8 + fixed)
+    resa = Resa(granularity="kv_head", ratio=0.125)
+    assert read(resa) == read(Quest(granularity="kv_head")) + 4 * HEADS * (1024 + 68)
+    assert read(Quest(skip_layers=1)) == whole
