@@ -76,19 +76,13 @@ def passkey(
     wanted = lengths or [4096, 8192]
     if min(wanted) < 64:
         raise InputError(f"--length must be at least 64 tokens, got {min(wanted)}")
+    source = _source(text, noise)
     terminal = Terminal(as_json=as_json)
-    first = options.ModelChoice(
-        checkpoint, chosen[0][0], chosen[0][1], mesh=mesh, dtype=dtype, chunk=chunk
-    ).open(terminal)
-    if noise and text is not None:
-        raise InputError("--noise and --text are two texts; give one")
-    source = None if text is None else read_text(str(text))
+    model = options.ModelChoice(checkpoint, *chosen[0], mesh=mesh, dtype=dtype, chunk=chunk).open(
+        terminal
+    )
     spaced = [i / max(depths - 1, 1) for i in range(depths)]
-    if noise:
-        from jax_longctx.evaluation.haystack import NOISE
-
-        source = NOISE
-    runs = _runs(first, chosen, sorted(wanted), spaced, trials, batch, source, seed, terminal)
+    runs = _runs(model, chosen, sorted(wanted), spaced, trials, batch, source, seed, terminal)
     _report(runs, out, heatmap, terminal)
 
 
@@ -110,6 +104,19 @@ def table(
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{file} holds no results of eval passkey: {error}") from error
     _report(runs, None, heatmap, Terminal())
+
+
+def _source(text: Path | None, noise: bool) -> str | None:
+    """The text to hide the key in; None for the default."""
+    if noise and text is not None:
+        raise InputError("--noise and --text are two texts; give one")
+    if text is not None:
+        return read_text(str(text))
+    if not noise:
+        return None
+    from jax_longctx.evaluation.haystack import NOISE
+
+    return NOISE
 
 
 def parse_method(spec: str) -> tuple[str, list[str]]:
