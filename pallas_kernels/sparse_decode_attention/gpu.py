@@ -116,7 +116,8 @@ def sparse_decode_attention(
     )
     widths = (0, 0), (0, 0), (0, job.splits * share * job.pages - entries)
     pages = jnp.pad(pages.astype(jnp.int32), widths, constant_values=-1)
-    out, lse = _partials(q, k, v, pages, jnp.stack([start, stop], axis=1), job, interpret)
+    bounds = jnp.stack([jnp.maximum(start, 0), stop], axis=1)
+    out, lse = _partials(q, k, v, pages, bounds, job, interpret)
     flat = batch, 1, q.shape[2]
     if job.splits == 1:
         out, lse = out[:, :, 0], lse[:, :, 0]
@@ -261,22 +262,19 @@ def _attend(steps: Array, bounds: tuple, job: _Job, scratch: dict) -> streaming.
 
 
 def _mask(s: Array, *, step: Array, bounds: tuple, job: _Job, ids: Any) -> Array:
-    """-inf for the slots of pages that are none, and outside the bounds."""
+    """-inf outside the bounds, where the slots of a page that is none (-1) lie too: below 0."""
     pages = [_page(ids, step, j, job) for j in range(job.pages)]
     whole = jnp.bool_(True)
     for page in pages:
         first = page * job.page_size
         whole = whole & (first >= bounds[0]) & (first + job.page_size <= bounds[1])
-        whole = whole & (page >= 0)
 
     def some(s: Array) -> Array:
         column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
         slot = column
         for j, page in enumerate(pages):
-            # Page j's columns are its slots; of a page that is none no slot is within bounds.
-            first = jnp.where(page >= 0, (page - j) * job.page_size, -(2**30))
             mine = column >= j * job.page_size
-            slot = jnp.where(mine, column + first, slot)
+            slot = jnp.where(mine, column + (page - j) * job.page_size, slot)
         return jnp.where((slot >= bounds[0]) & (slot < bounds[1]), s, -jnp.inf)
 
     return lax.cond(whole, lambda s: s, some, s)

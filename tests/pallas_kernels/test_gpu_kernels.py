@@ -69,7 +69,8 @@ def _decode(case: Case, interpret: Any) -> None:
     lengths = case.lengths()
     options = dict(scale=case.head_dim**-0.5, **dict(case.options))
     if "window" in options:
-        options |= dict(query_start=lengths + 2, slot_start=1)
+        # The third row's window begins blocks after its last slot.
+        options |= dict(query_start=lengths.at[2].add(900) + 2, slot_start=1)
     expected = decode_reference.decode_attention(*_exact(q, k, v), lengths, **options)
     beyond = (jnp.arange(case.slots) >= lengths[:, None])[:, None, :, None]
     k, v = (jnp.where(beyond, jnp.asarray(3e4, x.dtype), x) for x in (k, v))
@@ -82,7 +83,8 @@ def _decode(case: Case, interpret: Any) -> None:
 
 def _topk(case: Case, interpret: Any) -> None:
     q, k, _ = case.arrays()
-    q, k = jnp.round(q), jnp.round(k)  # scores are integers, so that many tie
+    # Scores are small integers, so that many tie.
+    q, k = jnp.round(q).at[..., 4:].set(0), jnp.round(k)
     k = k.at[:, :, 20:23].set(jnp.nan).at[:, :, 30, 3].set(jnp.inf)
     start = jnp.array([5, 0, 100, 3][: case.rows], jnp.int32)
     stop = jnp.array([case.slots, 130, 103, 3][: case.rows], jnp.int32)
@@ -109,7 +111,8 @@ def _mass(case: Case, interpret: Any) -> None:
     )
     expected, _ = mass_reference.attention_mass(q, k, lse, lengths, **options)
     # Queries that do not count and slots beyond the length may hold anything.
-    q = jnp.where((jnp.arange(case.queries) < options["valid"][:, None])[..., None, None], q, 3e4)
+    counts = (jnp.arange(case.queries) < options["valid"][:, None])[..., None, None]
+    q = jnp.where(counts, q, jnp.nan)
     beyond = (jnp.arange(case.slots) >= lengths[:, None])[:, None, :, None]
     k = jnp.where(beyond, jnp.asarray(3e4, k.dtype), k)
     run = jax.jit(partial(mass_gpu.attention_mass, interpret=interpret, **options))
@@ -128,7 +131,7 @@ def _sparse(case: Case, interpret: Any) -> None:
         count = (entries, 0, entries // 2)[i % 3]
         row[:count] = random.permutation(case.slots // page_size)[:count]
         row[1 : count : max(count, 1)] = -1
-    start = jnp.array([0, 37, 70, 5][: case.rows], jnp.int32)
+    start = jnp.array([-9, 37, 70, 5][: case.rows], jnp.int32)
     stop = jnp.array([case.slots, case.slots - 30, 139, 9][: case.rows], jnp.int32)
     options |= dict(page_size=page_size, scale=case.head_dim**-0.5)
     where = jnp.asarray(pages), start, stop
@@ -152,9 +155,9 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     "decode": (_decode, Case(head_dim=128)),
     "decode-queries-and-window": (
         _decode,
-        Case(rows=2, queries=4, dtype="float16", workers=1, options=_options(window=100)),
+        Case(queries=4, dtype="float16", workers=1, options=_options(window=100)),
     ),
-    "topk": (_topk, Case(queries=40, kv_heads=1, options=_options(count=3))),
+    "topk": (_topk, Case(queries=40, kv_heads=1, slots=512, options=_options(count=2))),
     "topk-split": (_topk, Case(rows=2, group=1, workers=10, options=_options(count=1))),
     "mass-sum": (_mass, Case(queries=70, options=SUM)),
     "mass-max-causal": (_mass, Case(rows=2, queries=40, slots=200, options=MAX)),
@@ -193,7 +196,7 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
     }
 
 
-# The interpreter multiplies with NumPy, which warns of the keys that are infinite.
+# The interpreter multiplies with NumPy, which warns of what is infinite or no number.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
