@@ -19,30 +19,16 @@ from tests.jax_longctx.methods.oracles.reattention import (
     chosen,
     follow,
 )
+from tests.jax_longctx.methods.released import SMALL, method_of
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows, tiny_config, tiny_engine
 
-NAMES = ("global_size", "local_size", "span", "count", "kept", "chunk")
-SMALL = Rules(g=2, w=8, m=4, k=2, kept=3, c=8)
-RELEASED = {
-    "align": 128,
-    "selector": "tilemax128",
-    "decode_heads": "scrambled",
-    "first_chunk": "released",
-}
 THETA = 1e4
 # Where more layers would only take longer to compile.
 ONE_LAYER = tiny_config(num_layers=1)
 # Of each row: context, question; every row is given as many answer tokens.
 LENGTHS = [(37, 4), (5, 1), (20, 12), (0, 3)]
 ANSWER = 5
-
-
-def method_of(rules: Rules, kind: type = ReAttention) -> Any:
-    values = (rules.g, rules.w, rules.m, rules.k, rules.kept, rules.c)
-    given: dict[str, Any] = dict(zip(NAMES, values, strict=True))
-    released = RELEASED if rules.released else {}
-    return kind(**given, **released, position="original" if rules.original else "contiguous")
 
 
 def texts(lengths=LENGTHS, answer=ANSWER, seed=0):

@@ -18,20 +18,12 @@ from jax_longctx.methods import ReAttention, make_method, recall, scope, setting
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import cache_bytes, compile_decode, no_persistent_cache
 from tests.jax_longctx.methods.oracles.reattention import (
-    Rules,
     chosen,
     votes_kept,
 )
+from tests.jax_longctx.methods.released import RELEASED, SMALL, method_of
 from tests.support import random_rows, tiny_config
 
-NAMES = ("global_size", "local_size", "span", "count", "kept", "chunk")
-SMALL = Rules(g=2, w=8, m=4, k=2, kept=3, c=8)
-RELEASED = {
-    "align": 128,
-    "selector": "tilemax128",
-    "decode_heads": "scrambled",
-    "first_chunk": "released",
-}
 THETA = 1e4
 # Where more layers would only take longer to compile.
 ONE_LAYER = tiny_config(num_layers=1)
