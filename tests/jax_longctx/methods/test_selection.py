@@ -9,7 +9,7 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.methods import ArkVale, IdealTopK, Quest, Resa, make_method
 from tests.jax_longctx.methods.oracles.selection import resa_output, selected, softmax_output
 from tests.jax_longctx.methods.selecting import KV_HEADS, LAMS, WIDTH, case, step
-from tests.support import tiny_config, tiny_engine
+from tests.support import tiny_config
 
 FIXED = {"sink": 3, "local": 5}
 QUEST = Quest(budget=12, page_size=4, **FIXED)
@@ -168,7 +168,7 @@ def test_bad_settings_say_what_is_wrong(name, settings, said):
 
 def test_resas_stop_test_is_resas():
     with pytest.raises(ConfigError, match="use the method resa"):
-        tiny_engine(Quest(allocation="psa-resa"))
+        Quest(allocation="psa-resa").validate(tiny_config())
     Resa(allocation="psa-resa").validate(tiny_config())
 
 

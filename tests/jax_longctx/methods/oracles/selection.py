@@ -203,11 +203,10 @@ def decode_logits(
     params: Any,
     prompt: list[int],
     answer: list[int],
-    dense: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits `[1 + steps, V]` after the prompt and each answer token, kept tokens `[L, N]` in all.
 
-    `method` also has RESA's settings where it is RESA. The first `dense` layers attend everything.
+    `method` also has RESA's settings where it is RESA.
     """
     theta, layers = config.rope.theta, config.num_layers
     group = config.num_heads // config.num_kv_heads
@@ -232,8 +231,6 @@ def decode_logits(
             for old, new in zip(keys[layer], (rope(k, at, theta), v), strict=True)
         ]
         q, (k, v) = rope(q, at, theta)[0], keys[layer]
-        if layer < dense:
-            return softmax_output(q, k, v, np.ones((len(q), n + 1), bool))[None]
         prior = None
         if residual:
             mean_q, mean_k = means[layer]
