@@ -76,7 +76,11 @@ def selective(cache):
     return cache.selective if hasattr(cache, "selective") else cache
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    # What quest does alone, it does in `resa` too.
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "quest" else []) for name in MODELS],
+)
 def test_x21_rs_7_rs_8_logits_of_every_step_equal_numpy(name, engine):
     """Whatever the chunks, and on any mesh; RESA's p0 and mu_k grow as if made anew."""
     method, kind, sizes = MODELS[name]

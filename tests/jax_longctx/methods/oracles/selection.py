@@ -84,32 +84,11 @@ def selected(
     def keys(page_id: int, head: int) -> np.ndarray:
         return k[page_id * page : (page_id + 1) * page, head // group]
 
-    def by_kv(x: np.ndarray) -> np.ndarray:
-        return x.reshape(kv_heads, group, -1).mean(1)
-
     scores = np.array(
-        [
-            [
-                page_score(kind, digest, k[p * page : (p + 1) * page, h // group], q[h])
-                for p in pages
-            ]
-            for h in range(heads)
-        ]
+        [[page_score(kind, digest, keys(p, h), q[h]) for p in pages] for h in range(heads)]
     )
-    count = _count(settings, prompt)
     sizes = np.log([len(t) for t in tokens])
-    mass = _softmax(scale * scores + sizes)
-    pooled = scores if kind == "arkvale" else mass
-    if settings.allocation.startswith("ada"):
-        shared = by_kv(scores)
-        shared = _softmax(scale * shared + sizes) if kind == "arkvale" else by_kv(mass)
-        chosen = [lst for lst in _ada(settings, shared, count) for _ in range(group)]
-    elif settings.granularity == "query_head":
-        chosen = [_top(row, count) for row in scores]
-    elif settings.granularity == "kv_head":
-        chosen = [_top(row, count) for row in by_kv(pooled) for _ in range(group)]
-    else:
-        chosen = [_top(pooled.mean(0), count)] * heads
+    chosen = _lists(kind, settings, scores, sizes, scale, kv_heads, _count(settings, prompt))
     for h in range(heads):
         picks = chosen[h]
         if settings.allocation.startswith("psa"):
@@ -120,6 +99,36 @@ def selected(
         for p in picks:
             kept[h, tokens[p]] = True
     return kept
+
+
+def _lists(
+    kind: str,
+    settings: Any,
+    scores: np.ndarray,
+    sizes: np.ndarray,
+    scale: float,
+    kv_heads: int,
+    count: int,
+) -> list[list[int]]:
+    """Each query head's pages, of scores `[N, P]` of pages with log sizes `[P]`."""
+    heads = len(scores)
+    group = heads // kv_heads
+
+    def by_kv(x: np.ndarray) -> np.ndarray:
+        return x.reshape(kv_heads, group, -1).mean(1)
+
+    mass = _softmax(scale * scores + sizes)
+    pooled = scores if kind == "arkvale" else mass
+    if settings.allocation.startswith("ada"):
+        shared = by_kv(pooled)
+        if kind == "arkvale":
+            shared = _softmax(scale * shared + sizes)
+        return [pages for pages in _ada(settings, shared, count) for _ in range(group)]
+    if settings.granularity == "query_head":
+        return [_top(row, count) for row in scores]
+    if settings.granularity == "kv_head":
+        return [_top(row, count) for row in by_kv(pooled) for _ in range(group)]
+    return [_top(pooled.mean(0), count)] * heads
 
 
 def _count(settings: Any, prompt: int) -> int:
