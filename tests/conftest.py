@@ -28,7 +28,9 @@ CHECKED = ["jax_longctx", "pallas_kernels", "checkpoints_convert"]
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
-# The tests' programs are small and many.
+# The tests' programs are small and many: what counts is how fast they compile. Tests marked
+# `optimized` look at what the compiler makes.
+jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
@@ -70,6 +72,17 @@ def unchecked_signatures():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def _optimized(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles as users do in tests marked `optimized`."""
+    marked = request.node.get_closest_marker("optimized") is not None
+    if marked:
+        jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    if marked:
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

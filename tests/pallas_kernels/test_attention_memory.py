@@ -7,6 +7,8 @@ import pytest
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
+pytestmark = pytest.mark.optimized
+
 
 def _temporaries(function, *shapes, donate=(), dtype="float32") -> int:
     arguments = jax.tree.map(

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
+pytestmark = pytest.mark.optimized
+
 pytest.importorskip("libtpu")
 
 ROWS, CACHE, ROW = P("data", None, "tensor"), P("data", "tensor"), P("data")

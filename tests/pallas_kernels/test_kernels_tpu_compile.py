@@ -19,6 +19,8 @@ from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
 
+pytestmark = pytest.mark.optimized
+
 pytest.importorskip("libtpu")
 
 # Cases beyond a kernel's main one.

@@ -15,6 +15,8 @@ from tests.jax_longctx.engine.lowering import (
 )
 from tests.support import tiny_config
 
+pytestmark = pytest.mark.optimized
+
 # dtype, query heads, kv heads, head dim
 MODELS = {"float32-small": (jnp.float32, 9, 3, 64), "bfloat16-8b": (jnp.bfloat16, 32, 8, 128)}
 

@@ -17,6 +17,8 @@ from tests.jax_longctx.engine.lowering import (
 )
 from tests.support import tiny_config
 
+pytestmark = pytest.mark.optimized
+
 pytest.importorskip("libtpu")
 
 SLOTS = 32768
