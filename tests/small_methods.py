@@ -45,3 +45,41 @@ SMALL: dict[str, dict[str, object]] = {
 def small_method(name: str):
     """The method with its small settings; KeyError names one that has none here."""
     return make_method(name, SMALL[name])
+
+
+_ALL = {"budget": 256, "chunk": 16}
+# Settings under which nothing leaves and everything is read, of texts below some 60 tokens.
+EVERYTHING: dict[str, dict[str, object]] = {
+    "full": {},
+    "dynamic-ntk": {},
+    "streaming-llm": _ALL,
+    "h2o": _ALL,
+    "tova": _ALL,
+    "roco": _ALL,
+    "reattention": {
+        "global_size": 4,
+        "local_size": 100,
+        "span": 4,
+        "count": 2,
+        "kept": 4,
+        "chunk": 16,
+    },
+    "infllm": {
+        "n_init": 4,
+        "n_local": 100,
+        "block_size": 8,
+        "topk": 2,
+        "repr_topk": 2,
+        "chunk": 16,
+    },
+    "snapkv": {"budget": 256},
+    "refreshkv": {"budget": 256},
+    "citrus": _ALL,
+    "citrus-individual": _ALL,
+    "citrus-standard": _ALL,
+    "h2o-shared": _ALL,
+    "quest": {"budget": 256},
+    "arkvale": {"budget": 256},
+    "ideal-topk": {"budget": 256},
+    "resa": {"budget": 256},
+}

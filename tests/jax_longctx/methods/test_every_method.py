@@ -1,0 +1,113 @@
+"""What every method must do: equal full attention where nothing is left out, on models with every
+option, and answer through the command line by name."""
+
+import pytest
+from typer.testing import CliRunner
+
+import jax_longctx
+from jax_longctx.cli.main import app
+from jax_longctx.engine import Engine
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.errors import InputError
+from jax_longctx.methods import METHODS, make_method
+from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.llama import init_params
+from tests.small_methods import EVERYTHING, SMALL, small_method
+from tests.support import random_rows, tiny_config, tiny_engine
+
+pytestmark = pytest.mark.slow
+
+ROWS, QUESTIONS = [37, 1, 20], [3, 2, 5]
+
+
+def config_with_everything():
+    """Biases, norms of queries and keys, tied embeddings, eight query heads over one kv head."""
+    rope = RopeConfig(kind="yarn", theta=1e4, trained_length=32, factor=8.0)
+    return tiny_config(
+        family="qwen3",
+        qkv_bias=True,
+        qk_norm=True,
+        tie_embeddings=True,
+        num_heads=8,
+        num_kv_heads=1,
+        rope=rope,
+        max_position=256,
+    )
+
+
+def answers(engine, contexts, questions, **options):
+    context = engine.prefill(contexts, reserve=24, questions=questions)
+    rows = [[] for _ in contexts]
+    for block in engine.stream(context, questions, max_tokens=8, **options):
+        for row, new in zip(rows, block, strict=True):
+            row.extend(new)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def full_answers():
+    engine = tiny_engine(config=config_with_everything(), chunk=16)
+    contexts, questions = random_rows(ROWS), random_rows(QUESTIONS, seed=1)
+    return answers(engine, contexts, questions)
+
+
+# Dynamic NTK replaces the checkpoint's own scaling, which it refuses to do.
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "dynamic-ntk"])
+def test_nothing_left_out_is_full_attention_on_a_model_with_every_option(name, full_answers):
+    method = make_method(name, EVERYTHING[name])
+    engine = tiny_engine(method, config=config_with_everything(), chunk=16)
+    contexts, questions = random_rows(ROWS), random_rows(QUESTIONS, seed=1)
+    assert answers(engine, contexts, questions, keep=False) == full_answers
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_context_answers_again_and_after_saving(name, tmp_path):
+    engine = tiny_engine(small_method(name), chunk=16)
+    contexts, questions = random_rows([90, 40]), random_rows([3, 5], seed=1)
+    context = engine.prefill(contexts, reserve=24, questions=questions)
+    save_context(engine, context, tmp_path / "context")
+
+    def ask(of, **options):
+        return list(engine.stream(of, questions, max_tokens=8, **options))
+
+    first = ask(context)
+    assert ask(context) == first
+    assert ask(load_context(engine, tmp_path / "context"), keep=False) == first
+    assert ask(context, keep=False) == first
+    with pytest.raises(InputError, match="given up"):
+        ask(context)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_by_name_through_the_command_line(name, tiny_model, tmp_path, monkeypatch):
+    def load(checkpoint, *, method, mesh, dtype, chunk):
+        engine = tiny_model.engine
+        made = Engine(engine.config, engine.params, method, engine.mesh, chunk=64)
+        return jax_longctx.LongContext(made, tiny_model.tokenizer)
+
+    monkeypatch.setattr(jax_longctx, "load", load, raising=False)
+    book = tmp_path / "book.txt"
+    book.write_text("The pass key is 12345. Remember it. " * 20)
+    settings = [part for key, value in SMALL[name].items() for part in ("--set", f"{key}={value}")]
+    how = ["-c", "model", "--method", name, *settings, "--max-tokens", "4"]
+    asked = CliRunner().invoke(app, ["ask", str(book), "Who?", "Why?", *how])
+    assert asked.exit_code == 0, asked.output
+    assert asked.stdout.count("\n") >= 2
+    rereads = METHODS[name].info.needs_question
+    assert ("the text is read 2 times" in asked.stderr) is rereads
+    continued = CliRunner().invoke(app, ["generate", book.read_text(), *how])
+    assert continued.exit_code == 0, continued.output
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    from jax_longctx.text import Tokenizer
+    from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.load(folder)
+    config = jax_longctx.ModelConfig.from_hf(hf_config(tokenizer.vocab_size))
+    mesh = jax_longctx.make_mesh()
+    engine = Engine(config, init_params(config, mesh, seed=1), make_method("full"), mesh)
+    return jax_longctx.LongContext(engine, tokenizer)
