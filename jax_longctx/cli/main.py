@@ -18,6 +18,7 @@ from jax_longctx.cli.bench_decode import decode
 from jax_longctx.cli.convert import convert
 from jax_longctx.cli.demo import demo
 from jax_longctx.cli.eval import eval_app
+from jax_longctx.cli.eval_resa import resa_errors
 from jax_longctx.cli.generate import generate
 from jax_longctx.cli.methods import methods
 from jax_longctx.errors import LongctxError
@@ -73,6 +74,7 @@ for _command in (ask, generate, convert, methods, demo):
     app.command()(_command)
 bench_app.command()(decode)
 app.add_typer(bench_app, name="bench")
+eval_app.command("resa-errors")(resa_errors)
 app.add_typer(eval_app, name="eval")
 
 

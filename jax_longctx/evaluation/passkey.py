@@ -51,9 +51,7 @@ def make_trials(
             depth = depths[index % len(depths)]
             sentence = SENTENCE.format(key=key)
             # One token is the beginning-of-text token's.
-            text, _ = haystack.hide(
-                sentence, tokens=length - asked - 1, depth=depth, start=start
-            )
+            text, _ = haystack.hide(sentence, tokens=length - asked - 1, depth=depth, start=start)
             trials.append(Trial(length, depth, key, text))
     return trials
 

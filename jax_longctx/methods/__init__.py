@@ -61,9 +61,9 @@ METHODS: dict[str, type] = {
     "citrus-individual": CitrusIndividual,
     "citrus-standard": CitrusStandard,
     "h2o-shared": H2OShared,
+    "quest": Quest,
     "arkvale": ArkVale,
     "ideal-topk": IdealTopK,
-    "quest": Quest,
     "resa": Resa,
 }
 

@@ -42,3 +42,23 @@ def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, tmp_pat
         result = run(*args)
         assert result.exit_code == 2
         assert result.stderr.count("\n") == 1 and message in result.stderr
+
+
+def test_resa_errors_fall_with_the_estimate(run, loads, tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "errors.json"
+    text.write_text("Rain falls on the roof. Leaves turn. " * 60)
+    args = ["eval", "resa-errors", "-c", "model", "--selector", "ideal", "--ratio", "0.1"]
+    args += ["--texts", "2", "--tokens", "200", "--queries", "3", "--text", text]
+    result = run(*args, "--out", out)
+    assert result.exit_code == 0, result.output
+    records = json.loads(out.read_text())
+    assert [record["settings"]["lam"] for record in records] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert {record["queries"] for record in records} == {6}
+    assert result.stdout.count("ideal") == 5
+    layers = len(records[0]["by_layer"])
+    below = sum(
+        a[0] < b[0] for a, b in zip(records[2]["by_layer"], records[0]["by_layer"], strict=True)
+    )
+    assert f"{below}/{layers}" in result.stdout
+    short = run(*args[:-4], "--queries", "3", "--tokens", "100000", "--text", text)
+    assert short.exit_code == 2 and "ask for fewer" in short.stderr
