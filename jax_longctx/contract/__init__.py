@@ -4,6 +4,7 @@ from jax_longctx.contract.context import LayerContext
 from jax_longctx.contract.method import CacheShape, Method, MethodInfo
 from jax_longctx.contract.segments import (
     CHUNK_ROWS,
+    ENDS,
     INSTRUCTION_ROWS,
     Prompt,
     Role,
@@ -13,10 +14,12 @@ from jax_longctx.contract.segments import (
     beside,
     chunk_segments,
     make_segment,
+    mark_ends,
 )
 
 __all__ = [
     "CHUNK_ROWS",
+    "ENDS",
     "INSTRUCTION_ROWS",
     "CacheShape",
     "LayerContext",
@@ -30,4 +33,5 @@ __all__ = [
     "beside",
     "chunk_segments",
     "make_segment",
+    "mark_ends",
 ]

@@ -44,6 +44,11 @@ class LayerContext:
         """The same context under another rotary embedding."""
         return dataclasses.replace(self, rope=rope)
 
+    @property
+    def head_shards(self) -> int:
+        """Number of shards of the heads."""
+        return jax.lax.axis_size("tensor")
+
     def psum_heads(self, x: Array) -> Array:
         """Sum over the shards of the heads (each shard has already reduced its own)."""
         return jax.lax.psum(x, "tensor")

@@ -1,7 +1,7 @@
 """Segments: how a prompt is fed to the model, in pieces of a few fixed shapes."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -12,6 +12,7 @@ from jax_longctx.sharding import axes_field
 
 __all__ = [
     "CHUNK_ROWS",
+    "ENDS",
     "INSTRUCTION_ROWS",
     "Prompt",
     "Role",
@@ -21,6 +22,7 @@ __all__ = [
     "beside",
     "chunk_segments",
     "make_segment",
+    "mark_ends",
 ]
 
 Role = Literal["context", "probe", "probe_and_context", "query", "decode"]
@@ -42,6 +44,9 @@ class RowGroup:
 
 CHUNK_ROWS = "chunk"
 INSTRUCTION_ROWS = "instruction"
+
+# The variant of segments in which some row ends, for methods that do more there.
+ENDS = "ends"
 
 
 @jax.tree_util.register_dataclass
@@ -125,6 +130,13 @@ def chunk_segments(rows: Sequence[Sequence[int]], chunk: int, role: Role) -> Ite
         size = tail_size(min(chunk, longest - start), chunk)
         ends = (lengths > start) & (lengths <= start + chunk)
         yield make_segment([row[start : start + chunk] for row in rows], size, role, ends)
+
+
+def mark_ends(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """The same segments, of variant ENDS where some row ends."""
+    for segment in segments:
+        ends = bool(np.any(np.asarray(segment.ends)))
+        yield dataclasses.replace(segment, variant=ENDS) if ends else segment
 
 
 def beside(chunk: Segment, instructions: Sequence[Sequence[int]], width: int) -> Segment:

@@ -20,17 +20,18 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    ENDS,
     CacheShape,
     LayerContext,
     MethodInfo,
     Prompt,
     Segment,
+    mark_ends,
 )
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import residual, selection
@@ -43,9 +44,6 @@ from jax_longctx.methods.sparse_decode import attend_selected, most_pages
 from jax_longctx.models.config import ModelConfig
 
 __all__ = ["Resa"]
-
-# Marks a segment in which some row's question ends.
-_ENDS = "ends"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,9 +119,8 @@ class Resa:
         return ResaCache(selective, residual.empty_background(shape))
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        for segment in Full().segments(prompt):
-            ends = prompt.stage == "question" and bool(np.any(segment.ends))
-            yield dataclasses.replace(segment, variant=_ENDS if ends else "")
+        segments = Full().segments(prompt)
+        return mark_ends(segments) if prompt.stage == "question" else segments
 
     def attend(
         self,
@@ -146,7 +143,7 @@ class Resa:
         store = selective.store
         valid_B = segment.valid_of(CHUNK_ROWS)
         background = residual.observe(cache.background, *rotated, valid_B, store.length)
-        if segment.variant == _ENDS:
+        if segment.variant == ENDS:
             background = residual.begin_answer(background, store, store.length, segment.ends, ctx)
         return out, lse, ResaCache(selective, background)
 

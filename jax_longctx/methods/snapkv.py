@@ -141,8 +141,7 @@ class SnapKV:
         if group == "sum":
             mass_BKS = mass_BKS / (cache.queries.shape[2] // store.k.shape[1])
         if self.over_group == "layer":
-            shards = ctx.psum_heads(jnp.ones((), jnp.float32))
-            mean_B1S = ctx.psum_heads(jnp.mean(mass_BKS, axis=1, keepdims=True)) / shards
+            mean_B1S = ctx.psum_heads(jnp.mean(mass_BKS, axis=1, keepdims=True)) / ctx.head_shards
             mass_BKS = jnp.broadcast_to(mean_B1S, mass_BKS.shape)
         return ctx.gather_seq(mass_BKS, axis=2)
 

@@ -215,6 +215,5 @@ def _pooled(
     batch, heads, pages = scores.shape
     if method.granularity == "kv_head":
         return jnp.mean(scores.reshape(batch, kv_heads, -1, pages), axis=2)  # [B, K, G, P]
-    shards = ctx.psum_heads(jnp.ones((), jnp.float32))
-    mean_BP = ctx.psum_heads(jnp.sum(scores, axis=1)) / (heads * shards)
+    mean_BP = ctx.psum_heads(jnp.sum(scores, axis=1)) / (heads * ctx.head_shards)
     return jnp.broadcast_to(mean_BP[:, None], (batch, kv_heads, pages))
