@@ -25,6 +25,7 @@ def convert(
     dtype: Annotated[
         str | None,
         typer.Option(
+            "--dtype",
             metavar="DTYPE",
             help="float32, bfloat16 or float16; the source's unless given. Two bytes halve disk "
             "and memory; on a CPU float32 is the fastest.",

@@ -72,6 +72,7 @@ Settings = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
+        "--dtype",
         metavar="DTYPE",
         help="float32, bfloat16 or float16, for weights and cache; the checkpoint's unless given. "
         "Two bytes halve the memory; on a CPU float32 is the fastest.",
