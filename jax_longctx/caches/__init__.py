@@ -5,6 +5,10 @@ from jax_longctx.caches.append_only import (
     append,
     empty_append_cache,
     gather_slots,
+    local_run,
+    local_slots,
+    read_lines,
+    where_rows,
     write_rows,
     write_run,
 )
@@ -25,7 +29,11 @@ __all__ = [
     "empty_append_cache",
     "empty_budget_cache",
     "gather_slots",
+    "local_run",
+    "local_slots",
+    "read_lines",
     "replace_one",
+    "where_rows",
     "write_rows",
     "write_run",
 ]

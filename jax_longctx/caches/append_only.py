@@ -2,7 +2,7 @@
 
 Slots are sharded over the mesh axis `seq` in contiguous runs; a write goes to the shard that owns
 the slot and is left out by the others. Writes are in place under a donated cache, on CPU and
-compiled for TPU (a test reads it from the programs).
+compiled for TPU, and no read copies a cache there (tests see both in the programs).
 """
 
 import dataclasses
@@ -11,13 +11,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.dispatch import platform
 
-__all__ = ["AppendCache", "append", "empty_append_cache", "gather_slots", "write_rows", "write_run"]
+__all__ = [
+    "AppendCache",
+    "append",
+    "empty_append_cache",
+    "gather_slots",
+    "local_run",
+    "local_slots",
+    "read_lines",
+    "where_rows",
+    "write_rows",
+    "write_run",
+]
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +49,11 @@ class AppendCache:
     position: Int[Array, " B"] = axes_field("batch")
     context_length: Int[Array, " B"] = axes_field("batch")
     context_position: Int[Array, " B"] = axes_field("batch")
+
+    def held(self, ctx: LayerContext, *, but_last: int = 0) -> Int[Array, " B"]:
+        """How many of this shard's slots are valid, each row's last `but_last` tokens left out."""
+        size = self.k.shape[2]
+        return jnp.clip(self.length - but_last - ctx.seq_offset(size), 0, size)
 
     def end_context(self) -> "AppendCache":
         """Remembers where the context ends, so that `rewind` can return there."""
@@ -169,6 +185,61 @@ def append(
     )
 
 
+def local_slots(index: Int[Array, "*shape"], size: int, ctx: LayerContext) -> Int[Array, "*shape"]:
+    """Global slots or pages as this shard counts them, which has `size`; -1 for the others'.
+
+    Negative ones, which are none, come back as -1 too.
+    """
+    local = index - ctx.seq_offset(size)
+    return jnp.where((index >= 0) & (local >= 0) & (local < size), local, -1)
+
+
+def local_run(
+    slots: Int[Array, "B X"],
+    number: Int[Array, " B"],
+    size: int,
+    ctx: LayerContext,
+    *,
+    descending: bool = False,
+) -> tuple[Int[Array, "B Y"], Int[Array, " B"], Int[Array, " B"]]:
+    """The part that this shard holds of each row's monotone list of global slots: a run of it.
+
+    Args:
+      slots: ascending, or descending, in the first number[b] entries; the others do not count.
+      size: this shard's slots.
+
+    Returns:
+      (local, first, count): Y = min(X, size) local slots, of which the first count[b] count and
+      the others are -1; entry i is entry first[b] + i of the list.
+    """
+    first_B, count_B, most = jnp.zeros_like(number), number, min(slots.shape[1], size)
+    if ctx.seq_size > 1:
+        offset = ctx.seq_offset(size)
+        listed_BX = jnp.arange(slots.shape[1]) < number[:, None]
+        below, above = slots < offset, slots >= offset + size
+        first_B = jnp.sum(listed_BX & (above if descending else below), axis=-1)
+        count_B = jnp.sum(listed_BX & ~below & ~above, axis=-1)
+        at_BY = jnp.minimum(first_B[:, None] + jnp.arange(most), slots.shape[1] - 1)
+        slots = jnp.take_along_axis(slots, at_BY, axis=1) - offset
+    local_BY = jnp.where(jnp.arange(most) < count_B[:, None], slots[:, :most], -1)
+    return local_BY, first_B, count_B
+
+
+def read_lines(
+    buffer: Shaped[Array, "B K S H"], slots: Int[Array, "B X C"]
+) -> Shaped[Array, "B K C H"]:
+    """What lies in this shard's `slots`, X = 1 list for all heads or one for each; zeros for -1.
+
+    Read as lines of the flattened buffer, whose layout stays as it is: a gather along the slots
+    makes the TPU compiler copy the cache with its axes moved.
+    """
+    batch, heads, size, head_dim = buffer.shape
+    row_BK1 = (jnp.arange(batch)[:, None, None] * heads + jnp.arange(heads)[:, None]) * size
+    flat = buffer.reshape(-1, head_dim)  # [B*K*S, H]
+    lines = jnp.take(flat, row_BK1 + jnp.maximum(slots, 0), axis=0, mode="clip")
+    return jnp.where((slots >= 0)[..., None], lines, 0)
+
+
 def gather_slots(
     buffer: Float[Array, "B K S H"], slots: Int[Array, "B K C"], ctx: LayerContext
 ) -> Float[Array, "B K C H"]:
@@ -176,9 +247,15 @@ def gather_slots(
 
     Negative slots come back as zeros.
     """
-    local = slots - ctx.seq_offset(buffer.shape[2])
-    mine = (slots >= 0) & (local >= 0) & (local < buffer.shape[2])
-    picked = jnp.take_along_axis(buffer, jnp.where(mine, local, 0)[..., None], axis=2)
-    picked = jnp.where(mine[..., None], picked, 0)
+    picked = read_lines(buffer, local_slots(slots, buffer.shape[2], ctx))
     # One shard holds each slot; a sum with zeros is exact.
     return ctx.psum_seq(picked) if ctx.seq_size > 1 else picked
+
+
+def where_rows(pick: Bool[Array, " B"], new: Any, old: Any) -> Any:
+    """`new` in the rows of `pick`, `old` in the others; for any tree of arrays with rows first."""
+
+    def choose(a: Array, b: Array) -> Array:
+        return jnp.where(pick.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(choose, new, old)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.contract import LayerContext
 from pallas_kernels.select_large_k import select_large_k, select_mask
 
-__all__ = ["ada_kv", "best_first", "most_of", "pages_until", "share", "softmax_mass"]
+__all__ = ["ada_kv", "best_first", "most_of", "page_logits", "pages_until", "share", "softmax_mass"]
 
 
 def share(ratio: float, count: Int[Array, "*B"]) -> Int[Array, "*B"]:
@@ -42,11 +42,18 @@ def most_of(ratio: float, count: int) -> int:
     return count * exact.numerator // exact.denominator
 
 
+def page_logits(
+    scores: Float[Array, "B X P"], tokens: Int[Array, "B P"], scale: float
+) -> Float[Array, "B X P"]:
+    """Each page's log-sum-exp, if all its tokens had the page's score; -inf stays."""
+    return scale * scores + jnp.log(jnp.maximum(tokens, 1).astype(jnp.float32))[:, None]
+
+
 def softmax_mass(
     scores: Float[Array, "B X P"], tokens: Int[Array, "B P"], scale: float
 ) -> Float[Array, "B X P"]:
-    """Each page's share of the softmax, if all its tokens had the page's score; -inf stays."""
-    logits = scale * scores + jnp.log(jnp.maximum(tokens, 1).astype(jnp.float32))[:, None]
+    """Each page's share of the softmax over `page_logits`; -inf where a page has no score."""
+    logits = page_logits(scores, tokens, scale)
     mass = jax.nn.softmax(jnp.where(scores > -jnp.inf, logits, jnp.finfo(jnp.float32).min), axis=-1)
     return jnp.where(scores > -jnp.inf, mass, -jnp.inf)
 

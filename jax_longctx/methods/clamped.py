@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache
+from jax_longctx.caches import AppendCache, local_run, local_slots, read_lines
 from jax_longctx.contract import LayerContext
 from jax_longctx.methods.block_memory import Layout
 from pallas_kernels.decode_attention import decode_attention
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     """This shard's part of a monotone list of slots: keys and values [B, K, X, H].
 
     Entry i of row b is entry first[b] + i of the whole list; number[b] of them count, the others
-    hold something finite.
+    are zeros.
     """
 
     k: Array
@@ -54,20 +54,9 @@ def read_run(
     descending: bool = False,
 ) -> Run:
     """The entries that this shard holds of each row's list, of which the first number[b] count."""
-    local = store.k.shape[2]
-    size = min(slots.shape[1], local)
-    first_B = jnp.zeros_like(number)
-    if ctx.seq_size > 1:
-        # Shards hold intervals, so each holds a run of a monotone list.
-        offset = ctx.seq_offset(local)
-        listed_BX = jnp.arange(slots.shape[1]) < number[:, None]
-        below, above = slots < offset, slots >= offset + local
-        first_B = jnp.sum(listed_BX & (above if descending else below), axis=-1)
-        number = jnp.sum(listed_BX & ~below & ~above, axis=-1)
-        at_BX = jnp.minimum(first_B[:, None] + jnp.arange(size), slots.shape[1] - 1)
-        slots = jnp.take_along_axis(slots, at_BX, axis=1) - offset
-    at_BX = jnp.where(jnp.arange(size) < number[:, None], slots[:, :size], 0)[:, None, :, None]
-    k, v = (jnp.take_along_axis(x, at_BX, axis=2) for x in (store.k, store.v))
+    size = store.k.shape[2]
+    local_BX, first_B, number = local_run(slots, number, size, ctx, descending=descending)
+    k, v = (read_lines(x, local_BX[:, None]) for x in (store.k, store.v))
     return Run(k, v, first_B, number)
 
 
@@ -126,14 +115,12 @@ def attend_far(
         how = {"page_size": page, "scale": ctx.scale}
         out, lse = sparse_decode_attention(q, store.k, store.v, pages, start_B, stop_B, **how)
         return out, lse
-    slots = jnp.maximum(pages, 0)[..., None] * page + jnp.arange(page)
-    slots_BXE = slots.reshape(*chosen.shape[:2], -1)  # [B, X, C * Z]
-    if chosen.shape[1] == 1:
-        at = slots_BXE[..., None]
-        k, v = (jnp.take_along_axis(x, at, axis=2) for x in (store.k, store.v))
+    slots = jnp.where(pages[..., None] < 0, -1, pages[..., None] * page + jnp.arange(page))
+    shared = chosen.shape[1] == 1
+    slots_BXE = slots.reshape(batch, 1 if shared else kv_heads, -1)  # [B, 1, E] or [B, K, G * E]
+    k, v = (read_lines(x, slots_BXE) for x in (store.k, store.v))
+    if shared:
         return cache_attention(q, k, v, number[:, 0] * page, scale=ctx.scale)
-    at = slots_BXE.reshape(batch, kv_heads, -1, 1)  # [B, K, G * E, 1]
-    k, v = (jnp.take_along_axis(x, at, axis=2) for x in (store.k, store.v))
     # Heads that see different keys are rows of their own.
     k, v = (x.reshape(batch * heads, 1, -1, x.shape[3]) for x in (k, v))
     rows = jnp.swapaxes(q, 1, 2).reshape(batch * heads, queries, 1, -1)
@@ -151,9 +138,10 @@ def _local_pages(
     """
     page = math.gcd(layout.sinks, layout.block, local)
     each = layout.block // page
-    first = jnp.maximum(chosen, 0) * each + layout.sinks // page
-    pages = first[..., None] + jnp.arange(each) - ctx.seq_offset(local // page)
-    mine = (chosen >= 0)[..., None] & (pages >= 0) & (pages < local // page)
+    first = chosen * each + layout.sinks // page
+    pages = jnp.where((chosen >= 0)[..., None], first[..., None] + jnp.arange(each), -1)
+    pages = local_slots(pages, local // page, ctx)
+    mine = pages >= 0
     pages = jnp.where(mine, pages, _LAST).reshape(*chosen.shape[:2], -1)  # [B, X, C * each]
     number = jnp.sum(mine, axis=(2, 3))
     if ctx.seq_size > 1:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, write_rows
+from jax_longctx.caches import AppendCache, read_lines, write_rows
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.page_scores import page_scores
@@ -63,18 +63,14 @@ def refresh(
     ctx: LayerContext,
 ) -> PageDigests:
     """Digests that are right for `store`, whose rows got up to `added` tokens after `past`."""
-    slots = store.k.shape[2]
-    pages = slots // page_size
+    pages = store.k.shape[2] // page_size
     touched = min((added + page_size - 2) // page_size + 1, pages)
     # A run of pages that crosses the shard's border is shifted: to redo a page does no harm.
     first_B = jnp.clip(past // page_size - ctx.seq_offset(pages), 0, pages - touched)
     slot_BM = first_B[:, None] * page_size + jnp.arange(touched * page_size)
-    # Slot by slot and head by head: larger slices make XLA turn the cache into another layout.
-    head_K1 = jnp.arange(store.k.shape[1])[:, None]
-    pick = jax.vmap(lambda row, at: row.at[head_K1, at].get(mode="promise_in_bounds"))
     paged = (*store.k.shape[:2], touched, page_size, store.k.shape[3])
-    keys_BKPZH = pick(store.k, slot_BM).reshape(paged)
-    held_BM = slot_BM + ctx.seq_offset(slots) < store.length[:, None]
+    keys_BKPZH = read_lines(store.k, slot_BM[:, None]).reshape(paged)
+    held_BM = slot_BM < store.held(ctx)[:, None]
     new = summarise(keys_BKPZH, held_BM.reshape(-1, touched, page_size))
     count_B = jnp.full_like(first_B, touched)
 

@@ -71,18 +71,16 @@ class Full:
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], AppendCache]:
         positions_BT = cache.position[:, None] + jnp.arange(q.shape[1])
         q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
-        past_B = cache.length
+        past_B = cache.held(ctx)
         cache = append(cache, k, v, segment.valid_of(CHUNK_ROWS), ctx)
         # This shard's slots are global slots offset .. offset + S - 1; slot is position here.
-        offset = ctx.seq_offset(cache.k.shape[2])
-        where = {"query_start": positions_BT[:, 0], "slot_start": offset}
+        first = ctx.seq_offset(cache.k.shape[2])
+        where = {"query_start": positions_BT[:, 0], "slot_start": first}
         how = {"scale": ctx.scale, "window": ctx.window}
         if q.shape[1] == 1:
-            seen_B = jnp.clip(cache.length - offset, 0, cache.k.shape[2])
-            part = decode_attention(q, cache.k, cache.v, seen_B, **where, **how)
+            part = decode_attention(q, cache.k, cache.v, cache.held(ctx), **where, **how)
             return *ctx.seq_merge(*part), cache
-        seen_B = jnp.clip(past_B - offset, 0, cache.k.shape[2])
-        earlier = ctx.seq_merge(*cache_attention(q, cache.k, cache.v, seen_B, **where, **how))
+        earlier = ctx.seq_merge(*cache_attention(q, cache.k, cache.v, past_B, **where, **how))
         within = causal_attention(q, k, v, **how)
         return *merge([earlier, within]), cache
 

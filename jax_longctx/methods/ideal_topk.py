@@ -9,7 +9,6 @@ for each query head, the `budget` best tokens beside the first `sink` and the la
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_longctx.contract import LayerContext, MethodInfo
@@ -73,9 +72,7 @@ class IdealTopK:
         self, q: Float[Array, "B N H"], cache: selection.SelectiveCache, ctx: LayerContext
     ) -> Float[Array, "B N P"]:
         """q.k of this shard's slots, unscaled."""
-        slots = cache.store.k.shape[2]
-        here_B = jnp.clip(cache.store.length - ctx.seq_offset(slots), 0, slots)
-        return decode_logits(q[:, None], cache.store.k, here_B, scale=1.0)
+        return decode_logits(q[:, None], cache.store.k, cache.store.held(ctx), scale=1.0)
 
     validate = selection.validate
     init_cache = selection.init_cache

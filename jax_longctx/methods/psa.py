@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache
+from jax_longctx.caches import AppendCache, local_slots, read_lines
 from jax_longctx.contract import LayerContext
 from jax_longctx.methods import budgets
-from jax_longctx.methods.selectors import Prior, Selector, Span, on_shard
+from jax_longctx.methods.selectors import Prior, Selector, Span
 from pallas_kernels.decode_attention import decode_logits
 from pallas_kernels.select_large_k import select_mask
 
@@ -58,9 +58,7 @@ def until_enough(
     forced_BN = none_BN if forced is None else _seq_lse(forced[0], ctx)
     whole = missing = None
     if method.allocation == "psa-oracle":
-        slots = store.k.shape[2]
-        here_B = jnp.clip(store.length - ctx.seq_offset(slots), 0, slots)
-        logits_BNS = decode_logits(q, store.k, here_B, scale=ctx.scale)
+        logits_BNS = decode_logits(q, store.k, store.held(ctx), scale=ctx.scale)
         whole = _seq_lse(jax.nn.logsumexp(logits_BNS, axis=-1), ctx)
     elif method.allocation == "psa-estimate":
         missing = _estimated(candidates, lists, ctx.scale)
@@ -76,11 +74,8 @@ def until_enough(
 
 
 def _seq_lse(lse: Float[Array, "B N"], ctx: LayerContext) -> Float[Array, "B N"]:
-    """Log-sum-exp over the shards of the slots."""
-    if ctx.seq_size == 1:
-        return lse
-    top = jnp.maximum(ctx.pmax_seq(lse), jnp.finfo(jnp.float32).min)
-    return top + jnp.log(ctx.psum_seq(jnp.exp(lse - top)))
+    """Log-sum-exp over the shards of the slots: attention without values."""
+    return ctx.seq_merge(jnp.zeros((*lse.shape, 1, 0)), lse[..., None])[1][..., 0]
 
 
 def _page_masses(
@@ -94,22 +89,19 @@ def _page_masses(
 ) -> Float[Array, "B N C"]:
     """Log-sum-exp over each listed page's selectable tokens, of the prior if given."""
     page, slots = method.page_size, store.k.shape[2]
-    local = on_shard(lists, slots // page, ctx)
-    slot_BNCZ = local[..., None] * page + jnp.arange(page)
+    local = local_slots(lists, slots // page, ctx)
+    slot_BNCZ = jnp.maximum(local, 0)[..., None] * page + jnp.arange(page)
     offset = ctx.seq_offset(slots)
     start, stop = (x.reshape(-1, 1, 1, 1) - offset for x in (span.start, span.stop))
     held = (local[..., None] >= 0) & (slot_BNCZ >= start) & (slot_BNCZ < stop)
-    slot_BNCZ = jnp.clip(slot_BNCZ, 0, slots - 1)
-    heads = jnp.arange(q.shape[2])[:, None, None]
-
-    def pick(row: Array, at: Array, heads: Array) -> Array:
-        return row.at[heads, at].get(mode="promise_in_bounds")
-
     if prior is not None:
-        logits = jax.vmap(lambda row, at: pick(row, at, heads))(prior, slot_BNCZ)
+        slot_BNM = slot_BNCZ.reshape(*slot_BNCZ.shape[:2], -1)  # [B, N, C * Z]
+        logits = jnp.take_along_axis(prior, slot_BNM, axis=2).reshape(slot_BNCZ.shape)
     else:
-        kv_heads = heads // (q.shape[2] // store.k.shape[1])
-        keys = jax.vmap(lambda row, at: pick(row, at, kv_heads))(store.k, slot_BNCZ)
+        batch, kv_heads, _, head_dim = store.k.shape
+        # Heads of one group side by side: they read the same keys.
+        slot_BKM = slot_BNCZ.reshape(batch, kv_heads, -1)  # [B, K, G * C * Z]
+        keys = read_lines(store.k, slot_BKM).reshape(*slot_BNCZ.shape, head_dim)
         logits = ctx.scale * jnp.einsum(
             "BNH,BNCZH->BNCZ", q[:, 0], keys, preferred_element_type=jnp.float32
         )
@@ -122,9 +114,7 @@ def _estimated(
     candidates: Candidates, lists: Int[Array, "B N C"], scale: float
 ) -> Float[Array, "B N C"]:
     """Log of what the pages after each listed one hold, if all tokens had their page's score."""
-    tokens_BP = candidates.span.tokens
-    logits = scale * candidates.scores
-    logits += jnp.log(jnp.maximum(tokens_BP, 1).astype(jnp.float32))[:, None]
+    logits = budgets.page_logits(candidates.scores, candidates.span.tokens, scale)
     top = jnp.max(logits, axis=-1, keepdims=True)
     top = jnp.maximum(top, jnp.finfo(jnp.float32).min)
     guess_BNP = jnp.exp(logits - top)

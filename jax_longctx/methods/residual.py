@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache
+from jax_longctx.caches import AppendCache, local_slots, where_rows
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.methods.selectors import Prior, SelectiveCache
 from jax_longctx.methods.sparse_decode import Selected
@@ -149,9 +149,8 @@ def begin_answer(
 ) -> Background:
     """p0, lse0 and o0 over all keys of the rows whose prompt ends here; the others keep theirs."""
     slots, kv_heads = store.k.shape[2], store.k.shape[1]
-    here_B = jnp.clip(store.length - ctx.seq_offset(slots), 0, slots)
     mean_B1NH = mean_query(background, prompt, store.k.dtype)[:, None]
-    logits_BNS = decode_logits(mean_B1NH, store.k, here_B, scale=ctx.scale)
+    logits_BNS = decode_logits(mean_B1NH, store.k, store.held(ctx), scale=ctx.scale)
     top_BN1 = jnp.max(logits_BNS, axis=-1, keepdims=True)
     top_BN1 = jnp.maximum(top_BN1, jnp.finfo(jnp.float32).min)
     weights_BNS = jnp.exp(logits_BNS - top_BN1)
@@ -164,16 +163,10 @@ def begin_answer(
     out_BNH = sums_BKGH.reshape(mean_B1NH[:, 0].shape) / jnp.maximum(total_BN1, 1e-30)
     lse_BN1 = jnp.where(total_BN1 > 0, top_BN1 + jnp.log(total_BN1), -jnp.inf)
     out_B1NH, lse_B1N = ctx.seq_merge(out_BNH[:, None], lse_BN1.swapaxes(1, 2))
-
-    def kept(new: Array, old: Array) -> Array:
-        return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-    return dataclasses.replace(
-        background,
-        logits=kept(logits_BNS, background.logits),
-        lse=kept(lse_B1N[:, 0], background.lse),
-        out=kept(out_B1NH[:, 0], background.out),
+    begun = dataclasses.replace(
+        background, logits=logits_BNS, lse=lse_B1N[:, 0], out=out_B1NH[:, 0]
     )
+    return where_rows(rows, begun, background)
 
 
 def grow(
@@ -225,8 +218,8 @@ def _write(
 ) -> Float[Array, "B N S"]:
     """One slot of each of the rows, in place; nothing where another shard has the slot."""
     batch, heads, slots = buffer.shape
-    local_B = slot - ctx.seq_offset(slots)
-    mine_B = rows & (local_B >= 0) & (local_B < slots)
+    local_B = local_slots(slot, slots, ctx)
+    mine_B = rows & (local_B >= 0)
     if batch > 1 and platform() != "tpu":
         # One past the end is what `drop` drops.
         at_B1 = jnp.where(mine_B, local_B, slots)[:, None]
@@ -235,7 +228,7 @@ def _write(
 
     def write(row: Array | int, buffer: Array) -> Array:
         # A scatter along the slots would make the TPU compiler copy the buffer.
-        at = (row, 0, jnp.clip(local_B[row], 0, slots - 1))
+        at = (row, 0, jnp.maximum(local_B[row], 0))
         old_1N1 = jax.lax.dynamic_slice(buffer, at, (1, heads, 1))
         new_1N1 = jnp.where(mine_B[row], new[row][None, :, None], old_1N1)
         return jax.lax.dynamic_update_slice(buffer, new_1N1, at)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache
+from jax_longctx.caches import AppendCache, local_run, read_lines
 from jax_longctx.contract import LayerContext, Segment, chunk_segments, make_segment
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.lse import merge
@@ -65,40 +65,6 @@ def lay_out(
     return jnp.concatenate([first_BX, rest_BX], axis=1)
 
 
-def _share_of_shard(
-    slots: Int[Array, "B C"], number: Int[Array, " B"], local_slots: int, ctx: LayerContext
-) -> tuple[Int[Array, "B X"], Int[Array, " B"], Int[Array, " B"]]:
-    """The part of each row's ascending list that this shard holds, which is a run of it.
-
-    Returns:
-      (slots, first, number): local slots [B, min(C, S)] of which the first number[b] count (the
-      others are 0, a slot that holds something finite), and the run's begin in the list.
-    """
-    size = min(slots.shape[1], local_slots)
-    first_B = jnp.zeros_like(number)
-    if ctx.seq_size > 1:
-        offset = ctx.seq_offset(local_slots)
-        listed_BC = jnp.arange(slots.shape[1]) < number[:, None]
-        first_B = jnp.sum(listed_BC & (slots < offset), axis=-1)
-        number = jnp.sum(listed_BC & (slots < offset + local_slots), axis=-1) - first_B
-        at_BX = jnp.minimum(first_B[:, None] + jnp.arange(size), slots.shape[1] - 1)
-        slots = jnp.take_along_axis(slots, at_BX, axis=1) - offset
-    return jnp.where(jnp.arange(size) < number[:, None], slots[:, :size], 0), first_B, number
-
-
-def _read_slots(
-    buffer: Float[Array, "B K S H"], slots: Int[Array, "B X"]
-) -> Float[Array, "B K X H"]:
-    """Keys or values in each row's slots, as lines of the flattened cache.
-
-    A gather along the slots makes the TPU compiler copy the cache with its axes moved.
-    """
-    batch, heads, size, head_dim = buffer.shape
-    row_BK1 = (jnp.arange(batch)[:, None, None] * heads + jnp.arange(heads)[:, None]) * size
-    flat = buffer.reshape(-1, head_dim)  # [B*K*S, H]
-    return jnp.take(flat, row_BK1 + slots[:, None], axis=0, mode="clip")
-
-
 def attend_scope(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -121,7 +87,7 @@ def attend_scope(
     alone = q.shape[1] == 1
     # A chunk attends to itself apart; a lone token is read from the cache with the others.
     read_B = number_B if alone else number_B - valid
-    slots_BX, first_B, read_B = _share_of_shard(slots_BC, read_B, cache.k.shape[2], ctx)
+    slots_BX, first_B, read_B = local_run(slots_BC, read_B, cache.k.shape[2], ctx)
     if original:
         key_BX, begin_B = slots_BX + ctx.seq_offset(cache.k.shape[2]), cache.length - valid
     else:
@@ -129,7 +95,7 @@ def attend_scope(
         begin_B = number_B - valid
         # The length that a rotary base may follow is the scope's: it bounds the positions.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, slots_BC.shape[1]))
-    keys, values = (_read_slots(x, slots_BX) for x in (cache.k, cache.v))
+    keys, values = (read_lines(x, slots_BX[:, None]) for x in (cache.k, cache.v))
     keys = jnp.swapaxes(ctx.rotate(jnp.swapaxes(keys, 1, 2), key_BX), 1, 2)
     at_BT = begin_B[:, None] + jnp.arange(q.shape[1])
     q = ctx.rotate(q, at_BT)

@@ -164,9 +164,7 @@ def scores_of_digests(
 ) -> Float[Array, "B N P"]:
     """`Selector.scores` of methods that keep digests."""
     assert cache.digests is not None
-    slots = cache.store.k.shape[2]
-    here_B = jnp.clip(cache.store.length - ctx.seq_offset(slots), 0, slots)
-    return digest_scores(q, cache.digests, here_B, method.page_size)
+    return digest_scores(q, cache.digests, cache.store.held(ctx), method.page_size)
 
 
 def finish(method: object, cache: Rewindable, ctx: LayerContext, stage: Stage, reserve: int) -> Any:

@@ -26,7 +26,6 @@ __all__ = [
     "Selector",
     "Span",
     "check",
-    "on_shard",
 ]
 
 Granularity = Literal["query_head", "kv_head", "layer"]
@@ -187,9 +186,3 @@ def check(method: Selector, name: str) -> None:
             f"{name}: allocation {method.allocation} needs granularity {needed}, "
             f"got {method.granularity}"
         )
-
-
-def on_shard(index: Int[Array, "..."], size: int, ctx: LayerContext) -> Int[Array, "..."]:
-    """Global slots or pages as this shard counts them, which has `size`; -1 for the others'."""
-    local = index - ctx.seq_offset(size)
-    return jnp.where((index >= 0) & (local >= 0) & (local < size), local, -1)

@@ -130,9 +130,8 @@ class SnapKV:
     def _mass(self, cache: ObservedCache, ctx: LayerContext) -> Float[Array, "B K S"]:
         """Mean probability that the window's queries gave each token before it, on all shards."""
         store = cache.store
-        size = store.k.shape[2]
         # Tokens before the window are seen by all of it: no mask among its queries is needed.
-        seen_B = jnp.clip(store.length - self.window - ctx.seq_offset(size), 0, size)
+        seen_B = store.held(ctx, but_last=self.window)
         group = "sum" if self.over_group in ("mean", "layer") else self.over_group
         mass_BKS = attention_mass(
             cache.queries, store.k, cache.lse, seen_B, scale=ctx.scale, over_group=group

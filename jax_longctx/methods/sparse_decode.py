@@ -14,10 +14,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache
+from jax_longctx.caches import AppendCache, local_slots
 from jax_longctx.contract import LayerContext
 from jax_longctx.methods import budgets, psa
-from jax_longctx.methods.selectors import Prior, SelectiveCache, Selector, Span, on_shard
+from jax_longctx.methods.selectors import Prior, SelectiveCache, Selector, Span
 from pallas_kernels.lse import merge
 from pallas_kernels.select_large_k import select_large_k
 from pallas_kernels.sparse_decode_attention import (
@@ -64,7 +64,7 @@ def attend_selected(
     logits = None if prior is None else prior.logits
     fixed = _attend_fixed(method, q, store, span, ctx, logits)
     lists = choose(method, q, cache, span, ctx, fixed, prior)
-    local = on_shard(lists.pages, store.k.shape[2] // page_size, ctx)
+    local = local_slots(lists.pages, store.k.shape[2] // page_size, ctx)
     offset = ctx.seq_offset(store.k.shape[2])
     where = (span.start - offset, span.stop - offset)
     how = {"page_size": page_size, "scale": ctx.scale, "prior": logits}
@@ -116,7 +116,7 @@ def _attend_fixed(
     first = jnp.where(first < span.start[:, None], first, -1)
     last = span.stop[:, None] + jnp.arange(local)
     last = jnp.where(last < store.length[:, None], last, -1)
-    fixed_BC = on_shard(jnp.concatenate([first, last], axis=1), slots, ctx)
+    fixed_BC = local_slots(jnp.concatenate([first, last], axis=1), slots, ctx)
     fixed_BKC = jnp.broadcast_to(fixed_BC[:, None], (batch, heads, sink + local))
     zero_B = jnp.zeros_like(store.length)
     return sparse_decode_attention(
