@@ -6,8 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from jax_longctx.caches import append, append_only, gather_slots, write_run
+from jax_longctx.caches import (
+    append,
+    append_only,
+    gather_slots,
+    local_run,
+    local_slots,
+    read_lines,
+    where_rows,
+    write_run,
+)
 from jax_longctx.contract import CacheShape
 from jax_longctx.engine.programs import KV_HEADS, Setup
 from jax_longctx.methods import Full
@@ -122,6 +132,81 @@ def test_slots_are_gathered_from_every_shard(setup, batch):
     expected = np.take_along_axis(buffer, np.maximum(slots, 0)[..., None], axis=2)
     expected[slots < 0] = 0.0
     np.testing.assert_array_equal(got, expected)
+
+
+# What every shard of the slots says of itself, side by side.
+BY_SHARD = PartitionSpec("data", "seq")
+LISTS = logical_spec(("batch", None))
+
+
+@pytest.mark.parametrize("lists", [1, HEADS])
+def test_lines_are_read_of_one_list_or_of_one_a_head(lists):
+    buffer, _ = random_arrays(3, 1)
+    slots = np.random.default_rng(2).integers(-1, SLOTS, (3, lists, 40)).astype(np.int32)
+    slots[..., :3] = [0, SLOTS - 1, -1]
+    expected = np.take_along_axis(buffer, np.maximum(slots, 0)[..., None], axis=2)
+    expected = np.where((slots < 0)[..., None], 0.0, expected)
+    np.testing.assert_array_equal(read_lines(jnp.asarray(buffer), jnp.asarray(slots)), expected)
+
+
+def test_each_shard_counts_its_own_slots(setup):
+    index = np.array([[-1, 0, 15, 16, SLOTS - 1], [-16, 31, 32, 47, 48]], np.int32)
+    size = SLOTS // setup.mesh.shape["seq"]
+    run = compiled(setup, lambda i, ctx: local_slots(i, size, ctx), (LISTS,), BY_SHARD)
+    got = np.array(run(index)).reshape(2, -1, 5)
+    for shard in range(got.shape[1]):
+        mine = (index >= 0) & (index // size == shard)
+        np.testing.assert_array_equal(got[:, shard], np.where(mine, index - shard * size, -1))
+
+
+@pytest.mark.parametrize("but_last", [0, 20])
+def test_each_shard_says_what_it_holds(setup, but_last):
+    cache = dataclasses.replace(cache_of(4), length=jnp.array([0, 17, 37, SLOTS], jnp.int32))
+
+    def held(cache, ctx):
+        return cache.held(ctx, but_last=but_last)[:, None]
+
+    got = np.array(compiled(setup, held, (tree_specs(cache),), BY_SHARD)(cache))
+    size = SLOTS // got.shape[1]
+    for row, length in zip(got, cache.length, strict=True):
+        counted = np.arange(SLOTS).reshape(-1, size) < int(length) - but_last
+        np.testing.assert_array_equal(row, np.sum(counted, axis=1))
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_shards_hold_runs_of_a_monotone_list(setup, descending):
+    """Rows that lie on one shard, on all, on none; longer than a shard; garbage behind."""
+    size = SLOTS // setup.mesh.shape["seq"]
+    lists = [[3, 5, 14, 15, 16, 47, 63], [33, 34], [], list(range(10, 34)), list(range(16, 32))]
+    number = np.array([len(row) for row in lists], np.int32)
+    slots = np.random.default_rng(3).integers(-9, SLOTS, (5, 24)).astype(np.int32)
+    for row, entries in zip(slots, lists, strict=True):
+        row[: len(entries)] = entries[::-1] if descending else entries
+
+    def run(slots, number, ctx):
+        local, first, count = local_run(slots, number, size, ctx, descending=descending)
+        return jnp.concatenate([first[:, None], count[:, None], local], axis=1)
+
+    got = np.array(compiled(setup, run, (LISTS, ROW), BY_SHARD)(slots, number))
+    got = got.reshape(5, SLOTS // size, -1)
+    assert got.shape[2] == 2 + min(24, size)
+    for b in range(5):
+        entries = slots[b, : number[b]]
+        for shard in range(SLOTS // size):
+            first, count, *local = got[b, shard]
+            mine = entries[entries // size == shard]
+            assert count == len(mine)
+            np.testing.assert_array_equal(local[:count], mine - shard * size)
+            np.testing.assert_array_equal(local[count:], -1)
+            np.testing.assert_array_equal(entries[first : first + count], mine)
+
+
+def test_rows_are_chosen_in_every_leaf():
+    pick = jnp.array([True, False, True])
+    old = (jnp.zeros(3), jnp.zeros((3, 2, 2)))
+    got = where_rows(pick, (jnp.ones(3), jnp.ones((3, 2, 2))), old)
+    for leaf in got:
+        np.testing.assert_array_equal(leaf.reshape(3, -1).mean(axis=1), [1, 0, 1])
 
 
 def cache_of(batch):

@@ -1,0 +1,47 @@
+"""Reading a cache's slots holds no copy of it, compiled ahead of time for v5e."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_longctx.engine import programs
+from jax_longctx.methods import InfLLM, SnapKV
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.engine.lowering import (
+    cache_bytes,
+    compile_decode,
+    no_persistent_cache,
+    sharded_caches,
+)
+from tests.support import tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
+
+SLOTS = 65536
+SIZES = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_position": 8192}
+
+
+def compile_question_end(setup):
+    caches = sharded_caches(setup, 1, SLOTS)
+    total = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return programs.finish_question.lower(setup, caches, total, reserve=64).compile()
+
+
+@pytest.mark.parametrize(
+    ("method", "compiled"),
+    [(SnapKV(), compile_question_end), (InfLLM(), lambda setup: compile_decode(setup, 1, SLOTS))],
+    ids=["snapkv", "infllm"],
+)
+def test_reads_copy_no_cache_compiled_for_tpu(method, compiled):
+    """SnapKV's choice of what stays; a decode step of InfLLM, which appends beside its reads."""
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    v5e = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    mesh = make_mesh(devices=v5e.devices)
+    config = tiny_config(num_layers=1, **SIZES)
+    setup = programs.Setup(config, method, mesh, jnp.dtype(jnp.bfloat16), 512)
+    with no_persistent_cache(), jax.default_matmul_precision("default"):
+        memory = compiled(setup).memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < cache_bytes(setup, 1, SLOTS) / 20
