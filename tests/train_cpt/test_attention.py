@@ -1,0 +1,180 @@
+"""The training patterns against dense masked attention, and against decoding with RefreshKV."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods.refreshkv import RefreshKV
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.jax_longctx.methods.oracles.partial_cache import choose
+from tests.oracle import probabilities
+from tests.support import random_rows, tiny_config, tiny_engine
+from train_cpt.attention import Pattern, attend_with, check_attention, pattern_attention
+from train_cpt.causal import causal_attention
+from train_cpt.forward import hidden_states, model_of
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 8
+SCALE = HEAD_DIM**-0.5
+PREFIX, TAIL = 18, 6
+PATTERN = Pattern(tail=TAIL, budget=5, kernel=3)
+
+
+def inputs(length):
+    """q, k, v and the gradient of the output."""
+    rng = np.random.default_rng(length)
+    shapes = [(BATCH, length, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def dense_attention(q, k, v, seen):
+    """Plain masked attention; `seen` is `[B, K, T, S]`, one mask for the heads of a group."""
+    grouped = q.reshape(BATCH, -1, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+    logits = SCALE * jnp.einsum("btkgh,bskh->bkgts", grouped, k)
+    p = jax.nn.softmax(jnp.where(seen[:, :, None], logits, -jnp.inf), axis=-1)
+    return jnp.einsum("bkgts,bskh->btkgh", p, v).reshape(q.shape)
+
+
+def with_gradients(attention, q, k, v, dout):
+    """The output and the gradients of q, k and v."""
+    out, pull = jax.vjp(attention, q, k, v)
+    return [out, *pull(dout)]
+
+
+def causal_mask(length):
+    seen = np.tril(np.ones((length, length), bool))
+    return np.broadcast_to(seen, (BATCH, KV_HEADS, length, length))
+
+
+def masked_tail(q, k, pattern):
+    """`[B, K, T, S]`: causal, but of the prefix the last rows see what numpy's choice keeps."""
+    how = {"budget": pattern.budget, "kernel": pattern.kernel, "over": pattern.over_group}
+    how |= {"kind": "max", "forced": int(pattern.force_self)}
+    seen = causal_mask(q.shape[1]).copy()
+    for row in range(BATCH):
+        p = probabilities(q[row, PREFIX - 1 : PREFIX], k[row, :PREFIX], np.ones((1, PREFIX), bool))
+        for head, ids in enumerate(choose(p, KV_HEADS, **how)):
+            seen[row, head, PREFIX:, :PREFIX] = np.isin(np.arange(PREFIX), ids)
+    return seen
+
+
+@pytest.mark.parametrize("length", [1, 5, 13])
+def test_causal_gradients_are_those_of_dense_attention(length):
+    q, k, v, dout = inputs(length)
+    streamed = functools.partial(causal_attention, scale=SCALE, block=5)
+    dense = functools.partial(dense_attention, seen=causal_mask(length))
+    expected = jax.jit(functools.partial(with_gradients, dense))(q, k, v, dout)
+    found = jax.jit(functools.partial(with_gradients, streamed))(q, k, v, dout)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_the_patterns_gradients_are_those_of_a_dense_mask():
+    q, k, v, dout = inputs(PREFIX + TAIL)
+    seen = masked_tail(q, k, PATTERN)
+    assert not np.array_equal(seen, causal_mask(PREFIX + TAIL))
+    dense = functools.partial(dense_attention, seen=seen)
+    expected = jax.jit(functools.partial(with_gradients, dense))(q, k, v, dout)
+    sparse = functools.partial(pattern_attention, PATTERN, scale=SCALE)
+    for ours, theirs in zip(
+        jax.jit(functools.partial(with_gradients, sparse))(q, k, v, dout), expected, strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Pattern(tail=TAIL, budget=3, kernel=1, over_group="mean", force_self=False),
+        Pattern(tail=TAIL, budget=4, kernel=3, over_group="first"),
+    ],
+)
+def test_tokens_are_chosen_as_the_pattern_says(pattern):
+    q, k, v, _ = inputs(PREFIX + TAIL)
+    expected = dense_attention(q, k, v, masked_tail(q, k, pattern))
+    found = jax.jit(functools.partial(pattern_attention, pattern, scale=SCALE))(q, k, v)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@functools.cache
+def model_logits(pattern, mesh=(1, 1, 1)):
+    """The tiny model's logits `[B, T, V]` of `TEXTS` under a pattern."""
+    engine = tiny_engine(mesh=make_mesh(*mesh))
+    attend = attend_with(engine.config, engine.mesh, pattern)
+
+    @jax.jit
+    def run(params, tokens):
+        model = model_of(engine.config, params)
+        return model.logits(hidden_states(model, tokens, attend))
+
+    return np.asarray(run(engine.params, jnp.array(TEXTS, jnp.int32)))
+
+
+TEXTS = random_rows([PREFIX + TAIL] * 2, seed=7)
+
+
+def test_rk_6_the_pattern_is_decoding_without_a_full_step():
+    method = RefreshKV(budget=5, kernel=3, schedule="fixed", stride=1000, evict_on_push=False)
+    ends = [(0, 0), (0, PREFIX), (PREFIX, None)]
+    parts = [[row[begin:end] for row in TEXTS] for begin, end in ends]
+    decoded = [last_logits(step) for step in steps(tiny_engine(method), *parts)]
+    logits = model_logits(PATTERN)
+    np.testing.assert_allclose(logits[:, PREFIX - 1 :], np.stack(decoded, 1), atol=1e-4)
+    # The pattern is another than causal attention, on the last rows alone.
+    causal = model_logits(Pattern())
+    np.testing.assert_allclose(logits[:, :PREFIX], causal[:, :PREFIX], atol=1e-5)
+    assert np.all(np.abs(logits[:, PREFIX:] - causal[:, PREFIX:]).max(-1) > 1e-3)
+
+
+@pytest.mark.parametrize("budget", [PREFIX, 2048])
+def test_rk_7_a_budget_of_the_whole_prefix_is_causal(budget):
+    pattern = Pattern(tail=TAIL, budget=budget, kernel=3)
+    np.testing.assert_allclose(model_logits(pattern), model_logits(Pattern()), atol=1e-5)
+
+
+def test_the_pattern_is_the_same_over_data_and_heads():
+    np.testing.assert_allclose(model_logits(PATTERN, (2, 1, 2)), model_logits(PATTERN), atol=1e-5)
+
+
+@pytest.mark.optimized
+def test_no_rows_of_scores_over_the_whole_text_are_held():
+    length = 32768
+    sparse = functools.partial(pattern_attention, Pattern(tail=64, budget=1024), scale=SCALE)
+
+    def loss(q, k, v):
+        return jnp.sum(sparse(q, k, v) ** 2)
+
+    arrays = [
+        jax.ShapeDtypeStruct((1, length + 64, heads, HEAD_DIM), jnp.float32) for heads in (2, 1, 1)
+    ]
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays).compile()
+    # Less than 256 columns of scores, or 256 rows, would take.
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 256 * length * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tail": -1}, "tail must be at least 0, got -1"),
+        ({"budget": 0}, "budget must be at least 1, got 0"),
+        ({"kernel": 4}, "kernel must be odd"),
+    ],
+)
+def test_bad_patterns_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Pattern(**fields)
+
+
+def test_what_cannot_be_trained_is_refused():
+    with pytest.raises(ConfigError, match="seq=2"):
+        check_attention(tiny_config(), make_mesh(1, 2, 1), Pattern(), 24)
+    with pytest.raises(ConfigError, match="tail=24 leaves none of a text's 24 tokens"):
+        check_attention(tiny_config(), make_mesh(), Pattern(tail=24), 24)
+    with pytest.raises(ConfigError, match="sliding window"):
+        check_attention(tiny_config(windows=(8, None)), make_mesh(), Pattern(), 24)
+    with pytest.raises(ConfigError, match="kv_heads=2 does not divide"):
+        check_attention(tiny_config(), make_mesh(1, 1, 4), Pattern(), 24)
