@@ -1,0 +1,204 @@
+"""The training step: its gradients, its optimiser, and the same on every mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.errors import ConfigError
+from jax_longctx.models.llama import init_params
+from jax_longctx.sharding import make_mesh
+from tests.oracle import causal_attend, forward, to_numpy
+from tests.support import random_rows, tiny_config
+from train_cpt.attention import Pattern, attend_with
+from train_cpt.forward import hidden_states, model_of
+from train_cpt.step import (
+    OptimizerConfig,
+    Setup,
+    abstract_state,
+    gradients,
+    init_state,
+    learning_rate,
+    make_optimizer,
+    text_losses,
+    train_step,
+)
+
+LENGTH = 16
+TEXTS = np.array(random_rows([LENGTH] * 4, seed=3), np.int32)
+PATTERN = Pattern(tail=4, budget=3, kernel=3)
+OPTIMIZER = OptimizerConfig(steps=20, warmup=2, learning_rate=0.02)
+
+
+def setup_of(mesh=(1, 1, 1), **changes):
+    fields = {"dtype": "float32", "remat": "none", "loss_chunk": 6, "pattern": PATTERN}
+    fields |= {"config": tiny_config(num_layers=1), "optimizer": OPTIMIZER, **changes}
+    return Setup(mesh=make_mesh(*mesh), **fields)
+
+
+def fresh_state(setup):
+    return init_state(setup, init_params(setup.config, make_mesh()))
+
+
+run_gradients = jax.jit(gradients, static_argnums=0)
+
+
+@functools.cache
+def found_gradients(batches=1, **changes):
+    """Loss and gradients of all texts as so many micro-batches, as numpy."""
+    setup = setup_of(**changes)
+    tokens = TEXTS.reshape(batches, -1, LENGTH)
+    return jax.device_get(run_gradients(setup, fresh_state(setup).params, tokens))
+
+
+def assert_same(found, expected, **tolerance):
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, **tolerance)
+
+
+def test_the_loss_is_that_of_the_next_tokens():
+    setup = setup_of(pattern=Pattern())
+    params = fresh_state(setup).params
+    logits = [
+        forward(setup.config, to_numpy(jax.device_get(params)), list(row), causal_attend(1e4))
+        for row in TEXTS
+    ]
+    odds = np.stack(logits)[:, :-1]
+    odds -= np.log(np.exp(odds).sum(-1, keepdims=True))
+    losses = -np.take_along_axis(odds, TEXTS[:, 1:, None], 2)[..., 0]
+    for last in (LENGTH - 1, 4):
+        mean = text_losses(setup, params, TEXTS, last)
+        np.testing.assert_allclose(mean, losses[:, -last:].mean(), rtol=1e-5)
+    np.testing.assert_allclose(found_gradients(pattern=Pattern())[0], losses.mean(), rtol=1e-5)
+
+
+def test_micro_batches_add_up_and_layers_run_again_are_the_same():
+    assert_same(found_gradients(batches=2, remat="full"), found_gradients(), rtol=1e-4, atol=1e-7)
+
+
+def test_layers_run_again_keep_less():
+    """What the forward pass hands to the backward pass, in bytes."""
+
+    def kept(remat):
+        config = tiny_config(num_layers=3)
+        attend = attend_with(config, make_mesh(), PATTERN)
+        params = abstract_state(setup_of(config=config)).params
+
+        def residuals(params, tokens):
+            def run(params):
+                return hidden_states(model_of(config, params), tokens, attend, remat)
+
+            return jax.vjp(run, params)[1]
+
+        leaves = jax.tree.leaves(jax.eval_shape(residuals, params, TEXTS))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    whole, matmuls, inputs = kept("none"), kept("dots"), kept("full")
+    assert inputs < matmuls < whole
+
+
+def test_a_bfloat16_pass_gives_float32_gradients_close_to_exact_ones():
+    loss, found = found_gradients(dtype="bfloat16", pattern=Pattern())
+    exact_loss, exact = found_gradients(pattern=Pattern())
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(loss, exact_loss, rtol=1e-2)
+    ours, theirs = (
+        np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in (found, exact)
+    )
+    assert 0 < np.linalg.norm(ours - theirs) < 0.03 * np.linalg.norm(theirs)
+
+
+@functools.cache
+def trained(mesh):
+    """Losses of six steps on the same texts, and the state after them."""
+    setup = setup_of(mesh, remat="full")
+    state = fresh_state(setup)
+    losses = []
+    for _ in range(6):
+        state, metrics = train_step(setup, state, TEXTS.reshape(1, -1, LENGTH))
+        losses.append(float(metrics["loss"]))
+    return losses, state, metrics
+
+
+def test_steps_lower_the_loss():
+    losses, state, metrics = trained((1, 1, 1))
+    assert losses[-1] < 0.7 * losses[0]
+    assert int(state.step) == 6
+    np.testing.assert_allclose(metrics["learning_rate"], 0.02 * 15 / 18, rtol=1e-6)
+
+
+def test_steps_are_the_same_over_data_and_tensor():
+    alone, sharded = trained((1, 1, 1)), trained((2, 1, 2))
+    np.testing.assert_allclose(sharded[0], alone[0], rtol=1e-4)
+    np.testing.assert_allclose(sharded[2]["gradient_norm"], alone[2]["gradient_norm"], rtol=1e-3)
+    # What is kept is divided over all devices, and still so after a step.
+    state = sharded[1]
+    gate = state.params["layers"]["0"]["mlp"]["gate"]
+    for leaf in (gate, optimizer_moment(state, gate.shape)):
+        assert leaf.sharding.shard_shape(leaf.shape) == (16, 24)
+
+
+def optimizer_moment(state, shape):
+    return next(leaf for leaf in jax.tree.leaves(state.moments) if leaf.shape == shape)
+
+
+def test_the_optimizer_is_clipped_adamw():
+    config = OptimizerConfig(steps=5, warmup=2, learning_rate=0.1, weight_decay=0.01, clip=1.0)
+    optimizer = make_optimizer(config)
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal(6)
+    mean, square = np.zeros(6), np.zeros(6)
+    params = jnp.array(weights, jnp.float32)
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for number in range(1, 6):
+        gradient = rng.standard_normal(6) * (0.1 if number == 3 else 3.0)
+        updates, state = update(jnp.array(gradient, jnp.float32), state, params)
+        params = params + updates
+        gradient = gradient / max(np.linalg.norm(gradient), 1.0)
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient**2
+        turned = mean / (1 - 0.9**number) / (np.sqrt(square / (1 - 0.999**number)) + 1e-8)
+        rate = [0.05, 0.1, 0.1, 0.1 * 2 / 3, 0.1 / 3][number - 1]
+        np.testing.assert_allclose(learning_rate(config, jnp.int32(number - 1)), rate, rtol=1e-6)
+        weights = weights - rate * (turned + 0.01 * weights)
+        np.testing.assert_allclose(params, weights, atol=1e-5)
+
+
+def test_the_defaults_are_the_papers():
+    config = OptimizerConfig(steps=100)
+    assert (config.learning_rate, config.warmup, config.weight_decay) == (5e-6, 20, 0.0)
+    halved = make_optimizer(OptimizerConfig(steps=100, first_moment="bfloat16"))
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(halved.init(jnp.ones(3))) if leaf.shape]
+    assert dtypes == [jnp.bfloat16, jnp.float32]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 0}, "expected steps at least 1, got 0"),
+        ({"warmup": 11}, "expected warmup from 0 to steps=10, got 11"),
+        ({"learning_rate": float("nan")}, "expected learning_rate above 0, got nan"),
+        ({"beta2": 1.0}, "expected beta2 from 0 to below 1"),
+        ({"clip": -1.0}, "expected clip at least 0"),
+        ({"first_moment": "int8"}, "expected first_moment float32 or bfloat16"),
+    ],
+)
+def test_bad_optimizers_are_refused(fields, message, unchecked_signatures):
+    with pytest.raises(ConfigError, match=message):
+        OptimizerConfig(**{"steps": 10, "warmup": 2, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "float16"}, "dtype must be float32 or bfloat16"),
+        ({"remat": "some"}, "remat must be of none, dots, full"),
+        ({"loss_chunk": 0}, "loss_chunk must be at least 1"),
+    ],
+)
+def test_bad_steps_are_refused(fields, message, unchecked_signatures):
+    with pytest.raises(ConfigError, match=message):
+        setup_of(**fields)

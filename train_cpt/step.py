@@ -1,0 +1,264 @@
+"""One optimiser step: loss and gradients of a global batch, clipped, through AdamW.
+
+Master weights, gradients' sums and moments are float32 (the first moment bfloat16 if asked for);
+the forward pass runs on a copy of the weights in the compute dtype. The global batch is read in
+micro-batches, one after another inside one program, whose gradients are summed. Weights lie on the
+mesh as in inference, heads, MLP and vocabulary over `tensor`; what is kept from step to step is
+divided over `data` too (as in ZeRO, Rajbhandari et al. 2020, stages 1 and 2), so that each device
+updates its own part.
+
+The defaults are those of Xu et al. 2025, "RefreshKV", section 6: learning rate 5e-6 after 20
+warm-up steps, falling linearly, no weight decay.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.errors import ConfigError
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import param_infos
+from jax_longctx.sharding import logical_sharding, logical_spec
+from train_cpt.attention import Pattern, attend_with
+from train_cpt.forward import REMATS, Remat, hidden_states, model_of
+from train_cpt.loss import cross_entropy
+
+__all__ = [
+    "OptimizerConfig",
+    "Setup",
+    "TrainState",
+    "abstract_state",
+    "gradients",
+    "init_state",
+    "learning_rate",
+    "make_optimizer",
+    "text_losses",
+    "train_step",
+]
+
+Float32OrHalf = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with a linear schedule over `steps` steps.
+
+    Attributes:
+      warmup: steps in which the learning rate rises to its peak.
+      clip: largest norm of all gradients together; 0 does not clip.
+      first_moment: dtype that the first moment is kept in.
+    """
+
+    steps: int
+    learning_rate: float = 5e-6
+    warmup: int = 20
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip: float = 1.0
+    first_moment: Float32OrHalf = "float32"
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "steps at least 1": self.steps < 1,
+            "learning_rate above 0": not self.learning_rate > 0,
+            f"warmup from 0 to steps={self.steps}": not 0 <= self.warmup <= self.steps,
+            "weight_decay at least 0": not self.weight_decay >= 0,
+            "beta1 from 0 to below 1": not 0 <= self.beta1 < 1,
+            "beta2 from 0 to below 1": not 0 <= self.beta2 < 1,
+            "eps above 0": not self.eps > 0,
+            "clip at least 0": not self.clip >= 0,
+            "first_moment float32 or bfloat16": self.first_moment not in ("float32", "bfloat16"),
+        }
+        for rule, broken in wrong.items():
+            if broken:
+                name = rule.split()[0]
+                raise ConfigError(f"optimizer: expected {rule}, got {getattr(self, name)!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Everything static: what the step is compiled for.
+
+    Attributes:
+      dtype: of the forward pass.
+      remat: what layers keep for their gradients (see `train_cpt.forward`).
+      loss_chunk: tokens whose logits are held at a time on each device.
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    optimizer: OptimizerConfig
+    pattern: Pattern
+    dtype: Float32OrHalf = "bfloat16"
+    remat: Remat = "full"
+    loss_chunk: int = 512
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"train: dtype must be float32 or bfloat16, got {self.dtype!r}")
+        if self.remat not in REMATS:
+            raise ConfigError(f"train: remat must be of {', '.join(REMATS)}, got {self.remat!r}")
+        if self.loss_chunk < 1:
+            raise ConfigError(f"train: loss_chunk must be at least 1, got {self.loss_chunk}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a step changes: float32 weights, the optimiser's state, and how many steps were done."""
+
+    params: Any
+    moments: Any
+    step: Any
+
+
+def learning_rate(optimizer: OptimizerConfig, step: Int[Array, ""]) -> Float[Array, ""]:
+    """The learning rate of step 0, 1, ...: never 0, at its peak in step warmup - 1."""
+    rising = (step + 1) / max(optimizer.warmup, 1)
+    falling = (optimizer.steps - step) / max(optimizer.steps - optimizer.warmup, 1)
+    return optimizer.learning_rate * jnp.clip(jnp.minimum(rising, falling), 0.0, 1.0)
+
+
+def make_optimizer(optimizer: OptimizerConfig) -> optax.GradientTransformation:
+    """Clipping, then AdamW."""
+    adamw = optax.adamw(
+        lambda step: learning_rate(optimizer, jnp.asarray(step)),
+        b1=optimizer.beta1,
+        b2=optimizer.beta2,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        mu_dtype=jnp.dtype(optimizer.first_moment),
+    )
+    clip = [optax.clip_by_global_norm(optimizer.clip)] if optimizer.clip else []
+    return optax.chain(*clip, adamw)
+
+
+def init_state(setup: Setup, params: Any) -> TrainState:
+    """The state before the first step, on its shards; `params` are the model's, of any dtype."""
+    state = abstract_state(setup)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    params = jax.tree.map(
+        lambda value, sharding: jax.device_put(value.astype(jnp.float32), sharding),
+        params,
+        shardings.params,
+    )
+    init = jax.jit(make_optimizer(setup.optimizer).init, out_shardings=shardings.moments)
+    return TrainState(params, init(params), jax.device_put(jnp.int32(0), shardings.step))
+
+
+@functools.lru_cache(maxsize=16)
+def abstract_state(setup: Setup) -> TrainState:
+    """Shapes, dtypes and shardings of the state."""
+    params: dict[str, Any] = {}
+    for path, info in param_infos(setup.config).items():
+        sharding = _kept_sharding(setup.mesh, info.shape, info.axes)
+        *folders, leaf = path.split(".")
+        node = params
+        for name in folders:
+            node = node.setdefault(name, {})
+        node[leaf] = jax.ShapeDtypeStruct(info.shape, jnp.float32, sharding=sharding)
+    optimizer = make_optimizer(setup.optimizer)
+    everywhere = NamedSharding(setup.mesh, PartitionSpec())
+
+    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    moments = optax.tree_map_params(
+        optimizer,
+        lambda leaf, param: placed(leaf, param.sharding),
+        jax.eval_shape(optimizer.init, params),
+        params,
+        transform_non_params=lambda leaf: placed(leaf, everywhere),
+    )
+    return TrainState(params, moments, jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere))
+
+
+def _kept_sharding(
+    mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> NamedSharding:
+    """As in inference, and the first other axis that divides over `data`."""
+    spec = [*logical_spec(axes)]
+    for axis, size in enumerate(shape):
+        if spec[axis] is None and size % mesh.shape["data"] == 0:
+            spec[axis] = "data"
+            break
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _loss_sum(setup: Setup, params: Any, tokens: Array, weights: Array) -> Array:
+    """Weighted sum of the next-token losses of `[B, T]` texts; the last token predicts nothing."""
+    flat = param_infos(setup.config)
+
+    def ready(path: Any, value: Array) -> Array:
+        axes = flat[".".join(str(entry.key) for entry in path)].axes
+        value = value.astype(setup.dtype)
+        return jax.lax.with_sharding_constraint(value, logical_sharding(setup.mesh, axes))
+
+    model = model_of(setup.config, jax.tree_util.tree_map_with_path(ready, params))
+    attend = attend_with(setup.config, setup.mesh, setup.pattern)
+    hidden = hidden_states(model, tokens, attend, setup.remat)
+    head = "embed" if setup.config.tie_embeddings else "head"
+    return cross_entropy(
+        hidden,
+        params[head]["table"],
+        jnp.roll(tokens, -1, axis=1),
+        weights.at[:, -1].set(0.0),
+        mesh=setup.mesh,
+        chunk=setup.loss_chunk,
+    )
+
+
+def gradients(
+    setup: Setup, params: Any, tokens: Int[Array, "A B T"]
+) -> tuple[Float[Array, ""], Any]:
+    """Mean next-token loss in nats over A micro-batches of B texts, and its float32 gradients."""
+    count = tokens.shape[0] * tokens.shape[1] * (tokens.shape[2] - 1)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setup).params)
+    weights = jnp.ones(tokens.shape[1:], jnp.float32)
+    loss_and_gradient = jax.value_and_grad(functools.partial(_loss_sum, setup))
+
+    def micro_batch(sums: Any, tokens: Array) -> tuple[Any, None]:
+        sums = jax.tree.map(jnp.add, sums, loss_and_gradient(params, tokens, weights))
+        return (sums[0], jax.lax.with_sharding_constraint(sums[1], shardings)), None
+
+    zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+    sums, _ = jax.lax.scan(micro_batch, zeros, tokens)
+    return jax.tree.map(lambda x: x / count, sums)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def train_step(
+    setup: Setup, state: TrainState, tokens: Int[Array, "A B T"]
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+    """The state after one step, and the step's loss, gradient norm and learning rate."""
+    loss, grads = gradients(setup, state.params, tokens)
+    optimizer = make_optimizer(setup.optimizer)
+    updates, moments = optimizer.update(grads, state.moments, state.params)
+    new = TrainState(optax.apply_updates(state.params, updates), moments, state.step + 1)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setup))
+    metrics = {
+        "loss": loss,
+        "gradient_norm": optax.tree.norm(grads),
+        "learning_rate": learning_rate(setup.optimizer, state.step),
+    }
+    return jax.lax.with_sharding_constraint(new, shardings), metrics
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def text_losses(
+    setup: Setup, params: Any, tokens: Int[Array, "B T"], last: Int[Array, ""] | int
+) -> Float[Array, ""]:
+    """Mean loss in nats of predicting the last `last` tokens of every text."""
+    batch, length = tokens.shape
+    # The token at t is predicted from t - 1.
+    counted_T = jnp.arange(length) >= length - 1 - last
+    weights = jnp.broadcast_to(counted_T.astype(jnp.float32), (batch, length))
+    return _loss_sum(setup, params, tokens, weights) / (batch * jnp.minimum(last, length - 1))
