@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import GRANULE
 from jax_longctx.engine.context import Context
 from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError
@@ -91,10 +92,10 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     data = engine.mesh.shape["data"]
     batch, slots, reserve = (described[key] for key in ("batch", "slots", "reserve"))
     seq = engine.mesh.shape["seq"]
-    if slots % seq:
+    if slots % (GRANULE * seq):
         raise CheckpointError(
-            f"{path} has {slots} slots, which do not divide over {seq} shards; "
-            f"load it on a mesh whose seq divides {slots}, or prefill again"
+            f"{path} has {slots} slots, which do not divide over {seq} shards in runs of "
+            f"{GRANULE}; load it on a mesh whose seq divides {slots // GRANULE}, or prefill again"
         )
     rows = [*described["rows"], *([] for _ in range(-batch % data))]
     total = jnp.array([*described["total"], *[0] * (len(rows) - batch)], jnp.int32)

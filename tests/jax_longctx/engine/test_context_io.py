@@ -25,7 +25,8 @@ def engine():
 
 @pytest.fixture
 def saved(engine, tmp_path):
-    context = engine.prefill(random_rows([45, 9]), reserve=16)
+    # Slots for a loader that has two shards of them.
+    context = engine.prefill(random_rows([45, 9]), reserve=16, capacity=256)
     save_context(engine, context, tmp_path / "context")
     return context, tmp_path / "context"
 
@@ -48,15 +49,19 @@ def test_rows_that_pad_the_mesh_are_not_saved(engine, tmp_path):
         return list(engine.stream(context, question, max_tokens=6))
 
     for index, (saver, loader) in enumerate([(wide, engine), (engine, wide)]):
-        context = saver.prefill(rows, reserve=16)
+        context = saver.prefill(rows, reserve=16, capacity=256)
         expected = tokens(saver, context)
         save_context(saver, context, tmp_path / str(index))
         assert tokens(loader, load_context(loader, tmp_path / str(index))) == expected
 
 
 def test_slots_that_do_not_divide_are_refused(saved):
-    with pytest.raises(CheckpointError, match="128 slots, which do not divide over 3 shards"):
-        load_context(tiny_engine(chunk=16, mesh=make_mesh(seq=3)), saved[1])
+    """384 slots divide over two shards, but not in the runs of 128 that pages divide."""
+    described = json.loads((saved[1] / "context.json").read_text())
+    (saved[1] / "context.json").write_text(json.dumps({**described, "slots": 384}))
+    said = "384 slots, which do not divide over 2 shards in runs of 128; .* seq divides 3,"
+    with pytest.raises(CheckpointError, match=said):
+        load_context(tiny_engine(chunk=16, mesh=make_mesh(seq=2)), saved[1])
 
 
 def test_asking_and_growing_do_not_change_what_is_saved(engine, tmp_path):
