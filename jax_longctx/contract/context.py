@@ -7,7 +7,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.rope import apply_rope, rope_angles
@@ -85,6 +85,14 @@ class LayerContext:
     def gather_seq(self, x: Array, axis: int) -> Array:
         """The shards' arrays concatenated along `axis`, on every shard of the slots."""
         return jax.lax.all_gather(x, "seq", axis=axis, tiled=True)
+
+    def agree(self, decided: Bool[Array, "*S"]) -> Bool[Array, "*S"]:
+        """Where any shard that holds a part of the same rows has decided so, on all of them.
+
+        Shards compute the same numbers in their own order: their last bits, and what is decided by
+        them, may differ. A branch with a collective that only some shards enter never ends.
+        """
+        return jax.lax.pmax(decided.astype(jnp.int32), ("tensor", "seq")) > 0
 
     def seq_merge(
         self, out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]

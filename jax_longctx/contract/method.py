@@ -14,7 +14,10 @@ and `info`, its metadata. The model and the engine know no method by name.
 
 `attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
 and `tensor`, also on one device: they see the local rows, the local heads and the local slots, and
-reach other shards only through `LayerContext`'s helpers.
+reach other shards only through `LayerContext`'s helpers. A branch (`lax.cond`, `lax.while_loop`)
+that holds such a helper is taken by what `LayerContext.agree` returns wherever floats decide, and
+so are the counters and references that go with it; integers that all shards hold alike (lengths,
+steps) need no agreement.
 """
 
 import dataclasses

@@ -2,8 +2,10 @@
 ragged rows, on one device and on a 2x2x2 mesh."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jax_longctx.errors import InputError
 from jax_longctx.methods import Full
@@ -191,6 +193,22 @@ def test_cond_in_each_layer(mesh, threshold):
     everything = 3 * 7 * engine.config.num_layers
     assert turned == 0 if threshold < -1 else turned == everything if threshold > 1 else 0 < turned
     assert turned < everything or threshold > 1
+
+
+def test_shards_of_a_row_agree():
+    """What one shard of heads and slots decides holds on all of them, and for no other row."""
+    mesh = make_mesh(2, 2, 2)
+    ctx = tiny_engine(mesh=mesh).setup.layer_context(0, jnp.zeros(1, jnp.int32))
+
+    def decide():
+        shard = [jax.lax.axis_index(name) for name in ("data", "seq", "tensor")]
+        first = (shard[0] == 0) & (shard[1] == 1) & (shard[2] == 0)
+        return ctx.agree(jnp.stack([first, shard[0] == 1, jnp.array(False)]))[None, None, :, None]
+
+    specs = {"in_specs": (), "out_specs": PartitionSpec("seq", "tensor", "data")}
+    got = jax.jit(jax.shard_map(decide, mesh=mesh, check_vma=False, **specs))()
+    # Rows 0, 1, 2 of either data shard, as each of 2 x 2 shards has it.
+    assert got[..., 0].astype(int).tolist() == [[[1, 0, 0, 0, 1, 0]] * 2] * 2
 
 
 def test_empty_context_is_legal(mesh):
