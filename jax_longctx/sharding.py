@@ -6,6 +6,7 @@ engine pads rows to `data`, `LayerContext` reduces over `tensor` and merges over
 
 Cache dataclasses describe their own fields with `axes_field("batch", "kv_heads", "slots", None)`;
 `tree_specs` reads that back, so a method's cache is sharded without the engine knowing its type.
+Where an axis differs from one cache of a type to another, it is an `OwnAxis`.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from jax_longctx.errors import ConfigError
 __all__ = [
     "MESH_AXES",
     "RULES",
+    "OwnAxis",
     "axes_field",
     "axes_of",
     "check_divisible",
@@ -38,11 +40,16 @@ MESH_AXES = ("data", "seq", "tensor")
 
 RULES: dict[str, str | None] = {
     "batch": "data",
-    # Slots by token, and the slots of a small cache that every shard keeps whole. Both grow.
+    # Slots by token: they grow where question and answer need more than was planned for.
     "slots": "seq",
-    "room": None,
     # Runs of as many slots each; they grow in proportion.
     "pages": "seq",
+    # Slots of a small cache that every shard keeps whole. What follows the context joins `room`,
+    # which grows by as many; `share` is part of the slots and grows in proportion, in whole tiles;
+    # from a `budget` something leaves instead.
+    "room": None,
+    "share": None,
+    "budget": None,
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -118,7 +125,14 @@ def check_divisible(mesh: Mesh, **sizes: int) -> None:
             )
 
 
-def axes_field(*axes: str | None) -> Any:
+@dataclasses.dataclass(frozen=True)
+class OwnAxis:
+    """A logical axis that every instance names itself, in its static field `field`."""
+
+    field: str
+
+
+def axes_field(*axes: str | OwnAxis | None) -> Any:
     """A dataclass field holding an array with these logical axes."""
     return dataclasses.field(metadata={"axes": axes})
 
@@ -140,7 +154,10 @@ def axes_of(node: Any, describe: Any) -> Any:
         if value is None or field.metadata.get("static"):
             fields[field.name] = value
         elif "axes" in field.metadata:
-            fields[field.name] = describe(field.metadata["axes"])
+            axes = field.metadata["axes"]
+            fields[field.name] = describe(
+                tuple(getattr(node, a.field) if isinstance(a, OwnAxis) else a for a in axes)
+            )
         else:
             fields[field.name] = axes_of(value, describe)
     return type(node)(**fields)

@@ -1,12 +1,14 @@
 """Budgeted storage: a few tokens of a row, kept in token order, chosen anew as the text goes by.
 
 Slots 0..length-1 hold the kept tokens in ascending order, each kv head its own set, all heads of a
-row equally many. The buffers are small and whole on every shard of the slots (axis `room`).
+row equally many. The buffers are small and whole on every shard of the slots. Where answering only
+adds to them their axis is `room`, which grows; where it evicts, `budget`, which does not.
 Choosing gathers from the cache and the newest segment together, so that a buffer never has to hold
 both; appending without choosing writes in place.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches.append_only import write_rows
 from jax_longctx.contract import CacheShape
-from jax_longctx.sharding import axes_field
+from jax_longctx.sharding import OwnAxis, axes_field
 from pallas_kernels.select_large_k import select_large_k
 
 __all__ = ["BudgetCache", "append_budget", "choose", "empty_budget_cache", "replace_one"]
+
+SLOTS = OwnAxis("slots_axis")
 
 
 @jax.tree_util.register_dataclass
@@ -32,18 +36,27 @@ class BudgetCache:
       statistics: M running sums of each kept token, float32, or None.
       length: kept tokens of each row, the same for all its heads.
       position: tokens read so far, the index of the next one.
+      slots_axis: the logical axis of the slots.
     """
 
-    k: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", "room", None)
-    v: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", "room", None)
-    token: Int[Array, "B K C"] = axes_field("batch", "kv_heads", "room")
-    statistics: Float[Array, "B K C M"] | None = axes_field("batch", "kv_heads", "room", None)
+    k: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", SLOTS, None)
+    v: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", SLOTS, None)
+    token: Int[Array, "B K C"] = axes_field("batch", "kv_heads", SLOTS)
+    statistics: Float[Array, "B K C M"] | None = axes_field("batch", "kv_heads", SLOTS, None)
     length: Int[Array, " B"] = axes_field("batch")
     position: Int[Array, " B"] = axes_field("batch")
+    slots_axis: Literal["room", "budget"] = dataclasses.field(
+        default="budget", metadata={"static": True}
+    )
 
 
-def empty_budget_cache(shape: CacheShape, capacity: int, statistics: int = 0) -> BudgetCache:
-    """A cache of `capacity` empty slots in the model's dtype, with `statistics` sums a slot."""
+def empty_budget_cache(
+    shape: CacheShape, capacity: int, statistics: int = 0, *, grows: bool
+) -> BudgetCache:
+    """A cache of `capacity` empty slots in the model's dtype, with `statistics` sums a slot.
+
+    `grows` says that answering adds to it and evicts nothing.
+    """
     slots = (shape.batch, shape.num_kv_heads, capacity)
     # None, not an array of size 0: XLA crashes on a donated one that is sharded.
     sums = jnp.zeros((*slots, statistics), jnp.float32) if statistics else None
@@ -54,6 +67,7 @@ def empty_budget_cache(shape: CacheShape, capacity: int, statistics: int = 0) ->
         sums,
         jnp.zeros((shape.batch,), jnp.int32),
         jnp.zeros((shape.batch,), jnp.int32),
+        "room" if grows else "budget",
     )
 
 
@@ -101,6 +115,7 @@ def choose(
         else jnp.take_along_axis(statistics, slots_BKC[..., None], axis=2),
         count,
         cache.position + read,
+        cache.slots_axis,
     )
 
 
@@ -142,6 +157,7 @@ def replace_one(
         None if statistics is None else shift(statistics[:, :, :size], statistics[:, :, size:]),
         count,
         cache.position + read,
+        cache.slots_axis,
     )
 
 

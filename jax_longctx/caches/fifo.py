@@ -4,13 +4,14 @@ It begins as a list of chosen tokens, each kv head its own, in the order in whic
 every token after them is pushed behind. In a buffer the i-th of all these lies in slot i modulo
 `limit`, so that a push writes one slot in place. With limit = budget + 1 the slot written is that
 of the token which left before: a step appends first, then reads budget + 1 tokens, itself among
-them. A limit that is never reached lets the cache grow.
+them. A limit that is never reached lets the cache grow. Rows may have budgets of their own.
 
 No token ids are written when a token is pushed: pushed tokens follow each other in the text, so
 that where each slot's token stands is known from the list and three numbers a row.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,25 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches.append_only import AppendCache, gather_slots, write_rows
 from jax_longctx.contract import CacheShape, LayerContext
-from jax_longctx.sharding import axes_field
+from jax_longctx.sharding import OwnAxis, axes_field
 from pallas_kernels.select_large_k import select_large_k
 
-__all__ = ["FifoCache", "FifoList", "best_last", "empty_fifo_cache", "gather_fifo", "padded"]
+__all__ = [
+    "Count",
+    "FifoCache",
+    "FifoList",
+    "best_last",
+    "empty_fifo_cache",
+    "empty_fifo_list",
+    "gather_fifo",
+    "padded",
+]
 
 # The attention kernels tile by as many slots.
 GRANULE = 128
+
+# Of each row, or the same for all.
+Count = int | Int[Array, " B"]
 
 
 @jax.tree_util.register_dataclass
@@ -37,18 +50,22 @@ class FifoList:
       count: chosen tokens of each row, the same for all its heads.
       pushed: tokens that came after them.
       position: index of the next token.
+      chosen_axis: the logical axis of M, `share` where budgets are shares of the slots.
     """
 
-    chosen: Int[Array, "B K M"] = axes_field("batch", "kv_heads", None)
+    chosen: Int[Array, "B K M"] = axes_field("batch", "kv_heads", OwnAxis("chosen_axis"))
     count: Int[Array, " B"] = axes_field("batch")
     pushed: Int[Array, " B"] = axes_field("batch")
     position: Int[Array, " B"] = axes_field("batch")
+    chosen_axis: Literal["budget", "share"] = dataclasses.field(
+        default="budget", metadata={"static": True}
+    )
 
-    def length(self, limit: int) -> Int[Array, " B"]:
+    def length(self, limit: Count) -> Int[Array, " B"]:
         """Slots that hold something."""
         return jnp.minimum(self.count + self.pushed, limit)
 
-    def next_slot(self, limit: int) -> Int[Array, " B"]:
+    def next_slot(self, limit: Count) -> Int[Array, " B"]:
         """Where the next token goes."""
         return (self.count + self.pushed) % limit
 
@@ -56,18 +73,20 @@ class FifoList:
         """The list after `valid[b]` more tokens of each row."""
         return dataclasses.replace(self, pushed=self.pushed + valid, position=self.position + valid)
 
-    def tokens(self, limit: int) -> Int[Array, "B K C"]:
-        """Index in the text of the token in each of `limit` slots, -1 where there is none."""
-        slots_C = jnp.arange(limit)
+    def tokens(self, limit: Count, slots: int) -> Int[Array, "B K C"]:
+        """Index in the text of the token in each of the first `slots`, -1 where there is none."""
+        slots_C = jnp.arange(slots)
         written_B1 = (self.count + self.pushed)[:, None]
+        limit_B1 = jnp.broadcast_to(limit, self.count.shape)[:, None]
         # The newest of all tokens whose number is the slot modulo the limit.
-        number_BC = slots_C + limit * ((written_B1 - 1 - slots_C) // limit)
+        number_BC = slots_C + limit_B1 * ((written_B1 - 1 - slots_C) // limit_B1)
         later_BC = (self.position - self.pushed - self.count)[:, None] + number_BC
         size = self.chosen.shape[2]
-        chosen_BKC = jnp.pad(self.chosen, ((0, 0), (0, 0), (0, max(limit - size, 0))))
+        chosen_BKC = jnp.pad(self.chosen, ((0, 0), (0, 0), (0, max(slots - size, 0))))
         listed_B1C = (number_BC < self.count[:, None])[:, None]
-        tokens_BKC = jnp.where(listed_B1C, chosen_BKC[..., :limit], later_BC[:, None])
-        return jnp.where((slots_C < written_B1)[:, None], tokens_BKC, -1)
+        tokens_BKC = jnp.where(listed_B1C, chosen_BKC[..., :slots], later_BC[:, None])
+        held_BC = slots_C < self.length(limit)[:, None]
+        return jnp.where(held_BC[:, None], tokens_BKC, -1)
 
 
 @jax.tree_util.register_dataclass
@@ -77,45 +96,54 @@ class FifoCache:
 
     Attributes:
       k, v: slot c is valid when `c < order.length(limit)[b]`; other slots hold garbage.
+      slots_axis: the logical axis of the slots: `room` where no token leaves, else that of the
+        list.
     """
 
     order: FifoList
-    k: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", "room", None)
-    v: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", "room", None)
+    k: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None)
+    v: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None)
+    slots_axis: Literal["room", "share", "budget"] = dataclasses.field(
+        default="room", metadata={"static": True}
+    )
 
     def push(
         self,
         k: Float[Array, "B 1 K H"],
         v: Float[Array, "B 1 K H"],
         valid: Int[Array, " B"],
-        limit: int,
+        limit: Count,
     ) -> "FifoCache":
         """Writes one token a row in place; a row with `valid[b]` 0 keeps what counts."""
         slot_B = self.order.next_slot(limit)
-        return FifoCache(
-            self.order.push(valid),
-            write_rows(self.k, k, slot_B, valid),
-            write_rows(self.v, v, slot_B, valid),
+        return dataclasses.replace(
+            self,
+            order=self.order.push(valid),
+            k=write_rows(self.k, k, slot_B, valid),
+            v=write_rows(self.v, v, slot_B, valid),
         )
 
 
-def empty_fifo_list(shape: CacheShape, size: int) -> FifoList:
-    """A list of `size` tokens, none chosen yet."""
+def empty_fifo_list(shape: CacheShape, size: int, axis: Literal["budget", "share"]) -> FifoList:
+    """A list of `size` tokens, none chosen yet; `axis` is theirs."""
 
     # One array each: a donated buffer may be named once.
     def zeros() -> Array:
         return jnp.zeros((shape.batch,), jnp.int32)
 
     chosen = jnp.full((shape.batch, shape.num_kv_heads, size), -1, jnp.int32)
-    return FifoList(chosen, zeros(), zeros(), zeros())
+    return FifoList(chosen, zeros(), zeros(), zeros(), axis)
 
 
-def empty_fifo_cache(shape: CacheShape, size: int, capacity: int) -> FifoCache:
-    """An empty list of `size` tokens and buffers of at least `capacity` slots."""
-    slots = (shape.batch, shape.num_kv_heads, padded(capacity), shape.head_dim)
-    return FifoCache(
-        empty_fifo_list(shape, size), jnp.zeros(slots, shape.dtype), jnp.zeros(slots, shape.dtype)
-    )
+def empty_fifo_cache(shape: CacheShape, order: FifoList, room: int | None = None) -> FifoCache:
+    """Empty buffers for what is on the list and `room` tokens more, in whole tiles.
+
+    Without `room` one token leaves for each that is pushed beyond the list's size.
+    """
+    capacity = padded(order.chosen.shape[2] + (1 if room is None else room))
+    slots = (shape.batch, shape.num_kv_heads, capacity, shape.head_dim)
+    axis = order.chosen_axis if room is None else "room"
+    return FifoCache(order, jnp.zeros(slots, shape.dtype), jnp.zeros(slots, shape.dtype), axis)
 
 
 def padded(capacity: int) -> int:
@@ -133,7 +161,7 @@ def gather_fifo(store: AppendCache, order: FifoList, capacity: int, ctx: LayerCo
 
 
 def best_last(
-    scores: Float[Array, "B K S"], position: Int[Array, " B"], budget: int, size: int
+    scores: Float[Array, "B K S"], position: Int[Array, " B"], budget: Count, size: int
 ) -> FifoList:
     """The `budget` best of each row's first `position[b]` tokens, the worst first to leave.
 
@@ -143,7 +171,7 @@ def best_last(
       scores: finite, or -inf where nothing is.
       size: M, at least what a budget can choose.
     """
-    count_B = jnp.minimum(position, min(budget, size))
+    count_B = jnp.minimum(position, jnp.minimum(budget, size))
     count_BK = jnp.broadcast_to(count_B[:, None], scores.shape[:2])
     slots_BKM = select_large_k(scores, count_BK, size=size)
     kept_BKM = jnp.take_along_axis(scores, jnp.maximum(slots_BKM, 0), axis=2)

@@ -83,33 +83,52 @@ def check_fits(tokens: int, need: int, per_token: float, available: int | None) 
     )
 
 
-def grow(caches: Any, more: int) -> Any:
-    """The caches with `more` slots added; axes that are not slots are left alone.
+def grow(caches: tuple[Any, ...], more: int) -> tuple[Any, ...]:
+    """Every layer's cache with `more` slots added; its other axes are left alone.
 
-    So grows an axis `room`, of a cache that keeps a budget and the tokens after the context. An
-    axis `pages` grows by as many pages as there are new slots; a page is slots / pages of its
-    own layer's cache.
+    An axis `room` grows by as many. An axis `pages` grows by the pages that the new slots are (a
+    page is slots / pages of the array's own cache), and `share` by its part of them, in whole
+    granules.
+
+    Raises:
+      ValueError: pages are not whole, or a layer has no one count of slots to measure them by.
     """
-    leaves, structure = jax.tree.flatten(caches)
-    axes = leaf_axes(caches)
+    return tuple(_grow_layer(layer, cache, more) for layer, cache in enumerate(caches))
+
+
+def _grow_layer(layer: int, cache: Any, more: int) -> Any:
+    leaves, structure = jax.tree.flatten(cache)
+    axes = leaf_axes(cache)
     counts = {
-        name: {
-            leaf.shape[names.index(name)]
-            for leaf, names in zip(leaves, axes, strict=True)
-            if name in names
-        }
-        for name in ("slots", "pages")
+        size
+        for leaf, names in zip(leaves, axes, strict=True)
+        for size, name in zip(leaf.shape, names, strict=True)
+        if name == "slots"
     }
-    page = 0
-    if counts["pages"]:
-        (slots,), (pages,) = counts["slots"], counts["pages"]
-        page = slots // pages
-        if page * pages != slots or more % page:
-            raise ValueError(f"{slots} slots and {more} more are not whole pages of {page}")
+
+    def added(name: str | None, size: int) -> int:
+        if name in ("slots", "room"):
+            return more
+        if name not in ("pages", "share"):
+            return 0
+        if len(counts) != 1:
+            raise ValueError(
+                f"layer {layer}: axis {name!r} of {size} is measured by one number of slots, "
+                f"the cache has {sorted(counts)}"
+            )
+        (slots,) = counts
+        if name == "share":
+            return math.ceil(size * more / slots / GRANULE) * GRANULE
+        page = slots // size
+        if page * size != slots or more % page:
+            raise ValueError(
+                f"layer {layer}: {slots} slots in {size} pages, and {more} slots more, "
+                f"are not whole pages"
+            )
+        return more // page
 
     def widen(array: Any, names: tuple[str | None, ...]) -> Any:
-        by = {"slots": more, "room": more, "pages": more // page if page else 0}
-        widths = [(0, by.get(name or "", 0)) for name in names]
+        widths = [(0, added(name, size)) for name, size in zip(names, array.shape, strict=True)]
         return jax.numpy.pad(array, widths) if any(high for _, high in widths) else array
 
     padded = [widen(leaf, names) for leaf, names in zip(leaves, axes, strict=True)]

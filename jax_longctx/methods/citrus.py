@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import BudgetCache, empty_budget_cache
+from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     INSTRUCTION_ROWS,
@@ -70,7 +70,7 @@ def check(self: Any) -> None:
 
 
 def _init_cache(self: Any, shape: CacheShape) -> BudgetCache:
-    return empty_budget_cache(shape, eviction.capacity(self, shape))
+    return eviction.empty_cache(self, shape)
 
 
 def attend_alone(
@@ -85,8 +85,8 @@ def attend_alone(
     """A segment of one row group: what reads the text alone, probes, or only joins."""
     valid_B = segment.valid_of(CHUNK_ROWS)
     if eviction.only_joins(self, segment):
-        return eviction.read_and_append(q, k, v, cache, valid_B, ctx, "shifted")
-    seen = eviction.look(q, k, v, cache, valid_B, ctx, "shifted")
+        return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
+    seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
     scores_BKU = instruction.layer_scores(self, seen, seen, ctx)
     return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment)
 
@@ -124,7 +124,7 @@ class Citrus:
     ) -> Attended:
         if segment.role != "probe_and_context":
             return attend_alone(self, q, k, v, cache, segment, ctx)
-        probe = instruction.look(q, k, v, cache, segment, ctx, INSTRUCTION_ROWS)
+        probe = instruction.look(self, q, k, v, cache, segment, ctx, INSTRUCTION_ROWS)
         if self.evict_first:
             looking = dataclasses.replace(segment, role="probe")
             cache = eviction.evict(
@@ -132,9 +132,9 @@ class Citrus:
             )
             valid_B = segment.valid_of(CHUNK_ROWS)
             q, k, v = (x[:, segment.group(CHUNK_ROWS).columns] for x in (q, k, v))
-            out, lse, cache = eviction.read_and_append(q, k, v, cache, valid_B, ctx, "shifted")
+            out, lse, cache = eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
             return *instruction.side_by_side((out, lse), (probe.out, probe.lse)), cache
-        chunk = instruction.look(q, k, v, cache, segment, ctx, CHUNK_ROWS)
+        chunk = instruction.look(self, q, k, v, cache, segment, ctx, CHUNK_ROWS)
         cache = eviction.evict(
             self, cache, chunk, instruction.layer_scores(self, probe, chunk, ctx), segment
         )

@@ -64,8 +64,8 @@ class CitrusIndividual:
     def init_cache(self, shape: CacheShape) -> ThreadCaches:
         # Only the task thread's will hold question and answer.
         return ThreadCaches(
-            empty_budget_cache(shape, self.budget),
-            empty_budget_cache(shape, eviction.capacity(self, shape)),
+            empty_budget_cache(shape, self.budget, grows=False),
+            eviction.empty_cache(self, shape),
         )
 
     def attend(
@@ -79,8 +79,8 @@ class CitrusIndividual:
     ) -> citrus.Attended:
         if segment.role != "probe_and_context":
             return citrus.attend_alone(self, q, k, v, cache, segment, ctx)
-        chunk = instruction.look(q, k, v, cache.language, segment, ctx, CHUNK_ROWS)
-        probe = instruction.look(q, k, v, cache.task, segment, ctx, INSTRUCTION_ROWS)
+        chunk = instruction.look(self, q, k, v, cache.language, segment, ctx, CHUNK_ROWS)
+        probe = instruction.look(self, q, k, v, cache.task, segment, ctx, INSTRUCTION_ROWS)
         # The chunk before the task thread's slots, which are as many as the other thread's.
         joins = dataclasses.replace(
             probe, k=chunk.k, v=chunk.v, store_k=chunk.store_k, valid=chunk.valid

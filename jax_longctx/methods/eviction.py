@@ -24,7 +24,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import BudgetCache, append_budget, choose, replace_one
+from jax_longctx.caches import (
+    BudgetCache,
+    append_budget,
+    choose,
+    empty_budget_cache,
+    replace_one,
+)
 from jax_longctx.contract import (
     CacheShape,
     LayerContext,
@@ -46,8 +52,8 @@ __all__ = [
     "Positions",
     "Protocol",
     "accumulated",
-    "capacity",
     "check",
+    "empty_cache",
     "evict",
     "finish",
     "fork",
@@ -149,11 +155,19 @@ def _rotate_slots(k: Float[Array, "B K C H"], ctx: LayerContext) -> Float[Array,
     return jnp.swapaxes(ctx.rotate(jnp.swapaxes(k, 1, 2), slots), 1, 2)
 
 
+def _bounded(method: "Evictor", ctx: LayerContext) -> LayerContext:
+    """The length that a rotary base may follow is what the text's positions stay below."""
+    if method.positions == "true":
+        return ctx
+    reach = method.budget + method.chunk
+    return dataclasses.replace(ctx, total=jnp.minimum(ctx.total, reach))
+
+
 def _rotated(
-    q: Array, k: Array, cache: BudgetCache, ctx: LayerContext, positions: Positions
+    method: "Evictor", q: Array, k: Array, cache: BudgetCache, ctx: LayerContext
 ) -> tuple[Array, Array, Array, Array]:
     """Queries, new keys and cached keys under rotary embedding, and the new keys to store."""
-    shifted = positions == "shifted"
+    shifted = method.positions == "shifted"
     start_B = cache.length if shifted else cache.position
     at_BT = start_B[:, None] + jnp.arange(q.shape[1])
     rotated = ctx.rotate(k, at_BT)
@@ -162,16 +176,16 @@ def _rotated(
 
 
 def look(
+    method: "Evictor",
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     cache: BudgetCache,
     valid: Int[Array, " B"],
     ctx: LayerContext,
-    positions: Positions,
 ) -> Look:
     """The segment over every slot of the cache and, causally, itself; the cache is not changed."""
-    q, rotated, past, store = _rotated(q, k, cache, ctx, positions)
+    q, rotated, past, store = _rotated(method, q, k, cache, _bounded(method, ctx))
     # No window: `validate` has refused those that such a cache could outgrow.
     earlier = cache_attention(q, past, cache.v, cache.length, scale=ctx.scale)
     within = causal_attention(q, rotated, v, scale=ctx.scale)
@@ -180,21 +194,22 @@ def look(
 
 
 def read_and_append(
+    method: "Evictor",
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     cache: BudgetCache,
     valid: Int[Array, " B"],
     ctx: LayerContext,
-    positions: Positions,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
     """Attention over the cache and the segment, which joins it; nothing leaves."""
     if q.shape[1] > 1:
-        seen = look(q, k, v, cache, valid, ctx, positions)
+        seen = look(method, q, k, v, cache, valid, ctx)
         return seen.out, seen.lse, append_budget(cache, seen.store_k, v, valid)
-    q, _, _, store = _rotated(q, k, cache, ctx, positions)
+    ctx = _bounded(method, ctx)
+    q, _, _, store = _rotated(method, q, k, cache, ctx)
     cache = append_budget(cache, store, v, valid)
-    keys = _rotate_slots(cache.k, ctx) if positions == "shifted" else cache.k
+    keys = _rotate_slots(cache.k, ctx) if method.positions == "shifted" else cache.k
     out, lse = decode_attention(q, keys, cache.v, cache.length, scale=ctx.scale)
     return out, lse, cache
 
@@ -276,17 +291,23 @@ def check(method: "Evictor", kept: int = 1) -> None:
 
 
 def validate(self: "Evictor", config: ModelConfig) -> None:
-    """Refuses a model where a layer's sliding window could hide tokens that the cache kept."""
+    """Refuses positions that the model was not trained to, and windows that hide what is kept."""
+    name, reach = type(self).__name__, self.budget + self.chunk
+    if self.positions == "shifted" and reach > config.max_position:
+        raise ConfigError(
+            f"{name}: budget {self.budget} + chunk {self.chunk} = {reach} positions, more than the "
+            f"{config.max_position} that the model was trained to; lower them"
+        )
     windows = [window for window in config.windows if window is not None]
     if not windows:
         return
-    name, least = type(self).__name__, min(windows)
+    least = min(windows)
     if self.positions == "true":
         raise ConfigError(
             f"{name}: this model has layers with a sliding window of {least} tokens, which "
             f"positions=true does not support; use positions=shifted"
         )
-    if least < self.budget + self.chunk:
+    if least < reach:
         raise ConfigError(
             f"{name}: budget {self.budget} and chunk {self.chunk} exceed the model's sliding "
             f"window of {least} tokens; lower them"
@@ -332,9 +353,11 @@ def question_width(method: "Evictor", question: Sequence[Sequence[int]]) -> int:
     return 1 << max(longest - 1, 7).bit_length()
 
 
-def capacity(method: "Evictor", shape: CacheShape) -> int:
-    """Slots of the buffers: the budget, and room for question and answer where they only join."""
-    return method.budget if method.protocol == "own" else method.budget + shape.reserve
+def empty_cache(method: "Evictor", shape: CacheShape, statistics: int = 0) -> BudgetCache:
+    """Slots for the budget; also for question and answer, and growing, where they only join."""
+    grows = method.protocol == "citrus"
+    slots = method.budget + (shape.reserve if grows else 0)
+    return empty_budget_cache(shape, slots, statistics, grows=grows)
 
 
 # The duties that are the same for every method that evicts.

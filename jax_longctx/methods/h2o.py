@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import BudgetCache, empty_budget_cache
+from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     CacheShape,
@@ -84,7 +84,7 @@ class H2O:
         return self.recent
 
     def init_cache(self, shape: CacheShape) -> BudgetCache:
-        return empty_budget_cache(shape, eviction.capacity(self, shape), statistics=1)
+        return eviction.empty_cache(self, shape, statistics=1)
 
     def attend(
         self,
@@ -97,8 +97,8 @@ class H2O:
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
         valid_B = segment.valid_of(CHUNK_ROWS)
         if eviction.only_joins(self, segment):
-            return eviction.read_and_append(q, k, v, cache, valid_B, ctx, self.positions)
-        seen = eviction.look(q, k, v, cache, valid_B, ctx, self.positions)
+            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
+        seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
         if self.over_group == "mean":
             mass_BKU = seen.mass() / (q.shape[2] // k.shape[2])
         else:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import BudgetCache, empty_budget_cache
+from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     INSTRUCTION_ROWS,
@@ -69,7 +69,7 @@ class H2OShared:
         eviction.check(self)
 
     def init_cache(self, shape: CacheShape) -> BudgetCache:
-        return empty_budget_cache(shape, eviction.capacity(self, shape), statistics=1)
+        return eviction.empty_cache(self, shape, statistics=1)
 
     def attend(
         self,
@@ -82,12 +82,12 @@ class H2OShared:
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
         if eviction.only_joins(self, segment):
             valid_B = segment.valid_of(CHUNK_ROWS)
-            return eviction.read_and_append(q, k, v, cache, valid_B, ctx, "shifted")
-        chunk = instruction.look(q, k, v, cache, segment, ctx, CHUNK_ROWS)
+            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
+        chunk = instruction.look(self, q, k, v, cache, segment, ctx, CHUNK_ROWS)
         if segment.role != "probe_and_context":
             out, lse, mass_BKU = chunk.out, chunk.lse, chunk.mass()
         else:
-            probe = instruction.look(q, k, v, cache, segment, ctx, INSTRUCTION_ROWS)
+            probe = instruction.look(self, q, k, v, cache, segment, ctx, INSTRUCTION_ROWS)
             parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
             out, lse = instruction.side_by_side(*parts)
             mass_BKU = self._blend(chunk, probe)

@@ -59,6 +59,7 @@ def segments(self: eviction.Evictor, prompt: Prompt) -> Iterable[Segment]:
 
 
 def look(
+    method: eviction.Evictor,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
@@ -67,10 +68,10 @@ def look(
     ctx: LayerContext,
     rows: str,
 ) -> eviction.Look:
-    """One row group of the segment over the budgeted cache and itself, at shifted positions."""
+    """One row group of the segment over the budgeted cache and itself."""
     columns = segment.group(rows).columns
     q, k, v = (x[:, columns] for x in (q, k, v))
-    return eviction.look(q, k, v, cache, segment.valid_of(rows), ctx, "shifted")
+    return eviction.look(method, q, k, v, cache, segment.valid_of(rows), ctx)
 
 
 def side_by_side(

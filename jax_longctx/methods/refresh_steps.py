@@ -2,7 +2,8 @@
 
 One `lax.cond` a layer and step decides whether the full cache is touched at all; where a row must,
 every row of the shard does, and each takes the result that is its own. The token's key and value
-are written to both caches before, so that the branches only read the large one.
+are written to both caches before, so that the branches only read the large one. Where a branch
+depends on a cosine, the shards that hold parts of one row agree on it first (`LayerContext.agree`).
 """
 
 import dataclasses
@@ -16,14 +17,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, append
-from jax_longctx.caches.fifo import FifoCache, FifoList, best_last, gather_fifo
+from jax_longctx.caches.fifo import Count, FifoCache, FifoList, best_last, gather_fifo
 from jax_longctx.contract import LayerContext
 from jax_longctx.methods.observation import pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 
-__all__ = ["RefreshCache", "begin", "effective_strides", "limit", "step", "where_rows"]
+__all__ = ["RefreshCache", "begin", "effective_strides", "step", "where_rows"]
 
 Partial = FifoCache | FifoList
 
@@ -31,6 +32,10 @@ Partial = FifoCache | FifoList
 class Refresher(typing.Protocol):
     """The hyper-parameters that the steps depend on (see `jax_longctx.methods.refreshkv`)."""
 
+    @property
+    def budget(self) -> int | None: ...
+    @property
+    def ratio(self) -> float: ...
     @property
     def kernel(self) -> int: ...
     @property
@@ -82,11 +87,19 @@ def effective_strides(caches: Sequence[RefreshCache]) -> list[float]:
     return [steps / full if full else float("inf") for steps, full in sums]
 
 
-def limit(method: Refresher, partial: Partial) -> int:
+def _budget(method: Refresher, cache: RefreshCache) -> Count:
+    """Tokens that are chosen: as many for all rows, or a share of each row's own prompt."""
+    if method.budget is not None:
+        return method.budget
+    prompt_B = cache.store.length - cache.steps
+    return jnp.maximum(jnp.floor(jnp.float32(method.ratio) * prompt_B).astype(jnp.int32), 1)
+
+
+def _limit(method: Refresher, cache: RefreshCache) -> Count:
     """Tokens that a partial step reads at most."""
-    if isinstance(partial, FifoList):
-        return partial.chosen.shape[2] + 1
-    return partial.order.chosen.shape[2] + 1 if method.evict_on_push else partial.k.shape[2]
+    if isinstance(cache.partial, FifoCache) and not method.evict_on_push:
+        return cache.partial.k.shape[2]
+    return _budget(method, cache) + 1
 
 
 def begin(
@@ -94,10 +107,11 @@ def begin(
 ) -> RefreshCache:
     """The cache as the answer starts, chosen by the prompt's last query (before rotation)."""
     rotated = ctx.rotate(q, cache.store.position[:, None] - 1)
+    zeros = jnp.zeros_like(cache.steps)
+    cache = dataclasses.replace(cache, steps=zeros, full_steps=zeros)
     _, _, partial = _look(method, rotated, cache, ctx)
     query = _summed(q if method.qc_space == "pre_rope" else rotated, ctx)
-    zeros = jnp.zeros_like(cache.steps)
-    return RefreshCache(cache.store, partial, query, zeros, zeros)
+    return dataclasses.replace(cache, partial=partial, query=query)
 
 
 def step(
@@ -115,7 +129,7 @@ def step(
     cache = dataclasses.replace(
         cache,
         store=append(cache.store, k, v, valid, ctx),
-        partial=_push(method, cache.partial, k, v, valid),
+        partial=_push(method, cache, k, v, valid),
         steps=cache.steps + valid,
     )
     every = method.stride if method.schedule == "fixed" else method.qc_stride
@@ -124,7 +138,7 @@ def step(
     never_B = jnp.zeros_like(due_B)
 
     def stay() -> tuple[Array, Array, Partial, Array, Array]:
-        return *_read(method, q, cache.partial, cache, ctx), cache.partial, cache.query, never_B
+        return *_read(method, q, cache, ctx), cache.partial, cache.query, never_B
 
     def full(turned_B: Array, summed_BH: Array) -> tuple[Array, Array, Partial, Array, Array]:
         return _full_step(method, q, cache, turned_B, summed_BH, ctx)
@@ -134,6 +148,8 @@ def step(
         if method.schedule == "fixed":
             return full(due_B, summed_BH)
         turned_B = due_B & (_cosine(summed_BH, cache.query) <= method.threshold)
+        # Branches hold collectives: every shard of a row must take the same one.
+        turned_B = ctx.agree(turned_B)
         return jax.lax.cond(jnp.any(turned_B), lambda: full(turned_B, summed_BH), stay)
 
     out, lse, partial, query, turned_B = jax.lax.cond(jnp.any(due_B), check, stay)
@@ -165,13 +181,13 @@ def _full_step(
     if method.ablation == "no_refresh":
         partial = cache.partial
     if method.ablation == "no_full":
-        out, lse = _read(method, q, partial, cache, ctx)
+        out, lse = _read(method, q, dataclasses.replace(cache, partial=partial), ctx)
     new = (out, lse, partial, summed_BH)
     if turned_B.shape[0] == 1:
         return *new, turned_B
 
     def some() -> tuple[Array, Array, Partial, Array]:
-        old = (*_read(method, q, cache.partial, cache, ctx), cache.partial, cache.query)
+        old = (*_read(method, q, cache, ctx), cache.partial, cache.query)
         return where_rows(turned_B, new, old)
 
     # Choosing row by row copies the partial caches; a schedule turns all rows at once.
@@ -194,30 +210,33 @@ def _look(
     mass_BKS = ctx.gather_seq(over[method.over_group](p_BKGS, axis=2), axis=2)
     own = 1 if method.force_self else 0
     scores_BKS = pooled_scores(mass_BKS, store.length, own, method.kernel, "max")
-    tokens = cache.order.chosen.shape[2]
-    order = best_last(scores_BKS, store.length, tokens, tokens)
+    listed = cache.order.chosen.shape[2]
+    order = best_last(scores_BKS, store.length, _budget(method, cache), listed)
+    order = dataclasses.replace(order, chosen_axis=cache.order.chosen_axis)
     if isinstance(cache.partial, FifoList):
         return out.astype(q.dtype), lse, order
-    return out.astype(q.dtype), lse, gather_fifo(store, order, cache.partial.k.shape[2], ctx)
+    partial = gather_fifo(store, order, cache.partial.k.shape[2], ctx)
+    partial = dataclasses.replace(partial, slots_axis=cache.partial.slots_axis)
+    return out.astype(q.dtype), lse, partial
 
 
-def _push(method: Refresher, partial: Partial, k: Array, v: Array, valid: Array) -> Partial:
+def _push(method: Refresher, cache: RefreshCache, k: Array, v: Array, valid: Array) -> Partial:
     """The partial cache with the newest token."""
-    if isinstance(partial, FifoList):
-        return partial.push(valid)
-    return partial.push(k, v, valid, limit(method, partial))
+    if isinstance(cache.partial, FifoList):
+        return cache.partial.push(valid)
+    return cache.partial.push(k, v, valid, _limit(method, cache))
 
 
 def _read(
-    method: Refresher, q: Array, partial: Partial, cache: RefreshCache, ctx: LayerContext
+    method: Refresher, q: Array, cache: RefreshCache, ctx: LayerContext
 ) -> tuple[Array, Array]:
     """One query over the partial cache."""
-    most = limit(method, partial)
+    partial, limit = cache.partial, _limit(method, cache)
     if isinstance(partial, FifoCache):
-        length_B = partial.order.length(most)
+        length_B = partial.order.length(limit)
         return decode_attention(q, partial.k, partial.v, length_B, scale=ctx.scale)
     store, size = cache.store, cache.store.k.shape[2]
-    local_BKC = partial.tokens(most) - ctx.seq_offset(size)
+    local_BKC = partial.tokens(limit, partial.chosen.shape[2] + 1) - ctx.seq_offset(size)
     # Tokens are slots of the full cache, of which this shard holds some (-1 - offset is none).
     local_BKC = jnp.where((local_BKC >= 0) & (local_BKC < size), local_BKC, -1)
     start_B = jnp.zeros_like(store.length)

@@ -3,7 +3,7 @@
 Xu et al. 2025, "RefreshKV: Updating Small KV Cache During Long-form Generation", sections 2 and
 A.1. Context and question are read by full attention. The last token's probabilities (maximum over
 a kv head's group, maximum over `kernel` neighbours) choose the `budget` tokens of each kv head's
-partial cache. Then, in each layer and at each answered token,
+partial cache, by default an eighth of the prompt. Then, in each layer and at each answered token,
 
 1. its key and value join the full cache and the partial one, whose lowest-scored token leaves (then
    the next, then the tokens answered first);
@@ -26,6 +26,7 @@ full steps. `ablation` is that of section 5.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
@@ -34,7 +35,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jax_longctx.caches import empty_append_cache
-from jax_longctx.caches.fifo import empty_fifo_cache
+from jax_longctx.caches.fifo import FifoCache, empty_fifo_cache, empty_fifo_list
 from jax_longctx.contract import (
     CHUNK_ROWS,
     CacheShape,
@@ -61,7 +62,8 @@ ENDS = "ends"
 class RefreshKV:
     """A partial cache refreshed by full steps.
 
-    `budget` is in tokens; without one it is `ratio` of the context's capacity.
+    `budget` is in tokens, the same for all rows; without one it is `ratio` of each row's own prompt
+    (context and question), rounded down, at least 1.
     """
 
     budget: int | None = None
@@ -116,12 +118,18 @@ class RefreshKV:
         refuse_windows("RefreshKV", config)
 
     def init_cache(self, shape: CacheShape) -> RefreshCache:
-        share = int(self.ratio * (shape.slots - shape.reserve))
-        size = self.budget if self.budget is not None else max(share, 1)
-        partial = empty_fifo_cache(shape, size, size + (1 if self.evict_on_push else shape.reserve))
+        if self.budget is not None:
+            order = empty_fifo_list(shape, self.budget, "budget")
+        else:
+            # No prompt is longer than the slots.
+            order = empty_fifo_list(shape, math.ceil(self.ratio * shape.slots), "share")
+        partial = order
+        if not self.indexed:
+            room = None if self.evict_on_push else shape.reserve
+            partial = empty_fifo_cache(shape, order, room)
         return RefreshCache(
             empty_append_cache(shape),
-            partial.order if self.indexed else partial,
+            partial,
             jnp.zeros((shape.batch, shape.head_dim), jnp.float32),
             jnp.zeros((shape.batch,), jnp.int32),
             jnp.zeros((shape.batch,), jnp.int32),
@@ -164,7 +172,11 @@ class RefreshKV:
 
     def read_bytes(self, cache: RefreshCache, length: int) -> int:
         """The partial cache, and the part of a full step that falls to one; "adaptive": at most."""
-        store, tokens = cache.store, refresh_steps.limit(self, cache.partial)
+        store, partial = cache.store, cache.partial
+        if isinstance(partial, FifoCache) and not self.evict_on_push:
+            tokens = partial.k.shape[2]
+        else:
+            tokens = (self.budget or max(int(self.ratio * length), 1)) + 1
         every = self.stride if self.schedule == "fixed" else self.qc_stride
         token = 2 * store.k.size // store.k.shape[2] * store.k.dtype.itemsize
         return token * tokens + token * store.k.shape[2] // every

@@ -31,7 +31,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import BudgetCache, empty_budget_cache
+from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     CacheShape,
@@ -96,7 +96,7 @@ class RoCo:
         eviction.check(self, kept=max(self.sink + self.protected_last, 1))
 
     def init_cache(self, shape: CacheShape) -> BudgetCache:
-        return empty_budget_cache(shape, eviction.capacity(self, shape), statistics=3)
+        return eviction.empty_cache(self, shape, statistics=3)
 
     def attend(
         self,
@@ -109,8 +109,8 @@ class RoCo:
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
         valid_B = segment.valid_of(CHUNK_ROWS)
         if eviction.only_joins(self, segment):
-            return eviction.read_and_append(q, k, v, cache, valid_B, ctx, self.positions)
-        seen = eviction.look(q, k, v, cache, valid_B, ctx, self.positions)
+            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
+        seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
         total, squares = seen.mass(squares=True)
         # Slots are seen by all valid queries, token t of the segment by those from t on.
         after_BT = seen.valid[:, None] - jnp.arange(q.shape[1])

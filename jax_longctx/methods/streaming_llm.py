@@ -16,7 +16,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import BudgetCache, empty_budget_cache
+from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     CacheShape,
@@ -64,7 +64,7 @@ class StreamingLLM:
         eviction.check(self, kept=max(self.sink, 1))
 
     def init_cache(self, shape: CacheShape) -> BudgetCache:
-        return empty_budget_cache(shape, eviction.capacity(self, shape))
+        return eviction.empty_cache(self, shape)
 
     def attend(
         self,
@@ -77,8 +77,8 @@ class StreamingLLM:
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
         valid_B = segment.valid_of(CHUNK_ROWS)
         if eviction.only_joins(self, segment):
-            return eviction.read_and_append(q, k, v, cache, valid_B, ctx, self.positions)
-        seen = eviction.look(q, k, v, cache, valid_B, ctx, self.positions)
+            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
+        seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
         scores_BU = jnp.where(seen.order < self.sink, jnp.inf, seen.order)
         scores_BKU = jnp.broadcast_to(scores_BU[:, None], (*cache.k.shape[:2], scores_BU.shape[1]))
         return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment)

@@ -19,7 +19,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import BudgetCache, empty_budget_cache
+from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     CacheShape,
@@ -66,7 +66,7 @@ class TOVA:
         eviction.check(self)
 
     def init_cache(self, shape: CacheShape) -> BudgetCache:
-        return empty_budget_cache(shape, eviction.capacity(self, shape))
+        return eviction.empty_cache(self, shape)
 
     def attend(
         self,
@@ -79,8 +79,8 @@ class TOVA:
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
         valid_B = segment.valid_of(CHUNK_ROWS)
         if eviction.only_joins(self, segment):
-            return eviction.read_and_append(q, k, v, cache, valid_B, ctx, self.positions)
-        seen = eviction.look(q, k, v, cache, valid_B, ctx, self.positions)
+            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
+        seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
         # A sum over all heads ranks as their mean does.
         scores_BU = ctx.psum_heads(jnp.sum(_last_row(seen), axis=1))
         if self.protect_current:

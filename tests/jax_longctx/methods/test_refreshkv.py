@@ -6,6 +6,7 @@ layers and mesh are not at stake.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +63,10 @@ def oracle_model(mesh=ONE):
 
 
 @functools.cache
-def read_context(mesh):
+def read_context(mesh, slots):
     """Every layer's cache at the end of the context: the same for every variant."""
     engine = engine_of(mesh)
-    caches = programs.init_caches(engine.setup, 4, 128, RESERVE)
+    caches = programs.init_caches(engine.setup, 4, slots, RESERVE)
     for segment in METHOD.segments(Prompt("context", 16, CONTEXTS)):
         caches, _ = programs.run_segment(
             engine.setup, engine.params, caches, segment, TOTAL, None, "none"
@@ -84,12 +85,16 @@ class Seen:
 
 def in_order(cache, method):
     """Each row's and head's tokens that the step could read, the first to leave first."""
-    order = cache.order
-    limit = order.chosen.shape[2] + 1 if method.evict_on_push else cache.partial.k.shape[2]
-    tokens = np.asarray(order.tokens(limit))
+    order, size = cache.order, cache.order.chosen.shape[2] + 1
+    limits = size
+    if not method.evict_on_push:
+        limits = size = cache.partial.k.shape[2]
+    elif method.budget is None:
+        limits = order.count + 1
+    tokens = np.asarray(order.tokens(limits, size))
     written = np.asarray(order.count + order.pushed)
     lists = []
-    for row, count in zip(tokens, written, strict=True):
+    for row, count, limit in zip(tokens, written, np.broadcast_to(limits, 4), strict=True):
         turn = [slot % limit for slot in range(max(count - limit, 0), count)]
         lists.append([[int(head[slot]) for slot in turn] for head in row])
     return lists
@@ -97,21 +102,22 @@ def in_order(cache, method):
 
 def resized(cache, method):
     """The context's cache with an empty partial one of the method's own kind and size."""
-    chosen = np.full((*cache.order.chosen.shape[:2], method.budget), -1, np.int32)
+    size = method.budget or math.ceil(method.ratio * cache.store.k.shape[2])
+    chosen = np.full((*cache.order.chosen.shape[:2], size), -1, np.int32)
     order = dataclasses.replace(cache.order, chosen=chosen)
     partial = order if method.indexed else dataclasses.replace(cache.partial, order=order)
     return dataclasses.replace(cache, partial=partial)
 
 
 @functools.cache
-def decode(mesh=ONE, **changes):
+def decode(mesh=ONE, slots=128, **changes):
     """The question, and every answer token, under a variant of `METHOD`."""
     engine = engine_of(mesh)
     method = dataclasses.replace(METHOD, **changes)
     setup = dataclasses.replace(engine.setup, method=method)
-    caches = tuple(resized(cache, method) for cache in read_context(mesh))
+    caches = tuple(resized(cache, method) for cache in read_context(mesh, slots))
     # Where a variant only decodes in another way, the question's program is shared.
-    chooses = {"over_group", "force_self", "kernel", "budget", "indexed", "qc_space"}
+    chooses = {"over_group", "force_self", "kernel", "budget", "ratio", "indexed", "qc_space"}
     asking = {name: value for name, value in changes.items() if name in chooses}
     asking = dataclasses.replace(engine.setup, method=dataclasses.replace(METHOD, **asking))
     for segment in method.segments(Prompt("question", 16, question=QUESTIONS)):
@@ -162,12 +168,13 @@ def compare(seen, method, mesh=ONE):
         return step % method.qc_stride == 0 and cosines[method.qc_space] <= method.threshold
 
     for row, prompt in enumerate(PROMPTS):
+        budget = method.budget or max(int(method.ratio * len(prompt)), 1)
         expected = PartialDecoder(
             *oracle_model(mesh),
             prompt,
             evict=method.evict_on_push,
             forced=1 if method.force_self else 0,
-            budget=method.budget,
+            budget=budget,
             kernel=method.kernel,
             kind="max",
             over=method.over_group,
@@ -180,7 +187,7 @@ def compare(seen, method, mesh=ONE):
                 lists = step.lists[layer][row]
                 if before[layer] == expected.full_steps[layer]:
                     assert [sorted(ids) for ids in lists] == expected.read[layer]
-                kept = [ids[-method.budget :] if method.evict_on_push else ids for ids in lists]
+                kept = [ids[-budget:] if method.evict_on_push else ids for ids in lists]
                 assert kept == expected.lists[layer]
                 assert cache.full_steps[row] == expected.full_steps[layer]
                 assert cache.steps[row] == column + 1
@@ -195,12 +202,26 @@ def compare(seen, method, mesh=ONE):
         {"force_self": False, "over_group": "mean"},
         {"ablation": "no_refresh"},
         {"ablation": "no_full"},
+        {"budget": None, "ratio": 0.2},
+        {"budget": None, "ratio": 0.2, "indexed": True},
     ],
     ids=str,
 )
 def test_ragged_rows_equal_numpy_row_by_row(changes):
-    """Also X21 (the prompt in chunks) and X22: each row is compared with numpy's, alone."""
+    """Also X21 (the prompt in chunks) and X22: each row is compared with numpy's, alone.
+
+    A ratio is of the row's own prompt: 8, 1, 5 and 4 tokens.
+    """
     compare(decode(**changes), dataclasses.replace(METHOD, **changes))
+
+
+def test_a_ratio_is_of_the_prompt_whatever_the_capacity():
+    """Thrice the slots make a list thrice as long, of which a row fills what its prompt says."""
+    ratio = {"budget": None, "ratio": 0.2}
+    seen = decode(slots=384, **ratio)
+    assert seen[0].caches[0].order.chosen.shape[2] == 77
+    compare(seen, dataclasses.replace(METHOD, **ratio))
+    assert [step.lists for step in seen] == [step.lists for step in decode(**ratio)]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +341,7 @@ def test_rk_9_a_list_of_tokens_is_the_same_as_their_keys():
     # The list of the newest step is what its buffers hold: keys of the full cache.
     for cache in decode()[-1].caches:
         assert isinstance(cache.partial, FifoCache)
-        tokens = np.asarray(cache.order.tokens(METHOD.budget + 1))[..., None]
+        tokens = np.asarray(cache.order.tokens(METHOD.budget + 1, METHOD.budget + 1))[..., None]
         gathered = np.take_along_axis(cache.store.k, np.maximum(tokens, 0), axis=2)
         held = cache.partial.k[:, :, : METHOD.budget + 1]
         np.testing.assert_array_equal(np.where(tokens < 0, held, gathered), held)

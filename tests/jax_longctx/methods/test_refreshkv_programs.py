@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import grow
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import make_method
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import cache_bytes, compile_decode, no_persistent_cache
+from tests.jax_longctx.methods.branches import decided_by_floats
 from tests.support import tiny_config, tiny_engine
 
 
@@ -81,13 +83,43 @@ def test_a_partial_step_reads_the_budget():
         assert method.read_bytes(cache, 200) == token * 7 + token * 256 // every
 
 
-def test_without_a_budget_it_is_a_share_of_the_context():
+def test_without_a_budget_there_is_room_for_a_share_of_any_prompt():
     (shape,) = programs.cache_shapes(
         tiny_engine(config=tiny_config(num_layers=1)).setup, 2, 256, 16
     )
-    for settings, size in [({}, 30), ({"ratio": 0.5}, 120), ({"ratio": 1e-3}, 1)]:
+    for settings, size in [({}, 32), ({"ratio": 0.3}, 77), ({"ratio": 1e-3}, 1)]:
         cache = jax.eval_shape(functools.partial(RefreshKV(**settings).init_cache, shape))
         assert cache.order.chosen.shape[2] == size
+    method = RefreshKV(ratio=0.3)
+    cache = jax.eval_shape(functools.partial(method.init_cache, shape))
+    token = 2 * 2 * 2 * 8 * 4
+    assert method.read_bytes(cache, 100) == token * 31 + token * 256 // 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "shapes"),
+    [
+        ({"budget": 6}, (6, 128)),
+        ({"budget": 6, "evict_on_push": False}, (6, 128 + 256)),
+        ({"ratio": 0.3}, (77 + 128, 128 + 128)),
+        ({"ratio": 0.3, "evict_on_push": False}, (77 + 128, 128 + 256)),
+    ],
+    ids=str,
+)
+def test_a_partial_cache_grows_with_what_it_holds(settings, shapes):
+    """After 256 more slots: of a list of tokens, and of buffers for them."""
+    (shape,) = programs.cache_shapes(
+        tiny_engine(config=tiny_config(num_layers=1)).setup, 2, 256, 16
+    )
+    cache = jax.eval_shape(lambda: grow((RefreshKV(**settings).init_cache(shape),), 256)[0])
+    assert (cache.order.chosen.shape[2], cache.partial.k.shape[2]) == shapes
+    assert cache.store.k.shape[2] == 512
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_shards_agree_on_a_full_step(indexed):
+    """Three branches of collectives: a check, a full step, rows of which only some turned."""
+    assert decided_by_floats(RefreshKV(budget=6, indexed=indexed)) == [False] * (2 + indexed)
 
 
 @pytest.mark.parametrize(

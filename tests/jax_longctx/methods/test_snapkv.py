@@ -57,7 +57,7 @@ def oracle(engine, row, **changes):
 
 def in_order(order, limit):
     """Each row's and head's tokens, the first to leave first."""
-    tokens = np.asarray(order.tokens(limit))
+    tokens = np.asarray(order.tokens(limit, limit))
     written = np.asarray(order.count + order.pushed)
     lists = []
     for row, count in zip(tokens, written, strict=True):

@@ -1,10 +1,14 @@
 """StreamingLLM against its definition in numpy; SL-4 is with H2O's tests."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_longctx.caches import BudgetCache
+from jax_longctx.contract import LayerContext
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import StreamingLLM
+from jax_longctx.methods import StreamingLLM, eviction
+from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.evicting import (
     ANSWERS,
@@ -112,6 +116,36 @@ def test_bad_settings():
     ]:
         with pytest.raises(ConfigError, match=said):
             StreamingLLM(**settings)
+
+
+@pytest.mark.parametrize("tokens", [4, 1])
+def test_a_rotary_base_follows_the_positions_not_the_text(tokens):
+    """A text of 1000 tokens stretches nothing where positions stay below the trained length."""
+    rng = np.random.default_rng(0)
+    shapes = [(1, tokens, 4, 8), *[(1, tokens, 2, 8)] * 2, *[(1, 2, 13, 8)] * 2]
+    q, k, v, *held = (jnp.array(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    count = jnp.array([5], jnp.int32)
+    cache = BudgetCache(*held, jnp.zeros((1, 2, 13), jnp.int32), None, count, count)
+
+    def read(kind, trained, positions="shifted"):
+        rope = RopeConfig(kind=kind, theta=THETA, trained_length=trained, factor=4.0)
+        ctx = LayerContext(layer=0, scale=1.0, window=None, rope=rope, total=jnp.array([1000]))
+        method = StreamingLLM(budget=16, chunk=4, protocol="citrus", positions=positions)
+        valid = jnp.array([tokens], jnp.int32)
+        return eviction.read_and_append(method, q, k, v, cache, valid, ctx)[0]
+
+    expected = read("default", 20)
+    np.testing.assert_allclose(read("dynamic", 20), expected, atol=1e-6)
+    for other in (read("dynamic", 19), read("dynamic", 20, "true")):
+        assert np.abs(other - expected).max() > 1e-3
+
+
+def test_positions_beyond_the_trained_ones_are_refused():
+    said = r"budget 125 \+ chunk 4 = 129 positions, more than the 128 that the model was trained to"
+    with pytest.raises(ConfigError, match=said):
+        StreamingLLM(budget=125, chunk=4).validate(tiny_config())
+    StreamingLLM(budget=124, chunk=4).validate(tiny_config())
+    StreamingLLM(budget=125, chunk=4, positions="true").validate(tiny_config())
 
 
 def test_a_window_that_could_hide_kept_tokens_is_refused():

@@ -1,0 +1,82 @@
+"""Which branches of a decode step hold collectives, and by what they are taken.
+
+A branch that only some of the shards enter never ends. So a predicate may come from integers,
+which all shards hold alike, and from floats only through a maximum over the shards of heads and
+slots (`LayerContext.agree`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal, jaxprs_in_params
+
+from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment
+from jax_longctx.engine import programs
+from jax_longctx.models.llama import init_params
+from jax_longctx.sharding import make_mesh
+from tests.support import tiny_config
+
+__all__ = ["decided_by_floats"]
+
+COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "ppermute", "all_to_all")
+
+
+def decided_by_floats(method: Any) -> list[bool]:
+    """For every branch with a collective in a decode step's program: whether floats take it."""
+    config, mesh = tiny_config(num_layers=1), make_mesh(1, 2, 2)
+    setup = programs.Setup(config, method, mesh, jnp.dtype(jnp.float32), 16)
+    rows = jax.ShapeDtypeStruct((2,), jnp.int32)
+    caches = programs.abstract_caches(setup, 2, 256, 32)
+    caches = jax.eval_shape(lambda c, n: programs.finish_context(setup, c, n, 32), caches, rows)
+    if method.info.shrinks:
+        answer = lambda c, n: programs.finish_question(setup, c, n, reserve=32)  # noqa: E731
+        caches = jax.eval_shape(answer, caches, rows)
+    ones = np.ones((2, 1), np.int32)
+    segment = Segment(ones, ones, np.zeros(2, bool), "decode", (RowGroup(CHUNK_ROWS, 0, 1),))
+    params = jax.eval_shape(lambda: init_params(config, mesh, seed=0, dtype=jnp.float32))
+
+    def step(params: Any, caches: Any, total: Any) -> Any:
+        return programs.run_segment(setup, params, caches, segment, total, None, "none")
+
+    found: list[bool] = []
+    _visit(jax.make_jaxpr(step)(params, caches, rows).jaxpr, {}, found)
+    return found
+
+
+def _visit(jaxpr: Any, outside: dict[Any, Any], found: list[bool]) -> None:
+    """`outside` says which variable of an outer program each input is."""
+    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    made |= {name: source for name, source in outside.items() if name not in made}
+    for eqn in jaxpr.eqns:
+        inner = list(jaxprs_in_params(eqn.params))
+        branching = eqn.primitive.name == "cond"
+        operands = eqn.invars[1:] if branching else eqn.invars
+        for sub in inner:
+            names = dict(zip(sub.invars, operands, strict=False))
+            sources = {inner_name: (name, made) for inner_name, name in names.items()}
+            _visit(sub, sources if len(sub.invars) == len(operands) else {}, found)
+        if branching and any(f"{name}[" in str(sub) for sub in inner for name in COLLECTIVES):
+            found.append(_from_floats(eqn.invars[0], made))
+
+
+def _from_floats(name: Any, made: dict[Any, Any]) -> bool:
+    """Whether a value comes from floats that the shards have not agreed on."""
+    queue, done = [(name, made)], set()
+    while queue:
+        name, made = queue.pop()
+        if isinstance(name, Literal) or name in done:
+            continue
+        done.add(name)
+        if jnp.issubdtype(name.aval.dtype, jnp.floating):
+            return True
+        source = made.get(name)
+        if isinstance(source, tuple):
+            queue.append(source)
+        elif source is not None:
+            agreed = source.primitive.name == "pmax" and {"tensor", "seq"} <= set(
+                source.params["axes"]
+            )
+            queue += [] if agreed else [(given, made) for given in source.invars]
+    return False
