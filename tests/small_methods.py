@@ -47,7 +47,7 @@ def small_method(name: str):
     return make_method(name, SMALL[name])
 
 
-_ALL = {"budget": 256, "chunk": 16}
+_ALL = {"budget": 112, "chunk": 16}
 # Settings under which nothing leaves and everything is read, of texts below some 60 tokens.
 EVERYTHING: dict[str, dict[str, object]] = {
     "full": {},

@@ -1,17 +1,26 @@
 """What every method must do: equal full attention where nothing is left out, on models with every
 option, and answer through the command line by name."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import jax_longctx
 from jax_longctx.cli.main import app
 from jax_longctx.engine import Engine
+from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import InputError
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.llama import init_params
+from jax_longctx.sharding import leaf_axes, make_mesh
+from tests.jax_longctx.methods.branches import decided_by_floats
+from tests.jax_longctx.methods.harness import steps
 from tests.small_methods import EVERYTHING, SMALL, small_method
 from tests.support import random_rows, tiny_config, tiny_engine
 
@@ -35,8 +44,8 @@ def config_with_everything():
     )
 
 
-def answers(engine, contexts, questions, **options):
-    context = engine.prefill(contexts, reserve=24, questions=questions)
+def answers(engine, contexts, questions, reserve=24, **options):
+    context = engine.prefill(contexts, reserve=reserve, questions=questions)
     rows = [[] for _ in contexts]
     for block in engine.stream(context, questions, max_tokens=8, **options):
         for row, new in zip(rows, block, strict=True):
@@ -58,6 +67,74 @@ def test_nothing_left_out_is_full_attention_on_a_model_with_every_option(name, f
     engine = tiny_engine(method, config=config_with_everything(), chunk=16)
     contexts, questions = random_rows(ROWS), random_rows(QUESTIONS, seed=1)
     assert answers(engine, contexts, questions, keep=False) == full_answers
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bfloat16_with_nothing_left_out_is_near_full_attention(name):
+    """The next token's logits after teacher-forced tokens, which cannot drift apart."""
+    full, other = (
+        bfloat16_logits(method)
+        for method in (small_method("full"), make_method(name, EVERYTHING[name]))
+    )
+    exact = bfloat16_logits(small_method("full"), jnp.float32)
+    assert np.abs(full - exact).max() > 0
+    # Rounding is no worse than full attention's own, give or take.
+    assert np.abs(other - exact).max() < 2 * np.abs(full - exact).max()
+
+
+@functools.cache
+def bfloat16_logits(method, dtype=jnp.bfloat16):
+    """Logits `[N, V]` of two rows' questions and answers."""
+    config, mesh = tiny_config(num_layers=1), make_mesh()
+    params = init_params(config, mesh, seed=0, dtype=jnp.bfloat16)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    engine = Engine(config, params, method, mesh, chunk=16)
+    rows = [
+        random_rows(lengths, seed=seed) for seed, lengths in enumerate([[37, 9], [5, 5], [6, 6]])
+    ]
+    logits = []
+    for step in steps(engine, *rows):
+        if step.segment.role in ("query", "decode"):
+            logits += [step.logits[row, : step.valid[row]] for row in range(2)]
+    return np.concatenate(logits).astype(np.float32)
+
+
+GROWING = [*SMALL.items(), ("refreshkv", {"ratio": 0.3, "stride": 3, "schedule": "fixed"})]
+
+
+@pytest.mark.parametrize(("name", "settings"), GROWING, ids=[f"{n}-{len(s)}" for n, s in GROWING])
+def test_what_was_reserved_changes_no_answer_and_no_budget(name, settings):
+    """A question and answer of more than was reserved make the caches grow."""
+    engine = tiny_engine(make_method(name, settings), config=tiny_config(num_layers=1), chunk=16)
+    contexts, questions = random_rows([90, 40]), random_rows([3, 5], seed=1)
+    kept = answers(engine, contexts, questions, reserve=64)
+    assert answers(engine, contexts, questions, reserve=1) == kept
+    context = engine.prefill(contexts, reserve=1, questions=questions)
+    before = context.usable_caches()
+    sizes = [leaf.shape for leaf in jax.tree.leaves(grow(before, 256))]
+    for old, new, axes in zip(jax.tree.leaves(before), sizes, leaf_axes(before), strict=True):
+        grows = {"slots", "pages", "room", "share"} & set(axes)
+        assert (old.shape != new) == bool(grows), (axes, old.shape, new)
+    # What evicts while it answers holds nothing that grows.
+    if not engine.method.info.keeps_all and getattr(engine.method, "protocol", "") == "own":
+        assert sizes == [leaf.shape for leaf in jax.tree.leaves(before)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_mesh_answers_as_one_device(name):
+    contexts, questions = random_rows([90, 40, 0]), random_rows([3, 5, 2], seed=1)
+    one, mesh = (
+        tiny_engine(
+            small_method(name), config=tiny_config(num_layers=1), mesh=make_mesh(*sizes), chunk=16
+        )
+        for sizes in [(1, 1, 1), (2, 2, 2)]
+    )
+    assert answers(mesh, contexts, questions) == answers(one, contexts, questions)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_float_of_one_shard_decides_on_a_collective(name):
+    assert not any(decided_by_floats(small_method(name)))
 
 
 @pytest.mark.parametrize("name", METHODS)
