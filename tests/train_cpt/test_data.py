@@ -1,0 +1,178 @@
+"""Training texts: what is cut, kept, split and refused, and a position that can be taken up."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jax_longctx.errors import ConfigError, InputError
+from train_cpt.data import batches, open_windows, prepare, split_of
+from train_cpt.documents import read_documents
+
+LENGTH = 8
+SHARES = (0.6, 0.2, 0.2)
+
+
+def encode(text):
+    return list(text.encode())
+
+
+def texts(count, size=20):
+    """Distinct documents; every byte of one says which it is."""
+    return [(f"d{i}", chr(33 + i) * size) for i in range(count)]
+
+
+def prepared(directory, documents=None, **changes):
+    how = {"length": LENGTH, "vocab_size": 256, "tokenizer": "bytes", "shares": SHARES, **changes}
+    documents = texts(40) if documents is None else documents
+    return prepare(documents, encode, directory, **how)
+
+
+def opened(directory, split="train"):
+    return open_windows(directory, split, length=LENGTH, tokenizer="bytes")
+
+
+def test_documents_are_read_in_order_with_their_names(tmp_path):
+    (tmp_path / "b.txt").write_text("plain")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
+    (tmp_path / "ignored.bin").write_text("other")
+    found = list(read_documents([tmp_path, tmp_path / "b.txt"]))
+    lines = [(f"{tmp_path}/a.jsonl:1", "one"), (f"{tmp_path}/a.jsonl:3", "two")]
+    assert found == [*lines, *[(f"{tmp_path}/b.txt", "plain")] * 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", b'{"text": "a"}\n{"body": "b"}', r"x.jsonl:2: expected an object with a text"),
+        ("x.jsonl", b"[", "x.jsonl:1: this line is not JSON"),
+        ("x.txt", b"ab\xff", r"x.txt is not UTF-8 text \(byte 2\)"),
+        ("x.pdf", b"", "x.pdf is no kind of document that is read here"),
+        (None, b"", "gone does not exist"),
+    ],
+)
+def test_bad_documents_are_refused(tmp_path, name, content, message):
+    path = tmp_path / (name or "gone")
+    if name:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        list(read_documents([path]))
+
+
+def test_windows_follow_each_other_and_everything_is_counted(tmp_path):
+    documents = [("a", "abcdefghABCDEFGH!"), ("b", "short"), ("again", "abcdefghABCDEFGH!")]
+    manifest = prepared(tmp_path / "data", documents, shares=(1.0, 0.0, 0.0))
+    rows = opened(tmp_path / "data")
+    assert [bytes(row.tolist()) for row in rows] == [b"abcdefgh", b"ABCDEFGH"]
+    assert manifest.documents == {"used": 1, "short": 1, "repeated": 1}
+    assert manifest.dropped_tokens == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+def test_a_split_depends_on_the_text_alone(tmp_path):
+    prepared(tmp_path / "all", shard_bytes=3 * LENGTH * 2)
+    prepared(tmp_path / "some", texts(40)[::-2])
+    found = {}
+    for split in ("train", "dev", "test"):
+        every, some = (
+            {chr(row[0]) for row in opened(tmp_path / name, split)} for name in ("all", "some")
+        )
+        assert some <= every and some
+        found[split] = every
+    assert sum(map(len, found.values())) == len(set().union(*found.values())) == 40
+    assert len(found["train"]) > len(found["dev"])
+    everything = [split_of(text, (0.0, 1.0, 0.0)) for _, text in texts(40)]
+    assert set(everything) == {"dev"}
+
+
+def test_shards_hold_all_windows_in_order(tmp_path):
+    whole = prepared(tmp_path / "one")
+    parts = prepared(tmp_path / "many", shard_bytes=3 * LENGTH * 2)
+    assert len(whole.shards["train"]) == 1 < len(parts.shards["train"])
+    assert whole.windows("train") == parts.windows("train") == len(opened(tmp_path / "many"))
+    for one, many in zip(opened(tmp_path / "one"), opened(tmp_path / "many"), strict=True):
+        assert one.dtype == np.int32
+        np.testing.assert_array_equal(one, many)
+    assert prepared(tmp_path / "wide", vocab_size=128256).dtype == "uint32"
+
+
+def test_bad_data_sets_are_refused_and_nothing_is_overwritten(tmp_path):
+    data = tmp_path / "data"
+    with pytest.raises(InputError, match=r"of 40 documents 0 have the 21 tokens .*longest has 20"):
+        prepared(data, length=21)
+    with pytest.raises(ConfigError, match="must add up to 1"):
+        prepared(data, shares=(0.5, 0.1, 0.1))
+    with pytest.raises(ConfigError, match="at least 2 tokens, got 1"):
+        prepared(data, length=1)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InputError, match="not a prepared data set"):
+        opened(tmp_path)
+    prepared(data)
+    before = {path.name: path.read_bytes() for path in data.iterdir()}
+    with pytest.raises(InputError, match="exists already"):
+        prepared(data)
+    assert {path.name: path.read_bytes() for path in data.iterdir()} == before
+    with pytest.raises(InputError, match="windows of 8 tokens, the run asks for 9"):
+        open_windows(data, "train", length=9, tokenizer="bytes")
+    with pytest.raises(InputError, match="another tokenizer"):
+        open_windows(data, "train", length=LENGTH, tokenizer="other")
+    shard = data / "train-00000.npy"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(InputError, match=r"train-00000.npy is damaged \(SHA-256"):
+        opened(data)
+    shard.unlink()
+    with pytest.raises(InputError, match=r"train-00000\.npy cannot be read"):
+        opened(data)
+    fields = json.loads((data / "manifest.json").read_text())
+    (data / "manifest.json").write_text(json.dumps({**fields, "format": 0}))
+    with pytest.raises(InputError, match=r"manifest\.json is damaged: format 0, expected 1"):
+        opened(data)
+
+
+def test_batches_go_through_every_epoch_and_their_position_can_be_taken_up(tmp_path):
+    prepared(tmp_path / "data", shares=(1.0, 0.0, 0.0))
+    windows = opened(tmp_path / "data")
+    assert len(windows) == 80
+
+    def start(process=0, processes=1, seed=0):
+        return batches(
+            windows, micro_batches=2, rows=4, seed=seed, process=process, processes=processes
+        )
+
+    whole = start()
+    taken = [next(whole) for _ in range(15)]
+    assert taken[0].shape == (2, 4, LENGTH) and taken[0].dtype == np.int32
+    order = np.concatenate([batch[..., 0].ravel() for batch in taken])
+    first, rest = order[:80], order[80:]
+    np.testing.assert_array_equal(np.sort(first), sorted([33 + i for i in range(40)] * 2))
+    assert not np.array_equal(first, np.sort(first)) and not np.array_equal(rest, first[:40])
+
+    again = start()
+    for _ in range(9):
+        next(again)
+    position = json.loads(json.dumps(again.get_state()))
+    resumed = start()
+    resumed.set_state(position)
+    for expected in taken[9:]:
+        np.testing.assert_array_equal(next(resumed), expected)
+
+    halves = [start(process, 2) for process in range(2)]
+    for expected in taken[:3]:
+        parts = np.concatenate([next(half) for half in halves], axis=1)
+        np.testing.assert_array_equal(parts, expected)
+    assert not np.array_equal(next(start(seed=1)), taken[0])
+    with pytest.raises(ConfigError, match="4 texts do not divide over 3 processes"):
+        start(0, 3)
+
+
+def test_an_empty_split_is_refused(tmp_path):
+    prepared(tmp_path / "data", shares=(1.0, 0.0, 0.0))
+    with pytest.raises(InputError, match="no text"):
+        batches(
+            opened(tmp_path / "data", "dev"),
+            micro_batches=1,
+            rows=1,
+            seed=0,
+            process=0,
+            processes=1,
+        )
