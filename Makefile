@@ -17,10 +17,10 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --constraint cons
 SOURCES := jax_longctx pallas_kernels checkpoints_convert train_cpt tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow venv lint types format hooks clean
+.PHONY: help demo test test-slow test-thorough venv lint types format hooks clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # On the CPU unless JAX_PLATFORMS says otherwise: libtpu, where it is installed for the tests, would
 # look for TPUs first, and say so at length.
@@ -29,10 +29,13 @@ demo: $(VENV)/.demo-ready ## A small real model finds a passkey in a long text (
 	$(BIN)/jax-longctx demo $(ARGS)
 
 test: $(VENV)/.dev-ready ## The tests, without the slow ones and those that need a GPU.
-	$(BIN)/pytest -m "not slow and not gpu" $(WORKERS) $(ARGS)
+	$(BIN)/pytest -m "not slow and not thorough and not gpu" $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.dev-ready ## The slow tests alone.
-	$(BIN)/pytest -m "slow and not gpu" $(WORKERS) $(ARGS)
+	$(BIN)/pytest -m "slow and not thorough and not gpu" $(WORKERS) $(ARGS)
+
+test-thorough: $(VENV)/.dev-ready ## Every method through everything: some 15 minutes.
+	$(BIN)/pytest -m "thorough and not gpu" $(WORKERS) $(ARGS)
 
 venv: $(VENV)/.dev-ready ## The environment for tests and development, in .venv.
 

@@ -57,6 +57,7 @@ def test_sh_2_x7_cs_4_x22_it_is_numpys_row_by_row(form):
     compare(run_of(form), engine_of(form), form)
 
 
+@pytest.mark.thorough
 @each_form
 def test_a_mesh_keeps_what_one_device_keeps(form):
     """Every head's score must arrive on every shard: by local ones alone shards would differ."""

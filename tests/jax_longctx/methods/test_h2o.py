@@ -63,6 +63,7 @@ def test_x22_as_a_baseline_of_citrus(citrus):
     compare(citrus, H2ORule(0, "max", normalize=True, own=False), CONTEXTS, QUESTIONS, ANSWERS, 1)
 
 
+@pytest.mark.thorough
 def test_a_mesh_keeps_what_one_device_keeps():
     method, config = dataclasses.replace(OWN, over_group="max"), tiny_config(num_layers=1)
     engine = tiny_engine(method, config=config, mesh=make_mesh(2, 2, 2))

@@ -77,6 +77,7 @@ def test_hs_1_x8_without_the_instruction_it_is_h2o_in_this_setting(seen):
     assert blended[-1].kept[0][0][0] != seen[5].kept[0][0][0]
 
 
+@pytest.mark.thorough
 def test_a_blend_on_a_mesh_is_numpys():
     blend = H2OShared(**SIZES, alpha=0.25)
     engine = engine_with(blend, mesh=(2, 2, 2))

@@ -154,6 +154,7 @@ def test_2x2x2():
     check(engine, SMALL, texts([(137, 4), (5, 1), (42, 13), (0, 2)], 3))
 
 
+@pytest.mark.thorough
 def test_it_9_it_11_every_option_on_sharded_slots():
     """Each head for itself by the paper's score; units begin anywhere; the released mask.
 

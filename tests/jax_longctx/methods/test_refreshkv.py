@@ -224,6 +224,7 @@ def test_a_ratio_is_of_the_prompt_whatever_the_capacity():
     assert [step.lists for step in seen] == [step.lists for step in decode(**ratio)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "changes"), [((2, 2, 2), {}), ((1, 4, 1), {"indexed": True})], ids=str
 )

@@ -55,6 +55,7 @@ def test_x22_as_a_baseline_of_citrus():
     compare(engine, rule(CITRUS), CONTEXTS, QUESTIONS, sums=3, until="query")
 
 
+@pytest.mark.thorough
 def test_a_mesh_keeps_what_one_device_keeps():
     method = dataclasses.replace(OWN, recent_ratio=0.5)
     engine = tiny_engine(method, config=tiny_config(num_layers=1), mesh=make_mesh(2, 2, 2))

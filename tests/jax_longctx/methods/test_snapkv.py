@@ -112,6 +112,7 @@ def test_sn_5_ragged_rows_equal_numpy_row_by_row(whole):
     assert len(kept[0][0][0]) == METHOD.budget + 1
 
 
+@pytest.mark.thorough
 def test_a_mesh_equals_numpy():
     engine = tiny_engine(METHOD, mesh=make_mesh(2, 2, 2), chunk=16)
     *_, last = steps(engine, CONTEXTS, QUESTIONS, reserve=16)

@@ -39,6 +39,7 @@ def test_x22_ragged_rows_keep_what_each_keeps_alone(own):
         assert [list(head) for head in layer.token] == [[0, 1, 2, *range(30, 43)]] * 2
 
 
+@pytest.mark.thorough
 def test_x22_as_a_baseline_of_citrus():
     method = StreamingLLM(budget=24, sink=3, chunk=8, protocol="citrus")
     engine = tiny_engine(method, config=tiny_config(num_layers=1), chunk=8)
@@ -46,6 +47,7 @@ def test_x22_as_a_baseline_of_citrus():
     assert list(oracles[0].layers[0].token[0]) == [0, 1, 2, *range(24, 37)]
 
 
+@pytest.mark.thorough
 def test_a_mesh_keeps_what_one_device_keeps_at_true_positions():
     method = StreamingLLM(budget=16, sink=3, chunk=8, positions="true")
     engine = tiny_engine(method, config=tiny_config(num_layers=1), mesh=make_mesh(2, 2, 2))

@@ -37,6 +37,7 @@ def test_x22_ragged_rows_keep_what_each_keeps_alone(own):
         assert len({tuple(head) for head in layer.token}) == 1
 
 
+@pytest.mark.thorough
 def test_x22_as_a_baseline_of_citrus():
     engine = tiny_engine(CITRUS, config=tiny_config(num_layers=1), chunk=8)
     compare(engine, TOVARule(), CONTEXTS, QUESTIONS, until="query")
