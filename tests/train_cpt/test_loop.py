@@ -1,0 +1,175 @@
+"""The loop: what a run leaves behind, how it stops, and that it goes on as if it had not."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from tests.train_cpt.tiny_run import (
+    FACTS,
+    LENGTH,
+    LOOP,
+    STEPS,
+    digest,
+    lines_of,
+    losses_of,
+    prepare_tiny,
+    run_tiny,
+    tiny_params,
+    tiny_setup,
+)
+from train_cpt.data import open_windows
+from train_cpt.loop import LoopConfig, train
+from train_cpt.step import text_losses
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A folder with `data` and a finished `run`, and what the run ended with."""
+    folder = tmp_path_factory.mktemp("train")
+    prepare_tiny(folder / "data")
+    loop = dataclasses.replace(LOOP, evaluate_every=8)
+    return folder, run_tiny(folder / "run", folder / "data", loop=loop)
+
+
+def no_params():
+    raise AssertionError("the run is begun anew")
+
+
+def test_a_run_has_a_line_a_step_and_keeps_the_newest_checkpoints(straight):
+    folder, outcome = straight
+    assert (outcome.step, outcome.ended) == (STEPS, "done")
+    lines = [json.loads(line) for line in lines_of(folder / "run")]
+    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    np.testing.assert_allclose(lines[0]["learning_rate"], 0.005, rtol=1e-6)
+    assert all(line["gradient_norm"] > 0 < line["tokens_per_second"] for line in lines)
+    assert json.loads((folder / "run" / "run.json").read_text()) == FACTS
+    assert sorted(os.listdir(folder / "run" / "checkpoints")) == ["10", "12"]
+
+
+def test_evaluations_read_the_last_tokens_of_the_dev_split(straight):
+    folder, outcome = straight
+    lines = [json.loads(line) for line in lines_of(folder / "run")]
+    assert [line["step"] for line in lines if "dev_loss" in line] == [8, STEPS]
+    dev = open_windows(folder / "data", "dev", length=LENGTH, tokenizer="letters")
+    assert 4 <= len(dev) < 8
+    tokens = np.stack([dev[row] for row in range(4)])
+    expected = text_losses(tiny_setup(), outcome.state.params, tokens, 4)
+    np.testing.assert_allclose(lines[-1]["dev_loss"], expected, rtol=1e-6)
+
+
+def test_a_finished_run_is_left_as_it_is(straight):
+    folder, outcome = straight
+    before = lines_of(folder / "run")
+    again = run_tiny(folder / "run", folder / "data", make_params=no_params)
+    assert again.ended == "done" and digest(again.state) == digest(outcome.state)
+    assert lines_of(folder / "run") == before
+
+
+def test_sigterm_saves_and_the_run_goes_on_the_same(straight, tmp_path):
+    folder, outcome = straight
+    before = signal.getsignal(signal.SIGTERM)
+
+    def progress(step, steps, line):
+        assert (steps, line["step"]) == (STEPS, step)
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    first = run_tiny(tmp_path / "run", folder / "data", progress=progress)
+    assert (first.step, first.ended) == (5, "terminated")
+    assert signal.getsignal(signal.SIGTERM) is before
+    # Lines of steps after the checkpoint, and one that was cut short, are dropped.
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "loss": 0}\n{"step": 7, "lo')
+    second = run_tiny(tmp_path / "run", folder / "data", make_params=no_params)
+    assert digest(second.state) == digest(outcome.state)
+    assert losses_of(tmp_path / "run") == losses_of(folder / "run")
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(straight, tmp_path):
+    folder, outcome = straight
+    shutil.copytree(folder / "run", tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / str(STEPS)
+    for path in (newest / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:10])
+    with pytest.raises(CheckpointError, match=rf"checkpoints/{STEPS} is damaged: .*remove it"):
+        run_tiny(tmp_path / "run", folder / "data", make_params=no_params)
+    shutil.rmtree(newest)
+    again = run_tiny(tmp_path / "run", folder / "data", make_params=no_params)
+    assert digest(again.state) == digest(outcome.state)
+
+
+def test_a_loss_that_is_no_number_stops_with_its_batch(straight, tmp_path):
+    folder, _ = straight
+
+    def broken():
+        return jax.tree.map(lambda leaf: leaf * np.nan, tiny_params())
+
+    with pytest.raises(InputError, match=r"loss of step 1 is nan; .*newest checkpoint is none"):
+        run_tiny(tmp_path / "run", folder / "data", make_params=broken)
+    assert np.load(tmp_path / "run" / "bad-batch-1.npy").shape == (2, 4, LENGTH)
+    assert lines_of(tmp_path / "run") == []
+
+
+def test_other_runs_and_folders_are_left_alone(straight, tmp_path):
+    folder, _ = straight
+    before = lines_of(folder / "run")
+    with pytest.raises(InputError, match=r"holds another run \(its 'config' differs"):
+        run_tiny(folder / "run", folder / "data", facts={"config": {"tiny": False}})
+    assert lines_of(folder / "run") == before
+    with pytest.raises(InputError, match="is not empty and no run"):
+        run_tiny(folder / "data", folder / "data")
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(InputError, match=r"run\.json cannot be read"):
+        run_tiny(tmp_path, folder / "data")
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(straight, tmp_path):
+    folder, _ = straight
+    windows = {
+        split: open_windows(folder / "data", split, length=LENGTH, tokenizer="letters")
+        for split in ("train", "dev")
+    }
+
+    def attempt(loop, mesh=(1, 1, 1), texts="train"):
+        arrays = (windows[texts] if texts else open_windows_of_nothing(), windows["dev"])
+        train(loop, tiny_setup(mesh), no_params, *arrays, tmp_path / "run", facts=FACTS)
+
+    def open_windows_of_nothing():
+        return type(windows["dev"])([])
+
+    with pytest.raises(ConfigError, match="rows=3 do not divide over mesh axis data=2"):
+        attempt(LoopConfig(rows=3), (2, 1, 1))
+    with pytest.raises(ConfigError, match="rows=16 texts at a time, the dev split has"):
+        attempt(LoopConfig(rows=16, evaluate_every=1))
+    with pytest.raises(ConfigError, match="seq=2"):
+        attempt(LoopConfig(), (1, 2, 1))
+    with pytest.raises(InputError, match="training split has no text"):
+        attempt(LoopConfig(), texts=None)
+    with pytest.raises(ConfigError, match="save_every must be at least 1, got 0"):
+        LoopConfig(save_every=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_train_run_survives_kill_9(tmp_path, kills):
+    """Killed at random moments, and at last as if never: every bit of the state, every loss."""
+    command = [sys.executable, "-m", "tests.train_cpt.tiny_run", tmp_path, kills, kills]
+    done = subprocess.run(
+        [str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"killed": kills}
