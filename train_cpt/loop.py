@@ -35,9 +35,12 @@ from train_cpt.attention import check_attention
 from train_cpt.data import Windows, batches
 from train_cpt.step import Setup, TrainState, abstract_state, init_state, text_losses, train_step
 
-__all__ = ["LoopConfig", "Outcome", "train"]
+__all__ = ["VERSIONS", "LoopConfig", "Outcome", "train"]
 
 RUN, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
+
+# The facts that a run may be taken up with others of.
+VERSIONS = "versions"
 
 # (steps done, steps in all, the newest line of metrics)
 Progress = Callable[[int, int, Mapping[str, Any]], None]
@@ -98,7 +101,7 @@ def train(
 
     Args:
       make_params: the weights to begin with; not called where the run is taken up.
-      facts: what the run is, as JSON; a folder with other ones is left alone.
+      facts: what the run is, as JSON; a folder with other ones, `VERSIONS` aside, is left alone.
 
     Raises:
       ConfigError: texts, batch or mesh do not fit each other.
@@ -180,7 +183,10 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
         raise InputError(f"{path} cannot be read: {error!s:.200}") from error
     if found != ours:
         names = sorted(set(found) | set(ours)) if isinstance(found, dict) else []
-        other = next((name for name in names if found.get(name) != ours.get(name)), RUN)
+        differ = [name for name in names if found.get(name) != ours.get(name)]
+        if differ == [VERSIONS]:
+            return
+        other = next((name for name in differ if name != VERSIONS), RUN)
         raise InputError(
             f"{directory} holds another run (its {other!r} differs); name another folder to begin "
             f"one, or run that configuration again to go on"

@@ -21,6 +21,7 @@ from jax_longctx.cli.eval import eval_app
 from jax_longctx.cli.eval_resa import resa_errors
 from jax_longctx.cli.generate import generate
 from jax_longctx.cli.methods import methods
+from jax_longctx.cli.train import train
 from jax_longctx.errors import LongctxError
 
 __all__ = ["app", "main"]
@@ -70,7 +71,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (ask, generate, convert, methods, demo):
+for _command in (ask, generate, convert, methods, train, demo):
     app.command()(_command)
 bench_app.command()(decode)
 app.add_typer(bench_app, name="bench")

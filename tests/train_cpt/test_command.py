@@ -1,0 +1,120 @@
+"""`jax-longctx train` from a checkpoint and texts to a checkpoint that the other commands load."""
+
+import json
+import logging
+
+import jax
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import checkpoints_convert
+from jax_longctx.cli.main import app
+from jax_longctx.models.checkpoint import load_params, read_manifest
+from jax_longctx.sharding import make_mesh
+from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
+
+CONFIG = """
+[run]
+checkpoint = "{folder}/model"
+output = "{folder}/run"
+dtype = "float32"
+[data]
+directory = "{folder}/data"
+sources = ["{folder}/texts"]
+length = 16
+shares = [1, 0, 0]
+[pattern]
+tail = 4
+budget = 3
+[optimizer]
+steps = 2
+warmup = 0
+learning_rate = 0.01
+[loop]
+rows = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A converted checkpoint, texts, and a run's configuration."""
+    folder = tmp_path_factory.mktemp("command")
+    config = hf_config("llama-tied-biased", num_hidden_layers=1)
+    write_checkpoint(folder / "hf", config, random_state(config))
+    checkpoints_convert.convert(str(folder / "hf"), folder / "model")
+    (folder / "texts").mkdir()
+    for number in range(4):
+        (folder / "texts" / f"{number}.txt").write_text(f"text {number} " * 5)
+    (folder / "texts" / "short.md").write_text("short")
+    (folder / "run.toml").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+def train(config):
+    """Exit code, and what was said in one line."""
+    logging.disable(logging.WARNING)
+    try:
+        result = CliRunner().invoke(app, ["train", "--config", str(config)])
+    finally:
+        logging.disable(logging.NOTSET)
+    return result.exit_code, " ".join(result.stderr.split())
+
+
+def changed(folder, old, new):
+    text = (folder / "run.toml").read_text()
+    assert old in text
+    (folder / "changed.toml").write_text(text.replace(old, new))
+    return folder / "changed.toml"
+
+
+def test_train_writes_a_checkpoint_and_goes_on_with_nothing(folder):
+    code, said = train(folder / "run.toml")
+    assert code == 0, said
+    assert "8 train, 0 dev, 0 test texts of 16 tokens from 4 documents; 1 too short" in said
+    assert "2 steps done, loss" in said
+    before = load_params(folder / "model", make_mesh())
+    after = load_params(folder / "run" / "model", make_mesh())
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), before, after)
+    # Adam moves every weight by about the learning rate a step.
+    assert all(0 < change < 0.05 for change in jax.tree.leaves(moved))
+    manifest = read_manifest(folder / "run" / "model")
+    assert "after 2 steps of continued pretraining" in manifest.source
+    checkpoints_convert.export(str(folder / "run" / "model"), folder / "exported")
+    assert (folder / "exported" / "model.safetensors").exists()
+    facts = json.loads((folder / "run" / "run.json").read_text())
+    assert facts["pattern"]["tail"] == 4 and facts["versions"]["jax"] == jax.__version__
+    assert train(folder / "run.toml")[0] == 0
+    assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("rows", "rose", r"error: config: unknown key in [loop]: rose; did you mean rows?"),
+        ("/model", "/gone", "is not a converted checkpoint"),
+        ("length = 16", "length = 17", "holds windows of 16 tokens, the run asks for 17"),
+        ("/data", "/other", "no training text: of 5 documents 0 have the 99 tokens"),
+        ("tail = 4", "tail = 16", "tail=16 leaves none of a text's 16 tokens"),
+        ("rows = 2", "rows = 1", "holds another run (its 'loop' differs)"),
+        ('texts"]', 'none"]', "none does not exist"),
+        ("sources", "#", "does not exist; name what to make it of: [data] sources"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_overwritten(folder, old, new, message):
+    if not (folder / "run").exists():
+        train(folder / "run.toml")
+    config = changed(folder, old, new)
+    if old in ('texts"]', "sources"):
+        config.write_text(config.read_text().replace("/data", "/other"))
+    if old == "/data":
+        config.write_text(config.read_text().replace("length = 16", "length = 99"))
+    before = written(folder)
+    code, said = train(config)
+    assert code == 2 and said.startswith("error: ") and message in said, said
+    assert written(folder) == before
+
+
+def written(folder):
+    """When every file was last written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,74 @@
+"""A run's TOML: what it becomes, and one clear line for what it must not say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jax_longctx.errors import ConfigError, InputError
+from train_cpt.config import parse_config, read_config
+
+LEAST = {
+    "run": {"checkpoint": "model", "output": "out"},
+    "data": {"directory": "data", "length": 64},
+    "optimizer": {"steps": 100},
+}
+
+
+def changed(section, **fields):
+    return {**LEAST, section: {**LEAST.get(section, {}), **fields}}
+
+
+def test_a_file_becomes_five_sections(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[run]\ncheckpoint = "model"\noutput = "out"\nremat = "dots"\n'
+        '[data]\ndirectory = "data"\nlength = 64\nsources = ["a", "b"]\nshares = [1, 0, 0]\n'
+        "[optimizer]\nsteps = 100\nlearning_rate = 1\n"
+        "[pattern]\ntail = 8\nforce_self = false\n[loop]\nrows = 2\n"
+    )
+    config = read_config(path)
+    assert config.run.checkpoint == Path("model") and config.run.remat == "dots"
+    assert config.data.sources == (Path("a"), Path("b"))
+    assert config.data.shares == (1.0, 0.0, 0.0)
+    assert repr(config.optimizer.learning_rate) == "1.0" and config.optimizer.warmup == 20
+    assert (config.pattern.tail, config.pattern.force_self, config.loop.rows) == (8, False, 2)
+    echoed = json.loads(json.dumps(config.to_dict()))
+    assert parse_config(echoed) == config
+    # Without its section, attention is causal.
+    assert parse_config(LEAST).pattern.tail == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (changed("optimiser"), "unknown section: optimiser; did you mean optimizer?"),
+        (changed("loop", rose=1), r"unknown key in \[loop\]: rose; did you mean rows?"),
+        (changed("loop", zzz=1), r"unknown key in \[loop\]: zzz; known: rows, micro_batches"),
+        ({**LEAST, "optimizer": {}}, r"\[optimizer\] needs steps"),
+        ({**LEAST, "loop": 3}, r"loop must be a section \[loop\], got 3"),
+        (changed("data", length="8"), r"\[data\] length must be a whole number, got '8'"),
+        (changed("data", length=True), r"\[data\] length must be a whole number, got True"),
+        (changed("data", length=8.0), r"\[data\] length must be a whole number, got 8\.0"),
+        (changed("data", sources="a"), r"\[data\] sources must be a list, got 'a'"),
+        (changed("data", sources=[1]), r"\[data\] sources must be a path, got 1"),
+        (changed("data", shares=[1, 0]), r"\[data\] shares must be a list of 3, got"),
+        (changed("data", field=3), r"\[data\] field must be a text, got 3"),
+        (changed("optimizer", clip="1"), r"\[optimizer\] clip must be a number, got '1'"),
+        (changed("optimizer", clip=True), r"\[optimizer\] clip must be a number, got True"),
+        (changed("pattern", force_self=1), r"\[pattern\] force_self must be true or false, got 1"),
+        (changed("run", remat="some"), r"\[run\] remat must be one of none, dots, full, got"),
+        (changed("pattern", budget=0), "budget must be at least 1, got 0"),
+    ],
+)
+def test_wrong_configurations_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(fields)
+
+
+def test_files_that_are_no_toml_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"run\.toml cannot be read: No such file"):
+        read_config(tmp_path / "run.toml")
+    (tmp_path / "run.toml").write_text("[run")
+    with pytest.raises(InputError, match=r"run\.toml is not TOML"):
+        read_config(tmp_path / "run.toml")

@@ -1,0 +1,155 @@
+"""A configured run from beginning to end: data prepared, weights loaded, trained, written out."""
+
+import dataclasses
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.models.checkpoint import (
+    MANIFEST,
+    PARAMS,
+    TOKENIZER,
+    Manifest,
+    list_files,
+    load_params,
+    quiet_orbax,
+    read_manifest,
+)
+from jax_longctx.sharding import make_mesh, parse_mesh
+from jax_longctx.text import Tokenizer, check_vocabulary
+from train_cpt.attention import check_attention
+from train_cpt.config import RunConfig
+from train_cpt.data import open_windows, prepare
+from train_cpt.documents import read_documents
+from train_cpt.loop import VERSIONS, Outcome, Progress, train
+from train_cpt.step import Setup
+
+__all__ = ["MODEL", "run_config"]
+
+# Below the run's folder: the trained model, as `jax-longctx convert` writes one.
+MODEL = "model"
+
+
+def run_config(
+    config: RunConfig, *, note: Callable[[str], None], progress: Progress | None = None
+) -> Outcome:
+    """Runs, or goes on with, the configured run; where it is done, `model/` holds the result.
+
+    Args:
+      note: is told in a line what was prepared.
+
+    Raises:
+      LongctxError: what is wrong with the configuration, the data, the checkpoint or the run.
+    """
+    checkpoint = config.run.checkpoint
+    manifest = read_manifest(checkpoint)
+    tokenizer = Tokenizer.load(checkpoint / TOKENIZER)
+    check_vocabulary(tokenizer, manifest.config)
+    sizes: dict[str, Any] = dict(parse_mesh(config.run.mesh))
+    setup = Setup(
+        config=manifest.config,
+        mesh=make_mesh(**sizes),
+        optimizer=config.optimizer,
+        pattern=config.pattern,
+        dtype=config.run.dtype,
+        remat=config.run.remat,
+        loss_chunk=config.run.loss_chunk,
+    )
+    check_attention(setup.config, setup.mesh, setup.pattern, config.data.length)
+    fingerprint = hashlib.sha256((checkpoint / TOKENIZER / "tokenizer.json").read_bytes())
+    known_as = fingerprint.hexdigest()
+    _prepare(config, tokenizer, known_as, manifest.config.vocab_size, note)
+    windows, dev = (
+        open_windows(config.data.directory, split, length=config.data.length, tokenizer=known_as)
+        for split in ("train", "dev")
+    )
+    facts = {
+        **config.to_dict(),
+        "checkpoint": _file_digest(checkpoint / MANIFEST),
+        "data_set": _file_digest(config.data.directory / MANIFEST),
+        VERSIONS: {name: metadata.version(name) for name in ("jax-longctx", "jax", "optax")},
+    }
+    outcome = train(
+        config.loop,
+        setup,
+        lambda: load_params(checkpoint, setup.mesh, "float32"),
+        windows,
+        dev,
+        config.run.output,
+        facts=facts,
+        progress=progress,
+    )
+    if outcome.ended == "done":
+        _write_model(config.run.output / MODEL, checkpoint, manifest, outcome)
+    return outcome
+
+
+def _prepare(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    known_as: str,
+    vocab_size: int,
+    note: Callable[[str], None],
+) -> None:
+    """Makes the data set where it is not there yet."""
+    data = config.data
+    if data.directory.exists():
+        return
+    if not data.sources:
+        raise InputError(
+            f"{data.directory} does not exist; name what to make it of: [data] sources"
+        )
+    made = prepare(
+        read_documents(data.sources, data.field),
+        lambda text: tokenizer.encode(text, bos=True),
+        data.directory,
+        length=data.length,
+        vocab_size=vocab_size,
+        tokenizer=known_as,
+        shares=data.shares,
+    )
+    counts: Mapping[str, int] = made.documents
+    texts = ", ".join(f"{made.windows(split):,} {split}" for split in made.shards)
+    note(
+        f"{data.directory}: {texts} texts of {made.length:,} tokens from {counts['used']:,} "
+        f"documents; {counts['short']:,} too short, {counts['repeated']:,} repeated"
+    )
+
+
+def _write_model(destination: Path, checkpoint: Path, manifest: Manifest, outcome: Outcome) -> None:
+    """The trained weights in the dtype they came in, loaded like any converted checkpoint."""
+    if destination.exists():
+        return
+    building = destination.with_name(f".{destination.name}.partial")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    shutil.copytree(checkpoint / TOKENIZER, building / TOKENIZER)
+    params = jax.tree.map(lambda leaf: leaf.astype(manifest.dtype), outcome.state.params)
+    try:
+        with quiet_orbax():
+            ocp.save(str((building / PARAMS).absolute()), params)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{destination} cannot be written: {error!s:.200}") from error
+    written = dataclasses.replace(
+        manifest,
+        tensors={
+            path: dataclasses.replace(entry, dtype=manifest.dtype)
+            for path, entry in manifest.tensors.items()
+        },
+        source=f"{manifest.source}, after {outcome.step} steps of continued pretraining",
+        files=list_files(building / PARAMS),
+    )
+    (building / MANIFEST).write_text(written.to_json(), encoding="utf-8")
+    os.replace(building, destination)
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
