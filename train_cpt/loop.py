@@ -128,18 +128,13 @@ def train(
         state = _restore(manager, step, setup, data) if step else init_state(setup, make_params())
         while step < setup.optimizer.steps and not terminated.is_set():
             tokens = next(data)
-            begun = time.perf_counter()
-            state, metrics = train_step(setup, state, _placed(setup, tokens))
-            line = {name: float(value) for name, value in metrics.items()}
-            _check_finite(line, step + 1, tokens, directory, manager)
+            state, line = _advance(setup, state, tokens, step + 1)
+            _check_finite(line, tokens, directory, manager)
             step += 1
-            seconds = time.perf_counter() - begun
-            line = {"step": step, **line, "tokens_per_second": round(tokens.size / seconds, 1)}
-            last = step == setup.optimizer.steps
-            if loop.evaluate_every and (last or step % loop.evaluate_every == 0):
+            if _is_due(loop.evaluate_every, step, setup):
                 line["dev_loss"] = _evaluate(loop, setup, state, dev)
             write(line)
-            if last or step % loop.save_every == 0 or terminated.is_set():
+            if _is_due(loop.save_every, step, setup):
                 _save(manager, step, state, data)
             if progress is not None:
                 progress(step, setup.optimizer.steps, line)
@@ -148,6 +143,23 @@ def train(
         manager.wait_until_finished()
     done = step == setup.optimizer.steps
     return Outcome(step, "done" if done else "terminated", state)
+
+
+def _advance(
+    setup: Setup, state: TrainState, tokens: np.ndarray, number: int
+) -> tuple[TrainState, dict[str, Any]]:
+    """The state after step `number`, and its line of metrics."""
+    begun = time.perf_counter()
+    state, metrics = train_step(setup, state, _placed(setup, tokens))
+    # Reading the numbers waits for the step.
+    values = {name: float(value) for name, value in metrics.items()}
+    rate = round(tokens.size / (time.perf_counter() - begun), 1)
+    return state, {"step": number, **values, "tokens_per_second": rate}
+
+
+def _is_due(every: int, step: int, setup: Setup) -> bool:
+    """Whether something done every so many steps is due after this one, as it is after the last."""
+    return every > 0 and (step % every == 0 or step == setup.optimizer.steps)
 
 
 def _check(loop: LoopConfig, setup: Setup, windows: Windows, dev: Windows) -> None:
@@ -241,14 +253,14 @@ def _placed(setup: Setup, tokens: np.ndarray) -> jax.Array:
 
 
 def _check_finite(
-    line: Mapping[str, float],
-    step: int,
+    line: Mapping[str, Any],
     tokens: np.ndarray,
     directory: Path,
     manager: ocp.CheckpointManager,
 ) -> None:
     bad = [name for name in ("loss", "gradient_norm") if not math.isfinite(line[name])]
     if bad:
+        step = line["step"]
         kept = directory / f"bad-batch-{step}.npy"
         np.save(kept, tokens)
         manager.wait_until_finished()
