@@ -142,7 +142,12 @@ def make_optimizer(optimizer: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def init_state(setup: Setup, params: Any) -> TrainState:
-    """The state before the first step, on its shards; `params` are the model's, of any dtype."""
+    """The state before the first step, on its shards.
+
+    Args:
+      params: the model's, of any dtype. They are given up: where nothing had to change, their
+        buffers are the state's, which the first step overwrites.
+    """
     state = abstract_state(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     params = jax.tree.map(
