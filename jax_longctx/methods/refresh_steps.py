@@ -9,14 +9,14 @@ depends on a cosine, the shards that hold parts of one row agree on it first (`L
 import dataclasses
 import typing
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, append
+from jax_longctx.caches import AppendCache, append, local_slots, where_rows
 from jax_longctx.caches.fifo import Count, FifoCache, FifoList, best_last, gather_fifo
 from jax_longctx.contract import LayerContext
 from jax_longctx.methods.observation import pooled_scores
@@ -24,7 +24,7 @@ from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 
-__all__ = ["RefreshCache", "begin", "effective_strides", "step", "where_rows"]
+__all__ = ["RefreshCache", "begin", "effective_strides", "step"]
 
 Partial = FifoCache | FifoList
 
@@ -159,15 +159,6 @@ def step(
     return out, lse, cache
 
 
-def where_rows(pick: Bool[Array, " B"], new: Any, old: Any) -> Any:
-    """`new` in the rows of `pick`, `old` in the others; for any tree of arrays with rows first."""
-
-    def choose(a: Array, b: Array) -> Array:
-        return jnp.where(pick.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(choose, new, old)
-
-
 def _full_step(
     method: Refresher,
     q: Array,
@@ -200,8 +191,7 @@ def _look(
     """One query over all keys: its output, and the partial cache that its probabilities choose."""
     store = cache.store
     batch, kv_heads, size, _ = store.k.shape
-    seen_B = jnp.clip(store.length - ctx.seq_offset(size), 0, size)
-    logits_BNS = decode_logits(q, store.k, seen_B, scale=ctx.scale)
+    logits_BNS = decode_logits(q, store.k, store.held(ctx), scale=ctx.scale)
     out, lse = ctx.seq_merge(*attend_logits(logits_BNS, store.v))
     # A row without keys has no log-sum-exp; nothing is chosen from it.
     base_BN1 = jnp.swapaxes(jnp.where(jnp.isfinite(lse), lse, 0.0), 1, 2)
@@ -236,9 +226,8 @@ def _read(
         length_B = partial.order.length(limit)
         return decode_attention(q, partial.k, partial.v, length_B, scale=ctx.scale)
     store, size = cache.store, cache.store.k.shape[2]
-    local_BKC = partial.tokens(limit, partial.chosen.shape[2] + 1) - ctx.seq_offset(size)
-    # Tokens are slots of the full cache, of which this shard holds some (-1 - offset is none).
-    local_BKC = jnp.where((local_BKC >= 0) & (local_BKC < size), local_BKC, -1)
+    # Tokens are slots of the full cache.
+    local_BKC = local_slots(partial.tokens(limit, partial.chosen.shape[2] + 1), size, ctx)
     start_B = jnp.zeros_like(store.length)
     out, lse = sparse_decode_attention(
         q, store.k, store.v, local_BKC, start_B, start_B + size, page_size=1, scale=ctx.scale

@@ -31,19 +31,20 @@ from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import empty_append_cache
+from jax_longctx.caches import empty_append_cache, where_rows
 from jax_longctx.caches.fifo import FifoCache, empty_fifo_cache, empty_fifo_list
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    ENDS,
     CacheShape,
     LayerContext,
     MethodInfo,
     Prompt,
     Segment,
     Stage,
+    mark_ends,
 )
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import refresh_steps
@@ -53,9 +54,6 @@ from jax_longctx.methods.refresh_steps import RefreshCache
 from jax_longctx.models.config import ModelConfig
 
 __all__ = ["RefreshKV"]
-
-# Tag of the segments in which some row's question ends.
-ENDS = "ends"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,9 +134,8 @@ class RefreshKV:
         )
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        for segment in Full().segments(prompt):
-            ends = prompt.stage == "question" and bool(np.any(np.asarray(segment.ends)))
-            yield dataclasses.replace(segment, variant=ENDS) if ends else segment
+        segments = Full().segments(prompt)
+        return mark_ends(segments) if prompt.stage == "question" else segments
 
     def attend(
         self,
@@ -158,7 +155,7 @@ class RefreshKV:
             last_B111 = jnp.maximum(valid_B - 1, 0)[:, None, None, None]
             q = jnp.take_along_axis(q, last_B111, axis=1)
             begun = refresh_steps.begin(self, q, cache, ctx)
-            cache = refresh_steps.where_rows(segment.ends, begun, cache)
+            cache = where_rows(segment.ends, begun, cache)
         return out, lse, cache
 
     def finish(
