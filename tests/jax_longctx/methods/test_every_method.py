@@ -24,9 +24,7 @@ from tests.jax_longctx.methods.harness import steps
 from tests.small_methods import EVERYTHING, SMALL, small_method
 from tests.support import random_rows, tiny_config, tiny_engine
 
-# `.ci/run` runs the slow ones, `make test-thorough` the others.
-slow = pytest.mark.slow
-thorough = pytest.mark.thorough
+pytestmark = pytest.mark.thorough
 
 ROWS, QUESTIONS = [37, 1, 20], [3, 2, 5]
 
@@ -63,7 +61,6 @@ def full_answers():
 
 
 # Dynamic NTK replaces the checkpoint's own scaling, which it refuses to do.
-@slow
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "dynamic-ntk"])
 def test_nothing_left_out_is_full_attention_on_a_model_with_every_option(name, full_answers):
     method = make_method(name, EVERYTHING[name])
@@ -72,7 +69,6 @@ def test_nothing_left_out_is_full_attention_on_a_model_with_every_option(name, f
     assert answers(engine, contexts, questions, keep=False) == full_answers
 
 
-@thorough
 @pytest.mark.parametrize("name", METHODS)
 def test_bfloat16_with_nothing_left_out_is_near_full_attention(name):
     """The next token's logits after teacher-forced tokens, which cannot drift apart."""
@@ -108,7 +104,6 @@ def bfloat16_logits(method, dtype=jnp.bfloat16):
 GROWING = [*SMALL.items(), ("refreshkv", {"ratio": 0.3, "stride": 3, "schedule": "fixed"})]
 
 
-@thorough
 @pytest.mark.parametrize(("name", "settings"), GROWING, ids=[f"{n}-{len(s)}" for n, s in GROWING])
 def test_what_was_reserved_changes_no_answer_and_no_budget(name, settings):
     """A question and answer of more than was reserved make the caches grow."""
@@ -127,7 +122,6 @@ def test_what_was_reserved_changes_no_answer_and_no_budget(name, settings):
         assert sizes == [leaf.shape for leaf in jax.tree.leaves(before)]
 
 
-@slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_mesh_answers_as_one_device(name):
     contexts, questions = random_rows([90, 40, 0]), random_rows([3, 5, 2], seed=1)
@@ -140,13 +134,11 @@ def test_a_mesh_answers_as_one_device(name):
     assert answers(mesh, contexts, questions) == answers(one, contexts, questions)
 
 
-@slow
 @pytest.mark.parametrize("name", METHODS)
 def test_no_float_of_one_shard_decides_on_a_collective(name):
     assert not any(decided_by_floats(small_method(name)))
 
 
-@thorough
 @pytest.mark.parametrize("name", METHODS)
 def test_a_context_answers_again_and_after_saving(name, tmp_path):
     engine = tiny_engine(small_method(name), chunk=16)
@@ -165,7 +157,6 @@ def test_a_context_answers_again_and_after_saving(name, tmp_path):
         ask(context)
 
 
-@thorough
 @pytest.mark.parametrize("name", METHODS)
 def test_by_name_through_the_command_line(name, tiny_model, tmp_path, monkeypatch):
     def load(checkpoint, *, method, mesh, dtype, chunk):

@@ -59,6 +59,7 @@ def test_x22_ragged_rows_keep_what_each_keeps_alone(own):
     compare(own, H2ORule(recent=5), answers=ANSWERS, sums=1)
 
 
+@pytest.mark.thorough
 def test_x22_as_a_baseline_of_citrus(citrus):
     compare(citrus, H2ORule(0, "max", normalize=True, own=False), CONTEXTS, QUESTIONS, ANSWERS, 1)
 

@@ -197,13 +197,18 @@ def compare(seen, method, mesh=ONE):
     "changes",
     [
         {},
-        ADAPTIVE,
         {**ADAPTIVE, "qc_space": "pre_rope"},
-        {"force_self": False, "over_group": "mean"},
-        {"ablation": "no_refresh"},
         {"ablation": "no_full"},
-        {"budget": None, "ratio": 0.2},
         {"budget": None, "ratio": 0.2, "indexed": True},
+        *(
+            pytest.param(changes, marks=pytest.mark.thorough)
+            for changes in (
+                ADAPTIVE,
+                {"force_self": False, "over_group": "mean"},
+                {"ablation": "no_refresh"},
+                {"budget": None, "ratio": 0.2},
+            )
+        ),
     ],
     ids=str,
 )

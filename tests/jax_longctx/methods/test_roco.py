@@ -50,6 +50,7 @@ def test_x22_ragged_rows_keep_what_each_keeps_alone(own):
     compare(own, rule(OWN), answers=ANSWERS, sums=3)
 
 
+@pytest.mark.thorough
 def test_x22_as_a_baseline_of_citrus():
     engine = tiny_engine(CITRUS, config=tiny_config(num_layers=1), chunk=8)
     compare(engine, rule(CITRUS), CONTEXTS, QUESTIONS, sums=3, until="query")
