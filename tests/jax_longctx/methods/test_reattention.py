@@ -241,6 +241,7 @@ def test_e4_no_keys_are_streaming_llm():
     check_logits(engine, rules, texts([(37, 1), (20, 1)], answer=0))
 
 
+@pytest.mark.thorough
 def test_questions_leave_no_trace_and_contexts_can_be_saved(tmp_path):
     engine = tiny_engine(method_of(SMALL), config=ONE_LAYER)
     contexts = random_rows([37, 5, 20])

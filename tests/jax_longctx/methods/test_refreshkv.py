@@ -238,6 +238,7 @@ def test_a_mesh_equals_numpy(mesh, changes):
     compare(decode(mesh, **changes), dataclasses.replace(METHOD, **changes), mesh)
 
 
+@pytest.mark.slow
 def test_layers_and_rows_decide_alone():
     """What makes the comparison above one of rows and layers that differ."""
     full = np.stack([cache.full_steps for cache in decode((2, 2, 2), **ADAPTIVE)[-1].caches])
@@ -358,6 +359,7 @@ def test_rk_10_leaving_tokens_change_the_answer():
     assert np.abs(logits_of(fifo) - logits_of(grow)).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_questions_in_turn_and_from_disk(tmp_path):
     """A, B, A; and a question and answer longer than the context's reserve (the caches grow)."""
     method = dataclasses.replace(METHOD, **ADAPTIVE)

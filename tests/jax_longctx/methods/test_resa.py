@@ -79,7 +79,7 @@ def selective(cache):
 @pytest.mark.parametrize(
     # What quest does alone, it does in `resa` too.
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name == "quest" else []) for name in MODELS],
+    [pytest.param(name, marks=[] if "resa" in name else [pytest.mark.thorough]) for name in MODELS],
 )
 def test_x21_rs_7_rs_8_logits_of_every_step_equal_numpy(name, engine):
     """Whatever the chunks, and on any mesh; RESA's p0 and mu_k grow as if made anew."""
@@ -120,6 +120,7 @@ def ask(engine, context, questions, **options):
     return [list(itertools.chain(*row)) for row in zip(*blocks, strict=True)]
 
 
+@pytest.mark.thorough
 def test_questions_leave_the_context_as_it_was_and_so_does_saving(engine, tmp_path):
     """A, B, A: the page that a question filled further and the sums it added to are restored."""
     other = [row[::-1] + row for row in QUESTIONS]

@@ -183,6 +183,7 @@ def test_sn_3_x10_window_1_over_the_layer_is_tova_at_once(whole):
         assert all(sorted(ids) == expected[1] for ids in in_order(kept.order, 128)[row])
 
 
+@pytest.mark.thorough
 def test_questions_in_turn_and_from_disk(tmp_path):
     """A, B, A: questions shorter than the window, so that the context's last queries count."""
     engine = tiny_engine(METHOD, config=tiny_config(num_layers=1), chunk=16)
