@@ -89,7 +89,6 @@ def attend_with(config: ModelConfig, mesh: Mesh, pattern: Pattern) -> Attend:
         def local(q: Array, k: Array, v: Array) -> Array:
             batch, length = q.shape[:2]
             ctx = LayerContext(
-                layer=layer,
                 scale=config.head_dim**-0.5,
                 window=None,
                 rope=config.rope,

@@ -19,15 +19,16 @@ __all__ = ["LayerContext"]
 class LayerContext:
     """What `attend` and `finish` may know about the layer and the mesh.
 
+    Not which layer it is: layers that are alike share one trace. What differs by layer is decided
+    in `init_cache`.
+
     Attributes:
-      layer: index of the layer.
       scale: factor of the attention logits.
       window: sliding window of this layer in tokens, or None.
       rope: the checkpoint's rotary embedding.
       total: each row's total length, fixed before its first chunk (dynamic NTK needs it).
     """
 
-    layer: int
     scale: float
     window: int | None
     rope: RopeConfig

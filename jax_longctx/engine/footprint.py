@@ -52,26 +52,16 @@ def footprint(setup: programs.Setup, *, batch: int, context: int, reserve: int) 
 
 
 def _finished(setup: programs.Setup, caches: Any, stage: Stage, reserve: int) -> tuple[Any, ...]:
-    """Shapes after `finish`, traced once for layers whose caches are alike."""
+    """Shapes after `finish`."""
 
-    @functools.cache
-    def finished(layer: int) -> Any:
-        cache = caches[layer]
+    def finished(window: int | None, cache: Any) -> Any:
         total = jax.ShapeDtypeStruct((jax.tree.leaves(cache)[0].shape[0],), jnp.int32)
         finish = functools.partial(
-            programs.finish_layer, setup, layer, stage=stage, reserve=reserve
+            programs.finish_layer, setup, window, stage=stage, reserve=reserve
         )
         return jax.eval_shape(finish, cache, total)
 
-    first: dict[Any, int] = {}
-    for layer, cache in enumerate(caches):
-        first.setdefault(_signature(cache), layer)
-    return tuple(finished(first[_signature(cache)]) for cache in caches)
-
-
-def _signature(cache: Any) -> Any:
-    leaves, structure = jax.tree.flatten(cache)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    return tuple(map(finished, setup.config.windows, caches))
 
 
 def _bytes(tree: Any) -> int:

@@ -55,11 +55,10 @@ class Setup:
     dtype: Any
     chunk: int
 
-    def layer_context(self, layer: int, total: Array) -> LayerContext:
+    def layer_context(self, window: int | None, total: Array) -> LayerContext:
         return LayerContext(
-            layer=layer,
             scale=self.config.head_dim**-0.5,
-            window=self.config.windows[layer],
+            window=window,
             rope=self.config.rope,
             total=total,
         )
@@ -88,20 +87,36 @@ def _model(config: ModelConfig, params: Any) -> Llama:
 
 def _attend(setup: Setup, segment: Segment, total_B: Array) -> Attend:
     """The model's `attend`: the method's, inside the manual `shard_map`."""
-    segment_specs = tree_specs(segment)
 
     def attend(layer: int, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-        def local(q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array) -> Any:
-            ctx = setup.layer_context(layer, total)
-            out, _, cache = setup.method.attend(q, k, v, cache, segment, ctx)
-            return out, cache
-
-        cache_specs = tree_specs(cache)
-        in_specs = (HEADS, KV_HEADS, KV_HEADS, cache_specs, segment_specs, BATCH)
-        run = setup.shard_map(local, in_specs, (HEADS, cache_specs))
-        return run(q, k, v, cache, segment, total_B)
+        window = setup.config.windows[layer]
+        return _attend_layer(setup, window, q, k, v, cache, segment, total_B)
 
     return attend
+
+
+# Compiled as a part of the callers; on its own it is traced and lowered once for all layers that
+# are alike, which takes a kernel's lowering of half a second out of every layer but one.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend_layer(
+    setup: Setup,
+    window: int | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: Any,
+    segment: Segment,
+    total: Array,
+) -> tuple[Array, Any]:
+    def local(q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array) -> Any:
+        ctx = setup.layer_context(window, total)
+        out, _, cache = setup.method.attend(q, k, v, cache, segment, ctx)
+        return out, cache
+
+    cache_specs = tree_specs(cache)
+    in_specs = (HEADS, KV_HEADS, KV_HEADS, cache_specs, tree_specs(segment), BATCH)
+    run = setup.shard_map(local, in_specs, (HEADS, cache_specs))
+    return run(q, k, v, cache, segment, total)
 
 
 def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[CacheShape]:
@@ -201,13 +216,20 @@ def finish_question(
     return _finish(setup, caches, total, "question", reserve)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("stage", "reserve"))
 def finish_layer(
-    setup: Setup, layer: int, cache: Any, total: Int[Array, " B"], *, stage: Stage, reserve: int
+    setup: Setup,
+    window: int | None,
+    cache: Any,
+    total: Int[Array, " B"],
+    *,
+    stage: Stage,
+    reserve: int,
 ) -> Any:
-    """The method's `finish` of one layer, inside the manual `shard_map`."""
+    """The method's `finish` of a layer, inside the manual `shard_map`; traced once for like ones."""
 
     def local(cache: Any, total: Array) -> Any:
-        return setup.method.finish(cache, setup.layer_context(layer, total), stage, reserve)
+        return setup.method.finish(cache, setup.layer_context(window, total), stage, reserve)
 
     in_specs = (tree_specs(cache), BATCH)
     # What comes back is known by tracing; its fields then say how it is sharded.
@@ -219,8 +241,8 @@ def _finish(
     setup: Setup, caches: tuple[Any, ...], total: Array, stage: Stage, reserve: int
 ) -> tuple[Any, ...]:
     return tuple(
-        finish_layer(setup, layer, cache, total, stage=stage, reserve=reserve)
-        for layer, cache in enumerate(caches)
+        finish_layer(setup, window, cache, total, stage=stage, reserve=reserve)
+        for window, cache in zip(setup.config.windows, caches, strict=True)
     )
 
 

@@ -198,7 +198,7 @@ def test_cond_in_each_layer(mesh, threshold):
 def test_shards_of_a_row_agree():
     """What one shard of heads and slots decides holds on all of them, and for no other row."""
     mesh = make_mesh(2, 2, 2)
-    ctx = tiny_engine(mesh=mesh).setup.layer_context(0, jnp.zeros(1, jnp.int32))
+    ctx = tiny_engine(mesh=mesh).setup.layer_context(None, jnp.zeros(1, jnp.int32))
 
     def decide():
         shard = [jax.lax.axis_index(name) for name in ("data", "seq", "tensor")]

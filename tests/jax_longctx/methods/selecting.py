@@ -87,9 +87,7 @@ def case(lengths: tuple[int, ...] = (50, 33, 9), answered: int = 2, seed: int = 
 
 def plain_context() -> LayerContext:
     rope = RopeConfig(kind="default", theta=1e4, trained_length=128)
-    return LayerContext(
-        layer=0, scale=WIDTH**-0.5, window=None, rope=rope, total=jnp.zeros(1, jnp.int32)
-    )
+    return LayerContext(scale=WIDTH**-0.5, window=None, rope=rope, total=jnp.zeros(1, jnp.int32))
 
 
 def layer_shape(q: Any, k: Any) -> CacheShape:

@@ -227,9 +227,7 @@ def test_it_18_a_unit_that_says_what_is_asked_is_chosen():
     units[0, :, 14] = 9 * query[0]
     units[1, :, [2, 5, 11]] = query[1]
     pages = PartitionSpec(None, None, "seq", None)
-    ctx = LayerContext(
-        layer=0, scale=1.0, window=None, rope=ONE_LAYER.rope, total=jnp.array([99, 99])
-    )
+    ctx = LayerContext(scale=1.0, window=None, rope=ONE_LAYER.rope, total=jnp.array([99, 99]))
 
     def choose(query, units, packed):
         return best_units(query, units, packed, 3, ctx, each_head=False)

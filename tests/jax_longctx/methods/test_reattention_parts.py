@@ -34,7 +34,7 @@ def inside(function, *args, theta=THETA):
     """`function(ctx, *args)` as a method runs it, on one device."""
     rope = dataclasses.replace(tiny_config().rope, theta=theta)
     total = jnp.array([64])
-    ctx = LayerContext(layer=0, scale=1.0, window=None, rope=rope, total=total)
+    ctx = LayerContext(scale=1.0, window=None, rope=rope, total=total)
     everywhere = PartitionSpec()
     run = jax.shard_map(
         functools.partial(function, ctx),

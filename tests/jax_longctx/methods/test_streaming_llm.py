@@ -131,7 +131,7 @@ def test_a_rotary_base_follows_the_positions_not_the_text(tokens):
 
     def read(kind, trained, positions="shifted"):
         rope = RopeConfig(kind=kind, theta=THETA, trained_length=trained, factor=4.0)
-        ctx = LayerContext(layer=0, scale=1.0, window=None, rope=rope, total=jnp.array([1000]))
+        ctx = LayerContext(scale=1.0, window=None, rope=rope, total=jnp.array([1000]))
         method = StreamingLLM(budget=16, chunk=4, protocol="citrus", positions=positions)
         valid = jnp.array([tokens], jnp.int32)
         return eviction.read_and_append(method, q, k, v, cache, valid, ctx)[0]
