@@ -3,8 +3,11 @@
 A run is a folder:
 
     run.json         what is run, and by which versions; another configuration is refused
-    metrics.jsonl    one line a step: loss, gradient norm, learning rate, tokens a second
-    checkpoints/     Orbax: weights, moments and step count, and the position in the data
+    metrics.jsonl    one line a step: loss, gradient norm, learning rate, tokens a second, MFU,
+                     peak memory; the dev loss after an evaluation
+    tensorboard/     the same as TensorBoard events
+    checkpoints/     Orbax: weights, moments and step count, and the position in the data; the
+                     newest ones, and the one with the lowest dev loss
 
 A run that is killed resumes from its newest whole checkpoint and computes what it would have
 computed, bit for bit: all that a step depends on is in the checkpoint. Lines of steps that are run
@@ -14,9 +17,9 @@ or gradient that is no number stops it before anything is saved, with the batch 
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -25,19 +28,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_longctx.errors import CheckpointError, ConfigError, InputError
-from jax_longctx.models.checkpoint import quiet_orbax
+from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.memory import peak_memory
 from train_cpt.attention import check_attention
+from train_cpt.checkpoints import Best, Checkpoints
 from train_cpt.data import Windows, batches
+from train_cpt.flops import device_peak, text_flops
+from train_cpt.metrics import metrics_log, partial_of, replace_file
 from train_cpt.step import Setup, TrainState, abstract_state, init_state, text_losses, train_step
 
-__all__ = ["VERSIONS", "LoopConfig", "Outcome", "train"]
+__all__ = ["CHECKPOINTS", "VERSIONS", "LoopConfig", "Outcome", "train"]
 
-RUN, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
+RUN, CHECKPOINTS = "run.json", "checkpoints"
 
 # The facts that a run may be taken up with others of.
 VERSIONS = "versions"
@@ -54,8 +60,9 @@ class LoopConfig:
       rows: texts of a micro-batch, over all devices.
       micro_batches: of a step; their product is the global batch.
       seed: of the order of the texts.
-      save_every: steps between checkpoints; the last step is always saved.
-      keep: checkpoints that stay, the newest.
+      save_every: steps between checkpoints; the last step is always saved, and each that has the
+        lowest dev loss so far.
+      keep: newest checkpoints that stay, beside the one with the lowest dev loss.
       evaluate_every: steps between evaluations; 0 for none.
       evaluate_texts: texts of the dev split that an evaluation reads at most.
     """
@@ -79,11 +86,12 @@ class LoopConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended: after which step, why, and with which state."""
+    """How a run ended: after which step, why, with which state, and the best step before it."""
 
     step: int
     ended: Literal["done", "terminated"]
     state: TrainState
+    best: Best
 
 
 def train(
@@ -118,43 +126,64 @@ def train(
         process=0,
         processes=1,
     )
-    options = ocp.CheckpointManagerOptions(max_to_keep=loop.keep, create=True)
     with (
-        ocp.CheckpointManager((directory / CHECKPOINTS).absolute(), options=options) as manager,
+        Checkpoints(directory / CHECKPOINTS, loop.keep) as saved,
         _termination() as terminated,
-        _metrics(directory / METRICS, manager.latest_step() or 0) as write,
+        metrics_log(directory, saved.newest) as write,
     ):
-        step = manager.latest_step() or 0
-        state = _restore(manager, step, setup, data) if step else init_state(setup, make_params())
+        step = saved.newest
+        state = saved.restore(step, setup, data) if step else init_state(setup, make_params())
         while step < setup.optimizer.steps and not terminated.is_set():
             tokens = next(data)
             state, line = _advance(setup, state, tokens, step + 1)
-            _check_finite(line, tokens, directory, manager)
+            _check_finite(line, tokens, directory, saved)
             step += 1
+            is_best = False
             if _is_due(loop.evaluate_every, step, setup):
                 line["dev_loss"] = _evaluate(loop, setup, state, dev)
+                is_best = saved.offer(step, line["dev_loss"])
             write(line)
-            if _is_due(loop.save_every, step, setup):
-                _save(manager, step, state, data)
+            if is_best or _is_due(loop.save_every, step, setup):
+                saved.save(step, state, data)
             if progress is not None:
                 progress(step, setup.optimizer.steps, line)
-        if step and manager.latest_step() != step:
-            _save(manager, step, state, data)
-        manager.wait_until_finished()
+        if step and saved.newest != step:
+            saved.save(step, state, data)
+        saved.wait()
+        best = saved.best
     done = step == setup.optimizer.steps
-    return Outcome(step, "done" if done else "terminated", state)
+    return Outcome(step, "done" if done else "terminated", state, best)
+
+
+@functools.lru_cache(maxsize=4)
+def _step_program(setup: Setup, shape: tuple[int, ...]) -> Any:
+    """The compiled step: its first run takes no longer than the others."""
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=_text_sharding(setup))
+    return train_step.lower(setup, abstract_state(setup), tokens).compile()
 
 
 def _advance(
     setup: Setup, state: TrainState, tokens: np.ndarray, number: int
 ) -> tuple[TrainState, dict[str, Any]]:
     """The state after step `number`, and its line of metrics."""
+    run = _step_program(setup, tokens.shape)
+    placed = _placed(setup, tokens)
     begun = time.perf_counter()
-    state, metrics = train_step(setup, state, _placed(setup, tokens))
+    state, metrics = run(state, placed)
     # Reading the numbers waits for the step.
     values = {name: float(value) for name, value in metrics.items()}
-    rate = round(tokens.size / (time.perf_counter() - begun), 1)
-    return state, {"step": number, **values, "tokens_per_second": rate}
+    seconds = time.perf_counter() - begun
+    texts = tokens.shape[0] * tokens.shape[1]
+    flops = texts * text_flops(setup.config, setup.pattern, tokens.shape[2])
+    devices = setup.mesh.devices
+    peak, _ = device_peak(devices.flat[0], setup.dtype)
+    return state, {
+        "step": number,
+        **values,
+        "tokens_per_second": round(tokens.size / seconds, 1),
+        "mfu": float(f"{flops / (seconds * devices.size * peak):.4g}"),
+        "peak_bytes": peak_memory(),
+    }
 
 
 def _is_due(every: int, step: int, setup: Setup) -> bool:
@@ -186,10 +215,10 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         # A run that was killed as it began has left at most the unfinished file.
-        if directory.exists() and any(entry != _partial(path) for entry in directory.iterdir()):
+        if directory.exists() and any(entry != partial_of(path) for entry in directory.iterdir()):
             raise InputError(f"{directory} is not empty and no run; name another folder") from None
         directory.mkdir(parents=True, exist_ok=True)
-        _replace(path, json.dumps(ours, indent=1))
+        replace_file(path, json.dumps(ours, indent=1))
         return
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error!s:.200}") from error
@@ -203,16 +232,6 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
             f"{directory} holds another run (its {other!r} differs); name another folder to begin "
             f"one, or run that configuration again to go on"
         )
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    _partial(path).write_text(text, encoding="utf-8")
-    os.replace(_partial(path), path)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
 
 
 @contextlib.contextmanager
@@ -229,47 +248,32 @@ def _termination() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def _metrics(path: Path, step: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Appends lines to a file whose lines after `step`, or cut short, are dropped first."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            if json.loads(line)["step"] <= step:
-                kept.append(f"{line}\n")
-    _replace(path, "".join(kept))
-    with path.open("a", encoding="utf-8") as file:
-
-        def write(line: Mapping[str, Any]) -> None:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-
-        yield write
-
-
 def _placed(setup: Setup, tokens: np.ndarray) -> jax.Array:
     """`[A, B, T]` with the texts divided over `data`."""
-    return jax.device_put(tokens, NamedSharding(setup.mesh, PartitionSpec(None, "data")))
+    return jax.device_put(tokens, _text_sharding(setup))
+
+
+def _text_sharding(setup: Setup) -> NamedSharding:
+    return NamedSharding(setup.mesh, PartitionSpec(None, "data"))
 
 
 def _check_finite(
     line: Mapping[str, Any],
     tokens: np.ndarray,
     directory: Path,
-    manager: ocp.CheckpointManager,
+    saved: Checkpoints,
 ) -> None:
     bad = [name for name in ("loss", "gradient_norm") if not math.isfinite(line[name])]
     if bad:
         step = line["step"]
         kept = directory / f"bad-batch-{step}.npy"
         np.save(kept, tokens)
-        manager.wait_until_finished()
-        newest = manager.latest_step()
+        saved.wait()
+        newest = f"of step {saved.newest}" if saved.newest else "none"
         raise InputError(
             f"the {bad[0].replace('_', ' ')} of step {step} is {line[bad[0]]}; its batch is in "
-            f"{kept}, the newest checkpoint is "
-            f"{'none' if newest is None else f'of step {newest}'}; lower the learning rate or look "
-            f"at the batch"
+            f"{kept}, the newest checkpoint is {newest}; lower the learning rate or look at the "
+            f"batch"
         )
 
 
@@ -283,38 +287,3 @@ def _evaluate(loop: LoopConfig, setup: Setup, state: TrainState, dev: Windows) -
         tokens = _placed(setup, np.stack([dev[row] for row in rows])[None])[0]
         losses.append(float(text_losses(setup, state.params, tokens, last)))
     return float(np.mean(losses))
-
-
-def _save(manager: ocp.CheckpointManager, step: int, state: TrainState, data: Any) -> None:
-    """Begins to save; what the next step overwrites has been copied when this returns."""
-    manager.save(
-        step,
-        args=ocp.args.Composite(
-            state=ocp.args.StandardSave(_as_dict(state)), data=ocp.args.JsonSave(data.get_state())
-        ),
-        force=True,
-    )
-
-
-def _restore(manager: ocp.CheckpointManager, step: int, setup: Setup, data: Any) -> TrainState:
-    target = _as_dict(abstract_state(setup))
-    try:
-        with quiet_orbax():
-            found = manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore()
-                ),
-            )
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        folder = Path(manager.directory) / str(step)
-        raise CheckpointError(
-            f"{folder} is damaged: {first:.200}; remove it to go on from the one before"
-        ) from error
-    data.set_state(found["data"])
-    return TrainState(**found["state"])
-
-
-def _as_dict(state: TrainState) -> dict[str, Any]:
-    return {"params": state.params, "moments": state.moments, "step": state.step}

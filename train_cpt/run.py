@@ -1,9 +1,16 @@
-"""A configured run from beginning to end: data prepared, weights loaded, trained, written out."""
+"""A configured run from beginning to end: data prepared, weights loaded, trained, written out.
 
+The run's folder (see `train_cpt.loop`) also gets `loss.png` and, once the run is done, `model/`, a
+checkpoint as `jax-longctx convert` writes one; and `best/`, another, where an evaluation before the
+last step had a lower dev loss than the last.
+"""
+
+import contextlib
 import dataclasses
 import hashlib
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -26,16 +33,18 @@ from jax_longctx.models.checkpoint import (
 from jax_longctx.sharding import make_mesh, parse_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
 from train_cpt.attention import check_attention
+from train_cpt.checkpoints import Checkpoints
 from train_cpt.config import RunConfig
 from train_cpt.data import open_windows, prepare
 from train_cpt.documents import read_documents
-from train_cpt.loop import VERSIONS, Outcome, Progress, train
+from train_cpt.loop import CHECKPOINTS, VERSIONS, Outcome, Progress, train
+from train_cpt.metrics import PLOT, plot_losses
 from train_cpt.step import Setup
 
-__all__ = ["MODEL", "run_config"]
+__all__ = ["BEST", "MODEL", "run_config"]
 
-# Below the run's folder: the trained model, as `jax-longctx convert` writes one.
-MODEL = "model"
+# Below the run's folder: the trained model, and that of the lowest dev loss.
+MODEL, BEST = "model", "best"
 
 
 def run_config(
@@ -75,7 +84,7 @@ def run_config(
         **config.to_dict(),
         "checkpoint": _file_digest(checkpoint / MANIFEST),
         "data_set": _file_digest(config.data.directory / MANIFEST),
-        VERSIONS: {name: metadata.version(name) for name in ("jax-longctx", "jax", "optax")},
+        VERSIONS: _versions(),
     }
     outcome = train(
         config.loop,
@@ -87,9 +96,28 @@ def run_config(
         facts=facts,
         progress=progress,
     )
+    output = config.run.output
+    plot_losses([output], output / PLOT)
     if outcome.ended == "done":
-        _write_model(config.run.output / MODEL, checkpoint, manifest, outcome)
+        params, best = outcome.state.params, outcome.best.step
+        _write_model(output / MODEL, checkpoint, manifest, params, outcome.step)
+        if best not in (0, outcome.step) and not (output / BEST).exists():
+            with Checkpoints(output / CHECKPOINTS, config.loop.keep) as saved:
+                params = saved.restore(best, setup).params
+            _write_model(output / BEST, checkpoint, manifest, params, best)
     return outcome
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that matter, and the library's git revision where it runs from a checkout."""
+    packages = ("jax-longctx", "jax", "flax", "optax", "orbax-checkpoint", "grain")
+    found = {name: metadata.version(name) for name in packages}
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    with contextlib.suppress(OSError):
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+        if asked.returncode == 0:
+            found["git"] = asked.stdout.strip()
+    return found
 
 
 def _prepare(
@@ -124,15 +152,17 @@ def _prepare(
     )
 
 
-def _write_model(destination: Path, checkpoint: Path, manifest: Manifest, outcome: Outcome) -> None:
-    """The trained weights in the dtype they came in, loaded like any converted checkpoint."""
+def _write_model(
+    destination: Path, checkpoint: Path, manifest: Manifest, params: Any, step: int
+) -> None:
+    """The weights after a step in the dtype they came in, as a checkpoint that loads like any."""
     if destination.exists():
         return
     building = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     shutil.copytree(checkpoint / TOKENIZER, building / TOKENIZER)
-    params = jax.tree.map(lambda leaf: leaf.astype(manifest.dtype), outcome.state.params)
+    params = jax.tree.map(lambda leaf: leaf.astype(manifest.dtype), params)
     try:
         with quiet_orbax():
             ocp.save(str((building / PARAMS).absolute()), params)
@@ -144,7 +174,7 @@ def _write_model(destination: Path, checkpoint: Path, manifest: Manifest, outcom
             path: dataclasses.replace(entry, dtype=manifest.dtype)
             for path, entry in manifest.tensors.items()
         },
-        source=f"{manifest.source}, after {outcome.step} steps of continued pretraining",
+        source=f"{manifest.source}, after {step} steps of continued pretraining",
         files=list_files(building / PARAMS),
     )
     (building / MANIFEST).write_text(written.to_json(), encoding="utf-8")

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jax_longctx.cli.inputs import check_argument
-from jax_longctx.cli.memory import peak_memory, shown_bytes
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
+from jax_longctx.memory import peak_memory, shown_bytes
 from jax_longctx.text import StopStrings
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.eval import parse_method
-from jax_longctx.cli.memory import shown_bytes
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
+from jax_longctx.memory import shown_bytes
 
 __all__ = ["decode"]
 

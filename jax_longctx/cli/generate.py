@@ -14,9 +14,9 @@ from jax_longctx.cli.answers import (
     stream_answer,
 )
 from jax_longctx.cli.inputs import check_argument, read_text
-from jax_longctx.cli.memory import peak_memory
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
+from jax_longctx.memory import peak_memory
 
 __all__ = ["generate"]
 

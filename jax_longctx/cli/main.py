@@ -21,7 +21,7 @@ from jax_longctx.cli.eval import eval_app
 from jax_longctx.cli.eval_resa import resa_errors
 from jax_longctx.cli.generate import generate
 from jax_longctx.cli.methods import methods
-from jax_longctx.cli.train import train
+from jax_longctx.cli.train import train_app
 from jax_longctx.errors import LongctxError
 
 __all__ = ["app", "main"]
@@ -44,6 +44,9 @@ class CommandLine(typer.core.TyperGroup):
             # Options and arguments that do not parse.
             where = getattr(error, "ctx", None) or ctx
             message = error.format_message().rstrip(".")
+            if not message:
+                # Nothing was asked for, and help was shown.
+                raise typer.Exit(error.exit_code) from error
             shown = f"error: {message}; see '{where.command_path} --help'"
             raise _ended(shown, error.exit_code) from error
         except KeyboardInterrupt as error:
@@ -71,12 +74,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (ask, generate, convert, methods, train, demo):
+for _command in (ask, generate, convert, methods, demo):
     app.command()(_command)
 bench_app.command()(decode)
 app.add_typer(bench_app, name="bench")
 eval_app.command("resa-errors")(resa_errors)
 app.add_typer(eval_app, name="eval")
+app.add_typer(train_app, name="train")
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ import rich.table
 import typer
 
 from jax_longctx.cli import options
-from jax_longctx.cli.memory import shown_bytes
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.memory import shown_bytes
 
 __all__ = ["methods"]
 

@@ -17,11 +17,11 @@ from jax_longctx.cli.answers import (
     seconds_of,
     stream_answer,
 )
-from jax_longctx.cli.memory import peak_memory
 from jax_longctx.cli.options import run_facts
 from jax_longctx.cli.request import Request
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.memory import peak_memory
 from jax_longctx.text import PromptLayout, Tokenizer, chat_layout, plain_layout
 
 if TYPE_CHECKING:

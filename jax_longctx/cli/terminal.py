@@ -23,7 +23,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from jax_longctx.cli.memory import memory_used, shown_bytes
+from jax_longctx.memory import memory_used, shown_bytes
 
 __all__ = ["Terminal", "Update"]
 
@@ -65,13 +65,16 @@ class Terminal:
         sys.stdout.flush()
 
     @contextlib.contextmanager
-    def progress(self, doing: str, unit: str = "tokens") -> Iterator[Update]:
+    def progress(
+        self, doing: str, unit: str = "tokens", detail: Callable[[], str] | None = None
+    ) -> Iterator[Update]:
         """A bar with rate, time left and memory; call the result with (done, total).
 
-        Where stderr is no terminal, a line every ten seconds instead.
+        Where stderr is no terminal, a line every ten seconds instead. `detail` gives what else is
+        shown of the moment.
         """
         if not self._console.is_terminal:
-            yield self._lines(doing, unit)
+            yield self._lines(doing, unit, detail)
             return
         columns = (
             TextColumn("{task.description}"),
@@ -79,6 +82,7 @@ class Terminal:
             _CountColumn(unit),
             TimeRemainingColumn(compact=True),
             _MemoryColumn(),
+            *([] if detail is None else [_DetailColumn(detail)]),
         )
         with Progress(*columns, console=self._console, transient=True) as bar:
             task = bar.add_task(doing, total=None)
@@ -104,7 +108,7 @@ class Terminal:
             bar.add_task(doing, total=None)
             yield
 
-    def _lines(self, doing: str, unit: str) -> Update:
+    def _lines(self, doing: str, unit: str, detail: Callable[[], str] | None) -> Update:
         begun = last = time.monotonic()
 
         def update(done: int, total: int) -> None:
@@ -117,6 +121,7 @@ class Terminal:
             self.note(
                 f"{doing}: {_count(done, total, unit)}, {_rate(done, now - begun, unit)}, "
                 f"{left:.0f} s left, {shown_bytes(memory_used())} in use"
+                f"{'' if detail is None else f', {detail()}'}"
             )
 
         return update
@@ -134,6 +139,19 @@ class _CountColumn(ProgressColumn):
             return Text("starting")
         count = _count(int(task.completed), int(task.total), self._unit)
         return Text(f"{count}  {_rate(int(task.completed), task.elapsed or 0.0, self._unit)}")
+
+
+class _DetailColumn(ProgressColumn):
+    """What the command itself tells of the moment."""
+
+    max_refresh = 0.5
+
+    def __init__(self, detail: Callable[[], str]):
+        self._detail = detail
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        return Text(self._detail(), style="dim")
 
 
 class _MemoryColumn(ProgressColumn):

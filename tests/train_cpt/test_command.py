@@ -86,6 +86,34 @@ def test_train_writes_a_checkpoint_and_goes_on_with_nothing(folder):
     assert facts["pattern"]["tail"] == 4 and facts["versions"]["jax"] == jax.__version__
     assert train(folder / "run.toml")[0] == 0
     assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not (folder / "run" / "best").exists()
+
+
+def test_the_weights_of_the_lowest_dev_loss_are_written_beside_the_last(folder):
+    text = (folder / "run.toml").read_text().replace("/run", "/two").replace("/data", "/halves")
+    text = text.replace("[1, 0, 0]", "[0.85, 0.15, 0]").replace("0.01", "1.0")
+    (folder / "two.toml").write_text(text + "evaluate_every = 1\n")
+    code, said = train(folder / "two.toml")
+    assert code == 0 and "step 1 had the lowest dev loss" in said, said
+    best, last = (read_manifest(folder / "two" / name).source for name in ("best", "model"))
+    assert "after 1 steps" in best and "after 2 steps" in last
+    tables = [
+        load_params(folder / "two" / name, make_mesh())["embed"]["table"]
+        for name in ("best", "model")
+    ]
+    assert np.abs(np.subtract(*tables)).max() > 0.1
+
+
+def test_plots_are_drawn_and_what_is_no_run_is_one_line(folder):
+    if not (folder / "run").exists():
+        train(folder / "run.toml")
+    out = folder / "both.png"
+    runs = [str(folder / "run")] * 2
+    assert CliRunner().invoke(app, ["train", "plot", *runs, "--out", str(out)]).exit_code == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    result = CliRunner().invoke(app, ["train", "plot", str(folder)])
+    assert result.exit_code == 2 and "holds no metrics of a training run" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tests.train_cpt.tiny_run import (
     tiny_params,
     tiny_setup,
 )
+from train_cpt.checkpoints import Best
 from train_cpt.data import open_windows
 from train_cpt.loop import LoopConfig, train
 from train_cpt.step import text_losses
@@ -47,7 +48,7 @@ def no_params():
     raise AssertionError("the run is begun anew")
 
 
-def test_a_run_has_a_line_a_step_and_keeps_the_newest_checkpoints(straight):
+def test_a_run_has_a_line_a_step(straight):
     folder, outcome = straight
     assert (outcome.step, outcome.ended) == (STEPS, "done")
     lines = [json.loads(line) for line in lines_of(folder / "run")]
@@ -55,8 +56,23 @@ def test_a_run_has_a_line_a_step_and_keeps_the_newest_checkpoints(straight):
     assert lines[-1]["loss"] < lines[0]["loss"]
     np.testing.assert_allclose(lines[0]["learning_rate"], 0.005, rtol=1e-6)
     assert all(line["gradient_norm"] > 0 < line["tokens_per_second"] for line in lines)
+    assert all(0 < line["mfu"] < 1 and line["peak_bytes"] > 2**20 for line in lines)
     assert json.loads((folder / "run" / "run.json").read_text()) == FACTS
-    assert sorted(os.listdir(folder / "run" / "checkpoints")) == ["10", "12"]
+
+
+def test_the_newest_checkpoints_stay_and_the_one_of_the_lowest_dev_loss(straight, tmp_path):
+    folder, outcome = straight
+    lines = [json.loads(line) for line in lines_of(folder / "run")]
+    losses = {line["dev_loss"]: line["step"] for line in lines if "dev_loss" in line}
+    # The texts are random: the more is learnt of the training split, the worse the dev loss.
+    assert outcome.best == Best(losses[min(losses)], min(losses)) == Best(8, min(losses))
+    assert sorted(os.listdir(folder / "run" / "checkpoints")) == ["10", "12", "8"]
+    shutil.copytree(folder / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
+    loop = dataclasses.replace(LOOP, evaluate_every=8)
+    again = run_tiny(tmp_path / "run", folder / "data", loop=loop, make_params=no_params)
+    assert again.best == outcome.best
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["10", "12", "8"]
 
 
 def test_evaluations_read_the_last_tokens_of_the_dev_split(straight):
@@ -165,7 +181,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(straight, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_train_run_survives_kill_9(tmp_path, kills):
     """Killed at random moments, and at last as if never: every bit of the state, every loss."""
     command = [sys.executable, "-m", "tests.train_cpt.tiny_run", tmp_path, kills, kills]

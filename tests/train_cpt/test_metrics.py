@@ -1,0 +1,91 @@
+"""Metrics on disk, the plot of them, and the FLOPs that MFU counts."""
+
+import json
+import struct
+
+import jax
+import pytest
+from tensorboardX.proto import event_pb2
+
+from jax_longctx.errors import InputError
+from tests.support import tiny_config
+from train_cpt.attention import Pattern
+from train_cpt.flops import device_peak, text_flops
+from train_cpt.metrics import metrics_log, plot_losses, read_metrics
+
+
+def events_of(directory):
+    """(step, name, value) of every scalar, and the steps that readers are told to forget."""
+    scalars, forgotten = [], []
+    for path in sorted((directory / "tensorboard").iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            # A record is its length, a checksum of that, the event, a checksum.
+            (size,) = struct.unpack_from("<Q", data, at)
+            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
+            at += size + 16
+            scalars += [(event.step, item.tag, item.simple_value) for item in event.summary.value]
+            if event.session_log.status == event.session_log.START:
+                forgotten.append(event.step)
+    return scalars, forgotten
+
+
+def test_lines_are_events_too_and_both_go_on_from_a_step(tmp_path):
+    with metrics_log(tmp_path, 0) as write:
+        for step in (1, 2, 3):
+            write({"step": step, "loss": 1 / step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    with metrics_log(tmp_path, 2) as write:
+        write({"step": 3, "loss": 7.0, "dev_loss": 8.0})
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 0.5},
+        {"step": 3, "loss": 7.0, "dev_loss": 8.0},
+    ]
+    scalars, forgotten = events_of(tmp_path)
+    assert [(step, name) for step, name, _ in scalars] == [
+        *((step, "loss") for step in (1, 2, 3, 3)),
+        (3, "dev_loss"),
+    ]
+    assert [value for _, _, value in scalars] == pytest.approx([1, 0.5, 1 / 3, 7, 8])
+    assert forgotten == [3]
+
+
+def test_losses_are_plotted_and_what_is_no_run_refused(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        lines = [{"step": step, "loss": 1 / step, "dev_loss": 2.0} for step in (1, 2)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    plots = [tmp_path / "one.png", tmp_path / "two.png"]
+    plot_losses([tmp_path / "a"], plots[0])
+    plot_losses([tmp_path / "a", tmp_path / "b"], plots[1])
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
+    assert plots[0].read_bytes() != plots[1].read_bytes()
+    with pytest.raises(InputError, match="holds no metrics of a training run"):
+        plot_losses([tmp_path / "a", tmp_path], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_flops_count_the_matmuls_and_the_pairs_that_meet():
+    # Each layer: q and o 32 x 32, k and v 32 x 16, three of 32 x 48; a table of 64 x 32.
+    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 64 * 32
+    length, heads = 10, 4 * 8
+    expected = 6 * weights * length + 12 * heads * 2 * (10 * 11 // 2)
+    assert text_flops(tiny_config(), Pattern(), length) == expected
+    assert text_flops(tiny_config(tie_embeddings=True), Pattern(), length) == expected
+    # The last 4 see 3 of the first 6 each, and their own.
+    fewer = 12 * heads * 2 * (55 - (21 + 4 * 3 + 10))
+    assert text_flops(tiny_config(), Pattern(tail=4, budget=3), length) == expected - fewer
+    assert text_flops(tiny_config(), Pattern(tail=4, budget=99), length) == expected
+
+
+def test_a_device_without_a_data_sheet_is_measured():
+    peak, source = device_peak(jax.devices()[0], "float32")
+    assert source == "measured" and 1e8 < peak < 1e14
+
+    class Listed:
+        device_kind = "NVIDIA H200"
+
+    assert device_peak(Listed(), "bfloat16") == (989.4e12, "data sheet")
