@@ -44,7 +44,8 @@ class DataConfig:
 
     Attributes:
       length: tokens of a text, L + S.
-      field: where JSON lines have their text.
+      sources: files or folders of text, JSON lines, Parquet, or saved `datasets`.
+      field: where JSON lines and tables have their text.
       shares: of the documents that go to train, dev and test.
     """
 

@@ -8,6 +8,7 @@ run, on every machine, whatever else is in the set, and no text is in two splits
 A data set is a folder:
 
     manifest.json      what was made of what, and every shard with its windows and SHA-256
+    sources.jsonl      every file that was read, with its size and SHA-256
     train-00000.npy    windows [n, L + S] in uint16 or uint32, also dev-... and test-...
 
 It is written under another name and moved when it is whole. Shards are memory-mapped: texts are
@@ -20,7 +21,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -32,7 +33,7 @@ from jax_longctx.errors import ConfigError, InputError
 __all__ = ["SPLITS", "DataManifest", "Windows", "batches", "open_windows", "prepare", "split_of"]
 
 FORMAT = 1
-MANIFEST = "manifest.json"
+MANIFEST, SOURCES = "manifest.json", "sources.jsonl"
 SPLITS = ("train", "dev", "test")
 # Bytes of a shard: a damaged one is found by reading that many.
 SHARD_BYTES = 256 * 2**20
@@ -82,6 +83,7 @@ def prepare(
     tokenizer: str,
     shares: tuple[float, float, float] = (0.8, 0.1, 0.1),
     shard_bytes: int = SHARD_BYTES,
+    sources: Iterable[Mapping[str, Any]] = (),
 ) -> DataManifest:
     """Writes a data set.
 
@@ -90,6 +92,7 @@ def prepare(
       encode: text to token ids below `vocab_size`.
       length: tokens of a window.
       tokenizer: what `encode` is known by, for the manifest.
+      sources: what is recorded of each file read (`train_cpt.documents.file_record`).
 
     Raises:
       ConfigError: the length or the shares make no sense.
@@ -126,12 +129,18 @@ def prepare(
             documents={"used": tally.used, "short": tally.short, "repeated": tally.repeated},
             dropped_tokens=tally.dropped,
         )
-        fields = {"format": FORMAT, **dataclasses.asdict(manifest)}
-        (building / MANIFEST).write_text(json.dumps(fields, indent=1), encoding="utf-8")
+        _describe(building, manifest, sources)
         building.rename(directory)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return manifest
+
+
+def _describe(folder: Path, manifest: DataManifest, sources: Iterable[Mapping[str, Any]]) -> None:
+    with (folder / SOURCES).open("w", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps(source)}\n" for source in sources)
+    fields = {"format": FORMAT, **dataclasses.asdict(manifest)}
+    (folder / MANIFEST).write_text(json.dumps(fields, indent=1), encoding="utf-8")
 
 
 @dataclasses.dataclass

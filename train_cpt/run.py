@@ -36,7 +36,7 @@ from train_cpt.attention import check_attention
 from train_cpt.checkpoints import Checkpoints
 from train_cpt.config import RunConfig
 from train_cpt.data import open_windows, prepare
-from train_cpt.documents import read_documents
+from train_cpt.documents import document_files, file_record, read_documents
 from train_cpt.loop import CHECKPOINTS, VERSIONS, Outcome, Progress, train
 from train_cpt.metrics import PLOT, plot_losses
 from train_cpt.step import Setup
@@ -135,14 +135,16 @@ def _prepare(
         raise InputError(
             f"{data.directory} does not exist; name what to make it of: [data] sources"
         )
+    files = document_files(data.sources)
     made = prepare(
-        read_documents(data.sources, data.field),
+        read_documents(files, data.field),
         lambda text: tokenizer.encode(text, bos=True),
         data.directory,
         length=data.length,
         vocab_size=vocab_size,
         tokenizer=known_as,
         shares=data.shares,
+        sources=map(file_record, files),
     )
     counts: Mapping[str, int] = made.documents
     texts = ", ".join(f"{made.windows(split):,} {split}" for split in made.shards)

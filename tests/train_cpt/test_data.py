@@ -1,13 +1,17 @@
 """Training texts: what is cut, kept, split and refused, and a position that can be taken up."""
 
+import hashlib
 import json
+import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError
 from train_cpt.data import batches, open_windows, prepare, split_of
-from train_cpt.documents import read_documents
+from train_cpt.documents import document_files, file_record, read_documents
 
 LENGTH = 8
 SHARES = (0.6, 0.2, 0.2)
@@ -32,13 +36,62 @@ def opened(directory, split="train"):
     return open_windows(directory, split, length=LENGTH, tokenizer="bytes")
 
 
+def read(*sources, field="text"):
+    return list(read_documents(document_files(sources), field))
+
+
+def write_table(path, texts, column="text"):
+    """A Parquet file, or an Arrow stream as `datasets` writes one, in several batches."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"id": range(len(texts)), column: texts})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=2)
+        return
+    with path.open("wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=2)
+
+
+def save_dataset(folder, texts):
+    """What `Dataset.save_to_disk` leaves, with a cache of a transformation beside it."""
+    names = [f"data-{number:05}-of-00002.arrow" for number in range(2)]
+    write_table(folder / names[0], texts[:3])
+    write_table(folder / names[1], texts[3:])
+    write_table(folder / "cache-0123.arrow", ["cached"])
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
 def test_documents_are_read_in_order_with_their_names(tmp_path):
     (tmp_path / "b.txt").write_text("plain")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
     (tmp_path / "ignored.bin").write_text("other")
-    found = list(read_documents([tmp_path, tmp_path / "b.txt"]))
     lines = [(f"{tmp_path}/a.jsonl:1", "one"), (f"{tmp_path}/a.jsonl:3", "two")]
-    assert found == [*lines, *[(f"{tmp_path}/b.txt", "plain")] * 2]
+    assert read(tmp_path, tmp_path / "b.txt") == [*lines, *[(f"{tmp_path}/b.txt", "plain")] * 2]
+
+
+def test_rows_of_tables_are_documents(tmp_path):
+    texts = ["one", "two", "three", "four", "five"]
+    write_table(tmp_path / "t.parquet", texts, "body")
+    rows = [(f"{tmp_path}/t.parquet:{number}", text) for number, text in enumerate(texts, start=1)]
+    assert read(tmp_path, field="body") == rows
+    write_table(tmp_path / "t.parquet", ["x" * 9] * 200)
+    assert len(read(tmp_path)) == 200
+
+
+def test_saved_datasets_are_read_by_what_they_list(tmp_path):
+    texts = ["one", "two", "three", "four", "five"]
+    save_dataset(tmp_path / "single", texts)
+    assert [text for _, text in read(tmp_path / "single")] == texts
+    # A `DatasetDict`: its splits are folders.
+    for split in ("train", "test"):
+        save_dataset(tmp_path / "both" / split, [f"{split} {text}" for text in texts])
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    found = [text for _, text in read(tmp_path / "both")]
+    assert found == [f"{split} {text}" for split in ("test", "train") for text in texts]
+    (tmp_path / "single" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(InputError, match=r"data-00001-of-00002\.arrow cannot be read"):
+        read(tmp_path / "single")
 
 
 @pytest.mark.parametrize(
@@ -48,15 +101,39 @@ def test_documents_are_read_in_order_with_their_names(tmp_path):
         ("x.jsonl", b"[", "x.jsonl:1: this line is not JSON"),
         ("x.txt", b"ab\xff", r"x.txt is not UTF-8 text \(byte 2\)"),
         ("x.pdf", b"", "x.pdf is no kind of document that is read here"),
+        ("x.parquet", b"PAR1 but no more", "x.parquet is damaged: Parquet"),
+        ("x.arrow", b"nothing of the kind", "x.arrow is damaged: "),
+        ("x.parquet", {"body": ["a"]}, "has no column 'text' but id, body; name the field"),
+        ("x.arrow", {"text": [1]}, "column 'text' is of int64, expected text"),
+        ("x.parquet", {"text": ["a", None]}, "x.parquet: row 2 has no text 'text'"),
         (None, b"", "gone does not exist"),
     ],
 )
 def test_bad_documents_are_refused(tmp_path, name, content, message):
     path = tmp_path / (name or "gone")
-    if name:
+    if isinstance(content, dict):
+        ((column, values),) = content.items()
+        write_table(path, values, column)
+    elif name:
         path.write_bytes(content)
     with pytest.raises(InputError, match=message):
-        list(read_documents([path]))
+        read(path)
+
+
+def test_tables_without_pyarrow_say_what_to_install(tmp_path, monkeypatch):
+    write_table(tmp_path / "t.parquet", ["one"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InputError, match=r"need the package pyarrow; .*jax-longctx\[parquet\]"):
+        read(tmp_path)
+
+
+def test_what_was_read_is_recorded(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefgh")
+    (record,) = map(file_record, document_files([tmp_path]))
+    digest = hashlib.sha256(b"abcdefgh").hexdigest()
+    assert record == {"path": f"{tmp_path}/a.txt", "bytes": 8, "sha256": digest}
+    prepared(tmp_path / "data", sources=[record])
+    assert json.loads((tmp_path / "data" / "sources.jsonl").read_text()) == record
 
 
 def test_windows_follow_each_other_and_everything_is_counted(tmp_path):
