@@ -15,6 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_longctx.contract import LayerContext
+from jax_longctx.methods.residual import Background, combine, mean_query, prior_of
+from jax_longctx.methods.sparse_decode import Selected
+from jax_longctx.models.config import RopeConfig
 from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.bench import copy_bandwidth, measure
@@ -32,6 +36,8 @@ SCALE = H**-0.5
 PAGE = 16
 # Rows of very different lengths, two fifths of the capacity filled.
 _RAGGED = (1.0, 0.01, 0.3, 0.05, 0.95, 0.004, 0.73, 0.18)
+# Tokens that RESA's step attends, in whole pages.
+_RESA_BUDGET = 500
 Step = Callable[..., Any]
 
 
@@ -70,6 +76,8 @@ def cases(shrink: int = 1) -> list[Case]:
     found += [_mass(t, slots(131072)) for t in (1, 32, 512)]
     entries = max(4096 // PAGE // shrink, 1)
     found += [_sparse(b, slots(131072), entries) for b in (1, 16)]
+    entries = max(_RESA_BUDGET // PAGE // shrink, 1)
+    found += [_resa(b, slots(131072), entries) for b in (1, 16)]
     found += [_page_scores(8, slots(131072)), _select(slots(131072))]
     # Of shapes that shrinking has made equal the first.
     return list({case.name: case for case in reversed(found)}.values())[::-1]
@@ -242,10 +250,11 @@ def _sparse(batch: int, slots: int, entries: int) -> Case:
         )
 
     def inputs() -> tuple[Array, ...]:
-        keys = jax.random.split(jax.random.key(3), batch * K)
-        listed = jnp.stack([jax.random.permutation(key, pages)[:entries] for key in keys])
-        listed = listed.reshape(batch, K, entries).astype(jnp.int32)
-        return (_random(0, batch, 1, N, H), *_cache(batch, slots), listed)
+        return (
+            _random(0, batch, 1, N, H),
+            *_cache(batch, slots),
+            _page_lists(batch, pages, entries),
+        )
 
     return Case(
         operation="sparse_decode_attention",
@@ -254,6 +263,64 @@ def _sparse(batch: int, slots: int, entries: int) -> Case:
         moved=2 * batch * entries * PAGE * K * H * 2,
         inputs=inputs,
         steps=_steps(run),
+    )
+
+
+def _page_lists(batch: int, pages: int, entries: int) -> Array:
+    """Different random pages for every row and kv head."""
+    keys = jax.random.split(jax.random.key(3), batch * K)
+    listed = jnp.stack([jax.random.permutation(key, pages)[:entries] for key in keys])
+    return listed.reshape(batch, K, entries).astype(jnp.int32)
+
+
+def _resa(batch: int, slots: int, entries: int) -> Case:
+    """The sparse step with RESA's estimate of what is not attended, and without."""
+    pages, stop = slots // PAGE, jnp.full((batch,), slots, jnp.int32)
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=slots)
+    ctx = LayerContext(scale=SCALE, window=None, rope=rope, total=stop)
+
+    def attend(i: Array, q: Array, k: Array, v: Array, listed: Array, **prior: Array) -> Any:
+        # Other pages every time: one selection's would stay in the L2 cache.
+        listed = (listed + i * 4099) % pages
+        how: dict[str, Any] = dict(page_size=PAGE, scale=SCALE, **prior)
+        return sparse_decode_attention(q, k, v, listed, stop * 0, stop, **how)
+
+    def plain(i: Array, q: Array, k: Array, v: Array, listed: Array, _: Background) -> Any:
+        return attend(i, q, k, v, listed)
+
+    def corrected(
+        i: Array, q: Array, k: Array, v: Array, listed: Array, background: Background
+    ) -> Any:
+        mean = mean_query(background, stop, q.dtype)[:, None]
+        out, lse, *behind = attend(i, q, k, v, listed, prior_query=mean)
+        chosen = Selected(out, lse, *behind, kept=stop[:, None])
+        prior = prior_of(background, q, stop, ctx)
+        everything = jnp.zeros((batch, N), jnp.bool)
+        return combine(chosen, background, prior, everything, lam=1.0, literal=False)
+
+    def inputs() -> tuple[Any, ...]:
+        queries = slots * _random(4, batch, N, H, dtype=jnp.float32)
+        keys = slots * _random(5, batch, K, H, dtype=jnp.float32)
+        background = Background(
+            query_sum=queries,
+            key_sum=keys,
+            context_query_sum=queries,
+            context_key_sum=keys,
+            counted=stop,
+            logits=jnp.zeros((batch, N, 1), jnp.float32),  # the step does not read them
+            lse=12 + _random(6, batch, N, dtype=jnp.float32),
+            out=_random(7, batch, N, H, dtype=jnp.float32),
+        )
+        q, cache = _random(0, batch, 1, N, H), _cache(batch, slots)
+        return q, *cache, _page_lists(batch, pages, entries), background
+
+    return Case(
+        operation="resa_step",
+        shape=f"{batch} x {entries * PAGE} of {slots}",
+        operations=4 * batch * entries * PAGE * N * H,
+        moved=2 * batch * entries * PAGE * K * H * 2,
+        inputs=inputs,
+        steps={"ours": corrected, "without RESA": plain},
     )
 
 

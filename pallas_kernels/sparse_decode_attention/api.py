@@ -5,12 +5,15 @@ budgets of different sizes (Ada-KV), as one flat list of (kv head, page) entries
 are always kept are attended elsewhere, cut out here by `start` and `stop`, and merged by their
 log-sum-exp (`pallas_kernels.lse`).
 
-RESA (spec: its selected set I) also needs the prior's softmax over the same slots: with `prior`
-each call returns it beside the attention, from one reading of the values. Implementations: `xla`
-on every platform, `gpu` and `tpu` (Mosaic, lists of heads without a prior), `reference` for tests.
+RESA (spec: its selected set I) also needs the prior's softmax over the same slots: each call
+returns it beside the attention, from one reading of the values. The prior is given by its query,
+whose logits are made of the keys that are read anyway, or by the logits themselves.
+Implementations: `xla` on every platform, `gpu` and `tpu` (Mosaic, not with a prior's logits, which
+would be read beside the keys), `reference` for tests.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -32,6 +35,7 @@ def sparse_decode_attention(
     page_size: int,
     scale: float,
     prior: Float[Array, "B N S"] | None = None,
+    prior_query: Float[Array, "B 1 N H"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """Attend to the slots s of the listed pages s // page_size with start[b] <= s < stop[b].
@@ -41,6 +45,8 @@ def sparse_decode_attention(
         at most once in a list, -1 for none. With page_size 1 they are slots.
       start, stop: what lies outside may be anything.
       prior: float32 logits of every slot, -inf for weight 0.
+      prior_query: instead of `prior`, queries in q's dtype whose logits are scale prior_query.k:
+        RESA's mean query.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
 
     Returns:
@@ -48,7 +54,8 @@ def sparse_decode_attention(
       softmax whose logits are the prior's, both float32. Where nothing counts 0 and -inf.
 
     Raises:
-      ValueError: q, k, v, the lists or the prior do not fit each other.
+      ValueError: q, k, v, the lists or the prior do not fit each other, or both forms of a prior
+        are given.
     """
     if pages.shape[1] not in (k.shape[1], q.shape[2]) or pages.shape[2] < 1:
         raise ValueError(
@@ -56,14 +63,14 @@ def sparse_decode_attention(
             f"for each of {k.shape[1]} kv heads or {q.shape[2]} query heads"
         )
     kernels = {
-        "gpu": lambda: gpu.unsupported(q, k, pages, page_size, prior),
-        "tpu": lambda: tpu.unsupported(q, k, pages, page_size, prior),
+        "gpu": lambda: gpu.unsupported(q, k, pages.shape[1], page_size, prior_query is not None),
+        "tpu": lambda: tpu.unsupported(q, k, pages, page_size),
     }
-    name = _select("sparse_decode_attention", q, k, v, page_size, prior, implementation, kernels)
-    module = {"xla": xla, "gpu": gpu, "tpu": tpu, "reference": reference}[name]
-    return module.sparse_decode_attention(
-        q, k, v, pages, start, stop, page_size=page_size, scale=scale, prior=prior
-    )
+    priors = prior, prior_query
+    name = _select("sparse_decode_attention", q, k, v, page_size, priors, implementation, kernels)
+    how: dict[str, Any] = dict(page_size=page_size, scale=scale, **_given(*priors))
+    run = _MODULES[name].sparse_decode_attention
+    return run(q, k, v, pages, start, stop, **how)
 
 
 def flat_sparse_decode_attention(
@@ -78,6 +85,7 @@ def flat_sparse_decode_attention(
     page_size: int,
     scale: float,
     prior: Float[Array, "B N S"] | None = None,
+    prior_query: Float[Array, "B 1 N H"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """`sparse_decode_attention` over one list of (kv head, page) entries a row, in any order.
@@ -93,14 +101,26 @@ def flat_sparse_decode_attention(
             f"flat_sparse_decode_attention: heads {heads.shape} and pages {pages.shape}; expected "
             "one shape with at least one entry a row"
         )
-    kernels = {name: lambda: "no kernel for flat lists" for name in dispatch.KERNELS}
+    kernels = {
+        "gpu": lambda: gpu.unsupported(q, k, 1, page_size, prior_query is not None),
+        "tpu": lambda: tpu.unsupported(q, k, pages, page_size),
+    }
+    priors = prior, prior_query
     name = _select(
-        "flat_sparse_decode_attention", q, k, v, page_size, prior, implementation, kernels
+        "flat_sparse_decode_attention", q, k, v, page_size, priors, implementation, kernels
     )
-    module = {"xla": xla, "reference": reference}[name]
-    return module.flat_sparse_decode_attention(
-        q, k, v, heads, pages, start, stop, page_size=page_size, scale=scale, prior=prior
-    )
+    how: dict[str, Any] = dict(page_size=page_size, scale=scale, **_given(*priors))
+    run = _MODULES[name].flat_sparse_decode_attention
+    return run(q, k, v, heads, pages, start, stop, **how)
+
+
+_MODULES: dict[str, Any] = {"xla": xla, "gpu": gpu, "tpu": tpu, "reference": reference}
+
+
+def _given(prior: Array | None, prior_query: Array | None) -> dict[str, Array]:
+    """The prior by its argument's name."""
+    named = dict(prior=prior, prior_query=prior_query)
+    return {name: x for name, x in named.items() if x is not None}
 
 
 def _select(
@@ -109,15 +129,17 @@ def _select(
     k: Array,
     v: Array,
     page_size: int,
-    prior: Array | None,
+    priors: tuple[Array | None, Array | None],
     implementation: str | None,
     kernels: Mapping[str, Callable[[], str | None]],
 ) -> str:
     """Check what both operations share and name the implementation.
 
     Args:
+      priors: the prior's logits and its query.
       kernels: for each platform's kernel why it cannot run these arguments, or None.
     """
+    prior, prior_query = priors
     check_heads(q, k, v, kv_axis=1)
     if q.shape[1] != 1 or page_size < 1:
         raise ValueError(
@@ -127,6 +149,16 @@ def _select(
     logits = (*q.shape[::2], k.shape[2])  # [B,N,S]
     if prior is not None and (prior.shape != logits or prior.dtype != jnp.float32):
         raise ValueError(f"{operation}: prior {prior.dtype}{prior.shape}; expected float32{logits}")
+    if prior_query is not None and prior is not None:
+        raise ValueError(f"{operation}: both prior and prior_query; expected one of them")
+    if prior_query is not None and (prior_query.shape, prior_query.dtype) != (q.shape, q.dtype):
+        raise ValueError(
+            f"{operation}: prior_query {prior_query.dtype}{prior_query.shape}; expected "
+            f"{q.dtype}{q.shape}, as q has"
+        )
+    if prior is not None:
+        without = "a prior's logits lie apart from the keys; give prior_query"
+        kernels = {kernel: lambda: without for kernel in kernels}
     return dispatch.select(
         operation,
         implementation,

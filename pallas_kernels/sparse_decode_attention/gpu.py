@@ -7,6 +7,11 @@ merged by their log-sum-exp. Lists end at their last page: one list may be short
 Page numbers pass through shared memory. Only blocks with a page that is none, or that `start` or
 `stop` cuts, are masked. Nothing is gathered in global memory.
 
+A wgmma has 64 rows, of which a group's queries fill few. So the prior's queries (RESA) are rows
+beside them and cost neither bytes nor time in the kernel; and a flat list of (kv head, page)
+entries (Ada-KV) is attended by the query heads of all kv heads at once, each masked to its own
+head's entries, for every page in the list is read once whoever reads it.
+
 Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 8 KiB on the way out.
 
 Roofline: the bytes of the listed pages. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads
@@ -16,6 +21,7 @@ of the timing loop.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +34,12 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels import hopper_attention as streaming
+from pallas_kernels.sparse_decode_attention.lists import (
+    entries_of_flat_lists,
+    entries_of_lists,
+    results_of,
+    rows_of,
+)
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
 BLOCK = 128
@@ -44,7 +56,9 @@ class _Job:
 
     lists: int  # of a row
     kv_heads: int
-    rows: int  # query heads of a list
+    pages_of_head: int
+    rows: int  # query rows of a list
+    group: int | None  # query heads of a kv head in a flat list; None for lists of one head
     head_dim: int
     dtype: Any
     page_size: int
@@ -64,18 +78,20 @@ class _Job:
         return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
 
 
-def unsupported(
-    q: Array, k: Array, pages: Array, page_size: int, prior: Array | None
-) -> str | None:
-    """Why this kernel cannot run these arguments, or None."""
-    if prior is not None:
-        return "no second softmax (prior)"
+def unsupported(q: Array, k: Array, lists: int, page_size: int, priors: int) -> str | None:
+    """Why this kernel cannot run these arguments, or None.
+
+    Args:
+      lists: of a row of the batch; 1 if flat.
+      priors: 1 with a prior's query, else 0.
+    """
     if page_size not in _PAGE_SIZES:
         return f"pages of {page_size} slots are not of {_PAGE_SIZES}"
     if k.shape[2] % page_size:
         return f"{k.shape[2]} slots are not whole pages of {page_size}"
-    if q.shape[2] // pages.shape[1] > hopper.ROWS:
-        return f"{q.shape[2] // pages.shape[1]} heads of a list, at most {hopper.ROWS}"
+    rows = (1 + priors) * q.shape[2] // lists
+    if rows > hopper.ROWS:
+        return f"{rows} query rows of a list, at most {hopper.ROWS}"
     return hopper.unsupported(q)
 
 
@@ -89,23 +105,65 @@ def sparse_decode_attention(
     *,
     page_size: int,
     scale: float,
-    prior: None = None,
+    prior_query: Float[Array, "B 1 N H"] | None = None,
     interpret: Any = None,
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
+) -> tuple[Array, ...]:
     """Slot s counts where its page is listed and start[b] <= s < stop[b]."""
-    if prior is not None:
-        raise NotImplementedError("sparse_decode_attention: no second softmax (prior)")
-    batch, lists, entries = pages.shape
-    steps = pl.cdiv(entries * page_size, BLOCK)
+    entries = entries_of_lists(pages, k.shape[1], k.shape[2] // page_size)
+    rows = rows_of(q, prior_query, pages.shape[1])
+    how: dict[str, Any] = dict(page_size=page_size, scale=scale, group=None, interpret=interpret)
+    return results_of(*_attend_lists(rows, k, v, entries, start, stop, **how), q)
+
+
+def flat_sparse_decode_attention(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    heads: Int[Array, "B E"],
+    pages: Int[Array, "B E"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    page_size: int,
+    scale: float,
+    prior_query: Float[Array, "B 1 N H"] | None = None,
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """Slot s of kv head k counts where (k, s // page_size) is listed and start <= s < stop."""
+    entries = entries_of_flat_lists(heads, pages, k.shape[1], k.shape[2] // page_size)
+    rows = rows_of(q, prior_query, 1)
+    group = q.shape[2] // k.shape[1]
+    how: dict[str, Any] = dict(page_size=page_size, scale=scale, group=group, interpret=interpret)
+    return results_of(*_attend_lists(rows, k, v, entries, start, stop, **how), q)
+
+
+def _attend_lists(
+    q: Float[Array, "B X M H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    entries: Int[Array, "B X C"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    page_size: int,
+    scale: float,
+    group: int | None,
+    interpret: Any,
+) -> tuple[Float[Array, "B X M H"], Float[Array, "B X M"]]:
+    """The attention of every list's query rows to its entries."""
+    batch, lists, length = entries.shape
+    steps = pl.cdiv(length * page_size, BLOCK)
     # Cut the lists until there is one worker a processor, and the ids of a piece fit.
-    splits = max(hopper.processors() // (batch * lists), pl.cdiv(entries, _ID_LINE * _ID_LINES), 1)
+    splits = max(hopper.processors() // (batch * lists), pl.cdiv(length, _ID_LINE * _ID_LINES), 1)
     # Pieces begin at whole lines of ids.
     whole = max(1, _ID_LINE * page_size // BLOCK)
     share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
     job = _Job(
         lists=lists,
         kv_heads=k.shape[1],
-        rows=q.shape[2] // lists,
+        pages_of_head=k.shape[2] // page_size,
+        rows=q.shape[2],
+        group=group,
         head_dim=k.shape[3],
         dtype=k.dtype,
         page_size=page_size,
@@ -114,33 +172,31 @@ def sparse_decode_attention(
         scale=scale,
         interpreted=interpret is not None,
     )
-    widths = (0, 0), (0, 0), (0, job.splits * share * job.pages - entries)
-    pages = jnp.pad(pages.astype(jnp.int32), widths, constant_values=-1)
+    widths = (0, 0), (0, 0), (0, job.splits * share * job.pages - length)
+    entries = jnp.pad(entries, widths, constant_values=-1)
     bounds = jnp.stack([jnp.maximum(start, 0), stop], axis=1)
-    out, lse = _partials(q, k, v, pages, bounds, job, interpret)
-    flat = batch, 1, q.shape[2]
+    out, lse = _partials(q, k, v, entries, bounds, job, interpret)
     if job.splits == 1:
-        out, lse = out[:, :, 0], lse[:, :, 0]
-    else:
-        out, lse = streaming.merge_parts(out, lse, 2)
-    return out.reshape(*flat, -1).astype(q.dtype), lse.reshape(flat)
+        return out[:, :, 0], lse[:, :, 0]
+    return streaming.merge_parts(out, lse, 2)
 
 
 def _partials(
-    q: Float[Array, "B 1 N H"],
+    q: Float[Array, "B X M H"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
-    pages: Int[Array, "B X E"],
+    entries: Int[Array, "B X E"],
     bounds: Int[Array, "B 2"],
     job: _Job,
     interpret: Any,
-) -> tuple[Float[Array, "B X P R H"], Float[Array, "B X P R"]]:
+) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
     """The attention of every piece of every list."""
     batch = k.shape[0]
-    k, v = (x.reshape(batch, job.kv_heads, -1, job.page_size, job.head_dim) for x in (k, v))
-    q = streaming.pad_rows(q.reshape(-1, job.rows, job.head_dim))
+    # One axis of all pages of a row, as entries number them.
+    k, v = (x.reshape(batch, -1, job.page_size, job.head_dim) for x in (k, v))
+    q = streaming.pad_rows(q)
     # Steps up to the last listed page: the others are not visited.
-    listed = jnp.arange(1, pages.shape[2] + 1) * (pages >= 0)
+    listed = jnp.arange(1, entries.shape[2] + 1) * (entries >= 0)
     steps = pl.cdiv(jnp.max(listed, axis=2), job.pages)
     ring = hopper.tiled(_STAGES, BLOCK, job.head_dim, dtype=job.dtype)
     ready = plgpu.Barrier(num_arrivals=job.pages, num_barriers=_STAGES)
@@ -168,7 +224,7 @@ def _partials(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    ids = pages.reshape(*parts, -1, _ID_LINE)
+    ids = entries.reshape(*parts, -1, _ID_LINE)
     out, lse = kernel(steps.reshape(-1), bounds.astype(jnp.int32), ids, q, k, v)
     shape = batch, job.lists, job.splits
     out = out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
@@ -188,8 +244,7 @@ def _kernel(
         plgpu.set_max_registers(40, action="decrease")
         plgpu.copy_gmem_to_smem(ids_ref.at[each, split], ids, loaded.at[0])
         plgpu.barrier_wait(loaded.at[0])
-        head = row, lax.div(index * job.kv_heads, job.lists)
-        _fetch((k_ref.at[head], v_ref.at[head]), steps, job, scratch)
+        _fetch((k_ref.at[row], v_ref.at[row]), steps, job, scratch)
 
     @pl.when(role == 0)
     def _attention():
@@ -200,7 +255,10 @@ def _kernel(
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         bounds = bounds_ref[row, 0], bounds_ref[row, 1]
-        out, lse = streaming.finish(_attend(steps, bounds, job, scratch))
+        head = lax.div(index * job.kv_heads, job.lists)
+        mask = _mask_own_head if job.group is not None else functools.partial(_mask, head=head)
+        mask = functools.partial(mask, bounds=bounds, job=job, ids=scratch["ids"])
+        out, lse = streaming.finish(_attend(steps, mask, job, scratch))
         tiles = {name: scratch[name] for name in streaming.out_scratch()}
         streaming.write(out, lse, out_ref.at[each, split], lse_ref.at[each, split], **tiles)
 
@@ -220,20 +278,20 @@ def _fetch(refs: tuple, steps: Array, job: _Job, scratch: dict) -> None:
                 plgpu.barrier_wait(free.at[slot])
 
             for j in range(job.pages):
-                page = jnp.maximum(_page(scratch["ids"], i, j, job), 0)
+                entry = jnp.maximum(_entry(scratch["ids"], i, j, job), 0)
                 place = ring.at[slot, pl.ds(j * job.page_size, job.page_size)]
-                plgpu.copy_gmem_to_smem(ref.at[page], place, ready.at[slot])
+                plgpu.copy_gmem_to_smem(ref.at[entry], place, ready.at[slot])
 
     for free in scratch["free"]:
         hopper.drain(free, steps, _STAGES)
 
 
-def _page(ids: Any, step: Array, j: int, job: _Job) -> Array:
+def _entry(ids: Any, step: Array, j: int, job: _Job) -> Array:
     n = step * job.pages + j
     return ids[lax.div(n, _ID_LINE), lax.rem(n, _ID_LINE)]
 
 
-def _attend(steps: Array, bounds: tuple, job: _Job, scratch: dict) -> streaming.Carry:
+def _attend(steps: Array, mask: Callable, job: _Job, scratch: dict) -> streaming.Carry:
     """The streaming attention after the steps."""
     (k_ring, v_ring), ready, free = scratch["rings"], scratch["ready"], scratch["free"]
 
@@ -251,7 +309,7 @@ def _attend(steps: Array, bounds: tuple, job: _Job, scratch: dict) -> streaming.
             k_ring.at[slot],
             v_ring.at[slot],
             scale=job.scale,
-            mask=functools.partial(_mask, step=i, bounds=bounds, job=job, ids=scratch["ids"]),
+            mask=functools.partial(mask, step=i),
             scored=scored,
             interpreted=job.interpreted,
         )
@@ -261,20 +319,46 @@ def _attend(steps: Array, bounds: tuple, job: _Job, scratch: dict) -> streaming.
     return lax.fori_loop(0, steps, step, streaming.start(job.head_dim))
 
 
-def _mask(s: Array, *, step: Array, bounds: tuple, job: _Job, ids: Any) -> Array:
-    """-inf outside the bounds, where the slots of a page that is none (-1) lie too: below 0."""
-    pages = [_page(ids, step, j, job) for j in range(job.pages)]
+def _mask(s: Array, *, step: Array, head: Array, bounds: tuple, job: _Job, ids: Any) -> Array:
+    """-inf outside the bounds, where the slots of an entry that is none (-1) lie too: below 0."""
+    first_page = head * job.pages_of_head
+    pages = [_entry(ids, step, j, job) - first_page for j in range(job.pages)]
     whole = jnp.bool_(True)
     for page in pages:
         first = page * job.page_size
         whole = whole & (first >= bounds[0]) & (first + job.page_size <= bounds[1])
 
     def some(s: Array) -> Array:
-        column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-        slot = column
-        for j, page in enumerate(pages):
-            mine = column >= j * job.page_size
-            slot = jnp.where(mine, column + (page - j) * job.page_size, slot)
+        slot = _slots(s.shape, pages, job)
         return jnp.where((slot >= bounds[0]) & (slot < bounds[1]), s, -jnp.inf)
 
     return lax.cond(whole, lambda s: s, some, s)
+
+
+def _mask_own_head(s: Array, *, step: Array, bounds: tuple, job: _Job, ids: Any) -> Array:
+    """Of a flat list: -inf outside the bounds, and for the rows of other kv heads."""
+    assert job.group is not None
+    entries = [_entry(ids, step, j, job) for j in range(job.pages)]
+    heads = [lax.div(entry, job.pages_of_head) for entry in entries]
+    # Of -1 the head is 0 and the page -1.
+    pages = [entry - head * job.pages_of_head for entry, head in zip(entries, heads, strict=True)]
+    slot = _slots(s.shape, pages, job)
+    row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
+    queries = job.group * job.kv_heads
+    row_head = lax.div(jnp.where(row >= queries, row - queries, row), job.group)
+    column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+    head = jnp.full_like(column, 0) + heads[0]
+    for j in range(1, job.pages):
+        head = jnp.where(column >= j * job.page_size, heads[j], head)
+    seen = (slot >= bounds[0]) & (slot < bounds[1]) & (head == row_head)
+    return jnp.where(seen, s, -jnp.inf)
+
+
+def _slots(shape: tuple[int, ...], pages: list[Array], job: _Job) -> Array:
+    """The slot of every column of a block."""
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    slot = column
+    for j, page in enumerate(pages):
+        mine = column >= j * job.page_size
+        slot = jnp.where(mine, column + (page - j) * job.page_size, slot)
+    return slot

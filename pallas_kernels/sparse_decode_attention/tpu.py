@@ -7,10 +7,12 @@ buffers in VMEM, then waits for its own and attends to them as one block of keys
 gathered is written to memory. VMEM: those buffers of keys and values, 1024 slots each and about
 1 MiB in all, and the running maximum, sum and output of the softmax.
 
-Which slots of a page count comes as a row of ones and zeros beside the lists (4 bytes a slot, 1% of
-its keys and values). Blocks beyond a list's last entry are skipped; an entry of -1 within the list
-copies page 0 and counts for nothing. Values that do not count are replaced by 0 page by page, only
-in blocks that have any, which a prefetched scalar says.
+For whom a slot counts comes as a row of numbers beside the lists (4 bytes a slot, 1% of its keys
+and values): the kv head whose rows see it, or -1. The flat list of a row (Ada-KV) is one list of
+all query heads, in which every row sees its own head's slots; the prior's queries (RESA) are rows
+beside the others, for which nothing more is read. Blocks beyond a list's last entry are skipped; an
+entry of -1 within the list copies page 0 and counts for nothing. Values that do not count are
+replaced by 0 page by page, only in blocks that have any, which a prefetched scalar says.
 
 Bytes moved: keys and values of the listed pages, once for each list. Roofline: those bytes over the
 bandwidth. Read from the schedules that the compiler makes for v5e, not measured: to start a page's
@@ -31,6 +33,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
+from pallas_kernels.sparse_decode_attention.lists import (
+    entries_of_flat_lists,
+    entries_of_lists,
+    results_of,
+    rows_of,
+)
 from pallas_kernels.tpu_common import (
     SCALARS,
     SUBLANES,
@@ -47,22 +55,18 @@ _BLOCK = 1024
 _UNROLLED = 8
 
 
-def unsupported(
-    q: Array, k: Array, pages: Array, page_size: int, prior: Array | None
-) -> str | None:
+def unsupported(q: Array, k: Array, entries: Array, page_size: int) -> str | None:
     """Why the kernel cannot run these arguments, or None."""
     head_dim, slots = k.shape[3], k.shape[2]
     rows = SUBLANES.get(k.dtype.itemsize, 1)
-    if prior is not None:
-        return "a prior's logits lie along the lanes, where a page is no whole vector"
     if slots_minor(head_dim):
         return f"head dim {head_dim}: slots lie along the lanes, where a page is no whole vector"
     if page_size % rows or slots % page_size:
         return f"pages of {page_size} of {slots} slots are not whole tiles of {rows}"
     if 4 * page_size * head_dim * k.dtype.itemsize > VMEM_BYTES:
         return f"two buffers of a page of {page_size} slots do not fit vector memory"
-    if pages.size > SCALARS:
-        return f"lists of {pages.size} pages in all, at most {SCALARS} fit scalar memory"
+    if entries.size > SCALARS:
+        return f"lists of {entries.size} pages in all, at most {SCALARS} fit scalar memory"
     return unsupported_keys(q)
 
 
@@ -76,7 +80,7 @@ def sparse_decode_attention(
     *,
     page_size: int,
     scale: float,
-    prior: Float[Array, "B N S"] | None = None,
+    prior_query: Float[Array, "B 1 N H"] | None = None,
     block: int | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Array, ...]:
@@ -86,43 +90,119 @@ def sparse_decode_attention(
       block: list entries of a block; None takes as many as make a few hundred slots.
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
-    reason = unsupported(q, k, pages, page_size, prior)
+    _check(q, k, pages, page_size)
+    entries = entries_of_lists(pages, k.shape[1], k.shape[2] // page_size)
+    rows = rows_of(q, prior_query, pages.shape[1])
+    how: dict[str, Any] = dict(
+        page_size=page_size, scale=scale, group=None, block=block, interpret=interpret
+    )
+    return results_of(*_attend_lists(rows, k, v, entries, start, stop, **how), q)
+
+
+def flat_sparse_decode_attention(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    heads: Int[Array, "B E"],
+    pages: Int[Array, "B E"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    page_size: int,
+    scale: float,
+    prior_query: Float[Array, "B 1 N H"] | None = None,
+    block: int | None = None,
+    interpret: pltpu.InterpretParams | bool = False,
+) -> tuple[Array, ...]:
+    """Slot s of kv head k counts where (k, s // page_size) is listed and start <= s < stop.
+
+    Args:
+      block, interpret: as in `sparse_decode_attention`.
+    """
+    _check(q, k, pages, page_size)
+    entries = entries_of_flat_lists(heads, pages, k.shape[1], k.shape[2] // page_size)
+    rows = rows_of(q, prior_query, 1)
+    group = q.shape[2] // k.shape[1]
+    how: dict[str, Any] = dict(
+        page_size=page_size, scale=scale, group=group, block=block, interpret=interpret
+    )
+    return results_of(*_attend_lists(rows, k, v, entries, start, stop, **how), q)
+
+
+def _check(q: Array, k: Array, entries: Array, page_size: int) -> None:
+    reason = unsupported(q, k, entries, page_size)
     if reason is not None:
         raise NotImplementedError(f"sparse_decode_attention: {reason}")
-    (batch, _, heads, head_dim), (_, lists, entries) = q.shape, pages.shape
-    block = block or min(max(_BLOCK // page_size, 1), entries)
-    blocks = -(-entries // block)
-    spare = [(0, 0), (0, 0), (0, blocks * block - entries)]
-    pages = jnp.where(pages < k.shape[2] // page_size, pages, -1).astype(jnp.int32)
-    pages = jnp.pad(pages, spare, constant_values=-1)
-    slots_BXCZ = pages[..., None] * page_size + jnp.arange(page_size)
+
+
+def _attend_lists(
+    q: Float[Array, "B X M H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    entries: Int[Array, "B X C"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    page_size: int,
+    scale: float,
+    group: int | None,
+    block: int | None,
+    interpret: pltpu.InterpretParams | bool,
+) -> tuple[Float[Array, "B X M H"], Float[Array, "B X M"]]:
+    """The attention of every list's query rows to its entries.
+
+    Args:
+      group: query heads of a kv head in a flat list; None for lists of one head.
+    """
+    (batch, lists, length), (_, kv_heads, slots, head_dim) = entries.shape, k.shape
+    block = block or min(max(_BLOCK // page_size, 1), length)
+    blocks = -(-length // block)
+    spare = [(0, 0), (0, 0), (0, blocks * block - length)]
+    entries = jnp.pad(entries, spare, constant_values=-1)
+    pages_of_head = slots // page_size
+    owner_BXC, page_BXC = jnp.divmod(entries, pages_of_head)
+    slots_BXCZ = page_BXC[..., None] * page_size + jnp.arange(page_size)
     start_B111, stop_B111 = (x[:, None, None, None] for x in (start, stop))
-    held_BXCZ = (slots_BXCZ >= start_B111) & (slots_BXCZ < stop_B111) & (pages >= 0)[..., None]
-    used_BX = jnp.max(jnp.where(pages >= 0, jnp.arange(1, pages.shape[2] + 1), 0), axis=2)
+    held_BXCZ = (slots_BXCZ >= start_B111) & (slots_BXCZ < stop_B111) & (entries >= 0)[..., None]
+    used_BX = jnp.max(jnp.where(entries >= 0, jnp.arange(1, entries.shape[2] + 1), 0), axis=2)
     whole_BXJ = jnp.all(held_BXCZ.reshape(batch, lists, blocks, -1), axis=3)
     # The kernel knows an entry of -1 by its slots, which stand before slot 0.
-    scalars = (pages, used_BX, whole_BXJ, jnp.maximum(start, 0), stop)
+    scalars = (entries, used_BX, whole_BXJ, jnp.maximum(start, 0), stop)
 
-    q_BXRH = q.reshape(batch, lists, heads // lists, head_dim)
-    out_BXRH, lse_BXR1 = _call(q_BXRH, k, blocks, block, page_size, scale, interpret)(
+    reader_BXC1 = (owner_BXC if group is not None else jnp.zeros_like(owner_BXC))[..., None]
+    reader_BXCZ = jnp.where(held_BXCZ, reader_BXC1, -1).astype(jnp.float32)
+    # One axis of all slots of a row, as entries number their pages.
+    k, v = (x.reshape(batch, kv_heads * slots, head_dim) for x in (k, v))
+    job = _Job(page_size, scale, pages_of_head, kv_heads, group)
+    out_BXMH, lse_BXM1 = _call(q, k, blocks, block, job, interpret)(
         *(x.reshape(-1).astype(jnp.int32) for x in scalars),
-        *(q_BXRH, held_BXCZ.reshape(batch, lists, 1, -1).astype(jnp.float32), k, v),
+        *(q, reader_BXCZ.reshape(batch, lists, 1, -1), k, v),
     )
-    return out_BXRH.reshape(q.shape), lse_BXR1.reshape(q.shape[:3])
+    return out_BXMH, lse_BXM1[..., 0]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the kernel knows when it is compiled."""
+
+    page_size: int
+    scale: float
+    pages_of_head: int
+    kv_heads: int
+    group: int | None  # query heads of a kv head in a flat list; None for lists of one head
 
 
 def _call(
-    q: Float[Array, "B X R H"],
-    k: Float[Array, "B K S H"],
+    q: Float[Array, "B X M H"],
+    k: Float[Array, "B KS H"],
     blocks: int,
     block: int,
-    page_size: int,
-    scale: float,
+    job: _Job,
     interpret: pltpu.InterpretParams | bool,
 ) -> Callable[..., list[Array]]:
-    """The kernel as a function of the prefetched scalars, q, the slots that count, k and v."""
+    """The kernel as a function of the prefetched scalars, q, the slots' readers, k and v."""
     batch, lists, rows, head_dim = q.shape
-    slots = block * page_size
+    slots = block * job.page_size
 
     def by_list(b, x, j, *_):
         return b, x, 0, 0
@@ -132,7 +212,7 @@ def _call(
     buffer = pltpu.VMEM((2, slots, head_dim), k.dtype)
     read = batch * lists * blocks * slots
     return pl.pallas_call(
-        partial(_kernel, scale=scale, page_size=page_size, group=lists // k.shape[1]),
+        partial(_kernel, job=job),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(batch, lists, blocks),
@@ -149,7 +229,7 @@ def _call(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape, jnp.float32),
             jax.ShapeDtypeStruct((batch, lists, rows, 1), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
@@ -176,10 +256,9 @@ class _Work:
     blocks: Array | int
     block: int  # entries
     page_size: int
-    group: int  # lists of a kv head
-    pages: Any  # [B * X * C] the lists, C a whole number of blocks
+    pages: Any  # [B * X * C] the lists' entries, C a whole number of blocks
     used: Any  # [B * X] entries up to the last that is not -1
-    caches: tuple[tuple[Any, Any], ...]  # k and v in memory, [B,K,S,H], and their buffers
+    caches: tuple[tuple[Any, Any], ...]  # k and v in memory, [B,K*S,H], and their buffers
     arrived: Any  # semaphores, [cache, buffer]
 
     def number(self, step: Array) -> Array:
@@ -203,14 +282,13 @@ class _Work:
     def fetch(self, step: Array) -> None:
         """Start copying the step's pages into its buffer; for -1 page 0 is copied."""
         buffer_at = step % 2
-        head = step // self.blocks // self.group
         first = self.number(step) * self.block
 
         def copy_page(i: Array | int) -> None:
             at = self.rows_of(jnp.maximum(self.pages[first + i], 0))
             for which, (cache, buffer) in enumerate(self.caches):
                 pltpu.make_async_copy(
-                    cache.at[self.row, head, at],
+                    cache.at[self.row, at],
                     buffer.at[buffer_at, self.rows_of(i)],
                     self.arrived.at[which, buffer_at],
                 ).start()
@@ -237,8 +315,8 @@ def _kernel(
     start,  # [B]
     stop,  # [B]
     q,  # [1, 1, R, H]
-    held,  # [1, 1, 1, M] 1 for slots that count, else 0
-    k,  # [B, K, S, H] in memory
+    readers,  # [1, 1, 1, M] the kv head whose rows see a slot, -1 for none; without heads 0
+    k,  # [B, K * S, H] in memory
     v,
     out,
     lse,
@@ -246,15 +324,14 @@ def _kernel(
     v_buffer,
     arrived,
     *softmax,
-    scale: float,
-    page_size: int,
-    group: int,
+    job: _Job,
 ):
     b, x, j = (pl.program_id(axis) for axis in range(3))
     lists, blocks = pl.num_programs(1), pl.num_programs(2)
-    block = held.shape[3] // page_size
+    page_size = job.page_size
+    block = readers.shape[3] // page_size
     caches = (k, k_buffer), (v, v_buffer)
-    work = _Work(b, lists, blocks, block, page_size, group, pages, used, caches, arrived)
+    work = _Work(b, lists, blocks, block, page_size, pages, used, caches, arrived)
     running = Softmax(*softmax)
     step = x * blocks + j
     following = jnp.minimum(step + 1, lists * blocks - 1)
@@ -265,8 +342,8 @@ def _kernel(
     def blank(i: Array, _: None) -> None:
         """Replace the values of page i that do not count: 0 x NaN is NaN."""
         at = step % 2, work.rows_of(i)
-        first = work.page(step, i) * page_size
-        slots_ZH = first + lax.broadcasted_iota(jnp.int32, (page_size, v.shape[3]), 0)
+        first = lax.rem(work.page(step, i), job.pages_of_head) * page_size
+        slots_ZH = first + lax.broadcasted_iota(jnp.int32, (page_size, v.shape[2]), 0)
         counts = (slots_ZH >= start[b]) & (slots_ZH < stop[b])
         values = v_buffer[at].astype(jnp.float32)  # masks have the layout of 32-bit numbers
         v_buffer[at] = jnp.where(counts, values, 0).astype(v_buffer.dtype)
@@ -276,7 +353,19 @@ def _kernel(
         work.wait(step)
         cut = whole[work.number(step)] == 0
         pl.when(cut)(lambda: lax.fori_loop(0, block, blank, None))
-        scores_RM = scale * matmul(q[0, 0], k_buffer[step % 2], (1, 1))
-        running.add(scores_RM, held[0, 0] > 0, v_buffer[step % 2], minor=False)
+        scores_RM = job.scale * matmul(q[0, 0], k_buffer[step % 2], (1, 1))
+        running.add(
+            scores_RM, _seen(readers[0, 0], q.shape[2], job), v_buffer[step % 2], minor=False
+        )
 
     pl.when(j == blocks - 1)(lambda: running.write(out.at[0, 0], lse.at[0, 0]))
+
+
+def _seen(readers: Float[Array, "1 Z"], rows: int, job: _Job) -> Array:
+    """Which slots every row sees: [1,Z] where all see the same, else [rows,Z]."""
+    if job.group is None:
+        return readers >= 0
+    row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    # Rows of the prior's queries follow those of the queries.
+    head = row % (job.group * job.kv_heads) // job.group
+    return readers == head.astype(jnp.float32)

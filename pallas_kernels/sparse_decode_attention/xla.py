@@ -3,7 +3,8 @@
 The pages of a block of list entries are gathered, k and v and the prior's logits, and attended
 with a softmax of their own; blocks merge by running maximum and sum, as in streaming attention.
 One block is all there is unless its copies pass `_GATHERED_BYTES`. A prior's softmax is one more
-set of logits over the same values, which are read once for both.
+set of logits over the same values, which are read once for both; where its query is given, they are
+made of the same keys.
 
 The flat list's entries are attended one by one by their kv head's group; their partial results
 are summed per head by a matmul with the 0-1 matrix of entries and heads, as a scatter would be
@@ -23,6 +24,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.common import MASKED
+from pallas_kernels.sparse_decode_attention.lists import rows_of
 
 # Bytes of gathered keys and values of one block of entries.
 _GATHERED_BYTES = 32 * 2**20
@@ -54,6 +56,7 @@ def sparse_decode_attention(
     page_size: int,
     scale: float,
     prior: Float[Array, "B N S"] | None = None,
+    prior_query: Float[Array, "B 1 N H"] | None = None,
     block: int | None = None,
 ) -> tuple[Array, ...]:
     """Slot s counts where its page is listed and start[b] <= s < stop[b].
@@ -66,7 +69,7 @@ def sparse_decode_attention(
     if block is None:
         block = _block(pages.shape[2], b * lists * page_size * 2 * h * k.dtype.itemsize)
     # A list serves the R query heads that follow each other; it reads kv head x K / X.
-    q_BXRH = q.reshape(b, lists, n // lists, h)
+    q_BXMH = rows_of(q, prior_query, lists)
     heads_1X1 = (jnp.arange(lists) * kv_heads // lists)[None, :, None]
 
     def part(pages_BXC: Array) -> Partial:
@@ -77,8 +80,8 @@ def sparse_decode_attention(
         if prior is not None:
             each_BNM = jnp.repeat(slots_BXM, n // lists, axis=1)
             known_BNM = _gather(prior, jnp.arange(n)[None, :, None], each_BNM)
-            known = known_BNM.reshape(*q_BXRH.shape[:3], -1)
-        return _softmaxes(q_BXRH, k_BXMH, v_BXMH, held_BXM, known, scale)
+            known = known_BNM.reshape(b, lists, n // lists, -1)
+        return _softmaxes(q_BXMH, n // lists, k_BXMH, v_BXMH, held_BXM, known, scale)
 
     return _finish(_over_blocks(part, (pages,), block), q)
 
@@ -95,6 +98,7 @@ def flat_sparse_decode_attention(
     page_size: int,
     scale: float,
     prior: Float[Array, "B N S"] | None = None,
+    prior_query: Float[Array, "B 1 N H"] | None = None,
     block: int | None = None,
 ) -> tuple[Array, ...]:
     """Slot s of kv head k counts where (k, s // page_size) is listed and start <= s < stop.
@@ -106,9 +110,9 @@ def flat_sparse_decode_attention(
     kv_heads = k.shape[1]
     groups = n // kv_heads
     if block is None:
-        partial_bytes = 4 * groups * (1 if prior is None else 2)
+        partial_bytes = 4 * groups * (1 if prior is prior_query is None else 2)
         block = _block(pages.shape[1], b * h * (page_size * 2 * k.dtype.itemsize + partial_bytes))
-    q_BKGH = q.reshape(b, kv_heads, groups, h)
+    q_BKMH = rows_of(q, prior_query, kv_heads)
 
     def part(heads_BE: Array, pages_BE: Array) -> Partial:
         named_BEK = heads_BE[..., None] == jnp.arange(kv_heads)
@@ -120,8 +124,8 @@ def flat_sparse_decode_attention(
         if prior is not None:
             each_BEG1 = heads_BE1[..., None] * groups + jnp.arange(groups)[:, None]
             known = _gather(prior, each_BEG1, slots_BEZ[:, :, None])
-        q_BEGH = jnp.take_along_axis(q_BKGH, heads_BE1[..., None], axis=1)
-        entries = _softmaxes(q_BEGH, k_BEZH, v_BEZH, held_BEZ, known, scale)
+        q_BEMH = jnp.take_along_axis(q_BKMH, heads_BE1[..., None], axis=1)
+        entries = _softmaxes(q_BEMH, groups, k_BEZH, v_BEZH, held_BEZ, known, scale)
         return _sum_by_head(entries, heads_BE1, named_BEK)
 
     return _finish(_over_blocks(part, (heads, pages), block), q)
@@ -181,17 +185,23 @@ def _gather(x: Float[Array, "B Y S ..."], heads: Int[Array, "..."], slots: Array
 
 
 def _softmaxes(
-    q: Float[Array, "B Y R H"],
+    q: Float[Array, "B Y LR H"],
+    heads: int,
     k: Float[Array, "B Y M H"],
     v: Float[Array, "B Y M H"],
     held: Bool[Array, "B Y M"],
     prior: Float[Array, "B Y R M"] | None,
     scale: float,
 ) -> Partial:
-    """Attend to the held ones of M gathered slots, with logits scale q.k and with the prior's."""
+    """Attend to the held ones of M gathered slots, with logits scale q.k and with the prior's.
+
+    Args:
+      q: for each of R = heads query heads one or, the prior's after the others, two queries.
+    """
     logits = scale * jnp.einsum("BYRH,BYMH->BYRM", q, k, preferred_element_type=jnp.float32)
-    each = (logits,) if prior is None else (logits, prior.astype(jnp.float32))
-    logits_BYLRM = jnp.stack(each, axis=2)
+    logits_BYLRM = logits.reshape(*q.shape[:2], -1, heads, k.shape[2])
+    if prior is not None:
+        logits_BYLRM = jnp.concatenate([logits_BYLRM, prior[:, :, None]], axis=2)
     held_BY11M = held[:, :, None, None]
     top = jnp.max(jnp.where(held_BY11M, logits_BYLRM, MASKED), axis=-1)
     # A prior of -inf is a weight of 0, also where nothing else is held and the top is -inf.

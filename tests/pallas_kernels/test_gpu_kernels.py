@@ -125,6 +125,9 @@ def _sparse(case: Case, interpret: Any) -> None:
     q, k, v = case.arrays()
     options = dict(case.options)
     lists, entries, page_size = (options.pop(name) for name in ("lists", "entries", "page_size"))
+    flat = options.pop("flat", False)
+    if options.pop("prior", False):
+        options["prior_query"] = jnp.flip(q, axis=2)
     random = np.random.default_rng(3)
     pages = np.full((case.rows, lists, entries), -1, np.int32)
     for i, row in enumerate(pages.reshape(-1, entries)):  # a full list, an empty one, one with gaps
@@ -134,12 +137,25 @@ def _sparse(case: Case, interpret: Any) -> None:
     start = jnp.array([-9, 37, 70, 5][: case.rows], jnp.int32)
     stop = jnp.array([case.slots, case.slots - 30, 139, 9][: case.rows], jnp.int32)
     options |= dict(page_size=page_size, scale=case.head_dim**-0.5)
-    where = jnp.asarray(pages), start, stop
-    expected = sparse_reference.sparse_decode_attention(*_exact(q, k, v), *where, **options)
-    run = jax.jit(partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **options))
-    result = run(q, k, v, *where)
+    lists_of = jnp.asarray(pages), start, stop
+    name = "sparse_decode_attention"
+    if flat:  # the lists of the kv heads, their entries mixed, absent ones named in either way
+        name = "flat_sparse_decode_attention"
+        order = random.permutation(lists * entries)
+        heads = np.broadcast_to(np.arange(lists)[:, None], pages.shape).reshape(case.rows, -1)
+        pages = pages.reshape(case.rows, -1)
+        heads = np.where((pages < 0) & (heads > 0), -1, heads)[:, order]
+        pages = np.where(heads < 0, 0, pages[:, order])
+        lists_of = jnp.asarray(heads, jnp.int32), jnp.asarray(pages), start, stop
+    exact = [*_exact(q, k, v), *lists_of]
+    expected = getattr(sparse_reference, name)(*exact, **options)
+    run = jax.jit(partial(getattr(sparse_gpu, name), interpret=interpret, **options))
+    result = run(q, k, v, *lists_of)
     assert np.any(np.isneginf(result[1])) and np.any(np.isfinite(result[1]))
-    _assert_attention(result, expected)
+    assert len(result) == len(expected)
+    for i in range(0, len(result), 2):
+        assert result[i].dtype == (jnp.float32 if i else q.dtype)
+        _assert_attention(result[i : i + 2], expected[i : i + 2])
 
 
 def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
@@ -150,6 +166,9 @@ SUM = _options(over_group="sum", over_queries="sum")
 MAX = _options(over_group="max", over_queries="sum", causal=True)
 FIRST = _options(over_group="first", over_queries="max")
 LISTS = _options(lists=2, entries=20, page_size=16)
+SHORT_LISTS = _options(lists=2, entries=4, page_size=32)
+FLAT = _options(lists=2, entries=7, page_size=32, flat=True)
+PRIOR = _options(prior=True)
 
 CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     "decode": (_decode, Case(head_dim=128)),
@@ -167,6 +186,8 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
         _sparse,
         Case(rows=1, dtype="float16", options=_options(lists=4, entries=18, page_size=8)),
     ),
+    "sparse-prior": (_sparse, Case(rows=1, group=5, options=SHORT_LISTS + PRIOR)),
+    "sparse-flat-prior": (_sparse, Case(rows=2, workers=6, group=3, options=FLAT + PRIOR)),
 }
 
 # What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.
@@ -191,6 +212,17 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
             "sparse-pages-of-64": (
                 _sparse,
                 replace(_case, options=_options(lists=4, entries=40, page_size=64)),
+            ),
+            "sparse-prior": (
+                _sparse,
+                replace(_case, options=_options(lists=4, entries=100, page_size=16, prior=True)),
+            ),
+            "sparse-flat-prior": (
+                _sparse,
+                replace(
+                    _case,
+                    options=_options(lists=4, entries=60, page_size=16, flat=True, prior=True),
+                ),
             ),
         }.items()
     }
@@ -226,10 +258,16 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
         "topk": (partial(topk_gpu.topk_scores, count=4), (q, k, bound * 0, bound)),
         "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
         "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
+        "sparse-flat-prior": (
+            lambda q, k, v, pages, *bounds: sparse_gpu.flat_sparse_decode_attention(
+                q, k, v, pages[:, 0], pages[:, 1], *bounds, page_size=16, scale=0.1, prior_query=q
+            ),
+            (one, k, v, pages, bound * 0, bound),
+        ),
     }
 
 
-@pytest.mark.parametrize("name", ["decode", "topk", "mass", "sparse"])
+@pytest.mark.parametrize("name", ["decode", "topk", "mass", "sparse", "sparse-flat-prior"])
 def test_lowers_for_cuda_within_a_manual_shard_map(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -257,16 +295,15 @@ def test_lowers_for_cuda_within_a_manual_shard_map(
 
 def test_what_the_kernels_leave_to_others() -> None:
     q, k, _ = Case(head_dim=128).arrays()
-    pages = jnp.zeros((3, 2, 4), jnp.int32)
 
     def reasons(q: jax.Array, k: jax.Array, **given: Any) -> list[str | None]:
-        options = dict(count=4, tile_best=None, squares=False, page_size=16, prior=None) | given
+        options = dict(count=4, tile_best=None, squares=False, page_size=16) | given
         count, tile_best = options["count"], options["tile_best"]
         return [
             decode_gpu.unsupported(q, k),
             topk_gpu.unsupported(q, k, count, tile_best),
             mass_gpu.unsupported(q, k, options["squares"]),
-            sparse_gpu.unsupported(q, k, pages, options["page_size"], options["prior"]),
+            sparse_gpu.unsupported(q, k, 2, options["page_size"], 0),
         ]
 
     assert reasons(q, k) == [None] * 4
@@ -276,6 +313,8 @@ def test_what_the_kernels_leave_to_others() -> None:
     left = dict(count=9, squares=True, page_size=4)
     assert [r is None for r in reasons(q, k, **left)] == [True, False, False, False]
     assert "tiles" in str(reasons(q, k, tile_best=128)[1])
-    assert "prior" in str(reasons(q, k, prior=k)[3])
     wide = jnp.repeat(q, 33, axis=2)
     assert "at most 64" in str(decode_gpu.unsupported(wide, k))
+    wide = jnp.repeat(q, 16, axis=2)  # 64 query heads
+    assert sparse_gpu.unsupported(wide, k, 1, 16, 0) is None
+    assert "128 query rows of a list, at most 64" in str(sparse_gpu.unsupported(wide, k, 1, 16, 1))

@@ -4,6 +4,7 @@ The interpreter's memory begins as NaN, so whatever a kernel reads before writin
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -206,17 +207,19 @@ def test_attention_mass(
 
 
 @pytest.mark.parametrize(
-    ("lists", "kv_heads", "groups", "page_size", "dtype"),
+    ("lists", "kv_heads", "groups", "page_size", "dtype", "form"),
     [
-        pytest.param(2, 2, 3, 16, "bfloat16", id="by-kv-head"),
-        pytest.param(4, 2, 2, 8, "float32", id="by-query-head"),
-        pytest.param(1, 1, 8, 64, "float32", marks=pytest.mark.slow, id="mqa-large-pages"),
+        pytest.param(2, 2, 3, 16, "bfloat16", "", id="by-kv-head"),
+        pytest.param(4, 2, 2, 8, "float32", "prior", id="by-query-head-with-a-prior"),
+        pytest.param(2, 2, 3, 8, "float32", "flat, prior", id="flat-with-a-prior"),
+        pytest.param(1, 1, 8, 64, "float32", "", marks=pytest.mark.slow, id="mqa-large-pages"),
+        pytest.param(2, 2, 1, 16, "bfloat16", "flat", marks=pytest.mark.slow, id="flat"),
     ],
 )
 def test_sparse_decode_attention(
-    lists: int, kv_heads: int, groups: int, page_size: int, dtype: str
+    lists: int, kv_heads: int, groups: int, page_size: int, dtype: str, form: str
 ) -> None:
-    """Lists of every length, full, with holes and empty, of three blocks of two pages."""
+    """Lists of every length, full, with holes and empty, of blocks of two pages."""
     slots = 10 * page_size
     cache = 5, kv_heads, slots, 128
     q, k, v = _random(dtype, (5, 1, kv_heads * groups, 128), cache, cache)
@@ -229,17 +232,25 @@ def test_sparse_decode_attention(
     starts = jnp.array([0, page_size, -2 * page_size, page_size + 1, 40], jnp.int32)
     stops = jnp.array([slots + 3, slots - page_size, 5, slots - 1, 40], jnp.int32)
     arguments = jnp.asarray(pages, jnp.int32), starts, stops
-    options = dict(page_size=page_size, scale=128**-0.5)
-    expected = jax.jit(partial(sparse_reference.sparse_decode_attention, **options))(
-        q, k, v, *arguments
-    )
+    options: dict[str, Any] = dict(page_size=page_size, scale=128**-0.5)
+    name = "sparse_decode_attention"
+    if "flat" in form:
+        name, order = "flat_sparse_decode_attention", rng.permutation(lists * 5)
+        heads = jnp.broadcast_to(jnp.arange(lists)[:, None], pages.shape).reshape(5, -1)[:, order]
+        arguments = heads, arguments[0].reshape(5, -1)[:, order], starts, stops
+    if "prior" in form:
+        options["prior_query"] = jnp.flip(q, axis=2)
+    expected = jax.jit(partial(getattr(sparse_reference, name), **options))(q, k, v, *arguments)
     outside = (jnp.arange(slots) < starts[:, None]) | (jnp.arange(slots) >= stops[:, None])
     k, v = (jnp.where(outside[:, None, :, None], jnp.nan, x) for x in (k, v))
-    run = partial(sparse_tpu.sparse_decode_attention, block=2, interpret=INTERPRET, **options)
+    run = partial(getattr(sparse_tpu, name), block=2, interpret=INTERPRET, **options)
     result = jax.jit(run)(q, k, v, *arguments)
-    assert not np.any(result[0][4]) and np.all(np.isneginf(result[1][4]))
-    assert np.all(np.isneginf(result[1][0, 0, : kv_heads * groups // lists]))
-    _assert_attention(result, expected, dtype)
+    assert len(result) == len(expected) == (4 if "prior" in form else 2)
+    for out, lse, *of in zip(result[::2], result[1::2], expected[::2], expected[1::2], strict=True):
+        assert not np.any(out[4]) and np.all(np.isneginf(lse[4]))
+        assert np.all(np.isneginf(lse[0, 0, : kv_heads * groups // lists]))
+        _assert_attention((out, lse), of, dtype)
+    assert [str(x.dtype) for x in result] == [dtype, *["float32"] * (len(result) - 1)]
 
 
 @pytest.mark.parametrize(
@@ -251,22 +262,18 @@ def test_sparse_decode_attention(
         ({"slots": 250}, "of 250 slots"),
         ({"slots": 2**15, "page_size": 2**15}, "a page of 32768 slots do not fit vector memory"),
         ({"pages": 2**18}, "at most 131072 fit scalar memory"),
-        ({"prior": True}, "a prior's logits lie along the lanes"),
         ({"dtype": "float16"}, "bfloat16 and float32, not float16"),
     ],
 )
 def test_reasons_against_the_sparse_kernel(changes: dict, reason: str | None) -> None:
-    case = dict(head_dim=128, page_size=16, slots=256, pages=4, prior=False, dtype="bfloat16")
+    case = dict(head_dim=128, page_size=16, slots=256, pages=4, dtype="bfloat16")
     case |= changes
     q = jax.ShapeDtypeStruct((1, 1, 2, case["head_dim"]), case["dtype"])
     k = jax.ShapeDtypeStruct((1, 2, case["slots"], case["head_dim"]), case["dtype"])
     pages = jax.ShapeDtypeStruct((1, 2, case["pages"] // 2), jnp.int32)
-    prior = jax.ShapeDtypeStruct((1, 2, case["slots"]), jnp.float32) if case["prior"] else None
     found: list[str | None] = []
     unsupported = partial(sparse_tpu.unsupported, page_size=case["page_size"])
-    jax.eval_shape(
-        lambda *args: found.append(unsupported(*args[:3], prior=args[3])), q, k, pages, prior
-    )
+    jax.eval_shape(lambda *args: found.append(unsupported(*args)), q, k, pages)
     assert found == [None] if reason is None else reason in str(found[0])
 
 

@@ -16,7 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+from pallas_kernels.sparse_decode_attention import (
+    flat_sparse_decode_attention,
+    sparse_decode_attention,
+)
 from pallas_kernels.topk_scores import topk_scores
 
 pytestmark = pytest.mark.optimized
@@ -168,4 +171,21 @@ def test_tpu_sparse_decode_attention_compiles(mesh: Mesh, lists: int, page_size:
     )
     # Neither the cache nor the listed pages are copied.
     gathered = 2 * 2 * lists * 4096 * 128 * 2
+    _assert_kernel_without_a_copy(compiled, "sparse_decode_attention", gathered)
+
+
+def test_tpu_flat_sparse_decode_attention_with_a_prior_compiles(mesh: Mesh) -> None:
+    slots, entries = 131072, 512
+    cache = HEADS, (4, 8, slots, 128), jnp.bfloat16
+    q, listed = (QUERIES, (4, 1, 32, 128), jnp.bfloat16), (ROW, (4, entries), jnp.int32)
+    compiled = _compile(
+        lambda q, prior, k, v, heads, pages, start, stop: flat_sparse_decode_attention(
+            q, k, v, heads, pages, start, stop, page_size=64, scale=0.1, prior_query=prior
+        ),
+        mesh,
+        (QUERIES,) * 4,
+        *(q, q, cache, cache, listed, listed),
+        *[(ROW, (4,), jnp.int32)] * 2,
+    )
+    gathered = 2 * 2 * entries * 64 * 128 * 2
     _assert_kernel_without_a_copy(compiled, "sparse_decode_attention", gathered)

@@ -40,7 +40,7 @@ class Case:
     lists: str = "kv heads"
     dtype: str = "float32"
     block: int | None = None
-    prior: bool = True
+    prior: str | None = "logits"
     scale: float = 0.4
     reference: bool = False
 
@@ -48,7 +48,7 @@ class Case:
 CASES = {
     "one-block": Case(reference=True),
     "blocks": Case(block=3),
-    "no-prior": Case(prior=False, block=1),
+    "no-prior": Case(prior=None, block=1),
     "query-heads": Case(lists="query heads", block=3, reference=True),
     "mha": Case(groups=1),
     "mqa-of-eight": Case(kv_heads=1, groups=8, lists="query heads"),
@@ -57,9 +57,12 @@ CASES = {
     "a-page-larger-than-the-cache": Case(page_size=64),
     "bfloat16": Case(dtype="bfloat16", block=3),
     "large-logits": Case(scale=60.0, block=1),
+    "prior-query": Case(prior="query", block=3, reference=True),
+    "prior-query-of-query-heads": Case(prior="query", lists="query heads"),
+    "flat-prior-query": Case(prior="query", lists="flat", block=5, reference=True),
     "flat": Case(lists="flat", reference=True),
     "flat-blocks": Case(lists="flat", block=5),
-    "flat-no-prior": Case(lists="flat", prior=False, groups=1, reference=True),
+    "flat-no-prior": Case(lists="flat", prior=None, groups=1, reference=True),
     "flat-slots": Case(lists="flat", page_size=1, block=3),
     "flat-bfloat16": Case(lists="flat", dtype="bfloat16", block=5),
     "flat-large-logits": Case(lists="flat", scale=60.0, block=5),
@@ -67,7 +70,7 @@ CASES = {
 
 
 def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
-    """q, k, v and prior; NaN outside the rows' slots, and some prior logits of -inf."""
+    """q, k, v and a prior's logits or query; NaN outside the rows' slots, some logits -inf."""
     rng = np.random.default_rng(seed)
     heads = case.kv_heads * case.groups
     q = rng.normal(size=(ROWS, 1, heads, 8))
@@ -79,6 +82,8 @@ def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
     k, v = (np.where(held[:, None, :, None], x, np.nan) for x in (k, v))
     prior = np.where(held[:, None], prior, np.nan)
     arrays = (jnp.asarray(x, case.dtype) for x in (q, k, v))
+    if case.prior == "query":
+        return *arrays, jnp.asarray(rng.normal(size=q.shape), case.dtype)
     return *arrays, jnp.asarray(prior, jnp.float32)
 
 
@@ -120,7 +125,10 @@ def _by_numpy(case: Case, lists: jax.Array, arrays: tuple[jax.Array, ...]) -> li
             for s in range(max(0, STARTS[b]), min(STOPS[b], SLOTS))
             if s // case.page_size in pages
         ]
-        both = (case.scale * k[b, kv, slots] @ q[b, 0, n], out, lse), (prior[b, n, slots],)
+        behind = prior[b, n, slots] if case.prior != "query" else None
+        if behind is None:
+            behind = case.scale * k[b, kv, slots] @ prior[b, 0, n]
+        both = (case.scale * k[b, kv, slots] @ q[b, 0, n], out, lse), (behind,)
         for logits, o, e in (both[0], (*both[1], out_prior, lse_prior)):
             if np.isfinite(logits).any():
                 weights = np.exp(logits - logits.max())
@@ -138,7 +146,7 @@ def _run(case: Case, module, arrays: tuple[jax.Array, ...], lists: jax.Array):
     name = "flat_sparse_decode_attention" if flat else "sparse_decode_attention"
     bounds = (jnp.array(x, jnp.int32) for x in (STARTS, STOPS))
     run = jax.jit(partial(getattr(module, name), **options))
-    given = dict(prior=prior) if case.prior else {}
+    given = {None: {}, "logits": dict(prior=prior), "query": dict(prior_query=prior)}[case.prior]
     return run(q, k, v, *(_flat(lists) if flat else (lists,)), *bounds, **given)
 
 
@@ -296,6 +304,10 @@ def test_bad_arguments_are_named(unchecked_signatures) -> None:
         sparse_decode_attention(q, k, v, lists, *bounds, page_size=0, scale=1.0)
     with pytest.raises(ValueError, match=r"expected float32\(7, 8, 43\)"):
         sparse_decode_attention(q, k, v, lists, *bounds, **options, prior=prior[..., 1:])
+    with pytest.raises(ValueError, match="both prior and prior_query"):
+        sparse_decode_attention(q, k, v, lists, *bounds, **options, prior=prior, prior_query=q)
+    with pytest.raises(ValueError, match="as q has"):
+        sparse_decode_attention(q, k, v, lists, *bounds, **options, prior_query=q[:, :, 1:])
     with pytest.raises(ValueError, match="one shape"):
         flat_sparse_decode_attention(q, k, v, lists[:, 0], lists[:, 0, 1:], *bounds, **options)
     with pytest.raises(ValueError, match="does not fit"):

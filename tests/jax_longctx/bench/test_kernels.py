@@ -76,6 +76,17 @@ def test_a_failure_is_a_row_and_the_others_run():
     assert "| broken | ValueError: no such / thing |" in table and "| 1.00x |" in table
 
 
+def test_the_step_with_resa_corrects_the_sparse_one():
+    """Where nearly all mass is the prior's, its output comes back."""
+    case = next(c for c in kernels.cases(512) if c.operation == "resa_step")
+    q, k, v, listed, background = case.inputs()
+    plain, _ = case.steps["without RESA"](jnp.int32(0), q, k, v, listed, background)
+    background = replace(background, lse=background.lse + 60)
+    out, _ = case.steps["ours"](jnp.int32(0), q, k, v, listed, background)
+    np.testing.assert_allclose(np.asarray(out[:, 0], np.float32), background.out, atol=2e-2)
+    assert not np.allclose(np.asarray(out, np.float32), np.asarray(plain, np.float32), atol=0.1)
+
+
 def test_the_runs_of_a_case_agree():
     """Ours, XLA's form and the library are timed on the same question."""
     found = {case.name: case for case in kernels.cases(512)}
@@ -89,4 +100,4 @@ def test_the_runs_of_a_case_agree():
     first, later = (sparse.steps["ours"](jnp.int32(i), *inputs) for i in (0, 1))
     assert not np.array_equal(first[1], later[1])  # other pages every time
     operations = {case.operation for case in found.values()}
-    assert len(operations) == 6 and all("ours" in case.steps for case in found.values())
+    assert len(operations) == 7 and all("ours" in case.steps for case in found.values())

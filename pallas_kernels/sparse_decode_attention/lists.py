@@ -1,0 +1,57 @@
+"""What the Mosaic kernels make of the arguments: entries of pages, rows of queries, and results.
+
+A kernel sees lists of entries (kv head x pages of a head + page), -1 for none, and for each list
+the query rows that attend to it: [L,R] where L is 2 with a prior's query and else 1. A list of a
+head, kv or query, has the R query heads that follow each other; the flat list of a batch row has
+all of them, ordered by kv head, and a row counts only the entries of its own kv head.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+
+def entries_of_lists(
+    pages: Int[Array, "B X C"], kv_heads: int, pages_of_head: int
+) -> Int[Array, "B X C"]:
+    """The entries of lists of a kv or a query head each."""
+    lists = pages.shape[1]
+    heads_X1 = (jnp.arange(lists) * kv_heads // lists)[:, None]
+    return _entries(heads_X1, pages, kv_heads, pages_of_head)
+
+
+def entries_of_flat_lists(
+    heads: Int[Array, "B E"], pages: Int[Array, "B E"], kv_heads: int, pages_of_head: int
+) -> Int[Array, "B 1 E"]:
+    """The entries of one list a row of the batch."""
+    return _entries(heads, pages, kv_heads, pages_of_head)[:, None]
+
+
+def _entries(heads: Array, pages: Array, kv_heads: int, pages_of_head: int) -> Array:
+    named = (heads >= 0) & (heads < kv_heads) & (pages >= 0) & (pages < pages_of_head)
+    return jnp.where(named, heads * pages_of_head + pages, -1).astype(jnp.int32)
+
+
+def rows_of(
+    q: Float[Array, "B 1 N H"], prior_query: Float[Array, "B 1 N H"] | None, lists: int
+) -> Float[Array, "B X M H"]:
+    """The M = L R query rows of every list: the queries, then the prior's."""
+    each = [x.reshape(x.shape[0], lists, -1, x.shape[3]) for x in (q, prior_query) if x is not None]
+    return each[0] if len(each) == 1 else jnp.concatenate(each, axis=2)
+
+
+def results_of(
+    out: Float[Array, "B X M H"], lse: Float[Array, "B X M"], q: Float[Array, "B 1 N H"]
+) -> tuple[Array, ...]:
+    """(out, lse) of the queries and then of the prior's, whose out is in float32."""
+    batch, lists, _, head_dim = out.shape
+    rows = q.shape[2] // lists
+    shape = batch, lists, -1, rows
+    results = []
+    for i in range(out.shape[2] // rows):
+        dtype = jnp.float32 if results else q.dtype
+        results += [
+            out.reshape(*shape, head_dim)[:, :, i].reshape(q.shape).astype(dtype),
+            lse.reshape(shape)[:, :, i].reshape(q.shape[:3]),
+        ]
+    return tuple(results)
