@@ -88,8 +88,8 @@ def prepare(
     """Writes a data set.
 
     Args:
-      documents: (name, text), as `read_documents` gives them.
-      encode: text to token ids below `vocab_size`.
+      documents: (name, text).
+      encode: text to ids below `vocab_size`.
       length: tokens of a window.
       tokenizer: what `encode` is known by, for the manifest.
       sources: what is recorded of each file read (`train_cpt.documents.file_record`).
@@ -98,12 +98,7 @@ def prepare(
       ConfigError: the length or the shares make no sense.
       InputError: the folder exists already, or no document is long enough for the training split.
     """
-    if length < 2:
-        raise ConfigError(f"data: a window needs at least 2 tokens, got {length}")
-    if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-        raise ConfigError(f"data: shares of {', '.join(SPLITS)} must add up to 1, got {shares}")
-    if directory.exists():
-        raise InputError(f"{directory} exists already; nothing was overwritten, name another")
+    _check(length, shares, directory)
     building = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     building.mkdir(parents=True)
     try:
@@ -134,6 +129,15 @@ def prepare(
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return manifest
+
+
+def _check(length: int, shares: tuple[float, float, float], directory: Path) -> None:
+    if length < 2:
+        raise ConfigError(f"data: a window needs at least 2 tokens, got {length}")
+    if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+        raise ConfigError(f"data: shares of {', '.join(SPLITS)} must add up to 1, got {shares}")
+    if directory.exists():
+        raise InputError(f"{directory} exists already; nothing was overwritten, name another")
 
 
 def _describe(folder: Path, manifest: DataManifest, sources: Iterable[Mapping[str, Any]]) -> None:
