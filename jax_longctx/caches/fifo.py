@@ -151,10 +151,11 @@ def padded(capacity: int) -> int:
     return -(-capacity // GRANULE) * GRANULE
 
 
-def gather_fifo(store: AppendCache, order: FifoList, capacity: int, ctx: LayerContext) -> FifoCache:
-    """The chosen tokens' keys and values in buffers of `capacity` slots, on every shard."""
-    more = capacity - order.chosen.shape[2]
-    slots_BKC = jnp.pad(order.chosen, ((0, 0), (0, 0), (0, more)), constant_values=-1)
+def gather_fifo(
+    store: AppendCache, order: FifoList, limit: Count, capacity: int, ctx: LayerContext
+) -> FifoCache:
+    """The listed and pushed tokens' keys and values in `capacity` slots, on every shard."""
+    slots_BKC = order.tokens(limit, capacity)
     return FifoCache(
         order, gather_slots(store.k, slots_BKC, ctx), gather_slots(store.v, slots_BKC, ctx)
     )

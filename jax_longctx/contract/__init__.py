@@ -1,7 +1,13 @@
 """The contract between the engine and a method (see `jax_longctx.contract.method`)."""
 
 from jax_longctx.contract.context import LayerContext
-from jax_longctx.contract.method import CacheShape, Method, MethodInfo
+from jax_longctx.contract.method import (
+    CacheShape,
+    Method,
+    MethodInfo,
+    Scheduled,
+    step_variant,
+)
 from jax_longctx.contract.segments import (
     CHUNK_ROWS,
     ENDS,
@@ -13,6 +19,7 @@ from jax_longctx.contract.segments import (
     Stage,
     beside,
     chunk_segments,
+    decode_segment,
     make_segment,
     mark_ends,
 )
@@ -28,10 +35,13 @@ __all__ = [
     "Prompt",
     "Role",
     "RowGroup",
+    "Scheduled",
     "Segment",
     "Stage",
     "beside",
     "chunk_segments",
+    "decode_segment",
     "make_segment",
     "mark_ends",
+    "step_variant",
 ]

@@ -30,7 +30,7 @@ from jax_longctx.contract.context import LayerContext
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.models.config import ModelConfig
 
-__all__ = ["CacheShape", "Method", "MethodInfo"]
+__all__ = ["CacheShape", "Method", "MethodInfo", "Scheduled", "step_variant"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,3 +130,21 @@ class Method(Protocol):
     def read_bytes(self, cache: Any, length: int) -> int:
         """Cache bytes one decode step reads from one layer's `cache` at context `length`."""
         ...
+
+
+@runtime_checkable
+class Scheduled(Protocol):
+    """A method whose decode steps are of several kinds that follow a schedule.
+
+    Each kind is a program of its own, which the engine picks; a branch in every layer would cost
+    copies of what it may change, and a wait for its predicate.
+    """
+
+    def step_variant(self, step: int) -> str:
+        """`Segment.variant` of an answer's decode step; the first is 1."""
+        ...
+
+
+def step_variant(method: Method, step: int) -> str:
+    """The variant of an answer's decode step (the first is 1); "" where all steps are alike."""
+    return method.step_variant(step) if isinstance(method, Scheduled) else ""

@@ -21,6 +21,7 @@ __all__ = [
     "Stage",
     "beside",
     "chunk_segments",
+    "decode_segment",
     "make_segment",
     "mark_ends",
 ]
@@ -116,6 +117,13 @@ def make_segment(rows: Sequence[Sequence[int]], size: int, role: Role, ends: np.
     # Built on the host from numpy; they become JAX arrays at the `jit` border.
     arrays = cast(tuple[Any, Any, Any], (tokens, valid, ends))
     return Segment(*arrays, role, (RowGroup(CHUNK_ROWS, 0, size),))
+
+
+def decode_segment(
+    tokens: Int[Any, "B 1"], valid: Int[Any, "B 1"], done: Bool[Any, " B"], variant: str
+) -> Segment:
+    """One generated token of each row, of JAX or numpy; `valid` is 0 in rows that are done."""
+    return Segment(tokens, valid, done, "decode", (RowGroup(CHUNK_ROWS, 0, 1),), variant)
 
 
 def chunk_segments(rows: Sequence[Sequence[int]], chunk: int, role: Role) -> Iterator[Segment]:

@@ -8,6 +8,7 @@ that streaming costs one host round trip a block, not one a token.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_longctx.contract import Method, Prompt
+from jax_longctx.contract import Method, Prompt, step_variant
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import (
     available_bytes,
@@ -191,31 +192,47 @@ class Engine:
             )
         self._ensure_reserve(context, max(map(len, rows)) + max_tokens)
         run = _Run(self._fork(context, keep))
-        static = (BLOCK, sampling.static())
         try:
             state = self._question(run, context, rows, sampling, max_tokens, stop_ids)
             if self.method.info.shrinks:
                 self._shrink(run, context, max_tokens, keep)
             context.answering_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(run.caches))
             yield _chosen(np.asarray(state.token)[:, None], context.batch)
-            blocks = iter(FIRST_BLOCKS)
+            blocks, first = iter(FIRST_BLOCKS), 1
             while not np.all(np.asarray(state.done)):
-                steps = jnp.int32(next(blocks, BLOCK))
-                run.caches, state, chosen = programs.decode_block(
-                    self.setup,
-                    self.params,
-                    run.caches,
-                    state,
-                    context.total,
-                    steps,
-                    sampling_values(sampling),
-                    static,
-                )
+                steps = range(first, first + next(blocks, BLOCK))
+                first = steps.stop
+                state, chosen = self._block(run, state, context.total, steps, sampling)
                 self._check_finite(state)
-                yield _chosen(np.asarray(chosen), context.batch)
+                yield _chosen(np.concatenate(chosen, axis=1), context.batch)
         finally:
             if self.method.info.append_only and keep:
                 context.caches = run.whole or run.caches
+
+    def _block(
+        self,
+        run: _Run,
+        state: programs.DecodeState,
+        total: jax.Array,
+        steps: range,
+        sampling: Sampling,
+    ) -> tuple[programs.DecodeState, list[np.ndarray]]:
+        """Decode steps by number, a program for each run of one variant, queued together."""
+        chosen = []
+        variant_of = functools.partial(step_variant, self.method)
+        for variant, alike in itertools.groupby(steps, variant_of):
+            run.caches, state, new = programs.decode_block(
+                self.setup,
+                self.params,
+                run.caches,
+                state,
+                total,
+                jnp.int32(len(list(alike))),
+                sampling_values(sampling),
+                (BLOCK, variant, sampling.static()),
+            )
+            chosen.append(new)
+        return state, [np.asarray(new) for new in chosen]
 
     def _shrink(self, run: "_Run", context: Context, max_tokens: int, keep: bool) -> None:
         """The answer's own caches, made from the context's and the question's."""

@@ -21,9 +21,9 @@ from jax_longctx.contract import (
     CacheShape,
     LayerContext,
     Method,
-    RowGroup,
     Segment,
     Stage,
+    decode_segment,
 )
 from jax_longctx.engine.sampling import choose
 from jax_longctx.models.config import ModelConfig
@@ -226,7 +226,7 @@ def finish_layer(
     stage: Stage,
     reserve: int,
 ) -> Any:
-    """The method's `finish` of a layer, inside the manual `shard_map`; traced once for like ones."""
+    """The method's `finish` of a layer inside the manual `shard_map`; traced once for like ones."""
 
     def local(cache: Any, total: Array) -> Any:
         return setup.method.finish(cache, setup.layer_context(window, total), stage, reserve)
@@ -241,8 +241,8 @@ def _finish(
     setup: Setup, caches: tuple[Any, ...], total: Array, stage: Stage, reserve: int
 ) -> tuple[Any, ...]:
     return tuple(
-        finish_layer(setup, window, cache, total, stage=stage, reserve=reserve)
-        for window, cache in zip(setup.config.windows, caches, strict=True)
+        finish_layer(setup, setup.config.windows[layer], cache, total, stage=stage, reserve=reserve)
+        for layer, cache in enumerate(caches)
     )
 
 
@@ -314,23 +314,21 @@ def decode_block(
     total: Int[Array, " B"],
     steps: Int[Array, ""],
     values: Float[Array, " 3"],
-    static: tuple[int, tuple[bool, int, bool, bool]],
+    static: tuple[int, str, tuple[bool, int, bool, bool]],
 ) -> tuple[tuple[Any, ...], DecodeState, Int[Array, "B X"]]:
     """Up to `steps` decode steps on the device; stops early when every row is done.
 
-    `static` is (X, the static part of the sampling): X columns of new tokens come back, -1 where
-    a row chose none.
+    `static` is (X, the steps' variant, the static part of the sampling): X columns of new tokens
+    come back, -1 where a row chose none.
     """
-    columns, sampling = static
+    columns, variant, sampling = static
     model = _model(setup.config, params)
     batch = state.token.shape[0]
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         index, caches, state, chosen_BX = carry
         valid_B1 = (~state.done).astype(jnp.int32)[:, None]
-        segment = Segment(
-            state.token[:, None], valid_B1, state.done, "decode", (RowGroup(CHUNK_ROWS, 0, 1),)
-        )
+        segment = decode_segment(state.token[:, None], valid_B1, state.done, variant)
         hidden_B1D, caches = model.hidden(segment.tokens, caches, _attend(setup, segment, total))
         logits_BV = model.logits(hidden_B1D[:, 0])
         token_B = choose(logits_BV, state.seen, state.seed, state.count, values, sampling)

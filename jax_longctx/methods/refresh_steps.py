@@ -1,9 +1,11 @@
 """RefreshKV's steps: the choice of a partial cache, partial steps and full steps.
 
-One `lax.cond` a layer and step decides whether the full cache is touched at all; where a row must,
-every row of the shard does, and each takes the result that is its own. The token's key and value
-are written to both caches before, so that the branches only read the large one. Where a branch
-depends on a cosine, the shards that hold parts of one row agree on it first (`LayerContext.agree`).
+Which steps are partial by schedule the host knows: they are a program that does not hold the full
+cache's matmuls at all. In the others all rows are due alike. A full step by schedule has no branch
+either; where a cosine decides, one `lax.cond` a layer says whether the full cache is touched, and
+where one row must, every row of the shard does and takes the result that is its own. The token's
+key and value are written to both caches before, so that the branches only read the large one. The
+shards that hold parts of one row agree on the cosine's answer first (`LayerContext.agree`).
 """
 
 import dataclasses
@@ -14,19 +16,23 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, append, local_slots, where_rows
 from jax_longctx.caches.fifo import Count, FifoCache, FifoList, best_last, gather_fifo
-from jax_longctx.contract import LayerContext
+from jax_longctx.contract import CHUNK_ROWS, LayerContext, Segment
 from jax_longctx.methods.observation import pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 
-__all__ = ["RefreshCache", "begin", "effective_strides", "step"]
+__all__ = ["CHECK", "PARTIAL", "RefreshCache", "begin", "effective_strides", "step"]
 
 Partial = FifoCache | FifoList
+
+# Variants of decode steps: over the partial cache alone, and those that may attend every key.
+PARTIAL = "partial"
+CHECK = "check"
 
 
 class Refresher(typing.Protocol):
@@ -42,10 +48,6 @@ class Refresher(typing.Protocol):
     def over_group(self) -> Literal["max", "mean", "first"]: ...
     @property
     def schedule(self) -> Literal["adaptive", "fixed"]: ...
-    @property
-    def stride(self) -> int: ...
-    @property
-    def qc_stride(self) -> int: ...
     @property
     def threshold(self) -> float: ...
     @property
@@ -109,7 +111,8 @@ def begin(
     rotated = ctx.rotate(q, cache.store.position[:, None] - 1)
     zeros = jnp.zeros_like(cache.steps)
     cache = dataclasses.replace(cache, steps=zeros, full_steps=zeros)
-    _, _, partial = _look(method, rotated, cache, ctx)
+    every_B = jnp.ones(zeros.shape, bool)
+    _, _, partial = _look(method, rotated, cache, every_B, ctx)
     query = _summed(q if method.qc_space == "pre_rope" else rotated, ctx)
     return dataclasses.replace(cache, partial=partial, query=query)
 
@@ -120,75 +123,77 @@ def step(
     k: Float[Array, "B 1 K H"],
     v: Float[Array, "B 1 K H"],
     cache: RefreshCache,
-    valid: Int[Array, " B"],
+    segment: Segment,
     ctx: LayerContext,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], RefreshCache]:
     """One answered token (spec: decode step), partial or full as the schedule says."""
+    valid_B = segment.valid_of(CHUNK_ROWS)
     at_B1 = cache.store.position[:, None]
     raw, q, k = q, ctx.rotate(q, at_B1), ctx.rotate(k, at_B1)
     cache = dataclasses.replace(
         cache,
-        store=append(cache.store, k, v, valid, ctx),
-        partial=_push(method, cache, k, v, valid),
-        steps=cache.steps + valid,
+        store=append(cache.store, k, v, valid_B, ctx),
+        partial=_push(method, cache, k, v, valid_B),
+        steps=cache.steps + valid_B,
     )
-    every = method.stride if method.schedule == "fixed" else method.qc_stride
-    due_B = (valid > 0) & (cache.steps % every == 0)
-
-    never_B = jnp.zeros_like(due_B)
-
-    def stay() -> tuple[Array, Array, Partial, Array, Array]:
-        return *_read(method, q, cache, ctx), cache.partial, cache.query, never_B
-
-    def full(turned_B: Array, summed_BH: Array) -> tuple[Array, Array, Partial, Array, Array]:
-        return _full_step(method, q, cache, turned_B, summed_BH, ctx)
-
-    def check() -> tuple[Array, Array, Partial, Array, Array]:
-        summed_BH = _summed(raw if method.qc_space == "pre_rope" else q, ctx)
-        if method.schedule == "fixed":
-            return full(due_B, summed_BH)
-        turned_B = due_B & (_cosine(summed_BH, cache.query) <= method.threshold)
+    if segment.variant == PARTIAL:
+        return *_read(method, q, cache, ctx), cache
+    turned_B = valid_B > 0
+    done_B = ~turned_B
+    summed_BH = _summed(raw if method.qc_space == "pre_rope" else q, ctx)
+    if method.schedule == "fixed":
+        out, lse, partial = _full_step(method, q, cache, turned_B, ctx)
+    else:
+        turned_B &= _cosine(summed_BH, cache.query) <= method.threshold
         # Branches hold collectives: every shard of a row must take the same one.
         turned_B = ctx.agree(turned_B)
-        return jax.lax.cond(jnp.any(turned_B), lambda: full(turned_B, summed_BH), stay)
 
-    out, lse, partial, query, turned_B = jax.lax.cond(jnp.any(due_B), check, stay)
+        def stay() -> tuple[Array, Array, Partial]:
+            return *_read(method, q, cache, ctx), cache.partial
+
+        def full() -> tuple[Array, Array, Partial]:
+            return _full_step(method, q, cache, turned_B, ctx)
+
+        def some() -> tuple[Array, Array, Partial]:
+            *attended, partial = full()
+            return *where_rows(turned_B, tuple(attended), _read(method, q, cache, ctx)), partial
+
+        all_or_some = jnp.where(jnp.all(turned_B | done_B), 2, 1)
+        branch = jnp.where(jnp.any(turned_B), all_or_some, 0)
+        out, lse, partial = jax.lax.switch(branch, [stay, some, full])
     cache = dataclasses.replace(
-        cache, partial=partial, query=query, full_steps=cache.full_steps + turned_B
+        cache,
+        partial=partial,
+        query=where_rows(turned_B, summed_BH, cache.query),
+        full_steps=cache.full_steps + turned_B,
     )
     return out, lse, cache
 
 
 def _full_step(
     method: Refresher,
-    q: Array,
+    q: Float[Array, "B 1 N H"],
     cache: RefreshCache,
-    turned_B: Array,
-    summed_BH: Array,
+    turned: Bool[Array, " B"],
     ctx: LayerContext,
-) -> tuple[Array, Array, Partial, Array, Array]:
-    """Every key attended and the partial cache chosen anew, in the rows that turned."""
-    out, lse, partial = _look(method, q, cache, ctx)
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Partial]:
+    """Every key attended, the partial cache of `turned` rows chosen anew; less under ablations."""
+    out, lse, partial = _look(method, q, cache, turned, ctx)
     if method.ablation == "no_refresh":
         partial = cache.partial
     if method.ablation == "no_full":
         out, lse = _read(method, q, dataclasses.replace(cache, partial=partial), ctx)
-    new = (out, lse, partial, summed_BH)
-    if turned_B.shape[0] == 1:
-        return *new, turned_B
-
-    def some() -> tuple[Array, Array, Partial, Array]:
-        old = (*_read(method, q, cache, ctx), cache.partial, cache.query)
-        return where_rows(turned_B, new, old)
-
-    # Choosing row by row copies the partial caches; a schedule turns all rows at once.
-    return *jax.lax.cond(jnp.all(turned_B), lambda: new, some), turned_B
+    return out, lse, partial
 
 
 def _look(
-    method: Refresher, q: Float[Array, "B 1 N H"], cache: RefreshCache, ctx: LayerContext
+    method: Refresher,
+    q: Float[Array, "B 1 N H"],
+    cache: RefreshCache,
+    turned: Bool[Array, " B"],
+    ctx: LayerContext,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Partial]:
-    """One query over all keys: its output, and the partial cache that its probabilities choose."""
+    """One query over all keys: its output, and in `turned` rows what its probabilities choose."""
     store = cache.store
     batch, kv_heads, size, _ = store.k.shape
     logits_BNS = decode_logits(q, store.k, store.held(ctx), scale=ctx.scale)
@@ -203,9 +208,11 @@ def _look(
     listed = cache.order.chosen.shape[2]
     order = best_last(scores_BKS, store.length, _budget(method, cache), listed)
     order = dataclasses.replace(order, chosen_axis=cache.order.chosen_axis)
+    order = where_rows(turned, order, cache.order)
     if isinstance(cache.partial, FifoList):
         return out.astype(q.dtype), lse, order
-    partial = gather_fifo(store, order, cache.partial.k.shape[2], ctx)
+    # The other rows' tokens are read again too: to keep them would copy their buffers.
+    partial = gather_fifo(store, order, _limit(method, cache), cache.partial.k.shape[2], ctx)
     partial = dataclasses.replace(partial, slots_axis=cache.partial.slots_axis)
     return out.astype(q.dtype), lse, partial
 

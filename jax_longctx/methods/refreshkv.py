@@ -137,6 +137,14 @@ class RefreshKV:
         segments = Full().segments(prompt)
         return mark_ends(segments) if prompt.stage == "question" else segments
 
+    def step_variant(self, step: int) -> str:
+        return refresh_steps.PARTIAL if step % self._every else refresh_steps.CHECK
+
+    @property
+    def _every(self) -> int:
+        """Steps from one that may be full to the next."""
+        return self.stride if self.schedule == "fixed" else self.qc_stride
+
     def attend(
         self,
         q: Float[Array, "B T N H"],
@@ -146,13 +154,13 @@ class RefreshKV:
         segment: Segment,
         ctx: LayerContext,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], RefreshCache]:
-        valid_B = segment.valid_of(CHUNK_ROWS)
         if segment.role == "decode":
-            return refresh_steps.step(self, q, k, v, cache, valid_B, ctx)
+            return refresh_steps.step(self, q, k, v, cache, segment, ctx)
         out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
         cache = dataclasses.replace(cache, store=store)
         if segment.variant == ENDS:
-            last_B111 = jnp.maximum(valid_B - 1, 0)[:, None, None, None]
+            last_B = jnp.maximum(segment.valid_of(CHUNK_ROWS) - 1, 0)
+            last_B111 = last_B[:, None, None, None]
             q = jnp.take_along_axis(q, last_B111, axis=1)
             begun = refresh_steps.begin(self, q, cache, ctx)
             cache = where_rows(segment.ends, begun, cache)
@@ -174,6 +182,5 @@ class RefreshKV:
             tokens = partial.k.shape[2]
         else:
             tokens = (self.budget or max(int(self.ratio * length), 1)) + 1
-        every = self.stride if self.schedule == "fixed" else self.qc_stride
         token = 2 * store.k.size // store.k.shape[2] * store.k.dtype.itemsize
-        return token * tokens + token * store.k.shape[2] // every
+        return token * tokens + token * store.k.shape[2] // self._every

@@ -125,7 +125,8 @@ class SnapKV:
         size = min(self.budget, scores_BKS.shape[2])
         order = best_last(scores_BKS, store.length, self.budget, size)
         room = reserve if self.decode_policy == "grow" else min(reserve, self.budget + 1 - size)
-        return gather_fifo(store, order, padded(size + room), ctx)
+        capacity = padded(size + room)
+        return gather_fifo(store, order, capacity, capacity, ctx)
 
     def _mass(self, cache: ObservedCache, ctx: LayerContext) -> Float[Array, "B K S"]:
         """Mean probability that the window's queries gave each token before it, on all shards."""

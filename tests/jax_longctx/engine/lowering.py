@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment
+from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment, step_variant
 from jax_longctx.engine import Sampling, programs
 from jax_longctx.engine.capacity import bytes_per_device
 from jax_longctx.models.llama import param_infos
@@ -59,8 +59,10 @@ def cache_bytes(setup: programs.Setup, batch: int, slots: int) -> int:
     return bytes_per_device(setup.mesh, programs.abstract_caches(setup, batch, slots, 0))
 
 
-def compile_decode(setup: programs.Setup, batch: int, slots: int) -> jax.stages.Compiled:
-    """A block of greedy decode steps."""
+def compile_decode(
+    setup: programs.Setup, batch: int, slots: int, step: int = 1
+) -> jax.stages.Compiled:
+    """A block of greedy decode steps of the kind that an answer's `step` is."""
     state = programs.DecodeState(
         token=_ints(batch),
         done=jax.ShapeDtypeStruct((batch,), bool),
@@ -80,7 +82,7 @@ def compile_decode(setup: programs.Setup, batch: int, slots: int) -> jax.stages.
         _ints(batch),
         _ints(),
         values,
-        (COLUMNS, Sampling().static()),
+        (COLUMNS, step_variant(setup.method, step), Sampling().static()),
     ).compile()
 
 

@@ -5,6 +5,7 @@ which all shards hold alike, and from floats only through a maximum over the sha
 slots (`LayerContext.agree`).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
-from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment
+from jax_longctx.contract import decode_segment, step_variant
 from jax_longctx.engine import programs
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
@@ -23,18 +24,18 @@ __all__ = ["decided_by_floats"]
 COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "ppermute", "all_to_all")
 
 
-def decided_by_floats(method: Any) -> list[bool]:
-    """For every branch with a collective in a decode step's program: whether floats take it."""
+def decided_by_floats(method: Any, step: int = 1) -> list[bool]:
+    """For every branch with a collective in the program of an answer's `step`: by floats or not."""
     config, mesh = tiny_config(num_layers=1), make_mesh(1, 2, 2)
     setup = programs.Setup(config, method, mesh, jnp.dtype(jnp.float32), 16)
     rows = jax.ShapeDtypeStruct((2,), jnp.int32)
     caches = programs.abstract_caches(setup, 2, 256, 32)
     caches = jax.eval_shape(lambda c, n: programs.finish_context(setup, c, n, 32), caches, rows)
     if method.info.shrinks:
-        answer = lambda c, n: programs.finish_question(setup, c, n, reserve=32)  # noqa: E731
-        caches = jax.eval_shape(answer, caches, rows)
+        shrink = functools.partial(programs.finish_question, setup, reserve=32)
+        caches = jax.eval_shape(shrink, caches, rows)
     ones = np.ones((2, 1), np.int32)
-    segment = Segment(ones, ones, np.zeros(2, bool), "decode", (RowGroup(CHUNK_ROWS, 0, 1),))
+    segment = decode_segment(ones, ones, np.zeros(2, bool), step_variant(method, step))
     params = jax.eval_shape(lambda: init_params(config, mesh, seed=0, dtype=jnp.float32))
 
     def step(params: Any, caches: Any, total: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment
+from jax_longctx.contract import Prompt, Segment, decode_segment, step_variant
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.capacity import bucket
 
@@ -59,10 +59,10 @@ def steps(
     if engine.method.info.shrinks:
         caches = programs.finish_question(setup, caches, total, reserve=reserve)
     ones = np.ones((len(contexts), 1), np.int32)
-    for column in zip(*answers, strict=True):
+    done = np.zeros(len(contexts), bool)
+    for step, column in enumerate(zip(*answers, strict=True), start=1):
         tokens = np.array(column, np.int32)[:, None]
-        groups = (RowGroup(CHUNK_ROWS, 0, 1),)
-        yield run(Segment(tokens, ones, np.zeros(len(contexts), bool), "decode", groups))
+        yield run(decode_segment(tokens, ones, done, step_variant(engine.method, step)))
 
 
 def last_logits(step: Step) -> np.ndarray:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment
+from jax_longctx.contract import Prompt, Segment, decode_segment, step_variant
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context import Context
@@ -169,9 +169,9 @@ def _ask(engine: Engine, context: Context, questions: Any, answers: Any) -> list
     caches = tuple(engine.method.fork(cache) for cache in context.usable_caches())
     segments = list(engine.method.segments(Prompt("question", engine.chunk, question=questions)))
     rows = np.ones((len(questions), 1), np.int32), np.zeros(len(questions), bool)
-    for column in zip(*answers, strict=True):
-        tokens = np.array(column, np.int32)[:, None]
-        segments.append(Segment(tokens, *rows, "decode", (RowGroup(CHUNK_ROWS, 0, 1),)))
+    for step, column in enumerate(zip(*answers, strict=True), start=1):
+        tokens, variant = np.array(column, np.int32)[:, None], step_variant(engine.method, step)
+        segments.append(decode_segment(tokens, *rows, variant))
     logits = []
     for segment in segments:
         caches, step = _run(engine, caches, segment, context.total)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import Prompt, make_segment
+from jax_longctx.contract import Prompt, decode_segment, step_variant
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context import Context
@@ -20,6 +20,7 @@ from tests.support import random_rows
 
 __all__ = [
     "CHOSEN",
+    "LAYERS",
     "Rows",
     "Watched",
     "ask",
@@ -36,6 +37,8 @@ __all__ = [
 
 # Contexts, questions and answers.
 Rows = tuple[list[list[int]], list[list[int]], list[list[int]]]
+# Sliding windows that hide nothing, one a layer: what a method can tell the layers by.
+LAYERS = (1000, 2000)
 # (layer, units) of every choice of a watched method.
 CHOSEN: list[tuple[int, np.ndarray]] = []
 
@@ -52,7 +55,7 @@ class Watched(InfLLM):
 
     def choose(self, q, cache, valid, ctx):
         chosen = super().choose(q, cache, valid, ctx)
-        jax.debug.callback(functools.partial(note, ctx.layer), chosen)
+        jax.debug.callback(functools.partial(note, LAYERS.index(ctx.window)), chosen)
         return chosen
 
 
@@ -155,9 +158,10 @@ def ask(
     """
     caches = tuple(engine.method.fork(cache) for cache in context.usable_caches())
     segments = list(engine.method.segments(Prompt("question", engine.chunk, question=questions)))
-    for column in zip(*answers, strict=True):
-        rows = [[token] for token in column]
-        segments.append(make_segment(rows, 1, "decode", np.zeros(len(rows), bool)))
+    ones, no = np.ones((len(questions), 1), np.int32), np.zeros(len(questions), bool)
+    for step, column in enumerate(zip(*answers, strict=True), start=1):
+        tokens, variant = np.array(column, np.int32)[:, None], step_variant(engine.method, step)
+        segments.append(decode_segment(tokens, ones, no, variant))
     logits = []
     for segment in segments:
         caches, every = programs.run_segment(

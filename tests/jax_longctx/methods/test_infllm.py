@@ -21,6 +21,7 @@ from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.oracles.infllm import Rules, calls_of, follow
 from tests.jax_longctx.methods.remembering import (
     CHOSEN,
+    LAYERS,
     Watched,
     ask,
     check,
@@ -56,7 +57,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run():
-    engine = tiny_engine(method_of(SMALL, Watched))
+    engine = tiny_engine(method_of(SMALL, Watched), config=tiny_config(windows=LAYERS))
     rows = texts(LENGTHS, ANSWER)
     chosen = [[] for _ in LENGTHS]
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from jax_longctx.caches.fifo import FifoCache
-from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment
-from jax_longctx.engine import programs
+from jax_longctx.contract import Prompt, decode_segment
+from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods.refresh_steps import effective_strides
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.methods.harness import steps
+from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.oracles.partial_cache import PartialDecoder, masked_forward
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows, tiny_config, tiny_engine
@@ -125,22 +125,17 @@ def decode(mesh=ONE, slots=128, **changes):
             asking, engine.params, caches, segment, TOTAL, None, "none"
         )
     seen = []
-    for column in zip(*ANSWERS, strict=True):
-        caches, logits = answer(setup, engine, caches, column)
+    for step, column in enumerate(zip(*ANSWERS, strict=True), start=1):
+        caches, logits = answer(setup, engine, caches, column, step)
         lists = [in_order(cache, method) for cache in caches]
         seen.append(Seen(logits, lists, jax.device_get(caches)))
     return seen
 
 
-def answer(setup, engine, caches, tokens, valid=(1, 1, 1, 1)):
-    """One token a row; caches and logits `[B, V]`."""
-    segment = Segment(
-        np.array(tokens, np.int32)[:, None],
-        np.array(valid, np.int32)[:, None],
-        np.zeros(4, bool),
-        "decode",
-        (RowGroup(CHUNK_ROWS, 0, 1),),
-    )
+def answer(setup, engine, caches, tokens, step, valid=(1, 1, 1, 1)):
+    """The answer's token of that number of each row; caches and logits `[B, V]`."""
+    tokens, valid = (np.array(x, np.int32)[:, None] for x in (tokens, valid))
+    segment = decode_segment(tokens, valid, np.zeros(4, bool), setup.method.step_variant(step))
     caches, logits = programs.run_segment(setup, engine.params, caches, segment, TOTAL, None, "all")
     return caches, np.asarray(logits)[:, 0]
 
@@ -252,8 +247,8 @@ def test_a_row_that_has_stopped_is_left_alone():
     """Also where its last step was one that the schedule makes full."""
     engine, before = engine_of(), decode()[-1]
     caches = before.caches
-    for _ in range(3):
-        caches, _ = answer(engine.setup, engine, caches, [1, 2, 3, 4], [1, 0, 1, 0])
+    for step in (10, 11, 12):
+        caches, _ = answer(engine.setup, engine, caches, [1, 2, 3, 4], step, [1, 0, 1, 0])
     (old,), (new,) = before.caches, jax.device_get(caches)
     assert new.steps.tolist() == [12, 9, 12, 9] and new.full_steps.tolist() == [4, 3, 4, 3]
     lists, stopped = in_order(new, METHOD), in_order(old, METHOD)
@@ -302,8 +297,12 @@ def test_rk_4_x11_x12_without_full_steps_it_is_snapkv(evict, policy):
     setup = dataclasses.replace(engine.setup, method=method)
     caches = programs.finish_question(setup, caches, TOTAL, reserve=RESERVE)
     for column, step in zip(zip(*ANSWERS, strict=True), seen, strict=True):
-        caches, logits = answer(setup, engine, caches, column)
-        np.testing.assert_allclose(step.logits, logits, atol=1e-5)
+        tokens, ones = np.array(column, np.int32)[:, None], np.ones((4, 1), np.int32)
+        segment = decode_segment(tokens, ones, np.zeros(4, bool), "")
+        caches, logits = programs.run_segment(
+            setup, engine.params, caches, segment, TOTAL, None, "all"
+        )
+        np.testing.assert_allclose(step.logits, np.asarray(logits)[:, 0], atol=1e-5)
 
 
 @functools.cache
@@ -382,3 +381,22 @@ def test_questions_in_turn_and_from_disk(tmp_path):
     assert [cache.steps.tolist() for cache in context.usable_caches()] == [[7] * 4]
     assert ask(load_context(engine, tmp_path / "saved"), others) == second
     assert ask(engine.prefill(CONTEXTS, reserve=2), QUESTIONS) == first
+
+
+def test_an_answer_takes_the_steps_that_the_schedule_names():
+    """The engine's blocks, cut where the kind of step changes, are the same steps one by one."""
+    engine = engine_of()
+    method = dataclasses.replace(METHOD, stride=4)
+    engine = Engine(engine.config, engine.params, method, engine.mesh, chunk=16)
+    context = engine.prefill(CONTEXTS, reserve=32)
+    answers = [[] for _ in CONTEXTS]
+    for block in engine.stream(context, QUESTIONS, max_tokens=15):
+        for row, new in zip(answers, block, strict=True):
+            row.extend(new)
+    assert [len(row) for row in answers] == [15] * 4
+    single = list(steps(engine, CONTEXTS, QUESTIONS, [row[:-1] for row in answers]))[-14:]
+    for column, step in enumerate(single, start=1):
+        chosen = last_logits(step).argmax(axis=1)
+        assert chosen.tolist() == [row[column] for row in answers]
+    (cache, *_) = context.caches
+    assert cache.full_steps.tolist() == [3] * 4 and cache.steps.tolist() == [14] * 4

@@ -48,14 +48,15 @@ def reached(computations, name, through_branches):
     return lines
 
 
-def test_a_partial_step_neither_reads_nor_copies_the_full_cache():
-    """Read from the decode program: matmuls over all slots stand in branches alone."""
+@pytest.mark.parametrize(("step", "branch"), [(1, False), (5, True)], ids=["partial", "checked"])
+def test_a_partial_step_neither_reads_nor_copies_the_full_cache(step, branch):
+    """Read from the decode program: matmuls over all slots stand in branches of a check alone."""
     slots, batch = 16384, 2
     config = tiny_config(num_layers=1, num_heads=8, num_kv_heads=2, head_dim=64)
     method = RefreshKV(budget=512)
     setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
     with no_persistent_cache():
-        compiled = compile_decode(setup, batch, slots)
+        compiled = compile_decode(setup, batch, slots, step)
     computations = bodies(compiled.as_text())
     entry = re.search(r"^ENTRY %?([\w.\-]+)", compiled.as_text(), re.MULTILINE)
     assert entry is not None
@@ -64,7 +65,7 @@ def test_a_partial_step_neither_reads_nor_copies_the_full_cache():
         lines = reached(computations, entry.group(1), through_branches)
         return [line for line in lines if re.search(rf" dot\(.*{slots}|{slots}.* dot\(", line)]
 
-    assert reads(through_branches=True)
+    assert bool(reads(through_branches=True)) == branch
     assert not reads(through_branches=False)
     memory = compiled.memory_analysis()
     full = 2 * config.num_layers * batch * 2 * slots * 64 * 4
@@ -72,6 +73,15 @@ def test_a_partial_step_neither_reads_nor_copies_the_full_cache():
     assert memory.alias_size_in_bytes > full
     # A layer's logits and scores of 8 heads: a sixteenth of keys and values each 4 arrays.
     assert memory.temp_size_in_bytes < full / 8
+
+
+def test_a_full_step_by_schedule_has_no_branch():
+    """What a branch may change is copied on a GPU, and its predicate waited for."""
+    method = RefreshKV(budget=6, schedule="fixed", stride=3)
+    setup = programs.Setup(tiny_config(num_layers=1), method, make_mesh(), jnp.dtype("float32"), 16)
+    for step in (1, 3):
+        text = compile_decode(setup, 2, 256, step).as_text()
+        assert "while(" in text and "conditional(" not in text
 
 
 def test_a_partial_step_reads_the_budget():
@@ -118,8 +128,10 @@ def test_a_partial_cache_grows_with_what_it_holds(settings, shapes):
 
 @pytest.mark.parametrize("indexed", [False, True])
 def test_shards_agree_on_a_full_step(indexed):
-    """Three branches of collectives: a check, a full step, rows of which only some turned."""
-    assert decided_by_floats(RefreshKV(budget=6, indexed=indexed)) == [False] * (2 + indexed)
+    """Of no row, of some or of all: one branch, with collectives."""
+    method = RefreshKV(budget=6, indexed=indexed)
+    assert decided_by_floats(method, step=1) == []
+    assert decided_by_floats(method, step=5) == [False]
 
 
 @pytest.mark.parametrize(

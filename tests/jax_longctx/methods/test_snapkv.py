@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment
+from jax_longctx.contract import decode_segment
 from jax_longctx.engine import programs
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import ConfigError
@@ -81,7 +81,7 @@ def decoded(engine, caches, **changes):
     ones, no = np.ones((4, 1), np.int32), np.zeros(4, bool)
     for column in zip(*ANSWERS, strict=True):
         tokens = np.array(column, np.int32)[:, None]
-        segment = Segment(tokens, ones, no, "decode", (RowGroup(CHUNK_ROWS, 0, 1),))
+        segment = decode_segment(tokens, ones, no, "")
         caches, logits = programs.run_segment(
             setup, engine.params, caches, segment, TOTAL, None, "all"
         )
