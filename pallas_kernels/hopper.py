@@ -30,13 +30,21 @@ _PROCESSORS = 132
 
 def unsupported(q: Array) -> str | None:
     """Why no Hopper kernel takes these queries on this device, or None."""
-    capability = getattr(_device(), "compute_capability", CAPABILITY)
-    if capability != CAPABILITY:
-        return f"compute capability {capability}, the kernel is for {CAPABILITY} (Hopper)"
+    reason = unsupported_device()
+    if reason is not None:
+        return reason
     if q.dtype not in DTYPES:
         return f"wgmma takes bfloat16 and float16, not {q.dtype}"
     if q.shape[3] not in HEAD_DIMS:
         return f"head dim {q.shape[3]} is not one of {HEAD_DIMS}"
+    return None
+
+
+def unsupported_device() -> str | None:
+    """Why no Hopper kernel runs on this device, or None."""
+    capability = getattr(_device(), "compute_capability", CAPABILITY)
+    if capability != CAPABILITY:
+        return f"compute capability {capability}, the kernel is for {CAPABILITY} (Hopper)"
     return None
 
 

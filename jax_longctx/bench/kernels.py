@@ -348,8 +348,8 @@ def _page_scores(batch: int, slots: int) -> Case:
 def _select(slots: int) -> Case:
     size = slots // 8
 
-    def run(_: Array, scores: Array) -> Any:
-        return select_large_k(scores, size, size=size)
+    def run(implementation: str | None, _: Array, scores: Array) -> Any:
+        return select_large_k(scores, size, size=size, implementation=implementation)
 
     return Case(
         operation="select_large_k",
@@ -357,5 +357,5 @@ def _select(slots: int) -> Case:
         operations=0,
         moved=K * (slots + size) * 4,
         inputs=lambda: (_random(0, K, slots, dtype=jnp.float32),),
-        steps={"ours": run, "lax.top_k": lambda _, scores: lax.top_k(scores, size)},
+        steps=_steps(run, **{"lax.top_k": lambda _, scores: lax.top_k(scores, size)}),
     )

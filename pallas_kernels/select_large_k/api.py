@@ -1,16 +1,18 @@
 """The exact k best of S scores in slot order, for k too large for a list kept sorted.
 
 Score descending, and of equal scores the lowest slot, as `lax.top_k` has it; -inf and NaN are never
-chosen, +inf always (within k), and -0.0 equals 0.0. Implementations: `xla` on every platform,
-`reference` (a sort) for tests.
+chosen, +inf always (within k), and -0.0 equals 0.0. Implementations: `xla` on every platform, `gpu`
+(Mosaic), `reference` (a sort) for tests.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.select_large_k import reference, xla
+from pallas_kernels.select_large_k import gpu, reference, xla
 
 
 def select_large_k(
@@ -27,7 +29,7 @@ def select_large_k(
     Args:
       k: how many, for all rows or each; taken as 0 below 0, and as `size` above it in an array.
       size: the static length of the result, which may exceed S.
-      implementation: "xla" or "reference"; None picks by platform.
+      implementation: "xla", "gpu" or "reference"; None picks by platform.
 
     Raises:
       ValueError: a Python int k is larger than size.
@@ -35,7 +37,7 @@ def select_large_k(
     if isinstance(k, int) and k > size:
         raise ValueError(f"select_large_k: k {k} does not fit size {size}")
     name = _pick("select_large_k", scores, implementation)
-    run = {"xla": xla.select_large_k, "reference": reference.select_large_k}[name]
+    run = _MODULES[name].select_large_k
     return run(scores, jnp.minimum(_per_row(scores, k), size), size=size)
 
 
@@ -44,8 +46,10 @@ def select_mask(
 ) -> Bool[Array, "*R S"]:
     """Whether a slot is among its row's k best scores; k as in `select_large_k`, but unbounded."""
     name = _pick("select_mask", scores, implementation)
-    run = {"xla": xla.select_mask, "reference": reference.select_mask}[name]
-    return run(scores, _per_row(scores, k))
+    return _MODULES[name].select_mask(scores, _per_row(scores, k))
+
+
+_MODULES: dict[str, Any] = {"xla": xla, "gpu": gpu, "reference": reference}
 
 
 def _per_row(scores: Array, k: Array | int) -> Array:
@@ -56,6 +60,6 @@ def _pick(operation: str, scores: Array, asked: str | None) -> str:
     return dispatch.select(
         operation,
         asked,
-        {"xla": lambda: None, "reference": lambda: None},
+        {"xla": lambda: None, "gpu": gpu.unsupported, "reference": lambda: None},
         f"{scores.shape[-1]} {scores.dtype} scores",
     )

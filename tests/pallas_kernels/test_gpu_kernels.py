@@ -20,6 +20,8 @@ from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
+from pallas_kernels.select_large_k import gpu as select_gpu
+from pallas_kernels.select_large_k import reference as select_reference
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.topk_scores import gpu as topk_gpu
@@ -158,6 +160,23 @@ def _sparse(case: Case, interpret: Any) -> None:
         _assert_attention(result[i : i + 2], expected[i : i + 2])
 
 
+def _select(case: Case, interpret: Any) -> None:
+    """Rows whose border lies among distinct scores, among ties, below all, and above all."""
+    random = np.random.default_rng(2)
+    scores = random.integers(-3, 4, (4, case.slots)).astype(np.float32)
+    scores[[0, 2]] = random.normal(size=(2, case.slots))
+    scores[2, case.slots // 3 :] = -np.inf
+    scores[0, 7] = np.nan
+    scores = jnp.asarray(scores[: case.rows])
+    k = jnp.array([case.slots // 5, case.slots // 3, case.slots // 2, 0][: case.rows], jnp.int32)
+    expected = select_reference.select_mask(scores, k)
+    run = jax.jit(partial(select_gpu.select_large_k, size=case.slots, interpret=interpret))
+    for row, chosen in enumerate(np.asarray(run(scores, k))):
+        slots = np.flatnonzero(expected[row])
+        np.testing.assert_array_equal(chosen[: len(slots)], slots)
+        assert np.all(chosen[len(slots) :] == -1)
+
+
 def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(options.items())
 
@@ -187,6 +206,7 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
         Case(rows=1, dtype="float16", options=_options(lists=4, entries=18, page_size=8)),
     ),
     "sparse-prior": (_sparse, Case(rows=1, group=5, options=SHORT_LISTS + PRIOR)),
+    "select": (_select, Case(rows=1, slots=200)),
     "sparse-flat-prior": (_sparse, Case(rows=2, workers=6, group=3, options=FLAT + PRIOR)),
 }
 
@@ -226,6 +246,8 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
             ),
         }.items()
     }
+for _slots in (8192, 131072, 300000):
+    LARGE[f"select-{_slots}"] = _select, Case(rows=4, slots=_slots)
 
 
 # The interpreter multiplies with NumPy, which warns of what is infinite or no number.
@@ -235,6 +257,14 @@ def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check, case = CASES[name]
     monkeypatch.setattr(hopper, "processors", lambda: case.workers)
     check(case, plgpu.InterpretGPUParams())
+
+
+@pytest.mark.slow
+def test_rows_that_no_cluster_can_keep_are_read_in_every_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(select_gpu, "_KEPT", select_gpu._VECTOR)
+    _select(Case(rows=4, slots=5000), plgpu.InterpretGPUParams())
 
 
 @pytest.mark.gpu
@@ -258,6 +288,7 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
         "topk": (partial(topk_gpu.topk_scores, count=4), (q, k, bound * 0, bound)),
         "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
         "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
+        "select": (partial(select_gpu.select_large_k, size=9), (jnp.zeros((1, 5000)), bound)),
         "sparse-flat-prior": (
             lambda q, k, v, pages, *bounds: sparse_gpu.flat_sparse_decode_attention(
                 q, k, v, pages[:, 0], pages[:, 1], *bounds, page_size=16, scale=0.1, prior_query=q
@@ -267,7 +298,9 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
     }
 
 
-@pytest.mark.parametrize("name", ["decode", "topk", "mass", "sparse", "sparse-flat-prior"])
+@pytest.mark.parametrize(
+    "name", ["decode", "topk", "mass", "sparse", "sparse-flat-prior", "select"]
+)
 def test_lowers_for_cuda_within_a_manual_shard_map(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -290,7 +323,9 @@ def test_lowers_for_cuda_within_a_manual_shard_map(
     for module in modules:
         # Where no tiling is asked for the inference may choose fewer rows, which come out wrong.
         tiles = re.findall(r"mosaic_gpu.tile<\[(\d+), (\d+)\]>", module)
-        assert tiles and all(hopper.TILE_ROWS in (int(rows), int(lanes)) for rows, lanes in tiles)
+        assert (tiles or name == "select") and all(
+            hopper.TILE_ROWS in (int(rows), int(lanes)) for rows, lanes in tiles
+        )
 
 
 def test_what_the_kernels_leave_to_others() -> None:
