@@ -18,7 +18,9 @@ __all__ = ["eval_app"]
 
 eval_app = typer.Typer(no_args_is_help=True, help="Score methods on tasks with known answers.")
 
-Out = Annotated[Path | None, typer.Option(help="Write every answer to this JSON file.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Write every answer to this JSON file, as they come.")
+]
 Heatmap = Annotated[Path | None, typer.Option(help="Write a PNG: share found by length and depth.")]
 
 
@@ -82,8 +84,8 @@ def passkey(
         terminal
     )
     spaced = [i / max(depths - 1, 1) for i in range(depths)]
-    runs = _runs(model, chosen, sorted(wanted), spaced, trials, batch, source, seed, terminal)
-    _report(runs, out, heatmap, terminal)
+    runs = _runs(model, chosen, sorted(wanted), spaced, trials, batch, source, seed, terminal, out)
+    _report(runs, heatmap, terminal)
 
 
 @eval_app.command()
@@ -103,7 +105,7 @@ def table(
             runs.extend(json.loads(read_text(str(file)))["runs"])
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{file} holds no results of eval passkey: {error}") from error
-    _report(runs, None, heatmap, Terminal())
+    _report(runs, heatmap, Terminal())
 
 
 def _source(text: Path | None, noise: bool) -> str | None:
@@ -135,7 +137,9 @@ def _runs(
     text: str | None,
     seed: int,
     terminal: Terminal,
+    out: Path | None,
 ) -> list[dict[str, Any]]:
+    """Every method over the same trials; `out` is written anew after each batch."""
     from jax_longctx.engine import Engine
     from jax_longctx.evaluation.haystack import Haystack, python_topics
     from jax_longctx.evaluation.passkey import make_trials
@@ -152,23 +156,26 @@ def _runs(
     ]
     runs = []
     for (name, pairs), engine in zip(chosen, engines, strict=True):
-        with terminal.progress(name, "trials") as update:
-            rows = list(run_trials(engine, tokenizer, trials, batch=batch, progress=update))
-        model.engine = engine
+        model.engine, rows = engine, []
         facts = options.run_facts(model)
         runs.append({**facts, "given": options.parse_settings(pairs), "seed": seed, "rows": rows})
+        with terminal.progress(name, "trials") as update:
+            for found in run_trials(engine, tokenizer, trials, batch=batch, progress=update):
+                rows.extend(found)
+                if out is not None:
+                    _save(runs, out)
     return runs
 
 
-def _report(
-    runs: list[dict[str, Any]], out: Path | None, heatmap: Path | None, terminal: Terminal
-) -> None:
+def _save(runs: list[dict[str, Any]], out: Path) -> None:
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(json.dumps({"runs": runs}, indent=1), encoding="utf-8")
+    partial.rename(out)
+
+
+def _report(runs: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:
     from jax_longctx.evaluation import report
 
-    if out is not None:
-        partial = out.with_name(out.name + ".partial")
-        partial.write_text(json.dumps({"runs": runs}, indent=1), encoding="utf-8")
-        partial.rename(out)
     if heatmap is not None:
         report.heatmap(runs, heatmap)
     if terminal.as_json:

@@ -20,8 +20,8 @@ def run_trials(
     *,
     batch: int,
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """One record a trial, in order: its length, depth, key, answer, and whether that is right.
+) -> Iterator[list[dict[str, Any]]]:
+    """One record a trial, batch by batch: its length, depth, key, answer, and whether it is right.
 
     Rows of one length share a batch; a batch that is not full is filled up with its last trial.
     """
@@ -41,9 +41,10 @@ def run_trials(
             for answer, new in zip(answers, block, strict=True):
                 answer.extend(new)
         seconds = time.perf_counter() - begun
+        found = []
         for trial, row, answer in zip(group, rows, answers, strict=False):
             text = tokenizer.decode(answer)
-            yield {
+            record = {
                 "length": trial.length,
                 "depth": trial.depth,
                 "tokens": len(row) + len(stem),
@@ -52,6 +53,8 @@ def run_trials(
                 "right": is_right(text, trial.key),
                 "batch_seconds": round(seconds, 3),
             }
+            found.append(record)
+        yield found
         done += len(group)
         if progress is not None:
             progress(done, len(trials))

@@ -34,6 +34,19 @@ def test_passkey_scores_every_method_on_the_same_prompts(run, loads, tmp_path):
     assert again.stdout.count("`full`") == 2
 
 
+def test_what_was_answered_before_an_interruption_is_in_the_file(run, loads, tmp_path, monkeypatch):
+    def batches(engine, tokenizer, trials, *, batch, progress):
+        yield [{"length": 160, "depth": 0.0, "right": True}] * batch
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jax_longctx.evaluation.runner.run_trials", batches)
+    out, text = tmp_path / "runs.json", tmp_path / "text.txt"
+    text.write_text("Rain falls. " * 40)
+    args = ["eval", "passkey", "-c", "model", "--length", "160", "--batch", "2", "--text", text]
+    assert run(*args, "--out", out).exit_code == 130
+    assert run("eval", "table", out).stdout.count("n=2") == 1
+
+
 def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, tmp_path):
     passkey = ("eval", "passkey", "-c", "model")
     for args, message in [
