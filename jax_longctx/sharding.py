@@ -50,6 +50,11 @@ RULES: dict[str, str | None] = {
     "room": None,
     "share": None,
     "budget": None,
+    # Columns of a segment whose tokens are spread over the shards, numbers of each shard, and
+    # slots of small caches of its own; none of them grows.
+    "tokens": "seq",
+    "shards": "seq",
+    "own_slots": "seq",
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",

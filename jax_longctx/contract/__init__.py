@@ -22,6 +22,7 @@ from jax_longctx.contract.segments import (
     decode_segment,
     make_segment,
     mark_ends,
+    spread_segment,
 )
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "decode_segment",
     "make_segment",
     "mark_ends",
+    "spread_segment",
     "step_variant",
 ]

@@ -4,6 +4,7 @@ Made by the engine inside the manual `shard_map`; on one device every collective
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,15 @@ class LayerContext:
     def gather_seq(self, x: Array, axis: int) -> Array:
         """The shards' arrays concatenated along `axis`, on every shard of the slots."""
         return jax.lax.all_gather(x, "seq", axis=axis, tiled=True)
+
+    @property
+    def seq_index(self) -> Int[Array, ""]:
+        """Which shard of the slots this is."""
+        return jax.lax.axis_index("seq")
+
+    def send_seq(self, x: Array, to: Sequence[int]) -> Array:
+        """Shard s's `x` on shard to[s] (a permutation of the shards), in one hop."""
+        return jax.lax.ppermute(x, "seq", list(enumerate(to)))
 
     def agree(self, decided: Bool[Array, "*S"]) -> Bool[Array, "*S"]:
         """Where any shard that holds a part of the same rows has decided so, on all of them.

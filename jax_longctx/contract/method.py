@@ -40,7 +40,7 @@ class CacheShape:
     `slots` is the capacity in tokens that the engine planned for context, question and answer;
     `reserve` is the part of it that is free for question and answer. A cache that keeps a budget
     needs its budget and `reserve`; one that evicts after each segment also room for a segment,
-    `chunk` tokens at most.
+    `chunk` tokens at most. The slots lie on `shards` shards.
     """
 
     batch: int
@@ -54,6 +54,7 @@ class CacheShape:
     layer: int
     num_layers: int
     window: int | None
+    shards: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jax_longctx.sharding import axes_field
+from jax_longctx.sharding import OwnAxis, axes_field
 
 __all__ = [
     "CHUNK_ROWS",
@@ -24,6 +24,7 @@ __all__ = [
     "decode_segment",
     "make_segment",
     "mark_ends",
+    "spread_segment",
 ]
 
 Role = Literal["context", "probe", "probe_and_context", "query", "decode"]
@@ -65,18 +66,33 @@ class Segment:
         the question, whose last token's logits start the answer; `decode`: one generated token.
       groups: static layout of the columns. Positions are not here: they come from the cache.
       variant: the method's own static tag, for programs that differ by what the host knows.
+      spread: the columns lie on the shards of the slots, as many on each: a shard projects and
+        attends its own alone, of which the first `valid[b, shard]` count. One row group.
     """
 
-    tokens: Int[Array, "B T"] = axes_field("batch", None)
-    valid: Int[Array, "B R"] = axes_field("batch", None)
+    tokens: Int[Array, "B T"] = axes_field("batch", OwnAxis("token_axis"))
+    valid: Int[Array, "B R"] = axes_field("batch", OwnAxis("valid_axis"))
     ends: Bool[Array, " B"] = axes_field("batch")
     role: Role = dataclasses.field(default="context", metadata={"static": True})
     groups: tuple[RowGroup, ...] = dataclasses.field(default=(), metadata={"static": True})
     variant: str = dataclasses.field(default="", metadata={"static": True})
+    spread: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def token_axis(self) -> str | None:
+        """The logical axis of the columns."""
+        return "tokens" if self.spread else None
+
+    @property
+    def valid_axis(self) -> str | None:
+        """The logical axis of the counts in a row."""
+        return "shards" if self.spread else None
 
     @property
     def chunk_lengths(self) -> np.ndarray:
         """On the host: tokens of text in each row; none where the segment is a pure probe."""
+        if self.spread:
+            return np.asarray(self.valid).sum(axis=1)
         for column, group in enumerate(self.groups):
             if group.name == CHUNK_ROWS:
                 return np.asarray(self.valid)[:, column]
@@ -100,12 +116,19 @@ class Prompt:
 
     At stage `context` the question is None unless the method needs it at prefill. At stage
     `question` the context is already in the cache and `context` is None.
+
+    Attributes:
+      slots, shards: the capacity that the caches were made for, and the shards that hold it.
+      vocab_size: token ids lie below it.
     """
 
     stage: Stage
     chunk: int
     context: Sequence[Sequence[int]] | None = None
     question: Sequence[Sequence[int]] | None = None
+    slots: int = 0
+    shards: int = 1
+    vocab_size: int = 0
 
 
 def make_segment(rows: Sequence[Sequence[int]], size: int, role: Role, ends: np.ndarray) -> Segment:
@@ -117,6 +140,21 @@ def make_segment(rows: Sequence[Sequence[int]], size: int, role: Role, ends: np.
     # Built on the host from numpy; they become JAX arrays at the `jit` border.
     arrays = cast(tuple[Any, Any, Any], (tokens, valid, ends))
     return Segment(*arrays, role, (RowGroup(CHUNK_ROWS, 0, size),))
+
+
+def spread_segment(
+    rows: Sequence[Sequence[Sequence[int]]], size: int, ends: np.ndarray, variant: str = ""
+) -> Segment:
+    """Context tokens `rows[b][shard]`, at most `size` of them, for each shard its own columns."""
+    shards = len(rows[0])
+    tokens = np.zeros((len(rows), shards, size), np.int32)
+    for b, row in enumerate(rows):
+        for shard, part in enumerate(row):
+            tokens[b, shard, : len(part)] = part
+    valid = np.array([[len(part) for part in row] for row in rows], np.int32)
+    arrays = cast(tuple[Any, Any, Any], (tokens.reshape(len(rows), -1), valid, ends))
+    groups = (RowGroup(CHUNK_ROWS, 0, shards * size),)
+    return Segment(*arrays, "context", groups, variant, spread=True)
 
 
 def decode_segment(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_longctx.contract import Method, Prompt, step_variant
+from jax_longctx.contract import Method, Prompt, Stage, step_variant
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import (
     available_bytes,
@@ -129,7 +129,7 @@ class Engine:
             rows, len(contexts), slots, reserve, jnp.array(totals, jnp.int32), None, asked
         )
         caches = programs.init_caches(self.setup, len(rows), slots, reserve)
-        prompt = Prompt("context", self.chunk, context=rows, question=asked)
+        prompt = self._prompt("context", slots, context=rows, question=asked)
         caches = self._feed(caches, prompt, context, progress)
         context.caches = programs.finish_context(self.setup, caches, context.total, reserve)
         return context
@@ -153,7 +153,8 @@ class Engine:
                 previous.block_until_ready()
                 if progress is not None:
                     progress(Progress(done, everything, time.perf_counter() - begun))
-            done += int(segment.chunk_lengths.sum())
+            # What is read twice (an anchor, on every shard) is no progress.
+            done = min(done + int(segment.chunk_lengths.sum()), everything)
         if marker is not None:
             marker.block_until_ready()
         if progress is not None:
@@ -258,7 +259,7 @@ class Engine:
         """Feeds the questions and chooses each row's first token."""
         batch, vocabulary = len(rows), self.config.vocab_size
         logits = jnp.zeros((batch, vocabulary), jnp.float32)
-        for segment in self.method.segments(Prompt("question", self.chunk, question=rows)):
+        for segment in self.method.segments(self._prompt("question", 0, question=rows)):
             run.caches, logits = programs.run_segment(
                 self.setup, self.params, run.caches, segment, context.total, logits, "last"
             )
@@ -321,7 +322,8 @@ class Engine:
         `total` is each row's total length for rotary embedding, its own length by default.
 
         Raises:
-          InputError: the method reads a context for a question, so that a text has no one score.
+          InputError: the method reads a context for a question, so that a text has no one score,
+            or not token after token.
         """
         if self.method.info.needs_question:
             raise InputError("this method reads a text for a question; it cannot score one alone")
@@ -332,7 +334,11 @@ class Engine:
         caches = programs.init_caches(self.setup, len(padded), slots, 0)
         totals = jnp.array(lengths, jnp.int32)
         pieces: list[list[np.ndarray]] = [[] for _ in rows]
-        for segment in self.method.segments(Prompt("context", self.chunk, context=padded)):
+        for segment in self.method.segments(self._prompt("context", slots, context=padded)):
+            if segment.spread:
+                raise InputError(
+                    "this method reads a text in parts side by side; it cannot score one"
+                )
             caches, logits = programs.run_segment(
                 self.setup, self.params, caches, segment, totals, None, "all"
             )
@@ -367,6 +373,10 @@ class Engine:
             for answer, new in zip(answers, block, strict=True):
                 answer.extend(new)
         return answers
+
+    def _prompt(self, stage: Stage, slots: int, **rows: Any) -> Prompt:
+        shards, vocabulary = self.mesh.shape["seq"], self.config.vocab_size
+        return Prompt(stage, self.chunk, slots=slots, shards=shards, vocab_size=vocabulary, **rows)
 
     def _rows(self, rows: Rows) -> list[list[int]]:
         return checked_rows(rows, self.config.vocab_size, self.mesh.shape["data"])

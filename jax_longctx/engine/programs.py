@@ -28,7 +28,7 @@ from jax_longctx.contract import (
 from jax_longctx.engine.sampling import choose
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Attend, Llama, abstract_model
-from jax_longctx.sharding import logical_spec, tree_shardings, tree_specs
+from jax_longctx.sharding import logical_sharding, logical_spec, tree_shardings, tree_specs
 
 __all__ = [
     "DecodeState",
@@ -41,8 +41,6 @@ __all__ = [
 ]
 
 BATCH = logical_spec(("batch",))
-HEADS = logical_spec(("batch", None, "heads", None))
-KV_HEADS = logical_spec(("batch", None, "kv_heads", None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +112,10 @@ def _attend_layer(
         return out, cache
 
     cache_specs = tree_specs(cache)
-    in_specs = (HEADS, KV_HEADS, KV_HEADS, cache_specs, tree_specs(segment), BATCH)
-    run = setup.shard_map(local, in_specs, (HEADS, cache_specs))
+    heads = logical_spec(("batch", segment.token_axis, "heads", None))
+    kv_heads = logical_spec(("batch", segment.token_axis, "kv_heads", None))
+    in_specs = (heads, kv_heads, kv_heads, cache_specs, tree_specs(segment), BATCH)
+    run = setup.shard_map(local, in_specs, (heads, cache_specs))
     return run(q, k, v, cache, segment, total)
 
 
@@ -135,6 +135,7 @@ def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[Cac
             layer=layer,
             num_layers=config.num_layers,
             window=config.windows[layer],
+            shards=setup.mesh.shape["seq"],
         )
         for layer in range(config.num_layers)
     ]
@@ -185,7 +186,11 @@ def run_segment(
         the logits of each row's last valid token, or of all tokens `[B, T, V]` (of the chunk rows).
     """
     model = _model(setup.config, params)
-    hidden_BTD, caches = model.hidden(segment.tokens, caches, _attend(setup, segment, total))
+    # Where the tokens lie, the projections and the MLP are computed.
+    tokens = jax.lax.with_sharding_constraint(
+        segment.tokens, logical_sharding(setup.mesh, ("batch", segment.token_axis))
+    )
+    hidden_BTD, caches = model.hidden(tokens, caches, _attend(setup, segment, total))
     if logits == "none":
         return caches, jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
     hidden_BTD = hidden_BTD[:, segment.group(CHUNK_ROWS).columns]
