@@ -1,4 +1,4 @@
-"""Streaming attention of up to 64 query rows on Hopper: the step, its end, and the way out.
+"""Streaming attention of up to 64 query rows on Hopper: the step, its end, and the merge.
 
 The rows of one kv head's group stand together in one wgmma, so that keys and values are read once
 for the whole group; a wgmma takes 64 rows, of which one query of a group uses G.
@@ -16,8 +16,9 @@ from jaxtyping import Float
 from pallas_kernels import hopper
 from pallas_kernels.common import MASKED
 
-# Columns of the result that pass through shared memory at a time.
+# Columns of the result that leave together, and the rows of the buffer through which they do.
 COLUMNS = 32
+_OUT_ROWS = 88
 
 # Weighted values [64,H], largest logit (in units of log 2) and sum of weights [64], in registers.
 Carry = tuple[Array, Array, Array]
@@ -84,25 +85,55 @@ def pad_rows(q: Float[Array, "*B R H"]) -> Float[Array, "X R8 H"]:
     return jnp.pad(q, ((0, 0), (0, -q.shape[1] % hopper.TILE_ROWS), (0, 0)))
 
 
-def out_scratch() -> dict[str, Any]:
-    """The shared memory that `write` needs."""
+def out_scratch(rows: int) -> dict[str, Any]:
+    """The shared memory that `write` needs for results of which the first `rows` count."""
     return dict(
-        out_tile=hopper.tiled(hopper.ROWS, COLUMNS, dtype=jnp.float32),
+        out_tile=hopper.tiled(
+            hopper.ROWS + (_windows(rows) - 1) * rows, COLUMNS, dtype=jnp.float32
+        ),
         lse_tile=plgpu.SMEM((hopper.ROWS,), jnp.float32),
     )
 
 
+def _windows(rows: int) -> int:
+    """How many pieces of 64 rows find place that overlap but for the first rows of each."""
+    return max(w for w in (4, 2, 1) if w == 1 or hopper.ROWS + (w - 1) * rows <= _OUT_ROWS)
+
+
 def write(out: Array, lse: Array, out_ref: Any, lse_ref: Any, *, out_tile, lse_tile) -> None:
-    """Write the first rows of `out` [64,H], as many as `out_ref` has, and all of `lse`."""
+    """Begin to write the first rows of `out` [64,H], as many as `out_ref` has, and all of `lse`.
+
+    `written` waits for it; the next call, as long as it must. Registers go to shared memory by 64
+    rows. Where few of them count, pieces of columns stand so close that each leaves the rows that
+    count of those before it, and none has to wait until another has left.
+    """
     rows, head_dim = out_ref.shape
+    windows = _windows(rows)
+    _wait_for_reads()
     lse_tile[...] = lse
-    for column in range(0, head_dim, COLUMNS):
-        out_tile[...] = out[:, column : column + COLUMNS]
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_tile.at[pl.ds(0, rows)], out_ref.at[:, pl.ds(column, COLUMNS)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for first in range(0, head_dim, windows * COLUMNS):
+        if first:
+            _wait_for_reads()
+        columns = range(first, min(first + windows * COLUMNS, head_dim), COLUMNS)
+        for i, column in enumerate(columns):
+            place = out_tile.at[pl.ds(i * rows, hopper.ROWS)]
+            place[...] = out[:, column : column + COLUMNS]
+            # All warps: what one leaves here must not come after the next piece's rows that count.
+            plgpu.commit_smem()
+        for i, column in enumerate(columns):
+            plgpu.copy_smem_to_gmem(
+                out_tile.at[pl.ds(i * rows, rows)], out_ref.at[:, pl.ds(column, COLUMNS)]
+            )
     plgpu.copy_smem_to_gmem(lse_tile, lse_ref)
+
+
+def written() -> None:
+    """Wait until all that was written is there: before the kernel ends."""
     plgpu.wait_smem_to_gmem(0)
+
+
+def _wait_for_reads() -> None:
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _add_product(acc: Array, x: Array, y: Any, interpreted: bool) -> Array:

@@ -2,25 +2,27 @@
 
 All filled blocks of 128 slots of all rows and kv heads form one list, of which every worker (one
 block of threads a multiprocessor) takes an equal run, whatever the rows' lengths are: a worker may
-end one head and begin the next. The mean and log-sum-exp of each piece are merged by a small
+end one head and begin the next. To begin a head takes time too and counts as a block, or workers
+with many short rows would be the last. The mean and log-sum-exp of each piece are merged by a small
 reduction (split attention as in Flash-Decoding). One warpgroup copies blocks of keys and values by
-TMA into rings in shared memory, three blocks deep, and does not stop where a head ends; the other
-computes. The queries of a kv head's group are the rows of one wgmma, so that keys and values are
-read once for all of them; of its 64 rows one query of a group fills G, which costs tensor core time
-that nothing waits for. Empty capacity is not read; slots beyond a length must hold finite values.
+TMA into rings in shared memory, three blocks deep, and the next head's queries beside those in use,
+and does not stop where a head ends; the other computes, and does not wait for what it writes. The
+queries of a kv head's group are the rows of one wgmma, so that keys and values
+are read once for all of them; of its 64 rows one query of a group fills G, which costs tensor core
+time that nothing waits for. Empty capacity is not read; slots beyond a length must hold finite
+values.
 
-Shared memory: q 16 KiB, rings 192 KiB, 8 KiB on the way out. Registers: weighted values [64,H],
-logits [64,128], float32. Bytes moved: k and v of the filled slots; partial results 0.5 MB.
+Shared memory: q 16 KiB and 2 for the next one's, rings 192 KiB, 11 KiB on the way out. Registers:
+weighted values [64,H], logits [64,128], float32. Bytes moved: k and v of the filled slots; partial
+results 0.5 MB.
 
-Roofline: memory. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads of 128, bfloat16,
-medians of whole calls: 1 x 131,072 slots 0.139 ms, 3.85 TB/s (95% of the copy; XLA's form 3.43); 8
-x 16,384 3.79 TB/s (94%; 3.50); 1 x 32,768 0.048 ms, 2.77 TB/s (68%; 2.72). These hold 0.010 ms of
-the timing loop; without them the last is 3.5 TB/s, of which the kernel with its plan takes 0.031 ms
-and padding, launch and merge 0.007. Eight rows of 64 to 16,384 slots, 41% of the capacity, take
-0.090 ms (XLA, which reads all of it, 0.154) where their bytes allow 0.054: runs are equal in
-blocks, and a worker that crosses many heads of short rows also loads and writes for each of them.
-Two blocks of threads a multiprocessor with half the ring each were slower at every size, blocks of
-64 slots as well.
+Roofline: memory. On an H200 (copy 4.13 TB/s), 32 query heads over 8 kv heads of 128, bfloat16,
+medians of calls in a device loop, measured before a worker stopped waiting for what it writes and
+for the next head's queries, and before beginning a head counted: 1 x 131,072 slots 0.136 ms, 96% of
+the copy (XLA's form 0.170, cuDNN 0.133); 8 x 16,384 0.156 ms (0.166, 0.136); 1 x 32,768 0.052 ms
+(0.032, 0.042); eight rows of 64 to 16,384 slots, 41% of the capacity, 0.091 ms (0.167, 0.066) where
+their bytes allow 0.054. Two blocks of threads a multiprocessor with half the ring each were slower
+at every size, blocks of 64 slots as well.
 """
 
 import functools
@@ -39,16 +41,19 @@ from pallas_kernels import hopper
 from pallas_kernels import hopper_attention as streaming
 from pallas_kernels.common import window_start
 
-_BASE, _LOW, _HIGH, _BLOCKS = range(4)  # columns of the plan
+_BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
+_MAX_BATCH = 256  # lines of the plan that find place in shared memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Slots of one step, steps in flight, and blocks of threads on a multiprocessor."""
+    """Slots of one step, steps in flight, blocks of threads on a multiprocessor, and how many steps
+    it takes to begin a head."""
 
     block: int = 128
     stages: int = 3
     per_processor: int = 1
+    begin: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +73,14 @@ class _Job:
     interpreted: bool
 
     @property
-    def out_rows(self) -> int:
+    def tile_rows(self) -> int:
         """Rows read and written: whole tiles."""
         return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
+
+    @property
+    def q_tiles(self) -> int:
+        """Heads whose queries are in shared memory: the next one's too where there is room."""
+        return 2 if self.tile_rows <= 2 * hopper.TILE_ROWS else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +88,7 @@ class _Piece:
     """A run of one head's blocks, all scalars of the kernel.
 
     Blocks `first` to `last` of row `row`, head `head`; slots low <= s < high count; block j is
-    the worker's step ahead + j; its results are part `part`.
+    the worker's step ahead + j; it is the worker's piece `number`; its results are part `part`.
     """
 
     row: Any
@@ -89,6 +99,7 @@ class _Piece:
     first: Any
     last: Any
     ahead: Any
+    number: Any
 
 
 def unsupported(q: Array, k: Array) -> str | None:
@@ -98,6 +109,8 @@ def unsupported(q: Array, k: Array) -> str | None:
         return f"{rows} queries for one kv head, at most {hopper.ROWS}"
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
+    if k.shape[0] > _MAX_BATCH:
+        return f"{k.shape[0]} rows, at most {_MAX_BATCH}"
     return hopper.unsupported(q)
 
 
@@ -146,16 +159,17 @@ def decode_attention(
 
 
 def _plan(low: Int[Array, " B"], high: Int[Array, " B"], job: _Job) -> Int[Array, "Q 4"]:
-    """A line a row: its first step among the steps of all rows and heads, its slots, its blocks.
+    """A line a row: its first step among the steps of all rows and heads, its slots, its steps.
 
-    The last line holds the number of all steps.
+    The steps of a head are those to begin it and its blocks. The last line holds the number of all
+    steps.
     """
     # A later query's window begins later: with low below 0 as well.
     blocks = pl.cdiv(high, job.config.block) - jnp.maximum(low, 0) // job.config.block
-    blocks = jnp.where(high > low, blocks, 0)
+    steps = jnp.where((high > low) & (blocks > 0), job.config.begin + blocks, 0)
     before = jnp.arange(job.batch + 1)[:, None] > jnp.arange(job.batch)
-    base = job.kv_heads * jnp.sum(jnp.where(before, blocks, 0), axis=1)
-    columns = [jnp.pad(x, (0, 1)) for x in (low, high, blocks)]
+    base = job.kv_heads * jnp.sum(jnp.where(before, steps, 0), axis=1)
+    columns = [jnp.pad(x, (0, 1)) for x in (low, high, steps)]
     return jnp.stack([base, *columns], axis=1).astype(jnp.int32)
 
 
@@ -178,17 +192,22 @@ def _partials(
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
-            jax.ShapeDtypeStruct((parts, job.out_rows, job.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((parts, job.tile_rows, job.head_dim), jnp.float32),
             jax.ShapeDtypeStruct((parts, hopper.ROWS), jnp.float32),
         ),
         scratch_types=dict(
             plan=plgpu.SMEM(plan.shape, jnp.int32),
-            q_tile=hopper.tiled(hopper.ROWS, job.head_dim, dtype=job.dtype),
+            # The tiles of 64 rows overlap: of each the first rows count.
+            q_tiles=hopper.tiled(
+                hopper.ROWS + (job.q_tiles - 1) * job.tile_rows, job.head_dim, dtype=job.dtype
+            ),
             rings=(ring, ring),
-            **streaming.out_scratch(),
+            planned=plgpu.Barrier(),
+            asked=plgpu.Barrier(num_barriers=job.q_tiles),
+            answered=plgpu.Barrier(num_barriers=job.q_tiles),
             ready=(plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
             free=(plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
-            loaded=plgpu.Barrier(num_barriers=2),
+            **streaming.out_scratch(job.tile_rows),
         ),
         grid=(job.workers,),
         grid_names=("worker",),
@@ -200,89 +219,94 @@ def _partials(
     return kernel(plan, streaming.pad_rows(q), k, v)
 
 
-def _kernel(
-    plan_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    out_ref,
-    lse_ref,
-    *,
-    job,
-    plan,
-    rings,
-    ready,
-    free,
-    loaded,
-    **tiles,
-):
-    role = lax.axis_index("role")
+def _kernel(plan_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: _Job, **scratch):
+    role, plan, planned = lax.axis_index("role"), scratch["plan"], scratch["planned"]
 
     @pl.when(role == 1)
     def _copies():
         plgpu.set_max_registers(40, action="decrease")
-        plgpu.copy_gmem_to_smem(plan_ref, plan, loaded.at[0])
-        plgpu.barrier_wait(loaded.at[0])
-        work = functools.partial(_fetch, (k_ref, v_ref), rings, ready, free, job)
-        steps = _each_piece(plan, job, work)
-        for empty in free:
-            hopper.drain(empty, steps, job.config.stages)
+        plgpu.copy_gmem_to_smem(plan_ref, plan, planned)
+        plgpu.barrier_wait(planned)
+        work = functools.partial(_fetch, (q_ref, k_ref, v_ref), job, scratch)
+        pieces, steps = _each_piece(plan, job, work)
+        hopper.drain(scratch["answered"], pieces, job.q_tiles)
+        for free in scratch["free"]:
+            hopper.drain(free, steps, job.config.stages)
 
     @pl.when(role == 0)
     def _attention():
         plgpu.set_max_registers(208, action="increase")
-        plgpu.barrier_wait(loaded.at[0])
-        work = functools.partial(
-            _attend, (q_ref, out_ref, lse_ref), rings, ready, free, loaded.at[1], job, **tiles
-        )
-        _each_piece(plan, job, work)
+        plgpu.barrier_wait(planned)
+        _each_piece(plan, job, functools.partial(_attend, (out_ref, lse_ref), job, scratch))
+        streaming.written()
 
 
-def _each_piece(plan, job: _Job, work: Callable) -> Array:
-    """Call work(piece) for every head that this worker's run of steps touches, in order.
+def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
+    """Call work(piece) for every head with a block in this worker's run of steps, in order.
 
-    Returns the number of its steps.
+    Returns the number of its pieces and of their blocks.
     """
     worker = lax.axis_index("worker")
     share = lax.div(plan[job.batch, _BASE] + (job.workers - 1), job.workers)
     begin = worker * share
 
-    @pl.loop(0, job.batch)
-    def _row(b):
-        base, blocks = plan[b, _BASE], plan[b, _BLOCKS]
+    def row(b: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        base, steps = plan[b, _BASE], plan[b, _STEPS]
         first = jnp.maximum(begin, base)
         last = jnp.minimum(begin + share, plan[b + 1, _BASE])
 
-        @pl.when(last > first)
-        def _heads():
-            @pl.loop(lax.div(first - base, blocks), lax.div(last - 1 - base, blocks) + 1)
-            def _head(head):
-                start = base + head * blocks
-                block = lax.div(jnp.maximum(plan[b, _LOW], 0), job.config.block)
-                piece = _Piece(
-                    row=b,
-                    head=head,
-                    part=worker + b * job.kv_heads + head,
-                    low=plan[b, _LOW],
-                    high=plan[b, _HIGH],
-                    first=jnp.maximum(first, start) - start + block,
-                    last=jnp.minimum(last, start + blocks) - start + block,
-                    ahead=start - begin - block,
-                )
-                work(piece)
+        def head(h: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+            start = base + h * steps
+            block = lax.div(jnp.maximum(plan[b, _LOW], 0), job.config.block)
+            # A head's first steps are those to begin it.
+            runs = [
+                jnp.maximum(x - start - job.config.begin, 0)
+                for x in (jnp.maximum(first, start), jnp.minimum(last, start + steps))
+            ]
+            pieces, blocks = done
+            piece = _Piece(
+                row=b,
+                head=h,
+                part=worker + b * job.kv_heads + h,
+                low=plan[b, _LOW],
+                high=plan[b, _HIGH],
+                first=runs[0] + block,
+                last=runs[1] + block,
+                ahead=blocks - runs[0] - block,
+                number=pieces,
+            )
+            pl.when(runs[1] > runs[0])(lambda: work(piece))
+            return pieces + (runs[1] > runs[0]).astype(jnp.int32), blocks + runs[1] - runs[0]
 
-    return jnp.maximum(jnp.minimum(begin + share, plan[job.batch, _BASE]) - begin, 0)
+        # Of a row that has no steps, or none in this run, no head.
+        each = jnp.maximum(steps, 1)
+        heads = lax.div(first - base, each), lax.div(last - 1 - base, each) + 1
+        return lax.fori_loop(jnp.where(last > first, heads[0], heads[1]), heads[1], head, done)
+
+    return lax.fori_loop(0, job.batch, row, (jnp.int32(0), jnp.int32(0)))
 
 
-def _fetch(refs, rings, ready, free, job: _Job, piece: _Piece) -> None:
-    """Copy the piece's blocks of keys and values into the rings as their slots become free."""
+def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
+    """Copy the piece's queries, and its blocks of keys and values, as there is room for them."""
+    q_ref, *caches = refs
+    tile = lax.rem(piece.number, job.q_tiles)
+
+    @pl.when(piece.number >= job.q_tiles)
+    def _():
+        plgpu.barrier_wait(scratch["answered"].at[tile])
+
+    place = scratch["q_tiles"].at[pl.ds(tile * job.tile_rows, job.tile_rows)]
+    head = piece.row * job.kv_heads + piece.head
+    plgpu.copy_gmem_to_smem(q_ref.at[head], place, scratch["asked"].at[tile])
 
     @pl.loop(piece.first, piece.last)
     def _step(j):
         step = piece.ahead + j
         slot = lax.rem(step, job.config.stages)
         block = (piece.row, piece.head, pl.ds(j * job.config.block, job.config.block))
-        for ref, ring, full, empty in zip(refs, rings, ready, free, strict=True):
+        for ref, ring, full, empty in zip(
+            caches, scratch["rings"], scratch["ready"], scratch["free"], strict=True
+        ):
 
             @pl.when(step >= job.config.stages)
             def _(empty=empty):
@@ -291,12 +315,13 @@ def _fetch(refs, rings, ready, free, job: _Job, piece: _Piece) -> None:
             plgpu.copy_gmem_to_smem(ref.at[block], ring.at[slot], full.at[slot])
 
 
-def _attend(refs, rings, ready, free, loaded, job: _Job, piece: _Piece, *, q_tile, **tiles) -> None:
+def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     """The attention to the piece's slots, to the piece's part."""
-    q_ref, out_ref, lse_ref = refs
-    head = piece.row * job.kv_heads + piece.head
-    plgpu.copy_gmem_to_smem(q_ref.at[head], q_tile.at[pl.ds(0, job.out_rows)], loaded)
-    plgpu.barrier_wait(loaded)
+    out_ref, lse_ref = refs
+    rings, ready, free = scratch["rings"], scratch["ready"], scratch["free"]
+    tile = lax.rem(piece.number, job.q_tiles)
+    queries = scratch["q_tiles"].at[pl.ds(tile * job.tile_rows, hopper.ROWS)]
+    plgpu.barrier_wait(scratch["asked"].at[tile])
 
     def step(j, carry):
         slot = lax.rem(piece.ahead + j, job.config.stages)
@@ -308,7 +333,7 @@ def _attend(refs, rings, ready, free, loaded, job: _Job, piece: _Piece, *, q_til
 
         carry = streaming.step(
             carry,
-            q_tile,
+            queries,
             rings[0].at[slot],
             rings[1].at[slot],
             scale=job.scale,
@@ -320,7 +345,9 @@ def _attend(refs, rings, ready, free, loaded, job: _Job, piece: _Piece, *, q_til
         return carry
 
     carry = lax.fori_loop(piece.first, piece.last, step, streaming.start(job.head_dim))
+    plgpu.barrier_arrive(scratch["answered"].at[tile])
     out, lse = streaming.finish(carry)
+    tiles = {name: scratch[name] for name in streaming.out_scratch(job.tile_rows)}
     streaming.write(out, lse, out_ref.at[piece.part], lse_ref.at[piece.part], **tiles)
 
 
@@ -346,14 +373,17 @@ def _merge(
     """Every head's parts by their log-sum-exp; a head without any is 0 and -inf."""
     share = jnp.maximum(pl.cdiv(plan[-1, _BASE], job.workers), 1)
     head = jnp.arange(job.kv_heads)
-    blocks_BK = jnp.broadcast_to(plan[:-1, _BLOCKS, None], (job.batch, job.kv_heads))
-    start_BK = plan[:-1, _BASE, None] + blocks_BK * head
+    steps_BK = jnp.broadcast_to(plan[:-1, _STEPS, None], (job.batch, job.kv_heads))
+    start_BK = plan[:-1, _BASE, None] + steps_BK * head
     first_BK = start_BK // share
-    count_BK = jnp.where(blocks_BK > 0, (start_BK + blocks_BK - 1) // share - first_BK + 1, 0)
     # All heads of a row are as long: with K of them none is in more than 1/K of the workers.
     part = jnp.arange(job.workers // job.kv_heads + 2)
     at_BKP = first_BK[..., None] + jnp.arange(first_BK.size).reshape(*first_BK.shape, 1) + part
-    mine_BKP1 = (part < count_BK[..., None])[..., None]
+    begin_BKP = (first_BK[..., None] + part) * share
+    # Where a worker's run ends before the head's first block nothing is written.
+    mine_BKP = (begin_BKP < (start_BK + steps_BK)[..., None]) & (steps_BK > 0)[..., None]
+    mine_BKP &= begin_BKP + share > (start_BK + job.config.begin)[..., None]
+    mine_BKP1 = mine_BKP[..., None]
     lse = jnp.where(mine_BKP1, lse.at[at_BKP, : job.rows].get(mode="clip"), -jnp.inf)
     # Parts that were not written may hold anything.
     out = jnp.where(mine_BKP1[..., None], out.at[at_BKP, : job.rows].get(mode="clip"), 0.0)

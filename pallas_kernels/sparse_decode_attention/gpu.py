@@ -12,7 +12,7 @@ beside them and cost neither bytes nor time in the kernel; and a flat list of (k
 entries (Ada-KV) is attended by the query heads of all kv heads at once, each masked to its own
 head's entries, for every page in the list is read once whoever reads it.
 
-Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 8 KiB on the way out.
+Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 11 KiB on the way out, 4 KiB of ids.
 
 Roofline: the bytes of the listed pages. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads
 of 128, bfloat16, 256 random pages of 16 of 131,072 slots a head, whole calls: batch 16 0.077 ms,
@@ -73,7 +73,7 @@ class _Job:
         return BLOCK // self.page_size
 
     @property
-    def out_rows(self) -> int:
+    def tile_rows(self) -> int:
         """Rows read and written: whole tiles."""
         return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
 
@@ -205,7 +205,7 @@ def _partials(
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
-            jax.ShapeDtypeStruct((*parts, job.out_rows, job.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, job.tile_rows, job.head_dim), jnp.float32),
             jax.ShapeDtypeStruct((*parts, hopper.ROWS), jnp.float32),
         ),
         scratch_types=dict(
@@ -215,7 +215,7 @@ def _partials(
             ready=(ready, ready),
             free=(free, free),
             loaded=plgpu.Barrier(num_barriers=2),
-            **streaming.out_scratch(),
+            **streaming.out_scratch(job.tile_rows),
         ),
         grid=parts,
         grid_names=("list", "split"),
@@ -250,7 +250,7 @@ def _kernel(
     def _attention():
         plgpu.set_max_registers(232, action="increase")
         plgpu.copy_gmem_to_smem(
-            q_ref.at[each], scratch["q_tile"].at[pl.ds(0, job.out_rows)], loaded.at[1]
+            q_ref.at[each], scratch["q_tile"].at[pl.ds(0, job.tile_rows)], loaded.at[1]
         )
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
@@ -259,8 +259,9 @@ def _kernel(
         mask = _mask_own_head if job.group is not None else functools.partial(_mask, head=head)
         mask = functools.partial(mask, bounds=bounds, job=job, ids=scratch["ids"])
         out, lse = streaming.finish(_attend(steps, mask, job, scratch))
-        tiles = {name: scratch[name] for name in streaming.out_scratch()}
+        tiles = {name: scratch[name] for name in streaming.out_scratch(job.tile_rows)}
         streaming.write(out, lse, out_ref.at[each, split], lse_ref.at[each, split], **tiles)
+        streaming.written()
 
 
 def _fetch(refs: tuple, steps: Array, job: _Job, scratch: dict) -> None:
