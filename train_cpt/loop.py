@@ -30,16 +30,25 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import peak_memory
 from train_cpt.attention import check_attention
 from train_cpt.checkpoints import Best, Checkpoints
 from train_cpt.data import Windows, batches
+from train_cpt.dev_loss import dev_losses
 from train_cpt.flops import device_peak, text_flops
 from train_cpt.metrics import metrics_log, partial_of, replace_file
-from train_cpt.step import Setup, TrainState, abstract_state, init_state, text_losses, train_step
+from train_cpt.perplexity import parse_method
+from train_cpt.processes import (
+    any_process,
+    is_first,
+    on_first,
+    own_part,
+    place_texts,
+    text_sharding,
+)
+from train_cpt.step import Setup, TrainState, abstract_state, init_state, train_step
 
 __all__ = ["CHECKPOINTS", "VERSIONS", "LoopConfig", "Outcome", "train"]
 
@@ -65,6 +74,10 @@ class LoopConfig:
       keep: newest checkpoints that stay, beside the one with the lowest dev loss.
       evaluate_every: steps between evaluations; 0 for none.
       evaluate_texts: texts of the dev split that an evaluation reads at most.
+      evaluate_methods: inference methods (`train_cpt.perplexity.parse_method`) under which an
+        evaluation also decodes these texts' last tokens, those that the dev loss is of.
+      evaluate_last: how many tokens that is; 0 for the pattern's tail, or for all where it has
+        none.
     """
 
     rows: int = 8
@@ -74,14 +87,17 @@ class LoopConfig:
     keep: int = 2
     evaluate_every: int = 0
     evaluate_texts: int = 64
+    evaluate_methods: tuple[str, ...] = ()
+    evaluate_last: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            least = 0 if field.name in ("seed", "evaluate_every") else 1
-            if getattr(self, field.name) < least:
-                raise ConfigError(
-                    f"loop: {field.name} must be at least {least}, got {getattr(self, field.name)}"
-                )
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("seed", "evaluate_every", "evaluate_last") else 1
+            if isinstance(value, int) and value < least:
+                raise ConfigError(f"loop: {field.name} must be at least {least}, got {value}")
+        for spec in self.evaluate_methods:
+            parse_method(spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,30 +133,23 @@ def train(
       CheckpointError: the newest checkpoint cannot be read.
     """
     _check(loop, setup, windows, dev)
-    _claim(directory, facts)
-    data = batches(
-        windows,
-        micro_batches=loop.micro_batches,
-        rows=loop.rows,
-        seed=loop.seed,
-        process=0,
-        processes=1,
-    )
+    on_first(lambda: _claim(directory, facts))
+    data = _own_batches(loop, setup, windows)
     with (
         Checkpoints(directory / CHECKPOINTS, loop.keep) as saved,
         _termination() as terminated,
-        metrics_log(directory, saved.newest) as write,
+        metrics_log(directory, saved.newest, write=is_first()) as write,
     ):
         step = saved.newest
         state = saved.restore(step, setup, data) if step else init_state(setup, make_params())
-        while step < setup.optimizer.steps and not terminated.is_set():
+        while step < setup.optimizer.steps and not any_process(terminated.is_set()):
             tokens = next(data)
             state, line = _advance(setup, state, tokens, step + 1)
             _check_finite(line, tokens, directory, saved)
             step += 1
             is_best = False
             if _is_due(loop.evaluate_every, step, setup):
-                line["dev_loss"] = _evaluate(loop, setup, state, dev)
+                line |= _evaluate(loop, setup, state, dev)
                 is_best = saved.offer(step, line["dev_loss"])
             write(line)
             if is_best or _is_due(loop.save_every, step, setup):
@@ -158,7 +167,7 @@ def train(
 @functools.lru_cache(maxsize=4)
 def _step_program(setup: Setup, shape: tuple[int, ...]) -> Any:
     """The compiled step: its first run takes no longer than the others."""
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=_text_sharding(setup))
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=text_sharding(setup.mesh))
     return train_step.lower(setup, abstract_state(setup), tokens).compile()
 
 
@@ -166,24 +175,48 @@ def _advance(
     setup: Setup, state: TrainState, tokens: np.ndarray, number: int
 ) -> tuple[TrainState, dict[str, Any]]:
     """The state after step `number`, and its line of metrics."""
-    run = _step_program(setup, tokens.shape)
-    placed = _placed(setup, tokens)
+    placed = place_texts(setup.mesh, tokens)
+    run = _step_program(setup, placed.shape)
     begun = time.perf_counter()
     state, metrics = run(state, placed)
     # Reading the numbers waits for the step.
     values = {name: float(value) for name, value in metrics.items()}
     seconds = time.perf_counter() - begun
-    texts = tokens.shape[0] * tokens.shape[1]
-    flops = texts * text_flops(setup.config, setup.pattern, tokens.shape[2])
+    texts = placed.shape[0] * placed.shape[1]
+    flops = texts * text_flops(setup.config, setup.pattern, placed.shape[2])
     devices = setup.mesh.devices
     peak, _ = device_peak(devices.flat[0], setup.dtype)
     return state, {
         "step": number,
         **values,
-        "tokens_per_second": round(tokens.size / seconds, 1),
+        "tokens_per_second": round(placed.size / seconds, 1),
         "mfu": float(f"{flops / (seconds * devices.size * peak):.4g}"),
         "peak_bytes": peak_memory(),
     }
+
+
+def _own_batches(loop: LoopConfig, setup: Setup, windows: Windows) -> Any:
+    part, parts = own_part(setup.mesh)
+    return batches(
+        windows,
+        micro_batches=loop.micro_batches,
+        rows=loop.rows,
+        seed=loop.seed,
+        process=part,
+        processes=parts,
+    )
+
+
+def _evaluate(loop: LoopConfig, setup: Setup, state: TrainState, dev: Windows) -> dict[str, float]:
+    return dev_losses(
+        setup,
+        state.params,
+        dev,
+        rows=loop.rows,
+        texts=loop.evaluate_texts,
+        last=loop.evaluate_last,
+        methods=loop.evaluate_methods,
+    )
 
 
 def _is_due(every: int, step: int, setup: Setup) -> bool:
@@ -192,8 +225,6 @@ def _is_due(every: int, step: int, setup: Setup) -> bool:
 
 
 def _check(loop: LoopConfig, setup: Setup, windows: Windows, dev: Windows) -> None:
-    if jax.process_count() != 1:
-        raise ConfigError(f"training runs in one process, this is one of {jax.process_count()}")
     if not len(windows):
         raise InputError("the training split has no text; prepare more documents")
     check_attention(setup.config, setup.mesh, setup.pattern, len(windows[0]))
@@ -248,15 +279,6 @@ def _termination() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _placed(setup: Setup, tokens: np.ndarray) -> jax.Array:
-    """`[A, B, T]` with the texts divided over `data`."""
-    return jax.device_put(tokens, _text_sharding(setup))
-
-
-def _text_sharding(setup: Setup) -> NamedSharding:
-    return NamedSharding(setup.mesh, PartitionSpec(None, "data"))
-
-
 def _check_finite(
     line: Mapping[str, Any],
     tokens: np.ndarray,
@@ -266,7 +288,8 @@ def _check_finite(
     bad = [name for name in ("loss", "gradient_norm") if not math.isfinite(line[name])]
     if bad:
         step = line["step"]
-        kept = directory / f"bad-batch-{step}.npy"
+        part = f"-{jax.process_index()}" if jax.process_count() > 1 else ""
+        kept = directory / f"bad-batch-{step}{part}.npy"
         np.save(kept, tokens)
         saved.wait()
         newest = f"of step {saved.newest}" if saved.newest else "none"
@@ -275,15 +298,3 @@ def _check_finite(
             f"{kept}, the newest checkpoint is {newest}; lower the learning rate or look at the "
             f"batch"
         )
-
-
-def _evaluate(loop: LoopConfig, setup: Setup, state: TrainState, dev: Windows) -> float:
-    """Mean loss in nats of the dev texts' last tokens: the sparse ones, or all but the first."""
-    last = setup.pattern.tail or len(dev[0]) - 1
-    count = min(len(dev), loop.evaluate_texts) // loop.rows
-    losses = []
-    for number in range(count):
-        rows = range(number * loop.rows, (number + 1) * loop.rows)
-        tokens = _placed(setup, np.stack([dev[row] for row in rows])[None])[0]
-        losses.append(float(text_losses(setup, state.params, tokens, last)))
-    return float(np.mean(losses))

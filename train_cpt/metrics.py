@@ -33,11 +33,19 @@ Line = Mapping[str, Any]
 
 
 @contextlib.contextmanager
-def metrics_log(directory: Path, step: int) -> Iterator[Callable[[Line], None]]:
+def metrics_log(
+    directory: Path, step: int, *, write: bool = True
+) -> Iterator[Callable[[Line], None]]:
     """Appends lines to a run's metrics; what was there after `step`, or cut short, is dropped.
 
     TensorBoard's files are only appended to: they are told to forget what comes after `step`.
+
+    Args:
+      write: False in the processes that leave it to the first one.
     """
+    if not write:
+        yield lambda line: None
+        return
     path = directory / METRICS
     kept = [line for line in _whole_lines(path) if line["step"] <= step]
     replace_file(path, "".join(f"{json.dumps(line)}\n" for line in kept))
@@ -50,14 +58,14 @@ def metrics_log(directory: Path, step: int) -> Iterator[Callable[[Line], None]]:
     )
     with contextlib.closing(events), path.open("a", encoding="utf-8") as file:
 
-        def write(line: Line) -> None:
+        def append(line: Line) -> None:
             file.write(json.dumps(line) + "\n")
             file.flush()
             for name, value in line.items():
                 if name != "step":
                     events.add_scalar(name, value, line["step"])
 
-        yield write
+        yield append
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

@@ -37,8 +37,10 @@ from train_cpt.checkpoints import Checkpoints
 from train_cpt.config import RunConfig
 from train_cpt.data import open_windows, prepare
 from train_cpt.documents import document_files, file_record, read_documents
+from train_cpt.evaluate import tokenizer_digest
 from train_cpt.loop import CHECKPOINTS, VERSIONS, Outcome, Progress, train
 from train_cpt.metrics import PLOT, plot_losses
+from train_cpt.processes import any_process, is_first, on_first
 from train_cpt.step import Setup
 
 __all__ = ["BEST", "MODEL", "run_config"]
@@ -73,9 +75,8 @@ def run_config(
         loss_chunk=config.run.loss_chunk,
     )
     check_attention(setup.config, setup.mesh, setup.pattern, config.data.length)
-    fingerprint = hashlib.sha256((checkpoint / TOKENIZER / "tokenizer.json").read_bytes())
-    known_as = fingerprint.hexdigest()
-    _prepare(config, tokenizer, known_as, manifest.config.vocab_size, note)
+    known_as = tokenizer_digest(checkpoint)
+    on_first(lambda: _prepare(config, tokenizer, known_as, manifest.config.vocab_size, note))
     windows, dev = (
         open_windows(config.data.directory, split, length=config.data.length, tokenizer=known_as)
         for split in ("train", "dev")
@@ -97,11 +98,11 @@ def run_config(
         progress=progress,
     )
     output = config.run.output
-    plot_losses([output], output / PLOT)
+    on_first(lambda: plot_losses([output], output / PLOT))
     if outcome.ended == "done":
         params, best = outcome.state.params, outcome.best.step
         _write_model(output / MODEL, checkpoint, manifest, params, outcome.step)
-        if best not in (0, outcome.step) and not (output / BEST).exists():
+        if best not in (0, outcome.step) and _is_missing(output / BEST):
             with Checkpoints(output / CHECKPOINTS, config.loop.keep) as saved:
                 params = saved.restore(best, setup).params
             _write_model(output / BEST, checkpoint, manifest, params, best)
@@ -154,16 +155,25 @@ def _prepare(
     )
 
 
+def _is_missing(path: Path) -> bool:
+    """As the first process sees it, so that all do the same."""
+    return any_process(is_first() and not path.exists())
+
+
 def _write_model(
     destination: Path, checkpoint: Path, manifest: Manifest, params: Any, step: int
 ) -> None:
     """The weights after a step in the dtype they came in, as a checkpoint that loads like any."""
-    if destination.exists():
+    if not _is_missing(destination):
         return
     building = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    shutil.copytree(checkpoint / TOKENIZER, building / TOKENIZER)
+
+    def begin() -> None:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir()
+        shutil.copytree(checkpoint / TOKENIZER, building / TOKENIZER)
+
+    on_first(begin)
     params = jax.tree.map(lambda leaf: leaf.astype(manifest.dtype), params)
     try:
         with quiet_orbax():
@@ -177,10 +187,14 @@ def _write_model(
             for path, entry in manifest.tensors.items()
         },
         source=f"{manifest.source}, after {step} steps of continued pretraining",
-        files=list_files(building / PARAMS),
     )
-    (building / MANIFEST).write_text(written.to_json(), encoding="utf-8")
-    os.replace(building, destination)
+
+    def finish() -> None:
+        whole = dataclasses.replace(written, files=list_files(building / PARAMS))
+        (building / MANIFEST).write_text(whole.to_json(), encoding="utf-8")
+        os.replace(building, destination)
+
+    on_first(finish)
 
 
 def _file_digest(path: Path) -> str:

@@ -1,12 +1,14 @@
-"""`jax-longctx train`: continued pretraining, and plots of it."""
+"""`jax-longctx train`: continued pretraining, plots of it, and what it did for each method."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from jax_longctx.cli import options
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
@@ -16,6 +18,17 @@ __all__ = ["train_app"]
 train_app = typer.Typer(
     no_args_is_help=True, help="Continue the pretraining of a checkpoint on long texts."
 )
+
+
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        "-m",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="A method and its settings; repeat for several. Exact attention unless given.",
+    ),
+]
 
 
 @contextlib.contextmanager
@@ -53,6 +66,8 @@ def train(
         jax-longctx train --config run.toml
 
         jax-longctx train plot runs/first runs/second --out both.png
+
+        jax-longctx train evaluate -c small -c runs/first/model --data data-8k -m full -m snapkv
     """
     if config is None:
         # A subcommand follows; without one there is help.
@@ -102,3 +117,95 @@ def plot(
         from train_cpt.metrics import plot_losses
     plot_losses(runs, out)
     Terminal().note(f"{out} written")
+
+
+@train_app.command()
+def evaluate(
+    *,
+    checkpoints: Annotated[
+        list[Path],
+        typer.Option(
+            "--checkpoint", "-c", metavar="DIR", help="Converted or trained; repeat to compare."
+        ),
+    ],
+    data: Annotated[Path, typer.Option(help="The prepared data set.", show_default=False)],
+    methods: Methods = None,
+    split: Annotated[str, typer.Option(help="train, dev or test.")] = "test",
+    tail: Annotated[int, typer.Option(min=1, help="Last tokens of a text that are scored.")] = 50,
+    texts: Annotated[int, typer.Option(min=1, help="Texts, at even distances.")] = 200,
+    batch: Annotated[int, typer.Option(min=1, help="Texts that are read together.")] = 8,
+    chunk: options.Chunk = 512,
+    dtype: options.Dtype = None,
+    mesh: options.MeshSizes = None,
+    out: Annotated[Path | None, typer.Option(help="Write every text's loss to this JSON.")] = None,
+) -> None:
+    """Perplexity of texts' last tokens under inference methods, before and after training.
+
+    A text is read as a prompt but for its last tokens, which the method decodes one by one. Between
+    the first checkpoint and the last, what each method's loss fell by, and by how much more than
+    the first method's.
+
+    [bold]Example[/bold]
+
+        jax-longctx train evaluate -c small -c runs/first/model --data data-8k
+        -m full -m refreshkv:schedule=fixed,stride=25 -m snapkv
+    """
+    with _needs_extra():
+        from train_cpt.data import SPLITS
+        from train_cpt.evaluate import evaluate as run
+        from train_cpt.evaluate import markdown
+    if split not in SPLITS:
+        raise InputError(f"--split must be one of {', '.join(SPLITS)}, got {split!r}")
+    terminal = Terminal()
+    with contextlib.ExitStack() as bars:
+
+        def watch(doing: str) -> Any:
+            bars.close()
+            return bars.enter_context(terminal.progress(doing, "texts"))
+
+        result = run(
+            checkpoints,
+            methods or ["full"],
+            data,
+            split=split,
+            tail=tail,
+            count=texts,
+            batch=batch,
+            chunk=chunk,
+            dtype=options.checked_dtype(dtype),
+            mesh=mesh or "",
+            watch=watch,
+        )
+    if out is not None:
+        _replace(out, json.dumps(result, indent=1))
+    terminal.write(markdown(result))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
+
+
+@train_app.command()
+def collect(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders of manuals, or of installed Python packages.")
+    ],
+    out: Annotated[Path, typer.Option(help="The JSON lines to write.")],
+) -> None:
+    """Collect English that this machine has on it, to train on without a download.
+
+    Documentation in text files, and the docstrings of Python packages; what repeats is left out.
+
+    [bold]Example[/bold]
+
+        jax-longctx train collect /usr/share/doc /usr/share/vim /usr/lib/python3 --out english.jsonl
+    """
+    with _needs_extra():
+        from train_cpt.manuals import collect as run
+    terminal = Terminal()
+    with terminal.progress("collecting", "folders") as update:
+        documents, characters = run(folders, out, progress=update)
+    terminal.note(f"{out}: {documents:,} documents, {characters:,} characters")

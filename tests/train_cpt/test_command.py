@@ -116,6 +116,32 @@ def test_plots_are_drawn_and_what_is_no_run_is_one_line(folder):
     assert result.exit_code == 2 and "holds no metrics of a training run" in result.stderr
 
 
+def test_a_trained_checkpoint_is_compared_under_methods(folder):
+    if not (folder / "run").exists():
+        train(folder / "run.toml")
+    out = folder / "table.json"
+    methods = ["-m", "full", "-m", "streaming-llm:budget=6,chunk=8", "--tail", "4", "--batch", "2"]
+    models = ["-c", str(folder / "model"), "-c", str(folder / "run" / "model")]
+    split = ["--data", str(folder / "data"), "--split", "train"]
+    words = ["train", "evaluate", *models, *methods, *split]
+    result = CliRunner().invoke(app, [*words, "--texts", "3", "--out", str(out)])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(out.read_text())
+    assert [len(run["losses"]) for run in found["runs"]] == [3] * 4
+    means = [np.mean(run["losses"]) for run in found["runs"]]
+    rows = result.stdout.splitlines()
+    assert f"| `full` | {np.exp(means[0]):.3f} | {np.exp(means[2]):.3f} | " in rows[2]
+    assert f"| {means[0] - means[2]:+.4f} [" in rows[2] and rows[2].endswith(" | - |")
+    assert f"| {means[1] - means[3] - means[0] + means[2]:+.4f} [" in rows[3]
+    for changes, message in [
+        (["--texts", "9"], "the train split has 8 texts, asked for 9"),
+        (["--split", "last"], "--split must be one of train, dev, test, got 'last'"),
+        (["-m", "full:x"], "method 'full:x' is not understood at 'x'"),
+    ]:
+        result = CliRunner().invoke(app, [*words, *changes])
+        assert result.exit_code == 2 and message in result.stderr
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -47,6 +47,7 @@ def test_a_file_becomes_five_sections(tmp_path):
         (changed("loop", zzz=1), r"unknown key in \[loop\]: zzz; known: rows, micro_batches"),
         ({**LEAST, "optimizer": {}}, r"\[optimizer\] needs steps"),
         ({**LEAST, "loop": 3}, r"loop must be a section \[loop\], got 3"),
+        (changed("loop", evaluate_methods=["none"]), "unknown method 'none'"),
         (changed("data", length="8"), r"\[data\] length must be a whole number, got '8'"),
         (changed("data", length=True), r"\[data\] length must be a whole number, got True"),
         (changed("data", length=8.0), r"\[data\] length must be a whole number, got 8\.0"),
