@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_longctx.contract import LayerContext
-from jax_longctx.methods.residual import Background, combine, mean_query, prior_of
+from jax_longctx.methods.residual import Background, combine, prior_of
 from jax_longctx.methods.sparse_decode import Selected
 from jax_longctx.models.config import RopeConfig
 from pallas_kernels import dispatch
@@ -291,12 +291,11 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
     def corrected(
         i: Array, q: Array, k: Array, v: Array, listed: Array, background: Background
     ) -> Any:
-        mean = mean_query(background, stop, q.dtype)[:, None]
-        out, lse, *behind = attend(i, q, k, v, listed, prior_query=mean)
+        prior = prior_of(background, q, ctx)
+        out, lse, *behind = attend(i, q, k, v, listed, prior_query=prior.query)
         chosen = Selected(out, lse, *behind, kept=stop[:, None])
-        prior = prior_of(background, q, stop, ctx)
         everything = jnp.zeros((batch, N), jnp.bool)
-        return combine(chosen, background, prior, everything, lam=1.0, literal=False)
+        return combine(chosen, prior, everything, lam=1.0, literal=False)
 
     def inputs() -> tuple[Any, ...]:
         queries = slots * _random(4, batch, N, H, dtype=jnp.float32)
@@ -307,9 +306,10 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
             context_query_sum=queries,
             context_key_sum=keys,
             counted=stop,
-            logits=jnp.zeros((batch, N, 1), jnp.float32),  # the step does not read them
+            mean=_random(4, batch, N, H),
             lse=12 + _random(6, batch, N, dtype=jnp.float32),
             out=_random(7, batch, N, H, dtype=jnp.float32),
+            logits=None,
         )
         q, cache = _random(0, batch, 1, N, H), _cache(batch, slots)
         return q, *cache, _page_lists(batch, pages, entries), background

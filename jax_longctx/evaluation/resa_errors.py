@@ -175,8 +175,15 @@ def _step_errors(
     k_NSH, v_NSH = (jnp.repeat(x[0], group, axis=0).astype(jnp.float32) for x in (store.k, store.v))
     q_NH, at_S = q_B1NH[0, 0].astype(jnp.float32), jnp.arange(k_NSH.shape[1])
     seen_S, read_S = at_S <= position, at_S < prompt
-    mean_q_NH = jnp.sum(jnp.where(read_S[:, None], cache.queries[0], 0.0), axis=1) / prompt
-    mean_S = seen_S if method.growth == "append" else read_S
+    mean_S = seen_S if method.growth in ("append", "rebuild") else read_S
+    asked = prompt
+    if method.growth == "rebuild":
+        asked = length_B[0] - (length_B[0] - prompt) % method.rebuild_every
+    asked_S = at_S < asked
+    mean_q_NH = jnp.sum(jnp.where(asked_S[:, None], cache.queries[0], 0.0), axis=1) / asked
+    if method.prior_group == "mean":
+        mean_q_KH = jnp.mean(mean_q_NH.reshape(-1, group, mean_q_NH.shape[-1]), axis=1)  # [K, G, H]
+        mean_q_NH = jnp.repeat(mean_q_KH, group, axis=0)
     mean_k_NH = jnp.sum(jnp.where(mean_S[:, None], k_NSH, 0.0), axis=1) / jnp.sum(mean_S)
     prior_S = read_S if method.growth == "frozen" else seen_S
     exact_NS = ctx.scale * jnp.einsum("NH,NSH->NS", q_NH, k_NSH)
@@ -216,7 +223,7 @@ def _kept(
     held_BS = jnp.arange(slots) < store.length[:, None]
     digests = base.summarise(paged, held_BS.reshape(batch, pages, base.page_size))
     nothing = jnp.zeros((batch, heads), jnp.int32)
-    cache = SelectiveCache(store, digests, prompt, nothing, prompt)
+    cache = SelectiveCache(store, digests, prompt, nothing, prompt, None)
     span = selectable(base, store, ctx)
     lists = choose(base, q, cache, span, ctx, None, None)
     row_BC = jnp.arange(batch)[:, None]

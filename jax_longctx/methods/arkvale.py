@@ -11,8 +11,9 @@ Bytes of a decode step, as a share of full attention's: 1 / page_size for the di
 balls and points), and the budget over the length.
 
 Differs from the authors' code: all keys stay on the device and exactly the best pages are attended,
-as in the paper; theirs attends a cache of pages that it updates with them. The digest of the page
-that is being filled is kept too, and not used: the local window covers it.
+as in the paper; theirs attends a cache of pages that it updates with them, which `resident`
+emulates (`page_cache`). The digest of the page that is being filled is kept too, and not used: the
+local window covers it.
 """
 
 import dataclasses
@@ -46,6 +47,8 @@ class ArkVale:
     Attributes: those of every selector (see `selection.Selector`), and
       digest: shape and radius of what is kept of a page; `center` is the middle of the smallest
         and the largest distance.
+      resident: tokens of the authors' page cache, which are attended instead of the budget's alone;
+        the budget says how many are recalled at most. None attends exactly the best pages.
     """
 
     budget: int = 1024
@@ -62,6 +65,7 @@ class ArkVale:
     allocation: selection.Allocation = "uniform"
     alpha: float = 0.2
     epsilon: float = 0.95
+    resident: int | None = None
 
     pools: ClassVar[selection.Pools] = "scores"
     info: ClassVar[MethodInfo] = MethodInfo(
@@ -78,7 +82,9 @@ class ArkVale:
     def released(cls) -> "ArkVale":
         """The authors' settings: 32 pages, of which the sinks' one and the window's two are part.
 
-        The window counts with the page that is being filled; the first two layers are dense.
+        The window counts with the page that is being filled; the first two layers are dense. What
+        their code attends is `dataclasses.replace(ArkVale.released(), resident=125 * 32)`: a cache
+        of 128 pages, sinks and window among them.
         """
         return cls(budget=30 * 32, sink=32, local=33, whole_pages=True, skip_layers=2)
 
@@ -90,6 +96,23 @@ class ArkVale:
                 f"arkvale: local {self.local} must cover the page of {self.page_size} tokens that "
                 "is being filled, which has no digest yet; raise local or set whole_pages=true"
             )
+        if self.resident is None:
+            return
+        if self.granularity != "layer" or self.allocation != "uniform" or self.ratio is not None:
+            raise ConfigError(
+                "arkvale: resident, one page cache a layer, needs granularity layer, allocation "
+                f"uniform and a budget in tokens; got granularity {self.granularity}, allocation "
+                f"{self.allocation}, ratio {self.ratio}"
+            )
+        if self.resident < max(self.budget, self.page_size):
+            raise ConfigError(
+                f"arkvale: resident {self.resident} must hold the budget of {self.budget} tokens "
+                f"that may be recalled, and a page of {self.page_size}; raise resident"
+            )
+
+    @property
+    def resident_pages(self) -> int:
+        return 0 if self.resident is None else self.resident // self.page_size
 
     def summarise(
         self, keys: Float[Array, "B K P Z H"], held: Bool[Array, "B P Z"]

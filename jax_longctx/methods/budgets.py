@@ -9,7 +9,7 @@
 - PSA (progressive sparse attention, Zhou et al. 2025): each head visits its pages from the best on
   until the share `epsilon` of the attention is reached. The authors' stop test is not published;
   here the mass still missing is read from all keys (`oracle`), from the pages' scores
-  (`estimate`), or from RESA's prior (`resa`).
+  (`estimate`; with `digest` the visited pages' masses too), or from RESA's prior (`resa`).
 
 Scores are [B,heads,P] of all pages, -inf where a page is no candidate; lists hold global page ids.
 """

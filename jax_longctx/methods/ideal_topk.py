@@ -63,6 +63,10 @@ class IdealTopK:
     def whole_pages(self) -> bool:
         return False
 
+    @property
+    def resident_pages(self) -> int:
+        return 0
+
     def summarise(
         self, keys: Float[Array, "B K P Z H"], held: Bool[Array, "B P Z"]
     ) -> PageDigests | None:

@@ -1,8 +1,9 @@
 """PSA's budget: each head visits its pages, best first, until enough of the attention is reached.
 
 See `budgets` for the stop tests. The visited pages' masses are exact: their keys are read here once
-more. What is reached by how many pages is known only then, so the lists have the static length
-that the method's budget allows, and end early by -1.
+more; but under `psa-digest` they are what the pages' scores say, and no key is read. What is
+reached by how many pages is known only then, so the lists have the static length that the method's
+budget allows, and end early by -1.
 """
 
 from collections.abc import Sequence
@@ -54,18 +55,23 @@ def until_enough(
     """
     lists = budgets.best_first(candidates.scores, candidates.lists)
     none_BN = jnp.full(lists.shape[:2], -jnp.inf)
-    masses = _page_masses(method, q, store, lists, candidates.span, ctx, None)
+    if method.allocation == "psa-digest":
+        logits_BNP = budgets.page_logits(candidates.scores, candidates.span.tokens, ctx.scale)
+        masses = jnp.take_along_axis(logits_BNP, jnp.maximum(lists, 0), axis=-1)
+        masses = jnp.where(lists >= 0, masses, -jnp.inf)
+    else:
+        masses = _page_masses(method, q, store, lists, candidates.span, ctx, None)
     forced_BN = none_BN if forced is None else _seq_lse(forced[0], ctx)
     whole = missing = None
     if method.allocation == "psa-oracle":
         logits_BNS = decode_logits(q, store.k, store.held(ctx), scale=ctx.scale)
         whole = _seq_lse(jax.nn.logsumexp(logits_BNS, axis=-1), ctx)
-    elif method.allocation == "psa-estimate":
+    elif method.allocation in ("psa-estimate", "psa-digest"):
         missing = _estimated(candidates, lists, ctx.scale)
     else:
         assert prior is not None
         known_BN = none_BN if forced is None else _seq_lse(forced[1], ctx)
-        behind = _page_masses(method, q, store, lists, candidates.span, ctx, prior.logits)
+        behind = _page_masses(method, prior.query, store, lists, candidates.span, ctx, prior.logits)
         missing = _left_over(prior, known_BN, behind)
     kept = budgets.pages_until(
         method.epsilon, forced_BN, masses, whole, missing, at_least=method.min_pages
@@ -87,7 +93,7 @@ def _page_masses(
     ctx: LayerContext,
     prior: Float[Array, "B N S"] | None,
 ) -> Float[Array, "B N C"]:
-    """Log-sum-exp over each listed page's selectable tokens, of the prior if given."""
+    """Log-sum-exp over each listed page's selectable tokens, of `prior`'s logits if given."""
     page, slots = method.page_size, store.k.shape[2]
     local = local_slots(lists, slots // page, ctx)
     slot_BNCZ = jnp.maximum(local, 0)[..., None] * page + jnp.arange(page)

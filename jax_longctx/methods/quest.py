@@ -66,6 +66,10 @@ class Quest:
     def __post_init__(self) -> None:
         selection.check(self, "quest")
 
+    @property
+    def resident_pages(self) -> int:
+        return 0
+
     def summarise(
         self, keys: Float[Array, "B K P Z H"], held: Bool[Array, "B P Z"]
     ) -> PageDigests | None:

@@ -5,14 +5,16 @@ other gets the logit it would have under the prompt's mean query, shifted by one
 its value counts through sums that are known without reading it (see `residual`). The prior is made
 at the end of the question, by one more query row over all keys; generated tokens join it in O(1).
 
-Cost beside the selector's: the prior's float32 logit of each slot and query head in memory (3% of
-the cache for groups of 4 and heads of 128 in bfloat16), and those of the selected slots to read.
+Cost beside the selector's: one more query row over the selected keys, which are read anyway, and
+O(heads H) of state. Only under `frozen` the prior's float32 logits of all slots are kept (3% of the
+cache for groups of 4 and heads of 128 in bfloat16) and those of the selected ones read.
 
 What the paper leaves open, and how it is read here: the first 4 and last 64 tokens are attended
 beside the budget, the selectors' own page sizes are kept, every layer is sparse, pages are chosen
 for each query head. `growth` says what generated tokens do: `append` is the paper's Eq. 2 for all
-keys so far, `append-fixed-mean` leaves mu_k the prompt's mean, and under `frozen` they count only
-while they are selected.
+keys so far, `append-fixed-mean` leaves mu_k the prompt's mean, under `frozen` they count only while
+they are selected, and `rebuild` is `append` with a mean query that generated tokens' queries join:
+every `rebuild_every` steps the prior is made anew from it, over all keys.
 """
 
 import dataclasses
@@ -45,6 +47,9 @@ from jax_longctx.models.config import ModelConfig
 
 __all__ = ["Resa"]
 
+# The variant of decode steps that make the prior anew.
+REBUILD = "rebuild"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resa:
@@ -56,6 +61,8 @@ class Resa:
       lam: how much the residual counts, 0 (plain sparse attention) to 1.
       lambda_mode: `normalized`, or as Eq. 5 is printed (`paper_literal`).
       growth: what generated tokens do to the prior.
+      rebuild_every: steps from one rebuilding to the next.
+      prior_group: a prior for each query head, or one for a kv head of its group's mean query.
       page_size: None is the selector's own.
     """
 
@@ -63,7 +70,9 @@ class Resa:
     digest: Digest = "cuboid-mean"
     lam: float = 1.0
     lambda_mode: Literal["normalized", "paper_literal"] = "normalized"
-    growth: Literal["append", "append-fixed-mean", "frozen"] = "append"
+    growth: Literal["append", "append-fixed-mean", "frozen", "rebuild"] = "append"
+    rebuild_every: int = 32
+    prior_group: Literal["query_head", "mean"] = "query_head"
     budget: int = 1024
     ratio: float | None = None
     page_size: int | None = None
@@ -93,6 +102,8 @@ class Resa:
                 f"resa: the ideal selector chooses single tokens; page_size {self.page_size} "
                 "is for quest and arkvale"
             )
+        if self.rebuild_every < 1:
+            raise ConfigError(f"resa: rebuild_every must be at least 1, got {self.rebuild_every}")
         # It checks what it is made of.
         _ = self.base
 
@@ -116,11 +127,18 @@ class Resa:
         selective = selection.init_cache(self.base, shape)
         if isinstance(selective, AppendCache):
             return selective
-        return ResaCache(selective, residual.empty_background(shape))
+        shared, masked = self.prior_group == "mean", self.growth == "frozen"
+        background = residual.empty_background(shape, shared=shared, masked=masked)
+        return ResaCache(selective, background)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         segments = Full().segments(prompt)
         return mark_ends(segments) if prompt.stage == "question" else segments
+
+    def step_variant(self, step: int) -> str:
+        """REBUILD at the steps that make the prior anew."""
+        due = self.growth == "rebuild" and step % self.rebuild_every == 0
+        return REBUILD if due else ""
 
     def attend(
         self,
@@ -144,29 +162,28 @@ class Resa:
         valid_B = segment.valid_of(CHUNK_ROWS)
         background = residual.observe(cache.background, *rotated, valid_B, store.length)
         if segment.variant == ENDS:
-            background = residual.begin_answer(background, store, store.length, segment.ends, ctx)
+            background = residual.begin_answer(background, store, segment.ends, ctx)
         return out, lse, ResaCache(selective, background)
 
     def _decode(
         self, q: Array, k: Array, v: Array, cache: ResaCache, segment: Segment, ctx: LayerContext
     ) -> tuple[Array, Array, ResaCache]:
-        base, background, slot_B = self.base, cache.background, cache.selective.store.length
-        prompt_B = cache.selective.prompt
+        base, valid_B = self.base, segment.valid_of(CHUNK_ROWS)
         q, k, selective = selection.append_token(base, q, k, v, cache.selective, segment, ctx)
-        if self.growth != "frozen":
-            valid_B = segment.valid_of(CHUNK_ROWS)
-            mean_key = self.growth == "append"
-            background = residual.grow(
-                background, k, v, prompt_B, slot_B, valid_B, ctx, mean_key=mean_key
-            )
-        prior = residual.prior_of(background, q, prompt_B, ctx)
+        background = cache.background
+        if self.growth in ("append", "rebuild"):
+            queries = q if self.growth == "rebuild" else None
+            background = residual.count_token(background, k, valid_B, queries)
+        if segment.variant == REBUILD:
+            background = residual.begin_answer(background, selective.store, valid_B > 0, ctx)
+        elif self.growth != "frozen":
+            background = residual.grow(background, k, v, valid_B, ctx)
+        prior = residual.prior_of(background, q, ctx)
         chosen = attend_selected(base, q, selective, ctx, prior)
         everything_BN = chosen.kept == selective.store.length[:, None]
         literal = self.lambda_mode == "paper_literal"
-        out, lse = residual.combine(
-            chosen, background, prior, everything_BN, lam=self.lam, literal=literal
-        )
-        return out, lse, ResaCache(selection.counted(selective, chosen.kept, segment), background)
+        out, lse = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=literal)
+        return out, lse, ResaCache(selection.counted(selective, chosen, segment), background)
 
     finish = selection.finish
     fork = selection.fork
@@ -174,8 +191,14 @@ class Resa:
     def read_bytes(self, cache: ResaCache | AppendCache, length: int) -> int:
         if isinstance(cache, AppendCache):
             return Full().read_bytes(cache, length)
-        base, slots = self.base, cache.selective.store.k.shape[2]
-        pages = most_pages(base, length, slots // base.page_size)
-        tokens = min(pages * base.page_size + base.sink + base.local, length)
-        prior = tokens * cache.background.logits.nbytes // slots
-        return base.read_bytes(cache.selective, length) + prior
+        read = self.base.read_bytes(cache.selective, length)
+        store, logits = cache.selective.store, cache.background.logits
+        slots, page = store.k.shape[2], self.base.page_size
+        if logits is not None:
+            pages = most_pages(self.base, length, slots // page)
+            tokens = min(pages * page + self.base.sink + self.base.local, length)
+            read += tokens * logits.nbytes // slots
+        if self.growth == "rebuild":
+            # All keys and values, once in so many steps.
+            read += (store.k.nbytes + store.v.nbytes) // self.rebuild_every
+        return read

@@ -14,8 +14,11 @@ The paper's Eq. 5 divides by A + R whatever lam is, so that lam = 0 is not the p
 that it claims (`paper_literal`); here lam scales the residual in both places (`normalized`), and
 both agree at lam = 1.
 
-mu_q, p0 and o0 belong to a query head, mu_k to a kv head. All in float32; mu_q is rounded to the
-model's dtype where it meets keys, so that every use of it agrees.
+mu_q, p0 and o0 belong to a query head, or to a kv head whose group shares a mean query; mu_k
+belongs to a kv head. All in float32, but mu_q, which is rounded to the model's dtype: it meets
+keys, and every use of it agrees. p0 is not stored: the selected keys are read anyway, and mu_q's
+products with them are one more row of the same matmul. Where some keys have no prior (`masked`) it
+is.
 """
 
 import dataclasses
@@ -24,19 +27,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, local_slots, where_rows
+from jax_longctx.caches import AppendCache, where_rows
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.methods.selectors import Prior, SelectiveCache
 from jax_longctx.methods.sparse_decode import Selected
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import decode_logits
-from pallas_kernels.dispatch import platform
 
 __all__ = [
     "Background",
     "ResaCache",
     "begin_answer",
     "combine",
+    "count_token",
     "empty_background",
     "grow",
     "observe",
@@ -47,15 +50,16 @@ __all__ = [
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Background:
-    """The prior of one layer, float32.
+    """The prior of one layer, float32 but for `mean`. M is N, or K where a group shares its prior.
 
     Attributes:
-      query_sum: over the prompt's queries; their mean is mu_q.
+      query_sum: over the prompt's queries, and the answer's where the prior is made anew from them.
       key_sum: over all keys; their mean is mu_k.
       context_query_sum, context_key_sum: both as they were at the end of the context.
       counted: keys in `key_sum`.
-      logits: p0 of every slot, -inf where there is none.
+      mean: mu_q as it was when lse0 and o0 were last made from all keys, in the model's dtype.
       lse, out: lse0 and o0.
+      logits: p0 of every slot, -inf where there is none; None where mu_q.k is all there is to it.
     """
 
     query_sum: Float[Array, "B N H"] = axes_field("batch", "heads", None)
@@ -63,9 +67,10 @@ class Background:
     context_query_sum: Float[Array, "B N H"] = axes_field("batch", "heads", None)
     context_key_sum: Float[Array, "B K H"] = axes_field("batch", "kv_heads", None)
     counted: Int[Array, " B"] = axes_field("batch")
-    logits: Float[Array, "B N S"] = axes_field("batch", "heads", "slots")
-    lse: Float[Array, "B N"] = axes_field("batch", "heads")
-    out: Float[Array, "B N H"] = axes_field("batch", "heads", None)
+    mean: Float[Array, "B M H"] = axes_field("batch", "heads", None)
+    lse: Float[Array, "B M"] = axes_field("batch", "heads")
+    out: Float[Array, "B M H"] = axes_field("batch", "heads", None)
+    logits: Float[Array, "B M S"] | None = axes_field("batch", "heads", "slots")
 
     def end_context(self) -> "Background":
         """Remembers the sums, so that `rewind` can return to them."""
@@ -99,19 +104,22 @@ class ResaCache:
         return ResaCache(self.selective.rewind(), self.background.rewind())
 
 
-def empty_background(shape: CacheShape) -> Background:
-    """Nothing observed."""
+def empty_background(shape: CacheShape, *, shared: bool, masked: bool) -> Background:
+    """Nothing observed. `shared` is one prior for a kv head's group, `masked` stores its logits."""
     queries = (shape.batch, shape.num_heads, shape.head_dim)
     keys = (shape.batch, shape.num_kv_heads, shape.head_dim)
+    priors = shape.num_kv_heads if shared else shape.num_heads
+    each = (shape.batch, priors)
     return Background(
         jnp.zeros(queries, jnp.float32),
         jnp.zeros(keys, jnp.float32),
         jnp.zeros(queries, jnp.float32),
         jnp.zeros(keys, jnp.float32),
         jnp.zeros((shape.batch,), jnp.int32),
-        jnp.zeros((shape.batch, shape.num_heads, shape.slots), jnp.float32),
-        jnp.zeros((shape.batch, shape.num_heads), jnp.float32),
-        jnp.zeros(queries, jnp.float32),
+        jnp.zeros((*each, shape.head_dim), shape.dtype),
+        jnp.zeros(each, jnp.float32),
+        jnp.zeros((*each, shape.head_dim), jnp.float32),
+        jnp.zeros((*each, shape.slots), jnp.float32) if masked else None,
     )
 
 
@@ -135,122 +143,105 @@ def observe(
     )
 
 
-def mean_query(background: Background, prompt: Int[Array, " B"], dtype: jnp.dtype) -> Array:
-    """mu_q [B,N,H], rounded to the keys' dtype."""
-    return (background.query_sum / jnp.maximum(prompt, 1)[:, None, None]).astype(dtype)
+def _mean_query(background: Background) -> Float[Array, "B M H"]:
+    """mu_q of the queries observed so far, over a group where it shares a prior."""
+    mean_BNH = background.query_sum / jnp.maximum(background.counted, 1)[:, None, None]
+    batch, priors, width = background.mean.shape
+    mean_BMH = jnp.mean(mean_BNH.reshape(batch, priors, -1, width), axis=2)  # [B, M, N / M, H]
+    return mean_BMH.astype(background.mean.dtype)
 
 
 def begin_answer(
-    background: Background,
-    store: AppendCache,
-    prompt: Int[Array, " B"],
-    rows: Bool[Array, " B"],
-    ctx: LayerContext,
+    background: Background, store: AppendCache, rows: Bool[Array, " B"], ctx: LayerContext
 ) -> Background:
-    """p0, lse0 and o0 over all keys of the rows whose prompt ends here; the others keep theirs."""
+    """mu_q, lse0 and o0 anew, over all keys of `rows`; the other rows keep theirs.
+
+    The queries and keys in the sums must be those of all tokens of the store.
+    """
     slots, kv_heads = store.k.shape[2], store.k.shape[1]
-    mean_B1NH = mean_query(background, prompt, store.k.dtype)[:, None]
-    logits_BNS = decode_logits(mean_B1NH, store.k, store.held(ctx), scale=ctx.scale)
-    top_BN1 = jnp.max(logits_BNS, axis=-1, keepdims=True)
-    top_BN1 = jnp.maximum(top_BN1, jnp.finfo(jnp.float32).min)
-    weights_BNS = jnp.exp(logits_BNS - top_BN1)
-    total_BN1 = jnp.sum(weights_BNS, axis=-1, keepdims=True)
+    mean_BMH = _mean_query(background)
+    logits_BMS = decode_logits(mean_BMH[:, None], store.k, store.held(ctx), scale=ctx.scale)
+    top_BM1 = jnp.max(logits_BMS, axis=-1, keepdims=True)
+    top_BM1 = jnp.maximum(top_BM1, jnp.finfo(jnp.float32).min)
+    weights_BMS = jnp.exp(logits_BMS - top_BM1)
+    total_BM1 = jnp.sum(weights_BMS, axis=-1, keepdims=True)
     # o0 stays in float32, which the doors of decode attention do not return for bfloat16 values.
-    weights_BKGS = weights_BNS.reshape(len(prompt), kv_heads, -1, slots).astype(store.v.dtype)
+    weights_BKGS = weights_BMS.reshape(len(rows), kv_heads, -1, slots).astype(store.v.dtype)
     sums_BKGH = jnp.einsum(
         "BKGS,BKSH->BKGH", weights_BKGS, store.v, preferred_element_type=jnp.float32
     )
-    out_BNH = sums_BKGH.reshape(mean_B1NH[:, 0].shape) / jnp.maximum(total_BN1, 1e-30)
-    lse_BN1 = jnp.where(total_BN1 > 0, top_BN1 + jnp.log(total_BN1), -jnp.inf)
-    out_B1NH, lse_B1N = ctx.seq_merge(out_BNH[:, None], lse_BN1.swapaxes(1, 2))
+    out_BMH = sums_BKGH.reshape(mean_BMH.shape) / jnp.maximum(total_BM1, 1e-30)
+    lse_BM1 = jnp.where(total_BM1 > 0, top_BM1 + jnp.log(total_BM1), -jnp.inf)
+    out_B1MH, lse_B1M = ctx.seq_merge(out_BMH[:, None], lse_BM1.swapaxes(1, 2))
     begun = dataclasses.replace(
-        background, logits=logits_BNS, lse=lse_B1N[:, 0], out=out_B1NH[:, 0]
+        background,
+        mean=mean_BMH,
+        lse=lse_B1M[:, 0],
+        out=out_B1MH[:, 0],
+        logits=None if background.logits is None else logits_BMS,
     )
     return where_rows(rows, begun, background)
+
+
+def count_token(
+    background: Background,
+    k: Float[Array, "B 1 K H"],
+    valid: Int[Array, " B"],
+    q: Float[Array, "B 1 N H"] | None = None,
+) -> Background:
+    """A generated token's rotated key joins mu_k, and its query the sum of the queries if given."""
+    new_B11 = (valid > 0)[:, None, None]
+
+    def added(total: Array, new: Array) -> Array:
+        return total + jnp.where(new_B11, new[:, 0].astype(jnp.float32), 0.0)
+
+    query_sum = background.query_sum if q is None else added(background.query_sum, q)
+    key_sum = added(background.key_sum, k)
+    return dataclasses.replace(
+        background, query_sum=query_sum, key_sum=key_sum, counted=background.counted + valid
+    )
 
 
 def grow(
     background: Background,
     k: Float[Array, "B 1 K H"],
     v: Float[Array, "B 1 K H"],
-    prompt: Int[Array, " B"],
-    slot: Int[Array, " B"],
     valid: Int[Array, " B"],
     ctx: LayerContext,
-    *,
-    mean_key: bool,
 ) -> Background:
-    """A generated token's own prior, in O(H) a head, as if it had been there from the start.
+    """lse0 and o0 with a generated token, of rotated key, as if it had been there from the start.
 
-    Args:
-      k: rotated.
-      slot: where the token stands.
-      mean_key: whether mu_k goes on to be the mean of all keys.
+    O(H) a head: mu_q stays what it is.
     """
-    group = background.logits.shape[1] // k.shape[2]
-    k_BNH, v_BNH = (jnp.repeat(x[:, 0], group, axis=1).astype(jnp.float32) for x in (k, v))
-    mean_BNH = mean_query(background, prompt, k.dtype).astype(jnp.float32)
-    logit_BN = ctx.scale * jnp.sum(mean_BNH * k_BNH, axis=-1)
-    lse_BN = jnp.logaddexp(background.lse, logit_BN)
-    before, now = jnp.exp(background.lse - lse_BN), jnp.exp(logit_BN - lse_BN)
-    out_BNH = before[..., None] * background.out + now[..., None] * v_BNH
-    new_B = valid > 0
-    counted_B, key_sum = background.counted, background.key_sum
-    if mean_key:
-        counted_B = counted_B + valid
-        key_sum = key_sum + jnp.where(new_B[:, None, None], k[:, 0].astype(jnp.float32), 0.0)
-    return dataclasses.replace(
-        background,
-        key_sum=key_sum,
-        counted=counted_B,
-        logits=_write(background.logits, logit_BN, slot, new_B, ctx),
-        lse=jnp.where(new_B[:, None], lse_BN, background.lse),
-        out=jnp.where(new_B[:, None, None], out_BNH, background.out),
+    assert background.logits is None
+    each = background.mean.shape[1] // k.shape[2]
+    k_BMH, v_BMH = (jnp.repeat(x[:, 0], each, axis=1).astype(jnp.float32) for x in (k, v))
+    logit_BM = ctx.scale * jnp.sum(background.mean.astype(jnp.float32) * k_BMH, axis=-1)
+    lse_BM = jnp.logaddexp(background.lse, logit_BM)
+    before, now = jnp.exp(background.lse - lse_BM), jnp.exp(logit_BM - lse_BM)
+    out_BMH = before[..., None] * background.out + now[..., None] * v_BMH
+    grown = dataclasses.replace(background, lse=lse_BM, out=out_BMH)
+    return where_rows(valid > 0, grown, background)
+
+
+def prior_of(background: Background, q: Float[Array, "B 1 N H"], ctx: LayerContext) -> Prior:
+    """The prior as this query sees it, for each query head."""
+    each = q.shape[2] // background.mean.shape[1]
+    query_BNH, lse_BN, out_BNH = (
+        jnp.repeat(x, each, axis=1) for x in (background.mean, background.lse, background.out)
     )
-
-
-def _write(
-    buffer: Float[Array, "B N S"],
-    new: Float[Array, "B N"],
-    slot: Int[Array, " B"],
-    rows: Bool[Array, " B"],
-    ctx: LayerContext,
-) -> Float[Array, "B N S"]:
-    """One slot of each of the rows, in place; nothing where another shard has the slot."""
-    batch, heads, slots = buffer.shape
-    local_B = local_slots(slot, slots, ctx)
-    mine_B = rows & (local_B >= 0)
-    if batch > 1 and platform() != "tpu":
-        # One past the end is what `drop` drops.
-        at_B1 = jnp.where(mine_B, local_B, slots)[:, None]
-        row_B1 = jnp.arange(batch)[:, None]
-        return buffer.at[row_B1, jnp.arange(heads), at_B1].set(new, mode="drop")
-
-    def write(row: Array | int, buffer: Array) -> Array:
-        # A scatter along the slots would make the TPU compiler copy the buffer.
-        at = (row, 0, jnp.maximum(local_B[row], 0))
-        old_1N1 = jax.lax.dynamic_slice(buffer, at, (1, heads, 1))
-        new_1N1 = jnp.where(mine_B[row], new[row][None, :, None], old_1N1)
-        return jax.lax.dynamic_update_slice(buffer, new_1N1, at)
-
-    return write(0, buffer) if batch == 1 else jax.lax.fori_loop(0, batch, write, buffer)
-
-
-def prior_of(
-    background: Background, q: Float[Array, "B 1 N H"], prompt: Int[Array, " B"], ctx: LayerContext
-) -> Prior:
-    """The prior as this query sees it."""
-    mean_BNH = mean_query(background, prompt, q.dtype).astype(jnp.float32)
     mean_key_BKH = background.key_sum / jnp.maximum(background.counted, 1)[:, None, None]
-    group = q.shape[2] // mean_key_BKH.shape[1]
-    away_BNH = q[:, 0].astype(jnp.float32) - mean_BNH
-    bias_BN = ctx.scale * jnp.sum(away_BNH * jnp.repeat(mean_key_BKH, group, axis=1), axis=-1)
-    return Prior(background.logits, background.lse, bias_BN)
+    mean_key_BNH = jnp.repeat(mean_key_BKH, q.shape[2] // mean_key_BKH.shape[1], axis=1)
+    away_BNH = q[:, 0].astype(jnp.float32) - query_BNH.astype(jnp.float32)
+    bias_BN = ctx.scale * jnp.sum(away_BNH * mean_key_BNH, axis=-1)
+    logits_BNS = background.logits
+    if logits_BNS is not None:
+        logits_BNS = jnp.repeat(logits_BNS, each, axis=1)
+    return Prior(query_BNH[:, None].astype(q.dtype), lse_BN, out_BNH, bias_BN, logits_BNS)
 
 
 def combine(
     chosen: Selected,
-    background: Background,
     prior: Prior,
     everything: Bool[Array, "B N"],
     *,
@@ -264,7 +255,7 @@ def combine(
     a, z = jnp.exp(exact - top), jnp.exp(whole - top)
     z_i = jnp.exp(chosen.prior_lse[:, 0] + prior.bias - top)
     residual = jnp.where(everything, 0.0, jnp.maximum(z - z_i, 0.0))
-    values = z[..., None] * background.out - z_i[..., None] * chosen.prior_out[:, 0]
+    values = z[..., None] * prior.out - z_i[..., None] * chosen.prior_out[:, 0]
     values = jnp.where(everything[..., None], 0.0, values)
     total = a + (residual if literal else lam * residual)
     safe = jnp.where(total > 0, total, 1.0)[..., None]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import AppendCache, append, empty_append_cache
+from jax_longctx.caches import AppendCache, append, empty_append_cache, where_rows
 from jax_longctx.contract import (
     CHUNK_ROWS,
     CacheShape,
@@ -33,7 +33,12 @@ from jax_longctx.methods.selectors import (
     Selector,
     check,
 )
-from jax_longctx.methods.sparse_decode import attend_selected, most_pages
+from jax_longctx.methods.sparse_decode import (
+    Selected,
+    attend_selected,
+    first_resident,
+    most_pages,
+)
 from jax_longctx.models.config import ModelConfig
 
 __all__ = [
@@ -74,12 +79,16 @@ def init_cache(method: Selector, shape: CacheShape) -> SelectiveCache | AppendCa
     """A plain cache in layers that stay exact."""
     if shape.layer < method.skip_layers or shape.window is not None:
         return empty_append_cache(shape)
+    resident = None
+    if method.resident_pages:
+        resident = jnp.zeros((shape.batch, shape.slots // method.page_size), bool)
     return SelectiveCache(
         empty_append_cache(shape),
         empty_digests(shape, method.page_size, method.summarise),
         jnp.zeros((shape.batch,), jnp.int32),
         jnp.zeros((shape.batch, shape.num_heads), jnp.int32),
         jnp.zeros((shape.batch,), jnp.int32),
+        resident,
     )
 
 
@@ -101,8 +110,7 @@ def attend(
     if segment.role == "decode":
         q, k, cache = append_token(method, q, k, v, cache, segment, ctx)
         chosen = attend_selected(method, q, cache, ctx)
-        cache = counted(cache, chosen.kept, segment)
-        return chosen.out, chosen.lse, cache
+        return chosen.out, chosen.lse, counted(cache, chosen, segment)
     return read_exactly(method, q, k, v, cache, segment, ctx)
 
 
@@ -119,7 +127,17 @@ def read_exactly(
     past_B = cache.store.length
     out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
     cache = dataclasses.replace(cache, store=store, prompt=store.length)
-    return out, lse, _refreshed(method, cache, past_B, q.shape[1], ctx)
+    cache = _refreshed(method, cache, past_B, q.shape[1], ctx)
+    if cache.resident is not None and segment.role == "query":
+        valid_B = segment.valid_of(CHUNK_ROWS)
+        last_B1 = jnp.maximum(valid_B - 1, 0)[:, None]
+        last_B1NH = jnp.take_along_axis(q, last_B1[..., None, None], axis=1)
+        rotated = ctx.rotate(last_B1NH, cache.store.position[:, None] - 1)
+        begun = first_resident(method, rotated, cache, ctx)
+        # The last segment of a question with tokens of a row is the one that counts.
+        resident_BP = where_rows(valid_B > 0, begun, cache.resident)
+        cache = dataclasses.replace(cache, resident=resident_BP)
+    return out, lse, cache
 
 
 def _refreshed(
@@ -151,11 +169,14 @@ def append_token(
     return q, k, _refreshed(method, cache, past_B, 1, ctx)
 
 
-def counted(cache: SelectiveCache, kept: Array, segment: Segment) -> SelectiveCache:
-    """The cache with one more step's kept tokens in its counters."""
+def counted(cache: SelectiveCache, chosen: Selected, segment: Segment) -> SelectiveCache:
+    """The cache with one more step's kept tokens in its counters, and the step's page cache."""
     valid_B = segment.valid_of(CHUNK_ROWS)
     return dataclasses.replace(
-        cache, kept=cache.kept + kept * valid_B[:, None], steps=cache.steps + valid_B
+        cache,
+        kept=cache.kept + chosen.kept * valid_B[:, None],
+        steps=cache.steps + valid_B,
+        resident=where_rows(valid_B > 0, chosen.resident, cache.resident),
     )
 
 
@@ -184,12 +205,12 @@ def read_bytes(method: Selector, cache: SelectiveCache | AppendCache, length: in
     else:
         scored = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.digests))
     slots = store.k.shape[2]
-    pages = most_pages(method, length, slots // method.page_size)
+    pages = method.resident_pages or most_pages(method, length, slots // method.page_size)
     tokens = min(pages * method.page_size + method.sink + method.local, length)
     # A group whose heads select alone reads a page once for each of them.
     times = cache.kept.shape[1] // store.k.shape[1] if method.granularity == "query_head" else 1
     keys = tokens * times * store.k.nbytes // slots
-    if method.allocation.startswith("psa"):
+    if method.allocation in ("psa-oracle", "psa-estimate", "psa-resa"):
         # The visited keys are read to see where to stop, then again.
         scored += keys + (store.k.nbytes if method.allocation == "psa-oracle" else 0)
     return scored + 2 * keys

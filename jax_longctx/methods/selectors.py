@@ -29,7 +29,15 @@ __all__ = [
 ]
 
 Granularity = Literal["query_head", "kv_head", "layer"]
-Allocation = Literal["uniform", "ada-floor", "ada-blend", "psa-oracle", "psa-estimate", "psa-resa"]
+Allocation = Literal[
+    "uniform",
+    "ada-floor",
+    "ada-blend",
+    "psa-oracle",
+    "psa-estimate",
+    "psa-digest",
+    "psa-resa",
+]
 Pools = Literal["mass", "scores"]
 
 
@@ -44,6 +52,7 @@ class SelectiveCache:
       prompt: tokens of context and question.
       kept: tokens attended in decode so far, summed over the steps, of each query head.
       steps: decode steps so far; `kept / steps` is the mean budget that was used.
+      resident: pages in the emulated page cache (`page_cache`); None without one.
     """
 
     store: AppendCache
@@ -51,6 +60,7 @@ class SelectiveCache:
     prompt: Int[Array, " B"] = axes_field("batch")
     kept: Int[Array, "B N"] = axes_field("batch", "heads")
     steps: Int[Array, " B"] = axes_field("batch")
+    resident: Bool[Array, "B P"] | None = axes_field("batch", "pages")
 
     def end_context(self) -> "SelectiveCache":
         """Remembers where the context ends, so that `rewind` can return there."""
@@ -82,10 +92,11 @@ class Selector(typing.Protocol):
       granularity: which heads select together.
       min_pages: least pages of a head.
       skip_layers: first layers that stay exact.
-      allocation: `uniform`; `ada-floor`, `ada-blend` (Ada-KV); `psa-oracle`, `psa-estimate`, and
-        for RESA `psa-resa` (PSA).
+      allocation: `uniform`; `ada-floor`, `ada-blend` (Ada-KV); `psa-oracle`, `psa-estimate`,
+        `psa-digest`, and for RESA `psa-resa` (PSA).
       alpha: share of the uniform budget that Ada-KV leaves to each head.
       epsilon: share of the attention at which PSA stops.
+      resident_pages: pages that an emulated page cache holds and attends; 0 for none.
       pools: whether heads that select together average `scores`, or their softmax (`mass`).
     """
 
@@ -115,6 +126,8 @@ class Selector(typing.Protocol):
     def alpha(self) -> float: ...
     @property
     def epsilon(self) -> float: ...
+    @property
+    def resident_pages(self) -> int: ...
 
     pools: ClassVar[Pools]
 
@@ -134,12 +147,20 @@ class Selector(typing.Protocol):
 class Prior(NamedTuple):
     """Logits that stand in for those that are not selected (RESA).
 
-    `logits + bias` is what a slot has for this query; `lse` is over all slots, without the bias.
+    A slot has scale query.k, or what `logits` says of it, and `bias` for this query.
+
+    Attributes:
+      query: RESA's mean query, in the queries' dtype.
+      lse, out: log-sum-exp over all slots and the softmax's output, float32; without the bias.
+      bias: float32.
+      logits: where not every slot has one, -inf there.
     """
 
-    logits: Float[Array, "B N S"]
+    query: Float[Array, "B 1 N H"]
     lse: Float[Array, "B N"]
+    out: Float[Array, "B N H"]
     bias: Float[Array, "B N"]
+    logits: Float[Array, "B N S"] | None
 
 
 class Span(NamedTuple):

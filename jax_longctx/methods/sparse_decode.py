@@ -9,23 +9,25 @@ Both parts merge by log-sum-exp. Over shards of the slots every shard scores its
 from the scores of all, and attends those that it holds.
 """
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, local_slots
 from jax_longctx.contract import LayerContext
-from jax_longctx.methods import budgets, psa
+from jax_longctx.methods import budgets, page_cache, psa
 from jax_longctx.methods.selectors import Prior, SelectiveCache, Selector, Span
 from pallas_kernels.lse import merge
-from pallas_kernels.select_large_k import select_large_k
+from pallas_kernels.select_large_k import select_large_k, select_mask
 from pallas_kernels.sparse_decode_attention import (
     flat_sparse_decode_attention,
     sparse_decode_attention,
 )
 
-__all__ = ["Selected", "attend_selected", "most_pages"]
+__all__ = ["Selected", "attend_selected", "first_resident", "most_pages"]
 
 
 class Selected(NamedTuple):
@@ -35,6 +37,7 @@ class Selected(NamedTuple):
       out, lse: of the query's own logits, [B,1,N,H] and [B,1,N].
       prior_out, prior_lse: of the prior's over the same tokens, float32; None without a prior.
       kept: how many tokens, of each query head.
+      resident: this shard's part of the page cache after the step; None without one.
     """
 
     out: Float[Array, "B 1 N H"]
@@ -42,13 +45,18 @@ class Selected(NamedTuple):
     prior_out: Float[Array, "B 1 N H"] | None
     prior_lse: Float[Array, "B 1 N"] | None
     kept: Int[Array, "B N"]
+    resident: Bool[Array, "B P"] | None = None
 
 
 class Lists(NamedTuple):
-    """Global pages, -1 for none: X lists a row, or with `heads` one list of kv head and page."""
+    """Global pages, -1 for none: X lists a row, or with `heads` one list of kv head and page.
+
+    `resident` is as in `Selected`.
+    """
 
     pages: Int[Array, "B X C"]
     heads: Int[Array, "B E"] | None
+    resident: Bool[Array, "B P"] | None = None
 
 
 def attend_selected(
@@ -61,13 +69,15 @@ def attend_selected(
     """The rotated query of the newest token against the fixed and the selected tokens."""
     store, page_size = cache.store, method.page_size
     span = selectable(method, store, ctx)
-    logits = None if prior is None else prior.logits
-    fixed = _attend_fixed(method, q, store, span, ctx, logits)
+    given: dict[str, Any] = {}
+    if prior is not None:
+        given = {"prior_query": prior.query} if prior.logits is None else {"prior": prior.logits}
+    fixed = _attend_fixed(method, q, store, span, ctx, given)
     lists = choose(method, q, cache, span, ctx, fixed, prior)
     local = local_slots(lists.pages, store.k.shape[2] // page_size, ctx)
     offset = ctx.seq_offset(store.k.shape[2])
     where = (span.start - offset, span.stop - offset)
-    how = {"page_size": page_size, "scale": ctx.scale, "prior": logits}
+    how: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale, **given}
     if lists.heads is None:
         chosen = sparse_decode_attention(q, store.k, store.v, local, *where, **how)
     else:
@@ -77,10 +87,10 @@ def attend_selected(
     parts = [chosen] if fixed is None else [fixed, chosen]
     out, lse = ctx.seq_merge(*merge([(part[0], part[1]) for part in parts]))
     kept_BN = _kept(lists, span, store, q.shape[2])
-    if prior is None:
-        return Selected(out, lse, None, None, kept_BN)
-    behind = ctx.seq_merge(*merge([(part[2], part[3]) for part in parts]))
-    return Selected(out, lse, *behind, kept_BN)
+    behind = (None, None)
+    if prior is not None:
+        behind = ctx.seq_merge(*merge([(part[2], part[3]) for part in parts]))
+    return Selected(out, lse, *behind, kept_BN, lists.resident)
 
 
 def selectable(method: Selector, store: AppendCache, ctx: LayerContext) -> Span:
@@ -104,9 +114,12 @@ def _attend_fixed(
     store: AppendCache,
     span: Span,
     ctx: LayerContext,
-    prior: Array | None,
+    prior: Mapping[str, Any],
 ) -> tuple[Array, ...] | None:
-    """This shard's part of the first and the last tokens; None where a method has no such."""
+    """This shard's part of the first and the last tokens; None where a method has no such.
+
+    `prior` are the arguments that say what RESA's prior is, if any.
+    """
     page = method.page_size if method.whole_pages else 1
     sink, local = -(-method.sink // page) * page, method.local + page - 1
     if sink + local == 0:
@@ -128,7 +141,7 @@ def _attend_fixed(
         zero_B + slots,
         page_size=1,
         scale=ctx.scale,
-        prior=prior,
+        **prior,
     )
 
 
@@ -178,8 +191,7 @@ def choose(
 ) -> Lists:
     """The pages to attend. `fixed` is this shard's attention over the fixed tokens."""
     scores_BNP = ctx.gather_seq(method.scores(q[:, 0], cache, ctx), axis=2)
-    candidate_B1P = (span.tokens > 0)[:, None]
-    scores_BNP = jnp.where(candidate_B1P, scores_BNP, -jnp.inf)
+    scores_BNP = jnp.where((span.tokens > 0)[:, None], scores_BNP, -jnp.inf)
     pages = span.tokens.shape[1]
     most = most_pages(method, pages * method.page_size, pages)
     count_B = jnp.minimum(page_counts(method, cache.prompt), most)
@@ -194,6 +206,14 @@ def choose(
         )
         return Lists(chosen[:, None], heads)
     ranked_BXP = _pooled(method, scores_BNP, span, kv_heads, ctx)
+    if cache.resident is not None:
+        earlier = dataclasses.replace(cache.store, length=cache.store.length - 1)
+        before = selectable(method, earlier, ctx)
+        held_BP = page_cache.held(cache.resident, span, before, ctx)
+        size = min(method.resident_pages, pages)
+        chosen_BC, held_BP = page_cache.recall(ranked_BXP[:, 0], held_BP, count_B, size)
+        lists_BKC = jnp.broadcast_to(chosen_BC[:, None], (len(count_B), kv_heads, size))
+        return Lists(lists_BKC, None, page_cache.local_part(held_BP, ctx))
     count_BX = jnp.broadcast_to(count_B[:, None], ranked_BXP.shape[:2])
     lists = select_large_k(ranked_BXP, count_BX, size=most)
     if method.allocation != "uniform":
@@ -201,6 +221,18 @@ def choose(
         candidates = psa.Candidates(scores_BNP, lists, count_BX, span)
         lists = psa.until_enough(method, q, cache.store, candidates, forced, prior, ctx)
     return Lists(lists, None)
+
+
+def first_resident(
+    method: Selector, q: Float[Array, "B 1 N H"], cache: SelectiveCache, ctx: LayerContext
+) -> Bool[Array, "B P"]:
+    """This shard's part of the page cache as the prompt's last rotated query leaves it."""
+    span = selectable(method, cache.store, ctx)
+    scores_BNP = ctx.gather_seq(method.scores(q[:, 0], cache, ctx), axis=2)
+    scores_BNP = jnp.where((span.tokens > 0)[:, None], scores_BNP, -jnp.inf)
+    ranked_BXP = _pooled(method, scores_BNP, span, cache.store.k.shape[1], ctx)
+    kept_BP = select_mask(ranked_BXP[:, 0], method.resident_pages)
+    return page_cache.local_part(kept_BP, ctx)
 
 
 def _pooled(

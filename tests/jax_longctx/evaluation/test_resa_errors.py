@@ -25,6 +25,14 @@ METHODS = {
         lambda_mode="paper_literal",
         **FIXED,
     ),
+    "ideal": Resa(
+        budget=12,
+        selector="ideal",
+        growth="rebuild",
+        rebuild_every=2,
+        prior_group="mean",
+        **FIXED,
+    ),
 }
 
 
@@ -51,7 +59,12 @@ def expected(engine, kind, method):
         mean_q = q[:prompt].mean(0)
         for t in range(prompt, len(text)):
             chosen = selected(kind, method.base, q[t], k[: t + 1, ::2], prompt)
-            mean_k = k[: t + 1 if method.growth == "append" else prompt].mean(0)
+            mean_k = k[: prompt if "fixed" in method.growth else t + 1].mean(0)
+            if method.growth == "rebuild":
+                new = (t + 1 - prompt) // method.rebuild_every * method.rebuild_every
+                mean_q = q[: prompt + new].mean(0)
+            if method.prior_group == "mean":
+                mean_q = np.repeat(mean_q.reshape(-1, 2, mean_q.shape[-1]).mean(1), 2, axis=0)
             exact = np.einsum("nh,snh->ns", q[t], k[: t + 1]) * 8**-0.5
             bias = ((q[t] - mean_q) * mean_k).sum(1) * 8**-0.5
             prior = np.einsum("nh,snh->ns", mean_q, k[: t + 1]) * 8**-0.5 + bias[:, None]
@@ -71,7 +84,9 @@ def expected(engine, kind, method):
     return np.mean(found, axis=0), np.mean(shares)
 
 
-@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize(
+    "kind", ["quest", "arkvale", pytest.param("ideal", marks=pytest.mark.thorough)]
+)
 def test_errors_equal_numpy(engine, kind):
     records = attention_errors(engine, TEXTS, [METHODS[kind]], queries=QUERIES)
     errors, share = expected(engine, kind, METHODS[kind])

@@ -56,7 +56,7 @@ class Step(NamedTuple):
     """Output `[B, N, H]` and its log-sum-exp, kept tokens `[B, N]`, scores `[B, N, P]`.
 
     Of RESA also outputs for LAMS `[B, N, 5, 2, H]`, normalized and as printed, and the prior's
-    logits `[B, N, S]`, bias and log-sum-exp `[B, N]`.
+    query `[B, N, H]`, bias and log-sum-exp `[B, N]`.
     """
 
     out: np.ndarray
@@ -64,7 +64,7 @@ class Step(NamedTuple):
     kept: np.ndarray
     scores: np.ndarray
     swept: np.ndarray
-    logits: np.ndarray
+    mean_q: np.ndarray
     bias: np.ndarray
     prior_lse: np.ndarray
 
@@ -118,7 +118,7 @@ def filled(base: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any) -> Any
         whole = shape.slots * ctx.seq_size
         digests = refresh(digests, base.summarise, store, zero, whole, base.page_size, ctx)
     kept = jnp.zeros(q.shape[:2], jnp.int32)
-    return selection.SelectiveCache(store, digests, prompts, kept, zero)
+    return selection.SelectiveCache(store, digests, prompts, kept, zero, None)
 
 
 def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_q: Any) -> Any:
@@ -134,29 +134,30 @@ def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_
         chosen = attend_selected(method, q[:, None], cache, ctx)
         none = [jnp.zeros(q.shape[:2])] * 4
         return chosen.out[:, 0], chosen.lse[:, 0], chosen.kept, scores, *none
-    background = residual.empty_background(layer_shape(q, k))
+    shared, masked = method.prior_group == "mean", method.growth == "frozen"
+    background = residual.empty_background(layer_shape(q, k), shared=shared, masked=masked)
     at = jnp.arange(slots) + ctx.seq_offset(slots)
     seen = jnp.where((at < lengths[:, None])[:, None, :, None], k, 0)
     background = dataclasses.replace(
         background,
-        query_sum=mean_q * prompts[:, None, None],
+        query_sum=mean_q * lengths[:, None, None],
         key_sum=ctx.psum_seq(jnp.sum(seen, axis=2)),
         counted=lengths,
     )
     rows = jnp.ones_like(lengths, bool)
-    background = residual.begin_answer(background, store, prompts, rows, ctx)
-    prior = residual.prior_of(background, q[:, None], prompts, ctx)
+    background = residual.begin_answer(background, store, rows, ctx)
+    prior = residual.prior_of(background, q[:, None], ctx)
     chosen = attend_selected(base, q[:, None], cache, ctx, prior)
     everything = chosen.kept == lengths[:, None]
 
     def combine(lam: float, literal: bool) -> Any:
-        return residual.combine(chosen, background, prior, everything, lam=lam, literal=literal)
+        return residual.combine(chosen, prior, everything, lam=lam, literal=literal)
 
     out, lse = combine(method.lam, method.lambda_mode == "paper_literal")
     swept = [
         jnp.stack([combine(lam, literal)[0][:, 0] for literal in (False, True)], 2) for lam in LAMS
     ]
-    shown = jnp.stack(swept, 2), ctx.gather_seq(prior.logits, 2), prior.bias, prior.lse
+    shown = jnp.stack(swept, 2), prior.query[:, 0], prior.bias, prior.lse
     return out[:, 0], lse[:, 0], chosen.kept, scores, *shown
 
 

@@ -41,7 +41,9 @@ CASES = {
         dataclasses.replace(IDEAL, budget=40, allocation="psa-estimate", epsilon=0.7),
         ONE,
     ),
+    "psa digest": (dataclasses.replace(PSA, allocation="psa-digest", epsilon=0.8), SEQ),
     "resa quest": (RESA, ONE),
+    "resa mean": (dataclasses.replace(RESA, prior_group="mean"), CUBE),
     "resa arkvale": (dataclasses.replace(RESA, selector="arkvale", granularity="layer"), SEQ),
     "resa ada": (
         dataclasses.replace(RESA, granularity="kv_head", allocation="ada-floor", alpha=0.4),
@@ -67,11 +69,13 @@ def row_of(given, row):
     return (x.astype(float) for x in (given.q[row], given.k[row, :n], given.v[row, :n]))
 
 
-def prior_of(given, row):
+def prior_of(given, row, group="query_head"):
     """p0 `[N, n]` and bias `[N]` of a row."""
     q, k, _ = row_of(given, row)
     k = np.repeat(k, len(q) // KV_HEADS, axis=1)
     mean_q = given.mean_q[row].astype(float)
+    if group == "mean":
+        mean_q = np.repeat(mean_q.reshape(KV_HEADS, -1, WIDTH).mean(1), len(q) // KV_HEADS, 0)
     p0 = np.einsum("nh,snh->ns", mean_q, k) * WIDTH**-0.5
     return p0, ((q - mean_q) * k.mean(0)).sum(1) * WIDTH**-0.5
 
@@ -87,7 +91,7 @@ def test_x22_a_step_equals_numpy_on_each_row_alone(name):
     got = step(method, GIVEN, sizes)
     shares = []
     for row in range(4):
-        prior = prior_of(GIVEN, row)
+        prior = prior_of(GIVEN, row, getattr(method, "prior_group", ""))
         q, k, v = row_of(GIVEN, row)
         prompt = int(GIVEN.prompts[row])
         kept = selected(kind_of(method), settings_of(method), q, k, prompt, prior)
@@ -156,6 +160,10 @@ BAD = [
     ("resa", {"lam": "1.5"}, "lam must be from 0 to 1, got 1.5"),
     ("resa", {"selector": "ideal", "page_size": "16"}, "page_size 16 is for quest and arkvale"),
     ("resa", {"budget": "0"}, "budget must be at least 1, got 0"),
+    ("resa", {"rebuild_every": "0"}, "rebuild_every must be at least 1, got 0"),
+    ("arkvale", {"resident": "512"}, "resident 512 must hold the budget of 1024 tokens"),
+    ("arkvale", {"resident": "4000", "ratio": "0.1"}, "a budget in tokens; got .* ratio 0.1"),
+    ("arkvale", {"resident": "4000", "granularity": "kv_head"}, "needs granularity layer"),
 ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.oracle import causal_attend, forward, rope
 
-__all__ = ["decode_logits", "page_score", "resa_output", "selected", "softmax_output"]
+__all__ = ["decode_logits", "page_cache", "page_score", "resa_output", "selected", "softmax_output"]
 
 
 def page_score(kind: str, digest: str, keys: np.ndarray, q: np.ndarray) -> float:
@@ -101,6 +101,50 @@ def selected(
     return kept
 
 
+def _page_means(settings: Any, q: np.ndarray, k: np.ndarray) -> dict[int, float]:
+    """Mean score over all heads of every page that may be selected."""
+    n, page, group = len(k), settings.page_size, len(q) // k.shape[1]
+    start, stop = _span(settings, n)
+    pages = [p for p in range(n) if max(p * page, start) < min((p + 1) * page, stop)]
+    return {
+        p: np.mean(
+            [
+                page_score(
+                    "arkvale", settings.digest, k[p * page : (p + 1) * page, h // group], q[h]
+                )
+                for h in range(len(q))
+            ]
+        )
+        for p in pages
+    }
+
+
+def page_cache(
+    settings: Any, q: np.ndarray, k: np.ndarray, cached: set[int] | None
+) -> tuple[set[int], np.ndarray]:
+    """ArkVale's page cache after a step, or after the prompt (None), and the kept keys `[N, n]`."""
+    room, page = settings.resident // settings.page_size, settings.page_size
+    means = _page_means(settings, q, k)
+    best = sorted(means, key=lambda p: (-means[p], p))
+    if cached is None:
+        cached = set(best[:room])
+    else:
+        entered = set(means) - set(_page_means(settings, q, k[:-1]))
+        cached = cached | entered
+        wanted = best[: max(settings.budget // page, settings.min_pages)]
+        for p in wanted:
+            cached.add(p)
+        for p in reversed(best):
+            if len(cached) > room and p not in wanted:
+                cached.discard(p)
+    kept = np.zeros(len(k), bool)
+    start, stop = _span(settings, len(k))
+    kept[:start] = kept[stop:] = True
+    for p in cached:
+        kept[max(p * page, start) : min((p + 1) * page, stop)] = True
+    return cached, np.repeat(kept[None], len(q), axis=0)
+
+
 def _lists(
     kind: str,
     settings: Any,
@@ -166,8 +210,10 @@ def _psa(settings, picks, scores, tokens, forced, weight, guess, given) -> list[
         mine = weight[inside].sum()
         if settings.allocation == "psa-oracle":
             enough = mine / weight.sum() >= settings.epsilon
-        elif settings.allocation == "psa-estimate":
+        elif settings.allocation in ("psa-estimate", "psa-digest"):
             rest = sum(guess[p] for p in range(len(tokens)) if p not in order[:t])
+            if settings.allocation == "psa-digest":
+                mine = weight[forced].sum() + sum(guess[p] for p in order[:t])
             enough = mine / (mine + rest) >= settings.epsilon
         else:
             rest = np.exp(given[~inside]).sum()
@@ -221,15 +267,21 @@ def decode_logits(
     group = config.num_heads // config.num_kv_heads
     keys: list[Any] = [None] * layers
     means: list[Any] = [None] * layers
+    asked: list[Any] = [None] * layers
+    cached: list[Any] = [None] * layers
     kept = np.zeros((layers, config.num_heads), int)
     residual = hasattr(method, "lam")
     settings = method.base if residual else method
+    resident = getattr(settings, "resident", None)
 
     def read(layer, q, k, v):
         at = np.arange(len(q))
         rotated = rope(k, at, theta)
         keys[layer] = [rotated, v]
-        means[layer] = rope(q, at, theta).mean(0), rotated.mean(0)
+        asked[layer] = list(rope(q, at, theta))
+        means[layer] = np.mean(asked[layer], axis=0), rotated.mean(0)
+        if resident:
+            cached[layer] = page_cache(settings, asked[layer][-1], rotated, None)[0]
         return causal_attend(theta)(layer, q, k, v)
 
     def step(layer, q, k, v):
@@ -243,14 +295,23 @@ def decode_logits(
         prior = None
         if residual:
             mean_q, mean_k = means[layer]
-            if method.growth == "append":
+            if method.growth in ("append", "rebuild"):
                 mean_k = k.mean(0)
+            asked[layer].append(q)
+            if method.growth == "rebuild" and (n + 1 - len(prompt)) % method.rebuild_every == 0:
+                mean_q = np.stack(asked[layer]).mean(0)
+                means[layer] = mean_q, mean_k
+            if method.prior_group == "mean":
+                mean_q = np.repeat(mean_q.reshape(-1, group, mean_q.shape[-1]).mean(1), group, 0)
             p0 = np.einsum("nh,snh->ns", mean_q, np.repeat(k, group, 1)) * q.shape[1] ** -0.5
             if method.growth == "frozen":
                 p0[:, len(prompt) :] = -np.inf
             bias = ((q - mean_q) * np.repeat(mean_k, group, 0)).sum(1) * q.shape[1] ** -0.5
             prior = p0, bias
-        chosen = selected(kind, settings, q, k, len(prompt), prior)
+        if resident:
+            cached[layer], chosen = page_cache(settings, q, k, cached[layer])
+        else:
+            chosen = selected(kind, settings, q, k, len(prompt), prior)
         kept[layer] += chosen.sum(1)
         if prior is None:
             return softmax_output(q, k, v, chosen)[None]
