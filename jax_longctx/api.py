@@ -172,17 +172,55 @@ class LongContext:
           stop_at_eos: whether the tokenizer's end-of-text ids do.
           on_text: called with (row, new text) as the answers arrive.
         """
-        return self._answer(
+        return self.ask_tokens(
             context,
             self._encode(_listed(questions)),
-            0.0,
-            sampling,
-            max_tokens,
-            stop,
-            self.tokenizer.eos_ids if stop_at_eos else (),
-            keep,
-            on_text,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+            stop_at_eos=stop_at_eos,
+            keep=keep,
+            on_text=on_text,
         )
+
+    def ask_tokens(
+        self,
+        context: Context,
+        rows: Sequence[Sequence[int]],
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int = 128,
+        stop: Sequence[str] = (),
+        stop_at_eos: bool = True,
+        keep: bool = True,
+        on_text: OnText | None = None,
+    ) -> list[Answer]:
+        """`ask` with questions that are token ids already."""
+        eos_ids = self.tokenizer.eos_ids if stop_at_eos else ()
+        readers = [_Reader(self.tokenizer, row, stop, eos_ids) for row in rows]
+        begun = time.perf_counter()
+        first = None
+        stream = self.engine.stream(
+            context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=eos_ids, keep=keep
+        )
+        # Closed whatever happens, also in `on_text`: the context gets its cache back.
+        with contextlib.closing(stream):
+            for block in stream:
+                first = first or time.perf_counter()
+                for row, (reader, tokens) in enumerate(zip(readers, block, strict=True)):
+                    text = reader.push(tokens)
+                    if text and on_text is not None:
+                        on_text(row, text)
+                if all(reader.finish for reader in readers):
+                    break
+        ended = time.perf_counter()
+        answers = []
+        for row, reader in enumerate(readers):
+            text = reader.flush()
+            if text and on_text is not None:
+                on_text(row, text)
+            answers.append(reader.answer((first or ended) - begun, ended - (first or ended)))
+        return answers
 
     def generate(
         self,
@@ -209,8 +247,17 @@ class LongContext:
             progress=progress,
         )
         seconds = time.perf_counter() - begun
-        eos = self.tokenizer.eos_ids if stop_at_eos else ()
-        return self._answer(context, last, seconds, sampling, max_tokens, stop, eos, False, on_text)
+        answers = self.ask_tokens(
+            context,
+            last,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+            stop_at_eos=stop_at_eos,
+            keep=False,
+            on_text=on_text,
+        )
+        return [dataclasses.replace(answer, prefill_seconds=seconds) for answer in answers]
 
     def save_context(self, context: Context, path: str | Path) -> None:
         """Writes a context to a new folder (see `jax_longctx.engine.context_io`)."""
@@ -223,51 +270,16 @@ class LongContext:
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.tokenizer.encode(text) for text in texts]
 
-    def _answer(
-        self,
-        context: Context,
-        rows: list[list[int]],
-        prefill_seconds: float,
-        sampling: Sampling | None,
-        max_tokens: int,
-        stop: Sequence[str],
-        eos_ids: Sequence[int],
-        keep: bool,
-        on_text: OnText | None,
-    ) -> list[Answer]:
-        readers = [_Reader(self.tokenizer, row, stop, eos_ids) for row in rows]
-        begun = time.perf_counter()
-        first = None
-        stream = self.engine.stream(
-            context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=eos_ids, keep=keep
-        )
-        # Closed whatever happens, also in `on_text`: the context gets its cache back.
-        with contextlib.closing(stream):
-            for block in stream:
-                first = first or time.perf_counter()
-                for row, (reader, tokens) in enumerate(zip(readers, block, strict=True)):
-                    text = reader.push(tokens)
-                    if text and on_text is not None:
-                        on_text(row, text)
-                if all(reader.finish for reader in readers):
-                    break
-        ended = time.perf_counter()
-        answers = []
-        for row, reader in enumerate(readers):
-            text = reader.flush()
-            if text and on_text is not None:
-                on_text(row, text)
-            answers.append(
-                reader.answer(prefill_seconds, (first or ended) - begun, ended - (first or ended))
-            )
-        return answers
-
 
 class _Reader:
     """One row's tokens as text, cut at the first stop string."""
 
     def __init__(
-        self, tokenizer: Tokenizer, after: list[int], stop: Sequence[str], eos_ids: Sequence[int]
+        self,
+        tokenizer: Tokenizer,
+        after: Sequence[int],
+        stop: Sequence[str],
+        eos_ids: Sequence[int],
     ):
         self.decoder = tokenizer.stream_decoder(after)
         self.stops = StopStrings(stop)
@@ -299,11 +311,11 @@ class _Reader:
         self.pieces.append(text)
         return text
 
-    def answer(self, prefill: float, first: float, decode: float) -> Answer:
+    def answer(self, first: float, decode: float) -> Answer:
         if self.stops.stopped:
             self.finish = "stop"
         return Answer(
-            "".join(self.pieces), self.tokens, self.finish or "length", prefill, first, decode
+            "".join(self.pieces), self.tokens, self.finish or "length", 0.0, first, decode
         )
 
 

@@ -13,6 +13,7 @@ import typer
 import typer.core
 
 from jax_longctx.cli.ask import ask
+from jax_longctx.cli.batch import batch
 from jax_longctx.cli.bench import bench_app
 from jax_longctx.cli.bench_decode import decode
 from jax_longctx.cli.convert import convert
@@ -74,7 +75,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (ask, generate, convert, methods, demo):
+for _command in (ask, generate, batch, convert, methods, demo):
     app.command()(_command)
 bench_app.command()(decode)
 app.add_typer(bench_app, name="bench")

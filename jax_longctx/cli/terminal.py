@@ -171,4 +171,7 @@ def _count(done: int, total: int, unit: str) -> str:
 
 def _rate(done: int, seconds: float, unit: str) -> str:
     rate = done / seconds if seconds > 0 else 0.0
-    return f"{shown_bytes(int(rate))}/s" if unit == "bytes" else f"{rate:,.0f} {unit}/s"
+    if unit == "bytes":
+        return f"{shown_bytes(int(rate))}/s"
+    # Of what takes seconds each, the first digits count.
+    return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"

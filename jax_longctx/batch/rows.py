@@ -1,0 +1,185 @@
+"""The rows of a batch: one JSON object a line, checked and turned into tokens.
+
+    {"prompt": "Once upon"}                                   continued as it is
+    {"context": "A text ...", "question": "Who?"}             one answer
+    {"file": "book.txt", "questions": ["Who?", "Where?"]}     several answers over one text
+
+and an "id" (text or a whole number) where the caller wants one. A row that cannot be used is a row
+with an `error`, which goes to its own line of the output.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jax_longctx.errors import InputError
+from jax_longctx.text import PromptLayout, Tokenizer
+
+__all__ = ["Job", "Row", "Source", "read_rows", "scan"]
+
+KEYS = ("id", "prompt", "context", "file", "question", "questions")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the input.
+
+    Attributes:
+      index: counts the rows; lines that are empty are none.
+      line: of the file, from 1.
+      id: the caller's, or None.
+      context, questions: token ids; one question unless the row has several.
+      kind: "prompt", "question" or "questions", which decides the shape of the output line.
+      error: why the row cannot be answered, else None.
+    """
+
+    index: int
+    line: int
+    id: str | int | None = None
+    context: tuple[int, ...] = ()
+    questions: tuple[tuple[int, ...], ...] = ()
+    kind: str = "prompt"
+    error: str | None = None
+
+    def head(self) -> dict[str, Any]:
+        """What every output line of this row begins with."""
+        return {"line": self.line} | ({} if self.id is None else {"id": self.id})
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one row of a batch computes: questions `first`, `first + 1` ... of an input row."""
+
+    row: int
+    first: int
+    context: tuple[int, ...]
+    questions: tuple[tuple[int, ...], ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context and its longest question."""
+        return len(self.context) + max(map(len, self.questions))
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The input file as it was found: number of rows, and SHA-256 of its bytes."""
+
+    path: Path
+    rows: int
+    sha256: str
+
+
+def scan(path: Path) -> Source:
+    """Counts the rows and takes the fingerprint. Raises InputError when it cannot be read."""
+    rows, digest = 0, hashlib.sha256()
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                digest.update(line)
+                rows += bool(line.strip())
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read: {error.strerror}; give a file of JSON lines"
+        ) from error
+    if not rows:
+        raise InputError(f'{path} holds no rows; give JSON lines such as {{"prompt": "..."}}')
+    return Source(path, rows, digest.hexdigest())
+
+
+def read_rows(
+    path: Path, tokenizer: Tokenizer, layout: PromptLayout, *, start: int = 0
+) -> Iterator[Row]:
+    """Every row from number `start` on, in order; files are relative to the input's folder."""
+    index = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            if index >= start:
+                yield _row(index, number, line, path.parent, tokenizer, layout)
+            index += 1
+
+
+def _row(
+    index: int, line: int, raw: bytes, folder: Path, tokenizer: Tokenizer, layout: PromptLayout
+) -> Row:
+    name: str | int | None = None
+    try:
+        fields = _fields(raw)
+        name = fields.get("id")
+        kind, context, questions = _parts(fields, folder, tokenizer, layout)
+    except InputError as error:
+        return Row(index=index, line=line, id=name, error=" ".join(str(error).split()))
+    return Row(index=index, line=line, id=name, kind=kind, context=context, questions=questions)
+
+
+def _fields(raw: bytes) -> dict[str, Any]:
+    try:
+        text = raw.decode("utf-8-sig")
+        fields = json.loads(text)
+        # Escapes may spell half of a surrogate pair, which is no text.
+        json.dumps(fields, ensure_ascii=False).encode("utf-8")
+    except UnicodeError as error:
+        raise InputError(f"the row is not UTF-8 text: {error!s:.120}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the row is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise InputError(f"the row is a JSON {type(fields).__name__}; expected an object")
+    if not isinstance(fields.get("id"), str | int | None) or isinstance(fields.get("id"), bool):
+        found = fields.pop("id")
+        raise InputError(f"id is {found!r:.80}; expected text or a whole number")
+    return fields
+
+
+def _parts(
+    fields: dict[str, Any], folder: Path, tokenizer: Tokenizer, layout: PromptLayout
+) -> tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Kind, context and questions."""
+    unknown = sorted(set(fields) - set(KEYS))
+    if unknown:
+        raise InputError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
+    given = {key for key in fields if key != "id"}
+    if given == {"prompt"}:
+        prompt = tokenizer.encode(_text(fields, "prompt"), bos=True)
+        # The last token is the question, as in `generate`.
+        return "prompt", tuple(prompt[:-1]), (tuple(prompt[-1:]),)
+    texts, asked = given & {"context", "file"}, given & {"question", "questions"}
+    if "prompt" in given or len(texts) != 1 or len(asked) != 1:
+        raise InputError(
+            f"the row has {', '.join(sorted(given)) or 'nothing'}; expected prompt, or one of "
+            f"context and file with one of question and questions"
+        )
+    document = _text(fields, "context") if "context" in texts else _file(fields, folder)
+    (kind,) = asked
+    questions = _questions(fields) if kind == "questions" else [_text(fields, "question")]
+    context = tokenizer.encode(layout.context(document), bos=True)
+    rows = (tuple(tokenizer.encode(layout.question(question))) for question in questions)
+    return kind, tuple(context), tuple(rows)
+
+
+def _text(fields: dict[str, Any], key: str) -> str:
+    value = fields[key]
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"{key} is {value!r:.80}; expected a text that is not empty")
+    return value
+
+
+def _questions(fields: dict[str, Any]) -> list[str]:
+    value = fields["questions"]
+    if not isinstance(value, list) or not value:
+        raise InputError(f"questions is {value!r:.80}; expected a list of texts")
+    return [_text({"questions": each}, "questions") for each in value]
+
+
+def _file(fields: dict[str, Any], folder: Path) -> str:
+    name = _text(fields, "file")
+    try:
+        return (folder / name).read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        # A name may hold a zero byte, a file something else than UTF-8.
+        reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+        raise InputError(f"file {name!r} cannot be read as text: {reason}") from error

@@ -1,0 +1,130 @@
+"""`jax-longctx batch`: many prompts and questions, JSON lines in, JSON lines out."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jax_longctx.cli import options
+from jax_longctx.cli.answers import AnswerOptions, per_second
+from jax_longctx.cli.terminal import Terminal
+from jax_longctx.errors import InputError
+
+if TYPE_CHECKING:
+    from jax_longctx.batch import BatchProgress
+
+__all__ = ["batch"]
+
+_BATCH = "Batch"
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="IN.jsonl",
+        help='Rows: {"prompt": ...}, or {"context": ..., "question": ...}, with "file" in place of '
+        'the context and "questions" as you like; an "id" comes back. Files are relative to the '
+        "folder of IN.jsonl.",
+        show_default=False,
+    ),
+]
+Output = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT.jsonl",
+        help="One line for each row, in the same order: answer, or error.",
+        show_default=False,
+    ),
+]
+Rows = Annotated[
+    int,
+    typer.Option(
+        help="Most rows that are computed together; fewer where memory asks for it.",
+        rich_help_panel=_BATCH,
+    ),
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="The checkpoint's chat template for questions, or a plain 'Question: ... Answer:'. "
+        "The template is used where there is one; prompts are continued as they are.",
+        rich_help_panel=_BATCH,
+        show_default=False,
+    ),
+]
+
+
+def batch(
+    source: Source,
+    output: Output,
+    *,
+    checkpoint: options.Checkpoint,
+    method: options.MethodName = None,
+    settings: options.Settings = None,
+    dtype: options.Dtype = None,
+    mesh: options.MeshSizes = None,
+    chunk: options.Chunk = 512,
+    rows: Rows = 8,
+    chat: Chat = None,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    repetition_penalty: options.Penalty = 1.0,
+    seed: options.Seed = 0,
+    stop: options.Stop = None,
+) -> None:
+    """Answer many prompts or questions, from JSON lines to JSON lines.
+
+    Rows of similar length are computed together and written in the order of the input, as they
+    come, to OUT.jsonl.partial, which is OUT.jsonl when all are done. Run the same command again
+    after an interruption or a kill: finished batches are not computed again.
+    A row that cannot be answered gets a line with "error".
+
+    [bold]Examples[/bold]
+
+        jax-longctx batch questions.jsonl answers.jsonl -c llama3 --rows 16
+
+        jax-longctx batch books.jsonl out.jsonl -c llama3 --mesh data=4,tensor=2 -m snapkv
+    """
+    sampling = options.make_sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    answers = AnswerOptions(sampling=sampling, max_tokens=max_tokens, stop=tuple(stop or ()))
+    if source.resolve() == output.resolve():
+        raise InputError(f"IN.jsonl and OUT.jsonl are both {source}; choose another output")
+    choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk)
+    terminal = Terminal()
+    from jax_longctx.batch import BatchOptions, run_batch
+
+    wanted = BatchOptions(rows=rows, chat=chat, **answers.arguments())
+    model = choice.open(terminal)
+    newest: list[BatchProgress] = []
+    with terminal.progress("answering", "rows", lambda: _moment(newest)) as update:
+
+        def progress(now: "BatchProgress") -> None:
+            if not newest and now.before:
+                terminal.note(f"going on: {now.before:,} of {now.total:,} rows are done")
+            newest.append(now)
+            del newest[:-1]
+            update(now.done, now.total - now.before)
+
+        outcome = run_batch(model, source, output, wanted, progress=progress)
+    if outcome is not None:
+        terminal.note(_closing(outcome, output))
+
+
+def _moment(newest: list["BatchProgress"]) -> str:
+    if not newest:
+        return ""
+    now = newest[-1]
+    return f"{per_second(now.tokens, now.seconds):,.0f} tokens/s, {now.errors:,} with an error"
+
+
+def _closing(outcome: "BatchProgress", output: Path) -> str:
+    if not outcome.done and outcome.before == outcome.total:
+        return f"{output} is complete already: {outcome.total:,} rows; remove it to begin anew"
+    rate = per_second(outcome.done, outcome.seconds)
+    return (
+        f"{outcome.done:,} rows in {outcome.seconds:.1f} s ({rate:.2g} rows/s, "
+        f"{per_second(outcome.tokens, outcome.seconds):,.0f} tokens/s), {outcome.errors:,} with an "
+        f"error; {outcome.total:,} rows in {output}"
+    )

@@ -1,0 +1,41 @@
+"""Rows are packed by length, in few shapes, within memory, and always the same way."""
+
+import random
+
+from jax_longctx.batch.packing import pack
+from jax_longctx.batch.rows import Job
+
+
+def job(row, length, questions=1):
+    return Job(row, 0, (1,) * length, ((2,) * 5,) * questions)
+
+
+def many(context, reserve):
+    return 1000
+
+
+def test_every_job_once_in_batches_of_like_lengths():
+    draw = random.Random(0)
+    jobs = [job(row, draw.randint(1, 40_000)) for row in range(200)]
+    batches = pack(jobs, 8, 64, many)
+    assert sorted(each.row for batch in batches for each in batch.jobs) == list(range(200))
+    for batch in batches:
+        longest = max(map(len, (each.context for each in batch.jobs)))
+        assert len(batch.jobs) <= batch.rows <= 8
+        assert all(2 * each.length >= longest for each in batch.jobs)
+        assert longest + 5 + 64 < batch.slots
+    # Of 200 lengths, a few shapes.
+    assert len({(batch.rows, batch.slots, batch.reserve) for batch in batches}) <= 35
+    shuffled = draw.sample(jobs, len(jobs))
+    assert pack(shuffled, 8, 64, many) == batches
+
+
+def test_memory_and_the_limit_bound_the_rows():
+    jobs = [job(row, 1000) for row in range(7)]
+    assert [len(b.jobs) for b in pack(jobs, 8, 64, lambda context, reserve: 3)] == [2, 2, 2, 1]
+    assert [b.rows for b in pack(jobs, 6, 64, many)] == [6, 1]
+    assert [b.rows for b in pack(jobs, 8, 64, lambda context, reserve: 0)] == [1] * 7
+    fits = []
+    pack(jobs, 8, 64, lambda context, reserve: fits.append((context, reserve)) or 8)
+    # What is asked of memory holds the longest row with its question and answer.
+    assert fits[0][0] >= 1000 and fits[0][1] >= 69

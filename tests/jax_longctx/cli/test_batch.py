@@ -1,0 +1,205 @@
+"""`batch`: what one row at a time gives, in order, with bad rows named; and again after a kill."""
+
+import json
+import os
+
+import pytest
+
+from jax_longctx.batch import journal as journal_module
+from tests.small_methods import small_method
+
+BOOK = "The pass key is 12345. Remember it. "
+ROWS = [
+    {"id": "a", "prompt": "The pass key is"},
+    {"id": 7, "context": BOOK * 5, "question": "Who?"},
+    {"file": "book.txt", "questions": ["Why?", "What is the pass key?"]},
+    {"prompt": "Remember it. " * 9},
+    {"id": "b", "context": BOOK, "questions": ["Where?"]},
+    {"prompt": "12"},
+]
+LIMIT = ("--rows", 4, "--max-tokens", 6)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def given(tmp_path, book):
+    """The input, beside the book that it names."""
+    return write(tmp_path / "in.jsonl", ROWS)
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def alone(tiny, row, folder):
+    """The texts that the library gives for each question of a row on its own."""
+    encode, layout = tiny.tokenizer.encode, tiny.layout()
+    if "prompt" in row:
+        tokens = encode(row["prompt"], bos=True)
+        context, asked = tokens[:-1], [tokens[-1:]]
+    else:
+        text = row.get("context") or (folder / row["file"]).read_text()
+        context = encode(layout.context(text), bos=True)
+        questions = row.get("questions", [row.get("question")])
+        asked = [encode(layout.question(question)) for question in questions]
+    found = []
+    for question in asked:
+        # In one shape, which costs a compilation less a row.
+        read = tiny.engine.prefill([context], reserve=128, capacity=256, questions=[question])
+        (answer,) = tiny.ask_tokens(read, [question], max_tokens=6, keep=False)
+        found.append(answer.text)
+    return found
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("snapkv", "citrus")]
+
+
+@pytest.mark.parametrize("method", ["full", *SLOW])
+def test_every_row_as_it_is_answered_alone(
+    run, loads, tiny, given, tmp_path, book, method, monkeypatch
+):
+    from jax_longctx.engine import Engine
+
+    base = tiny.engine
+    engine = Engine(base.config, base.params, small_method(method), base.mesh, chunk=64)
+    monkeypatch.setattr(tiny, "engine", engine)
+    out = tmp_path / "out.jsonl"
+    result = run("batch", given, out, "-c", "m", *LIMIT)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "" and "6 rows" in result.stderr and "tokens/s" in result.stderr
+    found = lines_of(out)
+    assert [line["line"] for line in found] == [1, 2, 3, 4, 5, 6]
+    assert [line.get("id") for line in found] == ["a", 7, None, None, "b", None]
+    for row, line in zip(ROWS, found, strict=True):
+        answers = line["answers"] if "questions" in row else [line]
+        assert [answer["answer"] for answer in answers] == alone(tiny, row, tmp_path)
+        assert all(answer["tokens"]["answer"] <= 6 for answer in answers)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.jsonl.")]
+
+
+def test_bad_rows_are_named_and_the_others_answered(run, loads, tiny, tmp_path):
+    given = tmp_path / "in.jsonl"
+    bad = {
+        "not json": "the row is not JSON",
+        "[1]": "a JSON list; expected an object",
+        '{"id": 1}': "the row has nothing",
+        '{"prompt": "x", "question": "y"}': "the row has prompt, question",
+        '{"prompt": ""}': "prompt is ''; expected a text",
+        '{"context": "x", "questions": []}': "questions is []",
+        '{"context": "x", "questions": ["y", 3]}': "questions is 3",
+        '{"file": "none.txt", "question": "y"}': "file 'none.txt' cannot be read as text: No such",
+        '{"promt": "x"}': "unknown key 'promt'",
+        '{"id": [1], "prompt": "x"}': "id is [1]",
+        '{"prompt": "\\ud800"}': "not UTF-8",
+    }
+    good = '{"id": "good", "prompt": "The pass"}'
+    given.write_text("\n\n".join([good, *bad, good]) + "\n")
+    out = tmp_path / "out.jsonl"
+    result = run("batch", given, out, "-c", "m", *LIMIT, "--rows", 1)
+    assert result.exit_code == 0, result.output
+    first, *wrong, last = lines_of(out)
+    (answer,) = tiny.generate("The pass", max_tokens=6)
+    assert first["answer"] == last["answer"] == answer.text
+    assert (first["line"], last["line"], last["id"]) == (1, 2 * len(bad) + 3, "good")
+    for line, message in zip(wrong, bad.values(), strict=True):
+        assert message in line["error"], line
+    assert wrong[2]["id"] == 1
+    assert "11 with an error" in result.stderr
+
+
+def test_a_row_that_does_not_fit_is_a_bad_row(run, loads, tiny, given, tmp_path, book, monkeypatch):
+    monkeypatch.setattr(tiny.engine, "memory_limit", 250_000)
+    rows = [*ROWS, {"id": "long", "prompt": BOOK * 100}]
+    out = tmp_path / "out.jsonl"
+    assert run("batch", write(given, rows), out, "-c", "m", *LIMIT).exit_code == 0
+    found = lines_of(out)
+    assert "a cache of" in found[-1]["error"] and found[-1]["id"] == "long"
+    for row, line in zip(ROWS, found, strict=False):
+        answers = line["answers"] if "questions" in row else [line]
+        assert [answer["answer"] for answer in answers] == alone(tiny, row, tmp_path)
+
+
+def killed_at(monkeypatch, count):
+    """The process dies at its `count`-th write to the disk, half of the bytes written."""
+    append, left = journal_module._append, [count]
+
+    def dying(file, lines):
+        left[0] -= 1
+        if left[0]:
+            return append(file, lines)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        os.write(file.fileno(), text.encode()[: len(text) // 2])
+        raise SystemError("killed")
+
+    monkeypatch.setattr(journal_module, "_append", dying)
+
+
+def test_a_run_that_was_killed_at_any_write_goes_on(run, loads, tiny, given, tmp_path, monkeypatch):
+    import jax_longctx.batch.run as module
+
+    # Two windows of two batches each.
+    monkeypatch.setattr(module, "WINDOW_BATCHES", 2)
+    given = write(given, [row for row in ROWS if "file" not in row][1:])
+    options = ("-c", "m", *LIMIT, "--rows", 1, "--temperature", 1.0)
+    whole = tmp_path / "whole.jsonl"
+    assert run("batch", given, whole, *options).exit_code == 0
+    computed = []
+    compute = module._compute
+    monkeypatch.setattr(module, "_compute", lambda *args: computed.append(1) or compute(*args))
+    writes = 0
+    for count in range(1, 100):
+        out = tmp_path / f"{count}.jsonl"
+        computed.clear()
+        with monkeypatch.context() as patch:
+            killed_at(patch, count)
+            result = run("batch", given, out, *options)
+        if result.exit_code == 0:
+            break
+        writes += 1
+        assert not out.exists()
+        assert run("batch", given, out, *options).exit_code == 0
+        assert out.read_bytes() == whole.read_bytes()
+        # At most the batch that was being written is computed again.
+        assert len(computed) <= 4 + 1
+    assert writes >= 8
+
+
+def test_other_options_do_not_go_on(run, loads, given, tmp_path, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        killed_at(patch, 2)
+        assert run("batch", given, out, "-c", "m", *LIMIT).exit_code == 1
+    result = run("batch", given, out, "-c", "m", *LIMIT, "--max-tokens", 7)
+    assert result.exit_code == 2
+    assert "was begun with max_tokens 6, now it is 7" in result.stderr
+    write(given, ROWS[1:])
+    result = run("batch", given, out, "-c", "m", *LIMIT)
+    assert result.exit_code == 2 and "was begun with input" in result.stderr
+
+
+def test_a_finished_output_is_left_alone(run, loads, given, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert run("batch", given, out, "-c", "m", *LIMIT).exit_code == 0
+    before = out.read_bytes()
+    again = run("batch", given, out, "-c", "m", *LIMIT)
+    assert again.exit_code == 0 and "complete already" in again.stderr
+    assert out.read_bytes() == before
+    write(given, ROWS[1:])
+    other = run("batch", given, out, "-c", "m", *LIMIT)
+    assert other.exit_code == 2 and "is not of this input" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "holds no rows"), (None, "cannot be read: No such file")]
+)
+def test_no_input(run, loads, tmp_path, text, message):
+    given = tmp_path / "in.jsonl"
+    if text is not None:
+        given.write_text(text)
+    result = run("batch", given, tmp_path / "out.jsonl", "-c", "m")
+    assert result.exit_code == 2 and message in result.stderr
+    assert list(tmp_path.iterdir()) == ([given] if text is not None else [])
