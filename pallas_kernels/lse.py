@@ -39,3 +39,11 @@ def merge(
     total = jnp.where(empty, 1.0, total)
     out = out / total[..., None]
     return out.astype(parts[0][0].dtype), jnp.where(empty, -jnp.inf, base + jnp.log(total))
+
+
+def side_by_side(
+    *parts: tuple[Float[Array, "B _ N H"], Float[Array, "B _ N"]],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """The attention of queries that follow each other, put together in their order."""
+    outs, lses = zip(*parts, strict=True)
+    return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)

@@ -129,7 +129,7 @@ class Engine:
             rows, len(contexts), slots, reserve, jnp.array(totals, jnp.int32), None, asked
         )
         caches = programs.init_caches(self.setup, len(rows), slots, reserve)
-        prompt = self._prompt("context", slots, context=rows, question=asked)
+        prompt = self.prompt("context", slots, context=rows, question=asked)
         caches = self._feed(caches, prompt, context, progress)
         context.caches = programs.finish_context(self.setup, caches, context.total, reserve)
         return context
@@ -259,7 +259,7 @@ class Engine:
         """Feeds the questions and chooses each row's first token."""
         batch, vocabulary = len(rows), self.config.vocab_size
         logits = jnp.zeros((batch, vocabulary), jnp.float32)
-        for segment in self.method.segments(self._prompt("question", 0, question=rows)):
+        for segment in self.method.segments(self.prompt("question", 0, question=rows)):
             run.caches, logits = programs.run_segment(
                 self.setup, self.params, run.caches, segment, context.total, logits, "last"
             )
@@ -334,7 +334,7 @@ class Engine:
         caches = programs.init_caches(self.setup, len(padded), slots, 0)
         totals = jnp.array(lengths, jnp.int32)
         pieces: list[list[np.ndarray]] = [[] for _ in rows]
-        for segment in self.method.segments(self._prompt("context", slots, context=padded)):
+        for segment in self.method.segments(self.prompt("context", slots, context=padded)):
             if segment.spread:
                 raise InputError(
                     "this method reads a text in parts side by side; it cannot score one"
@@ -374,7 +374,8 @@ class Engine:
                 answer.extend(new)
         return answers
 
-    def _prompt(self, stage: Stage, slots: int, **rows: Any) -> Prompt:
+    def prompt(self, stage: Stage, slots: int, **rows: Any) -> Prompt:
+        """What `Method.segments` is given of these rows, for caches of `slots`."""
         shards, vocabulary = self.mesh.shape["seq"], self.config.vocab_size
         return Prompt(stage, self.chunk, slots=slots, shards=shards, vocab_size=vocabulary, **rows)
 

@@ -15,6 +15,7 @@ from jax_longctx.methods.quest import Quest
 from jax_longctx.methods.reattention import ReAttention
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.resa import Resa
+from jax_longctx.methods.ring import Ring
 from jax_longctx.methods.roco import RoCo
 from jax_longctx.methods.settings import describe_method, make_from, method_settings
 from jax_longctx.methods.snapkv import SnapKV
@@ -38,6 +39,7 @@ __all__ = [
     "ReAttention",
     "RefreshKV",
     "Resa",
+    "Ring",
     "RoCo",
     "SnapKV",
     "StreamingLLM",
@@ -65,6 +67,7 @@ METHODS: dict[str, type] = {
     "arkvale": ArkVale,
     "ideal-topk": IdealTopK,
     "resa": Resa,
+    "ring": Ring,
 }
 
 

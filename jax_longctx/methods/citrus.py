@@ -36,6 +36,7 @@ from jax_longctx.contract import (
 )
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import eviction, instruction
+from pallas_kernels.lse import side_by_side
 
 __all__ = [
     "Attended",
@@ -133,13 +134,13 @@ class Citrus:
             valid_B = segment.valid_of(CHUNK_ROWS)
             q, k, v = (x[:, segment.group(CHUNK_ROWS).columns] for x in (q, k, v))
             out, lse, cache = eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-            return *instruction.side_by_side((out, lse), (probe.out, probe.lse)), cache
+            return *side_by_side((out, lse), (probe.out, probe.lse)), cache
         chunk = instruction.look(self, q, k, v, cache, segment, ctx, CHUNK_ROWS)
         cache = eviction.evict(
             self, cache, chunk, instruction.layer_scores(self, probe, chunk, ctx), segment
         )
         parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
-        return *instruction.side_by_side(*parts), cache
+        return *side_by_side(*parts), cache
 
     __post_init__ = check
     positions = instruction.positions

@@ -26,6 +26,7 @@ from jax_longctx.contract import (
     Stage,
 )
 from jax_longctx.methods import citrus, eviction, instruction
+from pallas_kernels.lse import side_by_side
 
 __all__ = ["CitrusIndividual", "ThreadCaches"]
 
@@ -92,7 +93,7 @@ class CitrusIndividual:
             eviction.evict(self, cache.task, joins, by_probe, segment),
         )
         parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
-        return *instruction.side_by_side(*parts), cache
+        return *side_by_side(*parts), cache
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> BudgetCache:
         """The task thread's cache alone."""

@@ -35,6 +35,7 @@ from jax_longctx.contract import (
 )
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import eviction, instruction
+from pallas_kernels.lse import side_by_side
 
 __all__ = ["H2OShared"]
 
@@ -89,7 +90,7 @@ class H2OShared:
         else:
             probe = instruction.look(self, q, k, v, cache, segment, ctx, INSTRUCTION_ROWS)
             parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
-            out, lse = instruction.side_by_side(*parts)
+            out, lse = side_by_side(*parts)
             mass_BKU = self._blend(chunk, probe)
         added = mass_BKU[..., None] / (q.shape[2] // k.shape[2])
         sums = eviction.accumulated(cache, added)

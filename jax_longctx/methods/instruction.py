@@ -25,7 +25,6 @@ __all__ = [
     "positions",
     "protocol",
     "segments",
-    "side_by_side",
     "with_tokens",
 ]
 
@@ -72,14 +71,6 @@ def look(
     columns = segment.group(rows).columns
     q, k, v = (x[:, columns] for x in (q, k, v))
     return eviction.look(method, q, k, v, cache, segment.valid_of(rows), ctx)
-
-
-def side_by_side(
-    *parts: tuple[Float[Array, "B _ N H"], Float[Array, "B _ N"]],
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """The attention of row groups, put together in the order of the segment's columns."""
-    outs, lses = zip(*parts, strict=True)
-    return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)
 
 
 def mass_on_cache(seen: eviction.Look) -> Float[Array, "B K C"]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import Prompt, Segment, decode_segment, step_variant
+from jax_longctx.contract import Segment, decode_segment, step_variant
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.capacity import bucket
 
@@ -49,12 +49,11 @@ def steps(
         )
         return Step(segment, caches, np.asarray(logits), segment.chunk_lengths)
 
-    for segment in engine.method.segments(Prompt("context", engine.chunk, contexts, asked)):
+    prompt = engine.prompt("context", slots, context=contexts, question=asked)
+    for segment in engine.method.segments(prompt):
         yield run(segment)
     caches = programs.finish_context(setup, caches, total, reserve)
-    for segment in engine.method.segments(
-        Prompt("question", engine.chunk, context=None, question=questions)
-    ):
+    for segment in engine.method.segments(engine.prompt("question", slots, question=questions)):
         yield run(segment)
     if engine.method.info.shrinks:
         caches = programs.finish_question(setup, caches, total, reserve=reserve)

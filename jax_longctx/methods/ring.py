@@ -1,0 +1,247 @@
+"""Ring Attention: exact attention whose context is spread over the shards of the slots.
+
+Liu et al. 2023, "Ring Attention with Blockwise Transformers", section 3. Every shard projects and
+keeps a run of the text; keys and values then go around the ring, from each shard to the next, and
+are attended where they pass; the parts are merged by log-sum-exp in float32. The whole context is
+one segment: a layer needs what all shards have computed of the layer below. Question and answer
+are read by full attention over the sharded cache: their partial results travel, no key does.
+
+In the order of the text the last shard attends to everything and the first to itself alone. With
+`order=zigzag` shard r holds pieces r and 2H - 1 - r of 2H, which makes every hop half the work for
+all; before they are cached, keys and values go back to the order of the text, one hop more.
+
+`hops` less than H - 1 cuts the ring: a shard sees itself and as many before it. 0 is attention
+within the shard alone, an ablation.
+
+Cost on H shards, text L: 2 N H L^2 / H multiplications and additions a layer for the last shard
+(about half with zigzag); H - 1 times a shard's keys and values received.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.caches import AppendCache
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    LayerContext,
+    MethodInfo,
+    Prompt,
+    Segment,
+    spread_segment,
+)
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods.full import Full
+from jax_longctx.methods.observation import refuse_windows
+from jax_longctx.models.config import ModelConfig
+from pallas_kernels.lse import merge, side_by_side
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
+
+__all__ = ["Ring"]
+
+Part = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring:
+    """Exact prefill around a ring of shards.
+
+    Attributes:
+      order: which pieces of the text a shard computes.
+      hops: how often keys and values are sent on; -1 is all the way around.
+    """
+
+    order: Literal["contiguous", "zigzag"] = "contiguous"
+    hops: int = -1
+
+    info: ClassVar[MethodInfo] = MethodInfo(
+        summary="exact attention, the context spread over the devices, keys sent around a ring",
+        source="Liu et al. 2023, section 3",
+        phase="prefill",
+        query_aware=False,
+        keeps_all=True,
+        needs_question=False,
+        append_only=True,
+    )
+
+    def __post_init__(self) -> None:
+        if self.hops < -1:
+            raise ConfigError(f"ring: hops must be -1 (all) or at least 0, got {self.hops}")
+        if self.hops >= 0 and self.order == "zigzag":
+            raise ConfigError(
+                "ring: hops counts the pieces before a shard's own, which order=zigzag does not "
+                "have; set order=contiguous"
+            )
+
+    def validate(self, config: ModelConfig) -> None:
+        refuse_windows("ring", config)
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        if prompt.stage == "question":
+            return Full().segments(prompt)
+        rows, shards = prompt.context or (), prompt.shards
+        if not any(rows):
+            return ()
+        size = prompt.slots // shards
+        ends = np.array([len(row) > 0 for row in rows])
+        if self.order == "contiguous":
+            parts = [[row[s * size : (s + 1) * size] for s in range(shards)] for row in rows]
+        else:
+            half = size // 2
+            piece = [[row[i * half : (i + 1) * half] for i in range(2 * shards)] for row in rows]
+            parts = [[[*p[s], *p[2 * shards - 1 - s]] for s in range(shards)] for p in piece]
+        return (spread_segment(parts, size, ends),)
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: AppendCache,
+        segment: Segment,
+        ctx: LayerContext,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], AppendCache]:
+        if not segment.spread:
+            return Full().attend(q, k, v, cache, segment, ctx)
+        size, dtype = q.shape[1], q.dtype
+        length_B = ctx.psum_seq(segment.valid_of(CHUNK_ROWS))
+        index_T = _positions(size, ctx, zigzag=self.order == "zigzag")
+        at_BT = jnp.broadcast_to(index_T, q.shape[:2])
+        q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
+        keys, values = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+        if self.order == "contiguous":
+            out, lse = self._contiguous(q, k, v, (keys, values), length_B, ctx)
+        else:
+            out, lse = _zigzag(q, k, v, (keys, values), length_B, ctx)
+            keys, values = (_in_order(x, ctx) for x in (keys, values))
+        store = dataclasses.replace(
+            cache,
+            k=keys.astype(cache.k.dtype),
+            v=values.astype(cache.v.dtype),
+            length=length_B,
+            position=length_B,
+        )
+        return out.astype(dtype), lse, store
+
+    def _contiguous(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        here: tuple[Array, Array],
+        length: Array,
+        ctx: LayerContext,
+    ) -> Part:
+        """Shard r attends itself, then shards r - 1, r - 2, ... as their keys come by."""
+        size, rank, shards = q.shape[1], ctx.seq_index, ctx.seq_size
+        found = _wide(causal_attention(q, k, v, scale=ctx.scale))
+        hops = shards - 1 if self.hops < 0 else min(self.hops, shards - 1)
+        for hop in range(1, hops + 1):
+            here = _passed_on(here, ctx)
+            source = rank - hop
+            held_B = jnp.clip(length - source * size, 0, size)
+            found = _with(found, source >= 0, q, here, held_B, ctx)
+        return found
+
+    # The storage is full attention's.
+    init_cache = Full.init_cache
+    finish = Full.finish
+    fork = Full.fork
+    read_bytes = Full.read_bytes
+
+
+def _positions(size: int, ctx: LayerContext, *, zigzag: bool) -> Int[Array, " T"]:
+    """Where this shard's tokens stand in the text."""
+    index_T, rank = jnp.arange(size), ctx.seq_index
+    if not zigzag:
+        return rank * size + index_T
+    half = size // 2
+    last = (2 * ctx.seq_size - 1 - rank) * half
+    return jnp.where(index_T < half, rank * half + index_T, last + index_T - half)
+
+
+def _wide(part: Part) -> Part:
+    """A partial result that is merged in float32, as many times as there are shards."""
+    out, lse = part
+    return out.astype(jnp.float32), lse
+
+
+def _passed_on(kv: tuple[Array, Array], ctx: LayerContext) -> tuple[Array, Array]:
+    """The keys and values of the shard before, which sent on its own."""
+    onward = [(s + 1) % ctx.seq_size for s in range(ctx.seq_size)]
+    k, v = (ctx.send_seq(x, onward) for x in kv)
+    return k, v
+
+
+def _with(
+    found: Part, sees: Array, q: Array, kv: tuple[Array, Array], held: Array, ctx: LayerContext
+) -> Part:
+    """`found` and the attention to the first `held[b]` of these keys, if this shard sees them."""
+
+    def attend() -> Part:
+        return merge([found, cache_attention(q, *kv, held, scale=ctx.scale)])
+
+    # No collective within: a shard that sees nothing does nothing.
+    return jax.lax.cond(sees, attend, lambda: found)
+
+
+def _zigzag(
+    q: Array, k: Array, v: Array, here: tuple[Array, Array], length: Array, ctx: LayerContext
+) -> Part:
+    """Pieces r and 2H - 1 - r here; from every other shard half of the products is due."""
+    half, rank, shards = q.shape[1] // 2, ctx.seq_index, ctx.seq_size
+
+    def held(piece: Array) -> Array:
+        return jnp.clip(length - piece * half, 0, half)
+
+    # In the order of the text within the shard: what is causal in slots is causal.
+    low, high = (
+        _wide(causal_attention(*(x[:, part] for x in (q, k, v)), scale=ctx.scale))
+        for part in (slice(0, half), slice(half, None))
+    )
+    first_k, first_v = (x[:, :, :half] for x in here)
+    more = cache_attention(q[:, half:], first_k, first_v, held(rank), scale=ctx.scale)
+    found = side_by_side(low, merge([high, more]))
+
+    for hop in range(1, shards):
+        here = _passed_on(here, ctx)
+        source = (rank - hop) % shards
+
+        def from_before(found: Part = found, here: Part = here, source: Array = source) -> Part:
+            """All queries see the first piece of a shard before, none its last."""
+            k, v = (x[:, :, :half] for x in here)
+            return merge([found, cache_attention(q, k, v, held(source), scale=ctx.scale)])
+
+        def from_behind(found: Part = found, here: Part = here, source: Array = source) -> Part:
+            """The last piece's queries see both pieces of a shard behind, the others none."""
+            held_B = held(source) + held(2 * shards - 1 - source)
+            out, lse = found
+            low, high = (out[:, :half], lse[:, :half]), (out[:, half:], lse[:, half:])
+            more = cache_attention(q[:, half:], *here, held_B, scale=ctx.scale)
+            return side_by_side(low, merge([high, more]))
+
+        found = jax.lax.cond(source < rank, from_before, from_behind)
+    return found
+
+
+def _in_order(x: Float[Array, "B K S H"], ctx: LayerContext) -> Float[Array, "B K S H"]:
+    """Zigzag pieces of keys or values in the order of the text: shard d gets pieces 2d, 2d + 1.
+
+    Of pieces r and 2H - 1 - r exactly one is even, and no two shards send their even piece (nor
+    their odd one) to the same shard: two permutations.
+    """
+    shards, half = ctx.seq_size, x.shape[2] // 2
+    low, high = x[:, :, :half], x[:, :, half:]
+    low_is_even = ctx.seq_index % 2 == 0
+    even, odd = jnp.where(low_is_even, low, high), jnp.where(low_is_even, high, low)
+    pieces = [(r, 2 * shards - 1 - r) for r in range(shards)]
+    moved = [
+        ctx.send_seq(part, [next(p for p in own if p % 2 == parity) // 2 for own in pieces])
+        for parity, part in enumerate((even, odd))
+    ]
+    return jnp.concatenate(moved, axis=2)

@@ -1,0 +1,136 @@
+"""Ring Attention against numpy and full attention, on meshes of up to 8 devices (spec: R1-R6)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.engine import programs
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import Full, make_method
+from jax_longctx.methods.ring import Ring
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy, weighted_values
+from tests.support import random_rows, tiny_config, tiny_engine
+
+# Beyond three shards of four; an odd length within the second; within the first; one token.
+CONTEXTS = random_rows([450, 201, 77, 1])
+QUESTIONS = random_rows([3, 2, 20, 1], seed=1)
+ANSWERS = random_rows([3] * 4, seed=2)
+
+
+def engine_of(mesh, **settings):
+    return tiny_engine(Ring(**settings), mesh=make_mesh(*mesh), chunk=16)
+
+
+@functools.cache
+def expected():
+    """Logits `[B, 4, V]` of each row's question's last token and of its answer."""
+    engine = tiny_engine()
+    params = to_numpy(jax.device_get(engine.params))
+    rows = [[*a, *b, *c] for a, b, c in zip(CONTEXTS, QUESTIONS, ANSWERS, strict=True)]
+    attend = causal_attend(engine.config.rope.theta)
+    return np.stack([forward(engine.config, params, row, attend)[-4:] for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "order"),
+    [
+        ((1, 4, 1), "contiguous"),
+        ((1, 4, 1), "zigzag"),
+        pytest.param((2, 2, 2), "zigzag", marks=pytest.mark.slow),
+        *(
+            pytest.param(mesh, order, marks=pytest.mark.thorough)
+            for mesh in [(1, 1, 1), (1, 2, 1), (2, 2, 2), (1, 8, 1)]
+            for order in ("contiguous", "zigzag")
+            if (mesh, order) != ((2, 2, 2), "zigzag")
+        ),
+    ],
+)
+def test_r1_r2_r4_it_is_full_attention(mesh, order):
+    """Also in ragged rows that end within a shard; keys lie where one device has them."""
+    engine = engine_of(mesh, order=order)
+    context = engine.prefill(CONTEXTS, reserve=40)
+    plain = tiny_engine(Full(), chunk=64).prefill(CONTEXTS, reserve=40)
+    for ours, theirs in zip(context.caches, plain.caches, strict=True):
+        for row, tokens in enumerate(CONTEXTS):
+            for name in "kv":
+                held = (np.asarray(getattr(x, name))[row, :, : len(tokens)] for x in (ours, theirs))
+                np.testing.assert_allclose(*held, atol=2e-5)
+    seen = list(steps(engine, CONTEXTS, QUESTIONS, ANSWERS))
+    for column, step in enumerate(seen[-3:], start=1):
+        np.testing.assert_allclose(last_logits(step), expected()[:, column], atol=1e-4)
+    for row, length in enumerate(len(question) for question in QUESTIONS):
+        asked = [step for step in seen if step.segment.role == "query" and step.valid[row]]
+        np.testing.assert_allclose(last_logits(asked[-1])[row], expected()[row, 0], atol=1e-4)
+        assert sum(step.valid[row] for step in asked) == length
+
+
+@pytest.mark.parametrize("hops", [0, 1, 2])
+def test_r3_a_cut_ring_sees_itself_and_the_shards_before(hops):
+    engine = engine_of((1, 4, 1), hops=hops)
+    row = CONTEXTS[0]
+    context = engine.prefill([row], reserve=8)
+    size = context.slots // 4
+    theta, keys = engine.config.rope.theta, []
+
+    def attend(layer, q, k, v):
+        at = np.arange(len(q))
+        near = at[:, None] // size - at // size <= hops
+        visible = (at[:, None] >= at) & near
+        keys.append(rope(k, at, theta))
+        return weighted_values(probabilities(rope(q, at, theta), keys[-1], visible), v)
+
+    forward(engine.config, to_numpy(jax.device_get(engine.params)), row, attend)
+    for cache, mine in zip(context.caches, keys, strict=True):
+        held = np.asarray(cache.k)[0, :, : len(row)].swapaxes(0, 1)
+        np.testing.assert_allclose(held, mine, atol=1e-4)
+
+
+@pytest.mark.parametrize(("order", "back"), [("contiguous", 0), ("zigzag", 2)])
+def test_r6_keys_and_values_are_sent_once_less_than_there_are_shards(order, back):
+    """In zigzag order twice more, back to the order of the text."""
+    engine = engine_of((1, 4, 1), order=order)
+    setup = engine.setup
+    caches = programs.abstract_caches(setup, 1, 512, 8)
+    (segment,) = setup.method.segments(engine.prompt("context", 512, context=[[1] * 300]))
+    total = jax.ShapeDtypeStruct((1,), jnp.int32)
+    lowered = programs.run_segment.lower(setup, engine.params, caches, segment, total, None, "none")
+    layer = lowered.as_text().count("collective_permute")
+    # One function that all layers call.
+    assert layer == 2 * (3 + back)
+
+
+def test_a_context_can_be_empty_or_hold_an_empty_row():
+    engine = engine_of((1, 2, 1))
+    for contexts in ([[]], [[], CONTEXTS[1]]):
+        context = engine.prefill(contexts, reserve=8)
+        assert context.caches[0].length.tolist() == [len(row) for row in contexts]
+        assert list(engine.stream(context, [[5]] * len(contexts), max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"hops": "-2"}, "ring: hops must be -1 (all) or at least 0, got -2"),
+        ({"hops": "1", "order": "zigzag"}, "set order=contiguous"),
+        ({"order": "spiral"}, "expected one of contiguous, zigzag"),
+    ],
+)
+def test_bad_settings_are_refused(settings, said):
+    with pytest.raises(ConfigError) as error:
+        make_method("ring", settings)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_sliding_window_is_refused():
+    with pytest.raises(ConfigError, match=r"ring: .* sliding window of 16"):
+        Ring().validate(tiny_config(windows=(None, 16)))
+
+
+def test_logits_of_a_text_are_refused():
+    with pytest.raises(Exception, match="cannot score one"):
+        engine_of((1, 2, 1)).score([CONTEXTS[1]])
