@@ -24,6 +24,12 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def device_kind() -> str:
+    """The kind of device traced for, as JAX names it."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def select(
     operation: str,
     asked: str | None,

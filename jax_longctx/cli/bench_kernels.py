@@ -8,6 +8,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.terminal import Terminal
+from jax_longctx.errors import InputError
 
 __all__ = ["kernels"]
 
@@ -24,6 +25,14 @@ def kernels(
         Path | None,
         typer.Option(help="Write kernels.json, kernels.md and kernels.png to this folder."),
     ] = None,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Try the kernels' configurations first and write the quickest to this device's "
+            "table, in the folder that JAX_LONGCTX_TUNING names or else in the package's.",
+        ),
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Time every kernel on this device, random bfloat16 inputs.
@@ -33,11 +42,15 @@ def kernels(
     [bold]Example[/bold]
 
         jax-longctx bench kernels --only decode_attention --out results
+
+        JAX_LONGCTX_TUNING=tables jax-longctx bench kernels --tune --only topk_scores
     """
     from jax_longctx.bench.kernels import run
     from jax_longctx.bench.kernels_report import markdown, plot
 
     terminal = Terminal(as_json=as_json)
+    if tune:
+        _tune(terminal, only=only, shrink=shrink, repeats=repeats)
     result = run(only=only, shrink=shrink, repeats=repeats, say=terminal.note)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -48,3 +61,22 @@ def kernels(
         terminal.record(result)
     else:
         terminal.write(markdown(result))
+
+
+def _tune(terminal: Terminal, *, only: str, shrink: int, repeats: int) -> None:
+    """Measure, and keep of the table what was not measured now."""
+    from jax_longctx.bench.kernels_tune import tune
+    from pallas_kernels import dispatch, tuning
+
+    kind = dispatch.device_kind()
+    path = tuning.path_of(kind)
+    try:
+        table = {operation: dict(entries) for operation, entries in tuning.read(path).items()}
+    except tuning.TuningError as error:
+        raise InputError(str(error)) from error
+    found = tune(only=only, shrink=shrink, repeats=repeats, say=terminal.note)
+    for operation, entries in found.items():
+        table.setdefault(operation, {}).update(entries)
+    tuning.write(path, kind, table)
+    count = sum(len(entries) for entries in found.values())
+    terminal.note(f"{count} configurations written to {path}")

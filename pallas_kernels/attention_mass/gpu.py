@@ -33,6 +33,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
+from pallas_kernels.tuning import configured, shape_class
 
 # Columns of a wgmma's result that one thread quad holds side by side: sums are kept for each.
 _LANES = 8
@@ -47,6 +48,13 @@ class Config:
     warpgroups: int = 3
     queries: int = 128
     stages: int = 2
+
+
+# What `bench kernels --tune` tries, the default first.
+CONFIGS = tuple(
+    Config(warpgroups=n, queries=queries, stages=stages)
+    for n, queries, stages in ((3, 128, 2), (2, 128, 2), (2, 128, 3), (3, 64, 3), (3, 64, 4))
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +112,12 @@ def attention_mass(
     """The mass of every slot below its row's length and 0 elsewhere; see the door's docstring."""
     if squares:
         raise NotImplementedError(f"attention_mass: {unsupported(q, k, squares)}")
-    config = Config() if config is None else config
     batch, queries = q.shape[:2]
     kv_heads = k.shape[1]
+    if config is None:
+        heads, each = batch * kv_heads, queries * q.shape[2] // kv_heads
+        shapes = dict(head_dim=k.shape[3], rows=each, heads=heads, slots=k.shape[2])
+        config = configured("attention_mass", shape_class(**shapes), CONFIGS)
     if over_group == "first":
         group = q.shape[2] // kv_heads
         q, lse = q[:, :, ::group], lse[:, :, ::group]

@@ -40,6 +40,7 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper
 from pallas_kernels import hopper_attention as streaming
 from pallas_kernels.common import window_start
+from pallas_kernels.tuning import configured, shape_class
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 256  # lines of the plan that find place in shared memory
@@ -54,6 +55,14 @@ class Config:
     stages: int = 3
     per_processor: int = 1
     begin: int = 1
+
+
+# What `bench kernels --tune` tries, the default first.
+CONFIGS = (
+    Config(),
+    *(Config(begin=begin) for begin in (0, 2, 4)),
+    *(Config(block=64, stages=6, begin=begin) for begin in (1, 2)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +144,11 @@ def decode_attention(
     if window is not None:
         # The first slot that query 0 sees; query t sees from t slots later.
         low_B = window_start(query_start) - slot_start - window + 1
-    config = Config() if config is None else config
     q_BKRH = hopper.pack_rows(q, k.shape[1])
+    if config is None:
+        batch, kv_heads, rows, head_dim = q_BKRH.shape
+        shapes = dict(head_dim=head_dim, rows=rows, heads=batch * kv_heads, slots=k.shape[2])
+        config = configured("decode_attention", shape_class(**shapes), CONFIGS)
     job = _Job(
         batch=k.shape[0],
         kv_heads=k.shape[1],

@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from pallas_kernels import hopper
 from pallas_kernels.select_large_k import xla
+from pallas_kernels.tuning import configured, shape_class
 
 # Blocks of threads of a cluster: as many as every Hopper GPU lets work together.
 _TILES = 8
@@ -34,6 +35,17 @@ _THREADS = 128
 # Keys of one load of a thread, and those that it can keep in registers.
 _VECTOR, _KEPT = 4, 128
 _SIGN = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Whether the border is found by the kernel, or else as in XLA's form."""
+
+    kernel: bool = True
+
+
+# What `bench kernels --tune` tries, the default first.
+CONFIGS = (Config(), Config(kernel=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +82,9 @@ def _kth_best(
 ) -> UInt32[Array, " R"]:
     """A number that at least k keys reach and at most k pass; 0 where there are fewer keys."""
     rows, slots = key.shape
+    config = configured("select_large_k", shape_class(rows=rows, slots=slots), CONFIGS)
+    if not config.kernel:
+        return xla.kth_best_by_digits(key, k)
     share = pl.cdiv(slots, _TILES)
     chunks = pl.cdiv(share, _THREADS * _KEPT)
     whole = _THREADS * _VECTOR

@@ -40,6 +40,7 @@ from pallas_kernels.sparse_decode_attention.lists import (
     results_of,
     rows_of,
 )
+from pallas_kernels.tuning import configured, shape_class
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
 BLOCK = 128
@@ -48,6 +49,17 @@ _PAGE_SIZES = (8, 16, 32, 64, 128)
 # that TMA copies, and in as many as one copy takes.
 _ID_LINE, _ID_LINES = 4, 256
 _STAGES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The fewest steps of a worker: a shorter piece costs more to merge than it saves."""
+
+    least: int = 1
+
+
+# What `bench kernels --tune` tries, the default first.
+CONFIGS = tuple(Config(least=least) for least in (1, 2, 4, 8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +169,11 @@ def _attend_lists(
     splits = max(hopper.processors() // (batch * lists), pl.cdiv(length, _ID_LINE * _ID_LINES), 1)
     # Pieces begin at whole lines of ids.
     whole = max(1, _ID_LINE * page_size // BLOCK)
-    share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
+    shapes = dict(head_dim=k.shape[3], lists=batch * lists, page=page_size, pages=length)
+    config = configured("sparse_decode_attention", shape_class(**shapes), CONFIGS)
+    most = min(steps, _ID_LINES * _ID_LINE * page_size // BLOCK)
+    share = max(pl.cdiv(steps, min(splits, steps)), min(config.least, most))
+    share = pl.cdiv(share, whole) * whole
     job = _Job(
         lists=lists,
         kv_heads=k.shape[1],

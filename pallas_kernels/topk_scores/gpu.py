@@ -41,6 +41,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.topk_scores.gpu_rescore import BLOCK, block_scores
+from pallas_kernels.tuning import configured, shape_class
 
 # Keys of a step, and of a block whose best score alone is ranked. A thread of a wgmma holds columns
 # c and c + 1 of every 8: with the keys of a tile laid out block-minor, the maximum over a block is
@@ -58,6 +59,12 @@ class Config:
 
     warpgroups: int = 2
     stages: int = 5
+
+
+# What `bench kernels --tune` tries, the default first.
+CONFIGS = tuple(
+    Config(warpgroups=n, stages=stages) for n, stages in ((2, 5), (1, 5), (1, 6), (2, 4), (3, 4))
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +111,12 @@ def topk_scores(
     """The `count` best slots of [start, stop) within [0, S]; see the door's docstring."""
     if tile_best is not None:
         raise NotImplementedError(f"topk_scores: {unsupported(q, k, count, tile_best)}")
-    config = Config() if config is None else config
     q_BKRH = hopper.pack_rows(q, k.shape[1])
     rows = q_BKRH.shape[2]
+    if config is None:
+        heads = k.shape[0] * k.shape[1]
+        shapes = dict(head_dim=k.shape[3], rows=rows, heads=heads, slots=k.shape[2], best=count)
+        config = configured("topk_scores", shape_class(**shapes), CONFIGS)
     if rows <= hopper.ROWS:
         config = Config(warpgroups=1, stages=config.stages)
     row_tiles = pl.cdiv(rows, hopper.ROWS * config.warpgroups)
