@@ -19,12 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import param_infos
 from train_cpt.attention import Pattern
 
-__all__ = ["device_peak", "text_flops"]
+__all__ = ["device_peak", "step_rates", "text_flops"]
 
 # Dense bfloat16 FLOP/s of one device, as JAX counts devices, from the makers' data sheets.
 DATA_SHEETS = {
@@ -54,6 +55,23 @@ def text_flops(config: ModelConfig, pattern: Pattern, length: int) -> int:
     pairs += tail * min(pattern.budget, prefix)
     width = config.num_heads * config.head_dim
     return 6 * weights * length + 12 * width * config.num_layers * pairs
+
+
+def step_rates(
+    config: ModelConfig,
+    pattern: Pattern,
+    mesh: Mesh,
+    dtype: str,
+    shape: tuple[int, ...],
+    seconds: float,
+) -> dict[str, float]:
+    """Tokens a second and MFU of a step on `shape` = (A, B, T) tokens."""
+    peak, _ = device_peak(mesh.devices.flat[0], dtype)
+    flops = math.prod(shape[:-1]) * text_flops(config, pattern, shape[-1])
+    return {
+        "tokens_per_second": round(math.prod(shape) / seconds, 1),
+        "mfu": float(f"{flops / (seconds * mesh.size * peak):.4g}"),
+    }
 
 
 def device_peak(device: Any, dtype: str) -> tuple[float, str]:

@@ -37,7 +37,7 @@ from train_cpt.attention import check_attention
 from train_cpt.checkpoints import Best, Checkpoints
 from train_cpt.data import Windows, batches
 from train_cpt.dev_loss import dev_losses
-from train_cpt.flops import device_peak, text_flops
+from train_cpt.flops import step_rates
 from train_cpt.metrics import metrics_log, partial_of, replace_file
 from train_cpt.perplexity import parse_method
 from train_cpt.processes import (
@@ -50,7 +50,7 @@ from train_cpt.processes import (
 )
 from train_cpt.step import Setup, TrainState, abstract_state, init_state, train_step
 
-__all__ = ["CHECKPOINTS", "VERSIONS", "LoopConfig", "Outcome", "train"]
+__all__ = ["CHECKPOINTS", "VERSIONS", "LoopConfig", "Outcome", "step_program", "train"]
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 
@@ -165,7 +165,7 @@ def train(
 
 
 @functools.lru_cache(maxsize=4)
-def _step_program(setup: Setup, shape: tuple[int, ...]) -> Any:
+def step_program(setup: Setup, shape: tuple[int, ...]) -> Any:
     """The compiled step: its first run takes no longer than the others."""
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=text_sharding(setup.mesh))
     return train_step.lower(setup, abstract_state(setup), tokens).compile()
@@ -176,23 +176,14 @@ def _advance(
 ) -> tuple[TrainState, dict[str, Any]]:
     """The state after step `number`, and its line of metrics."""
     placed = place_texts(setup.mesh, tokens)
-    run = _step_program(setup, placed.shape)
+    run = step_program(setup, placed.shape)
     begun = time.perf_counter()
     state, metrics = run(state, placed)
     # Reading the numbers waits for the step.
     values = {name: float(value) for name, value in metrics.items()}
     seconds = time.perf_counter() - begun
-    texts = placed.shape[0] * placed.shape[1]
-    flops = texts * text_flops(setup.config, setup.pattern, placed.shape[2])
-    devices = setup.mesh.devices
-    peak, _ = device_peak(devices.flat[0], setup.dtype)
-    return state, {
-        "step": number,
-        **values,
-        "tokens_per_second": round(placed.size / seconds, 1),
-        "mfu": float(f"{flops / (seconds * devices.size * peak):.4g}"),
-        "peak_bytes": peak_memory(),
-    }
+    rates = step_rates(setup.config, setup.pattern, setup.mesh, setup.dtype, placed.shape, seconds)
+    return state, {"step": number, **values, **rates, "peak_bytes": peak_memory()}
 
 
 def _own_batches(loop: LoopConfig, setup: Setup, windows: Windows) -> Any:

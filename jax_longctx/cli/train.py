@@ -1,4 +1,4 @@
-"""`jax-longctx train`: continued pretraining, plots of it, and what it did for each method."""
+"""`jax-longctx train`: continued pretraining, its plots and speed, and what it did for methods."""
 
 import contextlib
 import json
@@ -53,6 +53,16 @@ def train(
             show_default=False,
         ),
     ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Of several processes: where the first one listens; or 'auto', where the cluster "
+            "tells (SLURM, TPU pods).",
+        ),
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="How many there are.")] = None,
+    process: Annotated[int | None, typer.Option(help="Which one this is, from 0.")] = None,
 ) -> None:
     """Continue the pretraining of a checkpoint on long texts.
 
@@ -72,9 +82,10 @@ def train(
     if config is None:
         # A subcommand follows; without one there is help.
         return
+    _join(coordinator, processes, process)
     with _needs_extra():
         from train_cpt.config import read_config
-        from train_cpt.run import BEST, MODEL, run_config
+        from train_cpt.run import run_config
     settings = read_config(config)
     terminal = Terminal()
     newest: dict[str, Any] = {}
@@ -85,8 +96,13 @@ def train(
             update(step, steps)
 
         outcome = run_config(settings, note=terminal.note, progress=progress)
-    loss = f", {_moment(newest)}" if newest else ""
-    output, best = settings.run.output, outcome.best
+    _report(outcome, newest, settings.run.output, terminal)
+
+
+def _report(outcome: Any, newest: dict[str, Any], output: Path, terminal: Terminal) -> None:
+    from train_cpt.run import BEST, MODEL
+
+    loss, best = f", {_moment(newest)}" if newest else "", outcome.best
     if outcome.ended != "done":
         terminal.note(f"ended after step {outcome.step}{loss}, saved; run again to go on")
         return
@@ -95,6 +111,28 @@ def train(
         terminal.note(
             f"step {best.step} had the lowest dev loss, {best.dev_loss:.4f}: {output / BEST}"
         )
+
+
+def _join(coordinator: str | None, processes: int | None, process: int | None) -> None:
+    """Makes this process one of several; before anything else of JAX."""
+    if coordinator is None:
+        if processes is not None or process is not None:
+            raise InputError("--processes and --process need --coordinator HOST:PORT")
+        return
+    named = coordinator != "auto"
+    if named and (processes is None or process is None or not 0 <= process < processes):
+        raise InputError(
+            f"--coordinator {coordinator} needs --processes and --process below it, "
+            f"got {processes} and {process}"
+        )
+    import jax
+
+    try:
+        jax.distributed.initialize(coordinator if named else None, processes, process)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the processes did not meet: {str(error).splitlines()[0]:.300}"
+        ) from error
 
 
 def _moment(line: dict[str, Any]) -> str:
@@ -209,3 +247,78 @@ def collect(
     with terminal.progress("collecting", "folders") as update:
         documents, characters = run(folders, out, progress=update)
     terminal.note(f"{out}: {documents:,} documents, {characters:,} characters")
+
+
+@train_app.command()
+def bench(
+    model: Annotated[str, typer.Option(help="Shape of a published model.")] = "llama-3.2-1b",
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 8192,
+    rows: Annotated[int, typer.Option(min=1, help="Texts of a step, over all devices.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps; the median counts.")] = 5,
+    tail: Annotated[int, typer.Option(help="Last tokens that attend sparsely.")] = 0,
+    remat: Annotated[str, typer.Option(help="What layers keep: none, dots or full.")] = "none",
+    loss_chunk: Annotated[int, typer.Option(help="Tokens whose logits are held.")] = 2048,
+    mesh: options.MeshSizes = None,
+    peer: Annotated[
+        bool, typer.Option(help="Also run transformers and PyTorch on one GPU.")
+    ] = True,
+    out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
+) -> None:
+    """Tokens a second, MFU and peak memory of a training step, random weights.
+
+    MFU = (6 P T + 12 N H L pairs) a text / (seconds a text x devices x peak): P matmul weights, T
+    tokens, L layers of N heads of width H, pairs of query and key that meet.
+
+    [bold]Example[/bold]
+
+        jax-longctx train bench --model llama-3.2-1b --length 8192 --rows 4
+    """
+    with _needs_extra():
+        from train_cpt.attention import Pattern
+        from train_cpt.bench import run
+        from train_cpt.step import OptimizerConfig, Setup
+    from jax_longctx.sharding import make_mesh, parse_mesh
+
+    sizes: dict[str, Any] = dict(parse_mesh(mesh or ""))
+    kept: Any = remat
+
+    def setup_of(config: Any) -> Any:
+        return Setup(
+            config=config,
+            mesh=make_mesh(**sizes),
+            optimizer=OptimizerConfig(steps=1000),
+            pattern=Pattern(tail=tail),
+            remat=kept,
+            loss_chunk=loss_chunk,
+        )
+
+    terminal = Terminal()
+    result = run(
+        model,
+        setup_of,
+        remat=kept,
+        length=length,
+        rows=rows,
+        steps=steps,
+        with_peer=peer,
+        say=terminal.note,
+    )
+    if out is not None:
+        _replace(out, json.dumps(result, indent=1))
+    _show(result, terminal)
+
+
+def _show(result: dict[str, Any], terminal: Terminal) -> None:
+    for name in ("ours", "transformers"):
+        row = result[name]
+        if row is not None:
+            terminal.write(
+                f"{name}: {row['seconds']:.3f} s a step, {row['tokens_per_second']:,.0f} tokens/s, "
+                f"MFU {row['mfu']:.1%}, peak {shown_bytes(row['peak_bytes'])}\n"
+            )
+    terminal.write(
+        f"{result['devices']} x {result['device']}, {result['model']}, "
+        f"{result['ours']['rows']} texts of {result['length']:,} tokens; "
+        f"peak {result['peak_flops'] / 1e12:,.0f} TFLOP/s a device ({result['peak_source']}), "
+        f"jax {result['jax']}\n"
+    )

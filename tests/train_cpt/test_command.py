@@ -12,42 +12,14 @@ import checkpoints_convert
 from jax_longctx.cli.main import app
 from jax_longctx.models.checkpoint import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
-from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
-
-CONFIG = """
-[run]
-checkpoint = "{folder}/model"
-output = "{folder}/run"
-dtype = "float32"
-[data]
-directory = "{folder}/data"
-sources = ["{folder}/texts"]
-length = 16
-shares = [1, 0, 0]
-[pattern]
-tail = 4
-budget = 3
-[optimizer]
-steps = 2
-warmup = 0
-learning_rate = 0.01
-[loop]
-rows = 2
-"""
+from tests.train_cpt.tiny_files import write_tiny
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A converted checkpoint, texts, and a run's configuration."""
     folder = tmp_path_factory.mktemp("command")
-    config = hf_config("llama-tied-biased", num_hidden_layers=1)
-    write_checkpoint(folder / "hf", config, random_state(config))
-    checkpoints_convert.convert(str(folder / "hf"), folder / "model")
-    (folder / "texts").mkdir()
-    for number in range(4):
-        (folder / "texts" / f"{number}.txt").write_text(f"text {number} " * 5)
-    (folder / "texts" / "short.md").write_text("short")
-    (folder / "run.toml").write_text(CONFIG.format(folder=folder))
+    write_tiny(folder)
     return folder
 
 

@@ -1,30 +1,32 @@
 """The same run in one process and in two."""
 
-import json
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.models.checkpoint import load_params
 from jax_longctx.sharding import make_mesh
-from tests.train_cpt.tiny_run import STEPS, lines_of, prepare_tiny, run_distributed
+from tests.train_cpt.tiny_files import run_interrupted, write_tiny
+from train_cpt.metrics import read_metrics
 from train_cpt.processes import on_first, own_part, own_rows, part_of
 
 ROOT = Path(__file__).parents[2]
 
 
-PROCESSES = 2
+PROCESSES, STEPS = 2, 4
 
 
 def run_in_processes(folder):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.train_cpt.distributed_run", folder, PROCESSES, port]
+    command = [sys.executable, "-m", "tests.train_cpt.tiny_files", folder, PROCESSES, port]
     started = [
         subprocess.Popen(
             [*map(str, command), str(process)], cwd=ROOT, stderr=subprocess.PIPE, text=True
@@ -38,16 +40,32 @@ def run_in_processes(folder):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
-    found = []
-    for name, run in (("one", run_distributed), ("two", run_in_processes)):
-        prepare_tiny(tmp_path / name / "data")
-        run(tmp_path / name)
-        found.append([json.loads(line) for line in lines_of(tmp_path / name / "run")])
-        assert (tmp_path / name / "run" / "checkpoints" / str(STEPS)).is_dir()
-    assert [line["step"] for line in found[1]] == [*range(1, STEPS + 1)]
+    write_tiny(tmp_path)
+    text = (tmp_path / "run.toml").read_text().replace('"float32"', '"float32"\nmesh = "{mesh}"')
+    text = text.replace("steps = 2", f"steps = {STEPS}").replace("[1, 0, 0]", "[0.85, 0.15, 0]")
+    text += "evaluate_every = 2\n"
+    runs = []
+    for name, run in (
+        ("one", lambda folder: run_interrupted(folder / "run.toml")),
+        ("two", run_in_processes),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        changed = text.replace("{mesh}", "data=2,tensor=2")
+        for made in ("run", "data"):
+            changed = changed.replace(f'"{tmp_path}/{made}"', f'"{folder}/{made}"')
+        (folder / "run.toml").write_text(changed)
+        run(folder)
+        runs.append(folder / "run")
+    lines = [read_metrics(run) for run in runs]
+    assert [line["step"] for line in lines[1]] == [*range(1, STEPS + 1)]
     for name in ("loss", "gradient_norm", "dev_loss"):
-        curves = [[line[name] for line in lines if name in line] for lines in found]
+        curves = [[line[name] for line in found if name in line] for found in lines]
         np.testing.assert_allclose(*curves, rtol=1e-5)
+        assert curves[0]
+    weights = [load_params(run / "model", make_mesh()) for run in runs]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *weights)
+    assert (runs[1] / "loss.png").exists()
 
 
 def test_one_process_holds_all_texts_and_fails_as_itself():

@@ -5,7 +5,6 @@ killed at random moments, and fails unless both end the same to the last bit. Py
 imports once: each attempt is a fork of a process in which JAX has not begun.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -62,44 +61,12 @@ def tiny_params():
     return init_params(tiny_config(num_layers=1), make_mesh())
 
 
-def run_tiny(
-    folder,
-    data,
-    *,
-    loop=LOOP,
-    facts=FACTS,
-    progress=None,
-    make_params=tiny_params,
-    mesh=(1, 1, 1),
-):
-    setup = tiny_setup(mesh)
+def run_tiny(folder, data, *, loop=LOOP, facts=FACTS, progress=None, make_params=tiny_params):
+    setup = tiny_setup()
     windows, dev = (
         open_windows(data, split, length=LENGTH, tokenizer="letters") for split in ("train", "dev")
     )
     return train(loop, setup, make_params, windows, dev, folder, facts=facts, progress=progress)
-
-
-def run_distributed(folder):
-    """The run on four devices, in as many processes as there are; evaluated and resumed."""
-    mesh = (2, 1, 2)
-
-    def params():
-        return init_params(tiny_config(num_layers=1), make_mesh(*mesh))
-
-    stopped = []
-
-    def progress(step, steps, line):
-        # One process alone is told to stop; all must.
-        if step == 5 and jax.process_index() == jax.process_count() - 1 and not stopped:
-            stopped.append(step)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    loop = dataclasses.replace(LOOP, evaluate_every=6)
-    how = {"loop": loop, "make_params": params, "mesh": mesh, "progress": progress}
-    first = run_tiny(folder / "run", folder / "data", **how)
-    assert (first.step, first.ended) == (5, "terminated")
-    second = run_tiny(folder / "run", folder / "data", **how)
-    assert (second.step, second.ended) == (STEPS, "done")
 
 
 def digest(state):

@@ -1,0 +1,124 @@
+"""Speed of a training step: tokens a second, MFU, peak memory; random weights and tokens.
+
+Baseline: a plain training step of transformers and PyTorch on the same device
+(`train_cpt.transformers_peer`), run in a process of its own before JAX takes the memory.
+"""
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_longctx.errors import InputError
+from jax_longctx.memory import peak_memory
+from jax_longctx.models.llama import init_params
+from jax_longctx.models.presets import PRESETS, preset
+from train_cpt.flops import device_peak, step_rates
+from train_cpt.forward import Remat
+from train_cpt.loop import step_program
+from train_cpt.processes import place_texts
+from train_cpt.step import Setup, init_state
+
+__all__ = ["measure", "peer", "run"]
+
+
+def measure(setup: Setup, length: int, rows: int, steps: int) -> dict[str, Any]:
+    """Median seconds of `steps` steps on `rows` texts, after one that is not counted."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, setup.config.vocab_size, (1, rows, length)).astype(np.int32)
+    placed = place_texts(setup.mesh, tokens)
+    begun = time.perf_counter()
+    step = step_program(setup, placed.shape)
+    compiled = time.perf_counter() - begun
+    state = init_state(setup, init_params(setup.config, setup.mesh, dtype=jnp.float32))
+    times = []
+    for _ in range(steps + 1):
+        begun = time.perf_counter()
+        state, metrics = step(state, placed)
+        loss = float(metrics["loss"])
+        times.append(time.perf_counter() - begun)
+    seconds = statistics.median(times[1:])
+    rates = step_rates(setup.config, setup.pattern, setup.mesh, setup.dtype, placed.shape, seconds)
+    return {
+        "rows": rows,
+        "remat": setup.remat,
+        "loss_chunk": setup.loss_chunk,
+        "pattern": dataclasses.asdict(setup.pattern),
+        "mesh": dict(setup.mesh.shape),
+        "seconds": seconds,
+        **rates,
+        "peak_bytes": peak_memory(),
+        "compile_seconds": round(compiled, 1),
+        "loss": loss,
+    }
+
+
+def peer(model: str, length: int, rows: int, steps: int, checkpoint: bool) -> dict[str, Any]:
+    """What `train_cpt.transformers_peer` prints; raises InputError where it cannot run."""
+    command = [sys.executable, "-m", "train_cpt.transformers_peer"]
+    command += ["--config", json.dumps(PRESETS[model]), "--length", str(length)]
+    command += ["--rows", str(rows), "--steps", str(steps)]
+    command += ["--checkpoint"] if checkpoint else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "Error" in line]
+        reason = said[-1] if said else f"exit status {done.returncode}"
+        raise InputError(
+            f"the transformers baseline failed: {reason:.300}; lower --rows or leave it out "
+            f"(--no-peer)"
+        )
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def run(
+    model: str,
+    setup_of: Callable[[Any], Setup],
+    *,
+    remat: Remat,
+    length: int,
+    rows: int,
+    steps: int,
+    with_peer: bool,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Measures our step, and the baseline's beside it; JSON-able.
+
+    Args:
+      model: a preset's name.
+      setup_of: what to compile for, given the model's configuration; called when the baseline is
+        done with the device.
+      remat: of `setup_of`; where it is not "none", the baseline checkpoints too.
+    """
+    baseline: dict[str, Any] | None = None
+    if with_peer:
+        say("transformers and PyTorch ...")
+        baseline = peer(model, length, rows, steps, remat != "none")
+    say("compiling ...")
+    setup = setup_of(preset(model))
+    ours = measure(setup, length, rows, steps)
+    device = setup.mesh.devices.flat[0]
+    peak, source = device_peak(device, setup.dtype)
+    if baseline is not None:
+        shape, seconds = (1, rows, length), baseline["seconds"]
+        # On one device, whatever our mesh is.
+        rates = step_rates(setup.config, setup.pattern, setup.mesh, setup.dtype, shape, seconds)
+        baseline |= {**rates, "mfu": rates["mfu"] * setup.mesh.size}
+    return {
+        "model": model,
+        "length": length,
+        "device": device.device_kind,
+        "devices": setup.mesh.size,
+        "peak_flops": peak,
+        "peak_source": source,
+        "jax": jax.__version__,
+        "ours": ours,
+        "transformers": baseline,
+    }
