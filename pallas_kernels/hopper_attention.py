@@ -15,10 +15,13 @@ from jaxtyping import Float
 
 from pallas_kernels import hopper
 from pallas_kernels.common import MASKED
+from pallas_kernels.lse import merge
 
 # Columns of the result that leave together, and the rows of the buffer through which they do.
 COLUMNS = 32
-_OUT_ROWS = 88
+_OUT_ROWS = 80
+# Parts that are merged without a reduction.
+_FEW_PARTS = 8
 
 # Weighted values [64,H], largest logit (in units of log 2) and sum of weights [64], in registers.
 Carry = tuple[Array, Array, Array]
@@ -146,10 +149,15 @@ def _add_product(acc: Array, x: Array, y: Any, interpreted: bool) -> Array:
 def merge_parts(
     out: Float[Array, "*B R H"], lse: Float[Array, "*B R"], axis: int
 ) -> tuple[Float[Array, "*C R H"], Float[Array, "*C R"]]:
-    """Merge the attentions that lie along `axis`, in one kernel; -inf marks those without a part.
+    """Merge the attentions that lie along `axis`; -inf marks those without a part.
 
-    Outputs without a part must be finite.
+    Outputs without a part must be finite. Few are merged one after another, elementwise, which XLA
+    fuses with what follows; many in one reduction.
     """
+    parts = out.shape[axis]
+    if parts <= _FEW_PARTS:
+        each = [[lax.index_in_dim(x, i, axis, False) for x in (out, lse)] for i in range(parts)]
+        return merge([(one, its_lse) for one, its_lse in each])
     out, top, total = lax.reduce(
         (out, jnp.broadcast_to(lse[..., None], out.shape), jnp.ones_like(out)),
         (jnp.float32(0), jnp.float32(MASKED), jnp.float32(0)),

@@ -12,7 +12,7 @@ are read once for all of them; of its 64 rows one query of a group fills G, whic
 time that nothing waits for. Empty capacity is not read; slots beyond a length must hold finite
 values.
 
-Shared memory: q 16 KiB and 2 for the next one's, rings 192 KiB, 11 KiB on the way out. Registers:
+Shared memory: q 16 KiB and 2 for the next one's, rings 192 KiB, 9 KiB on the way out. Registers:
 weighted values [64,H], logits [64,128], float32. Bytes moved: k and v of the filled slots; partial
 results 0.5 MB.
 
@@ -43,7 +43,7 @@ from pallas_kernels.common import window_start
 from pallas_kernels.tuning import configured, shape_class
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
-_MAX_BATCH = 256  # lines of the plan that find place in shared memory
+_MAX_BATCH = 240  # lines of the plan that find place in shared memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class _Job:
     @property
     def q_tiles(self) -> int:
         """Heads whose queries are in shared memory: the next one's too where there is room."""
-        return 2 if self.tile_rows <= 2 * hopper.TILE_ROWS else 1
+        return 2 if self.tile_rows == hopper.TILE_ROWS else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,12 @@ needs both of them made in float32, for in bfloat16 they would be rounded and th
 below a key's product. Here nothing is rounded but the sum: products of bfloat16 numbers are exact
 in float32, and float32 bounds are multiplied at the highest precision.
 
-Roofline: the bytes of both bounds.
+Roofline: the bytes of both bounds. On an H200 (copy 4.13 TB/s), 8 rows of 8,192 pages, 32 query
+heads over 8 kv heads of 128, bfloat16: 87 us, 77% of it. There is no kernel of our own: what XLA
+adds is writing one product's scores and reading them for the sum, 8 MB each way beside 268 MB of
+bounds, and a launch; a kernel that adds both products where they are made would save some 15 us of
+a step that also selects and attends (1 to 2 us with one row). On a TPU, too, each bound is the
+operand of one matmul and read once.
 """
 
 from functools import partial

@@ -12,7 +12,7 @@ beside them and cost neither bytes nor time in the kernel; and a flat list of (k
 entries (Ada-KV) is attended by the query heads of all kv heads at once, each masked to its own
 head's entries, for every page in the list is read once whoever reads it.
 
-Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 11 KiB on the way out, 4 KiB of ids.
+Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 10 KiB on the way out, 4 KiB of ids.
 
 Roofline: the bytes of the listed pages. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads
 of 128, bfloat16, 256 random pages of 16 of 131,072 slots a head, whole calls: batch 16 0.077 ms,

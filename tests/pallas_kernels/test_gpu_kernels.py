@@ -328,6 +328,18 @@ def test_lowers_for_cuda_within_a_manual_shard_map(
         )
 
 
+@pytest.mark.parametrize("config", [decode_gpu.CONFIGS[0], decode_gpu.CONFIGS[-1]], ids=str)
+def test_the_largest_batch_finds_place_in_shared_memory(config: decode_gpu.Config) -> None:
+    """Lowering refuses what is too large; the plan has a line a row."""
+    rows = decode_gpu._MAX_BATCH
+    q = jax.ShapeDtypeStruct((rows, 1, 4, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((rows, 1, 128, 128), jnp.bfloat16)
+    run = partial(decode_gpu.decode_attention, scale=1.0, config=config)
+    lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    text = jax.jit(run).trace(q, k, k, lengths).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu" in text
+
+
 def test_what_the_kernels_leave_to_others() -> None:
     q, k, _ = Case(head_dim=128).arrays()
 
@@ -350,6 +362,8 @@ def test_what_the_kernels_leave_to_others() -> None:
     assert "tiles" in str(reasons(q, k, tile_best=128)[1])
     wide = jnp.repeat(q, 33, axis=2)
     assert "at most 64" in str(decode_gpu.unsupported(wide, k))
+    many = jnp.zeros((241, 1, 8, 64), jnp.bfloat16)
+    assert decode_gpu.unsupported(many, many) == "241 rows, at most 240"
     wide = jnp.repeat(q, 16, axis=2)  # 64 query heads
     assert sparse_gpu.unsupported(wide, k, 1, 16, 0) is None
     assert "128 query rows of a list, at most 64" in str(sparse_gpu.unsupported(wide, k, 1, 16, 1))
