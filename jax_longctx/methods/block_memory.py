@@ -24,9 +24,19 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, empty_append_cache, gather_slots, write_run
 from jax_longctx.contract import CacheShape, LayerContext
+from jax_longctx.methods.unit_cache import Room, UnitCache, empty_unit_cache, note_step
 from jax_longctx.sharding import axes_field
+from pallas_kernels.attention_mass import attention_mass
 
-__all__ = ["BlockMemory", "Layout", "best_units", "empty_block_memory", "keep_received", "pack"]
+__all__ = [
+    "BlockMemory",
+    "Layout",
+    "best_units",
+    "empty_block_memory",
+    "keep_received",
+    "note_units",
+    "pack",
+]
 
 # Capacities are multiples of it, on every shard of the slots.
 GRANULE = 128
@@ -63,12 +73,14 @@ class BlockMemory:
 
     Attributes:
       store: keys before rotary embedding, and values.
+      host: an account of units that would be loaded; None without one.
       units: each unit's representative key by query head; rows beyond the packed ones are garbage.
       received: the ring of what tokens not packed yet have received, float32.
       context_received: the ring at the end of the context.
     """
 
     store: AppendCache
+    host: UnitCache | None
     units: Float[Array, "B N P H"] = axes_field("batch", "heads", "pages", None)
     received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
     context_received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
@@ -85,12 +97,13 @@ class BlockMemory:
         return dataclasses.replace(self, store=self.store.rewind(), received=received)
 
 
-def empty_block_memory(shape: CacheShape, layout: Layout) -> BlockMemory:
-    """A memory for `shape.slots` tokens."""
+def empty_block_memory(shape: CacheShape, layout: Layout, room: Room | None = None) -> BlockMemory:
+    """A memory for `shape.slots` tokens, with an account of units that `room` makes load."""
     heads = (shape.batch, shape.num_heads)
     rows = shape.slots // layout.row_tokens
     return BlockMemory(
         empty_append_cache(shape),
+        None if room is None else empty_unit_cache(shape.batch, rows),
         jnp.zeros((*heads, rows, shape.head_dim), shape.dtype),
         jnp.zeros((*heads, layout.ring), jnp.float32),
         jnp.zeros((*heads, layout.ring), jnp.float32),
@@ -125,6 +138,53 @@ def best_units(
         values, at = jax.lax.top_k(values, min(count, values.shape[-1]))
         ids_BXC = jnp.take_along_axis(ids, at, axis=-1)
     return jnp.where(values > -jnp.inf, ids_BXC, -1)
+
+
+def note_units(
+    memory: BlockMemory,
+    store: AppendCache,
+    chosen: Int[Array, "B 1 C"],
+    seen_by: tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Int[Array, " B"]],
+    layout: Layout,
+    room: Room,
+    ctx: LayerContext,
+) -> UnitCache:
+    """The account of units after a segment attended those that were chosen.
+
+    Args:
+      memory, store: without the segment's tokens, and with them.
+      seen_by: queries at the constant distance, the log-sum-exp of their whole attention, and how
+        many of them count.
+    """
+    assert memory.host is not None
+    listed_BC, (q, lse, valid_B), mass_BC = chosen[:, 0], seen_by, None
+    if room.policy == "lru-s":
+        mass_BC = _unit_mass(q, lse, store, listed_BC, valid_B, layout, ctx)
+    packed_B = layout.units(memory.store.length)
+    return note_step(memory.host, listed_BC, mass_BC, packed_B, valid_B > 0, room, ctx)
+
+
+def _unit_mass(
+    q: Float[Array, "B T N H"],
+    lse: Float[Array, "B T N"],
+    store: AppendCache,
+    chosen: Int[Array, "B C"],
+    valid: Int[Array, " B"],
+    layout: Layout,
+    ctx: LayerContext,
+) -> Float[Array, "B C"]:
+    """The probability that each chosen unit received from all heads of the valid queries."""
+    begin_BC = layout.sinks + jnp.maximum(chosen, 0) * layout.block
+    slots_BCZ = begin_BC[..., None] + jnp.arange(layout.block)
+    batch, kv_heads = store.k.shape[:2]
+    slots_B1E = slots_BCZ.reshape(batch, 1, -1)  # [B, 1, C * Z]
+    slots_BKE = jnp.broadcast_to(slots_B1E, (batch, kv_heads, slots_B1E.shape[2]))
+    keys = gather_slots(store.k, slots_BKE, ctx)
+    lengths_B = jnp.full_like(valid, keys.shape[2])
+    mass_BKE = attention_mass(q, keys, lse, lengths_B, scale=ctx.scale, valid=valid)
+    mass_BE = ctx.psum_heads(jnp.sum(mass_BKE, axis=1))
+    mass_BC = jnp.sum(mass_BE.reshape(slots_BCZ.shape), axis=2)
+    return jnp.where(chosen >= 0, mass_BC, 0.0)
 
 
 def keep_received(

@@ -16,12 +16,14 @@ The question's last token goes alone, as generated tokens do: it chooses for its
 In the paper: l_L `n_local`, l_bs `block_size`, k_m `topk`, r_k `repr_topk`. Cost of a token:
 attention over n_init + n_local + topk * block_size tokens and a bit, and one dot product a unit
 and head, at any length. Memory is full attention's and the representatives; all of it stays on
-the device, where the authors move units to the host: the answers are the same.
+the device, where the authors move units to the host: the answers are the same, and
+`max_cached_block` counts what they would have to load (`unit_cache`).
 
 As the authors' code and unlike the paper, the amount received is attention probability, distance
 0 included (`score`), far keys stand at n_local - 1, and representatives are per query head. Unlike
 the released code a key is never attended twice (`far_mask`), sums are float32, rotary embedding is
-the model's own with its scaling, and rows of a batch choose each for themselves.
+the model's own with its scaling, and rows of a batch choose each for themselves. Generated tokens
+may attend everything instead (`decode=dense`), as in the port that MInference and SCBench evaluate.
 """
 
 import dataclasses
@@ -45,7 +47,10 @@ from jax_longctx.contract import (
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import block_memory, clamped
 from jax_longctx.methods.block_memory import BlockMemory, Layout
+from jax_longctx.methods.dense_decode import attend_everything
+from jax_longctx.methods.full import Full
 from jax_longctx.methods.scope import question_segments
+from jax_longctx.methods.unit_cache import Policy, Room
 from jax_longctx.methods.window import Near, Score
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.rope import attention_factor
@@ -68,6 +73,9 @@ class InfLLM:
       granularity: one choice for all heads of a layer, or one each (`query_head`).
       far_distance: at which everything outside the window stands; n_local - 1 by default.
       far_mask: `released` attends keys that leave the window within the chunk twice, as theirs.
+      decode: `dense` attends every key at its true position in decode, beyond any trained length.
+      max_cached_block: units that would have room on the device; None keeps no account of it.
+      cache_policy, score_decay: which leave it (`unit_cache`).
     """
 
     n_init: int = 128
@@ -80,6 +88,10 @@ class InfLLM:
     granularity: Literal["layer", "query_head"] = "layer"
     far_distance: int | None = None
     far_mask: Literal["exact", "released"] = "exact"
+    decode: Literal["sparse", "dense"] = "sparse"
+    max_cached_block: int | None = None
+    cache_policy: Policy = "lru"
+    score_decay: float = 0.1
 
     info: ClassVar[MethodInfo] = MethodInfo(
         summary="the newest tokens and the units of the past that the queries ask for, on device",
@@ -107,12 +119,26 @@ class InfLLM:
                 f"infllm: repr_topk {self.repr_topk} tokens cannot be chosen of block_size "
                 f"{self.block_size}; lower repr_topk"
             )
+        if self.max_cached_block is None:
+            return
+        if self.max_cached_block < self.topk or self.granularity != "layer":
+            raise ConfigError(
+                f"infllm: max_cached_block {self.max_cached_block} must hold the topk {self.topk} "
+                f"units that a layer attends, chosen with granularity layer, got {self.granularity}"
+            )
+        if not 0 <= self.score_decay <= 1:
+            raise ConfigError(f"infllm: score_decay must be from 0 to 1, got {self.score_decay}")
 
     @property
     def layout(self) -> Layout:
         return Layout(
             sinks=self.n_init, window=self.n_local, block=self.block_size, chunk=self.chunk
         )
+
+    @property
+    def room(self) -> Room | None:
+        size = self.max_cached_block
+        return None if size is None else Room(size, self.cache_policy, self.score_decay)
 
     def validate(self, config: ModelConfig) -> None:
         """Refuses distances beyond what the model was trained to or what a layer looks back."""
@@ -129,7 +155,7 @@ class InfLLM:
             )
 
     def init_cache(self, shape: CacheShape) -> BlockMemory:
-        return block_memory.empty_block_memory(shape, self.layout)
+        return block_memory.empty_block_memory(shape, self.layout, self.room)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "context":
@@ -146,6 +172,9 @@ class InfLLM:
         ctx: LayerContext,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BlockMemory]:
         valid_B, begin_B = segment.valid_of(CHUNK_ROWS), cache.store.length
+        if segment.role == "decode" and self.decode == "dense":
+            cache = dataclasses.replace(cache, store=append(cache.store, k, v, valid_B, ctx))
+            return *attend_everything(q, cache.store, ctx), cache
         # A rotary base may follow the window's length: it bounds the distances.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
         chosen = self.choose(q, cache, valid_B, ctx)
@@ -158,6 +187,12 @@ class InfLLM:
         near = Near(window=self.n_local, score=self.score, begin=begin_B, valid=valid_B, ctx=ctx)
         part, seen, new = near.attend(q, k, v, store, parts)
         received = block_memory.keep_received(cache.received, begin_B, valid_B, seen, new, ctx)
+        if self.room is not None:
+            seen_by = far, part[1], valid_B
+            host = block_memory.note_units(
+                cache, store, chosen, seen_by, self.layout, self.room, ctx
+            )
+            cache = dataclasses.replace(cache, host=host)
         cache = dataclasses.replace(cache, store=store, received=received)
         units = block_memory.pack(cache, begin_B, q.shape[1], self.layout, self.repr_topk, ctx)
         return *part, dataclasses.replace(cache, units=units)
@@ -193,8 +228,10 @@ class InfLLM:
         return cache.rewind()
 
     def read_bytes(self, cache: BlockMemory, length: int) -> int:
-        # Attended tokens, every representative (empty rows too), and the ring.
+        if self.decode == "dense":
+            return Full().read_bytes(cache.store, length)
         store = cache.store
+        # Attended tokens, every representative (empty rows too), and the ring.
         most = self.n_init + self.n_local + (self.topk + 1) * self.block_size
         attended = min(length, most) * (store.k.nbytes + store.v.nbytes) // store.k.shape[2]
         return attended + cache.units.nbytes + cache.received.nbytes

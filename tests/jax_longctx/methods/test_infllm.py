@@ -16,6 +16,7 @@ from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import METHODS, InfLLM, make_method
 from jax_longctx.methods.block_memory import best_units
+from jax_longctx.methods.unit_cache import Room, UnitCache, empty_unit_cache, hit_rates, note_step
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.oracles.infllm import Rules, calls_of, follow
@@ -40,6 +41,7 @@ from tests.support import random_rows, tiny_config, tiny_engine
 SMALL = Rules(i0=4, w=16, bs=4, kb=2, r=2, x=8)
 # Of each row: context, question; every row is given as many answer tokens.
 LENGTHS, ANSWER = [(75, 4), (5, 1), (42, 13), (0, 2)], 9
+CACHED: dict[str, Any] = {"max_cached_block": 4, "cache_policy": "lru-s", "score_decay": 0.5}
 THETA = 1e4
 # Where more layers would only take longer to compile.
 ONE_LAYER = tiny_config(num_layers=1)
@@ -57,7 +59,8 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run():
-    engine = tiny_engine(method_of(SMALL, Watched), config=tiny_config(windows=LAYERS))
+    method = method_of(SMALL, Watched, **CACHED)
+    engine = tiny_engine(method, config=tiny_config(windows=LAYERS))
     rows = texts(LENGTHS, ANSWER)
     chosen = [[] for _ in LENGTHS]
 
@@ -93,6 +96,101 @@ def test_it_10_what_tokens_receive_is_final_when_they_are_packed(run):
     # All that a head's queries pay to the window and beyond it is one each.
     layer = run.traces[0].layers[0]
     assert 0 < layer.received.sum() < len(layer.k) * len(layer.received)
+
+
+def replay(steps, size, policy, decay):
+    """Resident units with their keys, hits and misses, of steps {unit: mass} with dicts."""
+    keys, hits, misses = {}, 0, 0
+    for step, paid in enumerate(steps, start=1):
+        loaded = set(paid) - set(keys)
+        hits, misses = hits + len(paid) - len(loaded), misses + len(loaded)
+        leaving = sorted(set(keys) - set(paid), key=lambda unit: (keys[unit], unit))
+        for unit in leaving[: max(0, len(keys) + len(loaded) - size)]:
+            del keys[unit]
+        if policy == "lru":
+            keys |= dict.fromkeys(paid, step)
+        else:
+            keys = {unit: decay * key for unit, key in keys.items()}
+            keys |= {unit: keys.get(unit, 0.0) + mass for unit, mass in paid.items()}
+    return keys, hits, misses
+
+
+def test_it_13_units_that_would_be_loaded(run):
+    """By the attention that they received; every row and layer for itself."""
+    rates = hit_rates([cache.host for cache in run.caches])
+    for layer, (cache, rate) in enumerate(zip(run.caches, rates, strict=True)):
+        total = np.zeros(2)
+        for row, trace in enumerate(run.traces):
+            steps = [paid[layer] for paid in trace.paid]
+            keys, hits, misses = replay(steps, 4, "lru-s", 0.5)
+            assert set(np.flatnonzero(np.asarray(cache.host.resident)[row])) == set(keys)
+            got = np.asarray(cache.host.key)[row]
+            np.testing.assert_allclose([got[unit] for unit in keys], list(keys.values()), rtol=1e-3)
+            assert (int(cache.host.hits[row]), int(cache.host.misses[row])) == (hits, misses)
+            total += hits, misses
+        assert rate == total[0] / total.sum()
+        assert min(total) > 10
+
+
+@pytest.mark.parametrize(("policy", "shards"), [("lru", 4), ("lru-s", 1)])
+def test_it_13_policies_are_those_of_dicts(policy, shards):
+    """Random choices among units of which more and more are there; the second row pauses."""
+    rng = np.random.default_rng(0)
+    seq = PartitionSpec(None, "seq")
+    spec = UnitCache(seq, seq, *[PartitionSpec()] * 3)
+    room, ctx = (
+        Room(5, policy, 0.5),
+        LayerContext(scale=1.0, window=None, rope=ONE_LAYER.rope, total=jnp.zeros(2, jnp.int32)),
+    )
+
+    def body(cache, chosen, mass, packed, rows):
+        return note_step(cache, chosen, mass, packed, rows, room, ctx)
+
+    step = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=make_mesh(1, shards, 1),
+            in_specs=(spec, *[PartitionSpec()] * 4),
+            out_specs=spec,
+            check_vma=False,
+        )
+    )
+    cache, steps = empty_unit_cache(2, 16), [[], []]
+    for number in range(30):
+        packed = np.array([number // 2, min(number, 16)], np.int32)
+        rows = np.array([True, number % 3 > 0])
+        chosen, mass = np.full((2, 3), -1, np.int32), np.zeros((2, 3), np.float32)
+        for row in range(2):
+            some = rng.permutation(packed[row])[:3]
+            chosen[row, : len(some)] = some
+            # Few values, so that keys are equal at times.
+            mass[row, : len(some)] = rng.integers(1, 3, len(some))
+            if rows[row]:
+                steps[row].append(dict(zip(some.tolist(), mass[row].tolist(), strict=False)))
+        cache = step(cache, chosen, mass, packed, rows)
+        for row in range(2):
+            keys, hits, misses = replay(steps[row], 5, policy, 0.5)
+            assert set(np.flatnonzero(np.asarray(cache.resident)[row])) == set(keys)
+            assert (int(cache.hits[row]), int(cache.misses[row])) == (hits, misses)
+
+
+@pytest.mark.slow
+def test_dense_decode_is_full_attention_over_what_infllm_has_read():
+    """Over the mesh, with rows of a second shard's slots."""
+    engine = tiny_engine(
+        method_of(SMALL, decode="dense"), mesh=make_mesh(2, 2, 2), config=ONE_LAYER
+    )
+    rows = texts([(137, 4), (5, 1), (42, 13), (0, 2)], 3)
+    logits, _ = read(engine, rows)
+    params = oracle_params(engine)
+    for b, (context, question) in enumerate([(137, 4), (5, 1), (42, 13), (0, 2)]):
+        calls = calls_of(SMALL, context, question, 3)
+        tokens = whole_row(rows, b)
+        trace = follow(SMALL, engine.config, params, tokens, calls, dense=3)
+        np.testing.assert_allclose(logits[b], np.concatenate(trace.logits), atol=1e-4)
+        sparse = follow(SMALL, engine.config, params, tokens, calls)
+        if b == 0:
+            assert np.abs(trace.logits[-1] - sparse.logits[-1]).max() > 1e-2
 
 
 def test_it_19_units_appear_one_by_one(run):
@@ -290,6 +388,8 @@ def test_bytes_of_a_decode_step_do_not_grow_with_the_text():
     token = 2 * 2 * 8 * 4
     assert method.read_bytes(cache, 10) == fixed + 10 * token
     assert method.read_bytes(cache, 4000) == fixed + (4 + 16 + 3 * 4) * token
+    dense = dataclasses.replace(method, decode="dense")
+    assert dense.read_bytes(cache, 4000) == 4096 * token
     # A longer question makes room for its units, too.
     (grown,) = jax.eval_shape(lambda caches: grow(caches, 128), (cache,))
     assert grown.units.shape[2] == (4096 + 128) // 4
@@ -322,6 +422,9 @@ def test_memory_beside_the_cache_does_not_grow_with_it():
         ({"chunk": 0}, "chunk must be at least 1, got 0"),
         ({"far_distance": -1}, "far_distance must be at least 0, got -1"),
         ({"score": "sum"}, "expected one of mass, logit"),
+        ({"max_cached_block": 1}, "max_cached_block 1 must hold the topk 2"),
+        ({"max_cached_block": 9, "granularity": "query_head"}, "granularity layer, got query_head"),
+        ({"max_cached_block": 9, "score_decay": 2}, "score_decay must be from 0 to 1, got 2.0"),
     ],
 )
 def test_bad_settings(settings, message):

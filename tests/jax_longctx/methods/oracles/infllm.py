@@ -42,12 +42,16 @@ class Layer:
 
 @dataclasses.dataclass
 class Trace:
-    """Of each call: logits [T, V], each layer's chosen units by head, tokens seen by any query."""
+    """Of each call: logits [T, V], each layer's chosen units by head, tokens seen by any query.
+
+    Also what each chosen unit received from all heads and queries of the call, by layer.
+    """
 
     logits: list[np.ndarray]
     chosen: list[list[list[set[int]]]]
     seen: list[int]
     layers: list[Layer]
+    paid: list[list[dict[int, float]]]
 
 
 def calls_of(rules: Rules, context: int, question: int, answer: int) -> list[int]:
@@ -84,8 +88,8 @@ def represent(rules: Rules, layer: Layer, unit: int) -> np.ndarray:
 
 def attend(
     rules: Rules, layer: Layer, theta: float, q: np.ndarray, begin: int
-) -> tuple[np.ndarray, list[set[int]], int]:
-    """Output [T, N, H], the chosen units, and how many keys the last query saw."""
+) -> tuple[np.ndarray, list[set[int]], int, dict[int, float]]:
+    """Output [T, N, H], the chosen units, how many keys the last query saw, what units received."""
     size, heads, dim = q.shape
     group = heads // layer.k.shape[1]
     at, tokens = begin + np.arange(size), np.arange(len(layer.k))
@@ -118,24 +122,45 @@ def attend(
     else:
         layer.received += np.where((back >= 1) & (back <= rules.w), near, 0).sum(1)
     doubled = np.concatenate([layer.v, layer.v])
-    return weighted_values(p, doubled), chosen, int((both[0, -1] > -np.inf).sum())
+    far_mass = p[..., len(tokens) :].sum((0, 1))
+    paid = {u: float(far_mass[unit == u].sum()) for u in set().union(*chosen)}
+    return weighted_values(p, doubled), chosen, int((both[0, -1] > -np.inf).sum()), paid
 
 
-def follow(rules: Rules, config: Any, params: Any, tokens: list[int], calls: list[int]) -> Trace:
-    """Reads `tokens` in those calls."""
+def attend_all(layer: Layer, theta: float, q: np.ndarray) -> np.ndarray:
+    """Full attention of the newest token at true positions."""
+    group, tokens = q.shape[1] // layer.k.shape[1], np.arange(len(layer.k))
+    keys = np.repeat(rope(layer.k, tokens, theta), group, axis=1)
+    logits = np.einsum("tnh,snh->nts", rope(q, tokens[-1:], theta), keys) * q.shape[2] ** -0.5
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    return weighted_values(p / p.sum(-1, keepdims=True), layer.v)
+
+
+def follow(
+    rules: Rules,
+    config: Any,
+    params: Any,
+    tokens: list[int],
+    calls: list[int],
+    dense: int = 0,
+) -> Trace:
+    """Reads `tokens` in those calls, of which the last `dense` attend everything."""
     shape = (0, config.num_kv_heads, config.head_dim)
     layers = [
         Layer(np.zeros(shape), np.zeros(shape), np.zeros((config.num_heads, 0)), [])
         for _ in range(config.num_layers)
     ]
-    trace = Trace([], [], [], layers)
+    trace = Trace([], [], [], layers, [])
 
     def step(index: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         layer = layers[index]
         begin = len(layer.k)
         layer.k, layer.v = np.concatenate([layer.k, k]), np.concatenate([layer.v, v])
         layer.received = np.pad(layer.received, ((0, 0), (0, len(k))))
-        out, chosen, seen = attend(rules, layer, config.rope.theta, q, begin)
+        if len(trace.chosen) > len(calls) - dense:
+            return attend_all(layer, config.rope.theta, q)
+        out, chosen, seen, paid = attend(rules, layer, config.rope.theta, q, begin)
+        trace.paid[-1].append(paid)
         trace.chosen[-1].append(chosen)
         trace.seen.append(seen)
         for unit in range(len(layer.units), rules.units(len(layer.k))):
@@ -145,6 +170,7 @@ def follow(rules: Rules, config: Any, params: Any, tokens: list[int], calls: lis
     done = 0
     for call in calls:
         trace.chosen.append([])
+        trace.paid.append([])
         trace.logits.append(forward(config, params, tokens[done : done + call], step))
         done += call
     for layer in layers:  # what a token has received is final once it is packed
