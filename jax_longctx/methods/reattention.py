@@ -12,7 +12,8 @@ chunk of the context and each generated token, each layer
    never sees a position beyond g + k' m + w, so a model reads any length within its own window.
 
 In code: g `global_size`, w `local_size`, m `span`, k `count`, k' `kept`, c `chunk`; k = 0 is the
-paper's StreamingLLM ablation. The question's last token goes alone, as generated tokens do.
+paper's StreamingLLM ablation. The question's last token goes alone, as generated tokens do, unless
+`last_token_decode` is off.
 
 Cost of a chunk at length L: 2 N T L H operations to rank, plus attention over the fixed scope;
 of a decode step: all keys read once (no values), and the scope. Memory is full attention's.
@@ -32,7 +33,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, append
-from jax_longctx.contract import CHUNK_ROWS, LayerContext, MethodInfo, Prompt, Segment
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    LayerContext,
+    MethodInfo,
+    Prompt,
+    Segment,
+    chunk_segments,
+)
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import recall, scope
 from jax_longctx.methods.full import Full
@@ -58,6 +66,7 @@ class ReAttention:
       selector: `exact`, or among the best keys of tiles of 128 (`tilemax128`); of chunks only.
       decode_heads: `scrambled` ranks a lone token's head h against kv head h mod K.
       position: `original` keeps true positions, which grow with the text: an ablation.
+      last_token_decode: whether the question's last token chooses for itself; else with its chunk.
       first_chunk: up to where nothing is ranked: g + w tokens, or as `released` cuts a text.
     """
 
@@ -71,6 +80,7 @@ class ReAttention:
     selector: Literal["exact", "tilemax128"] = "exact"
     decode_heads: Literal["grouped", "scrambled"] = "grouped"
     position: Literal["contiguous", "original"] = "contiguous"
+    last_token_decode: bool = True
     first_chunk: Literal["paper", "released"] = "paper"
 
     info: ClassVar[MethodInfo] = MethodInfo(
@@ -130,7 +140,9 @@ class ReAttention:
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         rows = (prompt.context if prompt.stage == "context" else prompt.question) or ()
         if prompt.stage == "question":
-            return scope.question_segments(rows, self.chunk)
+            if self.last_token_decode:
+                return scope.question_segments(rows, self.chunk)
+            return chunk_segments(rows, self.chunk, "query")
         # The first chunk is fed in pieces: no difference where everything is attended.
         cuts = [self._first_chunk(len(row)) for row in rows]
         return scope.context_segments(rows, cuts, self.chunk)

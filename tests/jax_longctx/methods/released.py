@@ -21,4 +21,5 @@ def method_of(rules: Rules, kind: type = ReAttention) -> Any:
     values = (rules.g, rules.w, rules.m, rules.k, rules.kept, rules.c)
     given: dict[str, Any] = dict(zip(NAMES, values, strict=True))
     released = RELEASED if rules.released else {}
-    return kind(**given, **released, position="original" if rules.original else "contiguous")
+    position = "original" if rules.original else "contiguous"
+    return kind(**given, **released, position=position, last_token_decode=not rules.together)

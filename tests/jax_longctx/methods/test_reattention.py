@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jax_longctx.contract import Prompt
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods import ReAttention, scope
 from jax_longctx.sharding import make_mesh
@@ -267,3 +268,24 @@ def test_questions_leave_no_trace_and_contexts_can_be_saved(tmp_path):
 
 
 # The parts, as functions of arrays.
+
+
+def test_the_questions_last_token_goes_alone_unless_told_otherwise():
+    question = Prompt("question", 512, question=random_rows([12, 8]))
+    sizes = []
+    for alone in (True, False):
+        method = dataclasses.replace(method_of(SMALL), chunk=8, last_token_decode=alone)
+        sizes.append([np.asarray(s.valid)[:, 0].tolist() for s in method.segments(question)])
+        assert np.asarray([s.ends for s in method.segments(question)]).sum(0).tolist() == [1, 1]
+    assert sizes == [[[8, 7], [3, 0], [1, 1]], [[8, 8], [4, 0]]]
+
+
+@pytest.mark.slow
+def test_the_questions_last_token_with_its_chunk_equals_numpy():
+    rules = dataclasses.replace(SMALL, together=True)
+    engine = tiny_engine(method_of(rules), config=ONE_LAYER)
+    rows = texts()
+    (got, *_) = check_logits(engine, rules, rows)
+    alone = next(iter(traces(engine, SMALL, rows)))
+    last = sum(LENGTHS[0]) - 1
+    assert np.abs(got[last] - np.concatenate(alone.logits)[last]).max() > 1e-3

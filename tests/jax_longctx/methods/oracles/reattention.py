@@ -16,7 +16,10 @@ TILE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """g, w, m, k, k', c of the paper; `released` for what the authors' code does instead."""
+    """g, w, m, k, k', c of the paper; `released` for what the authors' code does instead.
+
+    `together` reads the question's last token with its chunk.
+    """
 
     g: int
     w: int
@@ -26,6 +29,7 @@ class Rules:
     c: int
     released: bool = False
     original: bool = False
+    together: bool = False
 
 
 @dataclasses.dataclass
@@ -43,9 +47,10 @@ def calls_of(rules: Rules, context: int, question: int, answer: int) -> list[int
     if rules.released:
         first = rules.g + rules.w - TILE + (context - rules.g + rules.w) % TILE
     calls = [min(first, context)]
-    for rest in (context - calls[0], question - 1):
+    alone = not rules.together
+    for rest in (context - calls[0], question - alone):
         calls += [min(rules.c, rest - done) for done in range(0, rest, rules.c)]
-    return [call for call in calls if call] + [1] * (1 + answer)
+    return [call for call in calls if call] + [1] * (alone + answer)
 
 
 def votes_kept(named: Sequence[int], kept: int) -> list[int]:
