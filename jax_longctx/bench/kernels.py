@@ -39,6 +39,7 @@ _RAGGED = (1.0, 0.01, 0.3, 0.05, 0.95, 0.004, 0.73, 0.18)
 # Tokens that RESA's step attends, in whole pages.
 _RESA_BUDGET = 500
 Step = Callable[..., Any]
+Pair = tuple[Array, Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,28 +275,36 @@ def _page_lists(batch: int, pages: int, entries: int) -> Array:
 
 
 def _resa(batch: int, slots: int, entries: int) -> Case:
-    """The sparse step with RESA's estimate of what is not attended, and without."""
+    """Pages scored, selected and attended, with RESA's estimate of the others and without."""
     pages, stop = slots // PAGE, jnp.full((batch,), slots, jnp.int32)
     rope = RopeConfig(kind="default", theta=1e4, trained_length=slots)
     ctx = LayerContext(scale=SCALE, window=None, rope=rope, total=stop)
 
-    def attend(i: Array, q: Array, k: Array, v: Array, listed: Array, **prior: Array) -> Any:
+    def select(q: Array, bounds: tuple[Array, Array]) -> Array:
+        scores_BNP = page_scores(q[:, 0], *bounds, stop // PAGE)
+        mean_BKP = jnp.mean(scores_BNP.reshape(batch, K, -1, pages), axis=2)
+        return select_large_k(mean_BKP, entries, size=entries)
+
+    def run(resa: bool, i: Array, q: Array, kv: Pair, given: Any, background: Background) -> Any:
+        """`given`: pages, or the bounds that they are selected by."""
+        listed = select(q, given) if isinstance(given, tuple) else given
         # Other pages every time: one selection's would stay in the L2 cache.
         listed = (listed + i * 4099) % pages
-        how: dict[str, Any] = dict(page_size=PAGE, scale=SCALE, **prior)
-        return sparse_decode_attention(q, k, v, listed, stop * 0, stop, **how)
-
-    def plain(i: Array, q: Array, k: Array, v: Array, listed: Array, _: Background) -> Any:
-        return attend(i, q, k, v, listed)
-
-    def corrected(
-        i: Array, q: Array, k: Array, v: Array, listed: Array, background: Background
-    ) -> Any:
+        how: dict[str, Any] = dict(page_size=PAGE, scale=SCALE)
+        if not resa:
+            return sparse_decode_attention(q, *kv, listed, stop * 0, stop, **how)
         prior = prior_of(background, q, ctx)
-        out, lse, *behind = attend(i, q, k, v, listed, prior_query=prior.query)
+        how |= dict(prior_query=prior.query)
+        out, lse, *behind = sparse_decode_attention(q, *kv, listed, stop * 0, stop, **how)
         chosen = Selected(out, lse, *behind, kept=stop[:, None])
         everything = jnp.zeros((batch, N), jnp.bool)
         return combine(chosen, prior, everything, lam=1.0, literal=False)
+
+    def whole(resa: bool) -> Step:
+        return lambda i, q, kv, listed, bounds, known: run(resa, i, q, kv, bounds, known)
+
+    def attention(resa: bool) -> Step:
+        return lambda i, q, kv, listed, bounds, known: run(resa, i, q, kv, listed, known)
 
     def inputs() -> tuple[Any, ...]:
         queries = slots * _random(4, batch, N, H, dtype=jnp.float32)
@@ -311,17 +320,27 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
             out=_random(7, batch, N, H, dtype=jnp.float32),
             logits=None,
         )
-        q, cache = _random(0, batch, 1, N, H), _cache(batch, slots)
-        return q, *cache, _page_lists(batch, pages, entries), background
+        q, listed = _random(0, batch, 1, N, H), _page_lists(batch, pages, entries)
+        return q, _cache(batch, slots), listed, _page_bounds(batch, pages), background
 
     return Case(
         operation="resa_step",
         shape=f"{batch} x {entries * PAGE} of {slots}",
-        operations=4 * batch * entries * PAGE * N * H,
-        moved=2 * batch * entries * PAGE * K * H * 2,
+        operations=4 * batch * (entries * PAGE + pages) * N * H,
+        moved=4 * batch * (entries * PAGE + pages) * K * H,
         inputs=inputs,
-        steps={"ours": corrected, "without RESA": plain},
+        steps={
+            "ours": whole(True),
+            "without RESA": whole(False),
+            "its attention": attention(True),
+            "attention without RESA": attention(False),
+        },
     )
+
+
+def _page_bounds(batch: int, pages: int) -> tuple[Array, Array]:
+    one, other = (_random(seed, batch, K, pages, H) for seed in (1, 2))
+    return jnp.maximum(one, other), jnp.minimum(one, other)
 
 
 def _page_scores(batch: int, slots: int) -> Case:
@@ -332,8 +351,7 @@ def _page_scores(batch: int, slots: int) -> Case:
         return page_scores(q, high, low, filled, implementation=implementation)
 
     def inputs() -> tuple[Array, ...]:
-        one, other = (_random(seed, batch, K, pages, H) for seed in (1, 2))
-        return _random(0, batch, N, H), jnp.maximum(one, other), jnp.minimum(one, other)
+        return _random(0, batch, N, H), *_page_bounds(batch, pages)
 
     return Case(
         operation="page_scores",

@@ -81,12 +81,16 @@ def test_a_failure_is_a_row_and_the_others_run():
 def test_the_step_with_resa_corrects_the_sparse_one():
     """Where nearly all mass is the prior's, its output comes back."""
     case = next(c for c in kernels.cases(512) if c.operation == "resa_step")
-    q, k, v, listed, background = case.inputs()
-    plain, _ = case.steps["without RESA"](jnp.int32(0), q, k, v, listed, background)
-    background = replace(background, lse=background.lse + 60)
-    out, _ = case.steps["ours"](jnp.int32(0), q, k, v, listed, background)
-    np.testing.assert_allclose(np.asarray(out[:, 0], np.float32), background.out, atol=2e-2)
-    assert not np.allclose(np.asarray(out, np.float32), np.asarray(plain, np.float32), atol=0.1)
+    *inputs, background = case.inputs()
+    far = replace(background, lse=background.lse + 60)
+    for corrected, without in (
+        ("ours", "without RESA"),
+        ("its attention", "attention without RESA"),
+    ):
+        out, _ = case.steps[corrected](jnp.int32(0), *inputs, far)
+        plain, _ = case.steps[without](jnp.int32(0), *inputs, far)
+        np.testing.assert_allclose(np.asarray(out[:, 0], np.float32), far.out, atol=2e-2)
+        assert not np.allclose(np.asarray(out, np.float32), np.asarray(plain, np.float32), atol=0.1)
 
 
 def test_the_runs_of_a_case_agree():
