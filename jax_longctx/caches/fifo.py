@@ -154,11 +154,18 @@ def padded(capacity: int) -> int:
 def gather_fifo(
     store: AppendCache, order: FifoList, limit: Count, capacity: int, ctx: LayerContext
 ) -> FifoCache:
-    """The listed and pushed tokens' keys and values in `capacity` slots, on every shard."""
-    slots_BKC = order.tokens(limit, capacity)
-    return FifoCache(
-        order, gather_slots(store.k, slots_BKC, ctx), gather_slots(store.v, slots_BKC, ctx)
+    """The listed and pushed tokens' keys and values in `capacity` slots, on every shard.
+
+    A list for each query head reads its kv head's; heads of one group lie side by side.
+    """
+    slots_BXC = order.tokens(limit, capacity)
+    batch, lists, _ = slots_BXC.shape
+    slots_BKE = slots_BXC.reshape(batch, store.k.shape[1], -1)  # [B, K, X / K * C]
+    k, v = (
+        gather_slots(x, slots_BKE, ctx).reshape(batch, lists, capacity, -1)
+        for x in (store.k, store.v)
     )
+    return FifoCache(order, k, v)
 
 
 def best_last(

@@ -134,6 +134,13 @@ class Look:
         slots_BC = jnp.broadcast_to(slots_C, (tokens_BT.shape[0], slots_C.shape[0]))
         return jnp.concatenate([slots_BC, tokens_BT], axis=1)
 
+    @property
+    def onlookers(self) -> Float[Array, "B U"]:
+        """How many valid queries see each slot and token: token t those from t on; float32."""
+        slots_BC = jnp.broadcast_to(self.valid[:, None], (len(self.valid), self.past_k.shape[2]))
+        after_BT = self.valid[:, None] - jnp.arange(self.k.shape[1])
+        return jnp.concatenate([slots_BC, after_BT], axis=1).astype(jnp.float32)
+
     def mass(self, **options: Any) -> Any:
         """`attention_mass` of the segment's valid queries on every slot and token, `[B, K, U]`.
 

@@ -112,11 +112,7 @@ class RoCo:
             return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
         seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
         total, squares = seen.mass(squares=True)
-        # Slots are seen by all valid queries, token t of the segment by those from t on.
-        after_BT = seen.valid[:, None] - jnp.arange(q.shape[1])
-        slots_BC = jnp.broadcast_to(seen.valid[:, None], (q.shape[0], cache.k.shape[2]))
-        count_BU = jnp.concatenate([slots_BC, after_BT], axis=1)
-        count = jnp.broadcast_to(count_BU[:, None].astype(jnp.float32), total.shape)
+        count = jnp.broadcast_to(seen.onlookers[:, None], total.shape)
         added = jnp.stack([total / (q.shape[2] // k.shape[2]), squares, count], axis=-1)
         if not self.warm_start:
             counted_B = eviction.leaving(self, seen) > 0

@@ -14,14 +14,16 @@ cache of the context stays for the next question, and is freed where there will 
 
 Beside the paper: the authors repeat keys for every query head before they are cached, so that each
 query head keeps its own tokens and grouped queries save no memory; here a kv head's group shares
-one choice (`over_group`; `layer` averages over all heads of the layer). `decode_policy="fifo"` lets
-a token leave for each new one, the lowest score first, then the oldest: RefreshKV's partial cache.
+one choice (`over_group`; `layer` averages over all heads of the layer), unless `expand_kv` asks for
+theirs: the answer's cache is then as many times larger. `decode_policy="fifo"` lets a token leave
+for each new one, the lowest score first, then the oldest: RefreshKV's partial cache.
 """
 
 import dataclasses
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -56,6 +58,7 @@ class SnapKV:
     pool: Pool = "max"
     over_group: Literal["mean", "max", "first", "layer"] = "mean"
     decode_policy: Literal["grow", "fifo"] = "grow"
+    expand_kv: bool = False
 
     info: ClassVar[MethodInfo] = MethodInfo(
         summary="after the question, only the tokens that its end attended stay for the answer",
@@ -76,6 +79,11 @@ class SnapKV:
                 f"SnapKV: budget {self.budget} must exceed window {self.window}; raise budget"
             )
         check_kernel("SnapKV", self.kernel)
+        if self.expand_kv and self.over_group != "mean":
+            raise ConfigError(
+                f"SnapKV: expand_kv chooses for each query head, so that over_group "
+                f"{self.over_group} has nothing to reduce; leave over_group away"
+            )
 
     def validate(self, config: ModelConfig) -> None:
         refuse_windows("SnapKV", config)
@@ -99,7 +107,10 @@ class SnapKV:
         if isinstance(cache, FifoCache):
             at_B1 = cache.order.position[:, None]
             limit = self.limit(cache)
-            cache = cache.push(ctx.rotate(k, at_B1), v, valid_B, limit)
+            # With expand_kv each query head's own.
+            each = cache.k.shape[1] // k.shape[2]
+            k, v = (jnp.repeat(x, each, axis=2) for x in (ctx.rotate(k, at_B1), v))
+            cache = cache.push(k, v, valid_B, limit)
             length_B = cache.order.length(limit)
             part = decode_attention(
                 ctx.rotate(q, at_B1), cache.k, cache.v, length_B, scale=ctx.scale
@@ -119,11 +130,11 @@ class SnapKV:
         if stage == "context":
             return cache.end_context()
         store = cache.store
-        scores_BKS = pooled_scores(
-            self._mass(cache, ctx), store.length, self.window, self.kernel, self.pool
-        )
-        size = min(self.budget, scores_BKS.shape[2])
-        order = best_last(scores_BKS, store.length, self.budget, size)
+        # X is K, or N with expand_kv.
+        mass_BXS = self._mass_by_head(cache, ctx) if self.expand_kv else self._mass(cache, ctx)
+        scores_BXS = pooled_scores(mass_BXS, store.length, self.window, self.kernel, self.pool)
+        size = min(self.budget, scores_BXS.shape[2])
+        order = best_last(scores_BXS, store.length, self.budget, size)
         room = reserve if self.decode_policy == "grow" else min(reserve, self.budget + 1 - size)
         capacity = padded(size + room)
         return gather_fifo(store, order, capacity, capacity, ctx)
@@ -145,11 +156,29 @@ class SnapKV:
             mass_BKS = jnp.broadcast_to(mean_B1S, mass_BKS.shape)
         return ctx.gather_seq(mass_BKS, axis=2)
 
+    def _mass_by_head(self, cache: ObservedCache, ctx: LayerContext) -> Float[Array, "B N S"]:
+        """`_mass` of every query head, on all shards."""
+        store = cache.store
+        seen_B, kv_heads = store.held(ctx, but_last=self.window), store.k.shape[1]
+        grouped = (*cache.lse.shape[:2], kv_heads, -1)  # [B, W, K, G]
+        q_GBWKH = jnp.moveaxis(cache.queries.reshape(*grouped, store.k.shape[3]), 3, 0)
+        lse_GBWK = jnp.moveaxis(cache.lse.reshape(grouped), 3, 0)
+
+        def one(head: tuple[Array, Array]) -> Float[Array, "B K S"]:
+            return attention_mass(head[0], store.k, head[1], seen_B, scale=ctx.scale)
+
+        mass_GBKS = jax.lax.map(one, (q_GBWKH, lse_GBWK)) / self.window
+        mass_BKGS = jnp.moveaxis(mass_GBKS, 0, 2)
+        mass_BNS = mass_BKGS.reshape(len(seen_B), -1, store.k.shape[2])
+        return ctx.gather_seq(mass_BNS, axis=2)
+
     def fork(self, cache: ObservedCache) -> ObservedCache:
         return cache.rewind()
 
     def read_bytes(self, cache: ObservedCache | FifoCache, length: int) -> int:
         buffer = cache.k if isinstance(cache, FifoCache) else cache.store.k
         token = 2 * buffer.size // buffer.shape[2] * buffer.dtype.itemsize
-        answering = isinstance(cache, FifoCache)
-        return token * (buffer.shape[2] if answering else min(length, self.budget))
+        if isinstance(cache, FifoCache):
+            return token * buffer.shape[2]
+        each = cache.queries.shape[2] // buffer.shape[1] if self.expand_kv else 1
+        return each * token * min(length, self.budget)

@@ -52,6 +52,7 @@ def oracle(engine, row, **changes):
         kernel=method.kernel,
         kind=method.pool,
         over=method.over_group,
+        expand=method.expand_kv,
     )
 
 
@@ -124,6 +125,14 @@ def test_grow_keeps_every_new_token(whole):
     assert len(kept[0][0][0]) == METHOD.budget + 9
 
 
+@pytest.mark.slow
+def test_every_query_head_has_its_own_cache_as_in_the_released_code(whole):
+    kept = compare(*whole, expand_kv=True, decode_policy="grow")
+    heads = [set(ids) for ids in kept[0][0]]
+    assert len(heads) == 4
+    assert heads[0] != heads[1]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -134,6 +143,7 @@ def test_grow_keeps_every_new_token(whole):
         {"over_group": "first"},
         {"over_group": "layer", "kernel": 1},
         {"budget": 5},
+        {"expand_kv": True, "pool": "avg"},
     ],
     ids=str,
 )
@@ -212,6 +222,8 @@ def test_answering_reads_the_budget():
     # keys and values x 2 rows x 2 heads x 12 tokens x 8 x float32
     assert METHOD.read_bytes(cache, 200) == 2 * 2 * 2 * 12 * 8 * 4
     assert METHOD.read_bytes(cache, 7) == 2 * 2 * 2 * 7 * 8 * 4
+    expanded = dataclasses.replace(METHOD, expand_kv=True)
+    assert expanded.read_bytes(cache, 200) == 2 * 2 * 4 * 12 * 8 * 4
 
 
 @pytest.mark.parametrize(
@@ -221,6 +233,11 @@ def test_answering_reads_the_budget():
         ({"window": "0"}, "window must be at least 1, got 0"),
         ({"kernel": "4"}, "kernel must be odd and at least 1, got 4"),
         ({"kernel": "-1"}, "kernel must be odd and at least 1, got -1"),
+        (
+            {"expand_kv": "true", "over_group": "max"},
+            "expand_kv chooses for each query head, so that over_group max has nothing to reduce; "
+            "leave over_group away",
+        ),
     ],
     ids=str,
 )

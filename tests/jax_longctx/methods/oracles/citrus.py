@@ -16,12 +16,16 @@ __all__ = ["Kept", "Rule", "View", "look", "nothing", "read"]
 
 @dataclasses.dataclass
 class Kept:
-    """A layer's cache: keys before rotary embedding, values, token indices, accumulated mass."""
+    """A layer's cache: keys before rotary embedding, values, token indices, accumulated mass.
+
+    `rows` is how many rows, by their weight, the mass is from.
+    """
 
     k: np.ndarray  # [n, K, H]
     v: np.ndarray  # [n, K, H]
     token: np.ndarray  # [n, K]
     mass: np.ndarray  # [n, K]
+    rows: np.ndarray  # [n, K]
 
     def best(self, scores: np.ndarray, count: int) -> "Kept":
         """The `count` best of each head's slots by `scores` [n, K], in their old order."""
@@ -32,7 +36,7 @@ class Kept:
             index = order if x.ndim == 2 else order[..., None]
             return np.take_along_axis(x, index, axis=0)
 
-        return Kept(pick(self.k), pick(self.v), pick(self.token), pick(self.mass))
+        return Kept(*(pick(getattr(self, field.name)) for field in dataclasses.fields(self)))
 
     def joined(self, other: "Kept") -> "Kept":
         return Kept(
@@ -59,11 +63,16 @@ class View:
         summed = getattr(self, which).sum(1)
         return summed.reshape(kv_heads, len(summed) // kv_heads, -1).mean(1).T
 
-    def kept(self, first: int, mass: np.ndarray | None = None) -> Kept:
-        """The tokens as they join a cache; `first` is their first index in the text."""
+    def kept(self, first: int, mass: np.ndarray | None = None, weight: float = 0) -> Kept:
+        """The tokens as they join a cache; `first` is their first index in the text.
+
+        `weight` is that of the rows that have looked at them.
+        """
         heads = self.k.shape[:2]
         token = np.broadcast_to(first + np.arange(heads[0])[:, None], heads)
-        return Kept(self.k, self.v, token, np.zeros(heads) if mass is None else mass)
+        after = np.broadcast_to(heads[0] - np.arange(heads[0])[:, None], heads)
+        mass = np.zeros(heads) if mass is None else mass
+        return Kept(self.k, self.v, token, mass, weight * after)
 
 
 def look(
@@ -93,7 +102,7 @@ def nothing(config: Any) -> list[Kept]:
     size = (0, config.num_kv_heads, config.head_dim)
     head = np.zeros(size[:2])
     return [
-        Kept(np.zeros(size), np.zeros(size), head.astype(int), head)
+        Kept(np.zeros(size), np.zeros(size), head.astype(int), head, head)
         for _ in range(config.num_layers)
     ]
 
@@ -109,10 +118,12 @@ class Rule:
     sink: int = 0
     score: str = "probability"
     evict_first: bool = False
+    mean: bool = False
 
     def evicted(self, cache: Kept, view: View) -> Kept:
         if self.form == "h2o":
-            return cache.best(cache.mass, self.kept)
+            rows = np.where(cache.rows > 0, cache.rows, 1) if self.mean else 1
+            return cache.best(cache.mass / rows, self.kept)
         which = view.cached if self.score == "probability" else view.logits
         # The mean over all heads and rows, the same for every kv head.
         scores = which.mean((0, 1))
@@ -124,12 +135,13 @@ class Rule:
         weight = self.alpha * chunk.cached.shape[1] / probe.cached.shape[1]
         cache.mass = cache.mass + (1 - self.alpha) * chunk.per_head(heads, "cached")
         cache.mass = cache.mass + weight * probe.per_head(heads, "cached")
+        cache.rows = cache.rows + chunk.cached.shape[1]
 
     def joined(self, cache: Kept, chunk: View, looks: View, start: int) -> Kept:
         """The cache after the chunk at `start` and what `looks` has seen of it."""
         own = (1 - self.alpha) * chunk.per_head(cache.k.shape[1], "own")
         left = cache if self.evict_first else self.evicted(cache, looks)
-        return left.joined(chunk.kept(start, own))
+        return left.joined(chunk.kept(start, own, 1 - self.alpha))
 
 
 Steps = Iterator[tuple[np.ndarray, list[list[Kept]]]]
@@ -170,6 +182,7 @@ def _answer(
     for layer, view in enumerate(views):
         if rule.form == "h2o":
             caches[layer].mass = caches[layer].mass + view.per_head(view.k.shape[1], "cached")
+            caches[layer].rows = caches[layer].rows + len(question)
         caches[layer] = rule.evicted(caches[layer], view)
     yield logits, [caches]
     for tokens in [question, *([token] for token in answer)]:

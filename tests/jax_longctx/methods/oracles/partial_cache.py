@@ -42,8 +42,13 @@ def choose(p, kv_heads, *, budget, kernel, kind, over, forced):
 class PartialDecoder:
     """One prompt read in full, then decoded token by token over the lists."""
 
-    def __init__(self, config, params, prompt, *, window=1, evict=True, forced=None, **how):
+    def __init__(
+        self, config, params, prompt, *, window=1, evict=True, forced=None, expand=False, **how
+    ):
+        """`expand` repeats keys and values for each query head, which then has its own list."""
         self.config, self.params, self.evict, self.budget = config, params, evict, how["budget"]
+        heads = config.num_heads if expand else config.num_kv_heads
+        self.each = heads // config.num_kv_heads
         self.how = {"forced": window if forced is None else forced, **how}
         layers = range(config.num_layers)
         self.keys, self.values, self.lists = ([None for _ in layers] for _ in range(3))
@@ -55,9 +60,10 @@ class PartialDecoder:
         def attend(layer, q, k, v):
             at = np.arange(len(q))
             turned, keys = rope(q, at, THETA), rope(k, at, THETA)
-            self.keys[layer], self.values[layer] = keys, v
+            self.keys[layer] = np.repeat(keys, self.each, axis=1)
+            self.values[layer] = np.repeat(v, self.each, axis=1)
             p = probabilities(turned, keys, at[:, None] >= at[None, :])[:, -window:]
-            self.lists[layer] = choose(p, self.config.num_kv_heads, **self.how)
+            self.lists[layer] = choose(p, heads, **self.how)
             self.reference[layer] = {"post_rope": turned[-1].mean(0), "pre_rope": q[-1].mean(0)}
             return causal_attend(THETA)(layer, q, k, v)
 
@@ -70,7 +76,8 @@ class PartialDecoder:
         def attend(layer, q, k, v):
             at = np.array([len(self.keys[layer])])
             turned = rope(q, at, THETA)
-            keys = np.concatenate([self.keys[layer], rope(k, at, THETA)])
+            k, v = (np.repeat(x, self.each, axis=1) for x in (rope(k, at, THETA), v))
+            keys = np.concatenate([self.keys[layer], k])
             values = np.concatenate([self.values[layer], v])
             self.keys[layer], self.values[layer] = keys, values
             means = {"post_rope": turned[0].mean(0), "pre_rope": q[0].mean(0)}
