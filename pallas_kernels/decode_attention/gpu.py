@@ -236,7 +236,7 @@ def _kernel(plan_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: _Job, **scr
 
     @pl.when(role == 1)
     def _copies():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(56, action="decrease")
         plgpu.copy_gmem_to_smem(plan_ref, plan, planned)
         plgpu.barrier_wait(planned)
         work = functools.partial(_fetch, (q_ref, k_ref, v_ref), job, scratch)

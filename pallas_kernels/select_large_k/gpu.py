@@ -35,6 +35,8 @@ _THREADS = 128
 # Keys of one load of a thread, and those that it can keep in registers.
 _VECTOR, _KEPT = 4, 128
 _SIGN = 1 << 31
+# Counts of a block: 32 bytes, so that no two blocks write to what a cache holds as one.
+_SECTOR = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,7 @@ def _kth_best(
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=_Job(chunks=chunks, chunk=chunk)),
         out_type=(
-            jax.ShapeDtypeStruct((rows, _PASSES, _TILES, 1 << _DIGIT), jnp.int32),
+            jax.ShapeDtypeStruct((rows, _PASSES, _TILES, _SECTOR), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
         ),
         scratch_types=dict(barrier=plgpu.ClusterBarrier(collective_axes=("tile",))),
