@@ -101,6 +101,13 @@ def make_mesh(
             f"mesh data={data},seq={seq},tensor={tensor} needs {need} devices, "
             f"{len(found)} found; lower a size"
         )
+    used = {device.process_index for device in found[:need]}
+    left_out = {device.process_index for device in found} - used
+    if devices is None and left_out:
+        raise ConfigError(
+            f"mesh data={data},seq={seq},tensor={tensor} leaves process {min(left_out)} without a "
+            f"device: every process needs one; there are {len(found)} devices (--mesh)"
+        )
     grid = np.array(found[:need]).reshape(data, seq, tensor)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 

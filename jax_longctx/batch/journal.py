@@ -11,7 +11,7 @@ computed again. The journal is begun anew with each window of rows, so it stays 
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,18 @@ class Journal:
     Args:
       output: where the finished file will be.
       given: options and input of the run, JSON values.
-      choose: called when the run begins; values that it keeps when it goes on.
+      chosen: what the run chooses where it begins here.
 
     Attributes:
-      chosen: what `choose` returned when the run was begun.
+      chosen: what it chose where it was begun.
       rows: whole lines in the partial file.
+      resumed: whether an earlier run had begun.
 
     Raises:
       InputError: the files belong to a run with other options, or cannot be written.
     """
 
-    def __init__(self, output: Path, given: dict[str, Any], choose: Callable[[], dict[str, Any]]):
+    def __init__(self, output: Path, given: dict[str, Any], chosen: dict[str, Any]):
         self.output = output
         self.partial = output.with_name(output.name + ".partial")
         self.journal = output.with_name(output.name + ".journal")
@@ -48,13 +49,14 @@ class Journal:
         given = json.loads(json.dumps(given))
         try:
             header, self._entries = self._read()
+            self.resumed = header is not None
             if header is None:
                 if self.partial.exists():
                     raise InputError(
                         f"{self.partial} is there without its {self.journal.name}; remove it to "
                         f"begin anew"
                     )
-                header = {"format": FORMAT, GIVEN: given, "chosen": choose()}
+                header = {"format": FORMAT, GIVEN: given, "chosen": chosen}
             self._check(header, given)
             self._header, self.chosen = header, header["chosen"]
             self.rows = _cut_to_lines(self.partial)
@@ -137,9 +139,14 @@ class Journal:
 def _append(file: Any, lines: list[dict[str, Any]]) -> None:
     """Whole lines, on the disk when this returns."""
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    file.write(text.encode("utf-8"))
-    file.flush()
-    os.fsync(file.fileno())
+    try:
+        file.write(text.encode("utf-8"))
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise InputError(
+            f"{file.name} could not be written: {error.strerror}; run again to go on"
+        ) from error
 
 
 def _cut_to_lines(path: Path) -> int:

@@ -101,8 +101,8 @@ def batch(
     with terminal.progress("answering", "rows", lambda: _moment(newest)) as update:
 
         def progress(now: "BatchProgress") -> None:
-            if not newest and now.before:
-                terminal.note(f"going on: {now.before:,} of {now.total:,} rows are done")
+            if not newest and now.resumed:
+                terminal.note(f"going on: {now.before:,} of {now.total:,} rows were written")
             newest.append(now)
             del newest[:-1]
             update(now.done, now.total - now.before)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jax_longctx.cli import options
+from jax_longctx.cli import options, processes
 from jax_longctx.cli.inputs import read_text
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
@@ -168,6 +168,8 @@ def _runs(
 
 
 def _save(runs: list[dict[str, Any]], out: Path) -> None:
+    if not processes.is_leader():
+        return
     partial = out.with_name(out.name + ".partial")
     partial.write_text(json.dumps({"runs": runs}, indent=1), encoding="utf-8")
     partial.rename(out)
@@ -176,7 +178,7 @@ def _save(runs: list[dict[str, Any]], out: Path) -> None:
 def _report(runs: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:
     from jax_longctx.evaluation import report
 
-    if heatmap is not None:
+    if heatmap is not None and processes.is_leader():
         report.heatmap(runs, heatmap)
     if terminal.as_json:
         for run in runs:

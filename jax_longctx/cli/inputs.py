@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from jax_longctx.cli import processes
 from jax_longctx.errors import InputError
 
 __all__ = ["check_argument", "read_text"]
@@ -11,9 +12,19 @@ __all__ = ["check_argument", "read_text"]
 def read_text(source: str) -> str:
     """The text of a file, or of stdin for "-"; a byte order mark is dropped.
 
+    Of several processes the first reads it, for all: a launcher may give stdin to it alone.
+
     Raises:
       InputError: it cannot be read, is not UTF-8, or is empty.
     """
+    if processes.process() is None:
+        return _read(source)
+    from jax_longctx.engine.distributed import from_leader
+
+    return from_leader(lambda: _read(source))
+
+
+def _read(source: str) -> str:
     name = "stdin" if source == "-" else source
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()

@@ -7,11 +7,13 @@ subcommand that needs it, so that `--help` answers at once.
 
 import os
 import sys
-from typing import Any
+import traceback
+from typing import Annotated, Any
 
 import typer
 import typer.core
 
+from jax_longctx.cli import processes
 from jax_longctx.cli.ask import ask
 from jax_longctx.cli.batch import batch
 from jax_longctx.cli.bench import bench_app
@@ -41,6 +43,8 @@ class CommandLine(typer.core.TyperGroup):
             return result
         except LongctxError as error:
             raise _ended(f"error: {error}", 2) from error
+        except (typer.Exit, typer.Abort):
+            raise
         except typer.TyperException as error:
             # Options and arguments that do not parse.
             where = getattr(error, "ctx", None) or ctx
@@ -56,11 +60,32 @@ class CommandLine(typer.core.TyperGroup):
             # Python flushes stdout once more at exit; let that go nowhere, quietly.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(READER_GONE) from error
+        except Exception as error:
+            if processes.process() is None:
+                raise
+            lost = _lost_process(error)
+            if lost is None:
+                traceback.print_exc()
+                processes.leave(1)
+            raise _ended(f"error: {lost}", 1) from error
 
 
 def _ended(message: str, code: int) -> typer.Exit:
-    typer.echo(" ".join(message.split()), err=True)
+    number = processes.process()
+    who = f"process {number}: " if number else ""
+    typer.echo(who + " ".join(message.split()), err=True)
+    if number is not None:
+        processes.leave(code)
     return typer.Exit(code)
+
+
+def _lost_process(error: Exception) -> str | None:
+    """What to say where another process of the job has ended; None for any other error."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    signs = ("Gloo", "closed by peer", "heartbeat", "UNAVAILABLE", "coordination")
+    if not any(sign in first for sign in signs):
+        return None
+    return f"another process of the job has ended, see its messages; here: {first:.200}"
 
 
 app = typer.Typer(
@@ -75,6 +100,46 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+_JOB = "Many processes (before the command; each process is started with the same command)"
+
+
+@app.callback()
+def _job(
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar="JAX_COORDINATOR_ADDRESS",
+            help="Where process 0 can be reached.",
+            rich_help_panel=_JOB,
+        ),
+    ] = None,
+    count: Annotated[
+        str | None,
+        typer.Option(
+            "--processes",
+            metavar="N",
+            envvar="JAX_NUM_PROCESSES",
+            help="Processes of the job. Found out under Slurm, Open MPI and GKE; auto asks JAX to "
+            "find out, also on TPU VMs; 1 is this one alone.",
+            rich_help_panel=_JOB,
+        ),
+    ] = None,
+    process: Annotated[
+        int | None,
+        typer.Option(
+            metavar="I",
+            envvar="JAX_PROCESS_ID",
+            help="The number of this process, from 0, which prints and writes.",
+            rich_help_panel=_JOB,
+        ),
+    ] = None,
+) -> None:
+    processes.join(coordinator, count, process)
+
+
 for _command in (ask, generate, batch, convert, methods, demo):
     app.command()(_command)
 bench_app.command()(decode)

@@ -90,6 +90,7 @@ def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> d
     """Bytes by name, or why the method does not run on this model."""
     import dataclasses
 
+    import jax
     import jax.numpy as jnp
 
     from jax_longctx.engine.footprint import footprint
@@ -101,7 +102,7 @@ def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> d
     except ConfigError as error:
         return {"refused": str(error)}
     options.checked_dtype(dtype)
-    setup = Setup(config, method, make_mesh(), jnp.dtype(dtype), 512)
+    setup = Setup(config, method, make_mesh(devices=jax.local_devices()), jnp.dtype(dtype), 512)
     found = footprint(setup, batch=batch, context=context, reserve=RESERVE)
     return {f"{key}_bytes": value for key, value in dataclasses.asdict(found).items()}
 

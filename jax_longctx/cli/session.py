@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax_longctx.cli import processes
 from jax_longctx.cli.answers import (
     AnswerOptions,
     closing_note,
@@ -88,7 +89,8 @@ class Session:
         if self.request.save is not None:
             with self.terminal.waiting("saving the context"):
                 self.model.save_context(context, self.request.save)
-                _write_prompt(self.request.save, self.chat)
+                if processes.is_leader():
+                    _write_prompt(self.request.save, self.chat)
             self.terminal.note(f"context saved to {self.request.save}")
         return context, seconds
 

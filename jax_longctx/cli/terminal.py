@@ -23,6 +23,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from jax_longctx.cli import processes
 from jax_longctx.memory import memory_used, shown_bytes
 
 __all__ = ["Terminal", "Update"]
@@ -37,7 +38,7 @@ _CONTROLS = {code: "\ufffd" for code in (*range(9), *range(11, 32), *range(127, 
 
 
 class Terminal:
-    """stdout and stderr of one command.
+    """stdout and stderr of one command; of a job's processes the first alone shows anything.
 
     Args:
       as_json: stdout is for JSON lines; text is not streamed.
@@ -45,7 +46,10 @@ class Terminal:
 
     def __init__(self, *, as_json: bool = False):
         self.as_json = as_json
-        self._console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+        self._silent = not processes.is_leader()
+        self._console = rich.console.Console(
+            stderr=True, highlight=False, soft_wrap=True, quiet=self._silent
+        )
         self._guard = sys.stdout.isatty()
 
     def note(self, text: str) -> None:
@@ -54,13 +58,15 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """A piece of an answer, shown at once; nothing in JSON mode."""
-        if self.as_json:
+        if self.as_json or self._silent:
             return
         sys.stdout.write(text.translate(_CONTROLS) if self._guard else text)
         sys.stdout.flush()
 
     def record(self, record: dict[str, Any]) -> None:
         """One JSON object as one line of stdout."""
+        if self._silent:
+            return
         sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
         sys.stdout.flush()
 

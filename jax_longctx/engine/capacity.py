@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jax_longctx.engine.distributed import least
 from jax_longctx.errors import CapacityError
 from jax_longctx.sharding import leaf_axes, tree_shardings
 
@@ -43,7 +44,14 @@ def bytes_per_device(mesh: Mesh, abstract: Any) -> int:
 
 
 def available_bytes(mesh: Mesh) -> int | None:
-    """Free memory of each device of the mesh, or None where the platform does not tell."""
+    """Free memory of each device of the mesh, or None where the platform does not tell.
+
+    Of several processes all must ask: they get the same answer, that of the fullest.
+    """
+    return least(_available_here(mesh))
+
+
+def _available_here(mesh: Mesh) -> int | None:
     device = mesh.local_devices[0]
     if device.platform == "cpu":
         with open("/proc/meminfo", encoding="ascii") as lines:

@@ -17,6 +17,7 @@ from orbax.checkpoint import v1 as ocp
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import GRANULE
 from jax_longctx.engine.context import Context
+from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.methods import settings_of
@@ -28,18 +29,16 @@ FORMAT = 1
 
 
 def save_context(engine: Engine, context: Context, path: str | Path) -> None:
-    """Writes the context to the new folder `path`.
+    """Writes the context to the new folder `path`, which all processes of a job must see.
 
     Raises:
       InputError: the folder exists, or the context is answering a question.
       CheckpointError: it could not be written; nothing is left behind.
     """
     path = Path(path).absolute()
-    if path.exists():
-        raise InputError(f"{path} exists; choose another name or delete it")
     caches = context.usable_caches()
     partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    from_leader(lambda: _begin(path, partial))
     # Rows that only fill the mesh's data axis stay behind.
     leaves = {
         f"{i:05d}": _with_rows(leaf, axes, context.batch)
@@ -59,14 +58,31 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
         "arrays": {name: [list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()},
     }
     try:
-        partial.mkdir(parents=True)
         ocp.save(str(partial / "caches"), leaves)
+        from_leader(lambda: _finish(path, partial, described))
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+    finally:
+        if is_leader():
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _begin(path: Path, partial: Path) -> None:
+    if path.exists():
+        raise InputError(f"{path} exists; choose another name or delete it")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+
+
+def _finish(path: Path, partial: Path, described: dict[str, Any]) -> None:
+    try:
         (partial / "context.json").write_text(json.dumps(described), encoding="utf-8")
         partial.rename(path)
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def load_context(engine: Engine, path: str | Path) -> Context:

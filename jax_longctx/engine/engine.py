@@ -28,6 +28,7 @@ from jax_longctx.engine.capacity import (
     grow,
 )
 from jax_longctx.engine.context import Context, Progress
+from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.rows import Rows, check_questions, checked_rows
 from jax_longctx.engine.sampling import Sampling, sampling_values
 from jax_longctx.errors import InputError
@@ -91,7 +92,7 @@ class Engine:
         """Tells one set of weights from another: a hash of a few values of every parameter."""
         leaves = jax.tree.leaves(self.params)
         pieces = [leaf[(0,) * (leaf.ndim - 1)][:16].astype(jnp.float32) for leaf in leaves]
-        values = np.concatenate([np.asarray(piece) for piece in jax.device_get(pieces)])
+        values = np.concatenate([to_host(piece) for piece in pieces])
         return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
     def prefill(
@@ -342,7 +343,7 @@ class Engine:
             caches, logits = programs.run_segment(
                 self.setup, self.params, caches, segment, totals, None, "all"
             )
-            block, valid = np.asarray(logits), segment.chunk_lengths
+            block, valid = to_host(logits), segment.chunk_lengths
             for b in range(len(rows)):
                 pieces[b].append(block[b, : int(valid[b])])
         return [np.concatenate(piece) for piece in pieces]

@@ -1,0 +1,180 @@
+"""Two processes do what one does, and one that dies ends the other."""
+
+import functools
+import json
+import random
+import signal
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from jax_longctx.cli import processes
+from jax_longctx.cli.main import app
+from tests.checkpoints_convert.tiny import random_state, write_checkpoint
+from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+from tests.jax_longctx.cli.two_processes import ended, start
+
+TEXT = "The pass key is 12345. Remember it. "
+LIMIT = ("--max-tokens", 6, "--chunk", 64)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    source = tmp_path_factory.mktemp("source") / "hf"
+    config = hf_config(vocab_size=300)
+    write_checkpoint(source, config, random_state(config))
+    write_tokenizer(source)
+    folder = tmp_path_factory.mktemp("converted") / "model"
+    result = CliRunner().invoke(app, ["convert", str(source), str(folder)])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def begin(cache):
+    """Starts processes; those that a failed test leaves behind are killed."""
+    began = []
+    yield functools.partial(start, cache=cache, began=began)
+    for child in began:
+        child.kill()
+        child.communicate()
+
+
+def write_rows(path):
+    rows = [{"id": n, "prompt": TEXT * (1 + n % 3)} for n in range(8)]
+    rows[3] = {"prompt": 5}
+    rows[5] = {"file": "book.txt", "questions": ["Who?", "Why?"]}
+    (path.parent / "book.txt").write_text(TEXT * 4)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.slow
+def test_two_processes_answer_as_one_and_killed_ones_go_on(checkpoint, begin, tmp_path):
+    given = write_rows(tmp_path / "in.jsonl")
+    common = ("-c", checkpoint, *LIMIT, "--rows", 2, "--temperature", 0.7)
+    one = tmp_path / "one.jsonl"
+    ((code, _, said),) = ended(begin(["batch", given, one, *common], count=1))
+    assert code == 0, said
+    two = tmp_path / "two.jsonl"
+    command = ["batch", given, two, *common, "--mesh", "data=2"]
+    draw = random.Random(1)
+    for number in (0, 1):
+        started = begin(command, count=2)
+        journal = tmp_path / "two.jsonl.journal"
+        # Somewhere between the first batch on the disk and the last.
+        wanted, end = 1 + number, time.monotonic() + 120
+        while not (journal.exists() and journal.read_bytes().count(b"\n") > wanted):
+            assert time.monotonic() < end and started[0].poll() is None
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.1))
+        started[number].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        found = ended(started, seconds=60)
+        assert time.monotonic() - killed < 60
+        assert found[number][0] == -signal.SIGKILL
+        code, _, said = found[1 - number]
+        assert code not in (0, -signal.SIGKILL)
+        assert "another process of the job has ended" in said or "another task died" in said
+    (code, out, said), (code_1, out_1, said_1) = ended(begin(command, count=2))
+    assert (code, code_1) == (0, 0), said + said_1
+    assert "rows were written" in said
+    assert (out, out_1) == ("", "")
+    assert two.read_bytes() == one.read_bytes()
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_one_process_and_printed_once(checkpoint, begin, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text(TEXT * 4)
+    common = ("ask", book, "Who?", "-c", checkpoint, *LIMIT, "--json")
+    ((code, alone, said),) = ended(begin(common, count=1))
+    assert code == 0, said
+    command = (*common, "--mesh", "seq=2", "--save-context", tmp_path / "kept")
+    (code, first, said), (code_1, second, said_1) = ended(begin(command, count=2))
+    assert (code, code_1) == (0, 0), said + said_1
+    assert json.loads(first)["answer"] == json.loads(alone)["answer"]
+    assert second == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--processes", "2"], "goes with --coordinator HOST:PORT and --process I"),
+        (["--process", "1"], "go with --processes N"),
+        (["--processes", "two"], "--processes is 'two'; expected a number, or auto"),
+        (
+            ["--processes", "2", "--coordinator", "here", "--process", "1"],
+            "--coordinator is 'here'; expected HOST:PORT",
+        ),
+        (
+            ["--processes", "2", "--coordinator", "here:1", "--process", "2"],
+            "--process must be from 0 to 1",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(run, options, message):
+    result = run(*options, "methods", "full")
+    assert result.exit_code == 2 and message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_one_process_joins_nothing(run):
+    assert run("--processes", "1", "methods", "--help").exit_code == 0
+    assert processes.process() is None and processes.is_leader()
+
+
+STEP = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_PROCID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "several"),
+    [
+        ({}, False),
+        ({**STEP, "SLURM_NTASKS": "2"}, True),
+        ({**STEP, "SLURM_NTASKS": "1"}, False),
+        # A batch script, outside of any step.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
+        ({"MEGASCALE_NUM_SLICES": "2"}, True),
+    ],
+)
+def test_launchers_that_start_several(variables, several):
+    assert processes.announced(variables) is several
+
+
+def test_the_job_is_joined_as_the_launcher_says(run, monkeypatch):
+    import jax
+
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **k: joined.append((a, k)))
+    for key, value in {**STEP, "SLURM_NTASKS": "2"}.items():
+        monkeypatch.setenv(key, value)
+    assert run("methods", "--help").exit_code == 0
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
+    monkeypatch.setenv("JAX_PROCESS_ID", "3")
+    assert run("methods", "--help").exit_code == 0
+    assert [arguments for arguments, _ in joined] == [(None, None, None), ("host:1234", 4, 3)]
+    assert all(options["heartbeat_timeout_seconds"] <= 20 for _, options in joined)
+
+
+def test_every_process_needs_a_device(monkeypatch):
+    import types
+
+    import jax_longctx
+    from jax_longctx import sharding
+    from jax_longctx.errors import ConfigError
+
+    devices = [types.SimpleNamespace(process_index=n // 2) for n in range(4)]
+    monkeypatch.setattr(sharding.jax, "devices", lambda: devices)
+    with pytest.raises(ConfigError, match=r"leaves process 1 without a device.* 4 devices"):
+        jax_longctx.make_mesh(data=2)
