@@ -75,6 +75,11 @@ def _tune(terminal: Terminal, *, only: str, shrink: int, repeats: int) -> None:
     except tuning.TuningError as error:
         raise InputError(str(error)) from error
     found = tune(only=only, shrink=shrink, repeats=repeats, say=terminal.note)
+    if not found:
+        raise InputError(
+            f"--tune: none of the kernels with configurations runs on {kind}; expected a Hopper GPU"
+            + (f" or a case whose name holds {only!r}" if only else "")
+        )
     for operation, entries in found.items():
         table.setdefault(operation, {}).update(entries)
     tuning.write(path, kind, table)
