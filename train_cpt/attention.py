@@ -13,6 +13,10 @@ keys and values. With S = 0 all is causal: the control.
 
 The first L rows are flash attention (`train_cpt.causal`); the S rows have S (K + S) scores a head.
 No array has L x L or S x L elements.
+
+Over mesh axis `seq` each device has a run of a text's tokens: their queries, keys and values of the
+layer. Keys and values are gathered for the layer and its gradient, the last S + 1 queries too; no
+device holds all queries, hidden states or logits.
 """
 
 import dataclasses
@@ -69,10 +73,10 @@ def check_attention(config: ModelConfig, mesh: Mesh, pattern: Pattern, length: i
     """Raises ConfigError unless texts of `length` tokens can be trained on like this."""
     check_mesh(config, mesh)
     refuse_windows("training", config)
-    if mesh.shape["seq"] != 1:
+    if length % mesh.shape["seq"]:
         raise ConfigError(
-            f"training runs on meshes with seq=1, got seq={mesh.shape['seq']}; "
-            f"put the devices on data or tensor"
+            f"texts of {length} tokens do not divide over mesh axis seq={mesh.shape['seq']}; "
+            f"choose another length or put the devices on data or tensor"
         )
     if pattern.tail >= length:
         raise ConfigError(
@@ -82,8 +86,9 @@ def check_attention(config: ModelConfig, mesh: Mesh, pattern: Pattern, length: i
 
 def attend_with(config: ModelConfig, mesh: Mesh, pattern: Pattern) -> Attend:
     """The model's `attend` under a pattern, manual over every mesh axis; no layer has a cache."""
-    heads = logical_spec(("batch", None, "heads", None))
-    kv_heads = logical_spec(("batch", None, "kv_heads", None))
+    heads = logical_spec(("batch", "tokens", "heads", None))
+    kv_heads = logical_spec(("batch", "tokens", "kv_heads", None))
+    shards = mesh.shape["seq"]
 
     def attend(layer: int, q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
         def local(q: Array, k: Array, v: Array) -> Array:
@@ -92,11 +97,14 @@ def attend_with(config: ModelConfig, mesh: Mesh, pattern: Pattern) -> Attend:
                 scale=config.head_dim**-0.5,
                 window=None,
                 rope=config.rope,
-                total=jnp.full((batch,), length, jnp.int32),
+                total=jnp.full((batch,), length * shards, jnp.int32),
             )
-            at_BT = jnp.broadcast_to(jnp.arange(length), (batch, length))
+            ahead = jax.lax.axis_index("seq") * length
+            at_BT = jnp.broadcast_to(ahead + jnp.arange(length), (batch, length))
             q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
-            return pattern_attention(pattern, q, k, v, scale=ctx.scale)
+            if shards == 1:
+                return pattern_attention(pattern, q, k, v, scale=ctx.scale)
+            return _sharded_attention(pattern, q, k, v, ahead, ctx.scale)
 
         # The replication check stays off, as in inference: kernels carry no proof of it.
         run = jax.shard_map(
@@ -129,6 +137,34 @@ def pattern_attention(
     chosen_BKC = _choose(pattern, q[:, prefix - 1 : prefix], k_BKLH, scale)
     last = _tail(q[:, prefix:], k_BKTH, v_BKTH, chosen_BKC, scale)
     return jnp.concatenate([first, last], axis=1)
+
+
+def _sharded_attention(
+    pattern: Pattern,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    ahead: Int[Array, ""],
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """`pattern_attention` of a device's own tokens, of which the first is the text's `ahead`-th."""
+    k, v = (jax.lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
+    # The last rows too: on most devices there are none, and all run one program.
+    first = causal_attention(q, k, v, scale=scale, ahead=ahead)
+    if pattern.tail == 0:
+        return first
+    prefix, own = k.shape[1] - pattern.tail, q.shape[1]
+    at_T = prefix - 1 - ahead + jnp.arange(pattern.tail + 1)
+    mine_T = (at_T >= 0) & (at_T < own)
+    rows = jnp.take(q, jnp.clip(at_T, 0, own - 1), axis=1)
+    # Each row is one device's; its gradient is what all devices' outputs give it.
+    rows = jax.lax.psum(jnp.where(mine_T[:, None, None], rows, 0), "seq")
+    k_BKTH, v_BKTH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
+    chosen_BKC = _choose(pattern, rows[:, :1], k_BKTH[:, :, :prefix], scale)
+    last = _tail(rows[:, 1:], k_BKTH, v_BKTH, chosen_BKC, scale)
+    of_T = ahead + jnp.arange(own) - prefix
+    taken = jnp.take(last, jnp.maximum(of_T, 0), axis=1)
+    return jnp.where((of_T >= 0)[:, None, None], taken, first)
 
 
 def _choose(

@@ -6,7 +6,7 @@ hidden states and the output table (the loss is a scalar, so that they only need
 Logits are computed once, not again for the gradient: 6 T D V operations in all. What is kept from
 the forward pass is the gradients themselves: `[T, D]`, and `[V, D]` in float32.
 
-Each device runs this on its own texts and its own part of the vocabulary, inside a `shard_map`
+Each device runs this on its own tokens and its own part of the vocabulary, inside a `shard_map`
 manual over every axis: the table's gradient is summed over the devices once, not once a chunk.
 Softmax and sums are float32; matmuls take the hidden states' dtype.
 """
@@ -72,8 +72,8 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _sharded(mesh: Mesh, chunk: int, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
-    rows, vocabulary = logical_spec(("batch", None)), logical_spec(("vocab", "embed"))
-    hidden = logical_spec(("batch", None, "embed"))
+    rows, vocabulary = logical_spec(("batch", "tokens")), logical_spec(("vocab", "embed"))
+    hidden = logical_spec(("batch", "tokens", "embed"))
     outs = (PartitionSpec(), hidden, vocabulary) if differentiate else (PartitionSpec(),)
     run = jax.shard_map(
         functools.partial(_local, chunk, differentiate),
@@ -119,11 +119,11 @@ def _local(
     zero = jnp.float32(0)
     start = (zero, jnp.zeros(table.shape, jnp.float32)) if differentiate else (zero,)
     (loss, *dtable), d = jax.lax.scan(step, start, pieces)
-    loss = jax.lax.psum(loss, "data")
+    loss = jax.lax.psum(loss, ("data", "seq"))
     if not differentiate:
         return (loss,)
     dhidden = d.reshape(-1, hidden.shape[2])[:count].reshape(hidden.shape)
-    return loss, dhidden, jax.lax.psum(dtable[0], "data").astype(table.dtype)
+    return loss, dhidden, jax.lax.psum(dtable[0], ("data", "seq")).astype(table.dtype)
 
 
 def _chunk_loss(

@@ -3,9 +3,9 @@
 Master weights, gradients' sums and moments are float32 (the first moment bfloat16 if asked for);
 the forward pass runs on a copy of the weights in the compute dtype. The global batch is read in
 micro-batches, one after another inside one program, whose gradients are summed. Weights lie on the
-mesh as in inference, heads, MLP and vocabulary over `tensor`; what is kept from step to step is
-divided over `data` too (as in ZeRO, Rajbhandari et al. 2020, stages 1 and 2), so that each device
-updates its own part.
+mesh as in inference, heads, MLP and vocabulary over `tensor`; a text's tokens lie over `seq`. What
+is kept from step to step is divided over `data` too (as in ZeRO, Rajbhandari et al. 2020, stages 1
+and 2), so that each device updates its own part.
 
 The defaults are those of Xu et al. 2025, "RefreshKV", section 6: learning rate 5e-6 after 20
 warm-up steps, falling linearly, no weight decay.
@@ -209,6 +209,8 @@ def _loss_sum(setup: Setup, params: Any, tokens: Array, weights: Array) -> Array
 
     model = model_of(setup.config, jax.tree_util.tree_map_with_path(ready, params))
     attend = attend_with(setup.config, setup.mesh, setup.pattern)
+    by_token = logical_sharding(setup.mesh, ("batch", "tokens"))
+    tokens = jax.lax.with_sharding_constraint(tokens, by_token)
     hidden = hidden_states(model, tokens, attend, setup.remat)
     head = "embed" if setup.config.tie_embeddings else "head"
     return cross_entropy(

@@ -74,6 +74,28 @@ def test_causal_gradients_are_those_of_dense_attention(length):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize("shards", [(2, 5), (3, 4)])
+def test_runs_of_a_texts_queries_have_the_gradients_of_the_whole(shards):
+    count, own = shards
+    q, k, v, dout = inputs(count * own)
+    dense = functools.partial(dense_attention, seen=causal_mask(count * own))
+    expected = with_gradients(dense, q, k, v, dout)
+
+    @jax.jit
+    def run(q, k, v, dout, ahead):
+        attend = functools.partial(causal_attention, scale=SCALE, block=3, ahead=ahead)
+        return with_gradients(attend, q, k, v, dout)
+
+    runs = [
+        run(q[:, start : start + own], k, v, dout[:, start : start + own], jnp.int32(start))
+        for start in range(0, count * own, own)
+    ]
+    outs, dqs, dks, dvs = zip(*runs, strict=True)
+    found = [np.concatenate(outs, 1), np.concatenate(dqs, 1), sum(dks), sum(dvs)]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 def test_the_patterns_gradients_are_those_of_a_dense_mask():
     q, k, v, dout = inputs(PREFIX + TAIL)
     seen = masked_tail(q, k, PATTERN)
@@ -141,8 +163,10 @@ def test_rk_7_a_budget_of_the_whole_prefix_or_more_is_causal():
     np.testing.assert_allclose(model_logits(pattern), model_logits(Pattern()), atol=1e-5)
 
 
-def test_the_pattern_is_the_same_over_data_and_heads():
-    np.testing.assert_allclose(model_logits(PATTERN, (2, 1, 2)), model_logits(PATTERN), atol=1e-5)
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 4, 2)])
+def test_the_pattern_is_the_same_over_data_tokens_and_heads(mesh):
+    # With four shards of six tokens the tail is one shard's, the choosing row another's.
+    np.testing.assert_allclose(model_logits(PATTERN, mesh), model_logits(PATTERN), atol=1e-5)
 
 
 @pytest.mark.optimized
@@ -175,8 +199,8 @@ def test_bad_patterns_are_refused(fields, message):
 
 
 def test_what_cannot_be_trained_is_refused():
-    with pytest.raises(ConfigError, match="seq=2"):
-        check_attention(tiny_config(), make_mesh(1, 2, 1), Pattern(), 24)
+    with pytest.raises(ConfigError, match="24 tokens do not divide over mesh axis seq=5"):
+        check_attention(tiny_config(), make_mesh(1, 5, 1), Pattern(), 24)
     with pytest.raises(ConfigError, match="tail=24 leaves none of a text's 24 tokens"):
         check_attention(tiny_config(), make_mesh(), Pattern(tail=24), 24)
     with pytest.raises(ConfigError, match="sliding window"):

@@ -172,8 +172,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(straight, tmp_p
         attempt(LoopConfig(rows=3), (2, 1, 1))
     with pytest.raises(ConfigError, match="rows=16 texts at a time, the dev split has"):
         attempt(LoopConfig(rows=16, evaluate_every=1))
-    with pytest.raises(ConfigError, match="seq=2"):
-        attempt(LoopConfig(), (1, 2, 1))
+    with pytest.raises(ConfigError, match="seq=3"):
+        attempt(LoopConfig(), (1, 3, 1))
     with pytest.raises(InputError, match="training split has no text"):
         attempt(LoopConfig(), texts=None)
     with pytest.raises(ConfigError, match="save_every must be at least 1, got 0"):

@@ -133,11 +133,11 @@ def test_steps_lower_the_loss():
     np.testing.assert_allclose(metrics["learning_rate"], 0.01 * 7 / 10, rtol=1e-6)
 
 
-def test_steps_are_the_same_over_data_and_tensor():
-    alone, sharded = trained((1, 1, 1)), trained((2, 1, 2))
+def test_steps_are_the_same_over_data_tokens_and_tensor():
+    alone, sharded = trained((1, 1, 1)), trained((2, 2, 2))
     np.testing.assert_allclose(sharded[0], alone[0], rtol=1e-4)
     np.testing.assert_allclose(sharded[2]["gradient_norm"], alone[2]["gradient_norm"], rtol=1e-3)
-    # What is kept is divided over all devices, and still so after a step.
+    # What is kept is divided over data and tensor, and still so after a step.
     state = sharded[1]
     gate = state.params["layers"]["0"]["mlp"]["gate"]
     for leaf in (gate, optimizer_moment(state, gate.shape)):
