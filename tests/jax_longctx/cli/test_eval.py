@@ -1,8 +1,15 @@
 """`eval passkey` end to end on a tiny random model, and what it refuses."""
 
+import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
+
+from jax_longctx.cli.eval import parse_method
+from jax_longctx.cli.options import parse_settings
+from jax_longctx.methods import make_method
 
 
 @pytest.mark.slow
@@ -45,6 +52,22 @@ def test_what_was_answered_before_an_interruption_is_in_the_file(run, loads, tmp
     args = ["eval", "passkey", "-c", "model", "--length", "160", "--batch", "2", "--text", text]
     assert run(*args, "--out", out).exit_code == 130
     assert run("eval", "table", out).stdout.count("n=2") == 1
+
+
+def test_the_ablations_of_the_readme_have_one_scope():
+    readme = Path(__file__).parents[3].joinpath("README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"jax-longctx eval passkey[^`]*ablations\.json[^`]*", readme)
+    specs = re.findall(r"-m (\S+)", command)
+    methods = [make_method(name, parse_settings(pairs)) for name, pairs in map(parse_method, specs)]
+    assert len(set(methods)) == len(methods) == 12
+    assert {method.scope_size for method in methods} == {8192}
+    changed = {
+        field.name
+        for method in methods
+        for field in dataclasses.fields(method)
+        if getattr(method, field.name) != field.default
+    }
+    assert changed == {"global_size", "span", "kept", "count", "local_size", "chunk"}
 
 
 def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, tmp_path):
