@@ -106,37 +106,41 @@ def _windows(rows: int) -> int:
 def write(out: Array, lse: Array, out_ref: Any, lse_ref: Any, *, out_tile, lse_tile) -> None:
     """Begin to write the first rows of `out` [64,H], as many as `out_ref` has, and all of `lse`.
 
-    `written` waits for it; the next call, as long as it must. Registers go to shared memory by 64
-    rows. Where few of them count, pieces of columns stand so close that each leaves the rows that
-    count of those before it, and none has to wait until another has left.
+    `written` waits for it; the next call, as long as it must.
     """
-    rows, head_dim = out_ref.shape
-    windows = _windows(rows)
-    _wait_for_reads()
+    write_rows(out, out_ref, out_tile)
+    # The copies before this piece's have left, and with them that of its last log-sum-exps.
     lse_tile[...] = lse
-    for first in range(0, head_dim, windows * COLUMNS):
-        if first:
-            _wait_for_reads()
-        columns = range(first, min(first + windows * COLUMNS, head_dim), COLUMNS)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(lse_tile, lse_ref)
+
+
+def write_rows(x: Array, ref: Any, tile: Any) -> None:
+    """Begin to write the first rows of x [64,M], as many as `ref` [R,M] has.
+
+    Registers go to shared memory by 64 rows. Where few of them count, pieces of columns stand so
+    close that each leaves the rows that count of those before it, and none has to wait until
+    another has left.
+    """
+    rows, all_columns = ref.shape
+    windows = _windows(rows)
+    for first in range(0, all_columns, windows * COLUMNS):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        columns = range(first, min(first + windows * COLUMNS, all_columns), COLUMNS)
         for i, column in enumerate(columns):
-            place = out_tile.at[pl.ds(i * rows, hopper.ROWS)]
-            place[...] = out[:, column : column + COLUMNS]
+            place = tile.at[pl.ds(i * rows, hopper.ROWS)]
+            place[...] = x[:, column : column + COLUMNS]
             # All warps: what one leaves here must not come after the next piece's rows that count.
             plgpu.commit_smem()
         for i, column in enumerate(columns):
             plgpu.copy_smem_to_gmem(
-                out_tile.at[pl.ds(i * rows, rows)], out_ref.at[:, pl.ds(column, COLUMNS)]
+                tile.at[pl.ds(i * rows, rows)], ref.at[:, pl.ds(column, COLUMNS)]
             )
-    plgpu.copy_smem_to_gmem(lse_tile, lse_ref)
 
 
 def written() -> None:
     """Wait until all that was written is there: before the kernel ends."""
     plgpu.wait_smem_to_gmem(0)
-
-
-def _wait_for_reads() -> None:
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _add_product(acc: Array, x: Array, y: Any, interpreted: bool) -> Array:

@@ -359,7 +359,7 @@ def _page_scores(batch: int, slots: int) -> Case:
         operations=4 * batch * pages * N * H,
         moved=batch * pages * (2 * K * H * 2 + N * 4),
         inputs=inputs,
-        steps={"ours": partial(run, None)},
+        steps=_steps(run),
     )
 
 

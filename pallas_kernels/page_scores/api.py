@@ -2,15 +2,15 @@
 
 With the elementwise maximum and minimum of a page's keys the score is Quest's upper bound of
 every q.k in the page (Tang et al., 2024); with centre plus and minus radius it is
-ArkVale's digest score (Chen et al., 2024). Implementations: `xla` on every platform, the fast one
-everywhere (77% of the roofline on an H200, see there), `reference` for tests.
+ArkVale's digest score (Chen et al., 2024). Implementations: `xla` on every platform, `gpu`
+(Mosaic), `reference` for tests.
 """
 
 from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.page_scores import reference, xla
+from pallas_kernels.page_scores import gpu, reference, xla
 
 
 def page_scores(
@@ -25,10 +25,10 @@ def page_scores(
 
     Args:
       q: query head n is scored against the pages of kv head n // G.
-      upper, lower: upper >= lower in every coordinate of the pages below pages[b]; beyond lies
-        anything.
+      upper, lower: finite, upper >= lower, in every coordinate of the pages below pages[b]; beyond
+        lies anything.
       pages: filled pages of every row.
-      implementation: "xla" or "reference"; None picks by platform and shape.
+      implementation: "xla", "gpu" or "reference"; None picks by platform and shape.
 
     Raises:
       ValueError: q does not fit the bounds.
@@ -49,8 +49,12 @@ def page_scores(
     name = dispatch.select(
         "page_scores",
         implementation,
-        {"xla": lambda: None, "reference": lambda: None},
+        {
+            "xla": lambda: None,
+            "gpu": lambda: gpu.unsupported(q, upper),
+            "reference": lambda: None,
+        },
         dispatch.shape_class(q[:, None], upper.shape[1], None),
     )
-    run = {"xla": xla.page_scores, "reference": reference.page_scores}[name]
+    run = {"xla": xla.page_scores, "gpu": gpu.page_scores, "reference": reference.page_scores}[name]
     return run(q, upper, lower, pages)

@@ -20,6 +20,8 @@ from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
+from pallas_kernels.page_scores import gpu as pages_gpu
+from pallas_kernels.page_scores import reference as pages_reference
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_large_k import reference as select_reference
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
@@ -160,6 +162,21 @@ def _sparse(case: Case, interpret: Any) -> None:
         _assert_attention(result[i : i + 2], expected[i : i + 2])
 
 
+def _pages(case: Case, interpret: Any) -> None:
+    """A full row and one that ends within a block; behind it lies NaN."""
+    keys = jax.random.split(jax.random.key(4), 3)
+    q = jax.random.normal(keys[0], (case.rows, case.kv_heads * case.group, case.head_dim))
+    shape = case.rows, case.kv_heads, case.slots, case.head_dim
+    one, other = (jax.random.normal(key, shape).astype(case.dtype) for key in keys[1:])
+    q, upper, lower = q.astype(case.dtype), jnp.maximum(one, other), jnp.minimum(one, other)
+    filled = jnp.array([case.slots, 130, 0][: case.rows], jnp.int32)
+    expected = pages_reference.page_scores(*_exact(q, upper, lower), filled)
+    behind = (jnp.arange(case.slots) >= filled[:, None])[:, None, :, None]
+    upper, lower = (jnp.where(behind, jnp.nan, x).astype(case.dtype) for x in (upper, lower))
+    run = jax.jit(partial(pages_gpu.page_scores, interpret=interpret))
+    np.testing.assert_allclose(run(q, upper, lower, filled), expected, rtol=1e-4, atol=1e-4)
+
+
 def _select(case: Case, interpret: Any) -> None:
     """Rows whose border lies among distinct scores, among ties, below all, and above all."""
     random = np.random.default_rng(2)
@@ -207,6 +224,7 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     ),
     "sparse-prior": (_sparse, Case(rows=1, group=5, options=SHORT_LISTS + PRIOR)),
     "select": (_select, Case(rows=1, slots=200)),
+    "page-scores": (_pages, Case(rows=2, kv_heads=2, group=4, slots=384)),
     "sparse-flat-prior": (_sparse, Case(rows=2, workers=6, group=3, options=FLAT + PRIOR)),
 }
 
@@ -233,6 +251,7 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
                 _sparse,
                 replace(_case, options=_options(lists=4, entries=40, page_size=64)),
             ),
+            "page-scores": (_pages, replace(_case, kv_heads=8)),
             "sparse-prior": (
                 _sparse,
                 replace(_case, options=_options(lists=4, entries=100, page_size=16, prior=True)),
@@ -288,6 +307,10 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
         "topk": (partial(topk_gpu.topk_scores, count=4), (q, k, bound * 0, bound)),
         "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
         "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
+        "page-scores": (
+            pages_gpu.page_scores,
+            (jnp.concatenate([one[:, 0]] * 2, axis=1), *[jnp.repeat(k, 2, axis=1)] * 2, bound),
+        ),
         "select": (partial(select_gpu.select_large_k, size=9), (jnp.zeros((1, 5000)), bound)),
         "sparse-flat-prior": (
             lambda q, k, v, pages, *bounds: sparse_gpu.flat_sparse_decode_attention(
@@ -299,7 +322,7 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["decode", "topk", "mass", "sparse", "sparse-flat-prior", "select"]
+    "name", ["decode", "topk", "mass", "sparse", "sparse-flat-prior", "select", "page-scores"]
 )
 def test_lowers_for_cuda_within_a_manual_shard_map(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -363,6 +386,11 @@ def test_what_the_kernels_leave_to_others() -> None:
     assert "tiles" in str(reasons(q, k, tile_best=128)[1])
     wide = jnp.repeat(q, 33, axis=2)
     assert "at most 64" in str(decode_gpu.unsupported(wide, k))
+    heads, bounds = (jnp.zeros(x, jnp.bfloat16) for x in ((1, 8, 64), (1, 2, 256, 64)))
+    assert pages_gpu.unsupported(heads, bounds) is None
+    assert "whole blocks of 128" in str(pages_gpu.unsupported(heads, bounds[:, :, :250]))
+    assert "4 query heads in groups of 2" in str(pages_gpu.unsupported(heads[:, :4], bounds))
+    assert "float32" in str(pages_gpu.unsupported(*_exact(heads, bounds)))
     many = jnp.zeros((241, 1, 8, 64), jnp.bfloat16)
     assert decode_gpu.unsupported(many, many) == "241 rows, at most 240"
     wide = jnp.repeat(q, 16, axis=2)  # 64 query heads
