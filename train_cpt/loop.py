@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import peak_memory
 from train_cpt.attention import check_attention
@@ -40,14 +41,7 @@ from train_cpt.dev_loss import dev_losses
 from train_cpt.flops import step_rates
 from train_cpt.metrics import metrics_log, partial_of, replace_file
 from train_cpt.perplexity import parse_method
-from train_cpt.processes import (
-    any_process,
-    is_first,
-    on_first,
-    own_part,
-    place_texts,
-    text_sharding,
-)
+from train_cpt.processes import any_process, own_part, place_texts, text_sharding
 from train_cpt.step import Setup, TrainState, abstract_state, init_state, train_step
 
 __all__ = ["CHECKPOINTS", "VERSIONS", "LoopConfig", "Outcome", "step_program", "train"]
@@ -133,12 +127,12 @@ def train(
       CheckpointError: the newest checkpoint cannot be read.
     """
     _check(loop, setup, windows, dev)
-    on_first(lambda: _claim(directory, facts))
+    from_leader(lambda: _claim(directory, facts))
     data = _own_batches(loop, setup, windows)
     with (
         Checkpoints(directory / CHECKPOINTS, loop.keep) as saved,
         _termination() as terminated,
-        metrics_log(directory, saved.newest, write=is_first()) as write,
+        metrics_log(directory, saved.newest, write=is_leader()) as write,
     ):
         step = saved.newest
         state = saved.restore(step, setup, data) if step else init_state(setup, make_params())

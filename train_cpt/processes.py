@@ -1,10 +1,8 @@
-"""One run in several processes: who writes, who reads which texts, and agreeing on when to stop.
+"""One run in several processes: who reads which texts, and agreeing on when to stop.
 
-All processes run the same program over one mesh. The first one alone writes what is not an array;
-each reads the texts of its own devices.
+All processes run the same program over one mesh. The leader alone writes what is not an array; each
+reads the texts of its own devices.
 """
-
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -12,41 +10,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError
 
-__all__ = [
-    "any_process",
-    "is_first",
-    "on_first",
-    "own_part",
-    "own_rows",
-    "place_texts",
-    "text_sharding",
-]
-
-
-def is_first() -> bool:
-    """Whether this process is the one that writes."""
-    return jax.process_index() == 0
-
-
-def on_first(action: Callable[[], None]) -> None:
-    """Runs `action` in the first process while the others wait; where it fails, all fail.
-
-    Raises:
-      Exception: the action's, in the first process; InputError in the others.
-    """
-    failed: Exception | None = None
-    if is_first():
-        try:
-            action()
-        except Exception as error:
-            # Raised below, once the others know.
-            failed = error
-    if any_process(failed is not None) and failed is None:
-        raise InputError("the first process could not go on; its message says why")
-    if failed is not None:
-        raise failed
+__all__ = ["any_process", "own_part", "own_rows", "part_of", "place_texts", "text_sharding"]
 
 
 def any_process(asked: bool) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.models.checkpoint import (
     MANIFEST,
@@ -40,7 +41,7 @@ from train_cpt.documents import document_files, file_record, read_documents
 from train_cpt.evaluate import tokenizer_digest
 from train_cpt.loop import CHECKPOINTS, VERSIONS, Outcome, Progress, train
 from train_cpt.metrics import PLOT, plot_losses
-from train_cpt.processes import any_process, is_first, on_first
+from train_cpt.processes import any_process
 from train_cpt.step import Setup
 
 __all__ = ["BEST", "MODEL", "run_config"]
@@ -76,7 +77,7 @@ def run_config(
     )
     check_attention(setup.config, setup.mesh, setup.pattern, config.data.length)
     known_as = tokenizer_digest(checkpoint)
-    on_first(lambda: _prepare(config, tokenizer, known_as, manifest.config.vocab_size, note))
+    from_leader(lambda: _prepare(config, tokenizer, known_as, manifest.config.vocab_size, note))
     windows, dev = (
         open_windows(config.data.directory, split, length=config.data.length, tokenizer=known_as)
         for split in ("train", "dev")
@@ -98,7 +99,7 @@ def run_config(
         progress=progress,
     )
     output = config.run.output
-    on_first(lambda: plot_losses([output], output / PLOT))
+    from_leader(lambda: plot_losses([output], output / PLOT))
     if outcome.ended == "done":
         params, best = outcome.state.params, outcome.best.step
         _write_model(output / MODEL, checkpoint, manifest, params, outcome.step)
@@ -157,7 +158,7 @@ def _prepare(
 
 def _is_missing(path: Path) -> bool:
     """As the first process sees it, so that all do the same."""
-    return any_process(is_first() and not path.exists())
+    return any_process(is_leader() and not path.exists())
 
 
 def _write_model(
@@ -173,7 +174,7 @@ def _write_model(
         building.mkdir()
         shutil.copytree(checkpoint / TOKENIZER, building / TOKENIZER)
 
-    on_first(begin)
+    from_leader(begin)
     params = jax.tree.map(lambda leaf: leaf.astype(manifest.dtype), params)
     try:
         with quiet_orbax():
@@ -194,7 +195,7 @@ def _write_model(
         (building / MANIFEST).write_text(whole.to_json(), encoding="utf-8")
         os.replace(building, destination)
 
-    on_first(finish)
+    from_leader(finish)
 
 
 def _file_digest(path: Path) -> str:

@@ -53,16 +53,6 @@ def train(
             show_default=False,
         ),
     ] = None,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Of several processes: where the first one listens; or 'auto', where the cluster "
-            "tells (SLURM, TPU pods).",
-        ),
-    ] = None,
-    processes: Annotated[int | None, typer.Option(help="How many there are.")] = None,
-    process: Annotated[int | None, typer.Option(help="Which one this is, from 0.")] = None,
 ) -> None:
     """Continue the pretraining of a checkpoint on long texts.
 
@@ -82,7 +72,6 @@ def train(
     if config is None:
         # A subcommand follows; without one there is help.
         return
-    _join(coordinator, processes, process)
     with _needs_extra():
         from train_cpt.config import read_config
         from train_cpt.run import run_config
@@ -111,28 +100,6 @@ def _report(outcome: Any, newest: dict[str, Any], output: Path, terminal: Termin
         terminal.note(
             f"step {best.step} had the lowest dev loss, {best.dev_loss:.4f}: {output / BEST}"
         )
-
-
-def _join(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Makes this process one of several; before anything else of JAX."""
-    if coordinator is None:
-        if processes is not None or process is not None:
-            raise InputError("--processes and --process need --coordinator HOST:PORT")
-        return
-    named = coordinator != "auto"
-    if named and (processes is None or process is None or not 0 <= process < processes):
-        raise InputError(
-            f"--coordinator {coordinator} needs --processes and --process below it, "
-            f"got {processes} and {process}"
-        )
-    import jax
-
-    try:
-        jax.distributed.initialize(coordinator if named else None, processes, process)
-    except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"the processes did not meet: {str(error).splitlines()[0]:.300}"
-        ) from error
 
 
 def _moment(line: dict[str, Any]) -> str:

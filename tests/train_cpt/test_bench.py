@@ -45,16 +45,3 @@ def test_the_baseline_counts_as_one_device(monkeypatch):
 def test_a_baseline_that_cannot_run_is_one_line():
     result = CliRunner().invoke(app, ["train", "bench"])
     assert result.exit_code == 2 and "error: the transformers baseline failed" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--process", "0"], "--processes and --process need --coordinator"),
-        (["--coordinator", "a:1"], "--coordinator a:1 needs --processes and --process below it"),
-        (["--coordinator", "a:1", "--processes", "2", "--process", "2"], "got 2 and 2"),
-    ],
-)
-def test_processes_that_are_not_described_are_refused(words, message):
-    result = CliRunner().invoke(app, ["train", "--config", "none.toml", *words])
-    assert result.exit_code == 2 and message in result.stderr

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError
 from jax_longctx.models.checkpoint import load_params
 from jax_longctx.sharding import make_mesh
 from tests.train_cpt.tiny_files import run_interrupted, write_tiny
 from train_cpt.metrics import read_metrics
-from train_cpt.processes import on_first, own_part, own_rows, part_of
+from train_cpt.processes import own_part, own_rows, part_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,15 +68,9 @@ def test_two_processes_train_as_one(tmp_path):
     assert (runs[1] / "loss.png").exists()
 
 
-def test_one_process_holds_all_texts_and_fails_as_itself():
+def test_one_process_holds_all_texts():
     mesh = make_mesh(2, 1, 2)
     assert own_part(mesh) == (0, 1) and own_rows(mesh, 6) == slice(0, 6)
-
-    def fails():
-        raise InputError("mine")
-
-    with pytest.raises(InputError, match="mine"):
-        on_first(fails)
 
 
 @pytest.mark.parametrize(
