@@ -307,21 +307,9 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
         return lambda i, q, kv, listed, bounds, known: run(resa, i, q, kv, listed, known)
 
     def inputs() -> tuple[Any, ...]:
-        queries = slots * _random(4, batch, N, H, dtype=jnp.float32)
-        keys = slots * _random(5, batch, K, H, dtype=jnp.float32)
-        background = Background(
-            query_sum=queries,
-            key_sum=keys,
-            context_query_sum=queries,
-            context_key_sum=keys,
-            counted=stop,
-            mean=_random(4, batch, N, H),
-            lse=12 + _random(6, batch, N, dtype=jnp.float32),
-            out=_random(7, batch, N, H, dtype=jnp.float32),
-            logits=None,
-        )
         q, listed = _random(0, batch, 1, N, H), _page_lists(batch, pages, entries)
-        return q, _cache(batch, slots), listed, _page_bounds(batch, pages), background
+        bounds = _page_bounds(batch, pages)
+        return q, _cache(batch, slots), listed, bounds, _background(batch, slots)
 
     return Case(
         operation="resa_step",
@@ -335,6 +323,23 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
             "its attention": attention(True),
             "attention without RESA": attention(False),
         },
+    )
+
+
+def _background(batch: int, slots: int) -> Background:
+    """What RESA knows of a prompt that fills the slots."""
+    queries = slots * _random(4, batch, N, H, dtype=jnp.float32)
+    keys = slots * _random(5, batch, K, H, dtype=jnp.float32)
+    return Background(
+        query_sum=queries,
+        key_sum=keys,
+        context_query_sum=queries,
+        context_key_sum=keys,
+        counted=jnp.full((batch,), slots, jnp.int32),
+        mean=_random(4, batch, N, H),
+        lse=12 + _random(6, batch, N, dtype=jnp.float32),
+        out=_random(7, batch, N, H, dtype=jnp.float32),
+        logits=None,
     )
 
 
