@@ -1,6 +1,7 @@
 """A run's TOML: what it becomes, and one clear line for what it must not say."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def test_a_file_becomes_five_sections(tmp_path):
     assert parse_config(echoed) == config
     # Without its section, attention is causal.
     assert parse_config(LEAST).pattern.tail == 0
+
+
+def test_the_readmes_run_is_a_configuration():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    run = readme.split("<<'TOML'\n")[1].split("TOML\n")[0]
+    config = parse_config(tomllib.loads(run))
+    assert config.pattern.tail == 50 and len(config.data.sources) == 4
+    assert len(config.loop.evaluate_methods) == 2
 
 
 @pytest.mark.parametrize(
