@@ -39,6 +39,7 @@ SMALL: dict[str, dict[str, object]] = {
     "arkvale": _SELECTION,
     "ideal-topk": {"budget": 16, "local": 16},
     "resa": _SELECTION,
+    "star": {"block": 32},
     "ring": {},
 }
 
@@ -83,5 +84,6 @@ EVERYTHING: dict[str, dict[str, object]] = {
     "arkvale": {"budget": 256},
     "ideal-topk": {"budget": 256},
     "resa": {"budget": 256},
+    "star": {"block": 128},
     "ring": {},
 }

@@ -55,6 +55,15 @@ class AppendCache:
         size = self.k.shape[2]
         return jnp.clip(self.length - but_last - ctx.seq_offset(size), 0, size)
 
+    @property
+    def store(self) -> "AppendCache":
+        """Itself: where other caches keep one of these beside what they derive from it."""
+        return self
+
+    def with_store(self, store: "AppendCache") -> "AppendCache":
+        """The cache around another store."""
+        return store
+
     def end_context(self) -> "AppendCache":
         """Remembers where the context ends, so that `rewind` can return there."""
         return dataclasses.replace(self, context_length=self.length, context_position=self.position)

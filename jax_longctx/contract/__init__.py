@@ -23,6 +23,7 @@ from jax_longctx.contract.segments import (
     make_segment,
     mark_ends,
     spread_segment,
+    tail_size,
 )
 
 __all__ = [
@@ -46,4 +47,5 @@ __all__ = [
     "mark_ends",
     "spread_segment",
     "step_variant",
+    "tail_size",
 ]

@@ -25,6 +25,7 @@ __all__ = [
     "make_segment",
     "mark_ends",
     "spread_segment",
+    "tail_size",
 ]
 
 Role = Literal["context", "probe", "probe_and_context", "query", "decode"]

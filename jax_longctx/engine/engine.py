@@ -8,7 +8,6 @@ that streaming costs one host round trip a block, not one a token.
 import dataclasses
 import functools
 import hashlib
-import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_longctx.contract import Method, Prompt, Stage, step_variant
+from jax_longctx.contract import Method, Prompt, Stage
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import (
     available_bytes,
@@ -204,37 +203,21 @@ class Engine:
             while not np.all(np.asarray(state.done)):
                 steps = range(first, first + next(blocks, BLOCK))
                 first = steps.stop
-                state, chosen = self._block(run, state, context.total, steps, sampling)
+                run.caches, state, chosen = programs.decode_steps(
+                    self.setup,
+                    self.params,
+                    run.caches,
+                    state,
+                    context.total,
+                    steps,
+                    sampling,
+                    BLOCK,
+                )
                 self._check_finite(state)
-                yield _chosen(np.concatenate(chosen, axis=1), context.batch)
+                yield _chosen(chosen, context.batch)
         finally:
             if self.method.info.append_only and keep:
                 context.caches = run.whole or run.caches
-
-    def _block(
-        self,
-        run: _Run,
-        state: programs.DecodeState,
-        total: jax.Array,
-        steps: range,
-        sampling: Sampling,
-    ) -> tuple[programs.DecodeState, list[np.ndarray]]:
-        """Decode steps by number, a program for each run of one variant, queued together."""
-        chosen = []
-        variant_of = functools.partial(step_variant, self.method)
-        for variant, alike in itertools.groupby(steps, variant_of):
-            run.caches, state, new = programs.decode_block(
-                self.setup,
-                self.params,
-                run.caches,
-                state,
-                total,
-                jnp.int32(len(list(alike))),
-                sampling_values(sampling),
-                (BLOCK, variant, sampling.static()),
-            )
-            chosen.append(new)
-        return state, [np.asarray(new) for new in chosen]
 
     def _shrink(self, run: "_Run", context: Context, max_tokens: int, keep: bool) -> None:
         """The answer's own caches, made from the context's and the question's."""

@@ -7,11 +7,13 @@ head are left to the compiler through shardings.
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -24,8 +26,9 @@ from jax_longctx.contract import (
     Segment,
     Stage,
     decode_segment,
+    step_variant,
 )
-from jax_longctx.engine.sampling import choose
+from jax_longctx.engine.sampling import Sampling, choose, sampling_values
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Attend, Llama, abstract_model
 from jax_longctx.sharding import logical_sharding, logical_spec, tree_shardings, tree_specs
@@ -35,6 +38,7 @@ __all__ = [
     "Setup",
     "cache_shapes",
     "decode_block",
+    "decode_steps",
     "finish_context",
     "finish_question",
     "init_caches",
@@ -349,6 +353,34 @@ def decode_block(
     carry = (jnp.int32(0), caches, state, empty_BX)
     _, caches, state, chosen_BX = jax.lax.while_loop(unfinished, step, carry)
     return caches, *_replicate(setup, (state, chosen_BX))
+
+
+def decode_steps(
+    setup: Setup,
+    params: Any,
+    caches: tuple[Any, ...],
+    state: DecodeState,
+    total: Int[Array, " B"],
+    steps: range,
+    sampling: Sampling,
+    most: int,
+) -> tuple[tuple[Any, ...], DecodeState, np.ndarray]:
+    """The answer's steps of these numbers, a program for each run of one variant, queued together.
+
+    Programs are compiled for `most` steps at a time, however few these are.
+
+    Returns:
+      Caches, state, and the new tokens `[B, X]`, -1 where a row chose none.
+    """
+    chosen, values = [], sampling_values(sampling)
+    for variant, alike in itertools.groupby(steps, functools.partial(step_variant, setup.method)):
+        static = (most, variant, sampling.static())
+        count = jnp.int32(len(list(alike)))
+        caches, state, new = decode_block(
+            setup, params, caches, state, total, count, values, static
+        )
+        chosen.append(new)
+    return caches, state, np.concatenate([np.asarray(new) for new in chosen], axis=1)
 
 
 def _replicate(setup: Setup, tree: Any) -> Any:

@@ -19,6 +19,7 @@ from jax_longctx.methods.ring import Ring
 from jax_longctx.methods.roco import RoCo
 from jax_longctx.methods.settings import describe_method, make_from, method_settings
 from jax_longctx.methods.snapkv import SnapKV
+from jax_longctx.methods.star import Star
 from jax_longctx.methods.streaming_llm import StreamingLLM
 from jax_longctx.methods.tova import TOVA
 
@@ -42,6 +43,7 @@ __all__ = [
     "Ring",
     "RoCo",
     "SnapKV",
+    "Star",
     "StreamingLLM",
     "describe",
     "make_method",
@@ -67,6 +69,7 @@ METHODS: dict[str, type] = {
     "arkvale": ArkVale,
     "ideal-topk": IdealTopK,
     "resa": Resa,
+    "star": Star,
     "ring": Ring,
 }
 

@@ -146,6 +146,7 @@ class ArkVale:
     init_cache = selection.init_cache
     segments = selection.segments
     attend = selection.attend
+    adopt = selection.adopt
     finish = selection.finish
     fork = selection.fork
     read_bytes = selection.read_bytes

@@ -84,6 +84,10 @@ class Full:
         within = causal_attention(q, k, v, **how)
         return *merge([earlier, within]), cache
 
+    def adopt(self, cache: AppendCache, ctx: LayerContext) -> AppendCache:
+        """The cache that another method's prefill has filled."""
+        return cache
+
     def finish(
         self, cache: AppendCache, ctx: LayerContext, stage: Stage, reserve: int
     ) -> AppendCache:

@@ -82,6 +82,7 @@ class IdealTopK:
     init_cache = selection.init_cache
     segments = selection.segments
     attend = selection.attend
+    adopt = selection.adopt
     finish = selection.finish
     fork = selection.fork
     read_bytes = selection.read_bytes

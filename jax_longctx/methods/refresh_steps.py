@@ -77,6 +77,10 @@ class RefreshCache:
     steps: Int[Array, " B"] = axes_field("batch")
     full_steps: Int[Array, " B"] = axes_field("batch")
 
+    def with_store(self, store: AppendCache) -> "RefreshCache":
+        """The cache around another store."""
+        return dataclasses.replace(self, store=store)
+
     @property
     def order(self) -> FifoList:
         """Which tokens the partial cache holds."""

@@ -166,6 +166,10 @@ class RefreshKV:
             cache = where_rows(segment.ends, begun, cache)
         return out, lse, cache
 
+    def adopt(self, cache: RefreshCache, ctx: LayerContext) -> RefreshCache:
+        """The cache whose store another method's prefill has filled; a question chooses anew."""
+        return cache
+
     def finish(
         self, cache: RefreshCache, ctx: LayerContext, stage: Stage, reserve: int
     ) -> RefreshCache:

@@ -47,6 +47,7 @@ __all__ = [
     "Pools",
     "SelectiveCache",
     "Selector",
+    "adopt",
     "append_token",
     "attend",
     "check",
@@ -138,6 +139,17 @@ def read_exactly(
         resident_BP = where_rows(valid_B > 0, begun, cache.resident)
         cache = dataclasses.replace(cache, resident=resident_BP)
     return out, lse, cache
+
+
+def adopt(
+    method: Selector, cache: SelectiveCache | AppendCache, ctx: LayerContext
+) -> SelectiveCache | AppendCache:
+    """The cache whose store another method's prefill has filled: every page summarised."""
+    if isinstance(cache, AppendCache):
+        return cache
+    store = cache.store
+    cache = dataclasses.replace(cache, prompt=store.length)
+    return _refreshed(method, cache, jnp.zeros_like(store.length), store.k.shape[2], ctx)
 
 
 def _refreshed(

@@ -62,6 +62,10 @@ class SelectiveCache:
     steps: Int[Array, " B"] = axes_field("batch")
     resident: Bool[Array, "B P"] | None = axes_field("batch", "pages")
 
+    def with_store(self, store: AppendCache) -> "SelectiveCache":
+        """The cache around another store."""
+        return dataclasses.replace(self, store=store)
+
     def end_context(self) -> "SelectiveCache":
         """Remembers where the context ends, so that `rewind` can return there."""
         return dataclasses.replace(self, store=self.store.end_context())

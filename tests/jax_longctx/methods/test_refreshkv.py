@@ -15,7 +15,7 @@ import pytest
 
 from jax_longctx.caches.fifo import FifoCache
 from jax_longctx.contract import Prompt, decode_segment
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import programs
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods.refresh_steps import effective_strides
 from jax_longctx.methods.refreshkv import RefreshKV
@@ -385,9 +385,7 @@ def test_questions_in_turn_and_from_disk(tmp_path):
 
 def test_an_answer_takes_the_steps_that_the_schedule_names():
     """The engine's blocks, cut where the kind of step changes, are the same steps one by one."""
-    engine = engine_of()
-    method = dataclasses.replace(METHOD, stride=4)
-    engine = Engine(engine.config, engine.params, method, engine.mesh, chunk=16)
+    engine = tiny_engine(dataclasses.replace(METHOD, stride=4), chunk=16)
     context = engine.prefill(CONTEXTS, reserve=32)
     answers = [[] for _ in CONTEXTS]
     for block in engine.stream(context, QUESTIONS, max_tokens=15):

@@ -1,0 +1,399 @@
+"""Star Attention: the context in blocks, each read beside an anchor, all of them at once.
+
+Acharya et al. 2024, "Star Attention: Efficient LLM Inference over Long Sequences", section 2.
+Phase 1: the context is cut into blocks, dealt to the shards of the slots in the text's order.
+Every block but the first is read behind the anchor, a copy of the first block's first tokens at
+their own positions, and attends to it and causally to itself; nothing travels. The anchor's keys
+are dropped, the blocks' keys stay where they were computed, at their true positions. Phase 2: the
+question and the answer attend to all blocks, each shard to its own, merged by log-sum-exp.
+
+As slots follow the text, what phase 1 leaves is the cache of full attention, sharded: phase 2 can
+be any method that decodes over one (`decode`: full, quest, arkvale, ideal-topk, refreshkv).
+Selectors choose among all shards' keys, as on one device, not each shard a part of the budget.
+
+A shard reads the anchor once, for all its blocks: its keys do not depend on the block. With
+`anchor_kv=broadcast` nobody reads it twice: it is the head of block 0, whose keys and values the
+first shard sends to the others layer by layer, in a segment of a whole block (tokens^2 attention,
+activations of a block at once). One block, or two with anchor = block, are full attention.
+
+The anchors of the paper's section 4.2 (Table 3), which are read before every block: content
+`constant`, `random` or `shuffled`, or that of the block before (`previous`); positions `previous`
+(of the block before) or `random` (drawn below the block, ascending).
+
+Cost on a shard with n blocks of b tokens, anchor a: (a + n b) tokens through the model, and n b
+(a + b / 2) attended pairs; text^2 / 2 over all shards with full attention.
+"""
+
+import dataclasses
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.caches import AppendCache, write_rows
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    CacheShape,
+    LayerContext,
+    Method,
+    MethodInfo,
+    Prompt,
+    Segment,
+    Stage,
+    spread_segment,
+    step_variant,
+    tail_size,
+)
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods.full import Full
+from jax_longctx.methods.observation import refuse_windows
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.sharding import axes_field
+from pallas_kernels.lse import merge
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
+
+__all__ = ["Adopting", "Star", "StarCache"]
+
+# Variants of segments: the anchor's tokens, and a whole first block whose head is the anchor.
+ANCHOR = "anchor"
+SENDS = "sends"
+
+_FULL = Full()
+
+Part = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
+Columns = list[list[list[int]]]  # of each row, the tokens of each shard
+
+
+@runtime_checkable
+class Adopting(Protocol):
+    """A method that decodes over a cache of all keys which another one filled.
+
+    Its caches name that cache `store` and return themselves around another by `with_store`.
+    """
+
+    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
+        """The cache, its other parts made right for what `cache.store` holds."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StarCache:
+    """Phase 1: each shard fills its own slots.
+
+    Attributes:
+      decode: what phase 2 reads; its store's slot s is the text's token s.
+      filled: tokens of the text that a shard has read, from its first slot on.
+      anchor_k, anchor_v: the anchor's keys (rotated) and values, on each shard its own.
+      anchored: how many of them there are.
+    """
+
+    decode: Any
+    filled: Int[Array, "B X"] = axes_field("batch", "shards")
+    anchor_k: Float[Array, "B K A H"] = axes_field("batch", "kv_heads", "own_slots", None)
+    anchor_v: Float[Array, "B K A H"] = axes_field("batch", "kv_heads", "own_slots", None)
+    anchored: Int[Array, "B X"] = axes_field("batch", "shards")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Star:
+    """Blocks read beside an anchor; question and answer over all of them.
+
+    Attributes:
+      block: b, tokens of a block. The paper takes a quarter of the text, at most 32,768.
+      anchor: a, tokens of the anchor; a whole block unless given, 0 for none.
+      anchor_kv: `recompute` reads the anchor on every shard, `broadcast` sends its keys.
+      content, positions: of the anchor; `first` is Star Attention, the others are ablations.
+      constant: the token of content=constant.
+      seed: of the random and shuffled anchors.
+      decode: the method of phase 2.
+    """
+
+    block: int = 32768
+    anchor: int | None = None
+    anchor_kv: Literal["recompute", "broadcast"] = "recompute"
+    content: Literal["first", "previous", "constant", "random", "shuffled"] = "first"
+    positions: Literal["first", "previous", "random"] = "first"
+    constant: int = 0
+    seed: int = 0
+    decode: Method = _FULL
+
+    info: ClassVar[MethodInfo] = MethodInfo(
+        summary="the context in blocks side by side, each behind an anchor, one block a device",
+        source="Acharya et al. 2024, section 2",
+        phase="prefill",
+        query_aware=False,
+        keeps_all=True,
+        needs_question=False,
+        append_only=True,
+    )
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ConfigError(f"star: block must be at least 1, got {self.block}")
+        if not 0 <= self.anchor_size <= self.block:
+            raise ConfigError(
+                f"star: anchor must be from 0 to the block's {self.block} tokens, got {self.anchor}"
+            )
+        if self.anchor_kv == "broadcast" and not self._one_anchor:
+            raise ConfigError(
+                "star: anchor_kv=broadcast sends the first block's own keys; with other content or "
+                "positions set anchor_kv=recompute"
+            )
+        if not isinstance(self.decode, Adopting):
+            raise ConfigError(
+                f"star: {type(self.decode).__name__} cannot decode over blocks read elsewhere; "
+                f"choose one of full, quest, arkvale, ideal-topk, refreshkv"
+            )
+        page = getattr(self.decode, "page_size", 1)
+        if self.block % page:
+            raise ConfigError(
+                f"star: block {self.block} must be whole pages of {page} tokens (decode.page_size)"
+            )
+
+    @property
+    def anchor_size(self) -> int:
+        """a, in tokens."""
+        return self.block if self.anchor is None else self.anchor
+
+    @property
+    def _one_anchor(self) -> bool:
+        """Whether all blocks have the same one."""
+        return self.content == "first" and self.positions == "first"
+
+    def validate(self, config: ModelConfig) -> None:
+        refuse_windows("star", config)
+        self.decode.validate(config)
+        if self.content == "constant" and not 0 <= self.constant < config.vocab_size:
+            raise ConfigError(
+                f"star: constant is a token from 0 to {config.vocab_size - 1}, got {self.constant}"
+            )
+
+    def _blocks_each(self, slots: int, shards: int) -> int:
+        """Blocks that a shard has room for."""
+        return -(-slots // (self.block * shards))
+
+    def init_cache(self, shape: CacheShape) -> StarCache:
+        each = self._blocks_each(shape.slots, shape.shards)
+        slots = dataclasses.replace(shape, slots=each * self.block * shape.shards)
+        # One slot where there is no anchor: arrays without elements cannot be donated.
+        size = max(self.anchor_size, 1) * shape.shards
+        anchors = (shape.batch, shape.num_kv_heads, size, shape.head_dim)
+        counts = (shape.batch, shape.shards)
+        return StarCache(
+            self.decode.init_cache(slots),
+            jnp.zeros(counts, jnp.int32),
+            jnp.zeros(anchors, shape.dtype),
+            jnp.zeros(anchors, shape.dtype),
+            jnp.zeros(counts, jnp.int32),
+        )
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        if prompt.stage == "question":
+            return self.decode.segments(prompt)
+        each = self._blocks_each(prompt.slots, prompt.shards)
+        return _segments([part for turn in range(each) for part in self._turn(prompt, turn, each)])
+
+    def _turn(self, prompt: Prompt, turn: int, each: int) -> Iterator[tuple[Columns, int, str]]:
+        """What is fed in every shard's turn-th block of `each`: tokens, chunk and variant."""
+        rows, size, shards = prompt.context or (), self.block, range(prompt.shards)
+        starts = [(s * each + turn) * size for s in shards]
+        blocks = [[list(row[at : at + size]) for at in starts] for row in rows]
+        if not any(part for row in blocks for part in row):
+            return
+        if self.anchor_kv == "recompute" and (turn == 0 or not self._one_anchor):
+            anchors = [
+                [
+                    self._anchor(row, at, prompt.vocab_size)
+                    if self._later(row, s, turn, each)
+                    else []
+                    for s, at in zip(shards, starts, strict=True)
+                ]
+                for row in rows
+            ]
+            yield from ((part, prompt.chunk, ANCHOR) for part in _chunks(anchors, prompt.chunk))
+        # The keys that are sent must be there before the block's last token attends to them.
+        sends = turn == 0 and self.anchor_kv == "broadcast" and self.anchor_size > 0
+        chunk, variant = (size, SENDS) if sends else (prompt.chunk, "")
+        yield from ((part, chunk, variant) for part in _chunks(blocks, chunk))
+
+    def _later(self, row: Any, shard: int, turn: int, each: int) -> bool:
+        """Whether the shard's block of this turn has an anchor; or a later one that shares it."""
+        turns = range(turn, each) if self._one_anchor else [turn]
+        blocks = [shard * each + t for t in turns]
+        return any(block > 0 and block * self.block < len(row) for block in blocks)
+
+    def _anchor(self, row: Any, start: int, vocab_size: int) -> list[int]:
+        """Tokens of the anchor of the block that starts there."""
+        size, draw = self.anchor_size, random.Random(f"{self.seed}/{start}")
+        if self.content == "constant":
+            return [self.constant] * size
+        if self.content == "random":
+            return [draw.randrange(vocab_size) for _ in range(size)]
+        if self.content == "previous":
+            return list(row[start - self.block : start - self.block + size])
+        first = list(row[:size])
+        if self.content == "shuffled":
+            draw.shuffle(first)
+        return first
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: Any,
+        segment: Segment,
+        ctx: LayerContext,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
+        if not segment.spread:
+            return self.decode.attend(q, k, v, cache, segment, ctx)
+        valid_B = segment.valid_of(CHUNK_ROWS)
+        if segment.variant == ANCHOR:
+            return self._read_anchor(q, k, v, cache, valid_B, ctx)
+        return self._read_block(q, k, v, cache, valid_B, ctx, sends=segment.variant == SENDS)
+
+    def _read_anchor(
+        self, q: Array, k: Array, v: Array, cache: StarCache, valid: Array, ctx: LayerContext
+    ) -> tuple[Array, Array, StarCache]:
+        """The anchor's tokens, causal among themselves; a complete one starts over."""
+        start_B = cache.anchored[:, 0] % self.anchor_size
+        index_BT = start_B[:, None] + jnp.arange(q.shape[1])
+        at_BT = self._positions(index_BT, self._block_of(cache, ctx), cache, ctx)
+        q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
+        kept = cache.anchor_k, cache.anchor_v
+        earlier = cache_attention(q, *kept, start_B, scale=ctx.scale)
+        within = causal_attention(q, k, v, scale=ctx.scale)
+        written = (write_rows(x, y, start_B, valid) for x, y in zip(kept, (k, v), strict=True))
+        anchor_k, anchor_v = written
+        anchored = jnp.where(valid > 0, start_B + valid, cache.anchored[:, 0])[:, None]
+        cache = dataclasses.replace(cache, anchor_k=anchor_k, anchor_v=anchor_v, anchored=anchored)
+        return *merge([earlier, within]), cache
+
+    def _block_of(self, cache: StarCache, ctx: LayerContext) -> Int[Array, " B"]:
+        """Index in the text of the block that each row reads next."""
+        each = cache.decode.store.k.shape[2] // self.block
+        return ctx.seq_index * each + cache.filled[:, 0] // self.block
+
+    def _positions(
+        self, index: Int[Array, "B T"], block: Int[Array, " B"], cache: StarCache, ctx: LayerContext
+    ) -> Int[Array, "B T"]:
+        """Where the anchor's tokens of that index stand before such a block."""
+        if self.positions == "first":
+            return index
+        if self.positions == "previous":
+            return (block[:, None] - 1) * self.block + index
+        # Ascending, no position twice, below the block: the same draw in every layer.
+        longest = cache.decode.store.k.shape[2] * ctx.seq_size
+
+        def draw(block: Array) -> Array:
+            key = jax.random.fold_in(jax.random.key(self.seed), block)
+            weight_S = jax.random.uniform(key, (longest,))
+            below_S = jnp.where(jnp.arange(longest) < block * self.block, weight_S, -1.0)
+            return jnp.sort(jax.lax.top_k(below_S, self.anchor_size)[1])
+
+        drawn_BA = jax.vmap(draw)(block)
+        return jnp.take_along_axis(drawn_BA, jnp.minimum(index, self.anchor_size - 1), axis=1)
+
+    def _read_block(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: StarCache,
+        valid: Array,
+        ctx: LayerContext,
+        *,
+        sends: bool,
+    ) -> tuple[Array, Array, StarCache]:
+        """A part of each shard's block: attends the anchor, the block so far, and itself."""
+        store: AppendCache = cache.decode.store
+        filled_B, local = cache.filled[:, 0], store.k.shape[2]
+        at_BT = ctx.seq_offset(local) + filled_B[:, None] + jnp.arange(q.shape[1])
+        q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
+        if sends:
+            cache = self._sent(k, v, cache, valid, ctx)
+        # All rows that read are in the same turn; those that do not may have ended in any.
+        turn = jnp.max(jnp.where(valid > 0, filled_B // self.block, 0))
+        first_block = ctx.seq_index * (local // self.block) + turn == 0
+        parts = [causal_attention(q, k, v, scale=ctx.scale)]
+        if not sends:
+            begin = turn * self.block
+            block_k, block_v = (
+                jax.lax.dynamic_slice_in_dim(x, begin, self.block, axis=2)
+                for x in (store.k, store.v)
+            )
+            so_far_B = filled_B - begin
+            parts.append(cache_attention(q, block_k, block_v, so_far_B, scale=ctx.scale))
+        if self.anchor_size:
+            seen_B = jnp.where(first_block, 0, cache.anchored[:, 0])
+            kept = cache.anchor_k, cache.anchor_v
+            parts.append(cache_attention(q, *kept, seen_B, scale=ctx.scale))
+        store = dataclasses.replace(
+            store,
+            k=write_rows(store.k, k, filled_B, valid),
+            v=write_rows(store.v, v, filled_B, valid),
+        )
+        cache = dataclasses.replace(
+            cache,
+            decode=cache.decode.with_store(store),
+            filled=(filled_B + valid)[:, None],
+        )
+        return *merge(parts), cache
+
+    def _sent(
+        self, k: Array, v: Array, cache: StarCache, valid: Array, ctx: LayerContext
+    ) -> StarCache:
+        """The head of the first shard's block as everybody's anchor."""
+        first = ctx.seq_index == 0
+
+        def everywhere(x: Array) -> Array:
+            # A sum with zeros is exact.
+            return ctx.psum_seq(jnp.where(first, x, jnp.zeros_like(x)))
+
+        anchor_k, anchor_v = (
+            jnp.swapaxes(everywhere(x[:, : self.anchor_size]), 1, 2).astype(old.dtype)
+            for x, old in ((k, cache.anchor_k), (v, cache.anchor_v))
+        )
+        anchored = jnp.minimum(everywhere(valid), self.anchor_size)[:, None]
+        return dataclasses.replace(cache, anchor_k=anchor_k, anchor_v=anchor_v, anchored=anchored)
+
+    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
+        if stage == "question":
+            return self.decode.finish(cache, ctx, stage, reserve)
+        length_B = ctx.psum_seq(cache.filled[:, 0])
+        store = dataclasses.replace(cache.decode.store, length=length_B, position=length_B)
+        assert isinstance(self.decode, Adopting)
+        adopted = self.decode.adopt(cache.decode.with_store(store), ctx)
+        return self.decode.finish(adopted, ctx, stage, reserve)
+
+    def fork(self, cache: Any) -> Any:
+        return self.decode.fork(cache)
+
+    def step_variant(self, step: int) -> str:
+        return step_variant(self.decode, step)
+
+    def read_bytes(self, cache: Any, length: int) -> int:
+        return self.decode.read_bytes(cache, length)
+
+
+def _chunks(columns: Columns, size: int) -> Iterator[Columns]:
+    """Every shard's tokens in parts of at most `size`."""
+    longest = max((len(part) for row in columns for part in row), default=0)
+    for start in range(0, longest, size):
+        yield [[part[start : start + size] for part in row] for row in columns]
+
+
+def _segments(fed: list[tuple[Columns, int, str]]) -> Iterator[Segment]:
+    """The parts as segments, a row's end marked in the last that holds tokens of it."""
+    last: dict[int, int] = {}
+    for index, (columns, _, _) in enumerate(fed):
+        last |= {b: index for b, row in enumerate(columns) if any(row)}
+    for index, (columns, chunk, variant) in enumerate(fed):
+        ends = np.array([last.get(b) == index for b in range(len(columns))])
+        most = max(len(part) for row in columns for part in row)
+        yield spread_segment(columns, tail_size(most, chunk), ends, variant)

@@ -1,0 +1,236 @@
+"""Star Attention against numpy, on meshes of up to four shards (spec: S1-S8, S10, S11, S14)."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jax_longctx.engine import Engine, programs
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import Full, make_method, settings_of
+from jax_longctx.methods.star import Star
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.oracle import forward, probabilities, rope, to_numpy, weighted_values
+from tests.support import random_rows, tiny_config, tiny_engine
+
+# Beyond three shards of four, in 8 blocks of 64; within the second shard; two blocks; one token.
+CONTEXTS = random_rows([450, 201, 77, 1])
+QUESTIONS = random_rows([3, 2, 20, 1], seed=1)
+ANSWERS = random_rows([3] * 4, seed=2)
+STAR = Star(block=64)
+
+
+@functools.cache
+def model():
+    engine = tiny_engine()
+    return engine, to_numpy(jax.device_get(engine.params))
+
+
+def engine_of(method, mesh=(1, 4, 1), chunk=24):
+    """The same weights on any mesh; chunks that do not divide a block."""
+    engine, _ = model()
+    mesh = make_mesh(*mesh)
+    params = tiny_engine(mesh=mesh).params
+    return Engine(engine.config, params, method, mesh, chunk=chunk)
+
+
+@functools.cache
+def expected(method):
+    """numpy: each block behind its anchor, then question and answer over all of them.
+
+    Logits `[B, 4, V]` of the question's last token and the answer's, and the keys `[L][T, K, H]`.
+    """
+    engine, params = model()
+    theta, found = engine.config.rope.theta, []
+    for row, question, answer in zip(CONTEXTS, QUESTIONS, ANSWERS, strict=True):
+        kept = [[np.zeros((0, 2, 8)), np.zeros((0, 2, 8))] for _ in range(2)]
+
+        def read(tokens, at, drop, kept=kept):
+            """Tokens at positions, causal in their order; all but the first `drop` are kept."""
+
+            def attend(layer, q, k, v):
+                k = rope(k, at, theta)
+                order = np.arange(len(q))
+                visible = order[:, None] >= order
+                p = probabilities(rope(q, at, theta), k, visible)
+                for own, new in enumerate((k, v)):
+                    kept[layer][own] = np.concatenate([kept[layer][own], new[drop:]])
+                return weighted_values(p, v)
+
+            forward(engine.config, params, tokens, attend)
+
+        size, a = method.block, method.anchor_size
+        for start in range(0, len(row), size):
+            block = row[start : start + size]
+            at = start + np.arange(len(block))
+            if start == 0 or a == 0:
+                read(block, at, 0)
+                continue
+            anchor = method._anchor(row, start, engine.config.vocab_size)
+            before = {"first": np.arange(a), "previous": start - size + np.arange(a)}
+            read([*anchor, *block], np.concatenate([before[method.positions], at]), a)
+
+        tail = [*question, *answer]
+
+        def attend(layer, q, k, v, kept=kept, row=row):
+            at = len(row) + np.arange(len(q))
+            keys = np.concatenate([kept[layer][0], rope(k, at, theta)])
+            values = np.concatenate([kept[layer][1], v])
+            visible = at[:, None] >= np.arange(len(keys))
+            return weighted_values(probabilities(rope(q, at, theta), keys, visible), values)
+
+        found.append((forward(engine.config, params, tail, attend)[-4:], [k for k, _ in kept]))
+    return found
+
+
+def compare(engine, method):
+    """Every row's kept keys, and its logits at the question's end and in the answer."""
+    wanted = expected(method)
+    context = engine.prefill(CONTEXTS, reserve=40)
+    for layer, cache in enumerate(context.caches):
+        assert cache.length.tolist() == [len(row) for row in CONTEXTS]
+        for row, (_, keys) in enumerate(wanted):
+            held = np.asarray(cache.k)[row, :, : len(CONTEXTS[row])].swapaxes(0, 1)
+            np.testing.assert_allclose(held, keys[layer], atol=1e-4)
+    seen = list(steps(engine, CONTEXTS, QUESTIONS, ANSWERS))
+    for column, step in enumerate(seen[-3:], start=1):
+        logits = np.stack([row[column] for row, _ in wanted])
+        np.testing.assert_allclose(last_logits(step), logits, atol=1e-4)
+    return context
+
+
+@pytest.mark.parametrize("kv", ["recompute", "broadcast"])
+def test_s3_s4_s7_s11_blocks_question_and_answer_equal_numpy(kv):
+    method = dataclasses.replace(STAR, anchor_kv=kv)
+    compare(engine_of(method), method)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 1), (2, 2, 2), (1, 8, 1)])
+@pytest.mark.parametrize("kv", ["recompute", "broadcast"])
+@pytest.mark.thorough
+def test_s5_s6_any_number_of_shards_gives_the_same(mesh, kv):
+    """Also more shards than blocks, and blocks of which a shard has several."""
+    method = dataclasses.replace(STAR, anchor_kv=kv)
+    compare(engine_of(method, mesh), method)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"anchor": 20},
+        pytest.param({"anchor": 0}, marks=pytest.mark.slow),
+        pytest.param({"anchor": 20, "anchor_kv": "broadcast"}, marks=pytest.mark.slow),
+        {"content": "previous", "positions": "previous"},
+        pytest.param({"positions": "previous"}, marks=pytest.mark.slow),
+        pytest.param({"content": "shuffled", "anchor": 30}, marks=pytest.mark.slow),
+        pytest.param({"content": "constant", "constant": 7}, marks=pytest.mark.slow),
+        pytest.param({"content": "random", "anchor": 30}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_s14_anchors_equal_numpy(changes):
+    method = dataclasses.replace(STAR, **changes)
+    compare(engine_of(method), method)
+
+
+@pytest.mark.slow
+def test_random_positions_are_ascending_below_the_block_and_change_the_answer():
+    method = dataclasses.replace(STAR, positions="random", anchor=30)
+    engine = engine_of(method, (1, 1, 1))
+    cache = method.init_cache(shape_of(engine))
+    cache = dataclasses.replace(cache, filled=jnp.full((1, 1), 128, jnp.int32))
+    setup = engine.setup
+
+    def draw(cache):
+        ctx = setup.layer_context(None, jnp.zeros(1, jnp.int32))
+        index = jnp.arange(30)[None]
+        return method._positions(index, method._block_of(cache, ctx), cache, ctx)
+
+    run = jax.shard_map(
+        draw, mesh=engine.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    (drawn,) = np.asarray(run(cache))
+    assert (np.diff(drawn) > 0).all() and drawn[0] >= 0 and drawn[-1] < 128
+    assert drawn.tolist() != list(range(30))
+
+
+def shape_of(engine):
+    return programs.cache_shapes(engine.setup, 1, 256, 8)[0]
+
+
+@pytest.mark.parametrize(("block", "length"), [(128, 100), (64, 128)])
+def test_s1_s2_one_block_and_two_are_full_attention(block, length):
+    row, question = random_rows([length, 5], seed=4)
+    answers = []
+    for method in (Star(block=block), Full()):
+        engine = engine_of(method, (1, 2, 1))
+        context = engine.prefill([row], reserve=16)
+        answers.append([new for new in engine.stream(context, [question], max_tokens=6)])
+    assert answers[0] == answers[1]
+
+
+def test_s10_only_the_answers_tokens_are_appended():
+    context = engine_of(STAR, (1, 2, 1)).prefill([CONTEXTS[1]], reserve=16)
+    engine = engine_of(STAR, (1, 2, 1))
+    for _ in engine.stream(context, [[1, 2, 3]], max_tokens=4):
+        pass
+    assert context.caches[0].length.tolist() == [201 + 3 + 3]
+    assert all(leaf.size for leaf in jax.tree.leaves(context.caches[0]))
+    assert type(context.caches[0]).__name__ == "AppendCache"  # the anchors are gone
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        "quest",
+        pytest.param("arkvale", marks=pytest.mark.slow),
+        pytest.param("ideal-topk", marks=pytest.mark.slow),
+        "refreshkv",
+    ],
+)
+def test_every_decode_method_with_a_budget_for_all_is_star_with_full_attention(decode):
+    """And its pages are summarised: with a small budget it reads less and answers otherwise."""
+    settings = {"quest": {"page_size": 8}, "arkvale": {"page_size": 8}}.get(decode, {})
+    given = {f"decode.{name}": value for name, value in settings.items()}
+    logits = {}
+    for budget in (1024, 16):
+        chosen = make_method(
+            "star", {"block": 64, "decode": decode, "decode.budget": budget, **given}
+        )
+        assert make_method("star", settings_of(chosen)["settings"]) == chosen
+        seen = list(steps(engine_of(chosen), CONTEXTS, QUESTIONS, ANSWERS))[-2:]
+        logits[budget] = np.stack([last_logits(step) for step in seen], axis=1)
+    wanted = np.stack([row[2:] for row, _ in expected(STAR)])
+    np.testing.assert_allclose(logits[1024], wanted, atol=1e-4)
+    assert np.abs(logits[16] - wanted).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"block": "0"}, "star: block must be at least 1, got 0"),
+        ({"block": "8", "anchor": "9"}, "from 0 to the block's 8 tokens, got 9"),
+        ({"anchor_kv": "broadcast", "content": "random"}, "set anchor_kv=recompute"),
+        ({"decode": "snapkv"}, "SnapKV cannot decode over blocks read elsewhere"),
+        ({"decode": "qest"}, "unknown method 'qest'"),
+        ({"decode": "quest", "decode.budget": "x"}, "expected a whole number"),
+        ({"decode": "quest", "block": "40"}, "block 40 must be whole pages of 16 tokens"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused(settings, said):
+    with pytest.raises(ConfigError) as error:
+        make_method("star", settings)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_models_it_does_not_fit_are_refused():
+    with pytest.raises(ConfigError, match=r"star: .* sliding window of 16"):
+        STAR.validate(tiny_config(windows=(None, 16)))
+    with pytest.raises(ConfigError, match="constant is a token from 0 to 63, got 64"):
+        Star(block=8, content="constant", constant=64).validate(tiny_config())
