@@ -35,6 +35,7 @@ def select(
     asked: str | None,
     unsupported: Mapping[str, Callable[[], str | None]],
     shape_class: str,
+    held_back: Mapping[str, str] | None = None,
 ) -> str:
     """The name of the implementation to run.
 
@@ -43,6 +44,7 @@ def select(
       unsupported: for every implementation a function giving the reason why it cannot run these
         arguments, or None where it can.
       shape_class: what the log shows of the arguments; one line is logged for each.
+      held_back: implementations that run only where they are asked for, and why.
 
     Raises:
       NotImplementedError: the asked-for implementation cannot run this.
@@ -61,7 +63,7 @@ def select(
     else:
         chosen, why = "xla", "no kernel for this platform"
         if on in unsupported:
-            reason = _reason(on, on, unsupported)
+            reason = (held_back or {}).get(on) or _reason(on, on, unsupported)
             chosen, why = (on, "preferred") if reason is None else ("xla", f"not {on}: {reason}")
     _log_once(operation, on, shape_class, chosen, why)
     return chosen

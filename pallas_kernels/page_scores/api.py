@@ -55,6 +55,7 @@ def page_scores(
             "reference": lambda: None,
         },
         dispatch.shape_class(q[:, None], upper.shape[1], None),
+        held_back={"gpu": gpu.HELD_BACK},
     )
     run = {"xla": xla.page_scores, "gpu": gpu.page_scores, "reference": reference.page_scores}[name]
     return run(q, upper, lower, pages)

@@ -53,6 +53,10 @@ class _Job:
         return 2 * self.heads * _ROWS
 
 
+# Right in the interpreter and lowered for Hopper; until it has run there XLA's form is picked.
+HELD_BACK = "it has not run on a GPU yet"
+
+
 def unsupported(q: Array, upper: Array) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     heads, group = q.shape[1], q.shape[1] // upper.shape[1]

@@ -144,3 +144,16 @@ def test_reasons_against_splash() -> None:
     }
     for expected, reason in reasons.items():
         assert reason is not None and expected in reason
+
+
+def test_what_is_held_back_runs_only_where_it_is_asked_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    found = {"xla": lambda: None, "gpu": lambda: None}
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        held = {"gpu": "it fails"}
+        assert dispatch.select("sort", None, found, "held", held) == "xla"
+        assert dispatch.select("sort", "gpu", found, "asked", held) == "gpu"
+        assert dispatch.select("sort", None, found, "free") == "gpu"
+    assert "xla (not gpu: it fails)" in caplog.text

@@ -377,7 +377,6 @@ def test_what_the_kernels_leave_to_others() -> None:
         ]
 
     assert reasons(q, k) == [None] * 4
-    assert "failed" in select_gpu.unsupported()
     assert all("float32" in str(r) for r in reasons(*_exact(q, k)))
     assert all("head dim 96" in str(r) for r in reasons(q[..., :96], k[..., :96]))
     assert all("slots" in str(r) for r in reasons(q, k[:, :, :250]))

@@ -37,6 +37,10 @@ def test_every_run_of_a_step_takes_place():
     jax.effects_barrier()
     assert seen == list(range(5)) * 3  # once to warm up
     assert 0 <= timing.least <= timing.seconds <= timing.most
+    seen.clear()
+    measure(step, q, jnp.ones(3), repeats=2, inner=5, least=1e3)
+    jax.effects_barrier()
+    assert seen == list(range(5)) * 3 + list(range(5 * 64)) * 3
 
 
 def test_a_longer_step_takes_longer():
