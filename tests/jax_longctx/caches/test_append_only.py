@@ -19,13 +19,14 @@ from jax_longctx.caches import (
     write_run,
 )
 from jax_longctx.contract import CacheShape
-from jax_longctx.engine.programs import KV_HEADS, Setup
+from jax_longctx.engine.programs import Setup
 from jax_longctx.methods import Full
 from jax_longctx.sharding import logical_spec, make_mesh, tree_specs
 from tests.support import tiny_config
 
 HEADS, SLOTS, HEAD_DIM = 2, 64, 4
 BUFFER, ROW = logical_spec(("batch", "kv_heads", "slots", None)), logical_spec(("batch",))
+KV_HEADS = logical_spec(("batch", None, "kv_heads", None))
 CHOSEN = logical_spec(("batch", "kv_heads", None))
 KEPT = logical_spec(("batch", "kv_heads", None, None))
 

@@ -41,7 +41,7 @@ def expected():
     [
         ((1, 4, 1), "contiguous"),
         ((1, 4, 1), "zigzag"),
-        pytest.param((2, 2, 2), "zigzag", marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), "zigzag", marks=pytest.mark.thorough),
         *(
             pytest.param(mesh, order, marks=pytest.mark.thorough)
             for mesh in [(1, 1, 1), (1, 2, 1), (2, 2, 2), (1, 8, 1)]

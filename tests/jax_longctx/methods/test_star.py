@@ -123,13 +123,13 @@ def test_s5_s6_any_number_of_shards_gives_the_same(mesh, kv):
     "changes",
     [
         {"anchor": 20},
-        pytest.param({"anchor": 0}, marks=pytest.mark.slow),
-        pytest.param({"anchor": 20, "anchor_kv": "broadcast"}, marks=pytest.mark.slow),
+        pytest.param({"anchor": 0}, marks=pytest.mark.thorough),
+        pytest.param({"anchor": 20, "anchor_kv": "broadcast"}, marks=pytest.mark.thorough),
         {"content": "previous", "positions": "previous"},
-        pytest.param({"positions": "previous"}, marks=pytest.mark.slow),
-        pytest.param({"content": "shuffled", "anchor": 30}, marks=pytest.mark.slow),
-        pytest.param({"content": "constant", "constant": 7}, marks=pytest.mark.slow),
-        pytest.param({"content": "random", "anchor": 30}, marks=pytest.mark.slow),
+        pytest.param({"positions": "previous"}, marks=pytest.mark.thorough),
+        pytest.param({"content": "shuffled", "anchor": 30}, marks=pytest.mark.thorough),
+        pytest.param({"content": "constant", "constant": 7}, marks=pytest.mark.thorough),
+        pytest.param({"content": "random", "anchor": 30}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -138,7 +138,7 @@ def test_s14_anchors_equal_numpy(changes):
     compare(engine_of(method), method)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_random_positions_are_ascending_below_the_block_and_change_the_answer():
     method = dataclasses.replace(STAR, positions="random", anchor=30)
     engine = engine_of(method, (1, 1, 1))
@@ -188,8 +188,8 @@ def test_s10_only_the_answers_tokens_are_appended():
     "decode",
     [
         "quest",
-        pytest.param("arkvale", marks=pytest.mark.slow),
-        pytest.param("ideal-topk", marks=pytest.mark.slow),
+        pytest.param("arkvale", marks=pytest.mark.thorough),
+        pytest.param("ideal-topk", marks=pytest.mark.thorough),
         "refreshkv",
     ],
 )
