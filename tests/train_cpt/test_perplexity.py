@@ -72,7 +72,7 @@ def test_losses_do_not_depend_on_the_batch():
     np.testing.assert_allclose(losses_of(NEVER, batch=2), losses_of(NEVER), atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_losses_do_not_depend_on_the_mesh():
     np.testing.assert_allclose(losses_of(NEVER, mesh=(2, 1, 2)), losses_of(NEVER), atol=1e-5)
 

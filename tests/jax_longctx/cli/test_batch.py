@@ -55,7 +55,7 @@ def alone(tiny, row, folder):
     return found
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("snapkv", "citrus")]
+SLOW = [pytest.param(name, marks=pytest.mark.thorough) for name in ("snapkv", "citrus")]
 
 
 @pytest.mark.parametrize("method", ["full", *SLOW])

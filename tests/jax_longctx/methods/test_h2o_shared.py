@@ -77,7 +77,7 @@ def test_hs_1_x8_without_the_instruction_it_is_h2o_in_this_setting(seen):
     assert blended[-1].kept[0][0][0] != seen[5].kept[0][0][0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_ranked_by_the_mean_it_is_numpys():
     """A blend, so that the rows of a token's own chunk count by halves."""
     engine = engine_with(H2OShared(**SIZES, alpha=0.5, acc_kind="mean"))

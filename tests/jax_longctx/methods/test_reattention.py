@@ -280,7 +280,7 @@ def test_the_questions_last_token_goes_alone_unless_told_otherwise():
     assert sizes == [[[8, 7], [3, 0], [1, 1]], [[8, 8], [4, 0]]]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_questions_last_token_with_its_chunk_equals_numpy():
     rules = dataclasses.replace(SMALL, together=True)
     engine = tiny_engine(method_of(rules), config=ONE_LAYER)

@@ -125,7 +125,7 @@ def test_grow_keeps_every_new_token(whole):
     assert len(kept[0][0][0]) == METHOD.budget + 9
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_query_head_has_its_own_cache_as_in_the_released_code(whole):
     kept = compare(*whole, expand_kv=True, decode_policy="grow")
     heads = [set(ids) for ids in kept[0][0]]
