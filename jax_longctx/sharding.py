@@ -16,13 +16,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_longctx.errors import ConfigError
 
 __all__ = [
     "MESH_AXES",
     "RULES",
+    "AnyMesh",
     "OwnAxis",
     "axes_field",
     "axes_of",
@@ -37,6 +38,9 @@ __all__ = [
 ]
 
 MESH_AXES = ("data", "seq", "tensor")
+
+# A mesh without devices stands for one in what is only planned.
+AnyMesh = Mesh | AbstractMesh
 
 RULES: dict[str, str | None] = {
     "batch": "data",
@@ -77,7 +81,7 @@ def logical_spec(axes: Sequence[str | None]) -> PartitionSpec:
     return PartitionSpec(*physical)
 
 
-def logical_sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+def logical_sharding(mesh: AnyMesh, axes: Sequence[str | None]) -> NamedSharding:
     """The `NamedSharding` of an array with these logical axes on `mesh`."""
     return NamedSharding(mesh, logical_spec(axes))
 
@@ -125,7 +129,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def check_divisible(mesh: Mesh, **sizes: int) -> None:
+def check_divisible(mesh: AnyMesh, **sizes: int) -> None:
     """Each named logical axis must divide over its mesh axis: `check_divisible(mesh, heads=8)`."""
     for name, size in sizes.items():
         axis = RULES[name]
@@ -192,6 +196,6 @@ def tree_specs(tree: Any) -> Any:
     return axes_of(tree, logical_spec)
 
 
-def tree_shardings(mesh: Mesh, tree: Any) -> Any:
+def tree_shardings(mesh: AnyMesh, tree: Any) -> Any:
     """The tree with a `NamedSharding` in place of every array (see `axes_field`)."""
     return axes_of(tree, lambda axes: logical_sharding(mesh, axes))

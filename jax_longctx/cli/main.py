@@ -24,6 +24,7 @@ from jax_longctx.cli.eval import eval_app
 from jax_longctx.cli.eval_resa import resa_errors
 from jax_longctx.cli.generate import generate
 from jax_longctx.cli.methods import methods
+from jax_longctx.cli.plan import plan
 from jax_longctx.cli.train import train_app
 from jax_longctx.errors import LongctxError
 
@@ -140,7 +141,7 @@ def _job(
     processes.join(coordinator, count, process)
 
 
-for _command in (ask, generate, batch, convert, methods, demo):
+for _command in (ask, generate, batch, plan, convert, methods, demo):
     app.command()(_command)
 bench_app.command()(decode)
 app.add_typer(bench_app, name="bench")

@@ -16,8 +16,9 @@ import numpy as np
 from jax_longctx.contract import Stage
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import bucket
+from jax_longctx.sharding import tree_shardings
 
-__all__ = ["Footprint", "footprint"]
+__all__ = ["Footprint", "answering_caches", "footprint", "read_bytes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,29 +38,71 @@ class Footprint:
     read: int
 
 
-def footprint(setup: programs.Setup, *, batch: int, context: int, reserve: int) -> Footprint:
-    """The caches of `batch` rows of `context` tokens, with `reserve` for question and answer."""
-    slots = bucket(context + reserve + 1, setup.mesh.shape["seq"])
-    empty = programs.abstract_caches(setup, batch, slots, reserve)
+def footprint(
+    setup: programs.Setup, *, batch: int, context: int, reserve: int, per_device: bool = False
+) -> Footprint:
+    """The caches of `batch` rows of `context` tokens, with `reserve` for question and answer.
+
+    `per_device` gives the bytes on each device of the mesh; `read` is of all devices always.
+    """
+    local = functools.partial(_on_a_device, setup) if per_device else lambda caches: caches
+    empty = _empty(setup, batch, context, reserve)
     kept = _finished(setup, empty, "context", reserve)
-    peak = _bytes(empty) + _not_in_place(empty, kept)
+    peak = _bytes(local(empty)) + _not_in_place(local(empty), local(kept))
     answering = kept
     if setup.method.info.shrinks:
         answering = _finished(setup, kept, "question", bucket(reserve))
-        peak = max(peak, _bytes(kept) + _bytes(answering))
-    read = sum(setup.method.read_bytes(_hollow(cache), context) for cache in answering)
-    return Footprint(peak, _bytes(answering), _bytes(kept), read)
+        peak = max(peak, _bytes(local(kept)) + _bytes(local(answering)))
+    read = read_bytes(setup, answering, context)
+    return Footprint(peak, _bytes(local(answering)), _bytes(local(kept)), read)
+
+
+def answering_caches(
+    setup: programs.Setup, batch: int, context: int, reserve: int
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Shapes of every layer's empty cache, and of the one that an answer is read from."""
+    empty = _empty(setup, batch, context, reserve)
+    answering = _finished(setup, empty, "context", reserve)
+    if setup.method.info.shrinks:
+        answering = _finished(setup, answering, "question", bucket(reserve))
+    return empty, answering
+
+
+def _empty(setup: programs.Setup, batch: int, context: int, reserve: int) -> tuple[Any, ...]:
+    slots = bucket(context + reserve + 1, setup.mesh.shape["seq"])
+    return programs.abstract_caches(setup, batch, slots, reserve)
+
+
+def read_bytes(setup: programs.Setup, caches: tuple[Any, ...], length: int) -> int:
+    """What a decode step reads of all layers' caches (shapes will do) at context `length`."""
+    return sum(setup.method.read_bytes(_hollow(cache), length) for cache in caches)
+
+
+def _on_a_device(setup: programs.Setup, caches: tuple[Any, ...]) -> list[jax.ShapeDtypeStruct]:
+    """The shards of one device, as shapes."""
+    leaves = jax.tree.leaves(caches)
+    shardings = jax.tree.leaves(tree_shardings(setup.mesh, caches))
+    return [
+        jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
 
 
 def _finished(setup: programs.Setup, caches: Any, stage: Stage, reserve: int) -> tuple[Any, ...]:
-    """Shapes after `finish`."""
+    """Shapes after `finish`; layers that are alike are traced once."""
+    found: dict[Any, Any] = {}
 
     def finished(window: int | None, cache: Any) -> Any:
-        total = jax.ShapeDtypeStruct((jax.tree.leaves(cache)[0].shape[0],), jnp.int32)
+        leaves, structure = jax.tree.flatten(cache)
+        key = (window, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key in found:
+            return found[key]
+        total = jax.ShapeDtypeStruct((leaves[0].shape[0],), jnp.int32)
         finish = functools.partial(
             programs.finish_layer, setup, window, stage=stage, reserve=reserve
         )
-        return jax.eval_shape(finish, cache, total)
+        found[key] = jax.eval_shape(finish, cache, total)
+        return found[key]
 
     return tuple(map(finished, setup.config.windows, caches))
 

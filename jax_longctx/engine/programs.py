@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jax_longctx.contract import (
@@ -31,7 +31,7 @@ from jax_longctx.contract import (
 from jax_longctx.engine.sampling import Sampling, choose, sampling_values
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Attend, Llama, abstract_model
-from jax_longctx.sharding import logical_sharding, logical_spec, tree_shardings, tree_specs
+from jax_longctx.sharding import AnyMesh, logical_sharding, logical_spec, tree_shardings, tree_specs
 
 __all__ = [
     "DecodeState",
@@ -53,7 +53,7 @@ class Setup:
 
     config: ModelConfig
     method: Method
-    mesh: Mesh
+    mesh: AnyMesh
     dtype: Any
     chunk: int
 

@@ -35,6 +35,7 @@ from jax_longctx.contract import (
     Segment,
     spread_segment,
 )
+from jax_longctx.contract.work import PrefillWork
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.observation import refuse_windows
@@ -96,6 +97,15 @@ class Ring:
             piece = [[row[i * half : (i + 1) * half] for i in range(2 * shards)] for row in rows]
             parts = [[[*p[s], *p[2 * shards - 1 - s]] for s in range(shards)] for p in piece]
         return (spread_segment(parts, size, ends),)
+
+    def prefill_work(self, length: int, shards: int) -> PrefillWork:
+        """As `jax-longctx plan` asks; the last shard attends to the most."""
+        own = length / shards
+        hops = shards - 1 if self.hops < 0 else min(self.hops, shards - 1)
+        if self.order == "zigzag":
+            # Keys and values go back to the order of the text, one hop more.
+            return PrefillWork(own, own * length / 2, (hops + 1) * own)
+        return PrefillWork(own, own * own * (hops + 0.5), hops * own)
 
     def attend(
         self,

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.sharding import check_divisible, logical_sharding
+from jax_longctx.sharding import AnyMesh, check_divisible, logical_sharding
 
 __all__ = [
     "Attend",
@@ -207,7 +207,7 @@ def param_infos(config: ModelConfig) -> dict[str, ParamInfo]:
     }
 
 
-def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
+def check_mesh(config: ModelConfig, mesh: AnyMesh) -> None:
     """Raises ConfigError when the model's heads, MLP or vocabulary do not divide over the mesh."""
     check_divisible(
         mesh,

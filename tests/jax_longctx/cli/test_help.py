@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
 
-COMMANDS = ["ask", "generate", "batch", "convert", "methods", "demo"]
+COMMANDS = ["ask", "generate", "batch", "plan", "convert", "methods", "demo"]
 
 
 def run(*args):

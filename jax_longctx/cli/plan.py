@@ -1,0 +1,264 @@
+"""`jax-longctx plan`: will it fit, and how long will it take."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import rich.console
+import rich.table
+import typer
+
+from jax_longctx.cli import options
+from jax_longctx.cli.terminal import Terminal
+from jax_longctx.errors import InputError
+from jax_longctx.memory import shown_bytes
+
+if TYPE_CHECKING:
+    from jax_longctx.planning import Plan, PlanRequest
+
+__all__ = ["plan"]
+
+ARITHMETIC = "arithmetic over shapes"
+ROOFLINE = "arithmetic over the constants above; not measured"
+
+
+def plan(
+    *,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A published model's name, a Hugging Face config.json or its folder, or a "
+            "converted checkpoint."
+        ),
+    ] = "llama-3.1-8b",
+    target: Annotated[
+        str,
+        typer.Option(help="v5e:4x4, v5p:4x4x4, v6e:8x8 (any slice), h100x8 (any number), or cpu."),
+    ],
+    context: Annotated[int, typer.Option(help="Tokens of context.")] = 131072,
+    batch: Annotated[int, typer.Option(help="Rows that are read together.")] = 1,
+    reserve: Annotated[int, typer.Option(help="Tokens of question and answer.")] = 256,
+    method: options.MethodName = None,
+    settings: options.Settings = None,
+    dtype: options.Dtype = "bfloat16",
+    mesh: options.MeshSizes = None,
+    chunk: options.Chunk = 512,
+    compiles: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Compile the programs for the target, here, and say what they hold."
+        ),
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Plan a model, a method and a context for devices that need not be here.
+
+    Bytes on each device against its memory, the longest context that fits, and the times that a
+    roofline predicts, whose constants are shown. A mesh is proposed unless one is given.
+
+    [bold]Examples[/bold]
+
+        jax-longctx plan --model llama-3.1-70b --context 1048576 --target v5p:4x4x4
+
+        jax-longctx plan --method snapkv --target v5e:4x4 --mesh seq=2,tensor=8 --compile
+    """
+    from jax_longctx.methods import make_method
+    from jax_longctx.planning import PlanRequest, parse_target
+
+    devices = parse_target(target)
+    request = PlanRequest(
+        config=_config(model),
+        method=make_method(method or "full", options.parse_settings(settings or ())),
+        target=devices,
+        context=context,
+        batch=batch,
+        reserve=reserve,
+        chunk=chunk,
+        dtype=options.checked_dtype(dtype) or "bfloat16",
+    )
+    record = {"model": model, **_planned(request, mesh, compiles, Terminal(as_json=as_json))}
+    if as_json:
+        Terminal(as_json=True).record(record)
+    else:
+        _show(record)
+
+
+def _planned(
+    request: "PlanRequest", mesh: str | None, compiles: bool, terminal: Terminal
+) -> dict[str, Any]:
+    import jax
+
+    from jax_longctx.methods import settings_of
+    from jax_longctx.planning import make_plan, propose_mesh
+    from jax_longctx.sharding import parse_mesh
+
+    if jax.config.jax_platforms is None:
+        # Nothing is computed; libtpu would look for TPUs first.
+        jax.config.update("jax_platforms", "cpu")
+    sizes = parse_mesh(mesh) if mesh is not None else propose_mesh(request)
+    made = make_plan(request, sizes)
+    compiled = None
+    if compiles:
+        from jax_longctx.planning.compiled import compile_plan
+
+        with terminal.waiting("compiling"):
+            compiled = compile_plan(request, made.mesh)
+    return {
+        **_as_record(request, made, settings_of(request.method), proposed=mesh is None),
+        "compiled": compiled and {name: dataclasses.asdict(c) for name, c in compiled.items()},
+    }
+
+
+def _config(model: str) -> Any:
+    from jax_longctx.models.config import ModelConfig
+    from jax_longctx.models.presets import preset
+
+    path = Path(model)
+    if not path.exists():
+        return preset(model)
+    if (path / "manifest.json").is_file():
+        from jax_longctx.models.checkpoint import read_manifest
+
+        return read_manifest(path).config
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read as a model's config.json: {error}") from error
+    return ModelConfig.from_hf(fields)
+
+
+def _as_record(
+    request: "PlanRequest", made: "Plan", chosen: dict[str, Any], *, proposed: bool
+) -> dict[str, Any]:
+    memory = {
+        "weights": made.weights,
+        "cache": made.cache,
+        "temporaries": made.temporaries,
+        "available": made.memory,
+        "fits": made.fits,
+        "largest_context": made.largest,
+    }
+    return {
+        "method": chosen["name"],
+        "settings": chosen["settings"],
+        "target": request.target.name,
+        "devices": request.target.count,
+        "mesh": made.mesh,
+        "mesh_proposed": proposed,
+        "context": request.context,
+        "batch": request.batch,
+        "reserve": request.reserve,
+        "chunk": request.chunk,
+        "dtype": request.dtype,
+        "constants": dataclasses.asdict(request.target.chip),
+        "memory_bytes": memory | {"source": ARITHMETIC},
+        "prefill": dataclasses.asdict(made.prefill) | {"source": ARITHMETIC},
+        "decode_step": dataclasses.asdict(made.decode) | {"source": ARITHMETIC},
+        "seconds": {
+            "first_token": made.first_token,
+            "token": made.step,
+            "source": ROOFLINE,
+        },
+    }
+
+
+def _show(record: dict[str, Any]) -> None:
+    console = rich.console.Console(highlight=False)
+    mesh = ",".join(f"{axis}={size}" for axis, size in record["mesh"].items())
+    proposed = " (proposed)" if record["mesh_proposed"] else ""
+    console.print(
+        f"{record['model']}, {record['dtype']}, {record['method']}, {record['batch']} x "
+        f"{record['context']:,} tokens, chunks of {record['chunk']:,}\n"
+        f"{record['target']}, {record['devices']} devices; --mesh {mesh}{proposed}",
+        markup=False,
+    )
+    table = rich.table.Table(box=None, show_header=False, pad_edge=False)
+    for justify in ("left", "right", "left"):
+        table.add_column(justify=justify)
+    for row in (*_memory_rows(record), *_work_rows(record), *_compiled_rows(record)):
+        table.add_row(*row)
+    console.print(table)
+    console.print(_verdict(record), markup=False)
+    c = record["constants"]
+    console.print(
+        f"constants: {c['flops'] / 1e12:.0f} TFLOP/s, {c['bandwidth'] / 1e12:.2f} TB/s, "
+        f"link {c['link'] / 1e9:.0f} GB/s, {c['latency'] * 1e6:.0f} us a collective; reached: "
+        f"{c['linear_share']:.0%} in projections, {c['attention_share']:.0%} in prefill attention, "
+        f"{c['bandwidth_share']:.0%} of the bandwidth in decode",
+        markup=False,
+        style="dim",
+    )
+
+
+def _memory_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
+    memory = record["memory_bytes"]
+    rows = [
+        (f"{name}, each device", shown_bytes(memory[name]), "arithmetic")
+        for name in ("weights", "cache", "temporaries")
+    ]
+    total = sum(memory[name] for name in ("weights", "cache", "temporaries"))
+    return [*rows, ("together", shown_bytes(total), f"of {shown_bytes(memory['available'])}")]
+
+
+def _work_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
+    rows = []
+    for name, label in (("prefill", "prefill"), ("decode_step", "a decode step")):
+        work = record[name]
+        flops = work["linear"] + work["attention"]
+        share = work["attention"] / flops if flops else 0.0
+        rows.append(
+            (
+                f"{label}, each device",
+                f"{_flops(flops)}",
+                f"{share:.0%} attention; reads {shown_bytes(int(work['read']))}, receives "
+                f"{shown_bytes(int(work['received']))} in {work['collectives']:,} collectives",
+            )
+        )
+    seconds = record["seconds"]
+    return [
+        *rows,
+        ("time to first token", _time(seconds["first_token"]), "roofline"),
+        ("time a token", _time(seconds["token"]), "roofline"),
+    ]
+
+
+def _compiled_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
+    what = {"prefill": "first segment", "decode": "decode step"}
+    return [
+        (
+            f"{what[name]}, compiled",
+            shown_bytes(found["arguments"] + found["temporaries"]),
+            f"of which temporaries {shown_bytes(found['temporaries'])}; {found['collectives']:,} "
+            f"collectives of {shown_bytes(found['moved'])}; compiled in {found['seconds']:.0f} s",
+        )
+        for name, found in (record["compiled"] or {}).items()
+    ]
+
+
+def _verdict(record: dict[str, Any]) -> str:
+    memory = record["memory_bytes"]
+    largest, context = memory["largest_context"], record["context"]
+    if memory["weights"] >= memory["available"] or largest == 0:
+        return "does not fit: no context does; take more devices along tensor, or larger ones"
+    bound = (
+        "memory does not bound the context"
+        if largest is None
+        else (f"the largest context that fits is about {largest:,} tokens")
+    )
+    for name, found in (record["compiled"] or {}).items():
+        if found["arguments"] + found["temporaries"] > memory["available"]:
+            return f"does not fit: {name}, as compiled, needs more memory than there is"
+    return f"{'fits' if memory['fits'] else f'{context:,} tokens do not fit'}; {bound}"
+
+
+def _flops(count: float) -> str:
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1e9:,.1f} GFLOP"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,133 @@
+"""The devices that can be planned for, and the constants of their roofline.
+
+Peaks are those of the makers' data sheets, for dense bfloat16. The shares that programs reach are
+assumptions, chosen from published kernel timings and, for the H100, from this library's own on its
+sister H200; they are printed with every plan.
+"""
+
+import dataclasses
+import re
+
+from jax_longctx.errors import InputError
+
+__all__ = ["Chip", "Target", "parse_target"]
+
+GIB = 1024**3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One device.
+
+    Attributes:
+      memory: bytes a device has.
+      flops: dense bfloat16 FLOP/s at peak.
+      bandwidth: bytes/s of its memory.
+      link: bytes/s that a device receives in a collective along one mesh axis.
+      latency: seconds of a collective, however small.
+      linear_share, attention_share: of `flops` that projections and prefill attention reach.
+      bandwidth_share: of `bandwidth` that a decode step reaches.
+    """
+
+    memory: int
+    flops: float
+    bandwidth: float
+    link: float
+    latency: float
+    linear_share: float
+    attention_share: float
+    bandwidth_share: float
+
+
+# A TPU's link is both directions of one torus axis.
+CHIPS = {
+    "v5e": Chip(
+        memory=16 * GIB,
+        flops=197e12,
+        bandwidth=0.82e12,
+        link=90e9,
+        latency=3e-6,
+        linear_share=0.6,
+        attention_share=0.5,
+        bandwidth_share=0.8,
+    ),
+    "v5p": Chip(
+        memory=95 * GIB,
+        flops=459e12,
+        bandwidth=2.77e12,
+        link=180e9,
+        latency=3e-6,
+        linear_share=0.65,
+        attention_share=0.7,
+        bandwidth_share=0.8,
+    ),
+    "v6e": Chip(
+        memory=32 * GIB,
+        flops=918e12,
+        bandwidth=1.64e12,
+        link=180e9,
+        latency=3e-6,
+        linear_share=0.5,
+        attention_share=0.3,
+        bandwidth_share=0.8,
+    ),
+    "h100": Chip(
+        memory=80 * 10**9,
+        flops=989e12,
+        bandwidth=3.35e12,
+        link=370e9,
+        latency=12e-6,
+        linear_share=0.7,
+        attention_share=0.55,
+        bandwidth_share=0.72,
+    ),
+    "cpu": Chip(
+        memory=16 * GIB,
+        flops=0.3e12,
+        bandwidth=20e9,
+        link=10e9,
+        latency=50e-6,
+        linear_share=0.3,
+        attention_share=0.1,
+        bandwidth_share=0.6,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A number of like devices.
+
+    Attributes:
+      name: as given.
+      chip: their kind, a key of CHIPS.
+      topology: libtpu's name of a TPU slice, or None.
+    """
+
+    name: str
+    kind: str
+    count: int
+    topology: str | None
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[self.kind]
+
+
+def parse_target(name: str) -> Target:
+    """`v5e:4x4`, `v5p:4x4x4`, `v6e:8x8`, `h100x8`, `cpu`. Raises InputError for anything else."""
+    tpu = re.fullmatch(r"(v5e|v5p|v6e):(\d+(?:x\d+){1,2})", name)
+    if tpu is not None:
+        kind, sizes = tpu[1], [int(size) for size in tpu[2].split("x")]
+        if len(sizes) == (3 if kind == "v5p" else 2) and min(sizes) > 0:
+            count = 1
+            for size in sizes:
+                count *= size
+            return Target(name, kind, count, name)
+    gpus = re.fullmatch(r"(h100|cpu)(?:x(\d+))?", name)
+    if gpus is not None and int(gpus[2] or 1) > 0:
+        return Target(name, gpus[1], int(gpus[2] or 1), None)
+    raise InputError(
+        f"--target {name!r} is not understood; expected v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8 or "
+        f"cpu, with the sizes you have"
+    )

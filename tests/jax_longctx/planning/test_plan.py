@@ -1,0 +1,224 @@
+"""Plans agree with arrays that are made, with formulas written down anew, and with themselves."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+from jax_longctx.cli.main import app
+from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import bucket, bytes_per_device
+from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.methods import make_method
+from jax_longctx.models.llama import init_params
+from jax_longctx.models.presets import preset
+from jax_longctx.planning import PlanRequest, make_plan, parse_target, propose_mesh
+from jax_longctx.planning.compiled import compile_plan, count_collectives
+from jax_longctx.sharding import make_mesh
+from tests.small_methods import small_method
+from tests.support import tiny_config
+
+EIGHT = {"data": 2, "seq": 2, "tensor": 2}
+CONTEXT = 1000
+
+
+def request(method="full", target="cpux8", config=None, **changes):
+    fields = {"context": CONTEXT, "dtype": "float32", "reserve": 100, "chunk": 64}
+    made = make_method(method, {}) if isinstance(method, str) else method
+    return PlanRequest(
+        config=config or tiny_config(),
+        method=made,
+        target=parse_target(target),
+        **{**fields, **changes},
+    )
+
+
+def eight_billion(layers=4):
+    """The 8B shape with a few of its layers."""
+    return dataclasses.replace(preset("llama-3.1-8b"), num_layers=layers, windows=(None,) * layers)
+
+
+@pytest.fixture
+def run():
+    """Runs the command line in this process."""
+    return lambda *args: CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+@pytest.mark.parametrize("method", ["full", "h2o", "quest", "refreshkv"])
+def test_bytes_are_those_of_arrays_on_the_mesh(method):
+    wanted = request(small_method(method), batch=2)
+    plan = make_plan(wanted, EIGHT)
+    mesh = make_mesh(**EIGHT)
+    params = init_params(wanted.config, mesh)
+    device = mesh.devices[1, 0, 1]
+    held = [
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(params)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    ]
+    assert plan.weights == sum(held)
+    setup = programs.Setup(wanted.config, wanted.method, mesh, jnp.dtype("float32"), 64)
+    empty = programs.abstract_caches(setup, 2, bucket(CONTEXT + 101, 2), 100)
+    # The peak is that of the context's own caches, and more where the answer has its own.
+    assert plan.cache >= bytes_per_device(mesh, empty)
+    if not wanted.method.info.shrinks and method != "refreshkv":
+        assert plan.cache == bytes_per_device(mesh, empty)
+
+
+def test_work_of_an_8b_model_written_down_anew():
+    length = 32768
+    config = eight_billion()
+    wanted = request(config=config, target="h100x4", context=length, dtype="bfloat16", chunk=8192)
+    plan = make_plan(wanted, {"tensor": 4})
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    linear = 2 * 4 * layer * length / 4
+    assert plan.prefill.linear == pytest.approx(linear, rel=1e-3)
+    assert plan.prefill.attention == pytest.approx(4 * 4 * 4096 * length**2 / 2 / 4, rel=1e-3)
+    # Two all-reduces a layer of bfloat16 activations, each 2 x 3/4 of them.
+    assert plan.prefill.received == pytest.approx(4 * 2 * 1.5 * length * 4096 * 2)
+    weights = 2 * (4 * layer + 128256 * 4096) / 4
+    cache = 4 * 2 * 8 * 128 * 2 * length / 4
+    assert plan.decode.read == pytest.approx(weights + cache, rel=0.01)
+    chip = wanted.target.chip
+    assert plan.step > plan.decode.read / chip.bandwidth
+    assert plan.first_token > linear / chip.flops
+
+
+def test_a_ring_divides_the_work_and_zigzag_halves_the_last_shards():
+    def work(method):
+        return make_plan(request(method, target="h100x4"), {"seq": 4}).prefill
+
+    full, ring = work("full"), work("ring")
+    zigzag = work(make_method("ring", {"order": "zigzag"}))
+    assert ring.linear == pytest.approx(full.linear / 4, rel=0.1)
+    # The last of four shards attends to 3.5 shards of 4, where the mean is 2.
+    assert ring.attention == pytest.approx(zigzag.attention * 3.5 / 2, rel=0.01)
+    assert zigzag.attention == pytest.approx(full.attention, rel=0.01)
+    # Keys and values of three other shards, in both layers.
+    assert ring.received == 2 * 3 * CONTEXT / 4 * 2 * 2 * 8 * 4
+
+
+def test_a_budget_bounds_memory_and_work():
+    full, small = (
+        make_plan(request(small_method(name), context=100_000), {})
+        for name in ("full", "streaming-llm")
+    )
+    assert small.cache < full.cache / 20
+    assert small.prefill.attention < full.prefill.attention / 20
+    assert small.decode.read < full.decode.read
+    assert small.largest is None and full.largest is not None
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "sizes"),
+    [("full", "v5e:4x4", {"seq": 2, "tensor": 8}), ("ring", "v5p:2x2x2", {"seq": 8})],
+)
+def test_the_largest_context_fits_and_little_more_does_not(method, target, sizes):
+    config = eight_billion()
+    wanted = request(method, target, config, dtype="bfloat16", chunk=512)
+    largest = make_plan(wanted, sizes).largest
+    assert largest is not None and largest > 100_000
+    for context, fits in ((largest, True), (int(largest * 1.05), False)):
+        again = dataclasses.replace(wanted, context=context)
+        assert make_plan(again, sizes, largest=False).fits is fits
+        held = make_plan(again, sizes, largest=False)
+        assert (held.need < held.memory) or not fits
+
+
+def test_a_proposed_mesh_fits_uses_all_devices_and_is_the_fastest():
+    config = eight_billion()
+    wanted = request(config=config, target="v5e:4x4", context=131072, dtype="bfloat16", batch=2)
+    sizes = propose_mesh(wanted)
+    chosen = make_plan(wanted, sizes, largest=False)
+    assert chosen.fits and sizes["data"] * sizes["seq"] * sizes["tensor"] == 16
+    other = make_plan(wanted, {"data": 2, "seq": 2, "tensor": 4}, largest=False)
+    assert chosen.first_token + 256 * chosen.step <= other.first_token + 256 * other.step
+    huge = request(config=eight_billion(600), target="v5e:2x2", dtype="bfloat16")
+    nowhere = make_plan(huge, propose_mesh(huge))
+    assert not nowhere.fits and nowhere.largest == 0
+
+
+@pytest.mark.parametrize("name", ["v5e", "v5e:4", "v5p:4x4", "h100x0", "tpu", "v5e:0x4"])
+def test_unknown_targets_are_named(name):
+    with pytest.raises(InputError, match="is not understood; expected v5e:4x4"):
+        parse_target(name)
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(ConfigError, match="needs 16 devices, cpux8 has 8"):
+        make_plan(request(), {"seq": 16})
+    with pytest.raises(ConfigError, match="does not divide"):
+        make_plan(request(), {"tensor": 8})
+    with pytest.raises(InputError, match="context must be at least 1, got 0"):
+        request(context=0)
+    with pytest.raises(InputError, match="cannot compile for h100x8 on this machine"):
+        compile_plan(request(target="h100x8"), {"tensor": 2})
+
+
+def test_collectives_of_a_program_are_counted_with_their_bytes():
+    text = """
+  %a = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0,1}}
+  %b = (bf16[2,8]{1,0}, bf16[4,8]{1,0}) all-gather-start(%y), dimensions={0}
+  %c = bf16[4,8]{1,0} all-gather-done(%b)
+  %d = (f32[3]{0}, f32[5]{0}) all-reduce(%u, %v)
+  %e = f32[9]{0} add(%a, %a)
+"""
+    assert count_collectives(text) == (3, 4 * 8 * 4 + 4 * 8 * 2 + 8 * 4)
+
+
+def test_the_command_tells_what_is_arithmetic(run, tmp_path):
+    command = ("plan", "--target", "v5p:2x2x2", "--context", 131072, "--chunk", 4096)
+    result = run(*command, "--model", "llama-3.2-1b", "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["mesh_proposed"] and record["devices"] == 8
+    memory = record["memory_bytes"]
+    assert memory["fits"] and memory["source"].startswith("arithmetic")
+    assert memory["largest_context"] > 131072
+    assert record["seconds"]["source"].endswith("not measured")
+    assert record["compiled"] is None
+    shown = run(*command, "--model", "llama-3.2-1b", "--mesh", "seq=2,tensor=4").stdout
+    assert "arithmetic" in shown and "roofline" in shown and "constants: 459 TFLOP/s" in shown
+    assert "the largest context that fits" in shown and "(proposed)" not in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "v9"], "--target 'v9' is not understood"),
+        (["--target", "cpu", "--model", "gpt"], "unknown model preset 'gpt'"),
+        (["--target", "cpu", "--mesh", "seq=2"], "needs 2 devices, cpu has 1"),
+        (["--target", "cpu", "--method", "ful"], "unknown method 'ful'"),
+    ],
+)
+def test_mistakes_are_one_line(run, options, message):
+    result = run("plan", *options)
+    assert result.exit_code == 2 and message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+SHAPE = {"model_dim": 1024, "mlp_dim": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [("full", {"seq": 2, "tensor": 8}), ("ring", {"seq": 16, "tensor": 1})],
+)
+def test_sixteen_v5e_chips_are_compiled_for(method, sizes):
+    pytest.importorskip("libtpu")
+    config = tiny_config(vocab_size=1024, **SHAPE)
+    wanted = request(method, "v5e:4x4", config, context=16384, dtype="bfloat16", chunk=512)
+    plan = make_plan(wanted, {"data": 1, **sizes})
+    with jax.default_matmul_precision("default"):
+        compiled = compile_plan(wanted, plan.mesh)
+    for program in compiled.values():
+        assert program.arguments == pytest.approx(plan.weights + plan.cache, rel=0.02)
+        assert program.collectives > 0 and program.moved > 0
+    # The cache is updated in place.
+    assert compiled["decode"].temporaries < plan.cache / 2
