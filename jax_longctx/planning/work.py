@@ -12,6 +12,7 @@ row's last token. Attention: 4 N H FLOPs a pair of query and key in each layer. 
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -71,6 +72,11 @@ def weight_bytes(setup: programs.Setup) -> int:
 
 def first_segment(setup: programs.Setup, batch: int, context: int, slots: int) -> Segment | None:
     """The first piece of the context as the method feeds it; None of an empty one."""
+    return next(_segments(setup, batch, context, slots), None)
+
+
+def _segments(setup: programs.Setup, batch: int, context: int, slots: int) -> Iterator[Segment]:
+    """The pieces of the context as the method feeds them."""
     prompt = Prompt(
         "context",
         setup.chunk,
@@ -80,7 +86,7 @@ def first_segment(setup: programs.Setup, batch: int, context: int, slots: int) -
         shards=setup.mesh.shape["seq"],
         vocab_size=context,
     )
-    return next(iter(setup.method.segments(prompt)), None)
+    return iter(setup.method.segments(prompt))
 
 
 def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: int) -> Work:
@@ -167,8 +173,8 @@ def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[Prefil
     if isinstance(method, Planned):
         return method.prefill_work(context, shards), count, segment.spread
     if segment.spread:
-        most = int(np.max(segment.valid))
-        return PrefillWork(most, most * (most + 1) / 2), count, True
+        most = [int(np.max(each.valid)) for each in _segments(setup, 1, context, slots)]
+        return PrefillWork(sum(most), sum(n * (n + 1) / 2 for n in most)), len(most), True
     # Columns beside the text's own (an instruction) are computed with every segment.
     tokens = context * columns / held if columns > setup.chunk else float(context)
     if method.info.phase in ("none", "decode"):
