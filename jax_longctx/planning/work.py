@@ -4,7 +4,8 @@ Weights: 2 FLOPs a matmul weight and token; the embedding is a look-up, the head
 row's last token. Attention: 4 N H FLOPs a pair of query and key in each layer. Which pairs:
 
 - a method that says so itself (`contract.work.Planned`), as it says;
-- segments that are spread over the shards: every shard's columns among themselves, causally;
+- segments that are spread over the shards: every shard's tokens among themselves, causally, as if
+  they were one text (more than is attended where a shard reads several blocks);
 - a method that leaves prefill alone: all pairs, the keys divided over the shards of the slots;
 - any other: as many keys for each token as a decode step reads at that length.
 """
@@ -174,7 +175,8 @@ def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[Prefil
         return method.prefill_work(context, shards), count, segment.spread
     if segment.spread:
         most = [int(np.max(each.valid)) for each in _segments(setup, 1, context, slots)]
-        return PrefillWork(sum(most), sum(n * (n + 1) / 2 for n in most)), len(most), True
+        tokens = sum(most)
+        return PrefillWork(tokens, tokens * (tokens + 1) / 2), len(most), True
     # Columns beside the text's own (an instruction) are computed with every segment.
     tokens = context * columns / held if columns > setup.chunk else float(context)
     if method.info.phase in ("none", "decode"):
