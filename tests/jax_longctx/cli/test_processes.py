@@ -89,7 +89,7 @@ def test_two_processes_answer_as_one_and_killed_ones_go_on(checkpoint, begin, tm
     assert two.read_bytes() == one.read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_answers_are_those_of_one_process_and_printed_once(checkpoint, begin, tmp_path):
     book = tmp_path / "book.txt"
     book.write_text(TEXT * 4)

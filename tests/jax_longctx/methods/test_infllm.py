@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_longctx.contract import CacheShape, LayerContext, Prompt
-from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import grow
+from jax_longctx.contract import LayerContext, Prompt
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.errors import ConfigError
-from jax_longctx.methods import METHODS, InfLLM, make_method
+from jax_longctx.methods import METHODS
 from jax_longctx.methods.block_memory import best_units
 from jax_longctx.methods.unit_cache import Room, UnitCache, empty_unit_cache, hit_rates, note_step
 from jax_longctx.models.config import RopeConfig
@@ -366,88 +363,3 @@ def test_it_17_another_question_does_not_matter_and_a_saved_context_answers_alik
         np.testing.assert_array_equal(first, ask(engine, again, a, answers))
         np.testing.assert_array_equal(second, ask(engine, again, b, answers))
     CHOSEN.clear()
-
-
-def test_bytes_of_a_decode_step_do_not_grow_with_the_text():
-    shape = CacheShape(
-        batch=1,
-        slots=4096,
-        reserve=0,
-        chunk=8,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        dtype=jnp.float32,
-        layer=0,
-        num_layers=1,
-        window=None,
-    )
-    method = method_of(SMALL)
-    cache = method.init_cache(shape)
-    fixed = 4 * 1024 * 8 * 4 + 4 * (16 + 4 + 8 - 1) * 4  # representatives and the ring
-    token = 2 * 2 * 8 * 4
-    assert method.read_bytes(cache, 10) == fixed + 10 * token
-    assert method.read_bytes(cache, 4000) == fixed + (4 + 16 + 3 * 4) * token
-    dense = dataclasses.replace(method, decode="dense")
-    assert dense.read_bytes(cache, 4000) == 4096 * token
-    # A longer question makes room for its units, too.
-    (grown,) = jax.eval_shape(lambda caches: grow(caches, 128), (cache,))
-    assert grown.units.shape[2] == (4096 + 128) // 4
-
-
-@pytest.mark.slow
-def test_memory_beside_the_cache_does_not_grow_with_it():
-    engine = tiny_engine(method_of(SMALL), config=ONE_LAYER)
-    caches = programs.abstract_caches(engine.setup, 1, 65536, 0)
-    (segment,) = engine.method.segments(Prompt("context", 8, random_rows([8])))
-    total = jnp.array([8])
-    run = programs.run_segment.lower(
-        engine.setup, engine.params, caches, segment, total, None, "none"
-    )
-    memory = run.compile().memory_analysis()
-    cached = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
-    assert memory is not None and memory.alias_size_in_bytes >= cached
-    assert memory.temp_size_in_bytes < cached / 32
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"chunk": 17}, "n_local 16 must hold a chunk of 17"),
-        ({"repr_topk": 5}, "repr_topk 5 tokens cannot be chosen of block_size 4"),
-        ({"n_init": -1}, "n_init must be at least 0, got -1"),
-        ({"topk": -1}, "topk must be at least 0, got -1"),
-        ({"repr_topk": 0}, "repr_topk must be at least 1, got 0"),
-        ({"block_size": 0}, "block_size must be at least 1, got 0"),
-        ({"chunk": 0}, "chunk must be at least 1, got 0"),
-        ({"far_distance": -1}, "far_distance must be at least 0, got -1"),
-        ({"score": "sum"}, "expected one of mass, logit"),
-        ({"max_cached_block": 1}, "max_cached_block 1 must hold the topk 2"),
-        ({"max_cached_block": 9, "granularity": "query_head"}, "granularity layer, got query_head"),
-        ({"max_cached_block": 9, "score_decay": 2}, "score_decay must be from 0 to 1, got 2.0"),
-    ],
-)
-def test_bad_settings(settings, message):
-    given: dict[str, Any] = {
-        "n_init": 4,
-        "n_local": 16,
-        "block_size": 4,
-        "topk": 2,
-        "repr_topk": 2,
-        "chunk": 8,
-    }
-    assert make_method("infllm", given) == InfLLM(**given)
-    with pytest.raises(ConfigError, match=message):
-        make_method("infllm", {**given, **settings})
-
-
-def test_models_that_it_cannot_run_on():
-    with pytest.raises(
-        ConfigError, match="n_local 4096 and far_distance None reach beyond the 128"
-    ):
-        InfLLM().validate(tiny_config())
-    with pytest.raises(ConfigError, match="n_local 16 and far_distance 128 reach beyond"):
-        method_of(dataclasses.replace(SMALL, far=128)).validate(tiny_config())
-    method_of(dataclasses.replace(SMALL, far=127)).validate(tiny_config(windows=(None, 16)))
-    with pytest.raises(ConfigError, match="sliding window of 15 tokens is less than n_local 16"):
-        method_of(SMALL).validate(tiny_config(windows=(None, 15)))

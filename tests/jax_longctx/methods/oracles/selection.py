@@ -251,6 +251,26 @@ def resa_output(
     return np.einsum("ns,snh->nh", weights * factor / total, np.repeat(v, group, 1))
 
 
+def prior_of(
+    method: Any, q: np.ndarray, k: np.ndarray, asked: list[Any], means: Any, prompt: int
+) -> tuple[Any, Any]:
+    """RESA's (p0, bias) of a step, and the means it leaves; `asked` are all queries, q last."""
+    mean_q, mean_k = means
+    group = len(q) // k.shape[1]
+    if method.growth in ("append", "rebuild"):
+        mean_k = k.mean(0)
+    if method.growth == "rebuild" and (len(k) - prompt) % method.rebuild_every == 0:
+        mean_q = np.stack(asked).mean(0)
+        means = mean_q, mean_k
+    if method.prior_group == "mean":
+        mean_q = np.repeat(mean_q.reshape(-1, group, mean_q.shape[-1]).mean(1), group, 0)
+    p0 = np.einsum("nh,snh->ns", mean_q, np.repeat(k, group, 1)) * q.shape[1] ** -0.5
+    if method.growth == "frozen":
+        p0[:, prompt:] = -np.inf
+    bias = ((q - mean_q) * np.repeat(mean_k, group, 0)).sum(1) * q.shape[1] ** -0.5
+    return (p0, bias), means
+
+
 def decode_logits(
     kind: str,
     method: Any,
@@ -264,7 +284,6 @@ def decode_logits(
     `method` also has RESA's settings where it is RESA.
     """
     theta, layers = config.rope.theta, config.num_layers
-    group = config.num_heads // config.num_kv_heads
     keys: list[Any] = [None] * layers
     means: list[Any] = [None] * layers
     asked: list[Any] = [None] * layers
@@ -294,20 +313,8 @@ def decode_logits(
         q, (k, v) = rope(q, at, theta)[0], keys[layer]
         prior = None
         if residual:
-            mean_q, mean_k = means[layer]
-            if method.growth in ("append", "rebuild"):
-                mean_k = k.mean(0)
             asked[layer].append(q)
-            if method.growth == "rebuild" and (n + 1 - len(prompt)) % method.rebuild_every == 0:
-                mean_q = np.stack(asked[layer]).mean(0)
-                means[layer] = mean_q, mean_k
-            if method.prior_group == "mean":
-                mean_q = np.repeat(mean_q.reshape(-1, group, mean_q.shape[-1]).mean(1), group, 0)
-            p0 = np.einsum("nh,snh->ns", mean_q, np.repeat(k, group, 1)) * q.shape[1] ** -0.5
-            if method.growth == "frozen":
-                p0[:, len(prompt) :] = -np.inf
-            bias = ((q - mean_q) * np.repeat(mean_k, group, 0)).sum(1) * q.shape[1] ** -0.5
-            prior = p0, bias
+            prior, means[layer] = prior_of(method, q, k, asked[layer], means[layer], len(prompt))
         if resident:
             cached[layer], chosen = page_cache(settings, q, k, cached[layer])
         else:
