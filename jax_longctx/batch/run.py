@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,11 @@ def run_batch(
     memory = _memory(model)
     leader = _Leader(model, source, output, options, memory, progress)
     answers: list[list[dict[str, Any]]] | None = None
-    while (work := from_leader(functools.partial(leader.next, answers))) is not None:
-        answers = _compute(model, options, work)
+    try:
+        while (work := from_leader(functools.partial(leader.next, answers))) is not None:
+            answers = _compute(model, options, work)
+    finally:
+        leader.work.close()
     return leader.progress if is_leader() else None
 
 
@@ -139,7 +142,7 @@ class _Leader:
             self._take(answers)
         return next(self.work, None)
 
-    def _work(self) -> Iterator[dict[str, Any]]:
+    def _work(self) -> Generator[dict[str, Any]]:
         """Every batch that is not done yet, as `_message` describes it."""
         self.source = scan(self.path)
         if self.output.exists():

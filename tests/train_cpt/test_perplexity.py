@@ -62,12 +62,14 @@ def test_refreshkv_without_full_steps_decodes_what_its_pattern_trains():
     assert np.all(np.abs(losses - losses_of("full").mean(1)) > 1e-3)
 
 
+@pytest.mark.thorough
 def test_methods_that_shrink_their_caches_are_followed():
     # SnapKV whose window is the question alone is RefreshKV that never takes a full step.
     snapkv = losses_of("snapkv:budget=6,window=1,kernel=3,over_group=max")
     np.testing.assert_allclose(snapkv, losses_of(NEVER), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_losses_do_not_depend_on_the_batch():
     np.testing.assert_allclose(losses_of(NEVER, batch=2), losses_of(NEVER), atol=1e-5)
 
@@ -77,6 +79,7 @@ def test_losses_do_not_depend_on_the_mesh():
     np.testing.assert_allclose(losses_of(NEVER, mesh=(2, 1, 2)), losses_of(NEVER), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_an_evaluation_reads_the_dev_texts_as_trained_and_as_decoded():
     params = engine_of("full").params
     dev = Windows([TEXTS, TEXTS[:1]])

@@ -38,7 +38,7 @@ def run_in_processes(folder):
         assert child.returncode == 0, said[-3000:]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_train_as_one(tmp_path):
     write_tiny(tmp_path)
     text = (tmp_path / "run.toml").read_text().replace('"float32"', '"float32"\nmesh = "{mesh}"')

@@ -55,7 +55,7 @@ def write_rows(path):
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_answer_as_one_and_killed_ones_go_on(checkpoint, begin, tmp_path):
     given = write_rows(tmp_path / "in.jsonl")
     common = ("-c", checkpoint, *LIMIT, "--rows", 2, "--temperature", 0.7)

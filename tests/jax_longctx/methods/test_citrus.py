@@ -126,7 +126,9 @@ def official(config, params, tokens, kept, chunk):
             top = np.argpartition(-score, kept)[:kept] if old > kept else np.arange(old)
             index = np.sort(np.concatenate([top, np.arange(old, rows.shape[1])]))
             both = caches[layer].joined(view.kept(begin))
-            caches[layer] = Kept(both.k[index], both.v[index], both.token[index], both.mass[index])
+            caches[layer] = Kept(
+                both.k[index], both.v[index], both.token[index], both.mass[index], both.rows[index]
+            )
         yield [cache.token[:, 0].tolist() for cache in caches], logits
 
 

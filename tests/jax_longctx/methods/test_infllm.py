@@ -171,7 +171,7 @@ def test_it_13_policies_are_those_of_dicts(policy, shards):
             assert (int(cache.hits[row]), int(cache.misses[row])) == (hits, misses)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_dense_decode_is_full_attention_over_what_infllm_has_read():
     """Over the mesh, with rows of a second shard's slots."""
     engine = tiny_engine(

@@ -39,7 +39,7 @@ def expected():
 @pytest.mark.parametrize(
     ("mesh", "order"),
     [
-        ((1, 4, 1), "contiguous"),
+        pytest.param((1, 4, 1), "contiguous", marks=pytest.mark.thorough),
         ((1, 4, 1), "zigzag"),
         pytest.param((2, 2, 2), "zigzag", marks=pytest.mark.thorough),
         *(

@@ -104,7 +104,7 @@ def compare(engine, method):
     return context
 
 
-@pytest.mark.parametrize("kv", ["recompute", "broadcast"])
+@pytest.mark.parametrize("kv", [pytest.param("recompute", marks=pytest.mark.thorough), "broadcast"])
 def test_s3_s4_s7_s11_blocks_question_and_answer_equal_numpy(kv):
     method = dataclasses.replace(STAR, anchor_kv=kv)
     compare(engine_of(method), method)
@@ -122,7 +122,7 @@ def test_s5_s6_any_number_of_shards_gives_the_same(mesh, kv):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"anchor": 20},
+        pytest.param({"anchor": 20}, marks=pytest.mark.thorough),
         pytest.param({"anchor": 0}, marks=pytest.mark.thorough),
         pytest.param({"anchor": 20, "anchor_kv": "broadcast"}, marks=pytest.mark.thorough),
         {"content": "previous", "positions": "previous"},
@@ -163,7 +163,9 @@ def shape_of(engine):
     return programs.cache_shapes(engine.setup, 1, 256, 8)[0]
 
 
-@pytest.mark.parametrize(("block", "length"), [(128, 100), (64, 128)])
+@pytest.mark.parametrize(
+    ("block", "length"), [pytest.param(128, 100, marks=pytest.mark.thorough), (64, 128)]
+)
 def test_s1_s2_one_block_and_two_are_full_attention(block, length):
     row, question = random_rows([length, 5], seed=4)
     answers = []
@@ -187,10 +189,10 @@ def test_s10_only_the_answers_tokens_are_appended():
 @pytest.mark.parametrize(
     "decode",
     [
-        "quest",
+        pytest.param("quest", marks=pytest.mark.thorough),
         pytest.param("arkvale", marks=pytest.mark.thorough),
         pytest.param("ideal-topk", marks=pytest.mark.thorough),
-        "refreshkv",
+        pytest.param("refreshkv", marks=pytest.mark.thorough),
     ],
 )
 def test_every_decode_method_with_a_budget_for_all_is_star_with_full_attention(decode):

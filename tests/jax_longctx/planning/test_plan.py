@@ -137,6 +137,7 @@ def test_the_largest_context_fits_and_little_more_does_not(method, target, sizes
         assert (held.need < held.memory) or not fits
 
 
+@pytest.mark.thorough
 def test_a_proposed_mesh_fits_uses_all_devices_and_is_the_fastest():
     config = eight_billion()
     wanted = request(config=config, target="v5e:4x4", context=131072, dtype="bfloat16", batch=2)
@@ -212,7 +213,7 @@ def test_mistakes_are_one_line(run, options, message):
 SHAPE = {"model_dim": 1024, "mlp_dim": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("method", "sizes"),
