@@ -62,6 +62,7 @@ class CommandLine(typer.core.TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(READER_GONE) from error
         except Exception as error:
+            # Of a job's process any fault must end the others too: see `processes.leave`.
             if processes.process() is None:
                 raise
             lost = _lost_process(error)

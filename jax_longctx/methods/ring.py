@@ -7,14 +7,15 @@ one segment: a layer needs what all shards have computed of the layer below. Que
 are read by full attention over the sharded cache: their partial results travel, no key does.
 
 In the order of the text the last shard attends to everything and the first to itself alone. With
-`order=zigzag` shard r holds pieces r and 2H - 1 - r of 2H, which makes every hop half the work for
+`order=zigzag` shard r of R holds pieces r and 2R - 1 - r of 2R, which makes every hop half the work for
 all; before they are cached, keys and values go back to the order of the text, one hop more.
 
-`hops` less than H - 1 cuts the ring: a shard sees itself and as many before it. 0 is attention
+`hops` less than R - 1 cuts the ring: a shard sees itself and as many before it. 0 is attention
 within the shard alone, an ablation.
 
-Cost on H shards, text L: 2 N H L^2 / H multiplications and additions a layer for the last shard
-(about half with zigzag); H - 1 times a shard's keys and values received.
+Cost on R shards, text L: 4 N H L^2 (R - 1/2) / R^2 operations a layer for the last shard, which
+every hop waits for; 2 N H L^2 / R for each with zigzag. R - 1 times a shard's keys and values are
+received.
 """
 
 import dataclasses
@@ -203,7 +204,7 @@ def _with(
 def _zigzag(
     q: Array, k: Array, v: Array, here: tuple[Array, Array], length: Array, ctx: LayerContext
 ) -> Part:
-    """Pieces r and 2H - 1 - r here; from every other shard half of the products is due."""
+    """Pieces r and 2R - 1 - r here; from every other shard half of the products is due."""
     half, rank, shards = q.shape[1] // 2, ctx.seq_index, ctx.seq_size
 
     def held(piece: Array) -> Array:
@@ -242,7 +243,7 @@ def _zigzag(
 def _in_order(x: Float[Array, "B K S H"], ctx: LayerContext) -> Float[Array, "B K S H"]:
     """Zigzag pieces of keys or values in the order of the text: shard d gets pieces 2d, 2d + 1.
 
-    Of pieces r and 2H - 1 - r exactly one is even, and no two shards send their even piece (nor
+    Of pieces r and 2R - 1 - r exactly one is even, and no two shards send their even piece (nor
     their odd one) to the same shard: two permutations.
     """
     shards, half = ctx.seq_size, x.shape[2] // 2

@@ -100,7 +100,8 @@ class Target:
 
     Attributes:
       name: as given.
-      chip: their kind, a key of CHIPS.
+      kind: of the devices, a key of CHIPS.
+      count: how many there are.
       topology: libtpu's name of a TPU slice, or None.
     """
 

@@ -139,7 +139,7 @@ def test_s14_anchors_equal_numpy(changes):
 
 
 @pytest.mark.thorough
-def test_random_positions_are_ascending_below_the_block_and_change_the_answer():
+def test_random_positions_are_ascending_below_the_block():
     method = dataclasses.replace(STAR, positions="random", anchor=30)
     engine = engine_of(method, (1, 1, 1))
     cache = method.init_cache(shape_of(engine))
@@ -182,7 +182,6 @@ def test_s10_only_the_answers_tokens_are_appended():
     for _ in engine.stream(context, [[1, 2, 3]], max_tokens=4):
         pass
     assert context.caches[0].length.tolist() == [201 + 3 + 3]
-    assert all(leaf.size for leaf in jax.tree.leaves(context.caches[0]))
     assert type(context.caches[0]).__name__ == "AppendCache"  # the anchors are gone
 
 
