@@ -7,15 +7,14 @@ one segment: a layer needs what all shards have computed of the layer below. Que
 are read by full attention over the sharded cache: their partial results travel, no key does.
 
 In the order of the text the last shard attends to everything and the first to itself alone. With
-`order=zigzag` shard r of R holds pieces r and 2R - 1 - r of 2R, which makes every hop half the work for
-all; before they are cached, keys and values go back to the order of the text, one hop more.
+`order=zigzag` shard r of R holds pieces r and 2R - 1 - r of 2R, which makes every hop half the work
+for all; before they are cached, keys and values go back to the order of the text, one hop more.
 
 `hops` less than R - 1 cuts the ring: a shard sees itself and as many before it. 0 is attention
 within the shard alone, an ablation.
 
 Cost on R shards, text L: 4 N H L^2 (R - 1/2) / R^2 operations a layer for the last shard, which
-every hop waits for; 2 N H L^2 / R for each with zigzag. R - 1 times a shard's keys and values are
-received.
+ends last; 2 N H L^2 / R for each with zigzag. R - 1 times a shard's keys and values are received.
 """
 
 import dataclasses
