@@ -99,13 +99,10 @@ def _find(
     key = str(draw.randint(10_000, 99_999))
     encode = model.tokenizer.encode
     haystack = Haystack(source, lambda piece: len(encode(piece)))
-    sentence, room = SENTENCE.format(key=key), tokens - len(encode(STEM))
+    # One token is the beginning-of-text token's.
+    sentence, room = SENTENCE.format(key=key), tokens - len(encode(STEM)) - 1
     text, _ = haystack.hide(sentence, tokens=room, depth=depth)
     length = len(encode(text, bos=True))
-    # Short sentences have more tokens alone, where they are counted, than in a text.
-    fuller, _ = haystack.hide(sentence, tokens=int(0.99 * room * room / length), depth=depth)
-    if length < len(encode(fuller, bos=True)) <= room:
-        text, length = fuller, len(encode(fuller, bos=True))
     before = len(encode(text[: text.index(sentence)], bos=True))
     terminal.note(f"hidden after {before:,} of {length:,} tokens: the pass key is {key}")
     with terminal.progress("reading") as update:

@@ -40,7 +40,9 @@ def _is_prose(paragraph: str) -> bool:
 
 
 class Haystack:
-    """A text in sentences, whose sizes in tokens are counted once.
+    """A text in sentences, whose sizes in tokens are counted once, each behind the one before.
+
+    Alone a short sentence has more tokens than in a text.
 
     Args:
       count: tokens of a text, without special tokens.
@@ -51,7 +53,10 @@ class Haystack:
         self.pieces = [piece for piece in pieces(text + "\n\n") if piece.strip()]
         if not self.pieces:
             raise InputError("the text to hide a sentence in is empty")
-        self.sizes = [count(piece) for piece in self.pieces]
+        self.sizes = [
+            count(before + piece) - count(before)
+            for before, piece in zip([self.pieces[-1], *self.pieces], self.pieces, strict=False)
+        ]
 
     def hide(self, sentence: str, *, tokens: int, depth: float, start: int = 0) -> tuple[str, int]:
         """At most `tokens` tokens of the text from its piece `start` on, with `sentence` in it.
@@ -66,6 +71,16 @@ class Haystack:
           InputError: there is no room for a piece beside the sentence.
         """
         room = tokens - self.count(f"\n\n{sentence}\n\n")
+        while True:
+            text, before = self._filled(sentence, room, depth, start)
+            over = self.count(text) - tokens
+            if over <= 0:
+                return text, before
+            # Where pieces join, tokens may be more than were counted.
+            room -= over
+
+    def _filled(self, sentence: str, room: int, depth: float, start: int) -> tuple[str, int]:
+        """The sentence in at most `room` counted tokens of the text."""
         chosen, sizes = [], [0]
         for index in itertools.count(start):
             index %= len(self.pieces)
@@ -74,7 +89,7 @@ class Haystack:
             chosen.append(self.pieces[index])
             sizes.append(sizes[-1] + self.sizes[index])
         if not chosen:
-            raise InputError(f"{tokens} tokens are too few for any text; ask for more")
+            raise InputError(f"{room} tokens beside it are too few for any text; ask for more")
         at = bisect.bisect_left(sizes, depth * sizes[-1])
         head, tail = "".join(chosen[:at]).rstrip(), "".join(chosen[at:]).strip()
         return "\n\n".join(part for part in (head, sentence, tail) if part), sizes[at]

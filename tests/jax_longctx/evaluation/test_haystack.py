@@ -28,6 +28,24 @@ def test_place_and_size(tokens, depth):
     assert (head.strip() + " " + tail.strip()).strip() == numbered((words(text) - 5) // 4)
 
 
+def test_a_text_is_filled_by_what_its_sentences_have_together():
+    """As with tokens of subwords: alone a sentence has one more than behind another."""
+
+    def count(text):
+        return words(text) + bool(text)
+
+    text, _ = Haystack(numbered(1000), count).hide(NEEDLE, tokens=400, depth=0.5)
+    assert 400 - 6 < count(text) <= 400
+
+
+def test_a_text_whose_joints_cost_tokens_is_no_longer_than_asked():
+    def count(text):
+        return words(text) + len(text) // 300
+
+    text, _ = Haystack(numbered(1000), count).hide(NEEDLE, tokens=400, depth=0.5)
+    assert 400 - 9 < count(text) <= 400
+
+
 @pytest.mark.parametrize("depth", [0.11, 0.37, 0.5, 0.83])
 def test_needle_stands_between_whole_sentences_of_real_text(depth):
     source = python_topics()
