@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Bool, Float, Int, UInt32
 
@@ -60,9 +61,6 @@ class _Job:
 
 # On an H200 it was right in every check (8 to 24 rows of up to 131,072 scores, 0.058 ms for 8), but
 # a prefill that evicts, 50 rows of 1,344 scores in each of 30 layers, ended in a launch failure.
-# The likely cause: Mosaic's arrival at a cluster's barrier orders global memory within a block of
-# threads alone, and threads arrive that did not write the counts, so that a block may read others'
-# old counts, decide for another number of passes and leave while they wait.
 HELD_BACK = "its blocks' exchange of counts is not safe: a prefill on an H200 failed"
 
 
@@ -120,6 +118,20 @@ def _kth_best(
     return lax.bitcast_convert_type(border, jnp.uint32) ^ jnp.uint32(_SIGN)
 
 
+def _fence(_: Any) -> None:
+    """This block's stores before what follows, for all blocks of the cluster.
+
+    Mosaic's arrival at a cluster's barrier orders them for its own block alone, and some threads
+    arrive for others. Without this a block may read another's old counts, decide for another number
+    of passes, and leave while the rest signal it: a launch failure.
+    """
+    mosaic.utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
+    mosaic.warpgroup_barrier()
+
+
+_order_memory: Any = plgpu.inline_mgpu()(_fence)
+
+
 def _kernel(key_ref, k_ref, counts_ref, border_ref, *, barrier, job: _Job):
     row, tile = lax.axis_index("row"), lax.axis_index("tile")
     k = k_ref[row]
@@ -151,8 +163,10 @@ def _kernel(key_ref, k_ref, counts_ref, border_ref, *, barrier, job: _Job):
         counts = count([found + (jnp.int32(value) << shift) for value in values])
         for value, number in zip(values, counts, strict=True):
             counts_ref[row, step, tile, value] = number
+        _order_memory()
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
+        _order_memory()
         digit, exact = jnp.int32(0), jnp.bool_(False)
         for value in values:
             reach = jnp.int32(0)
