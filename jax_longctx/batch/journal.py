@@ -11,10 +11,11 @@ computed again. The journal is begun anew with each window of rows, so it stays 
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_longctx.batch import lines
 from jax_longctx.errors import InputError
 
 __all__ = ["Journal"]
@@ -57,9 +58,10 @@ class Journal:
                         f"begin anew"
                     )
                 header = {"format": FORMAT, GIVEN: given, "chosen": chosen}
-            self._check(header, given)
+            anew = f"remove it and {self.partial.name} to begin anew"
+            lines.check_given(self.journal, header.get(GIVEN, {}), given, anew)
             self._header, self.chosen = header, header["chosen"]
-            self.rows = _cut_to_lines(self.partial)
+            self.rows = lines.cut(self.partial)
             if not self._entries:
                 self._begin_journal()
             self._out = self.partial.open("ab")
@@ -85,13 +87,12 @@ class Journal:
         """A finished batch; on the disk when this returns."""
         entry = {"window": window, "batch": batch, "answers": answers}
         self._entries.append(entry)
-        _append(self._log, [entry])
+        lines.append(self._log, [entry])
 
-    def write(self, lines: Iterable[dict[str, Any]]) -> None:
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """The next rows of the output."""
-        lines = list(lines)
-        _append(self._out, lines)
-        self.rows += len(lines)
+        lines.append(self._out, rows)
+        self.rows += len(rows)
 
     def finish(self) -> None:
         """All rows are written: the output gets its name."""
@@ -108,55 +109,18 @@ class Journal:
         """Header and entries; a line that a kill tore is left out."""
         if not self.journal.exists():
             return None, []
-        _cut_to_lines(self.journal)
-        with self.journal.open("rb") as lines:
-            try:
-                header, *entries = [json.loads(line) for line in lines]
-            except ValueError as error:
-                raise InputError(
-                    f"{self.journal} is damaged: {error}; remove it and {self.partial.name} to "
-                    f"begin anew"
-                ) from error
+        lines.cut(self.journal)
+        try:
+            header, *entries = lines.read(self.journal)
+        except ValueError as error:
+            raise InputError(
+                f"{self.journal} is damaged: {error}; remove it and {self.partial.name} to "
+                f"begin anew"
+            ) from error
         return header, entries
-
-    def _check(self, header: dict[str, Any], given: dict[str, Any]) -> None:
-        known = header.get(GIVEN, {})
-        for key in [*given, *known]:
-            if known.get(key) != given.get(key):
-                raise InputError(
-                    f"{self.journal} was begun with {key} {known.get(key)!r:.80}, now it is "
-                    f"{given.get(key)!r:.80}; run with the same, or remove it and "
-                    f"{self.partial.name} to begin anew"
-                )
 
     def _begin_journal(self) -> None:
         fresh = self.journal.with_name(self.journal.name + ".new")
         with fresh.open("wb") as file:
-            _append(file, [self._header, *self._entries])
+            lines.append(file, [self._header, *self._entries])
         os.replace(fresh, self.journal)
-
-
-def _append(file: Any, lines: list[dict[str, Any]]) -> None:
-    """Whole lines, on the disk when this returns."""
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    try:
-        file.write(text.encode("utf-8"))
-        file.flush()
-        os.fsync(file.fileno())
-    except OSError as error:
-        raise InputError(
-            f"{file.name} could not be written: {error.strerror}; run again to go on"
-        ) from error
-
-
-def _cut_to_lines(path: Path) -> int:
-    """Cuts a file behind its last line break; the number of lines that are left."""
-    if not path.exists():
-        return 0
-    with path.open("r+b") as file:
-        lines = whole = 0
-        for line in file:
-            if line.endswith(b"\n"):
-                lines, whole = lines + 1, whole + len(line)
-        file.truncate(whole)
-    return lines

@@ -143,7 +143,7 @@ def _runs(
     from jax_longctx.engine import Engine
     from jax_longctx.evaluation.haystack import Haystack, python_topics
     from jax_longctx.evaluation.passkey import make_trials
-    from jax_longctx.evaluation.runner import run_trials
+    from jax_longctx.evaluation.passkey_trials import run_trials
     from jax_longctx.methods import make_method
 
     base, tokenizer = model.engine, model.tokenizer
@@ -176,7 +176,7 @@ def _save(runs: list[dict[str, Any]], out: Path) -> None:
 
 
 def _report(runs: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:
-    from jax_longctx.evaluation import report
+    from jax_longctx.evaluation import passkey_report as report
 
     if heatmap is not None and processes.is_leader():
         report.heatmap(runs, heatmap)

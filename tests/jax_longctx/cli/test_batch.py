@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from jax_longctx.batch import journal as journal_module
+from jax_longctx.batch import lines as lines_module
 from tests.small_methods import small_method
 
 BOOK = "The pass key is 12345. Remember it. "
@@ -125,7 +125,7 @@ def test_a_row_that_does_not_fit_is_a_bad_row(run, loads, tiny, given, tmp_path,
 
 def killed_at(monkeypatch, count):
     """The process dies at its `count`-th write to the disk, half of the bytes written."""
-    append, left = journal_module._append, [count]
+    append, left = lines_module.append, [count]
 
     def dying(file, lines):
         left[0] -= 1
@@ -135,7 +135,7 @@ def killed_at(monkeypatch, count):
         os.write(file.fileno(), text.encode()[: len(text) // 2])
         raise SystemError("killed")
 
-    monkeypatch.setattr(journal_module, "_append", dying)
+    monkeypatch.setattr(lines_module, "append", dying)
 
 
 def test_a_run_that_was_killed_at_any_write_goes_on(run, loads, tiny, given, tmp_path, monkeypatch):

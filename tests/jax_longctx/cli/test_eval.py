@@ -46,7 +46,7 @@ def test_what_was_answered_before_an_interruption_is_in_the_file(run, loads, tmp
         yield [{"length": 160, "depth": 0.0, "right": True}] * batch
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jax_longctx.evaluation.runner.run_trials", batches)
+    monkeypatch.setattr("jax_longctx.evaluation.passkey_trials.run_trials", batches)
     out, text = tmp_path / "runs.json", tmp_path / "text.txt"
     text.write_text("Rain falls. " * 40)
     args = ["eval", "passkey", "-c", "model", "--length", "160", "--batch", "2", "--text", text]

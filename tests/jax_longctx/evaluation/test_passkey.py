@@ -7,7 +7,7 @@ import pytest
 from jax_longctx.evaluation.haystack import Haystack, python_topics
 from jax_longctx.evaluation.intervals import wilson
 from jax_longctx.evaluation.passkey import SENTENCE, STEM, is_right, make_trials, summary
-from jax_longctx.evaluation.report import heatmap, markdown
+from jax_longctx.evaluation.passkey_report import heatmap, markdown
 
 
 def words(text):
