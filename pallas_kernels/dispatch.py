@@ -35,7 +35,7 @@ def select(
     asked: str | None,
     unsupported: Mapping[str, Callable[[], str | None]],
     shape_class: str,
-    held_back: Mapping[str, str] | None = None,
+    held_back: Mapping[str, str | None] | None = None,
 ) -> str:
     """The name of the implementation to run.
 
@@ -44,7 +44,7 @@ def select(
       unsupported: for every implementation a function giving the reason why it cannot run these
         arguments, or None where it can.
       shape_class: what the log shows of the arguments; one line is logged for each.
-      held_back: implementations that run only where they are asked for, and why.
+      held_back: why an implementation runs only where it is asked for, or None where it need not.
 
     Raises:
       NotImplementedError: the asked-for implementation cannot run this.

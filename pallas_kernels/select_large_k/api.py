@@ -62,5 +62,5 @@ def _pick(operation: str, scores: Array, asked: str | None) -> str:
         asked,
         {"xla": lambda: None, "gpu": gpu.unsupported, "reference": lambda: None},
         f"{scores.shape[-1]} {scores.dtype} scores",
-        held_back={"gpu": gpu.HELD_BACK},
+        held_back={"gpu": gpu.held_back(scores)},
     )

@@ -155,5 +155,5 @@ def test_what_is_held_back_runs_only_where_it_is_asked_for(
         held = {"gpu": "it fails"}
         assert dispatch.select("sort", None, found, "held", held) == "xla"
         assert dispatch.select("sort", "gpu", found, "asked", held) == "gpu"
-        assert dispatch.select("sort", None, found, "free") == "gpu"
+        assert dispatch.select("sort", None, found, "free", {"gpu": None}) == "gpu"
     assert "xla (not gpu: it fails)" in caplog.text

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.select_large_k import reference, select_large_k, select_mask, xla
+from pallas_kernels import dispatch
+from pallas_kernels.select_large_k import gpu, reference, select_large_k, select_mask, xla
 
 ROWS, SLOTS, SIZE = 2, 13, 9
 
@@ -156,3 +157,17 @@ def test_selection_for_a_tpu_compiles_without_scatter_or_sort() -> None:
     text = compiled.as_text()
     assert " scatter(" not in text and " sort(" not in text
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * 131072 * 4)
+
+
+def test_the_gpu_takes_its_kernel_for_long_rows_alone(monkeypatch: pytest.MonkeyPatch):
+    """By what was measured: XLA's form is quicker below 65,536 scores."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(gpu, "unsupported", lambda: None)
+
+    def kernels(slots: int) -> int:
+        scores = jax.ShapeDtypeStruct((2, slots), jnp.float32)
+        traced = jax.jit(lambda scores: select_large_k(scores, 5, size=5)).trace(scores)
+        return str(traced.jaxpr).count("kernel_name")
+
+    assert kernels(65_535) == 0
+    assert kernels(65_536) > 0
