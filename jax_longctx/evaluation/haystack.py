@@ -1,14 +1,27 @@
 """A text of a given size with a sentence hidden in it; and English that CPython ships."""
 
 import bisect
+import dataclasses
+import functools
 import importlib
-import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from jax_longctx.errors import InputError
+from jax_longctx.evaluation.fitting import largest
 
-__all__ = ["NOISE", "Haystack", "pieces", "python_topics"]
+__all__ = [
+    "NOISE",
+    "Filled",
+    "Haystack",
+    "open_haystack",
+    "pieces",
+    "python_topics",
+    "read_file",
+    "read_source",
+    "source_name",
+]
 
 # A text that says nothing, repeated as often as it takes: the easiest to find a sentence in.
 NOISE = "Leaves fall. Rain runs down. The wind turns. Night comes. Then it is day again.\n"
@@ -39,6 +52,21 @@ def _is_prose(paragraph: str) -> bool:
     return len(paragraph) > 200 and not code
 
 
+@dataclasses.dataclass(frozen=True)
+class Filled:
+    """A text with sentences hidden in it.
+
+    Attributes:
+      text: the whole.
+      before: about how many tokens of the text around it come before each sentence.
+      around: about how many tokens the text around has.
+    """
+
+    text: str
+    before: tuple[int, ...]
+    around: int
+
+
 class Haystack:
     """A text in sentences, whose sizes in tokens are counted once, each behind the one before.
 
@@ -59,40 +87,115 @@ class Haystack:
         ]
 
     def hide(self, sentence: str, *, tokens: int, depth: float, start: int = 0) -> tuple[str, int]:
-        """At most `tokens` tokens of the text from its piece `start` on, with `sentence` in it.
+        """`fill` with one sentence: the text, and about how many of its tokens come before it."""
+        filled = self.fill([(depth, sentence)], tokens=tokens, start=start)
+        return filled.text, filled.before[0]
 
-        A text that is too short starts over. The sentence goes to the first border of sentences
-        or paragraphs at or after `depth`, a share of the tokens around it.
+    def fill(
+        self,
+        needles: Sequence[tuple[float, str]],
+        *,
+        tokens: int,
+        start: int = 0,
+        head: str = "",
+        inline: bool = False,
+    ) -> Filled:
+        """`head` and as much of the text from its piece `start` on as `tokens` tokens hold.
 
-        Returns:
-          The text, and about how many of its tokens come before the sentence.
+        A text that is too short starts over.
+
+        Args:
+          needles: sentences to hide in it, with their depths in rising order: shares of the
+            tokens of the text around them. Each goes to the first border of sentences or
+            paragraphs at or after its depth.
+          head: what the text begins with, before anything that may be hidden.
+          inline: sentences stand in the running text; else each is a paragraph.
 
         Raises:
-          InputError: there is no room for a piece beside the sentence.
+          InputError: there is no room for a piece of text beside the sentences.
         """
-        room = tokens - self.count(f"\n\n{sentence}\n\n")
-        while True:
-            text, before = self._filled(sentence, room, depth, start)
-            over = self.count(text) - tokens
-            if over <= 0:
-                return text, before
-            # Where pieces join, tokens may be more than were counted.
-            room -= over
+        sizes = [0]
+        depths, sentences = zip(*needles, strict=True) if needles else ((), ())
 
-    def _filled(self, sentence: str, room: int, depth: float, start: int) -> tuple[str, int]:
-        """The sentence in at most `room` counted tokens of the text."""
-        chosen, sizes = [], [0]
-        for index in itertools.count(start):
-            index %= len(self.pieces)
-            if sizes[-1] + self.sizes[index] > room:
-                break
-            chosen.append(self.pieces[index])
-            sizes.append(sizes[-1] + self.sizes[index])
-        if not chosen:
-            raise InputError(f"{room} tokens beside it are too few for any text; ask for more")
-        at = bisect.bisect_left(sizes, depth * sizes[-1])
-        head, tail = "".join(chosen[:at]).rstrip(), "".join(chosen[at:]).strip()
-        return "\n\n".join(part for part in (head, sentence, tail) if part), sizes[at]
+        def grown(units: int) -> list[int]:
+            """The tokens before each of the first `units` borders, and before the next."""
+            while len(sizes) <= units:
+                piece = (start + len(sizes) - 1) % len(self.pieces)
+                # At least one: a text of which nothing counts would never fill anything.
+                sizes.append(sizes[-1] + max(1, self.sizes[piece]))
+            return sizes[: units + 1]
+
+        def filled(units: int) -> Filled:
+            before = grown(units)
+            borders = [bisect.bisect_left(before, depth * before[-1]) for depth in depths]
+            chosen = [self.pieces[(start + i) % len(self.pieces)] for i in range(units)]
+            text = head + _set_in(chosen, borders, sentences, inline)
+            return Filled(text, tuple(before[border] for border in borders), before[-1])
+
+        room = tokens - self.count(head + "".join(f"\n\n{each}\n\n" for each in sentences))
+        guess = 0
+        while room > 0 and grown(guess + 1)[-1] <= room:
+            guess += 1
+        average = sum(self.sizes) / len(self.sizes)
+        units = largest(
+            lambda n: self.count(filled(n).text), tokens, guess=guess, each=max(average, 1.0)
+        )
+        if units < 1:
+            raise InputError(
+                f"{max(room, 0)} tokens beside it are too few for any text; ask for more"
+            )
+        return filled(units)
+
+
+def _set_in(
+    chosen: Sequence[str], borders: Sequence[int], sentences: Sequence[str], inline: bool
+) -> str:
+    """The pieces with each sentence set in before the piece of its number."""
+    parts, last = [], 0
+    for border, sentence in zip(borders, sentences, strict=True):
+        parts += ["".join(chosen[last:border]), sentence + " " * inline]
+        last = border
+    parts.append("".join(chosen[last:]))
+    if inline:
+        return "".join(parts).strip()
+    return "\n\n".join(part.strip() for part in parts if part.strip())
+
+
+@functools.lru_cache(maxsize=4)
+def open_haystack(source: str, count: Callable[[str], int]) -> Haystack:
+    """The haystack of `read_source(source)`, kept for the next call with the same arguments."""
+    return Haystack(read_source(source), count)
+
+
+def read_source(source: str) -> str:
+    """The text to hide in: `noise`, `topics` (Python's own documentation), or a file's path.
+
+    Raises:
+      InputError: no such file, not UTF-8, or empty.
+    """
+    if source == "noise":
+        return NOISE
+    if source == "topics":
+        return python_topics()
+    return read_file(source, "give noise, topics, or a text file")
+
+
+def source_name(source: str) -> str:
+    """A text's short name, for tables: a file is called by its name without folder and ending."""
+    return source if source in ("noise", "topics") else Path(source).stem
+
+
+def read_file(path: str, advice: str) -> str:
+    """A user's UTF-8 file. Raises InputError that ends in the advice."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; {advice}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start}); {advice}") from error
+    if not text.strip():
+        raise InputError(f"{path} is empty; {advice}")
+    return text
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -1,24 +1,15 @@
 """Hyper-parameters of a method from and to text: what `--set key=value` means."""
 
 import dataclasses
-import difflib
-import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jax_longctx.contract import Method
 from jax_longctx.errors import ConfigError
+from jax_longctx.settings import look_up, parse_settings, type_name
 
-__all__ = ["describe_method", "make_from", "method_settings", "parse_value"]
-
-
-def _known(table: Mapping[str, type], name: str) -> type:
-    if name in table:
-        return table[name]
-    near = difflib.get_close_matches(name, table, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"unknown method {name!r}; known: {', '.join(table)}{hint}")
+__all__ = ["describe_method", "make_from", "method_settings"]
 
 
 def make_from(table: Mapping[str, type], name: str, settings: Mapping[str, object]) -> Any:
@@ -27,9 +18,8 @@ def make_from(table: Mapping[str, type], name: str, settings: Mapping[str, objec
     A setting that is a method is given by name, its own settings behind a dot:
     `decode=quest`, `decode.budget=512`.
     """
-    method = _known(table, name)
+    method = look_up(table, name, "method")
     hints = typing.get_type_hints(method)
-    names = [field.name for field in dataclasses.fields(method)]
     values = {}
     for field in dataclasses.fields(method):
         if hints[field.name] is Method:
@@ -39,52 +29,19 @@ def make_from(table: Mapping[str, type], name: str, settings: Mapping[str, objec
             settings = {k: t for k, t in settings.items() if k not in own and k != field.name}
             own = {key.removeprefix(within): text for key, text in own.items()}
             values[field.name] = make_from(table, chosen, own)
-    for key, text in settings.items():
-        if key not in names:
-            known = ", ".join(names) or "none"
-            raise ConfigError(f"method {name!r} has no setting {key!r}; it has: {known}")
-        try:
-            values[key] = parse_value(str(text), hints[key])
-        except ValueError as error:
-            raise ConfigError(f"{name}: setting {key}={text}: {error}") from None
-    return method(**values)
-
-
-def parse_value(text: str, hint: Any) -> Any:
-    """`text` as a value of the annotated type; ValueError says what was expected."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union) and type(None) in args:
-        if text.lower() == "none":
-            return None
-        (inner,) = (arg for arg in args if arg is not type(None))
-        return parse_value(text, inner)
-    if origin is Literal:
-        for choice in args:
-            if text == str(choice):
-                return choice
-        raise ValueError(f"expected one of {', '.join(map(str, args))}")
-    if hint is bool:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        raise ValueError("expected true or false")
-    if hint in (int, float):
-        try:
-            return hint(text)
-        except ValueError:
-            noun = "a whole number" if hint is int else "a number"
-            raise ValueError(f"expected {noun}") from None
-    if hint is str:
-        return text
-    raise TypeError(f"settings of type {hint} cannot be given as text")
+    names = [field.name for field in dataclasses.fields(method)]
+    return method(
+        **values, **parse_settings(method, settings, noun="method", name=name, names=names)
+    )
 
 
 def describe_method(table: Mapping[str, type], name: str) -> dict[str, object]:
     """Metadata and settings (type and default) of a method of `table`."""
-    method = _known(table, name)
+    method = look_up(table, name, "method")
     hints = typing.get_type_hints(method)
     settings = {
         field.name: {
-            "type": _type_name(hints[field.name]),
+            "type": type_name(hints[field.name]),
             "default": _default(table, field.default),
         }
         for field in dataclasses.fields(method)
@@ -94,11 +51,6 @@ def describe_method(table: Mapping[str, type], name: str) -> dict[str, object]:
 
 def _default(table: Mapping[str, type], value: Any) -> Any:
     return method_settings(table, value)["name"] if isinstance(value, Method) else value
-
-
-def _type_name(hint: Any) -> str:
-    """`int`, `float | None`, `Literal['max', 'mean']`."""
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def method_settings(table: Mapping[str, type], method: Any) -> dict[str, object]:

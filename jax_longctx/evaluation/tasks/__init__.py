@@ -1,5 +1,52 @@
 """Evaluation tasks: prompts drawn offline from a seed, and their scores."""
 
-from jax_longctx.evaluation.tasks.task import Count, Sample, Task
+import dataclasses
+import typing
+from collections.abc import Mapping
 
-__all__ = ["Count", "Sample", "Task"]
+from jax_longctx.evaluation.tasks.passkey import Passkey
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task
+from jax_longctx.settings import look_up, parse_settings, type_name
+
+__all__ = ["TASKS", "Count", "Sample", "Task", "describe", "make_task"]
+
+_ALL: tuple[Task, ...] = (Passkey(),)
+
+# Every task with its own settings, the published ones where there are such.
+TASKS = {task.name: task for task in _ALL}
+
+
+def make_task(name: str, settings: Mapping[str, object] | None = None) -> Task:
+    """The task of that name with `key=value` settings, typed and validated.
+
+    Raises:
+      ConfigError: unknown task, unknown setting, or a value of the wrong type or range.
+    """
+    task: typing.Any = look_up(TASKS, name, "task")
+    values = parse_settings(
+        type(task), settings or {}, noun="task", name=name, names=_setting_names(task)
+    )
+    return dataclasses.replace(task, **values)
+
+
+def describe(name: str) -> dict[str, object]:
+    """What a task is and the type and default of its settings, JSON-able."""
+    task = look_up(TASKS, name, "task")
+    hints = typing.get_type_hints(type(task))
+    settings = {
+        key: {"type": type_name(hints[key]), "default": getattr(task, key)}
+        for key in _setting_names(task)
+    }
+    about = (type(task).__doc__ or "").partition("\n")[0]
+    return {
+        "name": name,
+        "label": task.label,
+        "about": about,
+        "metric": task.metric,
+        "settings": settings,
+    }
+
+
+def _setting_names(task: typing.Any) -> list[str]:
+    """Fields that a user may set: all that are not `fixed`."""
+    return [field.name for field in dataclasses.fields(task) if not field.metadata.get("fixed")]

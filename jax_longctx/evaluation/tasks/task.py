@@ -7,9 +7,11 @@ answers without a model.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Count", "Sample", "Task"]
+from jax_longctx.errors import ConfigError
+
+__all__ = ["Count", "Sample", "Task", "at_least", "fixed", "make_sample", "prompt_length"]
 
 # Tokens of a text, without special tokens.
 Count = Callable[[str], int]
@@ -19,6 +21,10 @@ Count = Callable[[str], int]
 class Sample:
     """One prompt and what a right answer to it holds.
 
+    `context + query + answer_prefix`, joined as they are, is the prompt of a model without a chat
+    template: query and answer prefix begin with the white space that parts them from what is
+    before. A chat template sets its own white space and takes them without theirs.
+
     Attributes:
       index: its number among the prompts of one length and seed.
       context: everything before the question: the task's words and the text to search.
@@ -26,9 +32,11 @@ class Sample:
       answer_prefix: the start of the answer, which the model continues; it stands after the
         template's answer header where there is one.
       outputs: the right answers.
-      length: tokens of context, query and answer prefix, with a beginning-of-text token and room
-        for the answer: at most what was asked for.
-      meta: facts of the draw, JSON values: a depth, a key.
+      length: tokens of the context with a beginning-of-text token, of query and answer prefix
+        together, counted apart from the context, and room for the answer: at most what was asked
+        for. A template's own tokens are not in it.
+      meta: facts of the draw, JSON values: `depth` (asked, 0 to 1) and `at` (where it came to
+        be) of one hidden sentence, the key.
     """
 
     index: int
@@ -42,24 +50,39 @@ class Sample:
 
 @runtime_checkable
 class Task(Protocol):
-    """A kind of prompt.
+    """A kind of prompt."""
 
-    Attributes:
-      name: in tables and on the command line.
-      metric: what a score means, for the head of a table.
-      max_new: most tokens of an answer.
-      stop: strings that end an answer.
-    """
+    @property
+    def name(self) -> str:
+        """On the command line."""
+        ...
 
-    name: ClassVar[str]
-    metric: ClassVar[str]
-    max_new: int
-    stop: tuple[str, ...]
+    @property
+    def label(self) -> str:
+        """In tables: the name, behind an @ the text that stands in for the published task's."""
+        ...
+
+    @property
+    def metric(self) -> str:
+        """What a score means, for the head of a table."""
+        ...
+
+    @property
+    def max_new(self) -> int:
+        """Most tokens of an answer."""
+        ...
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end an answer."""
+        ...
 
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
         """`trials` prompts of at most `tokens` tokens, the same ones for the same arguments.
 
-        Prompt `i` depends on the seed and `i` alone, not on how many are drawn.
+        Prompt `i` depends on the seed and `i` alone, not on how many are drawn. A task whose
+        prompts come from a user's file has at most as many as the file, each as long as it is:
+        one that is longer than `tokens` says so by its length and is never cut.
 
         Raises:
           InputError: `tokens` are too few for the task's words.
@@ -67,5 +90,42 @@ class Task(Protocol):
         ...
 
     def score(self, answer: str, sample: Sample) -> float:
-        """What the answer is worth, from 0 to 100."""
+        """What the answer, as the model gave it, is worth, from 0 to 100."""
         ...
+
+    def parts(self, answer: str, sample: Sample) -> dict[str, float]:
+        """Further figures of the same answer by name, from 0 to 100; most tasks have none."""
+        ...
+
+
+def prompt_length(count: Count, context: str, asked: str, max_new: int) -> int:
+    """`Sample.length` of a context and of `asked`, query and answer prefix together."""
+    return 1 + count(context) + count(asked) + max_new
+
+
+def make_sample(
+    count: Count,
+    *,
+    index: int,
+    context: str,
+    query: str,
+    answer_prefix: str,
+    outputs: tuple[str, ...],
+    max_new: int,
+    meta: dict[str, Any],
+) -> Sample:
+    """A sample with its length counted."""
+    length = prompt_length(count, context, query + answer_prefix, max_new)
+    return Sample(index, context, query, answer_prefix, outputs, length, meta)
+
+
+def fixed(value: Any) -> Any:
+    """A field that says what the task is, and is none of its settings."""
+    return dataclasses.field(default=value, metadata={"fixed": True})
+
+
+def at_least(least: float, **values: float) -> None:
+    """Raises ConfigError where one of the settings is smaller."""
+    for name, value in values.items():
+        if not value >= least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
