@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from jax_longctx.contract import Method
 from jax_longctx.engine import Context, Engine, Progress, Sampling
 from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.likelihood import Likelihood
 from jax_longctx.errors import InputError
 from jax_longctx.methods import Full
 from jax_longctx.models.checkpoint import Manifest, load_params, read_manifest
@@ -258,6 +259,21 @@ class LongContext:
             on_text=on_text,
         )
         return [dataclasses.replace(answer, prefill_seconds=seconds) for answer in answers]
+
+    def score(
+        self, contexts: str | Sequence[str], continuations: str | Sequence[str], **options: Any
+    ) -> list[Likelihood]:
+        """How likely each continuation is after its context, as the method reads and answers.
+
+        A continuation follows directly on its context, as a question would. Options are those of
+        `Engine.loglikelihoods`.
+
+        Raises:
+          InputError: an empty text, and as `jax_longctx.engine.forced.forced_states`.
+        """
+        rows = [self.tokenizer.encode(text, bos=True) for text in _listed(contexts)]
+        continued = self._encode(_listed(continuations))
+        return self.engine.loglikelihoods(rows, continued, **options)
 
     def save_context(self, context: Context, path: str | Path) -> None:
         """Writes a context to a new folder (see `jax_longctx.engine.context_io`)."""

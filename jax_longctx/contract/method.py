@@ -69,6 +69,8 @@ class MethodInfo:
       keeps_all: whether every key of the context stays in memory.
       needs_question: whether the question must be known at prefill (one prefill a question).
       append_only: whether `fork` is a rewind that shares the context's buffers; if not it copies.
+      looks_ahead: whether tokens that are read together choose together what they attend, so that
+        what is predicted at one of them has the help of later ones. A lone token chooses alone.
       shrinks: whether `finish` makes a new, smaller cache once the question has been read; the
         context's own is then left as it is, and freed when no other question will follow.
     """
@@ -80,6 +82,7 @@ class MethodInfo:
     keeps_all: bool
     needs_question: bool
     append_only: bool
+    looks_ahead: bool = False
     shrinks: bool = False
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_longctx.contract import Method, Prompt, Stage
-from jax_longctx.engine import programs
+from jax_longctx.engine import likelihood, programs
 from jax_longctx.engine.capacity import (
     available_bytes,
     bucket,
@@ -122,9 +122,9 @@ class Engine:
         rows = self._rows(contexts)
         lengths = [len(row) for row in rows]
         totals = [*(total or lengths[: len(contexts)]), *lengths[len(contexts) :]]
-        slots = bucket(max(capacity, max(lengths) + reserve + SPARE), self.mesh.shape["seq"])
-        asked = self._needed_questions(questions, len(contexts))
-        self._check_capacity(len(rows), slots, reserve)
+        slots = self.slots_for(max(capacity - SPARE, max(lengths) + reserve))
+        asked = self.needed_questions(questions, len(contexts))
+        self.check_capacity(len(rows), slots, reserve)
         context = Context(
             rows, len(contexts), slots, reserve, jnp.array(totals, jnp.int32), None, asked
         )
@@ -270,7 +270,7 @@ class Engine:
                 "or overflow in this dtype; convert the checkpoint again or try float32"
             )
 
-    def _needed_questions(self, questions: Rows | None, count: int) -> list[list[int]] | None:
+    def needed_questions(self, questions: Rows | None, count: int) -> list[list[int]] | None:
         """The padded questions where the method needs them at prefill, else None."""
         if not self.method.info.needs_question:
             return None
@@ -303,33 +303,24 @@ class Engine:
     def score(self, rows: Rows, *, total: Sequence[int] | None = None) -> list[np.ndarray]:
         """float32 logits `[length, V]` of every token of each row, fed as a context.
 
-        `total` is each row's total length for rotary embedding, its own length by default.
+        Of short texts: see `loglikelihoods` for long ones. `total` is each row's total length for
+        rotary embedding, its own length by default.
 
         Raises:
           InputError: the method reads a context for a question, so that a text has no one score,
             or not token after token.
         """
-        if self.method.info.needs_question:
-            raise InputError("this method reads a text for a question; it cannot score one alone")
-        padded = self._rows(rows)
-        lengths = [*(total or map(len, rows))] + [0] * (len(padded) - len(rows))
-        slots = bucket(max(map(len, padded)) + SPARE, self.mesh.shape["seq"])
-        self._check_capacity(len(padded), slots, 0)
-        caches = programs.init_caches(self.setup, len(padded), slots, 0)
-        totals = jnp.array(lengths, jnp.int32)
-        pieces: list[list[np.ndarray]] = [[] for _ in rows]
-        for segment in self.method.segments(self.prompt("context", slots, context=padded)):
-            if segment.spread:
-                raise InputError(
-                    "this method reads a text in parts side by side; it cannot score one"
-                )
-            caches, logits = programs.run_segment(
-                self.setup, self.params, caches, segment, totals, None, "all"
-            )
-            block, valid = to_host(logits), segment.chunk_lengths
-            for b in range(len(rows)):
-                pieces[b].append(block[b, : int(valid[b])])
-        return [np.concatenate(piece) for piece in pieces]
+        return likelihood.all_logits(self, rows, total)
+
+    def loglikelihoods(
+        self, contexts: Rows, continuations: Rows, **options: Any
+    ) -> list[likelihood.Likelihood]:
+        """How likely each continuation is after its context, as this method reads and answers.
+
+        By default the context's last token is the question and the continuation is decoded token
+        by token; `likelihood.loglikelihoods` has the options and the errors.
+        """
+        return likelihood.loglikelihoods(self, contexts, continuations, **options)
 
     def generate_tokens(
         self,
@@ -363,6 +354,10 @@ class Engine:
         shards, vocabulary = self.mesh.shape["seq"], self.config.vocab_size
         return Prompt(stage, self.chunk, slots=slots, shards=shards, vocab_size=vocabulary, **rows)
 
+    def slots_for(self, tokens: int) -> int:
+        """Slots of a cache for that many tokens of the longest row."""
+        return bucket(tokens + SPARE, self.mesh.shape["seq"])
+
     def _rows(self, rows: Rows) -> list[list[int]]:
         return checked_rows(rows, self.config.vocab_size, self.mesh.shape["data"])
 
@@ -370,7 +365,7 @@ class Engine:
         abstract = programs.abstract_caches(self.setup, batch, slots, reserve)
         return bytes_per_device(self.mesh, abstract)
 
-    def _check_capacity(self, batch: int, slots: int, reserve: int) -> None:
+    def check_capacity(self, batch: int, slots: int, reserve: int) -> None:
         """CapacityError unless new caches of that size fit beside what is in memory already."""
         need = self._cache_bytes(batch, slots, reserve)
         per_token = (self._cache_bytes(batch, 2 * slots, reserve) - need) / slots

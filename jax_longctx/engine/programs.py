@@ -36,12 +36,14 @@ from jax_longctx.sharding import AnyMesh, logical_sharding, logical_spec, tree_s
 __all__ = [
     "DecodeState",
     "Setup",
+    "attend_of",
     "cache_shapes",
     "decode_block",
     "decode_steps",
     "finish_context",
     "finish_question",
     "init_caches",
+    "model_of",
 ]
 
 BATCH = logical_spec(("batch",))
@@ -79,7 +81,7 @@ def _abstract(config: ModelConfig) -> tuple[Any, Any]:
     return abstract_model(config)
 
 
-def _model(config: ModelConfig, params: Any) -> Llama:
+def model_of(config: ModelConfig, params: Any) -> Llama:
     """The module over a nested dict of parameters."""
     graphdef, abstract = _abstract(config)
     state = jax.tree.map(lambda leaf: leaf, abstract)
@@ -87,7 +89,7 @@ def _model(config: ModelConfig, params: Any) -> Llama:
     return nnx.merge(graphdef, state)
 
 
-def _attend(setup: Setup, segment: Segment, total_B: Array) -> Attend:
+def attend_of(setup: Setup, segment: Segment, total_B: Array) -> Attend:
     """The model's `attend`: the method's, inside the manual `shard_map`."""
 
     def attend(layer: int, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
@@ -179,7 +181,7 @@ def run_segment(
     segment: Segment,
     total: Int[Array, " B"],
     last: Float[Array, "B V"] | None,
-    logits: Literal["none", "last", "all"],
+    logits: Literal["none", "hidden", "last", "all"],
 ) -> tuple[tuple[Any, ...], Any]:
     """One segment through the model.
 
@@ -187,17 +189,20 @@ def run_segment(
       last: each row's logits so far, kept where the row has no token in this segment; given when
         `logits` is "last".
       logits: what to return beside the caches: a marker that is ready when the segment is done,
-        the logits of each row's last valid token, or of all tokens `[B, T, V]` (of the chunk rows).
+        the hidden states `[B, T, D]` that logits are made of, the logits of each row's last valid
+        token, or of all tokens `[B, T, V]` (of the chunk rows).
     """
-    model = _model(setup.config, params)
+    model = model_of(setup.config, params)
     # Where the tokens lie, the projections and the MLP are computed.
     tokens = jax.lax.with_sharding_constraint(
         segment.tokens, logical_sharding(setup.mesh, ("batch", segment.token_axis))
     )
-    hidden_BTD, caches = model.hidden(tokens, caches, _attend(setup, segment, total))
+    hidden_BTD, caches = model.hidden(tokens, caches, attend_of(setup, segment, total))
     if logits == "none":
         return caches, jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
     hidden_BTD = hidden_BTD[:, segment.group(CHUNK_ROWS).columns]
+    if logits == "hidden":
+        return caches, hidden_BTD
     if logits == "all":
         return caches, model.logits(hidden_BTD)
     assert last is not None
@@ -331,14 +336,14 @@ def decode_block(
     come back, -1 where a row chose none.
     """
     columns, variant, sampling = static
-    model = _model(setup.config, params)
+    model = model_of(setup.config, params)
     batch = state.token.shape[0]
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         index, caches, state, chosen_BX = carry
         valid_B1 = (~state.done).astype(jnp.int32)[:, None]
         segment = decode_segment(state.token[:, None], valid_B1, state.done, variant)
-        hidden_B1D, caches = model.hidden(segment.tokens, caches, _attend(setup, segment, total))
+        hidden_B1D, caches = model.hidden(segment.tokens, caches, attend_of(setup, segment, total))
         logits_BV = model.logits(hidden_B1D[:, 0])
         token_B = choose(logits_BV, state.seen, state.seed, state.count, values, sampling)
         column_B = jnp.where(state.done, -1, token_B)

@@ -101,6 +101,7 @@ class InfLLM:
         keeps_all=True,
         needs_question=False,
         append_only=True,
+        looks_ahead=True,
     )
 
     def __post_init__(self) -> None:

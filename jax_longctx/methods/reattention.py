@@ -91,6 +91,7 @@ class ReAttention:
         keeps_all=True,
         needs_question=False,
         append_only=True,
+        looks_ahead=True,
     )
 
     @classmethod

@@ -1,6 +1,7 @@
 """Text in, text out: answers, stop strings, callbacks, and where compilations are kept."""
 
 import jax
+import numpy as np
 import pytest
 
 import jax_longctx
@@ -69,6 +70,19 @@ def test_a_callback_that_fails_leaves_the_context_whole(model):
         assert kept.__traceback__ is not None
     else:
         pytest.fail("the callback's exception was swallowed")
+
+
+def test_a_score_is_that_of_the_engines_tokens(model):
+    pairs = {"some text": "and more", "another, longer text": "x"}
+    encode = model.tokenizer.encode
+    rows = [encode(text, bos=True) for text in pairs]
+    expected = model.engine.loglikelihoods(rows, [encode(text) for text in pairs.values()])
+    found = model.score(list(pairs), list(pairs.values()))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    assert model.score("some text", "and more", through="context")[0].total == pytest.approx(
+        expected[0].total, abs=1e-4
+    )
 
 
 def test_the_layout_is_the_checkpoints_or_plain(model):

@@ -1,0 +1,236 @@
+"""Text that is given, fed as a method would feed what it reads or writes: teacher forcing.
+
+Of every row the context comes first and the continuation's tokens follow, each the text's own,
+whatever the model would have said. What comes back are the model's final hidden states at the
+tokens that predict the continuation, in pieces: a `[V]` of logits is 128 times as large, so logits
+are made of a piece at a time by whoever needs them (`jax_longctx.engine.likelihood`).
+
+A continuation goes one of three ways, as text goes through a method:
+
+- `decode`: token by token, as an answer is written. The context's last token is the question;
+- `question`: behind the context's last token in one question, several tokens a pass;
+- `context`: read with the context, in the chunks that the method reads a text in.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.contract import Segment, decode_segment, step_variant
+from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.rows import Rows, checked_rows
+from jax_longctx.errors import InputError
+
+if TYPE_CHECKING:
+    from jax_longctx.engine.engine import Engine
+
+__all__ = ["States", "Through", "forced_states", "read_text"]
+
+Through = Literal["decode", "question", "context"]
+
+# Columns of a block of forced steps, one program call.
+BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """Hidden states of some tokens of every row.
+
+    Attributes:
+      hidden: after the last norm, on the mesh; padding rows included.
+      targets: the tokens that they predict, -1 where a column predicts nothing that is scored.
+        Row by row they come in the text's order.
+    """
+
+    hidden: Float[Array, "B T D"]
+    targets: Int[np.ndarray, "B T"]
+
+
+def forced_states(
+    engine: "Engine",
+    contexts: Rows,
+    continuations: Rows,
+    *,
+    through: Through = "decode",
+    questions: Rows | None = None,
+    total: Sequence[int] | None = None,
+    ahead: bool = False,
+) -> Iterator[States]:
+    """States that predict every token of the continuations, in the order they are computed.
+
+    Args:
+      questions: stand between context and continuation; the context's last token unless given.
+        With `through="context"` they are no part of the text: methods that need a question at
+        prefill read the text for them.
+      total: each row's total length for rotary embedding (dynamic NTK); all of its tokens unless
+        given.
+
+    Raises:
+      InputError: nothing to score in a row, or nothing before it; under this method `through` lets
+        later tokens help to predict earlier ones, or the text is not read in its order.
+      CapacityError: the caches do not fit; nothing has been computed.
+    """
+    if engine.method.info.looks_ahead and through != "decode" and not ahead:
+        raise InputError(
+            "tokens that this method reads together choose what they attend together, so that "
+            "later ones would help to predict earlier ones; score through decode"
+        )
+    between = questions if questions is not None and through != "context" else [()] * len(contexts)
+    if not len(contexts) == len(continuations) == len(between):
+        raise InputError(
+            f"{len(contexts)} contexts need as many continuations and questions, "
+            f"{len(continuations)} and {len(between)} given"
+        )
+    given = [[*first, *then] for first, then in zip(contexts, between, strict=True)]
+    for row, (before, after) in enumerate(zip(given, continuations, strict=True)):
+        if not before or not len(after):
+            raise InputError(
+                f"row {row} has {len(before)} tokens before the {len(after)} that are scored; both "
+                f"need at least one"
+            )
+    texts = [[*before, *after] for before, after in zip(given, continuations, strict=True)]
+    fed = _Fed(engine, texts, list(map(len, given)), list(total or map(len, texts)))
+    if through == "context":
+        return fed.as_context(questions)
+    asked = map(len, between) if questions is not None else [1] * len(texts)
+    return fed.as_answer(through, list(asked))
+
+
+def read_text(
+    engine: "Engine",
+    rows: list[list[int]],
+    total: Sequence[int],
+    questions: Rows | None,
+    want: Literal["hidden", "all"],
+) -> Iterator[tuple[Segment, Array]]:
+    """The rows as contexts, with what `run_segment` returns of each segment.
+
+    Args:
+      rows: padded to the mesh, as `total` is.
+    """
+    slots = engine.slots_for(max(map(len, rows)))
+    engine.check_capacity(len(rows), slots, 0)
+    caches = programs.init_caches(engine.setup, len(rows), slots, 0)
+    totals = jnp.array(total, jnp.int32)
+    prompt = engine.prompt("context", slots, context=rows, question=questions)
+    for segment in engine.method.segments(prompt):
+        if segment.spread:
+            raise InputError("this method reads a text in parts side by side; it cannot score one")
+        caches, found = programs.run_segment(
+            engine.setup, engine.params, caches, segment, totals, None, want
+        )
+        yield segment, found
+
+
+class _Fed:
+    """The rows' texts, and how many of each one's tokens have been fed."""
+
+    def __init__(
+        self, engine: "Engine", texts: list[list[int]], given: list[int], total: list[int]
+    ):
+        padding = -len(texts) % engine.mesh.shape["data"]
+        self.engine, self.count = engine, len(texts)
+        self.texts = checked_rows(texts, engine.config.vocab_size, engine.mesh.shape["data"])
+        self.given, self.total = [*given, *[0] * padding], total
+        self.at = np.zeros(len(self.texts), np.int64)
+
+    def as_context(self, questions: Rows | None) -> Iterator[States]:
+        """The texts, but for their last tokens, as contexts."""
+        asked = self.engine.needed_questions(questions, self.count)
+        read = [text[:-1] for text in self.texts]
+        total = [*self.total, *[0] * (len(read) - self.count)]
+        for segment, hidden in read_text(self.engine, read, total, asked, "hidden"):
+            yield self._states(hidden, segment.chunk_lengths)
+
+    def as_answer(self, through: Through, asked: list[int]) -> Iterator[States]:
+        """The last `asked` tokens before the continuation as a question, it behind them."""
+        engine, method = self.engine, self.engine.method
+        decodes = through == "decode"
+        begun = [given - size for given, size in zip(self.given, asked, strict=False)]
+        begun += [0] * (len(self.texts) - self.count)
+        ends = self.given if decodes else [max(len(text) - 1, 0) for text in self.texts]
+        questions = [text[at:end] for text, at, end in zip(self.texts, begun, ends, strict=True)]
+        segments = list(method.segments(engine.prompt("question", 0, question=questions)))
+        looks = method.info.needs_question or any(part.role == "probe" for part in segments)
+        if not decodes and looks:
+            raise InputError(
+                "this method chooses what stays by the whole question, so that later tokens would "
+                "help to predict earlier ones; score through decode"
+            )
+        most = max(len(text) - at for text, at in zip(self.texts, begun, strict=True))
+        read = [text[:at] for text, at in zip(self.texts, begun, strict=True)][: self.count]
+        context = engine.prefill(
+            read, reserve=most, questions=questions[: self.count], total=self.total
+        )
+        caches, total, self.at = context.usable_caches(), context.total, np.array(begun)
+        for segment in segments:
+            caches, hidden = programs.run_segment(
+                engine.setup, engine.params, caches, segment, total, None, "hidden"
+            )
+            if segment.role != "probe":
+                yield self._states(hidden, segment.chunk_lengths)
+        if decodes and method.info.shrinks:
+            caches = programs.finish_question(engine.setup, caches, total, reserve=bucket(most))
+        if decodes:
+            yield from self._decoded(caches, total)
+
+    def _decoded(self, caches: tuple[Any, ...], total: Array) -> Iterator[States]:
+        """All that is left but for the last tokens, one by one."""
+        left = [len(text) - 1 - at for text, at in zip(self.texts, self.at, strict=True)]
+        variant_of = functools.partial(step_variant, self.engine.method)
+        for variant, alike in itertools.groupby(range(1, max(left) + 1), variant_of):
+            for steps in itertools.batched(alike, BLOCK):
+                counts = np.clip(np.array(left) - steps[0] + 1, 0, len(steps)).astype(np.int32)
+                tokens = np.zeros((len(self.texts), BLOCK), np.int32)
+                for b, text in enumerate(self.texts):
+                    tokens[b, : counts[b]] = text[self.at[b] : self.at[b] + counts[b]]
+                caches, hidden = forced_block(
+                    self.engine.setup, self.engine.params, caches, tokens, counts, total, variant
+                )
+                yield self._states(hidden, counts)
+
+    def _states(self, hidden: Array, valid: np.ndarray) -> States:
+        """The states of each row's next `valid` tokens."""
+        targets = np.full(hidden.shape[:2], -1, np.int32)
+        for b, text in enumerate(self.texts):
+            for column in range(int(valid[b])):
+                predicted = int(self.at[b]) + column + 1
+                if self.given[b] <= predicted < len(text):
+                    targets[b, column] = text[predicted]
+        self.at = self.at + valid
+        return States(hidden, targets)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
+def forced_block(
+    setup: programs.Setup,
+    params: Any,
+    caches: tuple[Any, ...],
+    tokens: Int[Any, "B X"],
+    counts: Int[Any, " B"],
+    total: Int[Array, " B"],
+    variant: str,
+) -> tuple[tuple[Any, ...], Float[Array, "B X D"]]:
+    """Decode steps of given tokens: row b's first `counts[b]`, as many steps as the longest has."""
+    model = programs.model_of(setup.config, params)
+
+    def step(index: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        caches, hidden_BXD = carry
+        valid_B = index < counts
+        token_B1 = jax.lax.dynamic_slice_in_dim(tokens, index, 1, axis=1)
+        segment = decode_segment(token_B1, valid_B.astype(jnp.int32)[:, None], ~valid_B, variant)
+        attend = programs.attend_of(setup, segment, total)
+        hidden_B1D, caches = model.hidden(segment.tokens, caches, attend)
+        return caches, jax.lax.dynamic_update_slice_in_dim(hidden_BXD, hidden_B1D, index, axis=1)
+
+    dtype = params["embed"]["table"].dtype
+    empty_BXD = jnp.zeros((*tokens.shape, setup.config.model_dim), dtype)
+    return jax.lax.fori_loop(0, jnp.max(counts), step, (caches, empty_BXD))

@@ -1,0 +1,196 @@
+"""Likelihoods of given text: those of a dense forward pass, and none that saw what it predicts."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from jax_longctx.engine import likelihood
+from jax_longctx.errors import InputError
+from jax_longctx.methods import METHODS
+from jax_longctx.sharding import make_mesh
+from tests.oracle import causal_attend, forward, to_numpy
+from tests.small_methods import small_method
+from tests.support import random_rows, tiny_config, tiny_engine
+
+WAYS = ["decode", "question", "context"]
+LENGTHS, AFTER = [70, 1, 20], [9, 40, 1]
+CONTEXTS, CONTINUATIONS = random_rows(LENGTHS), random_rows(AFTER, seed=1)
+ONE_LAYER = tiny_config(num_layers=1)
+# Smaller caches for an answer, and steps of two kinds; the others are `thorough`.
+EVERY = [
+    pytest.param(name, marks=() if name in ("snapkv", "refreshkv") else pytest.mark.thorough)
+    for name in METHODS
+]
+# What is evicted while a text is read; a question looked at as a whole, and one that is not.
+PAIRS = [("h2o", "context"), ("citrus-standard", "question"), ("snapkv", "question")]
+WAYS_OF_EVERY = [
+    pytest.param(*pair, marks=() if pair in PAIRS else pytest.mark.thorough)
+    for pair in itertools.product(METHODS, WAYS)
+]
+
+
+@functools.cache
+def engine_of(name="full", mesh=(1, 1, 1)):
+    return tiny_engine(small_method(name), config=ONE_LAYER, chunk=16, mesh=make_mesh(*mesh))
+
+
+def dense(engine, before, after):
+    """Log-probabilities of a continuation and whether each was the best, by numpy."""
+    params = to_numpy(jax.device_get(engine.params))
+    logits = forward(engine.config, params, [*before, *after], causal_attend(1e4))
+    logits = logits[len(before) - 1 : -1]
+    best = logits.max(-1, keepdims=True)
+    logprobs = logits - best - np.log(np.exp(logits - best).sum(-1, keepdims=True))
+    return logprobs[np.arange(len(after)), after], logits.argmax(-1) == after
+
+
+@pytest.mark.parametrize("through", WAYS)
+@pytest.mark.parametrize(
+    "mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str
+)
+def test_full_attention_scores_as_a_dense_pass(through, mesh, monkeypatch):
+    # Several blocks of logits, the last of which is not full.
+    monkeypatch.setattr(likelihood, "LOGITS", 3 * 4 * 64)
+    jax.clear_caches()
+    engine = engine_of(mesh=mesh)
+    # A continuation that is greedy, and one that is but for its last token.
+    answer = engine.generate_tokens([CONTEXTS[0]], max_tokens=6)[0]
+    contexts = [*CONTEXTS, CONTEXTS[0]]
+    continuations = [*CONTINUATIONS, answer]
+    found = engine.loglikelihoods(contexts, continuations, through=through)
+    for before, after, scores in zip(contexts, continuations, found, strict=True):
+        logprobs, greedy = dense(engine, before, after)
+        np.testing.assert_allclose(scores.logprobs, logprobs, atol=1e-4)
+        np.testing.assert_array_equal(scores.greedy, greedy)
+        assert scores.total == pytest.approx(logprobs.sum(), abs=1e-3)
+    assert [scores.is_greedy for scores in found] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_a_method_answers_is_what_it_finds_most_likely(name):
+    """Ragged rows over their own questions, through every kind of step and smaller caches."""
+    engine, questions = engine_of(name), random_rows([3, 2, 5], seed=1)
+    contexts = random_rows([90, 40, 17])
+    context = engine.prefill(contexts, reserve=16, questions=questions)
+    answers = [[] for _ in questions]
+    for block in engine.stream(context, questions, max_tokens=9):
+        for answer, new in zip(answers, block, strict=True):
+            answer.extend(new)
+    answers = [answer[: 9 - 3 * row] for row, answer in enumerate(answers)]
+    found = engine.loglikelihoods(
+        contexts, answers, questions=questions, total=list(map(len, contexts))
+    )
+    assert [len(scores.greedy) for scores in found] == [9, 6, 3]
+    assert all(scores.is_greedy for scores in found)
+    worse = [[*answer[:-1], (answer[-1] + 1) % 64] for answer in answers]
+    changed = engine.loglikelihoods(
+        contexts, worse, questions=questions, total=list(map(len, contexts))
+    )
+    for one, other in zip(found, changed, strict=True):
+        np.testing.assert_array_equal(other.greedy, [*one.greedy[:-1], False])
+        np.testing.assert_allclose(other.logprobs[:-1], one.logprobs[:-1], atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "through"), WAYS_OF_EVERY)
+def test_no_token_helps_to_predict_an_earlier_one(name, through):
+    """Every token but the first of the continuation replaced: its own likelihood stays."""
+    engine = engine_of(name)
+    info = engine.method.info
+    before, after = random_rows([90]), random_rows([30], seed=1)
+    options = {"through": through}
+    if through == "context" and info.needs_question:
+        options["questions"] = [[1, 2, 3]]
+    try:
+        whole = engine.loglikelihoods(before, after, **options)[0].logprobs
+    except InputError as error:
+        assert through != "decode"
+        said = {"chooses what stays by the whole question", "attend together", "side by side"}
+        assert any(words in str(error) for words in said)
+        return
+    for kept in (1, 11):
+        other = [after[0][:kept] + [(token + 7) % 64 for token in after[0][kept:]]]
+        found = engine.loglikelihoods(before, other, **options)[0].logprobs
+        np.testing.assert_allclose(found[:kept], whole[:kept], atol=1e-5)
+        assert np.abs(found - whole).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("reattention", marks=pytest.mark.slow),
+        pytest.param("infllm", marks=pytest.mark.thorough),
+    ],
+)
+def test_what_looks_ahead_is_refused_unless_asked_for(name):
+    engine = engine_of(name)
+    before, after = random_rows([90]), random_rows([30], seed=1)
+    other = [after[0][:1] + [(token + 7) % 64 for token in after[0][1:]]]
+    with pytest.raises(InputError, match="attend together"):
+        engine.loglikelihoods(before, after, through="context")
+    whole, changed = (
+        engine.loglikelihoods(before, rows, through="context", ahead=True)[0].logprobs
+        for rows in (after, other)
+    )
+    assert abs(whole[0] - changed[0]) > 1e-4
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", METHODS)
+def test_ragged_rows_score_as_they_do_alone(name):
+    engine = engine_of(name)
+    together = engine.loglikelihoods(CONTEXTS, CONTINUATIONS)
+    for before, after, scores in zip(CONTEXTS, CONTINUATIONS, together, strict=True):
+        alone = engine.loglikelihoods([before], [after])[0]
+        np.testing.assert_allclose(scores.logprobs, alone.logprobs, atol=1e-5)
+
+
+def test_logits_are_made_a_few_columns_at_a_time():
+    """128 rows of 4,096 tokens and a vocabulary of 64: 32 Mi logits, in blocks of 16 Mi."""
+    engine = engine_of()
+    hidden = jax.ShapeDtypeStruct((128, 4096, 32), jnp.float32)
+    targets = jax.ShapeDtypeStruct((128, 4096), jnp.int32)
+    traced = jax.make_jaxpr(functools.partial(likelihood.token_scores, engine.setup))(
+        engine.params, hidden, targets
+    )
+    sizes = _sizes(traced.jaxpr)
+    assert likelihood.LOGITS in sizes and max(sizes) == likelihood.LOGITS
+
+
+def _sizes(jaxpr):
+    """Elements of every intermediate array, in programs within programs too."""
+    found = {var.aval.size for eqn in jaxpr.eqns for var in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        for inner in jaxprs_in_params(eqn.params):
+            found |= _sizes(inner)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("contexts", "continuations", "options", "said"),
+    [
+        ([[1], []], [[2], [2]], {}, "row 1 has 0 tokens before the 1 that are scored"),
+        ([[1]], [[]], {}, "row 0 has 1 tokens before the 0 that are scored"),
+        ([[1]], [[2], [3]], {}, "1 contexts need as many continuations and questions, 2 and 1"),
+        ([[1]], [[2]], {"questions": [[1], [2]]}, "1 and 2 given"),
+        ([[1]], [[64]], {}, "token id 64"),
+    ],
+)
+def test_bad_input_is_named(contexts, continuations, options, said):
+    with pytest.raises(InputError, match=said):
+        engine_of().loglikelihoods(contexts, continuations, **options)
+
+
+def test_a_method_that_reads_for_a_question_gets_one():
+    engine = engine_of("citrus")
+    with pytest.raises(InputError, match="needs the question at prefill"):
+        engine.loglikelihoods(CONTEXTS, CONTINUATIONS, through="context")
+    asked = [[5, 6]] * 3
+    found = engine.loglikelihoods(CONTEXTS, CONTINUATIONS, through="context", questions=asked)
+    # The question is no part of the text: what fits the cache is full attention's.
+    logprobs, _ = dense(engine, CONTEXTS[2], CONTINUATIONS[2])
+    np.testing.assert_allclose(found[2].logprobs, logprobs, atol=1e-4)
