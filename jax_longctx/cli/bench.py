@@ -1,6 +1,5 @@
 """`jax-longctx bench`: measured times beside a baseline and a roofline, from one run."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.bench_kernels import kernels
+from jax_longctx.cli.results import check_folder, hand_over
 from jax_longctx.cli.terminal import Terminal
 
 __all__ = ["bench_app"]
@@ -56,6 +56,7 @@ def e2e(
     """
     from jax_longctx.bench.e2e import run
 
+    check_folder(out)
     terminal = Terminal(as_json=as_json)
     result = run(
         model=model,
@@ -66,12 +67,7 @@ def e2e(
         peer_options=("--compile",) if compiled else (),
         say=terminal.note,
     )
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    if as_json:
-        terminal.record(result)
-    else:
-        _show(result)
+    hand_over(terminal, result, out, _show)
 
 
 def _show(result: dict[str, Any]) -> None:

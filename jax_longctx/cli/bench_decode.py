@@ -1,6 +1,5 @@
 """`jax-longctx bench decode`: a decode step by method, beside full attention in the same run."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.eval import parse_method
+from jax_longctx.cli.results import check_folder, hand_over
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
@@ -52,6 +52,7 @@ def decode(
     """
     from jax_longctx.bench.decode import run
 
+    check_folder(out)
     terminal = Terminal(as_json=as_json)
     chosen = [parse_method(spec) for spec in methods]
     result = run(
@@ -62,12 +63,7 @@ def decode(
         random_cache=random_cache,
         say=terminal.note,
     )
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    if as_json:
-        terminal.record(result)
-    else:
-        _show(result)
+    hand_over(terminal, result, out, _show)
 
 
 def parse_case(text: str) -> tuple[int, int]:

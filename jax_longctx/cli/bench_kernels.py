@@ -1,12 +1,12 @@
 """`jax-longctx bench kernels`: every operation beside its XLA form, a library and the roofline."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jax_longctx.cli import options
+from jax_longctx.cli import options, processes
+from jax_longctx.cli.results import hand_over
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -52,15 +52,13 @@ def kernels(
     if tune:
         _tune(terminal, only=only, shrink=shrink, repeats=repeats)
     result = run(only=only, shrink=shrink, repeats=repeats, say=terminal.note)
-    if out is not None:
+    record = None
+    if out is not None and processes.is_leader():
         out.mkdir(parents=True, exist_ok=True)
-        (out / "kernels.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
         (out / "kernels.md").write_text(markdown(result), encoding="utf-8")
         plot(result, out / "kernels.png")
-    if as_json:
-        terminal.record(result)
-    else:
-        terminal.write(markdown(result))
+        record = out / "kernels.json"
+    hand_over(terminal, result, record, lambda result: terminal.write(markdown(result)))
 
 
 def _tune(terminal: Terminal, *, only: str, shrink: int, repeats: int) -> None:
@@ -82,6 +80,7 @@ def _tune(terminal: Terminal, *, only: str, shrink: int, repeats: int) -> None:
         )
     for operation, entries in found.items():
         table.setdefault(operation, {}).update(entries)
-    tuning.write(path, kind, table)
+    if processes.is_leader():
+        tuning.write(path, kind, table)
     count = sum(len(entries) for entries in found.values())
     terminal.note(f"{count} configurations written to {path}")

@@ -1,6 +1,5 @@
 """`jax-longctx eval resa-errors`: how far sparse attention is from full attention."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.inputs import read_text
+from jax_longctx.cli.results import check_folder, hand_over
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -46,6 +46,7 @@ def resa_errors(
 
         jax-longctx eval resa-errors -c smollm2 --selector quest --ratio 0.05
     """
+    check_folder(out)
     terminal = Terminal()
     model = options.ModelChoice(checkpoint, dtype=dtype).open(terminal)
     from jax_longctx.evaluation.haystack import python_topics
@@ -67,9 +68,7 @@ def resa_errors(
         ]
         with terminal.waiting(f"{selector}: {texts} texts of {tokens:,} tokens"):
             records += attention_errors(model.engine, cut, methods, queries=queries)
-    if out is not None:
-        out.write_text(json.dumps(records, indent=1), encoding="utf-8")
-    _show(records)
+    hand_over(terminal, records, out, _show)
 
 
 def _show(records: list[dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from jax_longctx.cli.ask import ask
 from jax_longctx.cli.batch import batch
 from jax_longctx.cli.bench import bench_app
 from jax_longctx.cli.bench_decode import decode
+from jax_longctx.cli.bench_prefill import prefill
 from jax_longctx.cli.convert import convert
 from jax_longctx.cli.demo import demo
 from jax_longctx.cli.eval import eval_app
@@ -145,6 +146,7 @@ def _job(
 for _command in (ask, generate, batch, plan, convert, methods, demo):
     app.command()(_command)
 bench_app.command()(decode)
+bench_app.command()(prefill)
 app.add_typer(bench_app, name="bench")
 eval_app.command("resa-errors")(resa_errors)
 app.add_typer(eval_app, name="eval")

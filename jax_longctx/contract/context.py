@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_longctx.contract import merging
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.rope import apply_rope, rope_angles
 
@@ -109,15 +110,4 @@ class LayerContext:
         self, out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
         """Merges each shard's partial attention over its own slots, by log-sum-exp."""
-        if self.seq_size == 1:
-            return out, lse
-        top = jax.lax.pmax(lse, "seq")
-        safe = jnp.where(jnp.isfinite(top), top, 0.0)
-        weight = jnp.exp(lse - safe)
-        packed = jnp.concatenate(
-            [out.astype(jnp.float32) * weight[..., None], weight[..., None]], axis=-1
-        )
-        packed = jax.lax.psum(packed, "seq")
-        total = packed[..., -1]
-        merged = packed[..., :-1] / jnp.where(total > 0, total, 1.0)[..., None]
-        return merged.astype(out.dtype), jnp.where(total > 0, safe + jnp.log(total), -jnp.inf)
+        return merging.merge_seq(out, lse)

@@ -98,14 +98,15 @@ class Ring:
             parts = [[[*p[s], *p[2 * shards - 1 - s]] for s in range(shards)] for p in piece]
         return (spread_segment(parts, size, ends),)
 
-    def prefill_work(self, length: int, shards: int) -> PrefillWork:
+    def prefill_work(self, prompt: Prompt) -> PrefillWork:
         """As `jax-longctx plan` asks; the last shard attends to the most."""
-        own = length / shards
+        (row,), shards = prompt.context or ((),), prompt.shards
+        length, own = len(row), len(row) / shards
         hops = shards - 1 if self.hops < 0 else min(self.hops, shards - 1)
         if self.order == "zigzag":
             # Keys and values go back to the order of the text, one hop more.
-            return PrefillWork(own, own * length / 2, (hops + 1) * own)
-        return PrefillWork(own, own * own * (hops + 0.5), hops * own)
+            return PrefillWork(own, own * length / 2, (hops + 1) * own, hops + 1)
+        return PrefillWork(own, own * own * (hops + 0.5), hops * own, hops)
 
     def attend(
         self,

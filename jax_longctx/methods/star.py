@@ -16,22 +16,16 @@ A shard reads the anchor once, for all its blocks: its keys do not depend on the
 first shard sends to the others layer by layer, in a segment of a whole block (tokens^2 attention,
 activations of a block at once). One block, or two with anchor = block, are full attention.
 
-The anchors of the paper's section 4.2 (Table 3), which are read before every block: content
-`constant`, `random` or `shuffled`, or that of the block before (`previous`); positions `previous`
-(of the block before) or `random` (drawn below the block, ascending).
-
 Cost on a shard with n blocks of b tokens, anchor a: (a + n b) tokens through the model, and n b
 (a + b / 2) attended pairs; text^2 / 2 over all shards with full attention.
 """
 
 import dataclasses
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, write_rows
@@ -44,13 +38,14 @@ from jax_longctx.contract import (
     Prompt,
     Segment,
     Stage,
-    spread_segment,
     step_variant,
-    tail_size,
 )
+from jax_longctx.contract.work import PrefillWork
 from jax_longctx.errors import ConfigError
+from jax_longctx.methods import star_blocks
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.observation import refuse_windows
+from jax_longctx.methods.star_blocks import ANCHOR, SENDS
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.sharding import axes_field
 from pallas_kernels.lse import merge
@@ -58,14 +53,7 @@ from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 __all__ = ["Adopting", "Star", "StarCache"]
 
-# Variants of segments: the anchor's tokens, and a whole first block whose head is the anchor.
-ANCHOR = "anchor"
-SENDS = "sends"
-
 _FULL = Full()
-
-Part = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
-Columns = list[list[list[int]]]  # of each row, the tokens of each shard
 
 
 @runtime_checkable
@@ -139,7 +127,7 @@ class Star:
             raise ConfigError(
                 f"star: anchor must be from 0 to the block's {self.block} tokens, got {self.anchor}"
             )
-        if self.anchor_kv == "broadcast" and not self._one_anchor:
+        if self.anchor_kv == "broadcast" and not star_blocks.one_anchor(self):
             raise ConfigError(
                 "star: anchor_kv=broadcast sends the first block's own keys; with other content or "
                 "positions set anchor_kv=recompute"
@@ -160,11 +148,6 @@ class Star:
         """a, in tokens."""
         return self.block if self.anchor is None else self.anchor
 
-    @property
-    def _one_anchor(self) -> bool:
-        """Whether all blocks have the same one."""
-        return self.content == "first" and self.positions == "first"
-
     def validate(self, config: ModelConfig) -> None:
         refuse_windows("star", config)
         self.decode.validate(config)
@@ -173,12 +156,8 @@ class Star:
                 f"star: constant is a token from 0 to {config.vocab_size - 1}, got {self.constant}"
             )
 
-    def _blocks_each(self, slots: int, shards: int) -> int:
-        """Blocks that a shard has room for."""
-        return -(-slots // (self.block * shards))
-
     def init_cache(self, shape: CacheShape) -> StarCache:
-        each = self._blocks_each(shape.slots, shape.shards)
+        each = star_blocks.blocks_each(self, shape.slots, shape.shards)
         slots = dataclasses.replace(shape, slots=each * self.block * shape.shards)
         # One slot where there is no anchor: arrays without elements cannot be donated.
         size = max(self.anchor_size, 1) * shape.shards
@@ -195,51 +174,11 @@ class Star:
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "question":
             return self.decode.segments(prompt)
-        each = self._blocks_each(prompt.slots, prompt.shards)
-        return _segments([part for turn in range(each) for part in self._turn(prompt, turn, each)])
+        return star_blocks.segments(self, prompt)
 
-    def _turn(self, prompt: Prompt, turn: int, each: int) -> Iterator[tuple[Columns, int, str]]:
-        """What is fed in every shard's turn-th block of `each`: tokens, chunk and variant."""
-        rows, size, shards = prompt.context or (), self.block, range(prompt.shards)
-        starts = [(s * each + turn) * size for s in shards]
-        blocks = [[list(row[at : at + size]) for at in starts] for row in rows]
-        if not any(part for row in blocks for part in row):
-            return
-        if self.anchor_kv == "recompute" and (turn == 0 or not self._one_anchor):
-            anchors = [
-                [
-                    self._anchor(row, at, prompt.vocab_size)
-                    if self._later(row, s, turn, each)
-                    else []
-                    for s, at in zip(shards, starts, strict=True)
-                ]
-                for row in rows
-            ]
-            yield from ((part, prompt.chunk, ANCHOR) for part in _chunks(anchors, prompt.chunk))
-        # The keys that are sent must be there before the block's last token attends to them.
-        sends = turn == 0 and self.anchor_kv == "broadcast" and self.anchor_size > 0
-        chunk, variant = (size, SENDS) if sends else (prompt.chunk, "")
-        yield from ((part, chunk, variant) for part in _chunks(blocks, chunk))
-
-    def _later(self, row: Any, shard: int, turn: int, each: int) -> bool:
-        """Whether the shard's block of this turn has an anchor; or a later one that shares it."""
-        turns = range(turn, each) if self._one_anchor else [turn]
-        blocks = [shard * each + t for t in turns]
-        return any(block > 0 and block * self.block < len(row) for block in blocks)
-
-    def _anchor(self, row: Any, start: int, vocab_size: int) -> list[int]:
-        """Tokens of the anchor of the block that starts there."""
-        size, draw = self.anchor_size, random.Random(f"{self.seed}/{start}")
-        if self.content == "constant":
-            return [self.constant] * size
-        if self.content == "random":
-            return [draw.randrange(vocab_size) for _ in range(size)]
-        if self.content == "previous":
-            return list(row[start - self.block : start - self.block + size])
-        first = list(row[:size])
-        if self.content == "shuffled":
-            draw.shuffle(first)
-        return first
+    def prefill_work(self, prompt: Prompt) -> PrefillWork:
+        """As `jax-longctx plan` asks."""
+        return star_blocks.prefill_work(self, prompt)
 
     def attend(
         self,
@@ -263,7 +202,8 @@ class Star:
         """The anchor's tokens, causal among themselves; a complete one starts over."""
         start_B = cache.anchored[:, 0] % self.anchor_size
         index_BT = start_B[:, None] + jnp.arange(q.shape[1])
-        at_BT = self._positions(index_BT, self._block_of(cache, ctx), cache, ctx)
+        longest = cache.decode.store.k.shape[2] * ctx.seq_size
+        at_BT = star_blocks.anchor_positions(self, index_BT, self._block_of(cache, ctx), longest)
         q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
         kept = cache.anchor_k, cache.anchor_v
         earlier = cache_attention(q, *kept, start_B, scale=ctx.scale)
@@ -278,26 +218,6 @@ class Star:
         """Index in the text of the block that each row reads next."""
         each = cache.decode.store.k.shape[2] // self.block
         return ctx.seq_index * each + cache.filled[:, 0] // self.block
-
-    def _positions(
-        self, index: Int[Array, "B T"], block: Int[Array, " B"], cache: StarCache, ctx: LayerContext
-    ) -> Int[Array, "B T"]:
-        """Where the anchor's tokens of that index stand before such a block."""
-        if self.positions == "first":
-            return index
-        if self.positions == "previous":
-            return (block[:, None] - 1) * self.block + index
-        # Ascending, no position twice, below the block: the same draw in every layer.
-        longest = cache.decode.store.k.shape[2] * ctx.seq_size
-
-        def draw(block: Array) -> Array:
-            key = jax.random.fold_in(jax.random.key(self.seed), block)
-            weight_S = jax.random.uniform(key, (longest,))
-            below_S = jnp.where(jnp.arange(longest) < block * self.block, weight_S, -1.0)
-            return jnp.sort(jax.lax.top_k(below_S, self.anchor_size)[1])
-
-        drawn_BA = jax.vmap(draw)(block)
-        return jnp.take_along_axis(drawn_BA, jnp.minimum(index, self.anchor_size - 1), axis=1)
 
     def _read_block(
         self,
@@ -379,21 +299,3 @@ class Star:
 
     def read_bytes(self, cache: Any, length: int) -> int:
         return self.decode.read_bytes(cache, length)
-
-
-def _chunks(columns: Columns, size: int) -> Iterator[Columns]:
-    """Every shard's tokens in parts of at most `size`."""
-    longest = max((len(part) for row in columns for part in row), default=0)
-    for start in range(0, longest, size):
-        yield [[part[start : start + size] for part in row] for row in columns]
-
-
-def _segments(fed: list[tuple[Columns, int, str]]) -> Iterator[Segment]:
-    """The parts as segments, a row's end marked in the last that holds tokens of it."""
-    last: dict[int, int] = {}
-    for index, (columns, _, _) in enumerate(fed):
-        last |= {b: index for b, row in enumerate(columns) if any(row)}
-    for index, (columns, chunk, variant) in enumerate(fed):
-        ends = np.array([last.get(b) == index for b in range(len(columns))])
-        most = max(len(part) for row in columns for part in row)
-        yield spread_segment(columns, tail_size(most, chunk), ends, variant)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_longctx.contract import Prompt, Segment
+from jax_longctx.contract import Prompt, Segment, merging
 from jax_longctx.contract.work import Planned, PrefillWork
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import bucket
@@ -76,9 +76,8 @@ def first_segment(setup: programs.Setup, batch: int, context: int, slots: int) -
     return next(_segments(setup, batch, context, slots), None)
 
 
-def _segments(setup: programs.Setup, batch: int, context: int, slots: int) -> Iterator[Segment]:
-    """The pieces of the context as the method feeds them."""
-    prompt = Prompt(
+def _prompt(setup: programs.Setup, batch: int, context: int, slots: int) -> Prompt:
+    return Prompt(
         "context",
         setup.chunk,
         context=[range(context)] * batch,
@@ -87,7 +86,11 @@ def _segments(setup: programs.Setup, batch: int, context: int, slots: int) -> It
         shards=setup.mesh.shape["seq"],
         vocab_size=context,
     )
-    return iter(setup.method.segments(prompt))
+
+
+def _segments(setup: programs.Setup, batch: int, context: int, slots: int) -> Iterator[Segment]:
+    """The pieces of the context as the method feeds them."""
+    return iter(setup.method.segments(_prompt(setup, batch, context, slots)))
 
 
 def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: int) -> Work:
@@ -109,12 +112,13 @@ def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: in
     if shards > 1 and spread:
         kv = 2 * config.num_kv_heads // tensor * config.head_dim * item
         received += layers * rows * work.received * kv
-        collectives += layers * segments * (shards - 1 if work.received else 0)
+        collectives += layers * work.collectives
     elif shards > 1:
-        # Partial results of every shard's own keys, in float32, with their weight.
-        merged = rows * work.tokens * config.num_heads / tensor * (config.head_dim + 1) * 4
-        received += layers * _all_reduce(merged, shards)
-        collectives += 2 * layers * segments
+        # Partial results of every shard's own keys.
+        size = int(rows * work.tokens / segments * config.num_heads) // tensor
+        sent, times = merging.cost(size, config.head_dim, item, shards)
+        received += layers * segments * sent
+        collectives += layers * segments * times
     passes = segments * weight_bytes(setup)
     return Work(
         linear=linear,
@@ -141,9 +145,10 @@ def decode_work(setup: programs.Setup, *, batch: int, context: int, read: int) -
         received += 2 * layers * _all_reduce(hidden, tensor)
         collectives += 2 * layers
     if shards > 1:
-        merged = rows * config.num_heads / tensor * (config.head_dim + 1) * 4
-        received += layers * _all_reduce(merged, shards)
-        collectives += 2 * layers
+        size = rows * config.num_heads // tensor
+        sent, times = merging.cost(size, config.head_dim, setup.dtype.itemsize, shards)
+        received += layers * sent
+        collectives += layers * times
     # Small caches lie whole on every shard of the slots; the larger ones are divided.
     divided = shape["data"] * tensor * (shards if setup.method.info.keeps_all else 1)
     pairs = read / (2 * config.num_kv_heads * config.head_dim * setup.dtype.itemsize)
@@ -172,7 +177,8 @@ def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[Prefil
     held = max(1, int(segment.chunk_lengths[0]))
     count = 1 if segment.spread else -(-context // held)
     if isinstance(method, Planned):
-        return method.prefill_work(context, shards), count, segment.spread
+        work = method.prefill_work(_prompt(setup, 1, context, slots))
+        return work, work.passes, segment.spread
     if segment.spread:
         most = [int(np.max(each.valid)) for each in _segments(setup, 1, context, slots)]
         tokens = sum(most)

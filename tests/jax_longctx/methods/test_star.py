@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jax_longctx.engine import Engine, programs
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import Full, make_method, settings_of
+from jax_longctx.methods import Full, make_method, settings_of, star_blocks
 from jax_longctx.methods.star import Star
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
@@ -71,7 +71,7 @@ def expected(method):
             if start == 0 or a == 0:
                 read(block, at, 0)
                 continue
-            anchor = method._anchor(row, start, engine.config.vocab_size)
+            anchor = star_blocks.anchor_tokens(method, row, start, engine.config.vocab_size)
             before = {"first": np.arange(a), "previous": start - size + np.arange(a)}
             read([*anchor, *block], np.concatenate([before[method.positions], at]), a)
 
@@ -149,7 +149,7 @@ def test_random_positions_are_ascending_below_the_block():
     def draw(cache):
         ctx = setup.layer_context(None, jnp.zeros(1, jnp.int32))
         index = jnp.arange(30)[None]
-        return method._positions(index, method._block_of(cache, ctx), cache, ctx)
+        return star_blocks.anchor_positions(method, index, method._block_of(cache, ctx), 256)
 
     run = jax.shard_map(
         draw, mesh=engine.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False

@@ -100,14 +100,37 @@ def test_a_ring_divides_the_work_and_zigzag_halves_the_last_shards():
     assert zigzag.attention == pytest.approx(full.attention, rel=0.01)
     # Keys and values of three other shards, in both layers.
     assert ring.received == 2 * 3 * CONTEXT / 4 * 2 * 2 * 8 * 4
+    assert (ring.collectives, zigzag.collectives) == (2 * 3, 2 * 4)
 
 
-def test_spread_segments_are_all_counted():
-    wanted = request(make_method("star", {}), target="h100x4", context=4000)
+@pytest.mark.parametrize("kv", ["recompute", "broadcast"])
+def test_stars_busiest_shard_reads_its_blocks_behind_the_anchor(kv):
+    """1,900 tokens in blocks of 256 behind 100: two shards of four blocks, the last of 108."""
+    method = make_method("star", {"block": 256, "anchor": 100, "anchor_kv": kv})
+    wanted = request(method, target="h100x2", context=1900)
     star = make_plan(wanted, {"seq": 2}, largest=False).prefill
-    full = make_plan(dataclasses.replace(wanted, method=make_method("full", {})), {}).prefill
-    # Each shard has at least its half of the text, and at most an anchor beside every block.
-    assert full.linear / 2 * 0.95 <= star.linear <= full.linear * 1.1
+    config = wanted.config
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    head = 64 * 32
+
+    def causal(tokens):
+        return tokens * (tokens + 1) / 2
+
+    # The second shard has three whole blocks and one of 108 tokens, all behind an anchor; the
+    # first has four whole ones, three of them behind it, and more to do either way.
+    first = [4 * 256, 4 * causal(256) + 3 * 100 * 256]
+    if kv == "recompute":
+        first = [first[0] + 100, first[1] + causal(100)]
+    assert star.linear == 2 * (config.num_layers * layer * first[0] + head)
+    assert star.attention == 2 * 4 * 4 * 8 * first[1]
+    sent = 2 * 100 / 2 * (2 * 2 * 8 * 4) * 2
+    assert star.received == (sent if kv == "broadcast" else 0)
+    # Keys and values in each of two layers.
+    assert star.collectives == (4 if kv == "broadcast" else 0)
+    # In chunks of 64: two for an anchor, four for a block; a block whose head is sent in one.
+    passes = 2 + 4 * 4 if kv == "recompute" else 1 + 3 * 4
+    weights = make_plan(wanted, {"seq": 2}, largest=False).weights
+    assert star.read == passes * weights
 
 
 def test_a_budget_bounds_memory_and_work():

@@ -1,0 +1,166 @@
+"""`bench prefill` on a tiny shape over forced CPU devices: its figures follow from each other."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from jax_longctx.bench import prefill
+from jax_longctx.cli.main import app
+from jax_longctx.methods import make_method
+from jax_longctx.models import presets
+
+
+@pytest.fixture
+def tiny_preset(monkeypatch):
+    shape = presets._llama(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    monkeypatch.setitem(presets.PRESETS, "tiny", shape)
+    monkeypatch.setattr(prefill, "WARM", 18)
+
+
+def bench(*args):
+    return CliRunner().invoke(app, ["bench", "prefill", "--model", "tiny", *args])
+
+
+@pytest.mark.slow
+def test_figures_follow_from_each_other(tiny_preset, tmp_path):
+    out = tmp_path / "found.json"
+    args = ["-m", "ring", "-m", "star:anchor_kv=broadcast", "--case", "1024:256", "--mesh", "seq=4"]
+    args += ["--layers", "2", "--runs", "1", "--blocks", "1", "--chunk", "128"]
+    result = bench(*args, "--out", str(out), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found == json.loads(out.read_text()) and list(tmp_path.iterdir()) == [out]
+    assert found["layers"] == {"timed": 2, "of": 4}
+    assert found["mesh"] == {"data": 1, "seq": 4, "tensor": 1}
+    ring, star = found["rows"]
+    assert star["settings"] == {"block": "256", "anchor_kv": "broadcast"} and not ring["settings"]
+    # Question, answer and the spare slot leave the context of four blocks of slots.
+    length = 1024 - (18 + 32) - 1 - 1
+    assert ring["context"] == star["context"] == length
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
+    head = 2 * 128 * 32
+    assert ring["linear"] == pytest.approx(2 * 4 * layer * length / 4 + head)
+    assert ring["attention"] == pytest.approx(4 * 4 * 32 * (length / 4) ** 2 * 3.5)
+    # The second and the third shard have whole blocks behind an anchor that was sent to them.
+    assert star["linear"] == 2 * 4 * layer * 256 + head
+    assert star["attention"] == 4 * 4 * 32 * (256 * 257 / 2 + 256 * 256)
+    kv = 2 * 2 * 8 * 2 * 4
+    assert (ring["received"], star["received"]) == (kv * 3 * length / 4, kv * 2 * 256 * 3 / 4)
+    rates = found["rates"]
+    for row in found["rows"]:
+        by_flops = row["linear"] / rates["linear"] + row["attention"] / rates["attention"]
+        assert row["model_seconds"] == pytest.approx(by_flops)
+        (two,), (one,) = (row["measured"][n]["first_token"] for n in "21")
+        assert row["first_token"] == pytest.approx(two + 2 * (two - one))
+        assert row["first_token_fixed"] == pytest.approx(one - (two - one))
+        assert row["of_model"] == pytest.approx(row["first_token"] / by_flops)
+        assert row["speedup"] == pytest.approx(ring["first_token"] / row["first_token"])
+        used = rates["merge"][rates["merge"]["used"]]
+        assert row["merge_share"] == pytest.approx(4 * used / row["step"])
+    assert rates["merge"]["used"] == "by_gather"
+
+
+@pytest.mark.slow
+def test_one_device_merges_nothing_and_a_step_can_be_left_out(tiny_preset):
+    args = ["-m", "full", "--case", "256:128", "--mesh", "seq=1", "--layers", "2", "--json"]
+    result = bench(*args, "--runs", "1", "--blocks", "0", "--chunk", "64")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["rates"]["merge"] is None and found["rates"]["received"] is None
+    (row,) = found["rows"]
+    assert not {"step", "merge_share"} & set(row) and row["context"] == 256 - 1 - 1 - 1
+
+
+def test_time_is_scaled_from_some_layers_and_one():
+    assert prefill._scaled("x", {32: 5.0}, 32) == {"x": 5.0}
+    # 3 s fixed and 0.5 s a layer.
+    wanted = {"x": 19.0, "x_layer": 0.5, "x_fixed": 3.0}
+    assert prefill._scaled("x", {8: 7.0, 1: 3.5}, 32) == pytest.approx(wanted)
+
+
+def test_a_block_is_for_methods_that_have_one():
+    case = prefill.Case(1024, 256)
+    settings, method = prefill._made("star", {"anchor": "8"}, case)
+    assert settings == {"block": "256", "anchor": "8"} and method.block == 256
+    assert prefill._made("star", {"block": "64"}, case)[1].block == 64
+    assert prefill._made("ring", {}, case) == ({}, make_method("ring"))
+    assert prefill._made("star", {}, prefill.Case(1024))[1].block == 32768
+
+
+RESULT = {
+    "model": "tiny",
+    "device": "H",
+    "jax": "0",
+    "mesh": {"data": 1, "seq": 2, "tensor": 1},
+    "chunk": 8192,
+    "layers": {"timed": 8, "of": 32},
+    "runs": 3,
+    "rates": {
+        "linear": 6e14,
+        "attention": 5e14,
+        "square": 65536,
+        "received": 3e11,
+        "merge": {"by_sum": 2e-5, "by_gather": 1e-5, "used": "by_gather"},
+    },
+    "rows": [
+        {
+            "method": "ring",
+            "settings": {"order": "zigzag"},
+            "tokens": 131072,
+            "first_token": 8.0,
+            "speedup": 1.0,
+            "step": 0.004,
+            "merge_share": 0.08,
+            "linear": 1e15,
+            "attention": 2e15,
+            "received": 1.29e10,
+            "model_seconds": 6.4,
+            "of_model": 1.25,
+        },
+        {"method": "star", "settings": {}, "tokens": 131072, "failed": "too much"},
+    ],
+}
+
+
+def test_a_table_for_people(tiny_preset, monkeypatch):
+    monkeypatch.setattr(prefill, "run", lambda **given: RESULT)
+    monkeypatch.setenv("COLUMNS", "200")
+    result = bench("-m", "ring:order=zigzag", "--case", "131072", "--mesh", "seq=2")
+    assert result.exit_code == 0, result.output
+    times, work, *facts = result.stdout.split("\n\n")
+    times = times.splitlines()
+    assert times[1].split() == "ring order=zigzag 131,072 8.00 s 1.00x 4.00 ms 8.0%".split()
+    assert times[2].split() == "star 131,072 too much".split()
+    row = work.splitlines()[-1]
+    assert row.split() == "ring order=zigzag 131,072 1,000 2,000 12.9 GB 6.40 s 1.25".split()
+    said = " ".join(" ".join(facts).split())
+    assert "8 layers and 1 timed, scaled to 32" in said and "data=1, seq=2, tensor=1" in said
+    assert "linear 600 TFLOP/s, attention 500 TFLOP/s (causal, 65,536 tokens)" in said
+    assert "from a neighbour 300.0 GB/s" in said
+    assert "20.0 us by pmax and psum, 10.0 us by one all-gather; by_gather is used" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--case", "1024:"], "expected TOKENS or TOKENS:BLOCK"),
+        (["--case", "0"], "expected TOKENS or TOKENS:BLOCK"),
+        (["--case", "40"], "--case 40: question and answer need 85 tokens"),
+        (["--layers", "9"], "--layers must be from 2 to 4, got 9"),
+        (["--out", "nowhere/found.json"], "there is no folder nowhere"),
+        (["--mesh", "seq=64"], "needs 64 devices, 8 found"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(tiny_preset, args, said):
+    result = bench("-m", "full", *args)
+    assert result.exit_code == 2 and said in result.stderr, result.output
+    assert result.stderr.count("\n") <= 2
