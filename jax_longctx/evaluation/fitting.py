@@ -1,9 +1,15 @@
 """How many units of text fit a number of tokens, found with few counts of the whole."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
-__all__ = ["largest"]
+from jax_longctx.errors import InputError
+
+__all__ = ["Fitted", "largest", "most_units"]
+
+# From so many units is guessed how many tokens one has.
+_PROBE = 20
 
 
 def largest(
@@ -38,3 +44,40 @@ def largest(
             low = n
             n += max(1, math.floor(-over / each))
     return low
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """A text of as many units as fit, and its tokens."""
+
+    units: int
+    text: str
+    tokens: int
+
+
+def most_units(
+    count: Callable[[str], int],
+    text: Callable[[int], str],
+    room: int,
+    *,
+    fewest: int = 1,
+    limit: int | None = None,
+) -> Fitted:
+    """`text` of the most units, from `fewest` to `limit`, that has at most `room` tokens.
+
+    Raises:
+      InputError: not even `fewest` fit.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(units: int) -> int:
+        sizes[units] = count(text(units))
+        return sizes[units]
+
+    base, probe = size(0), _PROBE if limit is None else min(_PROBE, max(limit, 1))
+    each = max((size(probe) - base) / probe, 1.0)
+    guess = max(int((room - base) / each), 0)
+    units = largest(size, room, guess=guess, each=each, limit=limit)
+    if units < fewest:
+        raise InputError(f"{max(room, 0)} tokens are too few for this task's text; ask for more")
+    return Fitted(units, text(units), sizes[units])

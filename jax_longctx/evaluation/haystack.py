@@ -60,11 +60,13 @@ class Filled:
       text: the whole.
       before: about how many tokens of the text around it come before each sentence.
       around: about how many tokens the text around has.
+      tokens: how many the whole has.
     """
 
     text: str
     before: tuple[int, ...]
     around: int
+    tokens: int
 
 
 class Haystack:
@@ -78,6 +80,7 @@ class Haystack:
 
     def __init__(self, text: str, count: Callable[[str], int]):
         self.count = count
+        self.text = text
         self.pieces = [piece for piece in pieces(text + "\n\n") if piece.strip()]
         if not self.pieces:
             raise InputError("the text to hide a sentence in is empty")
@@ -130,21 +133,26 @@ class Haystack:
             borders = [bisect.bisect_left(before, depth * before[-1]) for depth in depths]
             chosen = [self.pieces[(start + i) % len(self.pieces)] for i in range(units)]
             text = head + _set_in(chosen, borders, sentences, inline)
-            return Filled(text, tuple(before[border] for border in borders), before[-1])
+            found = tuple(before[border] for border in borders)
+            return Filled(text, found, before[-1], self.count(text))
 
         room = tokens - self.count(head + "".join(f"\n\n{each}\n\n" for each in sentences))
         guess = 0
         while room > 0 and grown(guess + 1)[-1] <= room:
             guess += 1
         average = sum(self.sizes) / len(self.sizes)
-        units = largest(
-            lambda n: self.count(filled(n).text), tokens, guess=guess, each=max(average, 1.0)
-        )
+        tried: dict[int, Filled] = {}
+
+        def size(units: int) -> int:
+            tried[units] = filled(units)
+            return tried[units].tokens
+
+        units = largest(size, tokens, guess=guess, each=max(average, 1.0))
         if units < 1:
             raise InputError(
                 f"{max(room, 0)} tokens beside it are too few for any text; ask for more"
             )
-        return filled(units)
+        return tried[units]
 
 
 def _set_in(

@@ -8,13 +8,20 @@ number has always five digits, as CItruS has it.
 """
 
 import dataclasses
-import random
 from collections.abc import Iterator
 
 from jax_longctx.evaluation.haystack import open_haystack, source_name
 from jax_longctx.evaluation.metrics import clean, exact_first_int
 from jax_longctx.evaluation.passkey import SENTENCE, STEM
-from jax_longctx.evaluation.tasks.task import Count, Sample, at_least, fixed, make_sample
+from jax_longctx.evaluation.tasks.task import (
+    Count,
+    Sample,
+    at_least,
+    context_room,
+    fixed,
+    make_sample,
+    sample_draw,
+)
 
 __all__ = ["Passkey"]
 
@@ -55,14 +62,14 @@ class Passkey:
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
         """See `Task`."""
         haystack = open_haystack(self.haystack, count)
-        asked = count(QUESTION + STEM)
+        room = context_room(count, QUESTION + STEM, self.max_new, tokens)
         for index in range(trials):
-            draw = random.Random(f"{self.name}/{seed}/{tokens}/{index}")
+            draw = sample_draw(self.name, seed, tokens, index)
             key = str(draw.randint(10_000, 99_999))
             depth = (index % self.depths) / max(self.depths - 1, 1)
             filled = haystack.fill(
                 [(depth, SENTENCE.format(key=key))],
-                tokens=tokens - 1 - asked - self.max_new,
+                tokens=room,
                 start=draw.randrange(len(haystack.pieces)),
                 head=INTRO,
             )
@@ -70,6 +77,7 @@ class Passkey:
                 count,
                 index=index,
                 context=filled.text,
+                tokens=filled.tokens,
                 query=QUESTION,
                 answer_prefix=STEM,
                 outputs=(key,),

@@ -6,12 +6,22 @@ answers without a model.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from jax_longctx.errors import ConfigError
 
-__all__ = ["Count", "Sample", "Task", "at_least", "fixed", "make_sample", "prompt_length"]
+__all__ = [
+    "Count",
+    "Sample",
+    "Task",
+    "at_least",
+    "context_room",
+    "fixed",
+    "make_sample",
+    "sample_draw",
+]
 
 # Tokens of a text, without special tokens.
 Count = Callable[[str], int]
@@ -98,9 +108,14 @@ class Task(Protocol):
         ...
 
 
-def prompt_length(count: Count, context: str, asked: str, max_new: int) -> int:
-    """`Sample.length` of a context and of `asked`, query and answer prefix together."""
-    return 1 + count(context) + count(asked) + max_new
+def context_room(count: Count, asked: str, max_new: int, tokens: int) -> int:
+    """How many of a prompt's `tokens` are left for its context."""
+    return tokens - 1 - count(asked) - max_new
+
+
+def sample_draw(name: str, seed: int, tokens: int, index: int) -> random.Random:
+    """The random numbers of one prompt, its own: no other prompt moves them."""
+    return random.Random(f"{name}/{seed}/{tokens}/{index}")
 
 
 def make_sample(
@@ -108,15 +123,16 @@ def make_sample(
     *,
     index: int,
     context: str,
+    tokens: int,
     query: str,
     answer_prefix: str,
-    outputs: tuple[str, ...],
+    outputs: Iterable[str],
     max_new: int,
     meta: dict[str, Any],
 ) -> Sample:
-    """A sample with its length counted."""
-    length = prompt_length(count, context, query + answer_prefix, max_new)
-    return Sample(index, context, query, answer_prefix, outputs, length, meta)
+    """A sample with its length counted; its context has `tokens` tokens."""
+    length = 1 + tokens + count(query + answer_prefix) + max_new
+    return Sample(index, context, query, answer_prefix, tuple(outputs), length, meta)
 
 
 def fixed(value: Any) -> Any:

@@ -58,6 +58,30 @@ def test_needle_stands_between_whole_sentences_of_real_text(depth):
     assert "\n\n" in between or (head[-1] in ".?!" and tail[0].isupper())
 
 
+@pytest.mark.parametrize("inline", [False, True])
+def test_several_sentences_stand_at_their_depths_in_order(inline):
+    needles = [(0.0, "First."), (0.25, "Second."), (0.25, "Third."), (1.0, "Last.")]
+    filled = Haystack(numbered(1000), words).fill(
+        needles, tokens=505, start=3, head="Look out. ", inline=inline
+    )
+    assert filled.tokens == words(filled.text) == 505 - (505 - 6) % 4
+    assert filled.around == 4 * (499 // 4)
+    before = [words(filled.text.partition(text)[0]) for _, text in needles]
+    # The head has two words, and each sentence before one more.
+    assert filled.before == tuple(n - 2 - i for i, n in enumerate(before))
+    assert filled.before == (0, 124, 124, filled.around)
+    gap = " " if inline else "\n\n"
+    assert f"{gap}Second.{gap}Third.{gap}Sentence" in filled.text
+    assert filled.text.startswith(f"Look out. First.{gap}Sentence 3 stands")
+    assert filled.text.endswith(f"here.{gap}Last.")
+
+
+def test_a_paragraph_stays_one_where_a_sentence_is_set_in():
+    text = "One two.\n\n" * 40
+    filled = Haystack(text, words).fill([(0.5, "Here.")], tokens=41, inline=True)
+    assert filled.text == "One two.\n\n" * 10 + "Here. " + "\n\n".join(["One two."] * 10)
+
+
 def test_python_ships_enough_prose():
     text = python_topics()
     assert words(text) > 25_000

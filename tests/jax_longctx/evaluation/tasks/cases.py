@@ -17,7 +17,8 @@ class Case:
 
     Attributes:
       answer: the right answer, read from the prompt.
-      slack: most words that may be missing to the length asked for.
+      slack: most words that may be missing to the length asked for; of real tokens `real_slack`.
+      text: whether the task has a text to hide in; lengths are looked at in one of short sentences.
       tokens: words of a prompt.
       settings: the task's.
       hidden: whether the right answers stand in the context, that many times each, and neither
@@ -26,6 +27,8 @@ class Case:
 
     answer: Callable[[Sample], str]
     slack: int
+    real_slack: int = 25
+    text: bool = False
     tokens: int = 600
     settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
     hidden: int = 1
@@ -36,6 +39,37 @@ def passkey(sample: Sample) -> str:
     return f" {key}."
 
 
+def kept(sample: Sample) -> str:
+    """Where the things of the question are kept, each in a sentence."""
+    things = re.findall(r"the (\w+ \w+ of \w+)", sample.query)
+    found = [
+        re.findall(rf"The {thing} is kept in the ([\w ]+)\.", sample.context) for thing in things
+    ]
+    assert all(len(places) == 1 for places in found)
+    return ". ".join(
+        f"{thing}: {places[0].upper()}" for thing, places in zip(things, found, strict=True)
+    )
+
+
+def secrets(sample: Sample) -> str:
+    """All that the context assigns to the keys of the question."""
+    keys = re.search(r"assigned to (.*) in the text above", sample.query)
+    assert keys is not None
+    named = [key for key in re.split(r",? and |, ", keys[1])]
+    pairs = re.findall(r"A secret \w+ assigned to ([\w-]+) is: ([\w-]+)\.", sample.context)
+    return ", ".join(value for key, value in pairs if key in named)
+
+
 CASES: dict[str, Case] = {
-    "passkey": Case(answer=passkey, slack=5, hidden=2),
+    "passkey": Case(answer=passkey, slack=5, text=True, hidden=2),
+    "niah_single": Case(answer=kept, slack=5, text=True),
+    "niah_multi": Case(answer=kept, slack=5, text=True, tokens=1200),
+    "niah_single_1": Case(answer=secrets, slack=5),
+    "niah_single_2": Case(answer=secrets, slack=5, text=True),
+    "niah_single_3": Case(answer=secrets, slack=5, text=True),
+    "niah_multikey_1": Case(answer=secrets, slack=5, text=True),
+    "niah_multikey_2": Case(answer=secrets, slack=8, real_slack=30),
+    "niah_multikey_3": Case(answer=secrets, slack=8, real_slack=110),
+    "niah_multivalue": Case(answer=secrets, slack=5, text=True),
+    "niah_multiquery": Case(answer=secrets, slack=5, text=True),
 }
