@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_longctx.engine import Engine
+from jax_longctx.evaluation.perplexity import perplexity, score_texts
 from jax_longctx.models.llama import param_infos
 from jax_longctx.sharding import logical_sharding
 from train_cpt.data import Windows
-from train_cpt.perplexity import parse_method, perplexity, tail_losses
+from train_cpt.perplexity import parse_method
 from train_cpt.processes import own_rows, place_texts
 from train_cpt.step import Setup, text_losses
 
@@ -56,8 +57,9 @@ def dev_losses(
         weights = _inference_weights(setup, params)
     for spec in methods:
         engine = Engine(setup.config, weights, parse_method(spec), setup.mesh)
-        every = tail_losses(engine, tokens.reshape(count * rows, -1), tail=last, batch=rows)
-        found[f"dev_perplexity/{spec}"] = perplexity(every)
+        flat = tokens.reshape(count * rows, -1)
+        scores = score_texts(engine, flat, through="decode", score=last, batch=rows)
+        found[f"dev_perplexity/{spec}"] = perplexity(scores.losses)
     return found
 
 

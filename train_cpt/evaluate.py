@@ -1,6 +1,7 @@
 """Checkpoints under inference methods on one split of a prepared data set, as a table."""
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import numpy as np
 
 from jax_longctx.engine import Engine
 from jax_longctx.errors import InputError
+from jax_longctx.evaluation.perplexity import perplexity, score_texts
 from jax_longctx.methods import settings_of
 from jax_longctx.models.checkpoint import TOKENIZER, load_params, read_manifest
 from jax_longctx.sharding import make_mesh, parse_mesh
 from train_cpt.data import MANIFEST, Windows, open_windows
 from train_cpt.data import read_manifest as read_data_manifest
-from train_cpt.perplexity import drop_interval, parse_method, perplexity, tail_losses
+from train_cpt.perplexity import drop_interval, parse_method
 
 __all__ = ["evaluate", "markdown", "tokenizer_digest"]
 
@@ -48,7 +50,7 @@ def evaluate(
       count: texts of the split, at even distances.
       batch, chunk: texts, and tokens of each, that are read together.
       dtype: of weights and caches; each checkpoint's own unless given.
-      watch: told what is being done, gives back what to call with (done, total).
+      watch: told what is being done, gives back what to call with (done, total) scored tokens.
 
     Returns:
       `runs`, a record for each checkpoint and method: their names, `settings`, and `losses`, the
@@ -69,7 +71,8 @@ def evaluate(
         for spec, method in zip(methods, made, strict=True):
             engine = Engine(manifest.config, params, method, on, chunk=chunk)
             progress = watch(f"{checkpoint.name}, {spec}")
-            losses = tail_losses(engine, texts, tail=tail, batch=batch, progress=progress)
+            how: dict[str, Any] = {"through": "decode", "score": tail, "batch": batch}
+            losses = score_texts(engine, texts, **how, progress=progress).losses
             names = {"checkpoint": str(checkpoint), "source": manifest.source, "method": spec}
             means = losses.mean(axis=1, dtype=np.float64).tolist()
             runs.append({**names, "settings": settings_of(method)["settings"], "losses": means})
@@ -133,4 +136,6 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _interval(estimate: float, low: float, high: float) -> str:
+    if math.isnan(low):
+        return f"{estimate:+.4f}"
     return f"{estimate:+.4f} [{low:+.4f}, {high:+.4f}]"

@@ -166,7 +166,7 @@ def evaluate(
 
         def watch(doing: str) -> Any:
             bars.close()
-            return bars.enter_context(terminal.progress(doing, "texts"))
+            return bars.enter_context(terminal.progress(doing, "tokens"))
 
         result = run(
             checkpoints,

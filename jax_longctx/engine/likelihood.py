@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,14 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.engine import programs
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.forced import Through, forced_states, read_text
+from jax_longctx.engine.forced import States, Through, forced_states, read_text
 from jax_longctx.engine.rows import Rows, checked_rows
 from jax_longctx.errors import InputError
 
 if TYPE_CHECKING:
     from jax_longctx.engine.engine import Engine
 
-__all__ = ["Likelihood", "all_logits", "by_columns", "loglikelihoods", "token_scores"]
+__all__ = ["Likelihood", "all_logits", "by_columns", "gathered", "loglikelihoods", "token_scores"]
 
 # Most logits at a time: 64 MiB of float32.
 LOGITS = 1 << 24
@@ -61,8 +61,14 @@ def loglikelihoods(
 ) -> list[Likelihood]:
     """The continuations' likelihoods; arguments and errors are those of `forced_states`."""
     options: Any = {"through": through, "questions": questions, "total": total, "ahead": ahead}
-    states = forced_states(engine, contexts, continuations, **options)
-    found: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in contexts]
+    return gathered(
+        engine, forced_states(engine, contexts, continuations, **options), len(contexts)
+    )
+
+
+def gathered(engine: "Engine", states: Iterable[States], rows: int) -> list[Likelihood]:
+    """The likelihoods of the first `rows` rows' targets, from all of their states."""
+    found: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(rows)]
 
     def keep(targets: np.ndarray, scores: tuple[Array, Array]) -> None:
         logprobs, greedy = map(np.asarray, scores)
@@ -81,8 +87,8 @@ def loglikelihoods(
         if queued is not None:
             keep(*queued)
         queued = piece.targets, scores
-    assert queued is not None, "every row has a token to score"
-    keep(*queued)
+    if queued is not None:
+        keep(*queued)
     return [Likelihood(*map(np.concatenate, zip(*row, strict=True))) for row in found]
 
 

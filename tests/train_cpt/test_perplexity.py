@@ -7,14 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError
+from jax_longctx.evaluation.perplexity import perplexity, score_texts
 from jax_longctx.methods import RefreshKV
 from jax_longctx.sharding import make_mesh
 from tests.support import random_rows, tiny_config, tiny_engine
 from train_cpt.attention import Pattern
 from train_cpt.data import Windows
 from train_cpt.dev_loss import dev_losses
-from train_cpt.perplexity import drop_interval, parse_method, perplexity, tail_losses
+from train_cpt.perplexity import drop_interval, parse_method
 from train_cpt.step import OptimizerConfig, Setup, text_losses
 
 LENGTH, TAIL = 22, 5
@@ -31,7 +32,8 @@ def engine_of(spec, mesh=(1, 1, 1)):
 
 @functools.cache
 def losses_of(spec, mesh=(1, 1, 1), batch=3):
-    return tail_losses(engine_of(spec, mesh), TEXTS, tail=TAIL, batch=batch)
+    engine = engine_of(spec, mesh)
+    return score_texts(engine, TEXTS, through="decode", score=TAIL, batch=batch).losses
 
 
 def setup_of(pattern):
@@ -96,12 +98,6 @@ def test_an_evaluation_reads_the_dev_texts_as_trained_and_as_decoded():
     assert abs(every - few["dev_loss"]) > 1e-3
 
 
-def test_texts_that_leave_nothing_are_refused():
-    for texts, tail in [(TEXTS, LENGTH), (TEXTS[:0], 1)]:
-        with pytest.raises(InputError, match="leave nothing to score"):
-            tail_losses(engine_of("full"), texts, tail=tail, batch=1)
-
-
 def test_methods_are_named_with_their_settings():
     method = parse_method("refreshkv:schedule=fixed,stride=25")
     assert method == dataclasses.replace(RefreshKV(), schedule="fixed", stride=25)
@@ -123,4 +119,6 @@ def test_what_losses_fell_by_has_an_interval_over_texts():
     more = drop_interval(before, after, (before + 1, after + 1))
     assert more == pytest.approx((0, 0, 0), abs=1e-12)
     assert drop_interval(before, before - 1, (before, before - 0.25)) == pytest.approx([0.75] * 3)
-    assert perplexity([1.0, 3.0]) == pytest.approx(np.exp(2))
+    # A single text has no interval.
+    assert drop_interval(before[:1], before[:1] - 1)[0] == pytest.approx(1)
+    assert np.isnan(drop_interval(before[:1], before[:1] - 1)[1:]).all()

@@ -1,0 +1,80 @@
+"""`eval perplexity` end to end on a tiny random model, and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jax_longctx.engine import Engine
+from jax_longctx.methods import Full
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Rain falls on the roof. Leaves turn. " * 60)
+    return path
+
+
+@pytest.mark.slow
+def test_every_method_reads_the_same_texts(run, loads, tiny, text, tmp_path):
+    out, png = tmp_path / "runs.json", tmp_path / "curve.png"
+    args = ["eval", "perplexity", "-c", "model", "--text", text, "--length", "150"]
+    args += ["--texts", "3", "--batch", "2", "--out", out, "--plot", png, "--score", "20"]
+    result = run(*args, "-m", "full", "-m", "snapkv:budget=300", "-m", "snapkv:budget=32,window=8")
+    assert result.exit_code == 0, result.output
+    full, whole, part = json.loads(out.read_text())["runs"]
+    assert [run["given"] for run in (whole, part)] == [
+        {"budget": "300"},
+        {"budget": "32", "window": "8"},
+    ]
+    np.testing.assert_allclose(whole["means"], full["means"], atol=1e-4)
+    assert np.abs(np.array(part["means"]) - full["means"]).max() > 1e-3
+    assert (full["length"], full["score"], full["texts"], full["through"]) == (
+        150,
+        20,
+        3,
+        "decode",
+    )
+    assert [window[:2] for window in full["windows"]] == [[130, 145], [146, 149]]
+    # The first text begins with the beginning-of-text token and the file's first words.
+    tokens = tiny.tokenizer.encode(text.read_text(), bos=True)[:150]
+    engine = Engine(tiny.config, tiny.engine.params, Full(), tiny.engine.mesh, chunk=64)
+    scores = engine.loglikelihoods([tokens[:130]], [tokens[130:]])[0]
+    assert full["means"][0] == pytest.approx(-scores.total / 20, abs=1e-4)
+    assert "`snapkv budget=32 window=8` |" in result.stdout
+    assert "P1: 20 of 150 tokens scored, n = 3 texts" in result.stdout
+    assert png.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_a_stream_runs_over_files_and_is_read_for_each_question(run, loads, text):
+    args = ["eval", "perplexity", "-c", "model", "--protocol", "P3", "--text", text, "--text", text]
+    args += ["--length", "900", "--window", "300", "--json"]
+    asked = ["--question", "Why?", "--question", "Who was it?"]
+    result = run(
+        *args, "-m", "citrus:budget=64,chunk=16", "-m", "streaming-llm:budget=64,chunk=16", *asked
+    )
+    assert result.exit_code == 0, result.output
+    why, who, streaming = map(json.loads, result.stdout.splitlines())
+    assert [record["question"] for record in (why, who, streaming)] == ["Why?", "Who was it?", ""]
+    assert why["means"] != who["means"]
+    assert [window[:2] for window in why["windows"]] == [[1, 300], [301, 600], [601, 899]]
+    assert streaming["through"] == "context" and streaming["score"] == 899
+
+
+def test_mistakes_are_named_before_anything_runs(run, loads, text):
+    perplexity = ("eval", "perplexity", "-c", "model", "--text", text)
+    for args, message in [
+        (("--protocol", "P9"), "'P9' is not one of P1, P2, P3, P4, P5"),
+        (("--question", "Why?"), "--question is for P3 and P4"),
+        (
+            ("--protocol", "P3", "-m", "citrus:budget=64,chunk=16"),
+            "citrus reads a text for a question",
+        ),
+        (("-m", "full", "-m", "snapkv:budget=x"), "expected a whole number"),
+        (("--length", "100000"), "hold 0: ask for fewer or shorter ones"),
+    ]:
+        result = run(*perplexity, *args)
+        assert result.exit_code == 2, args
+        assert result.stderr.count("\n") == 1 and message in result.stderr

@@ -1,0 +1,296 @@
+"""The protocols are those of a dense computation; tables and curves are of the right numbers."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jax_longctx.errors import InputError
+from jax_longctx.evaluation.intervals import bootstrap
+from jax_longctx.evaluation.perplexity import PROTOCOLS, perplexity, score_texts, windows
+from jax_longctx.evaluation.perplexity_report import markdown, plot
+from jax_longctx.evaluation.texts import cut_texts
+from jax_longctx.methods import Citrus, Full, ReAttention, SnapKV, Star, StreamingLLM
+from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy, weighted_values
+from tests.support import random_rows, tiny_config, tiny_engine
+
+LENGTH, SCORE = 70, 9
+TEXTS = np.array(random_rows([LENGTH] * 3, seed=3), np.int32)
+CONFIG = tiny_config(num_layers=1)
+
+
+@functools.cache
+def engine_of(method):
+    return tiny_engine(method, config=CONFIG, chunk=16)
+
+
+def numpy_losses(text, attend, first):
+    """Losses of the text's tokens from `first` on."""
+    params = to_numpy(jax.device_get(engine_of(Full()).params))
+    logits = forward(CONFIG, params, text[:-1].tolist(), attend)[first - 1 :]
+    top = logits.max(-1)
+    chosen = logits[np.arange(len(logits)), text[first:]]
+    return np.log(np.exp(logits - top[:, None]).sum(-1)) + top - chosen
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_full_attention_by_every_protocol_is_the_dense_loss(name):
+    protocol = PROTOCOLS[name]
+    score = None if protocol.score is None else SCORE
+    # The last batch of two is not full.
+    found = score_texts(engine_of(Full()), TEXTS, through=protocol.through, score=score, batch=2)
+    first = 1 if score is None else LENGTH - SCORE
+    expected = [numpy_losses(text, causal_attend(1e4), first) for text in TEXTS]
+    np.testing.assert_allclose(found.losses, expected, atol=1e-4)
+    assert len(found.read_seconds) == len(found.score_seconds) == 2
+    assert (found.through, found.ahead) == (protocol.through, False)
+
+
+def test_the_papers_protocols():
+    said = {name: (p.through, p.length, p.score, p.window) for name, p in PROTOCOLS.items()}
+    assert said == {
+        "P1": ("decode", 16384, 256, 16),
+        "P2": ("decode", 16384, 50, 10),
+        "P3": ("context", 65536, None, 8192),
+        "P4": ("context", 65536, None, 4096),
+        "P5": ("question", 16384, 256, 16),
+    }
+    assert [name for name, p in PROTOCOLS.items() if p.stream] == ["P3", "P4"]
+
+
+def snapkv_attend(prompt, budget, window, kernel):
+    """Full attention up to `prompt` tokens; then the best of them, by the last ones, and the rest.
+
+    SnapKV, section 4: mean over the group of the window's probabilities, smoothed by a maximum.
+    """
+
+    def attend(layer, q, k, v):
+        at = np.arange(len(q))
+        q, k = rope(q, at, 1e4), rope(k, at, 1e4)
+        visible = at[:, None] >= at[None, :]
+        p = probabilities(q, k, visible)
+        out = weighted_values(p, v)
+        kept = []
+        for head in range(k.shape[1]):
+            votes = p[2 * head : 2 * head + 2, prompt - window : prompt, : prompt - window]
+            votes = votes.sum((0, 1))
+            padded = np.pad(votes, kernel // 2, constant_values=-np.inf)
+            smooth = [padded[i : i + kernel].max() for i in range(len(votes))]
+            best = np.argsort(-np.array(smooth), kind="stable")[: budget - window]
+            kept.append(np.isin(at, best) | (at >= prompt - window))
+        for head in range(k.shape[1]):
+            heads = slice(2 * head, 2 * head + 2)
+            seen = visible[prompt:] & kept[head]
+            answer = probabilities(q[prompt:, heads], k[:, head : head + 1], seen)
+            out[prompt:, heads] = weighted_values(answer, v[:, head : head + 1])
+        return out
+
+    return attend
+
+
+def test_p1_is_what_a_method_decodes_from_what_it_kept():
+    """SnapKV keeps by the prompt, whose last token predicts the first scored one."""
+    engine = engine_of(SnapKV(budget=20, window=4, kernel=3))
+    found = score_texts(engine, TEXTS, through="decode", score=SCORE, batch=3).losses
+    prompt = LENGTH - SCORE
+    attend = snapkv_attend(prompt, 20, 4, 3)
+    expected = [numpy_losses(text, attend, prompt) for text in TEXTS]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    dense = [numpy_losses(text, causal_attend(1e4), prompt) for text in TEXTS]
+    assert np.abs(found - dense).max() > 1e-2
+
+
+def streaming_attend(budget, sink, chunk):
+    """Chunk after chunk over first and newest tokens at positions in the cache, then eviction."""
+
+    def attend(layer, q, k, v):
+        out, kept = np.zeros_like(q), []
+        for start in range(0, len(q), chunk):
+            new = list(range(start, min(start + chunk, len(q))))
+            seen = np.array(kept + new)
+            at = np.arange(len(seen))
+            queries = rope(q[new], at[len(kept) :], 1e4)
+            visible = at[len(kept) :, None] >= at[None, :]
+            out[new] = weighted_values(
+                probabilities(queries, rope(k[seen], at, 1e4), visible), v[seen]
+            )
+            seen = seen.tolist()
+            over = max(len(seen) - budget, 0)
+            kept = seen[:sink] + seen[sink + over :]
+        return out
+
+    return attend
+
+
+def test_a_stream_is_scored_chunk_by_chunk_under_eviction():
+    engine = engine_of(StreamingLLM(budget=24, chunk=8))
+    found = score_texts(engine, TEXTS, through="context", batch=3).losses
+    expected = [numpy_losses(text, streaming_attend(24, 4, 8), 1) for text in TEXTS]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_star_reads_the_question_after_blocks_that_saw_their_own_alone():
+    block, prompt = 16, LENGTH - SCORE
+
+    def attend(layer, q, k, v):
+        at = np.arange(len(q))
+        visible = at[:, None] >= at[None, :]
+        # The last context token goes with the question.
+        context = (at < prompt - 1)[:, None]
+        own = at[:, None] // block == at[None, :] // block
+        visible &= ~context | own | (at[None, :] < block)
+        return weighted_values(probabilities(rope(q, at, 1e4), rope(k, at, 1e4), visible), v)
+
+    found = score_texts(engine_of(Star(block=block)), TEXTS, through="question", score=SCORE)
+    expected = [numpy_losses(text, attend, prompt) for text in TEXTS]
+    np.testing.assert_allclose(found.losses, expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_what_chunks_choose_together_is_decoded_unless_asked_for():
+    method = ReAttention(global_size=4, local_size=16, span=4, count=2, kept=2, chunk=8)
+    engine, texts = engine_of(method), TEXTS[:1]
+    alone = score_texts(engine, texts, through="context")
+    assert (alone.through, alone.ahead) == ("decode", False)
+    together = score_texts(engine, texts, through="context", ahead=True)
+    assert (together.through, together.ahead) == ("context", True)
+    # Up to the scope's size everything is attended.
+    np.testing.assert_allclose(alone.losses[0, :19], together.losses[0, :19], atol=1e-4)
+    assert np.abs(alone.losses - together.losses).max() > 1e-3
+    full = score_texts(engine_of(Full()), texts, through="context")
+    assert not full.ahead
+
+
+@pytest.mark.slow
+def test_a_stream_may_be_read_for_a_question():
+    engine = engine_of(Citrus(budget=24, chunk=8))
+    losses = [
+        score_texts(engine, TEXTS[:1], through="context", question=asked).losses
+        for asked in ([1, 2], [9, 8, 7])
+    ]
+    # What the question keeps shows only once something had to leave.
+    np.testing.assert_allclose(losses[0][0, :23], losses[1][0, :23], atol=1e-4)
+    assert np.abs(losses[0] - losses[1]).max() > 1e-3
+
+
+def test_progress_counts_scored_tokens():
+    seen = []
+    score_texts(
+        engine_of(Full()),
+        TEXTS,
+        through="decode",
+        score=SCORE,
+        batch=2,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert [total for _, total in seen] == [27] * len(seen)
+    assert [done for done, _ in seen] == [2, 18, 19, 27]
+
+
+def test_texts_that_leave_nothing_are_refused():
+    for texts, score, batch, said in [
+        (TEXTS, LENGTH, 1, "leave nothing to score"),
+        (TEXTS[:0], 1, 1, "0 texts"),
+        (TEXTS, 1, 0, "at least one text, got 0"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            score_texts(engine_of(Full()), texts, through="decode", score=score, batch=batch)
+
+
+def test_windows_are_means_over_positions():
+    losses = np.arange(10, dtype=np.float32).reshape(2, 5)
+    assert windows(losses, first=7, window=2) == [
+        (7, 8, [0.5, 5.5]),
+        (9, 10, [2.5, 7.5]),
+        (11, 11, [4.0, 9.0]),
+    ]
+    assert perplexity([1.0, 3.0]) == pytest.approx(np.exp(2))
+
+
+def test_texts_lie_apart_within_one_document():
+    documents = [range(100, 107), range(0, 31), range(200, 203)]
+    # Of 5 tokens: one in the first, six in the second, none in the third.
+    every = cut_texts(documents, count=7, length=6, lead=[-1])
+    assert every[:, 0].tolist() == [-1] * 7
+    assert every[:, 1].tolist() == [100, 0, 5, 10, 15, 20, 25]
+    assert np.all(np.diff(every[:, 1:]) == 1)
+    assert cut_texts(documents, count=3, length=5)[:, 0].tolist() == [100, 5, 15]
+    for count, length, said in [(8, 6, "hold 7"), (0, 6, "at least one"), (1, 1, "no room")]:
+        with pytest.raises(InputError, match=said):
+            cut_texts(documents, count=count, length=length, lead=[-1])
+
+
+def test_a_mean_has_the_interval_of_its_resamples():
+    # Of two values: a quarter of the resamples each at the ends.
+    assert bootstrap(np.array([1.0, 3.0])) == (2.0, 1.0, 3.0)
+    mean, low, high = bootstrap(np.random.default_rng(0).normal(5, 2, 400))
+    assert mean == pytest.approx(5, abs=0.3)
+    assert high - low == pytest.approx(2 * 1.96 * 2 / 20, rel=0.1) and low < mean < high
+    mean, *ends = bootstrap(np.array([4.0]))
+    assert mean == 4 and np.isnan(ends).all()
+    with pytest.raises(ValueError, match="no values"):
+        bootstrap(np.array([]))
+
+
+def a_run(method, means, **changes):
+    halves = [(90, 94, [mean - 1 for mean in means]), (95, 99, [mean + 1 for mean in means])]
+    record = {
+        "method": method,
+        "given": {},
+        "question": "",
+        "ahead": False,
+        "protocol": "P1",
+        "length": 100,
+        "score": 10,
+        "batch": 2,
+        "means": means,
+        "windows": halves,
+        "read_seconds": [9.0, 1.5, 2.5],
+        "score_seconds": [9.0, 0.1, 0.3],
+    }
+    return {**record, **changes}
+
+
+def test_a_table_has_perplexities_paired_differences_and_times():
+    full = a_run("full", [1.0, 3.0])
+    other = a_run("quest", [1.5, 3.5], given={"budget": "4"}, ahead=True, question="Why?")
+    lines = markdown([other, full]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:4]]
+    # exp(2.5), exp(1.5) and exp(3.5); the mean of the two; 20 tokens in 0.2 s.
+    assert cells[0][0] == "`quest budget=4 (Why?)` \\*"
+    assert cells[0][1] == "12.182 [4.482, 33.115]" and cells[0][2] == "18.799"
+    assert cells[0][3] == "1.6487 [1.6487, 1.6487]"
+    assert cells[0][4] == "+0.5000 [+0.5000, +0.5000]"
+    assert cells[0][5:] == ["2.0", "10.00"]
+    assert cells[1][0] == "`full`" and cells[1][3:5] == ["-", "-"]
+    assert "P1: 10 of 100 tokens scored, n = 2 texts" in lines[-2]
+    assert "not predictions" in lines[-1]
+    alone = markdown([a_run("quest", [1.0])])
+    assert "2.718 | 2.718 | - | - |" in alone and "one text has no interval" in alone
+    assert "not predictions" not in alone
+
+
+def test_a_plot_tells_every_curve_by_more_than_its_colour(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn = []
+    whole = Axes.plot
+
+    def watch(self, at, values, **style):
+        drawn.append((list(at), list(values), style))
+        return whole(self, at, values, **style)
+
+    monkeypatch.setattr(Axes, "plot", watch)
+    plot([a_run("full", [1.0, 3.0]), a_run("quest", [2.0, 4.0])], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert [at for at, _, _ in drawn] == [[92.0, 97.0]] * 4
+    for (_, values, _), expected in zip(
+        drawn, [np.exp([1, 3]), [1, 1], np.exp([2, 4]), np.exp([1, 1])], strict=True
+    ):
+        np.testing.assert_allclose(values, expected)
+    looks = [tuple(style[key] for key in ("linestyle", "marker")) for _, _, style in drawn[::2]]
+    assert looks[0][0] != looks[1][0] and looks[0][1] != looks[1][1]
+    drawn.clear()
+    plot([a_run("quest", [1.0, 3.0])], tmp_path / "one.png")
+    assert len(drawn) == 1
