@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jax_longctx.engine import Engine
     from jax_longctx.evaluation.perplexity import Protocol
 
-__all__ = ["Methods", "Texts", "engines_of", "perplexity", "texts_of"]
+__all__ = ["Methods", "Texts", "engines_of", "perplexity", "save_runs", "texts_of"]
 
 Methods = Annotated[
     list[str] | None,
@@ -36,48 +36,53 @@ Texts = Annotated[
 ]
 
 
+ProtocolName = Annotated[
+    str,
+    typer.Option(
+        help="P1: the last 256 tokens decoded; P2: the last 50; P3, P4: a stream, every token "
+        "as it is read; P5: the last 256 tokens as a question."
+    ),
+]
+Length = Annotated[int | None, typer.Option(help="Tokens of a text; the protocol's unless given.")]
+Score = Annotated[
+    int | None, typer.Option(help="Last tokens that are scored; the protocol's unless given.")
+]
+Window = Annotated[int | None, typer.Option(min=1, help="Scored tokens of a point of the curve.")]
+Question = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="P3, P4: what methods that need a question at prefill read for; one run each."
+    ),
+]
+Ahead = Annotated[
+    bool,
+    typer.Option(
+        "--ahead",
+        help="P3 to P5: score methods whose chunks choose together by the chunk, marked; "
+        "else token by token.",
+    ),
+]
+Plot = Annotated[Path | None, typer.Option(help="Write a PNG: perplexity by position.")]
+
+
 def perplexity(
     *,
     checkpoint: options.Checkpoint,
     methods: Methods = None,
-    protocol: Annotated[
-        str,
-        typer.Option(
-            help="P1: the last 256 tokens decoded; P2: the last 50; P3, P4: a stream, every token "
-            "as it is read; P5: the last 256 tokens as a question."
-        ),
-    ] = "P1",
+    protocol: ProtocolName = "P1",
     text: Texts = None,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens of a text; the protocol's unless given.")
-    ] = None,
-    score: Annotated[
-        int | None, typer.Option(help="Last tokens that are scored; the protocol's unless given.")
-    ] = None,
+    length: Length = None,
+    score: Score = None,
     texts: Annotated[int, typer.Option(min=1, help="Texts, at even distances.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Texts that are read together.")] = 1,
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Scored tokens of a point of the curve.")
-    ] = None,
-    question: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="P3, P4: what methods that need a question at prefill read for; one run each."
-        ),
-    ] = None,
-    ahead: Annotated[
-        bool,
-        typer.Option(
-            "--ahead",
-            help="P3 to P5: score methods whose chunks choose together by the chunk, marked; "
-            "else token by token.",
-        ),
-    ] = False,
+    window: Window = None,
+    question: Question = None,
+    ahead: Ahead = False,
     dtype: options.Dtype = None,
     mesh: options.MeshSizes = None,
     chunk: options.Chunk = 512,
     out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a PNG: perplexity by position.")] = None,
+    plot: Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Perplexity of long texts under each method, against full attention on the same texts.
@@ -91,18 +96,11 @@ def perplexity(
 
         jax-longctx eval perplexity -c smollm2 --protocol P3 -m streaming-llm -m citrus-standard
     """
-    from jax_longctx.evaluation.perplexity import PROTOCOLS
-
-    if protocol not in PROTOCOLS:
-        raise InputError(f"--protocol {protocol!r} is not one of {', '.join(PROTOCOLS)}")
+    kind = _protocol(protocol, question or [])
     chosen = [parse_method(spec) for spec in methods or ["full"]]
-    kind = PROTOCOLS[protocol]
-    if question and kind.through != "context":
-        raise InputError("--question is for P3 and P4; in the others the text's own tokens ask")
     terminal = Terminal(as_json=as_json)
-    model = options.ModelChoice(checkpoint, *chosen[0], mesh=mesh, dtype=dtype, chunk=chunk).open(
-        terminal
-    )
+    choice = options.ModelChoice(checkpoint, *chosen[0], mesh=mesh, dtype=dtype, chunk=chunk)
+    model = choice.open(terminal)
     plans = _plans(engines_of(model, chosen), chosen, question or [], kind)
     tokens = texts_of(model, text, texts, length or kind.length, join=kind.stream)
     how = {"score": score or kind.score, "batch": batch, "window": window or kind.window}
@@ -110,14 +108,29 @@ def perplexity(
     for engine, given, asked in plans:
         model.engine = engine
         facts = {**options.run_facts(model), "given": given, "question": asked, "ahead": ahead}
-        runs.append(
-            {**facts, "protocol": protocol, **_run(model, tokens, kind, facts, how, terminal)}
-        )
-        if out is not None and processes.is_leader():
-            partial = out.with_name(out.name + ".partial")
-            partial.write_text(json.dumps({"runs": runs}, indent=1), encoding="utf-8")
-            partial.rename(out)
+        found = _run(model, tokens, kind, facts, how, terminal)
+        runs.append({**facts, "protocol": protocol, **found})
+        save_runs(runs, out)
     _report(runs, plot, terminal)
+
+
+def _protocol(name: str, questions: list[str]) -> "Protocol":
+    from jax_longctx.evaluation.perplexity import PROTOCOLS
+
+    if name not in PROTOCOLS:
+        raise InputError(f"--protocol {name!r} is not one of {', '.join(PROTOCOLS)}")
+    if questions and PROTOCOLS[name].through != "context":
+        raise InputError("--question is for P3 and P4; in the others the text's own tokens ask")
+    return PROTOCOLS[name]
+
+
+def save_runs(runs: list[dict[str, Any]], out: Path | None) -> None:
+    """Writes what there is so far, whole or not at all."""
+    if out is None or not processes.is_leader():
+        return
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(json.dumps({"runs": runs}, indent=1), encoding="utf-8")
+    partial.rename(out)
 
 
 def engines_of(

@@ -103,7 +103,7 @@ def score_texts(
 
     Raises:
       InputError: no texts, or nothing is left of one before its scored tokens.
-      CapacityError: the caches of a batch do not fit.
+      CapacityError: a batch's caches do not fit.
     """
     count, length = texts.shape
     scored = length - 1 if score is None else score
@@ -117,7 +117,6 @@ def score_texts(
     looks = engine.method.info.looks_ahead
     through = "decode" if looks and not ahead else through
     found = Scores(np.zeros((count, scored), np.float32), through, looks and ahead, [], [])
-    # As it is known: not before the continuation when it is fed behind it.
     asked = [list(question)] * batch if question and through == "context" else None
     for start in range(0, count, batch):
         rows = texts[start : start + batch]
