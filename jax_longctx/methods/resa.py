@@ -42,6 +42,7 @@ from jax_longctx.methods.full import Full
 from jax_longctx.methods.ideal_topk import IdealTopK
 from jax_longctx.methods.quest import Quest
 from jax_longctx.methods.residual import ResaCache
+from jax_longctx.methods.selectors import SelectiveCache
 from jax_longctx.methods.sparse_decode import attend_selected, most_pages
 from jax_longctx.models.config import ModelConfig
 
@@ -184,6 +185,17 @@ class Resa:
         literal = self.lambda_mode == "paper_literal"
         out, lse = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=literal)
         return out, lse, ResaCache(selection.counted(selective, chosen, segment), background)
+
+    def adopt(self, cache: ResaCache, ctx: LayerContext) -> ResaCache:
+        """The cache whose store another method's prefill has filled."""
+        selective = selection.adopt(self.base, cache.selective, ctx)
+        assert isinstance(selective, SelectiveCache)
+        return ResaCache(selective, residual.adopt(cache.background, cache.store, ctx))
+
+    def recall_queries(self, cache: ResaCache, total: Float[Array, "B N H"]) -> ResaCache:
+        """The adopted cache with the sum of the text's queries, of which mu_q is the mean."""
+        background = dataclasses.replace(cache.background, query_sum=total)
+        return ResaCache(cache.selective, background)
 
     finish = selection.finish
     fork = selection.fork

@@ -37,6 +37,7 @@ from pallas_kernels.decode_attention import decode_logits
 __all__ = [
     "Background",
     "ResaCache",
+    "adopt",
     "begin_answer",
     "combine",
     "count_token",
@@ -95,6 +96,15 @@ class ResaCache:
     selective: SelectiveCache
     background: Background
 
+    @property
+    def store(self) -> AppendCache:
+        """All keys and values."""
+        return self.selective.store
+
+    def with_store(self, store: AppendCache) -> "ResaCache":
+        """The cache around another store."""
+        return ResaCache(self.selective.with_store(store), self.background)
+
     def end_context(self) -> "ResaCache":
         """Remembers where the context ends, so that `rewind` can return there."""
         return ResaCache(self.selective.end_context(), self.background.end_context())
@@ -141,6 +151,14 @@ def observe(
         key_sum=background.key_sum + key_sum,
         counted=length,
     )
+
+
+def adopt(background: Background, store: AppendCache, ctx: LayerContext) -> Background:
+    """The background of a store which another method has filled, without its queries."""
+    held_BS = jnp.arange(store.k.shape[2]) < store.held(ctx)[:, None]
+    keys = jnp.where(held_BS[:, None, :, None], store.k.astype(jnp.float32), 0.0)
+    total_BKH = ctx.psum_seq(jnp.sum(keys, axis=2))
+    return dataclasses.replace(background, key_sum=total_BKH, counted=store.length)
 
 
 def _mean_query(background: Background) -> Float[Array, "B M H"]:

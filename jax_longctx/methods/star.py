@@ -8,8 +8,9 @@ are dropped, the blocks' keys stay where they were computed, at their true posit
 question and the answer attend to all blocks, each shard to its own, merged by log-sum-exp.
 
 As slots follow the text, what phase 1 leaves is the cache of full attention, sharded: phase 2 can
-be any method that decodes over one (`decode`: full, quest, arkvale, ideal-topk, refreshkv).
-Selectors choose among all shards' keys, as on one device, not each shard a part of the budget.
+be any method that decodes over one (`decode`: full, quest, arkvale, ideal-topk, resa over each of
+them, refreshkv). Selectors choose among all shards' keys, as on one device, not each shard a part
+of the budget. RESA's mean query is that of the blocks' tokens, anchors left out.
 
 A shard reads the anchor once, for all its blocks: its keys do not depend on the block. With
 `anchor_kv=broadcast` nobody reads it twice: it is the head of block 0, whose keys and values the
@@ -22,7 +23,7 @@ Cost on a shard with n blocks of b tokens, anchor a: (a + n b) tokens through th
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,8 @@ from jax_longctx.contract import (
 )
 from jax_longctx.contract.work import PrefillWork
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import star_blocks
+from jax_longctx.methods import adopting, star_blocks, star_parity
+from jax_longctx.methods.adopting import Adopting, Remembering
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.observation import refuse_windows
 from jax_longctx.methods.star_blocks import ANCHOR, SENDS
@@ -51,21 +53,9 @@ from jax_longctx.sharding import axes_field
 from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
-__all__ = ["Adopting", "Star", "StarCache"]
+__all__ = ["Star", "StarCache"]
 
 _FULL = Full()
-
-
-@runtime_checkable
-class Adopting(Protocol):
-    """A method that decodes over a cache of all keys which another one filled.
-
-    Its caches name that cache `store` and return themselves around another by `with_store`.
-    """
-
-    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
-        """The cache, its other parts made right for what `cache.store` holds."""
-        ...
 
 
 @jax.tree_util.register_dataclass
@@ -78,6 +68,7 @@ class StarCache:
       filled: tokens of the text that a shard has read, from its first slot on.
       anchor_k, anchor_v: the anchor's keys (rotated) and values, on each shard its own.
       anchored: how many of them there are.
+      queries: sum of the rotated queries that a shard has read, where phase 2 wants to know.
     """
 
     decode: Any
@@ -85,6 +76,7 @@ class StarCache:
     anchor_k: Float[Array, "B K A H"] = axes_field("batch", "kv_heads", "own_slots", None)
     anchor_v: Float[Array, "B K A H"] = axes_field("batch", "kv_heads", "own_slots", None)
     anchored: Int[Array, "B X"] = axes_field("batch", "shards")
+    queries: Float[Array, "B X N H"] | None = axes_field("batch", "shards", "heads", None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +91,7 @@ class Star:
       constant: the token of content=constant.
       seed: of the random and shuffled anchors.
       decode: the method of phase 2.
+      compat_bottom_right_mask: hides what the authors' code hides from a question (`star_parity`).
     """
 
     block: int = 32768
@@ -109,6 +102,7 @@ class Star:
     constant: int = 0
     seed: int = 0
     decode: Method = _FULL
+    compat_bottom_right_mask: bool = False
 
     info: ClassVar[MethodInfo] = MethodInfo(
         summary="the context in blocks side by side, each behind an anchor, one block a device",
@@ -121,26 +115,21 @@ class Star:
     )
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ConfigError(f"star: block must be at least 1, got {self.block}")
-        if not 0 <= self.anchor_size <= self.block:
-            raise ConfigError(
-                f"star: anchor must be from 0 to the block's {self.block} tokens, got {self.anchor}"
-            )
-        if self.anchor_kv == "broadcast" and not star_blocks.one_anchor(self):
-            raise ConfigError(
-                "star: anchor_kv=broadcast sends the first block's own keys; with other content or "
-                "positions set anchor_kv=recompute"
-            )
+        star_blocks.check(self)
         if not isinstance(self.decode, Adopting):
             raise ConfigError(
                 f"star: {type(self.decode).__name__} cannot decode over blocks read elsewhere; "
-                f"choose one of full, quest, arkvale, ideal-topk, refreshkv"
+                f"choose one of full, quest, arkvale, ideal-topk, resa, refreshkv"
             )
-        page = getattr(self.decode, "page_size", 1)
+        page = adopting.page_size(self.decode)
         if self.block % page:
             raise ConfigError(
                 f"star: block {self.block} must be whole pages of {page} tokens (decode.page_size)"
+            )
+        if self.compat_bottom_right_mask and self.decode != _FULL:
+            raise ConfigError(
+                "star: compat_bottom_right_mask is of the authors' code, which decodes by full "
+                "attention; set decode=full"
             )
 
     @property
@@ -163,16 +152,24 @@ class Star:
         size = max(self.anchor_size, 1) * shape.shards
         anchors = (shape.batch, shape.num_kv_heads, size, shape.head_dim)
         counts = (shape.batch, shape.shards)
+        queries = None
+        if isinstance(self.decode, Remembering):
+            queries = jnp.zeros((*counts, shape.num_heads, shape.head_dim), jnp.float32)
         return StarCache(
             self.decode.init_cache(slots),
             jnp.zeros(counts, jnp.int32),
             jnp.zeros(anchors, shape.dtype),
             jnp.zeros(anchors, shape.dtype),
             jnp.zeros(counts, jnp.int32),
+            queries,
         )
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "question":
+            if self.compat_bottom_right_mask:
+                # The mask is that of a question read at once.
+                longest = max(map(len, prompt.question or ()), default=0)
+                prompt = dataclasses.replace(prompt, chunk=max(prompt.chunk, longest))
             return self.decode.segments(prompt)
         return star_blocks.segments(self, prompt)
 
@@ -189,6 +186,8 @@ class Star:
         segment: Segment,
         ctx: LayerContext,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
+        if segment.role == "query" and self.compat_bottom_right_mask:
+            return star_parity.read_question(q, k, v, cache, segment, ctx)
         if not segment.spread:
             return self.decode.attend(q, k, v, cache, segment, ctx)
         valid_B = segment.valid_of(CHUNK_ROWS)
@@ -262,6 +261,7 @@ class Star:
             cache,
             decode=cache.decode.with_store(store),
             filled=(filled_B + valid)[:, None],
+            queries=_with_queries(cache.queries, q, valid),
         )
         return *merge(parts), cache
 
@@ -289,6 +289,9 @@ class Star:
         store = dataclasses.replace(cache.decode.store, length=length_B, position=length_B)
         assert isinstance(self.decode, Adopting)
         adopted = self.decode.adopt(cache.decode.with_store(store), ctx)
+        if cache.queries is not None:
+            assert isinstance(self.decode, Remembering)
+            adopted = self.decode.recall_queries(adopted, ctx.psum_seq(cache.queries[:, 0]))
         return self.decode.finish(adopted, ctx, stage, reserve)
 
     def fork(self, cache: Any) -> Any:
@@ -299,3 +302,11 @@ class Star:
 
     def read_bytes(self, cache: Any, length: int) -> int:
         return self.decode.read_bytes(cache, length)
+
+
+def _with_queries(total: Array | None, q: Array, valid: Array) -> Array | None:
+    """The sum of queries `[B, X, N, H]` with each row's first `valid[b]` of `q`."""
+    if total is None:
+        return None
+    read_BT11 = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
+    return total + jnp.sum(jnp.where(read_BT11, q.astype(jnp.float32), 0.0), axis=1)[:, None]

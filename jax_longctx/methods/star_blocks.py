@@ -22,6 +22,7 @@ from jaxtyping import Array, Int
 
 from jax_longctx.contract import Prompt, Segment, spread_segment, tail_size
 from jax_longctx.contract.work import PrefillWork
+from jax_longctx.errors import ConfigError
 
 __all__ = [
     "ANCHOR",
@@ -30,6 +31,7 @@ __all__ = [
     "anchor_positions",
     "anchor_tokens",
     "blocks_each",
+    "check",
     "one_anchor",
     "prefill_work",
     "segments",
@@ -48,6 +50,8 @@ class Blocks(Protocol):
     @property
     def block(self) -> int: ...
     @property
+    def anchor(self) -> int | None: ...
+    @property
     def anchor_size(self) -> int: ...
     @property
     def anchor_kv(self) -> str: ...
@@ -59,6 +63,21 @@ class Blocks(Protocol):
     def constant(self) -> int: ...
     @property
     def seed(self) -> int: ...
+
+
+def check(star: Blocks) -> None:
+    """Raises ConfigError where these settings do not go together."""
+    if star.block < 1:
+        raise ConfigError(f"star: block must be at least 1, got {star.block}")
+    if not 0 <= star.anchor_size <= star.block:
+        raise ConfigError(
+            f"star: anchor must be from 0 to the block's {star.block} tokens, got {star.anchor}"
+        )
+    if star.anchor_kv == "broadcast" and not one_anchor(star):
+        raise ConfigError(
+            "star: anchor_kv=broadcast sends the first block's own keys; with other content or "
+            "positions set anchor_kv=recompute"
+        )
 
 
 def one_anchor(star: Blocks) -> bool:

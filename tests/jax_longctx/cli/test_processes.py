@@ -90,10 +90,13 @@ def test_two_processes_answer_as_one_and_killed_ones_go_on(checkpoint, begin, tm
 
 
 @pytest.mark.thorough
-def test_answers_are_those_of_one_process_and_printed_once(checkpoint, begin, tmp_path):
+@pytest.mark.parametrize(
+    "how", [[], ["--method", "star", "--set", "block=64"]], ids=["full", "star"]
+)
+def test_answers_are_those_of_one_process_and_printed_once(checkpoint, begin, tmp_path, how):
     book = tmp_path / "book.txt"
     book.write_text(TEXT * 4)
-    common = ("ask", book, "Who?", "-c", checkpoint, *LIMIT, "--json")
+    common = ("ask", book, "Who?", "-c", checkpoint, *how, *LIMIT, "--json")
     ((code, alone, said),) = ended(begin(common, count=1))
     assert code == 0, said
     command = (*common, "--mesh", "seq=2", "--save-context", tmp_path / "kept")

@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec
 
 from jax_longctx.engine import Engine, programs
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import Full, make_method, settings_of, star_blocks
+from jax_longctx.methods import Full, make_method, star_blocks
 from jax_longctx.methods.star import Star
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
-from tests.oracle import forward, probabilities, rope, to_numpy, weighted_values
+from tests.jax_longctx.methods.oracles.star import answer_logits, read_blocks
+from tests.oracle import to_numpy
 from tests.support import random_rows, tiny_config, tiny_engine
 
 # Beyond three shards of four, in 8 blocks of 64; within the second shard; two blocks; one token.
@@ -46,45 +47,11 @@ def expected(method):
     Logits `[B, 4, V]` of the question's last token and the answer's, and the keys `[L][T, K, H]`.
     """
     engine, params = model()
-    theta, found = engine.config.rope.theta, []
+    found = []
     for row, question, answer in zip(CONTEXTS, QUESTIONS, ANSWERS, strict=True):
-        kept = [[np.zeros((0, 2, 8)), np.zeros((0, 2, 8))] for _ in range(2)]
-
-        def read(tokens, at, drop, kept=kept):
-            """Tokens at positions, causal in their order; all but the first `drop` are kept."""
-
-            def attend(layer, q, k, v):
-                k = rope(k, at, theta)
-                order = np.arange(len(q))
-                visible = order[:, None] >= order
-                p = probabilities(rope(q, at, theta), k, visible)
-                for own, new in enumerate((k, v)):
-                    kept[layer][own] = np.concatenate([kept[layer][own], new[drop:]])
-                return weighted_values(p, v)
-
-            forward(engine.config, params, tokens, attend)
-
-        size, a = method.block, method.anchor_size
-        for start in range(0, len(row), size):
-            block = row[start : start + size]
-            at = start + np.arange(len(block))
-            if start == 0 or a == 0:
-                read(block, at, 0)
-                continue
-            anchor = star_blocks.anchor_tokens(method, row, start, engine.config.vocab_size)
-            before = {"first": np.arange(a), "previous": start - size + np.arange(a)}
-            read([*anchor, *block], np.concatenate([before[method.positions], at]), a)
-
-        tail = [*question, *answer]
-
-        def attend(layer, q, k, v, kept=kept, row=row):
-            at = len(row) + np.arange(len(q))
-            keys = np.concatenate([kept[layer][0], rope(k, at, theta)])
-            values = np.concatenate([kept[layer][1], v])
-            visible = at[:, None] >= np.arange(len(keys))
-            return weighted_values(probabilities(rope(q, at, theta), keys, visible), values)
-
-        found.append((forward(engine.config, params, tail, attend)[-4:], [k for k, _ in kept]))
+        kept = read_blocks(method, engine.config, params, row)
+        logits = answer_logits(engine.config, params, kept, [*question, *answer])
+        found.append((logits[-4:], [k for k, _ in kept]))
     return found
 
 
@@ -186,32 +153,6 @@ def test_s10_only_the_answers_tokens_are_appended():
 
 
 @pytest.mark.parametrize(
-    "decode",
-    [
-        pytest.param("quest", marks=pytest.mark.thorough),
-        pytest.param("arkvale", marks=pytest.mark.thorough),
-        pytest.param("ideal-topk", marks=pytest.mark.thorough),
-        pytest.param("refreshkv", marks=pytest.mark.thorough),
-    ],
-)
-def test_every_decode_method_with_a_budget_for_all_is_star_with_full_attention(decode):
-    """And its pages are summarised: with a small budget it reads less and answers otherwise."""
-    settings = {"quest": {"page_size": 8}, "arkvale": {"page_size": 8}}.get(decode, {})
-    given = {f"decode.{name}": value for name, value in settings.items()}
-    logits = {}
-    for budget in (1024, 16):
-        chosen = make_method(
-            "star", {"block": 64, "decode": decode, "decode.budget": budget, **given}
-        )
-        assert make_method("star", settings_of(chosen)["settings"]) == chosen
-        seen = list(steps(engine_of(chosen), CONTEXTS, QUESTIONS, ANSWERS))[-2:]
-        logits[budget] = np.stack([last_logits(step) for step in seen], axis=1)
-    wanted = np.stack([row[2:] for row, _ in expected(STAR)])
-    np.testing.assert_allclose(logits[1024], wanted, atol=1e-4)
-    assert np.abs(logits[16] - wanted).max() > 1e-3
-
-
-@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"block": "0"}, "star: block must be at least 1, got 0"),
@@ -220,6 +161,8 @@ def test_every_decode_method_with_a_budget_for_all_is_star_with_full_attention(d
         ({"decode": "snapkv"}, "SnapKV cannot decode over blocks read elsewhere"),
         ({"decode": "qest"}, "unknown method 'qest'"),
         ({"decode": "quest", "decode.budget": "x"}, "expected a whole number"),
+        ({"decode": "resa", "block": "40"}, "block 40 must be whole pages of 16 tokens"),
+        ({"decode": "quest", "compat_bottom_right_mask": "true"}, "set decode=full"),
         ({"decode": "quest", "block": "40"}, "block 40 must be whole pages of 16 tokens"),
     ],
     ids=str,

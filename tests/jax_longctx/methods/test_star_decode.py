@@ -1,0 +1,115 @@
+"""Star's second phase: other methods over its cache, the authors' mask (spec: S8, S9, S12, S13)."""
+
+import jax
+import numpy as np
+import pytest
+
+from jax_longctx.engine import programs
+from jax_longctx.methods import Full, make_method, settings_of
+from jax_longctx.methods.star import Star
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.jax_longctx.methods.oracles.star import answer_logits, read_blocks
+from tests.oracle import to_numpy
+from tests.support import random_rows, tiny_engine
+
+DECODES = {
+    "quest": {"decode.page_size": 8},
+    "arkvale": {"decode.page_size": 8},
+    "ideal-topk": {},
+    "resa": {"decode.page_size": 8},
+    "resa-arkvale": {"decode.page_size": 8, "decode.selector": "arkvale"},
+    "resa-ideal": {"decode.selector": "ideal"},
+    "resa-frozen": {"decode.page_size": 8, "decode.growth": "frozen"},
+    "refreshkv": {},
+}
+
+
+def star(name, budget, **settings):
+    """Star whose second phase is the method of that name."""
+    decode, *_ = name.split("-") if name.startswith("resa") else [name]
+    given = {"decode": decode, "decode.budget": budget, **DECODES[name], **settings}
+    if decode != "refreshkv":
+        given["decode.local"] = 16
+    return make_method("star", {"block": 64, **given})
+
+
+def engine_of(method, mesh=(1, 1, 1)):
+    return tiny_engine(method, mesh=make_mesh(*mesh), chunk=24)
+
+
+def logits_of(engine, rows, reserve=32):
+    """Logits of each row's question's last token and of the answer, `[B, 1 + A, V]`."""
+    seen = list(steps(engine, *rows, reserve))
+    asked = np.stack(
+        [
+            last_logits([s for s in seen if s.segment.role == "query" and s.valid[b]][-1])[b]
+            for b in range(len(rows[0]))
+        ]
+    )
+    answered = [last_logits(step) for step in seen if step.segment.role == "decode"]
+    return np.stack([asked, *answered], axis=1)
+
+
+def mark(names, quick):
+    return [n if n == quick else pytest.param(n, marks=pytest.mark.thorough) for n in names]
+
+
+@pytest.mark.parametrize("name", mark(DECODES, "resa"))
+def test_two_blocks_decode_as_the_method_alone(name):
+    """Two blocks on two shards are full attention: keys, pages and mean queries are all there."""
+    rows = [random_rows(lengths, seed=n) for n, lengths in enumerate([[128, 100], [3, 5], [4, 4]])]
+    method = star(name, 16)
+    assert make_method("star", settings_of(method)["settings"]) == method
+    mine = logits_of(engine_of(method, (1, 2, 1)), rows)
+    np.testing.assert_allclose(mine, logits_of(engine_of(method.decode), rows), atol=1e-4)
+    # A small budget reads less than everything.
+    assert np.abs(mine - logits_of(engine_of(Full()), rows))[:, 1:].max() > 1e-3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", DECODES)
+def test_a_budget_for_all_is_star_with_full_attention(name):
+    rows = [random_rows(lengths, seed=n) for n, lengths in enumerate([[250, 70], [3, 5], [3, 3]])]
+    found = [
+        logits_of(engine_of(method, (1, 4, 1)), rows)
+        for method in (star(name, 1024), star(name, 16), Star(block=64))
+    ]
+    np.testing.assert_allclose(found[0], found[2], atol=1e-4)
+    assert np.abs(found[1] - found[2]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "mesh", [(1, 4, 1), pytest.param((1, 1, 1), marks=pytest.mark.thorough)], ids=str
+)
+def test_s13_the_authors_mask_hides_a_hosts_last_keys_from_a_questions_first_rows(mesh):
+    """Also a question of more tokens than a host holds (ST-B2). One host has nothing to hide."""
+    method = Star(block=128, compat_bottom_right_mask=True)
+    sizes = [201, 300], [5, 140], [3, 3]
+    rows = [random_rows(lengths, seed=n) for n, lengths in enumerate(sizes)]
+    engine = engine_of(method, mesh)
+    params = to_numpy(jax.device_get(engine.params))
+    mine = logits_of(engine, rows, reserve=150)
+    for b, (context, question, answer) in enumerate(zip(*rows, strict=True)):
+        kept = read_blocks(method, engine.config, params, context)
+        count, hidden = len(question), []
+        for r in range(count):
+            hosts = range((len(context) - 1) // 128 if mesh[1] > 1 else 0)
+            # Of a host's 128 keys row r sees those up to 128 - count + r.
+            seen = max(128 - count + r + 1, 0)
+            hidden.append([128 * host + slot for host in hosts for slot in range(seen, 128)])
+        wanted = answer_logits(engine.config, params, kept, [*question, *answer], hidden)
+        np.testing.assert_allclose(mine[b], wanted[-4:], atol=1e-4)
+        plain = answer_logits(engine.config, params, kept, [*question, *answer])
+        assert (np.abs(wanted - plain)[-4:].max() > 1e-3) == (mesh[1] > 1)
+
+
+def test_s12_no_token_compiles_anything():
+    engine = engine_of(Star(block=64), (1, 2, 1))
+    context = engine.prefill([random_rows([100])[0]], reserve=64)
+    stream = engine.stream(context, [[1, 2]], max_tokens=60)
+    tokens = [next(stream), next(stream)]
+    before = programs.decode_block._cache_size()
+    tokens += stream
+    assert sum(len(block[0]) for block in tokens) == 60
+    assert programs.decode_block._cache_size() == before
