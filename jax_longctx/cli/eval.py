@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
-from jax_longctx.cli import options, processes
+from jax_longctx.cli import eval_run, options, processes
 from jax_longctx.cli.inputs import read_text
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
 
 __all__ = ["eval_app"]
 
-eval_app = typer.Typer(no_args_is_help=True, help="Score methods on tasks with known answers.")
+
+class _Group(typer.core.TyperGroup):
+    """Contexts are of the class that the callback below asks for; the stock ones are its base."""
+
+    context_class = typer.Context
+
+
+eval_app = typer.Typer(
+    cls=_Group, no_args_is_help=True, help="Score methods on tasks with known answers."
+)
 
 Out = Annotated[
     Path | None, typer.Option(help="Write every answer to this JSON file, as they come.")
@@ -24,9 +34,50 @@ Out = Annotated[
 Heatmap = Annotated[Path | None, typer.Option(help="Write a PNG: share found by length and depth.")]
 
 
-@eval_app.callback()
-def _eval() -> None:
-    """Score methods on tasks with known answers."""
+@eval_app.callback(invoke_without_command=True)
+def _eval(
+    context: typer.Context,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Run a suite in place of a command; [bold]eval suites[/bold] lists them.",
+        ),
+    ] = None,
+    output: eval_run.Output = None,
+    checkpoint: eval_run.Model = None,
+    batch: eval_run.Batch = None,
+    chat: eval_run.Chat = None,
+    dtype: options.Dtype = None,
+    mesh: options.MeshSizes = None,
+) -> None:
+    """Score methods on tasks with known answers.
+
+    [bold]Examples[/bold]
+
+        jax-longctx eval --suite quick --output out
+
+        jax-longctx eval run -c smollm2 -m snapkv:budget=512 -t passkey --length 4096 -o out
+    """
+    given = eval_run.Overrides(
+        checkpoint=checkpoint, batch=batch, chat=chat, dtype=dtype, mesh=mesh
+    )
+    if context.invoked_subcommand is not None:
+        if suite is not None or output is not None or given != eval_run.Overrides():
+            raise InputError(
+                f"options before {context.invoked_subcommand} are for --suite, which takes no "
+                f"command; write them after it"
+            )
+        return
+    if suite is None:
+        raise InputError("--suite is missing; give its name, or a command: see eval --help")
+    eval_run.run_suite(suite, given, output, Terminal())
+
+
+eval_app.command()(eval_run.run)
+eval_app.command()(eval_run.report)
+eval_app.command()(eval_run.suites)
+eval_app.command()(eval_run.tasks)
 
 
 @eval_app.command()

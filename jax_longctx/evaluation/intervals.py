@@ -1,13 +1,14 @@
-"""Confidence intervals of shares and of means."""
+"""Confidence intervals at 95%: of shares and means, and of their differences in pairs."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
 
-__all__ = ["bootstrap", "wilson"]
+__all__ = ["bootstrap", "mean_interval", "paired_interval", "paired_shares", "wilson"]
 
-RESAMPLES = 10_000
+RESAMPLES = 5_000
 
 
 def wilson(right: int, count: int, z: float = 1.959964) -> tuple[float, float]:
@@ -44,6 +45,64 @@ def bootstrap(values: Float[np.ndarray, " n"], seed: int = 0) -> tuple[float, fl
     if len(values) == 1:
         return mean, math.nan, math.nan
     rng = np.random.default_rng(seed)
-    means = [np.mean(rng.choice(values, len(values))) for _ in range(RESAMPLES)]
-    low, high = np.quantile(means, [0.025, 0.975])
+    # In pieces, so that many values do not take memory for all resamples at once.
+    piece, count = max(1, 1_000_000 // len(values)), len(values)
+    means = [
+        values[rng.integers(0, count, (min(piece, RESAMPLES - begun), count))].mean(axis=1)
+        for begun in range(0, RESAMPLES, piece)
+    ]
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return mean, float(low), float(high)
+
+
+def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Of the mean of scores from 0 to 100: Wilson's where all are right or wrong, else a bootstrap.
+
+    Where all graded scores are 0, or all 100, a bootstrap would claim certainty; Wilson's does not.
+    """
+    if set(scores) <= {0, 100}:
+        low, high = wilson(sum(score == 100 for score in scores), len(scores))
+        return 100 * low, 100 * high
+    return bootstrap(np.asarray(scores, np.float64))[1:]
+
+
+def paired_shares(both: int, first: int, second: int, neither: int) -> tuple[float, float]:
+    """Of the difference of two shares over the same trials (Newcombe 1998, method 10).
+
+    Wilson's intervals of both shares, put together with their correlation.
+
+    Args:
+      both, first, second, neither: trials that both, the first or second alone, or none got right.
+        The difference is the first's share less the second's.
+
+    Raises:
+      ValueError: no trials.
+    """
+    count = both + first + second + neither
+    one, two = (both + first) / count if count else 0.0, (both + second) / max(count, 1)
+    (low_1, high_1), (low_2, high_2) = wilson(both + first, count), wilson(both + second, count)
+    product = (both + first) * (second + neither) * (both + second) * (first + neither)
+    excess = both * neither - first * second
+    if excess > 0:
+        # A correction towards none, as the paper has it.
+        excess = max(excess - count / 2, 0.0)
+    correlation = excess / math.sqrt(product) if product else 0.0
+
+    def distance(up: float, down: float) -> float:
+        return math.sqrt(max(up * up - 2 * correlation * up * down + down * down, 0.0))
+
+    below, above = distance(one - low_1, high_2 - two), distance(high_1 - one, two - low_2)
+    return one - two - below, one - two + above
+
+
+def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Of the mean of `first[i] - second[i]`, scores from 0 to 100 of the same prompts.
+
+    Newcombe's where all are right or wrong, else a bootstrap of the differences.
+    """
+    pairs = list(zip(first, second, strict=True))
+    if {score for pair in pairs for score in pair} <= {0, 100}:
+        counts = [pairs.count(pair) for pair in ((100, 100), (100, 0), (0, 100), (0, 0))]
+        low, high = paired_shares(*counts)
+        return 100 * low, 100 * high
+    return bootstrap(np.array([one - two for one, two in pairs], np.float64))[1:]

@@ -1,0 +1,166 @@
+"""Batches of prompts through the engine of one method: answers, seconds and bytes."""
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.monitoring
+
+from jax_longctx.api import LongContext
+from jax_longctx.contract import Method
+from jax_longctx.engine import Engine
+from jax_longctx.engine.footprint import answering_caches, footprint, read_bytes
+from jax_longctx.engine.programs import Setup
+from jax_longctx.errors import CapacityError, LongctxError
+
+__all__ = ["Work", "answer_batch", "engine_of", "rows_that_fit"]
+
+# Share of the free memory that the caches of a batch are planned for.
+PLANNED = 0.75
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """A batch, as every process must know it; JSON values.
+
+    Attributes:
+      method, settings: what `make_method` takes.
+      contexts, questions: token ids, of at most `rows` rows; the rest repeats the last one.
+      slots, reserve: of the caches, the same for all batches of a length.
+    """
+
+    method: str
+    settings: dict[str, str]
+    contexts: list[list[int]]
+    questions: list[list[int]]
+    rows: int
+    slots: int
+    reserve: int
+    max_new: int
+    stop: list[str]
+
+    def half(self, first: bool) -> "Work":
+        """The first or second half, in a shape of its own."""
+        middle = (len(self.contexts) + 1) // 2
+        piece = slice(middle) if first else slice(middle, None)
+        contexts, questions = self.contexts[piece], self.questions[piece]
+        return dataclasses.replace(self, contexts=contexts, questions=questions, rows=len(contexts))
+
+
+def engine_of(model: LongContext, method: Method) -> Engine:
+    """The model's weights under another method. Raises ConfigError where it refuses the model."""
+    base = model.engine
+    return Engine(
+        base.config,
+        base.params,
+        method,
+        base.mesh,
+        chunk=base.chunk,
+        memory_limit=base.memory_limit,
+    )
+
+
+def rows_that_fit(engine: Engine, rows: int, slots: int, reserve: int, memory: int | None) -> int:
+    """The rows of a batch: `rows`, or a half, a quarter ... whose caches fit the free memory.
+
+    Args:
+      memory: free bytes of each device; None where the platform does not tell.
+    """
+    shards = engine.mesh.shape["data"]
+    rows = -(-rows // shards) * shards
+    if memory is None:
+        return rows
+    need = footprint(engine.setup, batch=shards, context=slots - reserve - 1, reserve=reserve)
+    while rows > shards and need.peak * rows // shards > PLANNED * memory * engine.mesh.size:
+        rows = max(rows // 2 // shards * shards, shards)
+    return rows
+
+
+def answer_batch(model: LongContext, engine: Engine, work: Work) -> list[dict[str, Any]]:
+    """What each row of the batch says, or `refused` with the reason.
+
+    A batch that does not fit is halved; a row that does not fit alone is refused.
+    """
+    try:
+        return _answers(LongContext(engine, model.tokenizer, model.manifest), work)
+    except CapacityError as error:
+        if len(work.contexts) == 1:
+            return [{"refused": str(error)}]
+    except LongctxError as error:
+        return [{"refused": str(error)}] * len(work.contexts)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        if len(work.contexts) == 1:
+            return [{"refused": f"out of memory: {str(error).splitlines()[0]:.200}"}]
+    halves = [work.half(True), work.half(False)]
+    return [row for half in halves for row in answer_batch(model, engine, half)]
+
+
+def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
+    more = work.rows - len(work.contexts)
+    contexts = work.contexts + work.contexts[-1:] * more
+    questions = work.questions + work.questions[-1:] * more
+    compilations = _compilations()
+    compiled, begun = compilations[0], time.perf_counter()
+    context = model.engine.prefill(
+        contexts, reserve=work.reserve, capacity=work.slots, questions=questions
+    )
+    read, slots = time.perf_counter() - begun, context.slots
+    answers = model.ask_tokens(
+        context, questions, max_tokens=work.max_new, stop=work.stop, keep=False
+    )
+    steps = max(len(answer.tokens) for answer in answers) - 1
+    return [
+        {
+            "answer": answer.text,
+            "finish": answer.finish,
+            "tokens": {
+                "context": len(tokens),
+                "question": len(question),
+                "answer": len(answer.tokens),
+            },
+            "seconds": {
+                "first_token": round(read + answer.first_token_seconds, 4),
+                # Rows are decoded together: a step gives each of them a token.
+                "token": round(answer.decode_seconds / steps, 5) if steps else None,
+            },
+            "compiled": compilations[0] > compiled,
+            "rows": len(contexts),
+            "bytes": _bytes_of_a_row(model.engine, work, slots, len(tokens)),
+        }
+        for answer, tokens, question in zip(answers, contexts, questions, strict=True)
+    ][: len(work.contexts)]
+
+
+@functools.lru_cache(maxsize=16)
+def _answering(setup: Setup, rows: int, slots: int, reserve: int) -> tuple[Any, ...]:
+    """Shapes of the caches that a batch's answers are read from."""
+    return answering_caches(setup, rows, slots - reserve - 1, reserve)[1]
+
+
+def _bytes_of_a_row(engine: Engine, work: Work, slots: int, length: int) -> dict[str, int]:
+    """Of its part of the caches: held while answering, and read by a decode step."""
+    shards = engine.mesh.shape["data"]
+    rows = -(-work.rows // shards) * shards
+    caches = _answering(engine.setup, rows, slots, work.reserve)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
+    return {
+        "resident": held // rows,
+        "read": read_bytes(engine.setup, caches, length) // rows,
+    }
+
+
+@functools.cache
+def _compilations() -> list[int]:
+    """How many programs this process has compiled, or read back, since this was first called."""
+    count = [0]
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        count[0] += event == _COMPILED
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return count

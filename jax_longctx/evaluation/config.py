@@ -1,0 +1,166 @@
+"""What is evaluated: models, methods, tasks, lengths and trials, from a TOML file or a suite.
+
+    title = "Two methods"
+
+    [run]
+    checkpoint = "smollm2"
+    batch = 4
+
+    [[part]]
+    methods = ["full", "snapkv:budget=L/8"]
+    tasks = ["passkey", "niah_single"]
+    lengths = [4096, 8192]
+    trials = 50
+
+A part is every method on every task at every length. Parts may overlap: a row is computed once.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_longctx.errors import ConfigError
+from jax_longctx.evaluation.specs import Spec
+from jax_longctx.typed_toml import check_names, read_toml, section
+
+__all__ = ["Cell", "EvalConfig", "Part", "RunOptions", "parse_config", "read_config"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How rows are computed.
+
+    Attributes:
+      checkpoint: folder of the model; empty where the command line must name it, "demo" for the
+        demo's model.
+      seed: of the prompts.
+      batch: rows that are computed together, fewer where memory asks for it.
+      chunk: tokens that a prefill pass takes.
+      dtype: of weights and caches, the checkpoint's unless given.
+      mesh: devices, `data=2,tensor=2`; one unless given.
+      chat: the checkpoint's chat template around each prompt, or plain completion.
+    """
+
+    checkpoint: str = ""
+    seed: int = 0
+    batch: int = 4
+    chunk: int = 512
+    dtype: str | None = None
+    mesh: str | None = None
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("chunk", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"config: [run] {name} must be at least {least}, got {getattr(self, name)}"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Every method on every task at every length.
+
+    Attributes:
+      methods, tasks: as `Spec.parse` reads them.
+      lengths: tokens of a prompt, room for the answer included.
+      trials: prompts of each task and length, the same ones for every method.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    trials: int
+
+    def __post_init__(self) -> None:
+        for name in ("methods", "tasks", "lengths"):
+            if not getattr(self, name):
+                raise ConfigError(f"config: part {self.name!r} has no {name}; give at least one")
+        if min(self.lengths) < 1 or self.trials < 1:
+            raise ConfigError(
+                f"config: part {self.name!r} needs lengths and trials of at least 1, got "
+                f"{list(self.lengths)} and {self.trials}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One method on one task at one length."""
+
+    method: Spec
+    task: Spec
+    length: int
+    trials: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """A whole evaluation.
+
+    Attributes:
+      title, about: of the report.
+      published: papers whose own numbers the report sets beside these (`evaluation.published`).
+    """
+
+    run: RunOptions
+    part: tuple[Part, ...]
+    title: str = "Evaluation"
+    about: str = ""
+    published: tuple[str, ...] = ()
+
+    def cells(self) -> list[Cell]:
+        """Each once, with the most trials that a part asks for; by length, method and task."""
+        trials: dict[tuple[int, Spec, Spec], int] = {}
+        for length, method, task, count in self._asked():
+            trials[length, method, task] = max(count, trials.get((length, method, task), 0))
+        lengths, methods = (list(dict.fromkeys(key[i] for key in trials)) for i in (0, 1))
+        ordered = sorted(trials, key=lambda key: (lengths.index(key[0]), methods.index(key[1])))
+        return [
+            Cell(method, task, length, trials[length, method, task])
+            for length, method, task in ordered
+        ]
+
+    def _asked(self) -> Iterator[tuple[int, Spec, Spec, int]]:
+        for part in self.part:
+            for length in part.lengths:
+                for method in map(Spec.parse, part.methods):
+                    for task in map(Spec.parse, part.tasks):
+                        yield length, method, task, part.trials
+
+
+def read_config(path: Path) -> EvalConfig:
+    """Reads a TOML file.
+
+    Raises:
+      InputError: it cannot be read or is no TOML.
+      ConfigError: a section or key is missing, unknown, of the wrong type or out of range.
+    """
+    return parse_config(read_toml(path))
+
+
+def parse_config(fields: Mapping[str, Any]) -> EvalConfig:
+    """The configuration of a parsed file; raises ConfigError as `read_config` does."""
+    check_names(fields, {field.name: 0 for field in dataclasses.fields(EvalConfig)}, "key")
+    run, parts = fields.get("run", {}), fields.get("part", [])
+    if not isinstance(run, Mapping):
+        raise ConfigError(f"config: run must be a section [run], got {run!r}")
+    tables = isinstance(parts, list) and all(isinstance(part, Mapping) for part in parts)
+    if not tables or not parts:
+        raise ConfigError("config: expected at least one [[part]] of methods, tasks and lengths")
+    head = {key: value for key, value in fields.items() if key not in ("run", "part")}
+    return EvalConfig(
+        run=section("run", RunOptions, run),
+        part=tuple(section("part", Part, {"name": "part", **part}) for part in parts),
+        **dataclasses.asdict(section("head", _Head, head)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The keys before the sections."""
+
+    title: str = EvalConfig.title
+    about: str = EvalConfig.about
+    published: tuple[str, ...] = ()

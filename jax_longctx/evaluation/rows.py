@@ -1,0 +1,114 @@
+"""The rows of a run on the disk: one JSON object for each method, task, length and prompt.
+
+    DIR/rows.jsonl    first what the run was begun with, then a row a line, in order of their making
+
+A row is there when its batch is done, and is never computed again; a run may go on with more
+methods, tasks, lengths or trials than it was begun with. A row says all about itself:
+
+    {"method": {"name", "settings"}, "label": "snapkv budget=L/8",
+     "task": {"name", "settings"}, "task_label": "passkey", "metric", "length", "index", "seed",
+     "prompt_sha256", "tokens": {"context", "question", "answer"}, "meta": {"depth": 0.5, ...},
+     "outputs", "answer", "finish", "measures": {"score": 100.0},
+     "seconds": {"first_token", "token"}, "compiled", "rows",
+     "bytes": {"resident", "read"}, "checkpoint", "device", "mesh", "dtype", "versions"}
+
+and in place of the answer and what follows from it `"refused"`, a sentence, where the prompt could
+not be drawn or does not fit. `measures` may hold any numbers of a prompt, `curves` any of their
+courses: `{"perplexity": [[position, nats, tokens], ...]}`.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_longctx.batch import lines
+from jax_longctx.errors import InputError
+
+__all__ = ["Key", "RowStore", "key_of", "read_rows"]
+
+FORMAT = 1
+NAME = "rows.jsonl"
+
+# Label of the method, label of the task, length, index.
+Key = tuple[str, str, int, int]
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """What tells a row from the others of its run."""
+    return row["label"], row["task_label"], row["length"], row["index"]
+
+
+class RowStore:
+    """The rows of one folder, for a run that goes on there.
+
+    Args:
+      given: what all rows have in common, JSON values: model, seed.
+
+    Attributes:
+      rows: all that there are.
+      resumed: whether an earlier run had begun.
+
+    Raises:
+      InputError: the folder cannot be written, or holds rows of another run.
+    """
+
+    def __init__(self, folder: Path, given: Mapping[str, Any]):
+        self.path = folder / NAME
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.resumed = lines.cut(self.path) > 0
+            self.rows: list[dict[str, Any]] = []
+            if self.resumed:
+                header, *self.rows = _read(self.path)
+                lines.check_given(
+                    self.path, header["given"], given, "give another folder as --output"
+                )
+            self._file = self.path.open("ab")
+        except OSError as error:
+            raise InputError(f"{error.filename} cannot be written: {error.strerror}") from error
+        if not self.resumed:
+            try:
+                lines.append(self._file, [{"format": FORMAT, "given": given}])
+            except BaseException:
+                self._file.close()
+                raise
+        self._keys = set(map(key_of, self.rows))
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """More rows; on the disk when this returns."""
+        rows = list(rows)
+        lines.append(self._file, rows)
+        self.rows += rows
+        self._keys.update(map(key_of, rows))
+
+    def close(self) -> None:
+        """Closes the file; the run can go on later."""
+        self._file.close()
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a folder. Raises InputError where there are none."""
+    try:
+        _, *rows = _read(folder / NAME)
+    except OSError as error:
+        raise InputError(
+            f"{folder / NAME} cannot be read: {error.strerror}; give the --output of a run"
+        ) from error
+    if not rows:
+        raise InputError(f"{folder / NAME} holds no rows yet")
+    return rows
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        header, *rows = lines.read(path)
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']}, expected {FORMAT}")
+        for row in rows:
+            key_of(row)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is no file of rows: {error}") from error
+    return [header, *rows]

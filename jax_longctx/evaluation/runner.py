@@ -1,0 +1,335 @@
+"""A model's answers to tasks under several methods, at several lengths, as rows on the disk.
+
+One process, the leader, draws the prompts, keeps the rows and scores; what is to be computed next
+it shares with the others, which run the same programs over the same mesh. Rows of a length have
+caches of one size, whatever their task, so that a method's programs are compiled once for it. The
+unit of work is a batch: its rows are on the disk before the next one begins.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_longctx.api import LongContext
+from jax_longctx.engine import Engine
+from jax_longctx.engine.capacity import available_bytes
+from jax_longctx.engine.distributed import from_leader, is_leader
+from jax_longctx.errors import ConfigError
+from jax_longctx.evaluation.compute import Work, answer_batch, engine_of, rows_that_fit
+from jax_longctx.evaluation.config import Cell, EvalConfig
+from jax_longctx.evaluation.prompts import Drawn, Prompt, draw
+from jax_longctx.evaluation.rows import Key, RowStore, key_of
+from jax_longctx.evaluation.specs import Spec
+from jax_longctx.evaluation.tasks import Task, describe, make_task
+from jax_longctx.methods import make_method, settings_of
+from jax_longctx.text import PromptLayout, chat_layout
+
+__all__ = ["Progress", "check_config", "run_eval"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+      total: rows of the run.
+      before: of these, rows that earlier runs had finished.
+      done: rows that this run has finished.
+      doing: method, task and length at hand.
+    """
+
+    total: int
+    before: int
+    done: int = 0
+    doing: str = ""
+
+
+def check_config(config: EvalConfig) -> None:
+    """Makes every method and task, which costs nothing.
+
+    Raises:
+      ConfigError, InputError: one of them is not what it should be.
+    """
+    for cell in config.cells():
+        make_method(cell.method.name, cell.method.at(cell.length))
+        make_task(cell.task.name, cell.task.at(cell.length))
+
+
+def run_eval(
+    model: LongContext,
+    config: EvalConfig,
+    output: Path,
+    *,
+    facts: Mapping[str, Any],
+    progress: Callable[[Progress], None] | None = None,
+) -> list[dict[str, Any]] | None:
+    """Computes the rows that `output` does not hold yet, and returns all that it holds then.
+
+    Every process of a job calls it; the leader reads and writes, the others return None.
+
+    Args:
+      facts: of the run, for every row: device, mesh, versions.
+
+    Raises:
+      ConfigError, InputError: a method or task is wrong, or `output` is of another run.
+    """
+    check_config(config)
+    memory = available_bytes(model.engine.mesh)
+    leader = _Leader(model, config, output, dict(facts), memory, progress)
+    engines: dict[str, Engine] = {}
+    found: list[dict[str, Any]] | None = None
+    try:
+        while (message := from_leader(functools.partial(leader.next, found))) is not None:
+            work = Work(**message)
+            found = answer_batch(model, _engine(engines, model, work), work)
+    finally:
+        leader.work.close()
+    return leader.store.rows if is_leader() else None
+
+
+def _engine(engines: dict[str, Engine], model: LongContext, work: Work) -> Engine:
+    """The engine of the batch's method; the newest alone is kept."""
+    key = repr((work.method, work.settings))
+    if key not in engines:
+        engines.clear()
+        engines[key] = engine_of(model, make_method(work.method, work.settings))
+    return engines[key]
+
+
+class _Leader:
+    """Draws prompts, plans batches, scores and keeps rows."""
+
+    def __init__(
+        self,
+        model: LongContext,
+        config: EvalConfig,
+        output: Path,
+        facts: dict[str, Any],
+        memory: int | None,
+        progress: Callable[[Progress], None] | None,
+    ):
+        self.model, self.config, self.output = model, config, output
+        self.facts, self.memory, self.report = facts, memory, progress
+        self.layout = chat_layout(model.tokenizer) if config.run.chat else PromptLayout("", "", "")
+        self.cells = config.cells()
+        self.tasks = {
+            (cell.task, cell.length): make_task(cell.task.name, cell.task.at(cell.length))
+            for cell in self.cells
+        }
+        self.settings = {
+            key: {name: getattr(task, name) for name in _setting_names(task.name)}
+            for key, task in self.tasks.items()
+        }
+        # The batch at hand.
+        self.batch: list[_Job] = []
+        self.work = self._work()
+
+    def next(self, found: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+        """Takes the rows of the batch it gave last, and gives the next; None at the end."""
+        if found is not None:
+            self._add(
+                [_scored(job, row) for job, row in zip(self.batch, found, strict=True)],
+            )
+        work = next(self.work, None)
+        return None if work is None else dataclasses.asdict(work)
+
+    def _work(self) -> Generator[Work]:
+        self.store = RowStore(self.output, self._given())
+        wanted = [self._key(cell, i) for cell in self.cells for i in range(cell.trials)]
+        self.progress = Progress(len(wanted), sum(key in self.store for key in wanted))
+        try:
+            for length, cells in itertools.groupby(self.cells, lambda cell: cell.length):
+                yield from self._length(length, list(cells))
+        finally:
+            self.store.close()
+
+    def _length(self, length: int, cells: list[Cell]) -> Iterator[Work]:
+        """The batches of one length, method after method."""
+        if all(self._key(cell, i) in self.store for cell in cells for i in range(cell.trials)):
+            return
+        drawn = self._drawn(length, cells)
+        for prompts in drawn.values():
+            if prompts.refused is not None:
+                self._refuse_undrawn(
+                    prompts, [cell for cell in cells if drawn[cell.task] is prompts]
+                )
+        reserve = max(prompts.reserve for prompts in drawn.values())
+        slots = max(prompts.longest for prompts in drawn.values()) + reserve + 1
+        for method, own in itertools.groupby(cells, lambda cell: cell.method):
+            self._doing(f"{method.label}, {length:,} tokens")
+            jobs = [
+                _Job(cell, drawn[cell.task].task, prompt, self._base(cell, prompt.sample.index))
+                for cell in own
+                for prompt in drawn[cell.task].prompts[: cell.trials]
+            ]
+            yield from self._method(method, length, jobs, slots, reserve)
+
+    def _method(
+        self, method: Spec, length: int, jobs: list["_Job"], slots: int, reserve: int
+    ) -> Iterator[Work]:
+        """The batches of one method that are not done."""
+        left = [job for job in jobs if key_of(job.base) not in self.store]
+        refused = [job for job in left if job.refused]
+        self._add([_scored(job, {"refused": job.prompt.refused}) for job in refused])
+        left = [job for job in left if not job.refused]
+        if not left:
+            return
+        settings = method.at(length)
+        try:
+            engine = engine_of(self.model, make_method(method.name, settings))
+        except ConfigError as error:
+            self._add([_scored(job, {"refused": str(error)}) for job in left])
+            return
+        # Of all jobs, so that a run that goes on has the shapes of one that was not ended.
+        most = max(len(group) for group in _alike(jobs))
+        most = min(self.config.run.batch, most)
+        rows = rows_that_fit(engine, most, slots, reserve, self.memory)
+        for group in _alike(left):
+            for start in range(0, len(group), rows):
+                self.batch = group[start : start + rows]
+                yield Work(
+                    method=method.name,
+                    settings=settings,
+                    contexts=[list(job.prompt.context) for job in self.batch],
+                    questions=[list(job.prompt.question) for job in self.batch],
+                    rows=rows,
+                    slots=slots,
+                    reserve=reserve,
+                    max_new=group[0].task.max_new,
+                    stop=list(group[0].task.stop),
+                )
+
+    def _drawn(self, length: int, cells: list[Cell]) -> dict[Spec, Drawn]:
+        trials: dict[Spec, int] = {}
+        for cell in cells:
+            trials[cell.task] = max(cell.trials, trials.get(cell.task, 0))
+        drawn = {}
+        for spec, count in trials.items():
+            self._doing(f"drawing {spec.label}, {length:,} tokens")
+            drawn[spec] = draw(
+                self.tasks[spec, length],
+                self.model.tokenizer,
+                self.layout,
+                tokens=length,
+                trials=count,
+                seed=self.config.run.seed,
+            )
+        for cell in cells:
+            # A file may have fewer prompts than were asked for.
+            if drawn[cell.task].refused is None:
+                short = max(cell.trials - len(drawn[cell.task].prompts), 0)
+                total = self.progress.total - short
+                self.progress = dataclasses.replace(self.progress, total=total)
+        return drawn
+
+    def _refuse_undrawn(self, drawn: Drawn, cells: list[Cell]) -> None:
+        """A row for each prompt that could not be drawn, under every method."""
+        self._add(
+            [
+                self._base(cell, index) | {"refused": drawn.refused}
+                for cell in cells
+                for index in range(len(drawn.prompts), cell.trials)
+                if self._key(cell, index) not in self.store
+            ]
+        )
+
+    def _add(self, rows: list[dict[str, Any]]) -> None:
+        if rows:
+            self.store.add(rows)
+        done = self.progress.done + len(rows)
+        self.progress = dataclasses.replace(self.progress, done=done)
+        if self.report is not None:
+            self.report(self.progress)
+
+    def _doing(self, doing: str) -> None:
+        self.progress = dataclasses.replace(self.progress, doing=doing)
+        if self.report is not None:
+            self.report(self.progress)
+
+    def _key(self, cell: Cell, index: int) -> Key:
+        return cell.method.label, self._shown(cell), cell.length, index
+
+    def _shown(self, cell: Cell) -> str:
+        """The task's own name for what it draws, and the settings it was given."""
+        settings = [f"{key}={value}" for key, value in cell.task.settings if key != "haystack"]
+        return " ".join([self.tasks[cell.task, cell.length].label, *settings])
+
+    def _base(self, cell: Cell, index: int) -> dict[str, Any]:
+        """What a row says whatever comes of it."""
+        task = self.tasks[cell.task, cell.length]
+        label, shown, length, _ = self._key(cell, index)
+        return {
+            "label": label,
+            "task_label": shown,
+            "length": length,
+            "index": index,
+            "method": settings_of(make_method(cell.method.name, cell.method.at(length))),
+            "task": {"name": cell.task.name, "settings": self.settings[cell.task, cell.length]},
+            "metric": task.metric,
+            "seed": self.config.run.seed,
+            **self.facts,
+            "dtype": str(self.model.engine.setup.dtype),
+            "chunk": self.model.engine.chunk,
+            "chat": self.config.run.chat,
+        }
+
+    def _given(self) -> dict[str, Any]:
+        """What a run must be continued with."""
+        manifest = self.model.manifest
+        return {
+            "checkpoint": None
+            if manifest is None
+            else hashlib.sha256(manifest.to_json().encode()).hexdigest(),
+            "seed": self.config.run.seed,
+            "dtype": str(self.model.engine.setup.dtype),
+            "chunk": self.model.engine.chunk,
+            "chat": self.config.run.chat,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One row to be computed; `base` is what it says already."""
+
+    cell: Cell
+    task: Task
+    prompt: Prompt
+    base: dict[str, Any]
+
+    @property
+    def refused(self) -> bool:
+        return self.prompt.refused is not None
+
+
+def _alike(jobs: Sequence[_Job]) -> list[list[_Job]]:
+    """Jobs whose answers end alike, so that they may share a batch; the longest first."""
+    groups: dict[tuple[int, tuple[str, ...]], list[_Job]] = {}
+    for job in jobs:
+        groups.setdefault((job.task.max_new, tuple(job.task.stop)), []).append(job)
+    return [
+        sorted(group, key=lambda job: -len(job.prompt.context)) for group in groups.values()
+    ] or [[]]
+
+
+def _scored(job: _Job, row: dict[str, Any]) -> dict[str, Any]:
+    """The whole row."""
+    sample = job.prompt.sample
+    about = {
+        "prompt_sha256": job.prompt.sha256,
+        "meta": sample.meta,
+        "outputs": list(sample.outputs),
+    }
+    if "refused" in row:
+        return job.base | about | row
+    answer = row["answer"]
+    measures = {"score": job.task.score(answer, sample), **job.task.parts(answer, sample)}
+    return job.base | about | row | {"measures": measures}
+
+
+def _setting_names(task: str) -> list[str]:
+    settings: Any = describe(task)["settings"]
+    return list(settings)

@@ -1,0 +1,207 @@
+"""Rows put together: what a report says of each method, task and length, as numbers."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_longctx.evaluation.intervals import bootstrap, mean_interval, paired_interval
+
+__all__ = ["BASE", "Cost", "Estimate", "Group", "Score", "Summary", "summarise"]
+
+# The label of the method that the others are compared with.
+BASE = "full"
+SCORE = "score"
+
+Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A mean with its interval at 95%."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """One method on one task at one length.
+
+    Attributes:
+      score: from 0 to 100; None where every prompt was refused.
+      difference: from full attention on the same prompts; None for itself, and without it.
+      others: means of further measures, by name.
+      refused: prompts that were.
+    """
+
+    score: Estimate | None
+    difference: Estimate | None
+    others: dict[str, Estimate]
+    refused: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """One method at one length: medians over its rows; None where nothing was measured.
+
+    Attributes:
+      resident, read: bytes of a row's caches while answering, and of them a decode step reads.
+      first_token, token: seconds, of batches that compiled nothing.
+      rows: of these batches.
+    """
+
+    resident: float | None
+    read: float | None
+    first_token: float | None
+    token: float | None
+    rows: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Everything of one length: scores by (method, task), costs by method."""
+
+    length: int
+    methods: list[str]
+    tasks: list[str]
+    scores: dict[tuple[str, str], Score]
+    costs: dict[str, Cost]
+    means: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """All lengths, and what the rows have in common.
+
+    Attributes:
+      metrics: what a task's score means.
+      settings: `{"name", "settings"}` of each method, by its label.
+      refused: reasons, by (method, task, length), with the number of prompts.
+    """
+
+    groups: list[Group]
+    methods: list[str]
+    tasks: list[str]
+    metrics: dict[str, str]
+    settings: dict[str, dict[str, Any]]
+    refused: dict[tuple[str, str, int, str], int]
+
+
+def summarise(rows: Sequence[Row]) -> Summary:
+    """The summary of rows, methods and tasks in the order in which they come."""
+    lengths = sorted({row["length"] for row in rows})
+    refused: dict[tuple[str, str, int, str], int] = {}
+    for row in rows:
+        if "refused" in row:
+            key = (row["label"], row["task_label"], row["length"], row["refused"])
+            refused[key] = refused.get(key, 0) + 1
+    return Summary(
+        groups=[_group(length, [r for r in rows if r["length"] == length]) for length in lengths],
+        methods=_ordered(row["label"] for row in rows),
+        tasks=_ordered(row["task_label"] for row in rows),
+        metrics={row["task_label"]: row["metric"] for row in rows},
+        settings={row["label"]: row["method"] for row in rows},
+        refused=refused,
+    )
+
+
+def _group(length: int, rows: Sequence[Row]) -> Group:
+    methods = _ordered(row["label"] for row in rows)
+    tasks = _ordered(row["task_label"] for row in rows)
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        cells.setdefault((row["label"], row["task_label"]), []).append(row)
+    scores = {
+        (method, task): _score(own, cells.get((BASE, task), []) if method != BASE else [])
+        for (method, task), own in cells.items()
+    }
+    return Group(
+        length,
+        methods,
+        tasks,
+        scores,
+        {method: _cost([row for row in rows if row["label"] == method]) for method in methods},
+        _means(methods, tasks, scores),
+    )
+
+
+def _means(
+    methods: Sequence[str], tasks: Sequence[str], scores: Mapping[tuple[str, str], Score]
+) -> dict[str, float]:
+    """The mean over tasks, of methods that have a score on all tasks that any method has one on."""
+
+    def found(method: str, task: str) -> Estimate | None:
+        cell = scores.get((method, task))
+        return cell.score if cell is not None else None
+
+    scored = [task for task in tasks if any(found(method, task) for method in methods)]
+    means = {}
+    for method in methods:
+        own = [estimate for task in scored if (estimate := found(method, task)) is not None]
+        if scored and len(own) == len(scored):
+            means[method] = statistics.fmean(estimate.mean for estimate in own)
+    return means
+
+
+def _score(rows: Sequence[Row], base: Sequence[Row]) -> Score:
+    done = [row for row in rows if "measures" in row]
+    names = _ordered(name for row in done for name in row["measures"])
+    mine, theirs = _by_prompt(rows), _by_prompt(base)
+    shared = [prompt for prompt in mine if prompt in theirs]
+    difference = None
+    if shared:
+        first, second = ([scores[prompt] for prompt in shared] for scores in (mine, theirs))
+        mean = statistics.fmean(a - b for a, b in zip(first, second, strict=True))
+        difference = Estimate(mean, *paired_interval(first, second), len(shared))
+    others = {
+        name: _estimate([row["measures"][name] for row in done if name in row["measures"]], False)
+        for name in names
+        if name != SCORE
+    }
+    return Score(
+        _estimate(list(mine.values()), True) if mine else None,
+        difference,
+        others,
+        sum("refused" in row for row in rows),
+    )
+
+
+def _by_prompt(rows: Sequence[Row]) -> dict[tuple[int, str], float]:
+    """Scores by the prompt: its number and its text's hash."""
+    return {
+        (row["index"], row["prompt_sha256"]): row["measures"][SCORE]
+        for row in rows
+        if SCORE in row.get("measures", {})
+    }
+
+
+def _estimate(values: Sequence[float], of_scores: bool) -> Estimate:
+    if of_scores:
+        return Estimate(statistics.fmean(values), *mean_interval(values), len(values))
+    return Estimate(*bootstrap(np.asarray(values, np.float64)), len(values))
+
+
+def _cost(rows: Sequence[Row]) -> Cost:
+    done = [row for row in rows if "seconds" in row]
+    warm = [row for row in done if not row["compiled"]]
+    return Cost(
+        _median(row["bytes"]["resident"] for row in done),
+        _median(row["bytes"]["read"] for row in done),
+        _median(row["seconds"]["first_token"] for row in warm),
+        _median(row["seconds"]["token"] for row in warm),
+        max((row["rows"] for row in warm), default=None),
+    )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))

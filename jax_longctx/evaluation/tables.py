@@ -1,0 +1,232 @@
+"""The tables of a report, from a summary: text and numbers only, for a page or for Markdown."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax_longctx.evaluation.published import PublishedTable
+from jax_longctx.evaluation.specs import Spec
+from jax_longctx.evaluation.summary import BASE, Estimate, Group, Score, Summary
+from jax_longctx.memory import shown_bytes
+
+__all__ = [
+    "ENOUGH",
+    "NOTHING",
+    "TIMES",
+    "Cell",
+    "Table",
+    "cost_table",
+    "other_tables",
+    "published_table",
+    "refused_table",
+    "score_table",
+]
+
+NOTHING = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+# Where full attention itself is below this, a method's score says little about the method.
+ENOUGH = 90
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What stands in a table.
+
+    Attributes:
+      text: the figure.
+      notes: smaller, below it.
+      kind: "" or "weak" (says little), "theirs" (a paper's own figure), "name" (words).
+    """
+
+    text: str
+    notes: tuple[str, ...] = ()
+    kind: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Columns and rows; the first cell of a row names it. `note` says how it was made."""
+
+    title: str
+    note: str
+    head: list[Cell]
+    rows: list[list[Cell]]
+
+
+def score_table(group: Group, summary: Summary) -> Table:
+    """Methods by tasks at one length."""
+    tasks = [task for task in group.tasks if any(_has_score(group, m, task) for m in group.methods)]
+    weak = {task for task in tasks if not _is_telling(group.scores.get((BASE, task)))}
+    head = [Cell("method", kind="name"), Cell("mean")]
+    for task in tasks:
+        notes = (_count(group, task), summary.metrics[task], *(["†"] if task in weak else []))
+        head.append(Cell(task, tuple(note for note in notes if note)))
+    rows = []
+    for method in group.methods:
+        mean = group.means.get(method)
+        row = [Cell(method, kind="name"), Cell(NOTHING if mean is None else f"{mean:.1f}")]
+        for task in tasks:
+            row.append(_score_cell(group.scores.get((method, task)), task in weak))
+        rows.append(row)
+    return Table(
+        f"At {group.length:,} tokens",
+        "",
+        head,
+        rows,
+    )
+
+
+def _has_score(group: Group, method: str, task: str) -> bool:
+    cell = group.scores.get((method, task))
+    return cell is not None and cell.score is not None
+
+
+def _is_telling(base: Score | None) -> bool:
+    return base is not None and base.score is not None and base.score.mean >= ENOUGH
+
+
+def _count(group: Group, task: str) -> str:
+    """`n = 50`, or a range where methods have different numbers of prompts."""
+    counts = [cell.score.count for (_, t), cell in group.scores.items() if t == task and cell.score]
+    low, high = min(counts, default=0), max(counts, default=0)
+    return f"n = {low}" if low == high else f"n = {low} to {high}"
+
+
+def _score_cell(score: Score | None, weak: bool) -> Cell:
+    kind = "weak" if weak else ""
+    if score is None:
+        return Cell(NOTHING, kind=kind)
+    refused = (f"{score.refused} refused",) if score.refused else ()
+    if score.score is None:
+        return Cell(NOTHING, refused, kind)
+    notes = [f"[{score.score.low:.0f}, {score.score.high:.0f}]"]
+    if score.difference is not None:
+        notes.append(_difference(score.difference))
+    return Cell(f"{score.score.mean:.0f}", (*notes, *refused), kind)
+
+
+def _difference(found: Estimate) -> str:
+    sign = "▼ " if found.high < 0 else "▲ " if found.low > 0 else ""
+    return f"{sign}{found.mean:+.0f} [{found.low:+.0f}, {found.high:+.0f}]"
+
+
+def cost_table(group: Group) -> Table:
+    """What a row costs under each method at one length."""
+    base = group.costs.get(BASE)
+    names = ("cache while answering", "read by a step", "first token", "next tokens")
+    rows = []
+    for method in group.methods:
+        cost = group.costs[method]
+        rows.append(
+            [
+                Cell(method, kind="name"),
+                _bytes(cost.resident, base and base.resident),
+                _bytes(cost.read, base and base.read),
+                _seconds(cost.first_token, base and base.first_token),
+                _seconds(cost.token, base and base.token),
+                Cell(NOTHING if cost.rows is None else str(cost.rows)),
+            ]
+        )
+    return Table(
+        f"At {group.length:,} tokens",
+        "",
+        [Cell("method", kind="name"), *map(Cell, names), Cell("rows a batch")],
+        rows,
+    )
+
+
+def _bytes(value: float | None, base: float | None) -> Cell:
+    return Cell(NOTHING) if value is None else Cell(shown_bytes(int(value)), _times(value, base))
+
+
+def _seconds(value: float | None, base: float | None) -> Cell:
+    if value is None:
+        return Cell(NOTHING)
+    shown = f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
+    return Cell(shown, _times(value, base))
+
+
+def _times(value: float, base: float | None) -> tuple[str, ...]:
+    return (f"{TIMES} {value / base:.2f}",) if base else ()
+
+
+def other_tables(group: Group) -> list[Table]:
+    """One for each measure beside the score."""
+    names = dict.fromkeys(name for cell in group.scores.values() for name in cell.others)
+    tables = []
+    for name in names:
+        tasks = [
+            task
+            for task in group.tasks
+            if any(name in group.scores[key].others for key in group.scores if key[1] == task)
+        ]
+        rows = []
+        for method in group.methods:
+            cells = (group.scores.get((method, task)) for task in tasks)
+            found = [None if cell is None else cell.others.get(name) for cell in cells]
+            if any(found):
+                rows.append([Cell(method, kind="name"), *map(_measure, found)])
+        head = [Cell("method", kind="name"), *map(Cell, tasks)]
+        tables.append(Table(f"{name} at {group.length:,} tokens", "", head, rows))
+    return tables
+
+
+def _measure(found: Estimate | None) -> Cell:
+    if found is None:
+        return Cell(NOTHING)
+    return Cell(f"{found.mean:.4g}", (f"[{found.low:.4g}, {found.high:.4g}]", f"n = {found.count}"))
+
+
+def published_table(published: PublishedTable, summary: Summary) -> Table:
+    """A paper's figures, and below each of its methods ours of the same name."""
+    rows = []
+    for name, (method, values) in published.rows.items():
+        shown = [NOTHING if value is None else f"{value:g}" for value in values]
+        own = Cell(f"{name}, theirs", kind="name")
+        rows.append([own, *(Cell(value, kind="theirs") for value in shown)])
+        for group in summary.groups:
+            for label in group.methods:
+                if _is_method(summary.settings[label], Spec.parse(method)):
+                    cells = [_ours(group, label, task) for task in published.tasks]
+                    if any(cell.text != NOTHING for cell in cells):
+                        about = Cell(f"{label}, ours", (f"{group.length:,} tokens",), "name")
+                        rows.append([about, *cells])
+    head = [Cell("method", kind="name"), *map(Cell, published.tasks)]
+    return Table(published.title, published.note, head, rows)
+
+
+def _is_method(own: Mapping[str, Any], wanted: Spec) -> bool:
+    """Whether a run's method has that name, and the settings that are named."""
+    given = own["settings"]
+    same = all(str(given.get(key)) == value for key, value in wanted.settings)
+    return own["name"] == wanted.name and same
+
+
+def _ours(group: Group, label: str, task: str) -> Cell:
+    """By the task's name, whatever text it was drawn from."""
+    for (method, shown), score in group.scores.items():
+        if method == label and shown.split()[0].split("@")[0] == task:
+            return _score_cell(score, False)
+    return Cell(NOTHING)
+
+
+def refused_table(summary: Summary) -> Table:
+    """Prompts that were not given to a method, and why."""
+    rows = [
+        [
+            Cell(method, kind="name"),
+            Cell(task, kind="name"),
+            Cell(f"{length:,}"),
+            Cell(str(count)),
+            Cell(reason, kind="name"),
+        ]
+        for (method, task, length, reason), count in summary.refused.items()
+    ]
+    head = [
+        Cell("method", kind="name"),
+        Cell("task", kind="name"),
+        Cell("tokens"),
+        Cell("prompts"),
+        Cell("why", kind="name"),
+    ]
+    return Table("Refused", "", head, rows)

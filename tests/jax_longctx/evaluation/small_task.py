@@ -1,0 +1,50 @@
+"""A task of a few words, for a tiny random model: what it says is scored, if by no sense."""
+
+import dataclasses
+
+from jax_longctx.errors import InputError
+from jax_longctx.evaluation.tasks import Sample
+
+LEAST = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmallTask:
+    """Counts the letters of an answer.
+
+    Attributes:
+      graded: whether a score may be anything from 0 to 100.
+      stored: as many prompts as there are, as long as they are, as if from a file; 0 for as many as
+        asked for.
+    """
+
+    name: str = dataclasses.field(default="small", metadata={"fixed": True})
+    metric: str = dataclasses.field(default="letters", metadata={"fixed": True})
+    stop: tuple[str, ...] = dataclasses.field(default=(), metadata={"fixed": True})
+    graded: bool = False
+    stored: int = 0
+    max_new: int = 4
+
+    @property
+    def label(self):
+        return self.name
+
+    def samples(self, count, *, tokens, trials, seed):
+        if tokens < LEAST:
+            raise InputError(f"{tokens} tokens are too few for small; ask for {LEAST} at least")
+        for index in range(min(trials, self.stored) if self.stored else trials):
+            # Each is of another length than the next.
+            context = "Rain falls. " * (1 + index % 3) + f"The key is {seed * 1000 + index}."
+            query, prefix = "\nWhich key?", "\nIt is"
+            length = 1 + count(context) + count(query + prefix) + self.max_new
+            if self.stored and index == 1:
+                length = tokens + 1
+            meta = {"depth": index % 2 / 2}
+            yield Sample(index, context, query, prefix, (str(index),), length, meta)
+
+    def score(self, answer, sample):
+        letters = len(answer) + sample.index
+        return 10.0 * (letters % 11) if self.graded else 100.0 * (letters % 2)
+
+    def parts(self, answer, sample):
+        return {"length": float(len(answer))}

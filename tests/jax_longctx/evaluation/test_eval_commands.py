@@ -1,0 +1,152 @@
+"""`eval run`, `eval --suite` and `eval report` on a tiny model, and what they refuse."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jax_longctx.evaluation import runner, suite
+from jax_longctx.evaluation.rows import read_rows
+
+RUN = ("eval", "run", "-c", "model", "-t", "small", "--length", "64", "--trials", "2")
+
+
+def test_run_writes_rows_and_a_report_and_goes_on(run, loads, small, tmp_path):
+    out = tmp_path / "out"
+    result = run(*RUN, "--output", out)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("At 64 tokens\n\n| method | mean | small n = 2 letters")
+    assert (out / "report.html").is_file() and (out / "report.md").is_file()
+    (row, _) = read_rows(out)
+    assert row["checkpoint"] == "model" and row["versions"]["jax"] and row["mesh"]["data"] == 1
+    again = run(*RUN, "--output", out, "--json")
+    assert [json.loads(line) for line in again.stdout.splitlines()] == read_rows(out)
+    page = (out / "report.html").read_bytes()
+    (out / "report.html").unlink()
+    assert run("eval", "report", out).exit_code == 0
+    assert (out / "report.html").read_bytes() == page
+
+
+def test_a_report_of_two_folders(run, loads, small, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run(*RUN, "-o", one).exit_code == 0
+    assert run(*RUN, "-o", two, "-m", "streaming-llm:budget=32,chunk=16").exit_code == 0
+    result = run("eval", "report", one, two)
+    assert "| full |" in result.stdout and "| streaming-llm budget=32 chunk=16 |" in result.stdout
+
+
+def test_a_file_in_place_of_options(run, loads, small, tmp_path):
+    toml, out = tmp_path / "eval.toml", tmp_path / "out"
+    part = 'methods = ["full"]\ntasks = ["small"]\nlengths = [64]\ntrials = 1\n'
+    toml.write_text(f'title = "Mine"\n[run]\ncheckpoint = "model"\nchunk = 32\n[[part]]\n{part}')
+    result = run("eval", "run", "--config", toml, "--output", out, "--chunk", 64)
+    assert result.exit_code == 0, result.output
+    assert loads[0][1]["chunk"] == 64 and "<h1>Mine</h1>" in (out / "report.html").read_text()
+    result = run("eval", "run", "--config", toml, "-t", "small", "--output", out)
+    assert result.exit_code == 2 and "--task and --config exclude each other" in result.stderr
+    toml.write_text(toml.read_text().replace("trials", "trails"))
+    result = run("eval", "run", "--config", toml, "--output", out)
+    assert result.exit_code == 2
+    assert "unknown key in [part]: trails; did you mean trials?" in result.stderr
+
+
+def test_a_suite_by_its_name(run, loads, small, tmp_path, monkeypatch):
+    folder = tmp_path / "suites"
+    folder.mkdir()
+    part = 'methods = ["full"]\ntasks = ["small"]\nlengths = [64]\ntrials = 1\n'
+    (folder / "paper_some.toml").write_text(f'title = "Some"\n[[part]]\n{part}')
+    monkeypatch.setattr(suite, "FOLDER", folder)
+    out = tmp_path / "out"
+    result = run("eval", "--suite", "paper:some", "--output", out)
+    assert result.exit_code == 2 and "name one with --checkpoint" in result.stderr
+    result = run("eval", "--suite", "paper:some", "-c", "model", "--output", out)
+    assert result.exit_code == 0, result.output
+    assert len(read_rows(out)) == 1 and loads[0][0] == Path("model")
+    listed = run("eval", "suites").stdout
+    assert listed.startswith("paper:some: Some; 1 cells, 1 rows")
+
+
+def test_mistakes_are_one_line_before_the_model_is_loaded(run, loads, small, tmp_path):
+    for args, message in [
+        (("eval", "--suite", "quack", "-o", "x"), "unknown suite 'quack'; known: "),
+        (("eval", "-o", "x"), "--suite is missing"),
+        (("eval", "--suite", "quick", "tasks"), "options before tasks are for --suite"),
+        ((*RUN[:4], "--length", "64", "-o", "x"), "--task is missing"),
+        ((*RUN[:6], "-o", "x"), "--length is missing"),
+        (RUN, "--output is missing"),
+        ((*RUN[:2], *RUN[4:], "-o", "x"), "no model given; name one with --checkpoint"),
+        ((*RUN, "-m", "nothing", "-o", "x"), "unknown method 'nothing'"),
+        ((*RUN, "-m", "snapkv:budget=many", "-o", "x"), "expected a whole number"),
+        ((*RUN, "-t", "smal", "-o", "x"), "did you mean 'small'"),
+        ((*RUN[:-1], "0", "-o", "x"), "trials of at least 1"),
+        (("eval", "report", tmp_path), "give the --output of a run"),
+    ]:
+        result = run(*args)
+        assert result.exit_code == 2, args
+        assert result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
+    assert loads == [] and not Path("x").exists()
+
+
+def test_plots_are_asked_for_before_hours_of_work(run, loads, small, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run(*RUN, "-o", tmp_path / "out")
+    assert result.exit_code == 2 and "pip install 'jax-longctx[eval]'" in result.stderr
+    assert loads == []
+
+
+def test_an_interruption_leaves_rows_and_the_next_run_goes_on(
+    run, loads, small, tmp_path, monkeypatch
+):
+    answer, asked = runner.answer_batch, []
+
+    def interrupted(model, engine, work):
+        asked.append(len(work.contexts))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return answer(model, engine, work)
+
+    monkeypatch.setattr(runner, "answer_batch", interrupted)
+    out = tmp_path / "out"
+    assert run(*RUN, "--batch", 1, "-o", out).exit_code == 130
+    assert len(read_rows(out)) == 1
+    result = run(*RUN, "--batch", 1, "-o", out)
+    assert result.exit_code == 0 and "1 of 2 rows are there already" in result.stderr
+    assert len(read_rows(out)) == 2 and asked == [1, 1, 1]
+
+
+def test_tasks_are_listed_with_their_settings(run):
+    listed = run("eval", "tasks").stdout
+    assert "passkey: " in listed and "    depths: int = 11" in listed
+
+
+@pytest.mark.thorough
+def test_a_process_that_is_killed_goes_on(tmp_path):
+    """SIGKILL between two batches of the real command."""
+    from tests.checkpoints_convert.tiny import random_state, write_checkpoint
+    from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+
+    source, folder, out = tmp_path / "hf", tmp_path / "model", tmp_path / "out"
+    config = hf_config(vocab_size=300)
+    write_checkpoint(source, config, random_state(config))
+    write_tokenizer(source)
+    command = [sys.executable, "-c", "from jax_longctx.cli.main import main; main()"]
+    subprocess.run([*command, "convert", source, folder], check=True, capture_output=True)
+    command += ["eval", "run", "-c", folder, "-t", "passkey", "--length", "512", "--trials", "12"]
+    command += ["--batch", "1", "--output", out]
+    child = subprocess.Popen([*map(str, command)], stderr=subprocess.DEVNULL)
+    rows, end = out / "rows.jsonl", time.monotonic() + 120
+    while not (rows.exists() and rows.read_bytes().count(b"\n") > 2):
+        assert time.monotonic() < end and child.poll() is None
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    before = read_rows(out)
+    assert 0 < len(before) < 12
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    after = read_rows(out)
+    assert after[: len(before)] == before
+    assert sorted(row["index"] for row in after) == list(range(12))

@@ -1,0 +1,292 @@
+"""Every figure of a report against the rows it was made of; the page needs nothing beside it."""
+
+import html.parser
+import json
+import re
+import statistics
+
+import pytest
+
+from jax_longctx.errors import InputError
+from jax_longctx.evaluation.intervals import mean_interval
+from jax_longctx.evaluation.plots import best_of
+from jax_longctx.evaluation.published import PUBLISHED
+from jax_longctx.evaluation.report import read_about, write_about, write_report
+from jax_longctx.evaluation.rows import read_rows
+from jax_longctx.evaluation.specs import Spec
+from jax_longctx.evaluation.summary import summarise
+from jax_longctx.evaluation.tables import TIMES
+from jax_longctx.methods import make_method
+
+MIB = 2**20
+
+
+def row(label, task, index, score, *, length=1024, compiled=False, scale=1, **more):
+    return {
+        "label": label,
+        "task_label": task,
+        "length": length,
+        "index": index,
+        "method": {"name": label.split()[0], "settings": {"budget": 64}},
+        "task": {"name": task, "settings": {}},
+        "metric": "found",
+        "seed": 0,
+        "checkpoint": "tiny <model>",
+        "device": "cpu",
+        "mesh": {"data": 1},
+        "dtype": "float32",
+        "versions": {"jax": "0.0"},
+        "chat": False,
+        "prompt_sha256": f"{task}{length}{index}",
+        "meta": {"depth": index % 2},
+        "measures": {"score": score},
+        "seconds": {"first_token": 2.0 * scale, "token": 0.01 * scale},
+        "compiled": compiled,
+        "rows": 2,
+        "bytes": {"resident": 8 * MIB * scale, "read": 4 * MIB * scale},
+    } | more
+
+
+def refused(label, task, index, why):
+    kept = row(label, task, index, 0.0)
+    for key in ("measures", "seconds", "compiled", "rows", "bytes"):
+        del kept[key]
+    return kept | {"refused": why}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    small = "snapkv budget=64"
+    full = [row("full", "passkey", i, score) for i, score in enumerate([100.0] * 9 + [0.0])]
+    theirs = [
+        row(small, "passkey", i, score, scale=0.5)
+        for i, score in enumerate([100.0] * 4 + [0.0] * 6)
+    ]
+    # Nothing of the time in which a program was compiled.
+    theirs[0] |= {"compiled": True, "seconds": {"first_token": 99.0, "token": 9.0}}
+    graded = [
+        row(label, "vt", i, score)
+        for label, scores in (("full", (50.0, 25.0)), (small, (75.0, 0.0)))
+        for i, score in enumerate(scores)
+    ]
+    long = [
+        row("full", "passkey", 0, 100.0, length=2048),
+        refused(small, "vt", 2, "a cache | of <64>"),
+    ]
+    curve = {"curves": {"perplexity": [[0, 2.0, 4], [512, 1.0, 4]]}}
+    measured = row("full", "stream", 0, 0.0, **curve) | {"measures": {"nll": 1.5}}
+    return [*full, *theirs, *graded, *long, measured]
+
+
+class Page(html.parser.HTMLParser):
+    """Tables as lists of rows, a cell being its texts; and everything that points anywhere."""
+
+    VOID = ("meta", "link", "br", "path", "use")
+
+    def __init__(self):
+        super().__init__()
+        self.tables, self.addresses, self.ids, self.open, self.svgs = {}, [], [], [], 0
+        self.title = ""
+
+    def handle_starttag(self, tag, attrs):
+        named = dict(attrs)
+        keys = ("src", "href", "xlink:href", "srcset", "data")
+        self.addresses += [named[key] for key in keys if key in named]
+        self.ids += [named["id"]] if "id" in named else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.svgs += tag == "svg"
+        if tag == "table":
+            self.rows = self.tables.setdefault(self.title, [])
+        elif tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append([])
+        elif tag == "h3":
+            self.title = ""
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "h3" in self.open:
+            self.title += data
+        if self.open and ("td" in self.open or "th" in self.open):
+            self.rows[-1][-1].append(data)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("report")
+
+
+@pytest.fixture(scope="module")
+def page(rows, folder):
+    """The page's text, and what a parser finds in it."""
+    write_report(folder, rows, {"title": "A & B", "about": "Words.", "published": ["citrus"]})
+    text = (folder / "report.html").read_text()
+    parsed = Page()
+    parsed.feed(text)
+    assert parsed.open == []
+    return text, parsed
+
+
+def test_scores_are_those_of_the_rows(page, rows):
+    _, parsed = page
+    head, full, snapkv = parsed.tables["At 1,024 tokens"][:3]
+    assert head == [
+        ["method"],
+        ["mean"],
+        ["passkey", "n = 10", "found"],
+        ["vt", "n = 2", "found", "†"],
+    ]
+    # Wilson's interval of 9 of 10, and of 4 of 10; of the graded ones, a bootstrap.
+    low, high = mean_interval([50.0, 25.0])
+    assert full == [["full"], ["63.8"], ["90", "[60, 98]"], ["38", f"[{low:.0f}, {high:.0f}]"]]
+    assert snapkv[:2] == [["snapkv budget=64"], ["38.8"]]
+    # Five of ten pairs go the other way: 4 both, 5 full's alone, 1 neither.
+    passkey = snapkv[2]
+    assert passkey[:2] == ["40", "[17, 69]"]
+    assert passkey[2].startswith("▼ -50 [-") and passkey[2].endswith("]")
+    low, high = map(int, re.findall(r"[-+]\d+", passkey[2])[1:])
+    assert low < -50 < high < 0
+    low, high = mean_interval([25.0, -25.0])
+    assert snapkv[3][-2:] == [f"+0 [{low:+.0f}, {high:+.0f}]", "1 refused"]
+
+
+def test_costs_leave_compiled_batches_out(page, rows):
+    _, parsed = page
+    costs = parsed.tables["At 1,024 tokens"]
+    start = next(i for i, line in enumerate(costs) if line[1] == ["cache while answering"])
+    full, snapkv = costs[start + 1 : start + 3]
+    assert full == [
+        ["full"],
+        ["8.0 MiB", f"{TIMES} 1.00"],
+        ["4.0 MiB", f"{TIMES} 1.00"],
+        ["2.00 s", f"{TIMES} 1.00"],
+        ["10.0 ms", f"{TIMES} 1.00"],
+        ["2"],
+    ]
+    times = [r["seconds"]["first_token"] for r in rows if "snapkv" in r["label"] and "seconds" in r]
+    assert statistics.median(sorted(times)[:-1]) == 1.0 and max(times) == 99.0
+    assert snapkv[1] == ["4.0 MiB", f"{TIMES} 0.50"] and snapkv[3] == ["1.00 s", f"{TIMES} 0.50"]
+
+
+def test_refused_rows_and_other_measures_have_their_tables(page):
+    _, parsed = page
+    assert parsed.tables["Refused"][1] == [
+        ["snapkv budget=64"],
+        ["vt"],
+        ["1,024"],
+        ["1"],
+        ["a cache | of <64>"],
+    ]
+    assert parsed.tables["nll at 1,024 tokens"] == [
+        [["method"], ["stream"]],
+        [["full"], ["1.5", "[1.5, 1.5]", "n = 1"]],
+    ]
+
+
+def test_the_page_is_whole_and_alone(page):
+    text, parsed = page
+    assert "<h1>A &amp; B</h1>" in text and "tiny &lt;model&gt;" in text
+    # Both lengths' fronts, the heatmap of each task with depths, the curve.
+    assert parsed.svgs == 2 + 2 + 1
+    assert all(a.startswith(("#", "data:")) for a in parsed.addresses)
+    assert len(parsed.ids) == len(set(parsed.ids))
+    targets = [a[1:] for a in parsed.addresses if a.startswith("#")]
+    targets += re.findall(r"url\(#([^)]+)\)", text)
+    assert targets and set(targets) <= set(parsed.ids)
+    assert "currentColor" in text and "#010203" not in text
+    assert "prefers-color-scheme: dark" in text and "@media print" in text
+    assert not re.search(r"<script|@import|url\((?!#)", text)
+
+
+def test_markdown_has_the_same_figures_and_pictures(page, folder):
+    text = (folder / "report.md").read_text()
+    assert "| full | 63.8 | 90 [60, 98] |" in text
+    assert "a cache \\| of <64>" in text
+    pictures = re.findall(r"\]\((plots/[\w-]+\.png)\)", text)
+    assert len(pictures) == 5
+    for picture in pictures:
+        assert (folder / picture).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_papers_figures_are_marked_as_theirs(page):
+    text, parsed = page
+    (title,) = (title for title in parsed.tables if title.startswith("CItruS"))
+    assert parsed.tables[title][1:] == [
+        [["Individual cache, theirs"], ["100"]],
+        [["Shared cache, theirs"], ["100"]],
+    ]
+    assert '<td class="theirs">100</td>' in text
+
+
+def test_ours_stand_below_theirs_of_the_same_settings(tmp_path):
+    rows = [
+        row("resa", "niah_multikey_3@topics", 0, 100.0)
+        | {"method": {"name": "resa", "settings": {"selector": "quest"}}},
+        row("resa selector=arkvale", "niah_multikey_3@topics", 0, 0.0)
+        | {"method": {"name": "resa", "settings": {"selector": "arkvale"}}},
+    ]
+    write_report(tmp_path, rows, {"published": ["resa"]})
+    parsed = Page()
+    parsed.feed((tmp_path / "report.html").read_text())
+    table = next(t for name, t in parsed.tables.items() if "Llama-3.1-8B, 8K, 2.5%" in name)
+    names = [line[0][0] for line in table]
+    at = names.index("Quest + RESA, theirs")
+    assert [cell[0] for cell in table[at]][4] == "40"
+    assert names[at + 1] == "resa, ours" and table[at + 1][4][0] == "100"
+    at = names.index("ArkVale + RESA, theirs")
+    assert names[at + 1] == "resa selector=arkvale, ours" and table[at + 1][4][0] == "0"
+    assert names.count("resa, ours") == names.count("resa selector=arkvale, ours") == 1
+
+
+def test_pairs_are_the_same_prompts_alone():
+    other = row("h2o", "passkey", 0, 0.0) | {"prompt_sha256": "another text"}
+    rows = [row("full", "passkey", 0, 100.0), row("full", "passkey", 1, 100.0), other]
+    (group,) = summarise([*rows, row("h2o", "passkey", 1, 0.0)]).groups
+    found = group.scores["h2o", "passkey"]
+    assert found.score.count == 2
+    assert (found.difference.mean, found.difference.count) == (-100.0, 1)
+    assert group.scores["full", "passkey"].difference is None
+
+
+def test_a_mean_is_of_all_tasks_or_none():
+    rows = [row("full", "a", 0, 100.0), row("full", "b", 0, 50.0), row("h2o", "a", 0, 100.0)]
+    (group,) = summarise(rows).groups
+    assert group.means == {"full": 75.0}
+
+
+def test_the_best_points():
+    points = [(1, 50), (2, 40), (2, 60), (3, 60), (4, 90), (1, 30)]
+    assert best_of(points) == [(1, 50), (2, 60), (4, 90)]
+
+
+def test_published_tables_name_our_methods():
+    for table in PUBLISHED:
+        for name, values in table.rows.values():
+            spec = Spec.parse(name)
+            make_method(spec.name, dict(spec.settings))
+            assert len(values) == len(table.tasks)
+            assert all(value is None or 0 <= value <= 100 for value in values)
+
+
+def test_what_a_report_says_of_its_run_is_kept(tmp_path):
+    assert read_about(tmp_path) == {}
+    write_about(tmp_path, {"title": "T"})
+    assert read_about(tmp_path) == {"title": "T"}
+    (tmp_path / "about.json").write_text("{")
+    with pytest.raises(InputError, match="damaged"):
+        read_about(tmp_path)
+    with pytest.raises(InputError, match=r"rows\.jsonl cannot be read"):
+        read_rows(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"format": 1, "given": {}}) + "\n")
+    with pytest.raises(InputError, match="holds no rows yet"):
+        read_rows(tmp_path)

@@ -1,0 +1,286 @@
+"""Rows: what one prompt at a time gives, once each, also after a kill; refused where they must."""
+
+import hashlib
+import json
+
+import jax
+import pytest
+
+from jax_longctx.batch import lines
+from jax_longctx.errors import InputError, LongctxError
+from jax_longctx.evaluation import compute, runner
+from jax_longctx.evaluation.config import parse_config
+from jax_longctx.evaluation.prompts import draw
+from jax_longctx.evaluation.rows import read_rows
+from jax_longctx.text import PromptLayout
+from tests.jax_longctx.evaluation.small_task import SmallTask
+
+STREAMING = "streaming-llm:budget=32,chunk=16"
+
+
+def config(methods=("full",), tasks=("small",), lengths=(64,), trials=3, **run):
+    part = {"methods": list(methods), "tasks": list(tasks), "lengths": list(lengths)}
+    return parse_config({"run": {"batch": 2, **run}, "part": [{**part, "trials": trials}]})
+
+
+def evaluate(model, folder, chosen, **options):
+    return runner.run_eval(model, chosen, folder, facts={"device": "here"}, **options)
+
+
+def by_key(rows):
+    return {(r["label"], r["task_label"], r["length"], r["index"]): r for r in rows}
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The batches that are computed: how many prompts each has."""
+    sizes = []
+    answer = runner.answer_batch
+
+    def counted(model, engine, work):
+        sizes.append(len(work.contexts))
+        return answer(model, engine, work)
+
+    monkeypatch.setattr(runner, "answer_batch", counted)
+    return sizes
+
+
+def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, computed):
+    rows = evaluate(tiny, tmp_path, config(trials=5))
+    assert computed == [2, 2, 1]
+    assert sorted(row["index"] for row in rows) == [0, 1, 2, 3, 4]
+    task, count = SmallTask(), lambda text: len(tiny.tokenizer.encode(text))
+    samples = list(task.samples(count, tokens=64, trials=5, seed=0))
+    for sample in samples:
+        (row,) = (row for row in rows if row["index"] == sample.index)
+        asked = sample.query + sample.answer_prefix
+        context = tiny.tokenizer.encode(sample.context, bos=True)
+        read = tiny.engine.prefill([context], reserve=128)
+        (answer,) = tiny.ask(read, asked, max_tokens=4, keep=False)
+        assert row["answer"] == answer.text
+        score = 100.0 * ((len(answer.text) + sample.index) % 2)
+        assert row["measures"] == {"score": score, "length": len(answer.text)}
+        text = f"{sample.context}\0{asked}".encode()
+        assert row["prompt_sha256"] == hashlib.sha256(text).hexdigest()
+        assert row["tokens"] == {
+            "context": len(context),
+            "question": count(asked),
+            "answer": len(answer.tokens),
+        }
+    row = rows[0]
+    assert row["method"] == {"name": "full", "settings": {}} and row["device"] == "here"
+    assert row["task"] == {
+        "name": "small",
+        "settings": {"graded": False, "stored": 0, "max_new": 4},
+    }
+    assert (row["seed"], row["length"], row["outputs"]) == (0, 64, [str(row["index"])])
+    assert row["seconds"]["first_token"] > 0 and row["seconds"]["token"] > 0
+    # Two layers of keys and values of two heads, eight wide, in float32, in 128 slots and lengths.
+    assert 0 <= row["bytes"]["resident"] - 2 * 2 * 2 * 8 * 4 * 128 < 64
+    assert row["bytes"]["read"] <= row["bytes"]["resident"]
+    # Nothing is compiled for a shape that was there before.
+    assert not rows[-1]["compiled"]
+
+
+def test_all_methods_get_the_same_prompts_and_the_whole_question(
+    small, tiny, tmp_path, monkeypatch
+):
+    works = []
+
+    def recorded(model, engine, work):
+        works.append((type(engine.method).__name__, work))
+        return [{"refused": "not asked"}] * len(work.contexts)
+
+    monkeypatch.setattr(runner, "answer_batch", recorded)
+    evaluate(tiny, tmp_path, config(("full", "citrus:budget=32,chunk=16"), trials=2, batch=4))
+    (one, full), (other, citrus) = works
+    assert (one, other) == ("Full", "Citrus")
+    assert (full.contexts, full.questions) == (citrus.contexts, citrus.questions)
+    encode = tiny.tokenizer.encode
+    assert full.questions == [encode("\nWhich key?\nIt is")] * 2
+    # Two prompts need no batch of four.
+    assert full.rows == 2 and full.max_new == 4
+    assert full.reserve == len(full.questions[0]) + 4
+    assert full.slots == max(map(len, full.contexts)) + full.reserve + 1
+
+
+def test_a_chat_template_stands_around_context_and_question(tiny):
+    layout = PromptLayout("<|turn|>user\n", "\n\n", "<|end|>\n<|turn|>assistant\n")
+    count = tiny.tokenizer.encode
+    words = len(count(layout.before)) + len(count(layout.after))
+    drawn = draw(SmallTask(), tiny.tokenizer, layout, tokens=100, trials=1, seed=0)
+    (prompt,) = drawn.prompts
+    assert prompt.sample.context.startswith("Rain falls. The key")
+    assert list(prompt.context) == count(layout.before + prompt.sample.context, bos=True)
+    assert list(prompt.question) == count(f"\nWhich key?{layout.after}\nIt is")
+    # The template's words count.
+    short = draw(SmallTask(), tiny.tokenizer, layout, tokens=39 + words, trials=1, seed=0)
+    assert short.prompts == [] and "39 tokens are too few" in short.refused
+
+
+def without_times(rows):
+    return {
+        key: {name: value for name, value in row.items() if name not in ("seconds", "compiled")}
+        for key, row in by_key(rows).items()
+    }
+
+
+def test_a_run_that_was_killed_at_any_write_computes_nothing_twice(
+    small, tiny, tmp_path, computed, monkeypatch
+):
+    chosen = config(trials=5)
+    whole = without_times(evaluate(tiny, tmp_path / "whole", chosen))
+    append = lines.append
+    for fatal in range(1, 10):
+        folder, left = tmp_path / str(fatal), [fatal]
+
+        def dying(file, rows, left=left):
+            left[0] -= 1
+            if left[0]:
+                return append(file, rows)
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            file.write(text.encode()[: len(text) // 2])
+            file.flush()
+            raise SystemError("killed")
+
+        computed.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(lines, "append", dying)
+            try:
+                evaluate(tiny, folder, chosen)
+                break
+            except SystemError:
+                pass
+        before = sum(computed)
+        evaluate(tiny, folder, chosen)
+        assert without_times(read_rows(folder)) == whole
+        assert len(read_rows(folder)) == 5
+        # What was being written when it died comes again; nothing else.
+        assert before <= sum(computed) <= 5 + 2
+    # The header and three batches.
+    assert fatal == 5
+
+
+def test_a_run_goes_on_with_more_of_everything(small, tiny, tmp_path, computed):
+    evaluate(tiny, tmp_path, config(trials=2))
+    first = without_times(read_rows(tmp_path))
+    computed.clear()
+    evaluate(tiny, tmp_path, config(trials=2))
+    assert computed == []
+    seen = []
+    more = config(("full", STREAMING), ("small", "small:graded=true"), trials=3)
+    evaluate(tiny, tmp_path, more, progress=seen.append)
+    rows = without_times(read_rows(tmp_path))
+    assert len(rows) == 12 and sum(computed) == 10
+    assert {key: rows[key] for key in first} == first
+    assert (seen[-1].total, seen[-1].before, seen[-1].done) == (12, 2, 10)
+    assert {row["task_label"] for row in rows.values()} == {"small", "small graded=true"}
+    # Both tasks end alike, so their prompts share batches: full's four, streaming's six.
+    assert computed == [2, 2, 2, 2, 2]
+
+
+def test_rows_of_another_run_are_left_alone(small, tiny, tmp_path):
+    evaluate(tiny, tmp_path, config(trials=1))
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    with pytest.raises(InputError, match="was begun with seed 0, now it is 1"):
+        evaluate(tiny, tmp_path, config(trials=1, seed=1))
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    (tmp_path / "rows.jsonl").write_text('{"format": 9}\n')
+    with pytest.raises(InputError, match="no file of rows: format 9, expected 1"):
+        evaluate(tiny, tmp_path, config(trials=1))
+
+
+def test_what_cannot_be_asked_is_refused_with_the_reason(small, tiny, tmp_path, monkeypatch):
+    chosen = config(tasks=("small", "small:stored=2"), lengths=(30, 64), trials=3)
+    rows = by_key(evaluate(tiny, tmp_path / "a", chosen))
+    for index in range(3):
+        assert "30 tokens are too few" in rows["full", "small", 30, index]["refused"]
+        assert "measures" in rows["full", "small", 64, index]
+    assert "measures" in rows["full", "small stored=2", 64, 0]
+    assert "65 tokens, 64 were asked for" in rows["full", "small stored=2", 64, 1]["refused"]
+    # A file of two prompts has no third.
+    assert ("full", "small stored=2", 64, 2) not in rows
+    monkeypatch.setattr(tiny.engine, "memory_limit", 1000)
+    rows = evaluate(tiny, tmp_path / "b", config(trials=3))
+    assert len(rows) == 3
+    for row in rows:
+        assert "a cache of 128 tokens needs" in row["refused"] and "answer" not in row
+        assert len(row["prompt_sha256"]) == 64
+
+
+def test_a_method_that_refuses_the_model_is_a_reason_too(small, tiny, tmp_path, computed):
+    rows = by_key(evaluate(tiny, tmp_path, config(("infllm", "full"), trials=1)))
+    reason = rows["infllm", "small", 64, 0]["refused"]
+    assert "beyond the 512 positions that the model was trained to" in reason
+    assert "measures" in rows["full", "small", 64, 0] and computed == [1]
+
+
+def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, monkeypatch):
+    answers, shapes = compute._answers, []
+
+    def short_of_memory(model, work):
+        shapes.append(work.rows)
+        if work.rows > 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+        if len(work.contexts[0]) > 40:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")
+        return answers(model, work)
+
+    whole = without_times(evaluate(tiny, tmp_path / "whole", config(trials=3, batch=3)))
+    monkeypatch.setattr(compute, "_answers", short_of_memory)
+    rows = by_key(evaluate(tiny, tmp_path / "halves", config(trials=3, batch=3)))
+    assert shapes == [3, 2, 1, 1, 1]
+    refused = {key for key, row in rows.items() if "refused" in row}
+    assert {rows[key]["refused"] for key in refused} == {
+        "out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"
+    }
+    long = {key for key, row in whole.items() if row["tokens"]["context"] > 40}
+    assert refused == long and 0 < len(long) < 3
+    for key in whole.keys() - refused:
+        assert rows[key]["answer"] == whole[key]["answer"]
+
+
+def test_rows_of_a_batch_are_planned_for_the_memory(tiny):
+    engine = tiny.engine
+    row = 2 * 2 * 2 * 8 * 4 * 128
+    # Three quarters of the memory; a row has its length beside keys and values.
+    for memory, rows in ((None, 8), (8 * row * 3, 8), (4 * row * 3 // 2, 4), (row // 2, 1)):
+        assert compute.rows_that_fit(engine, 8, 128, 30, memory) == rows
+
+
+def test_two_devices_share_the_rows_and_give_the_same(small, tiny, tmp_path):
+    import jax_longctx
+    from jax_longctx.api import LongContext
+    from jax_longctx.models.llama import init_params
+
+    one = without_times(evaluate(tiny, tmp_path / "one", config(("full", STREAMING), trials=3)))
+    mesh = jax_longctx.make_mesh(data=2)
+    params = init_params(tiny.engine.config, mesh, seed=1)
+    engine = jax_longctx.Engine(tiny.engine.config, params, tiny.engine.method, mesh, chunk=64)
+    model = LongContext(engine, tiny.tokenizer)
+    two = without_times(
+        evaluate(model, tmp_path / "two", config(("full", STREAMING), trials=3, batch=3))
+    )
+    for row in two.values():
+        # Three rows are four on two devices.
+        assert row.pop("rows") == 4
+    for row in one.values():
+        row.pop("rows")
+    assert two == one
+
+
+def test_settings_may_be_shares_of_the_length(small, tiny, tmp_path):
+    rows = evaluate(tiny, tmp_path, config(("streaming-llm:budget=L/2,chunk=16",), trials=1))
+    assert rows[0]["label"] == "streaming-llm budget=L/2 chunk=16"
+    assert rows[0]["method"]["settings"]["budget"] == 32
+
+
+def test_mistakes_show_before_anything_is_computed(small, tiny, tmp_path, computed):
+    for methods, tasks, message in (
+        (("full", "snapvk"), ("small",), "did you mean 'snapkv'"),
+        (("full",), ("small", "passkey:depths=0"), "depths must be at least 1, got 0"),
+        (("full",), ("small:gradde=true",), "gradde"),
+    ):
+        with pytest.raises(LongctxError, match=message):
+            evaluate(tiny, tmp_path, config(methods, tasks))
+    assert computed == [] and list(tmp_path.iterdir()) == []
