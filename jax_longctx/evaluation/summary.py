@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_longctx.evaluation.intervals import bootstrap, mean_interval, paired_interval
 
-__all__ = ["BASE", "Cost", "Estimate", "Group", "Score", "Summary", "summarise"]
+__all__ = ["BASE", "Cost", "Estimate", "Group", "Measure", "Score", "Summary", "summarise"]
 
 # The label of the method that the others are compared with.
 BASE = "full"
@@ -29,19 +29,27 @@ class Estimate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Measure:
+    """A measure's mean, and its difference from full attention's on the same prompts."""
+
+    value: Estimate
+    difference: Estimate | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Score:
     """One method on one task at one length.
 
     Attributes:
       score: from 0 to 100; None where every prompt was refused.
       difference: from full attention on the same prompts; None for itself, and without it.
-      others: means of further measures, by name.
+      others: further measures, by name.
       refused: prompts that were.
     """
 
     score: Estimate | None
     difference: Estimate | None
-    others: dict[str, Estimate]
+    others: dict[str, Measure]
     refused: int
 
 
@@ -149,41 +157,42 @@ def _means(
 
 
 def _score(rows: Sequence[Row], base: Sequence[Row]) -> Score:
-    done = [row for row in rows if "measures" in row]
-    names = _ordered(name for row in done for name in row["measures"])
-    mine, theirs = _by_prompt(rows), _by_prompt(base)
-    shared = [prompt for prompt in mine if prompt in theirs]
-    difference = None
-    if shared:
-        first, second = ([scores[prompt] for prompt in shared] for scores in (mine, theirs))
-        mean = statistics.fmean(a - b for a, b in zip(first, second, strict=True))
-        difference = Estimate(mean, *paired_interval(first, second), len(shared))
-    others = {
-        name: _estimate([row["measures"][name] for row in done if name in row["measures"]], False)
-        for name in names
-        if name != SCORE
-    }
+    names = _ordered(name for row in rows for name in row.get("measures", {}))
+    found = {name: _measure(rows, base, name) for name in names}
+    score = found.pop(SCORE, None)
     return Score(
-        _estimate(list(mine.values()), True) if mine else None,
-        difference,
-        others,
+        score and score.value,
+        score and score.difference,
+        found,
         sum("refused" in row for row in rows),
     )
 
 
-def _by_prompt(rows: Sequence[Row]) -> dict[tuple[int, str], float]:
-    """Scores by the prompt: its number and its text's hash."""
+def _measure(rows: Sequence[Row], base: Sequence[Row], name: str) -> Measure:
+    mine, theirs = _by_prompt(rows, name), _by_prompt(base, name)
+    shared = [prompt for prompt in mine if prompt in theirs]
+    first, second = ([values[prompt] for prompt in shared] for values in (mine, theirs))
+    difference = None
+    if shared and name == SCORE:
+        mean = statistics.fmean(a - b for a, b in zip(first, second, strict=True))
+        difference = Estimate(mean, *paired_interval(first, second), len(shared))
+    elif shared:
+        difference = Estimate(*bootstrap(np.subtract(first, second)), len(shared))
+    values = list(mine.values())
+    if name == SCORE:
+        return Measure(
+            Estimate(statistics.fmean(values), *mean_interval(values), len(values)), difference
+        )
+    return Measure(Estimate(*bootstrap(np.asarray(values, np.float64)), len(values)), difference)
+
+
+def _by_prompt(rows: Sequence[Row], name: str) -> dict[tuple[int, str], float]:
+    """A measure by the prompt: its number and its text's hash."""
     return {
-        (row["index"], row["prompt_sha256"]): row["measures"][SCORE]
+        (row["index"], row["prompt_sha256"]): row["measures"][name]
         for row in rows
-        if SCORE in row.get("measures", {})
+        if name in row.get("measures", {})
     }
-
-
-def _estimate(values: Sequence[float], of_scores: bool) -> Estimate:
-    if of_scores:
-        return Estimate(statistics.fmean(values), *mean_interval(values), len(values))
-    return Estimate(*bootstrap(np.asarray(values, np.float64)), len(values))
 
 
 def _cost(rows: Sequence[Row]) -> Cost:

@@ -1,12 +1,13 @@
 """The tables of a report, from a summary: text and numbers only, for a page or for Markdown."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jax_longctx.evaluation.published import PublishedTable
 from jax_longctx.evaluation.specs import Spec
-from jax_longctx.evaluation.summary import BASE, Estimate, Group, Score, Summary
+from jax_longctx.evaluation.summary import BASE, Estimate, Group, Measure, Score, Summary
 from jax_longctx.memory import shown_bytes
 
 __all__ = [
@@ -99,15 +100,20 @@ def _score_cell(score: Score | None, weak: bool) -> Cell:
     refused = (f"{score.refused} refused",) if score.refused else ()
     if score.score is None:
         return Cell(NOTHING, refused, kind)
-    notes = [f"[{score.score.low:.0f}, {score.score.high:.0f}]"]
-    if score.difference is not None:
-        notes.append(_difference(score.difference))
-    return Cell(f"{score.score.mean:.0f}", (*notes, *refused), kind)
+    notes = [*_interval(score.score, ".0f"), *_difference(score.difference, "+.0f"), *refused]
+    return Cell(f"{score.score.mean:.0f}", tuple(notes), kind)
 
 
-def _difference(found: Estimate) -> str:
+def _interval(found: Estimate, form: str) -> list[str]:
+    """Nothing where one value says nothing of how others would be."""
+    return [] if math.isnan(found.low) else [f"[{found.low:{form}}, {found.high:{form}}]"]
+
+
+def _difference(found: Estimate | None, form: str) -> list[str]:
+    if found is None:
+        return []
     sign = "▼ " if found.high < 0 else "▲ " if found.low > 0 else ""
-    return f"{sign}{found.mean:+.0f} [{found.low:+.0f}, {found.high:+.0f}]"
+    return [" ".join([f"{sign}{found.mean:{form}}", *_interval(found, form)])]
 
 
 def cost_table(group: Group) -> Table:
@@ -171,10 +177,11 @@ def other_tables(group: Group) -> list[Table]:
     return tables
 
 
-def _measure(found: Estimate | None) -> Cell:
+def _measure(found: Measure | None) -> Cell:
     if found is None:
         return Cell(NOTHING)
-    return Cell(f"{found.mean:.4g}", (f"[{found.low:.4g}, {found.high:.4g}]", f"n = {found.count}"))
+    notes = [*_interval(found.value, ".4g"), *_difference(found.difference, "+.3g")]
+    return Cell(f"{found.value.mean:.4g}", (*notes, f"n = {found.value.count}"))
 
 
 def published_table(published: PublishedTable, summary: Summary) -> Table:
