@@ -37,6 +37,8 @@ MANIFEST, SOURCES = "manifest.json", "sources.jsonl"
 SPLITS = ("train", "dev", "test")
 # Bytes of a shard: a damaged one is found by reading that many.
 SHARD_BYTES = 256 * 2**20
+# Texts that no run reads through.
+_ENDLESS = 1 << 48
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,6 +314,7 @@ def batches(
         return whole[:, process * share : (process + 1) * share]
 
     source: Any = windows
-    data = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
+    # Grain counts batches in floats, and its own endless repeat overflows with batches of one.
+    data = grain.MapDataset.source(source).seed(seed).shuffle().repeat(_ENDLESS // len(windows) + 1)
     data = data.batch(micro_batches * rows).map(own_part)
     return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))

@@ -242,6 +242,14 @@ def test_batches_go_through_every_epoch_and_their_position_can_be_taken_up(tmp_p
         start(0, 3)
 
 
+def test_a_batch_of_one_text_never_ends(tmp_path):
+    prepared(tmp_path / "data", shares=(1.0, 0.0, 0.0))
+    windows = opened(tmp_path / "data")
+    alone = batches(windows, micro_batches=1, rows=1, seed=0, process=0, processes=1)
+    first, second = ([next(alone).tobytes() for _ in windows] for _ in range(2))
+    assert sorted(first) == sorted(second) and first != second
+
+
 def test_an_empty_split_is_refused(tmp_path):
     prepared(tmp_path / "data", shares=(1.0, 0.0, 0.0))
     with pytest.raises(InputError, match="no text"):
