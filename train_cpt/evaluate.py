@@ -15,6 +15,7 @@ from jax_longctx.evaluation.perplexity import perplexity, score_texts
 from jax_longctx.methods import settings_of
 from jax_longctx.models.checkpoint import TOKENIZER, load_params, read_manifest
 from jax_longctx.sharding import make_mesh, parse_mesh
+from jax_longctx.text import Tokenizer
 from train_cpt.data import MANIFEST, Windows, open_windows
 from train_cpt.data import read_manifest as read_data_manifest
 from train_cpt.perplexity import drop_interval, parse_method
@@ -25,7 +26,13 @@ Watch = Callable[[str], Callable[[int, int], None]]
 
 
 def tokenizer_digest(checkpoint: Path) -> str:
-    """What a checkpoint's tokenizer is known by in data sets."""
+    """What a checkpoint's tokenizer is known by in data sets.
+
+    Raises:
+      CheckpointError: there is no checkpoint, or it has no tokenizer.
+    """
+    read_manifest(checkpoint)
+    Tokenizer.load(checkpoint / TOKENIZER)
     return hashlib.sha256((checkpoint / TOKENIZER / "tokenizer.json").read_bytes()).hexdigest()
 
 
