@@ -169,7 +169,7 @@ class LongContext:
         Args:
           keep: False gives the context up with its last question: its memory is free as soon as
             the method can do without.
-          stop: strings that end an answer.
+          stop: strings that end an answer; special tokens too, as they are written.
           stop_at_eos: whether the tokenizer's end-of-text ids do.
           on_text: called with (row, new text) as the answers arrive.
         """
@@ -197,12 +197,14 @@ class LongContext:
         on_text: OnText | None = None,
     ) -> list[Answer]:
         """`ask` with questions that are token ids already."""
-        eos_ids = self.tokenizer.eos_ids if stop_at_eos else ()
-        readers = [_Reader(self.tokenizer, row, stop, eos_ids) for row in rows]
+        # Special tokens are no text: a stop string that is one ends the answer by its id.
+        special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
+        ends = [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
+        readers = [_Reader(self.tokenizer, row, stop, ends) for row in rows]
         begun = time.perf_counter()
         first = None
         stream = self.engine.stream(
-            context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=eos_ids, keep=keep
+            context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=ends, keep=keep
         )
         # Closed whatever happens, also in `on_text`: the context gets its cache back.
         with contextlib.closing(stream):
@@ -295,11 +297,11 @@ class _Reader:
         tokenizer: Tokenizer,
         after: Sequence[int],
         stop: Sequence[str],
-        eos_ids: Sequence[int],
+        ends: Sequence[int],
     ):
         self.decoder = tokenizer.stream_decoder(after)
         self.stops = StopStrings(stop)
-        self.eos_ids = frozenset(eos_ids)
+        self.ends = frozenset(ends)
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.finish = ""
@@ -311,7 +313,7 @@ class _Reader:
             if self.finish:
                 break
             self.tokens.append(token)
-            if token in self.eos_ids:
+            if token in self.ends:
                 self.finish = "stop"
                 break
             self.pieces.append(self.stops.push(self.decoder.push([token])))

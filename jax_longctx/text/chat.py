@@ -21,9 +21,14 @@ __all__ = ["ChatTemplate", "select_template"]
 
 
 class ChatTemplate:
-    """One compiled chat template with the checkpoint's special tokens."""
+    """One compiled chat template with the checkpoint's special tokens.
+
+    Attributes:
+      source: the template's own text.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)

@@ -88,6 +88,11 @@ class Tokenizer:
         """Whether the checkpoint came with a chat template."""
         return self._chat is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template's own text, where there is one."""
+        return None if self._chat is None else self._chat.source
+
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Token ids of `text`; special tokens written out in the text become their ids.
 
@@ -129,6 +134,11 @@ class Tokenizer:
         """Ids that `decode` leaves out."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token for token, info in added.items() if info.special)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written `text`, or None."""
+        token = self._backend.token_to_id(text)
+        return token if token in self.special_ids else None
 
     @functools.cached_property
     def byte_ids(self) -> frozenset[int]:
