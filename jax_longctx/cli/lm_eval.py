@@ -1,0 +1,46 @@
+"""`jax-longctx lm-eval`: lm-evaluation-harness's own command line, with our model in its table."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from jax_longctx.errors import ConfigError
+
+__all__ = ["lm_eval"]
+
+
+def lm_eval(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="...", help="As lm_eval takes them.")
+    ] = None,
+) -> None:
+    """Run lm-evaluation-harness with --model jax-longctx: any of its tasks under any method.
+
+    What follows is handed to its own command, `lm_eval`; `jax-longctx lm-eval run --help` lists it.
+    Releases of the harness after 0.4.13 find the model by themselves, from plain `lm_eval`.
+    `--model_args` takes checkpoint=DIR, method=NAME, the method's settings, and dtype, mesh,
+    max_length, question_tokens, through and rolling.
+
+    [bold]Examples[/bold]
+
+        jax-longctx lm-eval --model jax-longctx --model_args checkpoint=smollm2 --tasks hellaswag
+
+        jax-longctx lm-eval --model jax-longctx --batch_size 4 --apply_chat_template
+        --model_args checkpoint=smollm2,method=citrus,budget=1024,dtype=bfloat16 --tasks gsm8k
+    """
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError as error:
+        raise ConfigError(
+            "lm-evaluation-harness is not installed; pip install 'jax-longctx[harness]'"
+        ) from error
+    # Its import puts the model into the harness's table.
+    import jax_longctx.evaluation.lm_harness  # noqa: F401
+
+    before = sys.argv
+    sys.argv = ["lm_eval", *(arguments or [])]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before

@@ -1,0 +1,400 @@
+"""lm-evaluation-harness: `--model jax-longctx --model_args checkpoint=DIR,method=citrus,...`.
+
+Gao et al., "A framework for few-shot language model evaluation" (the package lm_eval). Its tasks
+ask three things of a model, and any method answers them:
+
+- `generate_until`: the prompt is context but for its last tokens, which are the question; the
+  answer is cut before the first stop string.
+- `loglikelihood`: the continuation is forced through the method's decode steps, so that it is
+  scored as the method would have written it (`through=` chooses another way, see
+  `jax_longctx.engine.forced`).
+- `loglikelihood_rolling`: windows as the harness cuts them, read as a context (`rolling=`).
+
+What stands where follows the harness: contexts and continuations are cut by its own `_encode_pair`,
+an empty context is the beginning-of-text token, a text that rolls starts with it. What is too long
+for `max_length` is an error before anything is computed; with `truncation=true` the start of such
+prompts is left out, as the harness's own models do, and a warning says of how many.
+
+Under exact attention the results are those of the harness's `hf` model.
+"""
+
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+
+# The harness fills its table of models only while it is empty: its own names come first.
+import lm_eval.models  # noqa: F401
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from tqdm import tqdm
+
+import jax_longctx
+from jax_longctx.api import LongContext
+from jax_longctx.engine import Sampling
+from jax_longctx.engine.forced import Through
+from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.methods import make_method, settings_of
+from jax_longctx.sharding import make_mesh, parse_mesh
+
+__all__ = ["LongctxLM"]
+
+logger = logging.getLogger(__name__)
+
+# Tokens at a prompt's end that a method which must know the question at prefill takes for it.
+QUESTION = 64
+HARNESS_DEVICE = "cuda:0"
+SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+@register_model("jax-longctx")
+class LongctxLM(TemplateLM):
+    """A checkpoint under a long-context method, as the harness sees a model.
+
+    Args:
+      checkpoint: a converted checkpoint's directory, or a model that is loaded already; the latter
+        comes with its method, mesh, dtype and chunk.
+      method: name of the method; exact attention unless given. Every argument that is not named
+        here is a setting of it.
+      batch_size: rows that are computed together, a whole number.
+      device: platform, as JAX names it ("cpu", "cuda", "tpu"). JAX chooses unless given, and for
+        "cuda:0", which the harness's command line says for itself.
+      dtype: "float32", "bfloat16" or "float16"; the checkpoint's unless given, or "auto".
+      mesh: devices, e.g. "data=2/tensor=4" (a comma would end the argument).
+      prefill_chunk: tokens that a prefill pass takes (`chunk` is a setting of several methods).
+      max_length: most tokens of prompt and answer, and of a rolling window; what the model was
+        trained to unless given. Methods that read further are told so here.
+      max_gen_toks: of an answer, where the task does not say.
+      truncation: leave out the start of prompts that are too long.
+      question_tokens: tokens at a prompt's end that are its question; 64 where the method must know
+        it at prefill, else 1.
+      through, rolling: how continuations, and texts that roll, go through the method: "decode",
+        "question" or "context".
+      sample_seed: of the random draws, where a task samples.
+
+    Raises:
+      ConfigError: an argument or a setting that does not exist or does not fit.
+      CheckpointError: not a checkpoint.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path | LongContext,
+        method: str | None = None,
+        *,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        mesh: str | None = None,
+        prefill_chunk: int = 512,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        truncation: bool = False,
+        question_tokens: int | None = None,
+        through: str = "decode",
+        rolling: str = "context",
+        sample_seed: int = 0,
+        **settings: Any,
+    ):
+        super().__init__()
+        if jax.process_count() > 1:
+            raise ConfigError("lm_eval runs in one process; give it the devices of one (mesh=)")
+        if not str(batch_size).isdigit() or max_batch_size is not None:
+            raise ConfigError(
+                f"batch_size={batch_size}, max_batch_size={max_batch_size}: rows are not tried out "
+                f"here; give batch_size a whole number"
+            )
+        for name, way in (("through", through), ("rolling", rolling)):
+            if way not in get_args(Through):
+                raise ConfigError(f"{name}={way} is not one of {', '.join(get_args(Through))}")
+        if isinstance(checkpoint, LongContext):
+            if method or device or dtype or mesh or settings:
+                raise ConfigError("a loaded model has its method, device, dtype and mesh already")
+            self.model = checkpoint
+        else:
+            self.model = _load(checkpoint, method, settings, device, dtype, mesh, prefill_chunk)
+        if question_tokens is None:
+            question_tokens = QUESTION if self.model.engine.method.info.needs_question else 1
+        self.batch_size = int(batch_size)
+        self.max_length = max_length or self.model.config.max_position
+        self.max_gen_toks, self.truncation = max_gen_toks, truncation
+        self.question_tokens, self.through, self.rolling = question_tokens, through, rolling
+        self.sample_seed = sample_seed
+        for name in ("batch_size", "max_length", "max_gen_toks", "question_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.name = Path(checkpoint).resolve().name if isinstance(checkpoint, str | Path) else ""
+
+    # What the harness asks about the model.
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's own."""
+        return self.model.tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        if not self.tokenizer.eos_ids:
+            raise ConfigError("the checkpoint's tokenizer has no end-of-text token")
+        return self.tokenizer.eos_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text begins with: the beginning-of-text token, or where there is none, the end."""
+        bos = self.tokenizer.bos_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Keeps prompts of one tokenizer and template apart in the harness's cache of prompts."""
+        template = self.tokenizer.chat_template or ""
+        digest = hashlib.sha256(template.encode()).hexdigest()[:12]
+        return f"{self.name or 'model'}-{self.tokenizer.vocab_size}-{digest}"
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes beside the results."""
+        engine = self.model.engine
+        return {
+            "method": settings_of(engine.method),
+            "model_dtype": str(engine.setup.dtype),
+            "model_num_parameters": sum(leaf.size for leaf in jax.tree.leaves(engine.params)),
+            "model_sha": engine.fingerprint,
+            "mesh": dict(engine.mesh.shape),
+            "jax_device": engine.mesh.devices.flat[0].device_kind,
+            "max_length": self.max_length,
+            "question_tokens": self.question_tokens,
+            "through": self.through,
+            "rolling": self.rolling,
+        }
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids; with the beginning-of-text token where the tokenizer uses one, unless told."""
+        return self.tokenizer.encode(string, bos=add_special_tokens is not False)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The messages in the checkpoint's chat layout.
+
+        Without a generation prompt the last message is the start of the answer: the text ends with
+        it. A template that refuses the system's message gets the others, with a warning.
+        """
+        try:
+            text = self.tokenizer.chat(chat_history, answer=add_generation_prompt)
+        except InputError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            utils.warning_once(logger, f"{error}; the system's message is left out")
+            chat_history = others
+            text = self.tokenizer.chat(chat_history, answer=add_generation_prompt)
+        return text if add_generation_prompt else _open_ended(text, chat_history[-1]["content"])
+
+    # What the harness asks the model.
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """The answers, each cut before the first of its task's stop strings."""
+        start = [self.prefix_token_id]
+        prompts = [self.tok_encode(request.args[0]) or start for request in requests]
+        limit = self.max_gen_toks
+        wanted: list[dict[str, Any]] = [
+            {**normalize_gen_kwargs(request.args[1], limit)} for request in requests
+        ]
+        samplings = list(map(_sampling, wanted))
+        prompts = self._fitting(prompts, [kwargs["max_gen_toks"] for kwargs in wanted])
+        kinds = [json.dumps(kwargs, sort_keys=True) for kwargs in wanted]
+        answers = [""] * len(requests)
+        batches = _batches([len(prompt) for prompt in prompts], kinds, self.batch_size)
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until") as progress:
+            for number, (indices, padded) in enumerate(batches):
+                first = indices[0]
+                # Of its own in every batch: a request that is repeated draws anew.
+                seed = (self.sample_seed + number) % 2**32
+                sampling = Sampling(**samplings[first], seed=seed)
+                texts = self._generate([prompts[i] for i in padded], wanted[first], sampling)
+                for index, text in zip(indices, texts, strict=False):
+                    answers[index] = text
+                    self.cache_hook.add_partial("generate_until", requests[index].args, text)
+                progress.update(len(indices))
+        return answers
+
+    def _generate(self, prompts: list[list[int]], kwargs: Any, sampling: Sampling) -> list[str]:
+        stop, max_tokens = [text for text in kwargs["until"] if text], kwargs["max_gen_toks"]
+        contexts, questions = self._split(prompts)
+        context = self.model.engine.prefill(
+            contexts,
+            reserve=self.question_tokens + max_tokens,
+            questions=questions,
+            total=list(map(len, prompts)),
+        )
+        options: Any = {"sampling": sampling, "max_tokens": max_tokens, "stop": stop}
+        answers = self.model.ask_tokens(context, questions, keep=False, **options)
+        ends = self.tokenizer.eos_ids
+        # The harness decodes an answer by itself, not as what follows the prompt.
+        alone = [self.tokenizer.decode([t for t in a.tokens if t not in ends]) for a in answers]
+        return [postprocess_generated_text(text, stop, None) for text in alone]
+
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = False, way: str | None = None
+    ) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether greedy decoding would have written it.
+
+        Args:
+          requests: (texts, or None where the caller keeps its own cache; context; continuation).
+        """
+        contexts = self._fitting([r[1] for r in requests], [len(r[2]) - 1 for r in requests])
+        found: list[Any] = [None] * len(requests)
+        lengths = [len(c) + len(r[2]) for c, r in zip(contexts, requests, strict=True)]
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="loglikelihood") as progress:
+            for indices, padded in _batches(lengths, [None] * len(lengths), self.batch_size):
+                rows = [contexts[i] for i in padded], [requests[i][2] for i in padded]
+                scored = self._scores(*rows, way or self.through)
+                for index, answer in zip(indices, scored, strict=False):
+                    found[index], texts = answer, requests[index][0]
+                    if texts is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, answer)
+                progress.update(len(indices))
+        return found
+
+    def _scores(
+        self, contexts: list[list[int]], continuations: list[list[int]], way: str
+    ) -> list[tuple[float, bool]]:
+        engine = self.model.engine
+        read, questions = self._split(contexts)
+        if way == "context":
+            # There the question stands beside the text, not in it.
+            read, questions = contexts, questions if engine.method.info.needs_question else None
+        options: Any = {"through": way, "questions": questions}
+        try:
+            scored = engine.loglikelihoods(read, continuations, **options)
+        except InputError as error:
+            raise InputError(f"{error} (here {way}: through= and rolling= say how)") from error
+        return [(one.total, one.is_greedy) for one in scored]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each text, in windows of `max_length` tokens that do not overlap."""
+        windows: list[list[Request]] = []
+        for request in requests:
+            cut = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            windows.append([(None, *utils.make_disjoint_window(window)) for window in cut])
+        flat = list(itertools.chain.from_iterable(windows))
+        scored = iter(self._loglikelihood_tokens(flat, disable_tqdm, self.rolling))
+        totals = []
+        for request, own in zip(requests, windows, strict=True):
+            totals.append(sum(total for total, _ in itertools.islice(scored, len(own))))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
+        return totals
+
+    def _split(self, rows: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+        """Contexts and questions: a row's last tokens are its question."""
+        cuts = [max(len(row) - self.question_tokens, 0) for row in rows]
+        pairs = list(zip(rows, cuts, strict=True))
+        return [row[:cut] for row, cut in pairs], [row[cut:] for row, cut in pairs]
+
+    def _fitting(self, rows: list[list[int]], after: Sequence[int]) -> list[list[int]]:
+        """The rows, each with `after` tokens to follow within `max_length`.
+
+        Raises:
+          InputError: one is too long, and `truncation` is off, or what follows leaves no room.
+        """
+        rooms = [self.max_length - extra for extra in after]
+        over = [i for i, (row, room) in enumerate(zip(rows, rooms, strict=True)) if len(row) > room]
+        if not over:
+            return rows
+        worst = max(over, key=lambda i: len(rows[i]) - rooms[i])
+        what = (
+            f"{len(over)} of {len(rows)} requests are longer than max_length={self.max_length}, "
+            f"one has {len(rows[worst])} tokens and {after[worst]} to follow"
+        )
+        if not self.truncation or rooms[worst] < 1:
+            raise InputError(
+                f"{what}; raise max_length= where model and method read that far, ask for shorter "
+                f"answers, or let truncation=true leave out the start of such prompts"
+            )
+        logger.warning("%s; the start of such prompts is left out (truncation=true)", what)
+        return [row[-room:] for row, room in zip(rows, rooms, strict=True)]
+
+
+def _load(
+    checkpoint: str | Path,
+    method: str | None,
+    settings: dict[str, Any],
+    device: str | None,
+    dtype: str | None,
+    mesh: str | None,
+    chunk: int,
+) -> LongContext:
+    made = make_method(method or "full", settings)
+    sizes = parse_mesh((mesh or "").replace("/", ","))
+    try:
+        devices = None if device in (None, HARNESS_DEVICE) else jax.devices(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device}: {error}; JAX found {jax.devices()[0]}") from error
+    placed = make_mesh(
+        sizes.get("data", 1), sizes.get("seq", 1), sizes.get("tensor", 1), devices=devices
+    )
+    known = ("float32", "bfloat16", "float16")
+    dtype = None if dtype == "auto" else dtype
+    if dtype is not None and dtype not in known:
+        raise ConfigError(f"dtype={dtype} is not one of auto, {', '.join(known)}")
+    return jax_longctx.load(checkpoint, method=made, mesh=placed, dtype=dtype, chunk=chunk)
+
+
+def _sampling(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a task's generation settings mean to the engine; those it does not know are an error."""
+    beams = kwargs.get("num_beams", 1)
+    unknown = set(kwargs) - {"until", "max_gen_toks", "do_sample", "num_beams", *SAMPLING}
+    if unknown or beams != 1:
+        raise InputError(
+            f"generation settings {', '.join(sorted(unknown)) or f'num_beams={beams}'} are not "
+            f"known here; known: until, max_gen_toks, do_sample, {', '.join(SAMPLING)}"
+        )
+    return {name: kwargs[name] for name in SAMPLING if kwargs.get(name) is not None}
+
+
+def _batches(
+    lengths: Sequence[int], kinds: Sequence[str | None], size: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Requests computed together, by index: of one kind, the longest first.
+
+    A batch comes with what its rows hold: one that is not full is filled up with its last request,
+    so that all share their programs.
+    """
+    groups: dict[str | None, list[int]] = {}
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        groups.setdefault(kinds[index], []).append(index)
+    for group in groups.values():
+        for batch in itertools.batched(group, size):
+            yield list(batch), [*batch, *[batch[-1]] * (size - len(batch))]
+
+
+def _open_ended(text: str, content: str) -> str:
+    """The rendered chat up to the end of its last message, which the model continues."""
+    at = text.rfind(content.strip())
+    if at < 0:
+        raise InputError(
+            "the chat template changes the last message, so that it cannot be continued; leave the "
+            "start of the answer out (gen_prefix), or the chat template"
+        )
+    end = at + len(content.strip())
+    # Spaces behind it stay where the template keeps them.
+    behind = content[len(content.rstrip()) :]
+    return text[: end + len(behind)] if text.startswith(behind, end) else text[:end]

@@ -1,0 +1,377 @@
+"""lm-evaluation-harness runs our model: on its own tasks, against its own `hf` model's results."""
+
+import dataclasses
+import inspect
+import json
+import logging
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install '.[harness]'")
+
+from lm_eval.api.registry import get_model, model_registry
+
+import checkpoints_convert
+import jax_longctx
+from jax_longctx.cli.main import app
+from jax_longctx.engine import Sampling
+from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.evaluation.lm_harness import LongctxLM
+from jax_longctx.methods import METHODS
+from tests.goldens.harness_cases import MAX_LENGTH, RUNS, write_model, write_tasks
+from tests.jax_longctx.evaluation.harness_asking import (
+    CHUNK,
+    ROWS,
+    Asked,
+    ask,
+    evaluate,
+    generations,
+    likelihoods,
+    model_of,
+    requests,
+    same,
+    under,
+)
+
+ROOT = Path(__file__).parents[3]
+GOLDENS = json.loads((ROOT / "tests/goldens/data/lm_harness.json").read_text(encoding="utf-8"))
+PROMPT = "the other then is a longer prompt than this one, and on it is"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("harness")
+    write_tasks(folder / "tasks")
+    for name in ("bos", "no_bos"):
+        source = write_model(folder / f"{name}_hf", adds_bos=name == "bos")
+        checkpoints_convert.convert(source, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder):
+    return str(folder / "bos")
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint):
+    return jax_longctx.load(checkpoint, chunk=CHUNK)
+
+
+@pytest.fixture
+def exact(loaded):
+    return model_of(loaded)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", ["bos", "no_bos"])
+def test_results_are_those_of_the_harness_own_model(folder, name, run):
+    settings = {key: value for key, value in RUNS[run].items() if key != "tasks"}
+    for task, golden in GOLDENS[f"{name}.{run}"].items():
+        arguments = {"checkpoint": str(folder / name), "prefill_chunk": CHUNK}
+        if "rolling" in task:
+            arguments["max_length"] = MAX_LENGTH
+        results = evaluate(
+            folder, "jax-longctx", [task], model_args=arguments, batch_size=ROWS, **settings
+        )
+        samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
+        assert [[list(a) for a in sample["arguments"]] for sample in samples] == golden["arguments"]
+        responses = json.loads(json.dumps([sample["resps"] for sample in samples]))
+        assert same(responses, golden["responses"])
+        scores = {key: results["results"][task][key] for key in golden["scores"]}
+        assert scores == pytest.approx(golden["scores"], abs=1e-6)
+
+
+def test_the_goldens_hold_what_they_are_for():
+    plain = GOLDENS["bos.plain"]
+    assert plain["tiny_choice"]["responses"][0][2][0][1] is True
+    prompts = [args[0][0] for args in GOLDENS["bos.chat"]["tiny_prefix"]["arguments"]]
+    assert all(prompt.endswith("<|turn|>assistant\nI say") for prompt in prompts)
+    texts = [args[0][0] for args in plain["tiny_rolling"]["arguments"]]
+    assert max(map(len, texts)) > 3 * MAX_LENGTH and "" in texts
+
+
+def test_every_way_to_score_agrees_under_exact_attention(loaded):
+    pairs = [(PROMPT, " on the"), ("a", " stone")]
+    decoded = likelihoods(model_of(loaded), *pairs)
+    for way in ("question", "context"):
+        found = likelihoods(model_of(loaded, through=way, question_tokens=3), *pairs)
+        assert same([list(pair) for pair in found], [list(pair) for pair in decoded])
+    text = requests("loglikelihood_rolling", (PROMPT * 2,))
+    read = model_of(loaded, max_length=40).loglikelihood_rolling(text)
+    told = model_of(loaded, max_length=40, rolling="decode").loglikelihood_rolling(text)
+    assert read == pytest.approx(told, abs=1e-3)
+
+
+def test_a_method_is_given_the_end_of_the_prompt_as_its_question(loaded, monkeypatch):
+    settings = {"budget": 16, "chunk": 8}
+    model = under(loaded, "citrus", settings, question_tokens=6)
+    tokens = loaded.tokenizer.encode(PROMPT, bos=True)
+    then = loaded.tokenizer.encode(" on the")
+    monkeypatch.setattr(model.model.engine, "prefill", ask)
+    monkeypatch.setattr(model.model.engine, "loglikelihoods", ask)
+    with pytest.raises(Asked) as asked:
+        generations(model, (PROMPT, {"max_gen_toks": 8}))
+    assert asked.value.args == (tokens[:-6], tokens[-6:])
+    with pytest.raises(Asked) as asked:
+        likelihoods(model, (PROMPT, " on the"))
+    assert asked.value.args == (tokens[:-6], tokens[-6:], [then] * ROWS)
+    model.through = "context"
+    with pytest.raises(Asked) as asked:
+        likelihoods(model, (PROMPT, " on the"))
+    assert asked.value.args == (tokens, tokens[-6:], [then] * ROWS)
+    assert under(loaded, "citrus", settings).question_tokens == 64
+    assert under(loaded, "full", {}).question_tokens == 1
+
+
+@pytest.mark.slow
+def test_a_method_that_reads_for_a_question_scores_and_answers_through_the_harness(loaded):
+    model = under(loaded, "citrus", {"budget": 16, "chunk": 8}, question_tokens=6)
+    tokens = loaded.tokenizer.encode(PROMPT, bos=True)
+    then = loaded.tokenizer.encode(" on the")
+    (found,) = likelihoods(model, (PROMPT, " on the"))
+    (expected,) = model.model.engine.loglikelihoods([tokens[:-6]], [then], questions=[tokens[-6:]])
+    assert found == (pytest.approx(expected.total, abs=1e-5), expected.is_greedy)
+    exact_score = likelihoods(model_of(loaded), (PROMPT, " on the"))[0][0]
+    assert abs(found[0] - exact_score) > 1e-3
+    context = model.model.engine.prefill([tokens[:-6]], reserve=16, questions=[tokens[-6:]])
+    (answer,) = model.model.ask_tokens(context, [tokens[-6:]], max_tokens=8)
+    (text,) = generations(model, (PROMPT, {"max_gen_toks": 8}))
+    assert text == answer.text
+
+
+def test_what_a_method_cannot_score_is_said_with_the_way_out(loaded):
+    settings = {"budget": 16, "chunk": 8}
+    model = under(loaded, "citrus", settings, question_tokens=6, through="question")
+    message = r"score through decode \(here question: through= and rolling= say how\)"
+    with pytest.raises(InputError, match=message):
+        likelihoods(model, (PROMPT, " on"))
+
+
+def test_answers_end_before_the_first_stop_string(exact):
+    (whole,) = generations(exact, ("a", {"max_gen_toks": 12}))
+    assert len(whole) > 8
+    assert generations(
+        exact, ("a", {"max_gen_toks": 12, "until": [whole[6:8], whole[3:5], ""]})
+    ) == [whole[: whole.find(whole[3:5])]]
+    assert generations(exact, ("a", {"max_gen_toks": 12, "until": whole[2]})) == [
+        whole[: whole.find(whole[2])]
+    ]
+    (short,) = generations(exact, ("a", {"max_gen_toks": 3}))
+    assert whole.startswith(short) and short != whole
+
+
+def test_a_special_token_among_the_stop_strings_ends_an_answer(loaded, exact):
+    ((prompt, _),) = GOLDENS["bos.plain"]["tiny_answer"]["arguments"][0]
+    row = loaded.tokenizer.encode(prompt, bos=True)
+    tokens = loaded.engine.generate_tokens([row] * ROWS, max_tokens=12)[0]
+    begin = tokens.index(loaded.tokenizer.bos_id)
+    settings = {"max_gen_toks": 12, "until": ["<|begin|>"]}
+    assert generations(exact, (prompt, settings)) == [loaded.tokenizer.decode(tokens[:begin])]
+    answer = loaded.generate([prompt] * ROWS, max_tokens=12, stop=["<|begin|>"])[0]
+    assert answer.finish == "stop" and answer.tokens == tokens[: begin + 1]
+
+
+def test_draws_follow_the_seed_and_are_new_for_a_repeated_request(loaded):
+    settings = {"do_sample": True, "temperature": 2.0, "max_gen_toks": 8}
+    pairs = [("the sun", settings)] * (ROWS + 2)
+    drawn = generations(model_of(loaded, sample_seed=1), *pairs)
+    assert len(set(drawn)) == len(pairs)
+    assert generations(model_of(loaded, sample_seed=1), *pairs) == drawn
+    assert generations(model_of(loaded, sample_seed=5), *pairs) != drawn
+
+
+def test_a_task_says_how_its_answers_are_drawn(exact, monkeypatch):
+    told = []
+
+    def generate(prompts, kwargs, sampling):
+        told.append((len(prompts), kwargs["max_gen_toks"], sampling))
+        return ["text"] * len(prompts)
+
+    monkeypatch.setattr(exact, "_generate", generate)
+    drawn = {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "max_new_tokens": 4}
+    sure = {"do_sample": False, "temperature": 0.7, "num_beams": 1, "max_gen_toks": 4}
+    default = {"until": ["."]}
+    exact.max_gen_toks = 7
+    pairs = [(PROMPT, drawn), ("a", sure), ("is", default), ("a", drawn)]
+    assert generations(exact, *pairs) == ["text"] * 4
+    assert told == [
+        (ROWS, 4, Sampling(temperature=0.7, top_k=5, top_p=0.9)),
+        (ROWS, 4, Sampling(seed=1)),
+        (ROWS, 7, Sampling(seed=2)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"typical_p": 0.2}, "typical_p are not known"), ({"num_beams": 4}, "num_beams=4 are not")],
+)
+def test_generation_settings_that_would_be_ignored_are_refused(exact, settings, message):
+    with pytest.raises(InputError, match=message):
+        generations(exact, ("a", {"max_gen_toks": 8, **settings}))
+
+
+def test_what_is_too_long_is_refused_before_anything_is_computed(loaded, monkeypatch):
+    monkeypatch.setattr(loaded.engine, "prefill", None)
+    model = model_of(loaded, max_length=20)
+    message = r"1 of 2 requests are longer than max_length=20, one has \d+ tokens and 8 to follow"
+    with pytest.raises(InputError, match=message):
+        generations(model, ("a", {"max_gen_toks": 8}), (PROMPT, {"max_gen_toks": 8}))
+    with pytest.raises(InputError, match=r"1 of 1 requests.* and 0 to follow"):
+        likelihoods(model, (PROMPT, "a"))
+    with pytest.raises(InputError, match="ask for shorter answers"):
+        generations(model_of(loaded, max_length=8, truncation=True), ("a", {"max_gen_toks": 8}))
+
+
+def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplog):
+    model = model_of(loaded, max_length=20, truncation=True)
+    tokens = loaded.tokenizer.encode(PROMPT, bos=True)
+    with caplog.at_level(logging.WARNING):
+        answers = generations(model, ("a", {"max_gen_toks": 8}), (PROMPT, {"max_gen_toks": 8}))
+    assert "1 of 2 requests are longer than max_length=20" in caplog.text
+    cut = loaded.engine.generate_tokens(
+        [tokens[-12:]] * ROWS, max_tokens=8, stop_ids=loaded.tokenizer.eos_ids
+    )
+    assert answers[1] == loaded.tokenizer.decode(cut[0])
+    # The last token is only predicted: 20 are read.
+    (found,) = likelihoods(model, (PROMPT, " on the"))
+    then = loaded.tokenizer.encode(" on the")
+    cut = [tokens[-(21 - len(then)) :]] * ROWS
+    expected = loaded.engine.loglikelihoods(cut, [then] * ROWS)
+    assert found[0] == pytest.approx(expected[0].total, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "nothing"}, "unknown method 'nothing'"),
+        ({"method": "streaming-llm", "width": 3}, "has no setting 'width'"),
+        ({"batch_size": "auto"}, "give batch_size a whole number"),
+        ({"batch_size": 1, "max_batch_size": 8}, "give batch_size a whole number"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"dtype": "float8"}, "dtype=float8 is not one of auto, float32"),
+        ({"device": "cuda:1"}, "device=cuda:1"),
+        ({"mesh": "data=2/rows=2"}, "is not understood at 'rows=2'"),
+        ({"mesh": "data=4/tensor=4"}, "needs 16 devices"),
+        ({"through": "guess"}, "through=guess is not one of decode, question, context"),
+        ({"rolling": "guess"}, "rolling=guess"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(checkpoint, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        LongctxLM(checkpoint, **arguments)
+
+
+def test_a_loaded_model_takes_no_second_method(loaded):
+    with pytest.raises(ConfigError, match="has its method"):
+        LongctxLM(loaded, "full")
+
+
+def test_method_mesh_and_dtype_are_those_asked_for(checkpoint):
+    text = f"checkpoint={checkpoint},method=streaming-llm,budget=64,chunk=16,sink=2"
+    text += ",mesh=data=2/tensor=2,dtype=bfloat16,device=cpu"
+    model = LongctxLM.create_from_arg_string(text, {"batch_size": 2})
+    facts = model.get_model_info()
+    assert facts["method"]["name"] == "streaming-llm"
+    assert facts["method"]["settings"]["budget"] == 64 and facts["method"]["settings"]["sink"] == 2
+    assert facts["mesh"] == {"data": 2, "seq": 1, "tensor": 2}
+    assert facts["model_dtype"] == "bfloat16"
+    assert model.batch_size == 2 and model.max_length == 256
+    json.dumps(facts)
+
+
+def test_no_setting_of_a_method_is_hidden_behind_an_argument():
+    own = set(inspect.signature(LongctxLM.__init__).parameters) - {"self", "settings"}
+    for name, method in METHODS.items():
+        assert not own & {field.name for field in dataclasses.fields(method)}, name
+
+
+def test_prompts_of_another_chat_template_are_not_taken_from_the_harness_cache(folder, loaded):
+    name = LongctxLM(str(folder / "bos")).tokenizer_name
+    assert name == LongctxLM(str(folder / "bos")).tokenizer_name
+    assert name.startswith("bos-") and "/" not in name
+    assert model_of(loaded).chat_template(True) == loaded.tokenizer.chat_template
+
+
+def test_a_template_that_refuses_the_system_gets_the_other_messages(loaded, caplog, monkeypatch):
+    from jax_longctx.text.chat import ChatTemplate
+
+    source = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = ChatTemplate(source + "{{ messages[0]['content'] }}!", {})
+    monkeypatch.setattr(loaded.tokenizer, "_chat", template)
+    model = model_of(loaded)
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello "}]
+    with caplog.at_level(logging.WARNING):
+        assert model.apply_chat_template(chat) == "hello !"
+    assert "no system" in caplog.text
+    assert model.apply_chat_template(chat, add_generation_prompt=False) == "hello "
+    monkeypatch.setattr(loaded.tokenizer, "_chat", ChatTemplate("{{ 'other' }}", {}))
+    with pytest.raises(InputError, match="changes the last message"):
+        model.apply_chat_template(chat, add_generation_prompt=False)
+
+
+def test_what_was_answered_is_not_asked_again(folder, loaded, monkeypatch):
+    tasks = ["tiny_choice", "tiny_rolling", "tiny_answer"]
+    cache = str(folder / "answers")
+    first = evaluate(folder, model_of(loaded), tasks, use_cache=cache)
+    again = model_of(loaded)
+    for name in ("_generate", "_scores"):
+        monkeypatch.setattr(again, name, None)
+    second = evaluate(folder, again, tasks, use_cache=cache)
+    assert second["results"] == first["results"]
+
+
+def test_the_harness_finds_the_model_by_its_entry_point():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ((name, value),) = project["entry-points"]["lm_eval.models"].items()
+    point = metadata.EntryPoint(name, value, "lm_eval.models")
+    assert get_model(name) is point.load() is LongctxLM
+    assert {"hf", "dummy"} <= set(model_registry.keys())
+
+
+def test_the_command_line_hands_its_arguments_over(monkeypatch):
+    told = []
+
+    def evaluate():
+        told.append(list(sys.argv))
+        if "run" in sys.argv:
+            raise InputError("too long")
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", evaluate)
+    before = list(sys.argv)
+    args = ["--model", "jax-longctx", "--model_args", "checkpoint=x,chunk=16", "--tasks", "a", "-h"]
+    assert CliRunner().invoke(app, ["lm-eval", *args]).exit_code == 0
+    refused = CliRunner().invoke(app, ["lm-eval", "run", "--help"])
+    assert refused.exit_code == 2 and refused.stderr == "error: too long\n"
+    assert told == [["lm_eval", *args], ["lm_eval", "run", "--help"]]
+    assert sys.argv == before
+
+
+def test_without_the_harness_its_command_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    result = CliRunner().invoke(app, ["lm-eval", "--tasks", "a"])
+    assert result.exit_code == 2 and "pip install 'jax-longctx[harness]'" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_task_runs_from_the_command_line(folder, checkpoint, tmp_path):
+    code = "from jax_longctx.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "lm-eval", "--model", "jax-longctx"]
+    command += ["--tasks", "tiny_choice", "--include_path", str(folder / "tasks")]
+    command += ["--batch_size", "2", "--output_path", str(tmp_path), "--model_args"]
+    command += [f"checkpoint={checkpoint},method=streaming-llm,budget=64,chunk=16"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "|tiny_choice|" in done.stdout
+    (written,) = tmp_path.rglob("results_*.json")
+    found = json.loads(written.read_text())
+    golden = GOLDENS["bos.plain"]["tiny_choice"]["scores"]
+    # Its budget holds these prompts whole.
+    assert found["results"]["tiny_choice"]["acc,none"] == golden["acc,none"]
+    assert found["config"]["method"]["name"] == "streaming-llm"
