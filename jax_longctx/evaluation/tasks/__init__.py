@@ -6,13 +6,23 @@ from collections.abc import Mapping
 
 from jax_longctx.evaluation.tasks.niah import NiahMulti, NiahSingle
 from jax_longctx.evaluation.tasks.passkey import Passkey
+from jax_longctx.evaluation.tasks.ruler_chain import VariableTracking
 from jax_longctx.evaluation.tasks.ruler_niah import ruler_niah_tasks
+from jax_longctx.evaluation.tasks.ruler_words import CommonWords, FrequentWords
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task
 from jax_longctx.settings import look_up, parse_settings, type_name
 
 __all__ = ["TASKS", "Count", "Sample", "Task", "describe", "make_task"]
 
-_ALL: tuple[Task, ...] = (Passkey(), NiahSingle(), NiahMulti(), *ruler_niah_tasks())
+_ALL: tuple[Task, ...] = (
+    Passkey(),
+    NiahSingle(),
+    NiahMulti(),
+    *ruler_niah_tasks(),
+    VariableTracking(),
+    CommonWords(),
+    FrequentWords(),
+)
 
 # Every task with its own settings, the published ones where there are such.
 TASKS = {task.name: task for task in _ALL}

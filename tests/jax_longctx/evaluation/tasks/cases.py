@@ -6,6 +6,7 @@ generators.
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from jax_longctx.evaluation.tasks import Sample
@@ -60,6 +61,31 @@ def secrets(sample: Sample) -> str:
     return ", ".join(value for key, value in pairs if key in named)
 
 
+def variables(sample: Sample) -> str:
+    """All that come to hold the value of the question."""
+    value = re.search(r"the value (\d+)", sample.query)
+    assert value is not None
+    held = {}
+    for name, other, number in re.findall(r"VAR (\w+) = (?:VAR (\w+)|(\d+))", sample.context):
+        held[name] = number or held[other]
+    return " ".join(name for name, number in held.items() if number == value[1])
+
+
+def repeated(sample: Sample) -> str:
+    """The ten most common words of the last list."""
+    listed = sample.context.rpartition("Find them.")[2].split()
+    assert listed[::2] == [f"{i + 1}." for i in range(len(listed) // 2)]
+    return ", ".join(word for word, _ in Counter(listed[1::2]).most_common(10))
+
+
+def coded(sample: Sample) -> str:
+    """The three most frequent words behind the dots."""
+    text = sample.context.partition("comes up.")[2].split()
+    (dots, _), *three = Counter(text).most_common(4)
+    assert dots == "..."
+    return " ".join(word for word, _ in three)
+
+
 CASES: dict[str, Case] = {
     "passkey": Case(answer=passkey, slack=5, text=True, hidden=2),
     "niah_single": Case(answer=kept, slack=5, text=True),
@@ -72,4 +98,7 @@ CASES: dict[str, Case] = {
     "niah_multikey_3": Case(answer=secrets, slack=8, real_slack=110),
     "niah_multivalue": Case(answer=secrets, slack=5, text=True),
     "niah_multiquery": Case(answer=secrets, slack=5, text=True),
+    "vt": Case(answer=variables, slack=5, hidden=0),
+    "cwe": Case(answer=repeated, slack=1, hidden=0),
+    "fwe": Case(answer=coded, slack=10, real_slack=40, hidden=0),
 }
