@@ -8,7 +8,7 @@ from jax_longctx.errors import InputError
 
 __all__ = ["Fitted", "largest", "most_units"]
 
-# From so many units is guessed how many tokens one has.
+# From so many units, at least, is guessed how many tokens one has.
 _PROBE = 20
 
 
@@ -74,9 +74,13 @@ def most_units(
         sizes[units] = count(text(units))
         return sizes[units]
 
-    base, probe = size(0), _PROBE if limit is None else min(_PROBE, max(limit, 1))
-    each = max((size(probe) - base) / probe, 1.0)
-    guess = max(int((room - base) / each), 0)
+    base, each, guess, probe = size(0), 1.0, 0, _PROBE
+    # What a unit has is seen in a few first, and again in a text that is not much of the whole.
+    for _ in range(2):
+        probe = probe if limit is None else min(probe, max(limit, 1))
+        each = max((size(probe) - base) / probe, 1.0)
+        guess = max(int((room - base) / each), 0)
+        probe = max(guess // 8, _PROBE)
     units = largest(size, room, guess=guess, each=each, limit=limit)
     if units < fewest:
         raise InputError(f"{max(room, 0)} tokens are too few for this task's text; ask for more")

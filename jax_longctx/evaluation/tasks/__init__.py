@@ -8,6 +8,7 @@ from jax_longctx.evaluation.tasks.niah import NiahMulti, NiahSingle
 from jax_longctx.evaluation.tasks.passkey import Passkey
 from jax_longctx.evaluation.tasks.ruler_chain import VariableTracking
 from jax_longctx.evaluation.tasks.ruler_niah import ruler_niah_tasks
+from jax_longctx.evaluation.tasks.ruler_qa import ruler_qa_tasks
 from jax_longctx.evaluation.tasks.ruler_words import CommonWords, FrequentWords
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task
 from jax_longctx.settings import look_up, parse_settings, type_name
@@ -22,6 +23,7 @@ _ALL: tuple[Task, ...] = (
     VariableTracking(),
     CommonWords(),
     FrequentWords(),
+    *ruler_qa_tasks(),
 )
 
 # Every task with its own settings, the published ones where there are such.

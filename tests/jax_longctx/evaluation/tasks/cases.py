@@ -86,6 +86,24 @@ def coded(sample: Sample) -> str:
     return " ".join(word for word, _ in three)
 
 
+def entry(sample: Sample) -> str:
+    """What the made-up encyclopaedia says, through the town's entry where a river is asked for."""
+    text = sample.context
+    name = re.search(r"(?:was|where|of) ([A-Z]\w+ [A-Z]\w+)", sample.query)
+    assert name is not None
+    found = re.search(
+        rf"{name[1]} was born in (\w+) in the year (\d+)\. "
+        rf"The occupation of {name[1]} was (\w+)\.",
+        text,
+    )
+    assert found is not None
+    town, year, trade = found.groups()
+    if "river" in sample.query:
+        (river,) = re.findall(rf"{town} is a town on the river (\w+)\.", text)
+        return river
+    return year if "year" in sample.query else town if "town" in sample.query else trade
+
+
 CASES: dict[str, Case] = {
     "passkey": Case(answer=passkey, slack=5, text=True, hidden=2),
     "niah_single": Case(answer=kept, slack=5, text=True),
@@ -100,5 +118,7 @@ CASES: dict[str, Case] = {
     "niah_multiquery": Case(answer=secrets, slack=5, text=True),
     "vt": Case(answer=variables, slack=5, hidden=0),
     "cwe": Case(answer=repeated, slack=1, hidden=0),
+    "qa_1": Case(answer=entry, slack=23, real_slack=110, hidden=0),
+    "qa_2": Case(answer=entry, slack=23, real_slack=110, hidden=0),
     "fwe": Case(answer=coded, slack=10, real_slack=40, hidden=0),
 }
