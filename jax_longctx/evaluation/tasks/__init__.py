@@ -4,6 +4,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 
+from jax_longctx.evaluation.tasks.chain_of_key import ChainOfKey
 from jax_longctx.evaluation.tasks.niah import NiahMulti, NiahSingle
 from jax_longctx.evaluation.tasks.passkey import Passkey
 from jax_longctx.evaluation.tasks.ruler_chain import VariableTracking
@@ -24,6 +25,7 @@ _ALL: tuple[Task, ...] = (
     CommonWords(),
     FrequentWords(),
     *ruler_qa_tasks(),
+    ChainOfKey(),
 )
 
 # Every task with its own settings, the published ones where there are such.

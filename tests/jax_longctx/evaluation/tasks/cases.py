@@ -104,6 +104,18 @@ def entry(sample: Sample) -> str:
     return year if "year" in sample.query else town if "town" in sample.query else trade
 
 
+def chain(sample: Sample) -> str:
+    """A chain through the list, from its last key on."""
+    keys = re.findall(r"Name of key: (\w+)-(\w+)", sample.context)
+    number = re.search(r"chain of (\d+) keys", sample.query)
+    assert number is not None
+    after, found = dict(keys), [keys[-1]]
+    while len(found) < int(number[1]):
+        word = found[-1][1]
+        found.append((word, after[word]))
+    return " " + ", ".join("-".join(key) for key in found) + "."
+
+
 CASES: dict[str, Case] = {
     "passkey": Case(answer=passkey, slack=5, text=True, hidden=2),
     "niah_single": Case(answer=kept, slack=5, text=True),
@@ -118,6 +130,7 @@ CASES: dict[str, Case] = {
     "niah_multiquery": Case(answer=secrets, slack=5, text=True),
     "vt": Case(answer=variables, slack=5, hidden=0),
     "cwe": Case(answer=repeated, slack=1, hidden=0),
+    "chain_of_key": Case(answer=chain, slack=4, hidden=1),
     "qa_1": Case(answer=entry, slack=23, real_slack=110, hidden=0),
     "qa_2": Case(answer=entry, slack=23, real_slack=110, hidden=0),
     "fwe": Case(answer=coded, slack=10, real_slack=40, hidden=0),

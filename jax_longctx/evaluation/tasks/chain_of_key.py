@@ -1,0 +1,140 @@
+"""Chain-of-key: a chain of listed keys, each beginning with the word the one before ends with.
+
+RefreshKV (Xu et al. 2024), section 3 and appendix A.6: a task of long answers, in which every step
+needs another place of the context. Keys are pairs of words; the words are those of one cycle, so
+each key has one successor and a chain of any start goes on. A worked example of words that are not
+in the list stands before it, and the rules stand again behind it.
+
+What the paper leaves open: the whole list is one cycle, so that no chain is short; a chain may
+begin with any key; letters' case does not matter; of an answer the longest right beginning counts.
+Where English runs out the words are invented.
+"""
+
+import dataclasses
+import random
+import re
+from collections.abc import Iterator, Sequence
+
+from jax_longctx.evaluation.fitting import most_units
+from jax_longctx.evaluation.tasks.task import (
+    Count,
+    Sample,
+    at_least,
+    context_room,
+    fixed,
+    make_sample,
+    sample_draw,
+)
+from jax_longctx.evaluation.tasks.words import word_stream
+
+__all__ = ["ChainOfKey", "chain_score"]
+
+RULES = (
+    "Make a chain of {steps} keys, all of them from the list. Each key is two words with a hyphen "
+    "between them. After the first, which may be any, each key begins with the word that the key "
+    "before it ends with. Write the keys in their order with commas between them."
+)
+EXAMPLE = "A chain of other keys, which are not in the list and must not be copied: {chain}."
+LISTED = "Name of key: {key}"
+_LISTED = re.compile(r"^Name of key: (\S+)$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChainOfKey:
+    """Chain-of-key: how far a chain of listed keys goes on without a break.
+
+    Attributes:
+      steps: how many keys the chain must have; the paper's 10 are too many for small models.
+    """
+
+    name: str = fixed("chain_of_key")
+    metric: str = fixed("share of the chain before its first break")
+    stop: tuple[str, ...] = fixed(())
+
+    steps: int = 10
+    max_new: int = 128
+
+    def __post_init__(self):
+        at_least(2, steps=self.steps)
+        at_least(1, max_new=self.max_new)
+
+    @property
+    def label(self) -> str:
+        """`chain_of_key`."""
+        return self.name
+
+    def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
+        """See `Task`."""
+        rules = RULES.format(steps=self.steps)
+        query, prefix = f"\n\n{rules}", f"\n\nA chain of {self.steps} keys:"
+        room = context_room(count, query + prefix, self.max_new, tokens)
+        for index in range(trials):
+            draw = sample_draw(self.name, seed, tokens, index)
+            stream = word_stream(draw)
+            shown = [next(stream) for _ in range(self.steps + 1)]
+            example = EXAMPLE.format(chain=", ".join(_keys(shown)[:-1]))
+            listed = _List(f"{rules}\n\n{example}\n\n", stream, draw.random())
+            # One word more than steps: a chain from any key has its full length.
+            fitted = most_units(count, listed, room, fewest=self.steps + 1)
+            keys = _keys(listed.words(fitted.units))
+            yield make_sample(
+                count,
+                index=index,
+                context=fitted.text,
+                tokens=fitted.tokens,
+                query=query,
+                answer_prefix=prefix,
+                # One chain of the many that are right.
+                outputs=keys[: self.steps],
+                max_new=self.max_new,
+                meta={"keys": len(keys)},
+            )
+
+    def score(self, answer: str, sample: Sample) -> float:
+        """The share of the keys asked for that stand before the first wrong one."""
+        return chain_score(answer, _LISTED.findall(sample.context), self.steps)
+
+    def parts(self, answer: str, sample: Sample) -> dict[str, float]:
+        """None."""
+        return {}
+
+
+class _List:
+    """The head and so many keys, in a drawn order."""
+
+    def __init__(self, head: str, stream: Iterator[str], order: float):
+        self._head, self._stream, self._order = head, stream, order
+        self._words: list[str] = []
+
+    def words(self, number: int) -> list[str]:
+        """The words of the cycle."""
+        while len(self._words) < number:
+            self._words.append(next(self._stream))
+        return self._words[:number]
+
+    def __call__(self, number: int) -> str:
+        keys = _keys(self.words(number))
+        random.Random(self._order).shuffle(keys)
+        return self._head + "\n".join(LISTED.format(key=key) for key in keys)
+
+
+def _keys(words: Sequence[str]) -> list[str]:
+    """The keys of a cycle: each word with the next, the last one with the first."""
+    return [f"{a}-{b}" for a, b in zip(words, [*words[1:], *words[:1]], strict=True)]
+
+
+def chain_score(answer: str, keys: Sequence[str], steps: int) -> float:
+    """100 for `steps` keys in a right chain; less by the share from the first wrong one on.
+
+    A key is wrong that is not listed, or does not begin as the one before it ends; of what lies
+    between hyphens only the first and the last word count.
+    """
+    listed = {key.lower() for key in keys}
+    right, before = 0, None
+    for item in answer.split(",")[:steps]:
+        key = item.strip().strip(".").strip().lower()
+        words = key.split("-")
+        if key not in listed or (before is not None and words[0] != before):
+            break
+        right, before = right + 1, words[-1]
+    return 100 * right / steps
