@@ -5,6 +5,7 @@ import typing
 from collections.abc import Mapping
 
 from jax_longctx.evaluation.tasks.chain_of_key import ChainOfKey
+from jax_longctx.evaluation.tasks.html_tsv import HtmlTsv
 from jax_longctx.evaluation.tasks.niah import NiahMulti, NiahSingle
 from jax_longctx.evaluation.tasks.passkey import Passkey
 from jax_longctx.evaluation.tasks.ruler_chain import VariableTracking
@@ -26,6 +27,7 @@ _ALL: tuple[Task, ...] = (
     FrequentWords(),
     *ruler_qa_tasks(),
     ChainOfKey(),
+    HtmlTsv(),
 )
 
 # Every task with its own settings, the published ones where there are such.

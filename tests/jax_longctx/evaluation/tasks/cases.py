@@ -5,6 +5,7 @@ generators.
 """
 
 import dataclasses
+import html.parser
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -116,6 +117,53 @@ def chain(sample: Sample) -> str:
     return " " + ", ".join("-".join(key) for key in found) + "."
 
 
+class Cells(html.parser.HTMLParser):
+    """The records of a page: what stands in the elements that hold values, by record."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self._open = False
+
+    def handle_starttag(self, tag, attrs):
+        if tag in ("tr", "h3", "dl"):
+            self.rows.append([])
+        self._open = tag in ("td", "h3", "span", "dd")
+        if self._open:
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        self._open = False
+
+    def handle_data(self, data):
+        if self._open:
+            self.rows[-1][-1] += data
+
+
+def page_rows(sample: Sample) -> list[list[str]]:
+    """What the page lists, read by Python's parser, blank cells as N/A."""
+    page = re.search(r"```html\n(.*)\n```", sample.context, re.DOTALL)
+    assert page is not None
+    parser = Cells()
+    parser.feed(page[1])
+    return [[cell or "N/A" for cell in row] for row in parser.rows if row]
+
+
+def table(sample: Sample) -> str:
+    """The page's records in the form asked for."""
+    rows = page_rows(sample)
+    wanted = re.search(r"whose (\w+) is (below|at least) ([\d.]+) of", sample.query)
+    if wanted is not None:
+        at = sample.answer_prefix.splitlines()[-1].split("\t").index(wanted[1])
+        numbers = [row[at].replace("$", "") for row in rows]
+        rows = [
+            row
+            for row, number in zip(rows, numbers, strict=True)
+            if number != "N/A" and (float(number) < float(wanted[3])) == (wanted[2] == "below")
+        ]
+    return "\n" + "\n".join("\t".join(row) for row in rows)
+
+
 CASES: dict[str, Case] = {
     "passkey": Case(answer=passkey, slack=5, text=True, hidden=2),
     "niah_single": Case(answer=kept, slack=5, text=True),
@@ -131,6 +179,14 @@ CASES: dict[str, Case] = {
     "vt": Case(answer=variables, slack=5, hidden=0),
     "cwe": Case(answer=repeated, slack=1, hidden=0),
     "chain_of_key": Case(answer=chain, slack=4, hidden=1),
+    "html_tsv_syn": Case(
+        answer=table,
+        settings={"output": 60, "max_new": 100},
+        slack=10,
+        real_slack=70,
+        hidden=0,
+        tokens=800,
+    ),
     "qa_1": Case(answer=entry, slack=23, real_slack=110, hidden=0),
     "qa_2": Case(answer=entry, slack=23, real_slack=110, hidden=0),
     "fwe": Case(answer=coded, slack=10, real_slack=40, hidden=0),

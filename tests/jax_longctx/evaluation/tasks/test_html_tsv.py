@@ -1,0 +1,117 @@
+"""Python's parser recovers the gold table from every page; tables are scored as LongProc scores."""
+
+import pytest
+
+from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.evaluation.tasks import make_task
+from jax_longctx.evaluation.tasks.html_pages import LAYOUTS, Condition
+from jax_longctx.evaluation.tasks.html_tsv import score_table
+from tests.jax_longctx.evaluation.tasks.cases import page_rows, table
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def drawn(*, tokens=2000, trials=24, **settings):
+    task = make_task("html_tsv_syn", {"output": 200, "max_new": 250, **settings})
+    return task, list(task.samples(words, tokens=tokens, trials=trials, seed=4))
+
+
+def test_a_parser_recovers_the_table():
+    _, samples = drawn()
+    blanks = 0
+    for sample in samples:
+        header, *rows = [line.split("\t") for line in sample.outputs[0].split("\n")]
+        assert page_rows(sample) == rows and len(rows) == sample.meta["records"]
+        assert sample.answer_prefix == "\n\n```tsv\n" + "\t".join(header)
+        assert f"with the columns {', '.join(header)}." in sample.query
+        assert header[0] == "Name" and 3 <= len(header) <= 6 and len(set(header)) == len(header)
+        assert 190 < words(sample.outputs[0]) <= 200
+        names = [row[0] for row in rows]
+        assert len(set(names)) == len(names)
+        blanks += sum(cell == "N/A" for row in rows for cell in row)
+        # As much of the page stands before the records as behind them.
+        start, end = (sample.context.index(rows[i][0]) for i in (0, -1))
+        lines = [part.count("\n") for part in (sample.context[:start], sample.context[end:])]
+        assert lines[0] == pytest.approx(lines[1], abs=12)
+    assert {sample.meta["layout"] for sample in samples} == set(LAYOUTS)
+    assert blanks > 20
+    assert len({sample.outputs[0].split("\n")[0] for sample in samples}) > 10
+    styles = {sample.context.partition('class="c')[2][:3] for sample in samples}
+    assert len(styles) > 15
+
+
+def test_only_records_asked_for_are_right():
+    task, samples = drawn(filtered=True)
+    sides = set()
+    for sample in samples:
+        rows = sample.outputs[0].split("\n")[1:]
+        assert 0 < len(rows) < sample.meta["records"]
+        assert task.score(table(sample), sample) == 100
+        everything = "\n" + "\n".join("\t".join(row) for row in page_rows(sample))
+        assert task.score(everything, sample) < 100
+        sides.add("below" in sample.query)
+    assert sides == {True, False}
+
+
+def test_conditions():
+    price = Condition("Price", below=True, bound=10.5)
+    assert [price.holds(cell) for cell in ("$10.49", "$10.50", "N/A")] == [True, False, False]
+    stock = Condition("Stock", below=False, bound=7.0)
+    assert [stock.holds(cell) for cell in ("7", "6", "N/A")] == [True, False, False]
+    assert (str(price), str(stock)) == ("Price is below 10.5", "Stock is at least 7")
+
+
+def test_short_pages_have_fewer_records():
+    _, (short, *_) = drawn(tokens=400)
+    _, (long, *_) = drawn()
+    assert 0 < short.meta["records"] < long.meta["records"]
+    with pytest.raises(InputError, match="few"):
+        drawn(tokens=320)
+
+
+GOLD = "A\tB\n1\tx y\n2\tz\n3\tN/A"
+
+
+@pytest.mark.parametrize(
+    ("answer", "precision", "recall", "f1"),
+    [
+        (GOLD, 100, 100, 100),
+        (f"Here: ```tsv\n{GOLD}\n``` done", 100, 100, 100),
+        (f"```tsv\n{GOLD}", 100, 100, 100),
+        # To the last fence, here of another block: what stands between is a row of another width.
+        (f"```tsv\n{GOLD}\n```\nor\n```", 75, 100, 600 / 7),
+        # Order and header names do not count, nor case, punctuation, articles and white space.
+        ("x\ty\n3.\tn/a\n2\tThe Z!\n1\tXY", 100, 100, 100),
+        ("A\tB\n1\tx y\n1\tx y\n9\tq\n9\tr", 50, 100 / 3, 40),
+        # The last row is dropped where its width is another; a row before it becomes all N/A.
+        ("A\tB\n1\tx y\n2", 100, 100 / 3, 50),
+        ("A\tB\n1\n2\tz\n3\tN/A", 200 / 3, 200 / 3, 200 / 3),
+        ("A\tB\n1\tx y\n\n2\tz", 200 / 3, 200 / 3, 200 / 3),
+        ("A\tB\n5\tq", 0, 0, 0),
+        ("A\tB", 0, 0, 0),
+        ("A\tB\tC\n1\tx y\t3", 0, 0, 0),
+        ("", 0, 0, 0),
+    ],
+)
+def test_tables_are_scored(answer, precision, recall, f1):
+    found = score_table(answer, GOLD)
+    assert found == pytest.approx({"f1": f1, "precision": precision, "recall": recall})
+
+
+def test_a_task_scores_what_follows_its_header():
+    task, (sample, *_) = drawn(trials=1)
+    rows = sample.outputs[0].split("\n")[1:]
+    half = "\n" + "\n".join(rows[: len(rows) // 2])
+    assert task.parts(half, sample)["precision"] == 100
+    assert task.parts(half, sample)["recall"] == pytest.approx(50, abs=5)
+    assert task.score(half, sample) == pytest.approx(200 / 3, abs=5)
+    assert task.stop == ("\n```",)
+
+
+def test_an_answer_needs_room():
+    with pytest.raises(ConfigError, match="max_new must be at least output = 500, got 100"):
+        make_task("html_tsv_syn", {"max_new": "100"})
+    with pytest.raises(ConfigError, match="output must be at least 1, got 0"):
+        make_task("html_tsv_syn", {"output": "0"})
