@@ -4,6 +4,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 
+from jax_longctx.evaluation.tasks.babilong import babilong_tasks
 from jax_longctx.evaluation.tasks.chain_of_key import ChainOfKey
 from jax_longctx.evaluation.tasks.html_tsv import HtmlTsv
 from jax_longctx.evaluation.tasks.niah import NiahMulti, NiahSingle
@@ -28,6 +29,7 @@ _ALL: tuple[Task, ...] = (
     *ruler_qa_tasks(),
     ChainOfKey(),
     HtmlTsv(),
+    *babilong_tasks(),
 )
 
 # Every task with its own settings, the published ones where there are such.

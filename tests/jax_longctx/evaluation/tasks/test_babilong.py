@@ -1,0 +1,151 @@
+"""Replaying a world fact by fact gives the one answer; labels of the question are not counted."""
+
+import random
+
+import pytest
+
+from jax_longctx.evaluation.tasks import make_task
+from jax_longctx.evaluation.tasks.babilong import label_score
+from jax_longctx.evaluation.tasks.small_worlds import (
+    LABELS,
+    PEOPLE,
+    RANGES,
+    ROOMS,
+    THINGS,
+    draw_story,
+)
+from tests.jax_longctx.evaluation.tasks.cases import answer_from, facts
+
+KINDS = ("qa1", "qa2", "qa3", "qa4", "qa5")
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def stories(kind, number=60):
+    draw = random.Random(f"tests {kind}")
+    fewest, most = RANGES[kind]
+    return [draw_story(kind, draw, draw.randint(fewest, min(most, 40))) for _ in range(number)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replay_gives_the_one_answer(kind):
+    answers = set()
+    for story in stories(kind):
+        told = facts(" ".join(story.facts))
+        assert len(told) == len(story.facts)
+        assert answer_from(told, story.question) == {story.answer}
+        assert story.answer in LABELS[kind]
+        assert story.answer not in story.question
+        answers.add(story.answer)
+    assert len(answers) >= (7 if kind == "qa5" else 6)
+
+
+@pytest.mark.parametrize("kind", ["qa2", "qa3", "qa5"])
+def test_worlds_obey_their_rules(kind):
+    """Only who is in a thing's room takes it, only who holds it drops or gives it, in one room."""
+    seen = set()
+    for story in stories(kind):
+        place, holder, lies = {}, {}, {}
+        for fact in facts(" ".join(story.facts)):
+            if "who" in fact:
+                assert place.get(fact["who"]) != fact["room"]
+                place[fact["who"]] = fact["room"]
+            elif "taken" in fact:
+                thing, person = fact["taken"], fact["taker"]
+                assert thing not in holder and lies.get(thing, place[person]) == place[person]
+                holder[thing] = person
+            elif "dropped" in fact:
+                assert holder.pop(fact["dropped"]) == fact["dropper"]
+                lies[fact["dropped"]] = place[fact["dropper"]]
+            else:
+                assert holder[fact["gift"]] == fact["giver"] != fact["getter"]
+                assert place[fact["giver"]] == place[fact["getter"]]
+                holder[fact["gift"]] = fact["getter"]
+            seen |= set(fact)
+    assert {"who", "taken", "dropped"} <= seen and ("gift" in seen) == (kind == "qa5")
+
+
+def test_who_and_what_there_is():
+    told = [fact for story in stories("qa2") for fact in facts(" ".join(story.facts))]
+    assert {fact["who"] for fact in told if "who" in fact} == set(PEOPLE)
+    assert {fact["room"] for fact in told if "room" in fact} == set(ROOMS)
+    assert {fact["taken"] for fact in told if "taken" in fact} == set(THINGS)
+    assert {len(story.facts) for story in stories("qa4")} == {2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_facts_stand_in_their_order_at_their_depths(kind, tmp_path):
+    path = tmp_path / "birds.txt"
+    path.write_text(" ".join(f"Row {i} has {i % 7} birds." for i in range(900)), encoding="utf-8")
+    task = make_task(f"babilong_{kind}", {"haystack": str(path)})
+    assert task.label == f"babilong_{kind}@birds"
+    for sample in task.samples(words, tokens=1500, trials=3, seed=3):
+        text = sample.context.partition("<context>\n")[2]
+        parts, found = [], text
+        for fact in sample.meta["facts"]:
+            head, _, found = found.partition(fact)
+            parts.append(words(head))
+        around = sum(parts) + words(found)
+        before = [sum(parts[: i + 1]) for i in range(len(parts))]
+        assert [n / around for n in before] == pytest.approx(sample.meta["depths"], abs=0.01)
+        assert sample.meta["question"] in sample.query
+        assert sample.query.startswith("\n</context>\n\n")
+        fewest, most = RANGES[kind]
+        assert fewest <= len(sample.meta["facts"]) <= most
+
+
+def test_a_short_prompt_has_a_short_story():
+    task = make_task("babilong_qa5")
+    for sample in task.samples(words, tokens=600, trials=20, seed=3):
+        assert words(" ".join(sample.meta["facts"])) <= 300
+
+
+def test_examples_are_solved_and_the_same_everywhere():
+    for kind in KINDS:
+        task = make_task(f"babilong_{kind}")
+        one, two = task.samples(words, tokens=600, trials=2, seed=3)
+        examples = one.context.partition("<context>")[0]
+        assert two.context.startswith(examples)
+        shown = examples.split("<example>\n")[1:]
+        assert len(shown) == 2
+        for text in shown:
+            told, question, answer = text.partition("\n</example>")[0].splitlines()
+            gold = answer.removeprefix("Answer: ")
+            assert answer_from(facts(told), question.removeprefix("Question: ")) == {gold}
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("kitchen", 100),
+        ("The milk is in the KITCHEN. Before it was in the office", 100),
+        ("kitchen <context> office", 100),
+        ("kitchen <example> office", 100),
+        # The garden is named in the question.
+        ("Before the garden it was in the kitchen", 100),
+        ("kitchen or office", 0),
+        ("garden", 0),
+        ("office", 0),
+        ("Somewhere. kitchen", 0),
+        ("", 0),
+    ],
+)
+def test_the_one_label_left_counts(answer, score):
+    question = "Where was the milk before the garden?"
+    assert label_score(answer, "kitchen", question, ROOMS) == score
+
+
+def test_names_are_labels_in_any_case():
+    question = "Who did Bill give the apple to?"
+    assert label_score("bill gave the APPLE to fred", "Fred", question, LABELS["qa5"]) == 100
+    assert label_score("fred and jeff", "Fred", question, LABELS["qa5"]) == 0
+
+
+def test_another_question_ends_an_answer():
+    task = make_task("babilong_qa1")
+    (sample,) = task.samples(words, tokens=600, trials=1, seed=3)
+    others = " ".join(ROOMS)
+    assert task.score(f" {sample.outputs[0]}\nQuestion: {others}", sample) == 100
+    assert task.score(f" {sample.outputs[0]}\n{others}", sample) == 0
