@@ -55,8 +55,12 @@ def same(found, expected):
 
 
 class Asked(Exception):
-    """Holds what the engine was asked."""
+    """Holds what the engine was asked: the first row of what it was given, and the options."""
+
+    def __init__(self, *rows, **options):
+        super().__init__(*rows)
+        self.options = options
 
 
 def ask(rows, *more, questions, **options):
-    raise Asked(rows[0], questions and questions[0], *more)
+    raise Asked(rows[0], questions and questions[0], *more, **options)

@@ -119,6 +119,7 @@ def test_a_method_is_given_the_end_of_the_prompt_as_its_question(loaded, monkeyp
     with pytest.raises(Asked) as asked:
         generations(model, (PROMPT, {"max_gen_toks": 8}))
     assert asked.value.args == (tokens[:-6], tokens[-6:])
+    assert asked.value.options["total"] == [len(tokens)] * ROWS
     with pytest.raises(Asked) as asked:
         likelihoods(model, (PROMPT, " on the"))
     assert asked.value.args == (tokens[:-6], tokens[-6:], [then] * ROWS)
@@ -176,6 +177,21 @@ def test_a_special_token_among_the_stop_strings_ends_an_answer(loaded, exact):
     assert generations(exact, (prompt, settings)) == [loaded.tokenizer.decode(tokens[:begin])]
     answer = loaded.generate([prompt] * ROWS, max_tokens=12, stop=["<|begin|>"])[0]
     assert answer.finish == "stop" and answer.tokens == tokens[: begin + 1]
+
+
+def test_an_answer_ends_with_a_text_ending_token_that_is_not_special(loaded, exact, monkeypatch):
+    row = loaded.tokenizer.encode("a", bos=True)
+    tokens = loaded.engine.generate_tokens([row] * ROWS, max_tokens=12)[0]
+    monkeypatch.setattr(loaded.tokenizer, "eos_ids", (tokens[5],))
+    (text,) = generations(exact, ("a", {"max_gen_toks": 12}))
+    assert text == loaded.tokenizer.decode(tokens[: tokens.index(tokens[5])])
+
+
+def test_nothing_to_continue_is_the_start_of_a_text(folder):
+    model = LongctxLM(str(folder / "no_bos"), batch_size=ROWS, prefill_chunk=CHUNK)
+    settings = {"max_gen_toks": 12}
+    nothing, begin = generations(model, ("", settings), ("<|begin|>", settings))
+    assert nothing == begin and len(begin) > 4
 
 
 def test_draws_follow_the_seed_and_are_new_for_a_repeated_request(loaded):
@@ -284,6 +300,9 @@ def test_method_mesh_and_dtype_are_those_asked_for(checkpoint):
     assert facts["model_dtype"] == "bfloat16"
     assert model.batch_size == 2 and model.max_length == 256
     json.dumps(facts)
+    # What the harness's command line says for itself.
+    plain = LongctxLM(checkpoint, dtype="auto", device="cuda:0").get_model_info()
+    assert plain["model_dtype"] == "float32" and plain["method"]["name"] == "full"
 
 
 def test_no_setting_of_a_method_is_hidden_behind_an_argument():
@@ -297,23 +316,6 @@ def test_prompts_of_another_chat_template_are_not_taken_from_the_harness_cache(f
     assert name == LongctxLM(str(folder / "bos")).tokenizer_name
     assert name.startswith("bos-") and "/" not in name
     assert model_of(loaded).chat_template(True) == loaded.tokenizer.chat_template
-
-
-def test_a_template_that_refuses_the_system_gets_the_other_messages(loaded, caplog, monkeypatch):
-    from jax_longctx.text.chat import ChatTemplate
-
-    source = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    template = ChatTemplate(source + "{{ messages[0]['content'] }}!", {})
-    monkeypatch.setattr(loaded.tokenizer, "_chat", template)
-    model = model_of(loaded)
-    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello "}]
-    with caplog.at_level(logging.WARNING):
-        assert model.apply_chat_template(chat) == "hello !"
-    assert "no system" in caplog.text
-    assert model.apply_chat_template(chat, add_generation_prompt=False) == "hello "
-    monkeypatch.setattr(loaded.tokenizer, "_chat", ChatTemplate("{{ 'other' }}", {}))
-    with pytest.raises(InputError, match="changes the last message"):
-        model.apply_chat_template(chat, add_generation_prompt=False)
 
 
 def test_what_was_answered_is_not_asked_again(folder, loaded, monkeypatch):
