@@ -22,6 +22,7 @@ from jax_longctx.cli.bench_prefill import prefill
 from jax_longctx.cli.convert import convert
 from jax_longctx.cli.demo import demo
 from jax_longctx.cli.eval import eval_app
+from jax_longctx.cli.eval_agreement import agreement
 from jax_longctx.cli.eval_perplexity import perplexity
 from jax_longctx.cli.eval_resa import resa_errors
 from jax_longctx.cli.generate import generate
@@ -156,6 +157,7 @@ bench_app.command()(decode)
 bench_app.command()(prefill)
 app.add_typer(bench_app, name="bench")
 eval_app.command()(perplexity)
+eval_app.command()(agreement)
 eval_app.command("resa-errors")(resa_errors)
 app.add_typer(eval_app, name="eval")
 app.add_typer(train_app, name="train")

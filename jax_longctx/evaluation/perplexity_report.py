@@ -15,7 +15,7 @@ import numpy as np
 from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.perplexity import perplexity
 
-__all__ = ["label", "markdown", "plot"]
+__all__ = ["label", "markdown", "plot", "shown_interval"]
 
 # Told apart without colours by their dashes and marks; colours after Okabe and Ito 2008.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -45,13 +45,13 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
         means = np.array(run["means"])
         pooled, low, high = map(_exp, bootstrap(means))
         name = f"`{label(run)}`" + (AHEAD if run["ahead"] else "")
-        cells = [name, _interval(pooled, low, high, ".3f"), f"{_exp(means).mean():.3f}"]
+        cells = [name, shown_interval(pooled, low, high, ".3f"), f"{_exp(means).mean():.3f}"]
         if base is None or run is base:
             cells += ["-", "-"]
         else:
             more = bootstrap(means - np.array(base["means"]))
             ratio, least, most = map(_exp, more)
-            cells += [_interval(ratio, least, most, ".4f"), _interval(*more, "+.4f")]
+            cells += [shown_interval(ratio, least, most, ".4f"), shown_interval(*more, "+.4f")]
         tokens = run["batch"] * run["score"]
         cells += [f"{_typical(run['read_seconds']):.1f}"]
         cells += [f"{1000 * _typical(run['score_seconds']) / tokens:.2f}"]
@@ -69,7 +69,8 @@ def _exp(value: Any) -> Any:
     return np.exp(np.asarray(value, np.float64))
 
 
-def _interval(value: float, low: float, high: float, form: str) -> str:
+def shown_interval(value: float, low: float, high: float, form: str) -> str:
+    """`1.5 [1.2, 1.8]` in a number format; the value alone where the ends are NaN."""
     if math.isnan(low):
         return f"{value:{form}}"
     return f"{value:{form}} [{low:{form}}, {high:{form}}]"

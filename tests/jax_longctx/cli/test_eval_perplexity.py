@@ -1,4 +1,4 @@
-"""`eval perplexity` end to end on a tiny random model, and what it refuses."""
+"""`eval perplexity` and `eval agreement` end to end on a tiny random model."""
 
 import json
 
@@ -78,3 +78,24 @@ def test_mistakes_are_named_before_anything_runs(run, loads, text):
         result = run(*perplexity, *args)
         assert result.exit_code == 2, args
         assert result.stderr.count("\n") == 1 and message in result.stderr
+
+
+@pytest.mark.slow
+def test_agreement_with_full_attention(run, loads, text, tmp_path):
+    out = tmp_path / "runs.json"
+    args = ["eval", "agreement", "-c", "model", "--text", text, "--length", "90", "--score", "5"]
+    args += ["--texts", "2", "--queries", "9", "--top", "4", "--out", out]
+    result = run(*args, "-m", "full", "-m", "tova:budget=32,chunk=16", "-m", "ring")
+    assert result.exit_code == 0, result.output
+    full, tova, ring = json.loads(out.read_text())["runs"]
+    assert max(map(abs, full["kl"])) < 1e-6 and full["same"] == [1, 1]
+    assert min(tova["kl"]) > 1e-6 and len(tova["kl"]) == 2
+    assert max(map(abs, ring["kl"])) < 1e-4 and ring["attention"] is None
+    # Queries 84 to 88 of 90 tokens; TOVA's budget, and the token itself.
+    assert full["attention"][0]["attended"] == [87, 87] and full["queries"] == 5
+    assert max(tova["attention"][1]["attended"]) <= 33
+    assert "`tova budget=32 chunk=16` |" in result.stdout
+    assert "ring reads a text in parts side by side" in result.stderr
+    quick = run(*args[:-2], "-m", "ring", "--no-attention", "--json")
+    assert json.loads(quick.stdout)["kl"] == pytest.approx(ring["kl"])
+    assert "side by side" not in quick.stderr

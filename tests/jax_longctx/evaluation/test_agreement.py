@@ -1,0 +1,230 @@
+"""Attention weights of any method from its outputs alone, and agreement with full attention."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jax_longctx.engine import likelihood
+from jax_longctx.errors import InputError
+from jax_longctx.evaluation.agreement import (
+    attention_agreement,
+    attention_measures,
+    divergences,
+    recall,
+    scored_states,
+    top_tokens,
+)
+from jax_longctx.evaluation.agreement_report import markdown
+from jax_longctx.evaluation.attended import attention_weights, shows_weights
+from jax_longctx.methods import METHODS, SnapKV, StreamingLLM, make_method
+from jax_longctx.sharding import make_mesh
+from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy
+from tests.small_methods import EVERYTHING, small_method
+from tests.support import random_rows, tiny_engine
+
+TEXT = random_rows([50], seed=2)[0]
+QUERIES = 4
+
+
+@functools.cache
+def engine_of(method, mesh=(1, 1, 1)):
+    return tiny_engine(method, chunk=16, mesh=make_mesh(*mesh))
+
+
+def full_engine():
+    return engine_of(small_method("full"))
+
+
+def dense_weights(text):
+    """Full attention's weights `[L, N, T, S]` for every token of the text but the last."""
+    engine, found = full_engine(), []
+
+    def attend(layer, q, k, v):
+        at = np.arange(len(q))
+        found.append(probabilities(rope(q, at, 1e4), rope(k, at, 1e4), at[:, None] >= at[None, :]))
+        return causal_attend(1e4)(layer, q, k, v)
+
+    forward(engine.config, to_numpy(jax.device_get(engine.params)), text[:-1], attend)
+    return np.stack(found)
+
+
+# Batches of several sizes: the last is not full, one is enough.
+@pytest.mark.parametrize("batch", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_full_attentions_weights_are_the_dense_ones(batch):
+    seen = []
+    weights = attention_weights(
+        full_engine(),
+        TEXT,
+        queries=QUERIES,
+        score=6,
+        asked=3,
+        batch=batch,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    np.testing.assert_allclose(weights, dense_weights(TEXT)[:, :, -QUERIES:], atol=1e-5)
+    # 49 tokens in runs of 8.
+    assert seen[-1] == (7, 7) and len(seen) == {2: 4, 8: 1}[batch]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "quest" else pytest.mark.thorough)
+        for name in METHODS
+        if name not in ("star", "ring")
+    ],
+)
+def test_nothing_left_out_has_full_attentions_weights(name):
+    engine = engine_of(make_method(name, EVERYTHING[name]))
+    weights = attention_weights(engine, TEXT, queries=QUERIES)
+    np.testing.assert_allclose(weights, dense_weights(TEXT)[:, :, -QUERIES:], atol=1e-4)
+
+
+def test_what_was_evicted_has_no_weight():
+    """StreamingLLM: the first 4 and the newest, of 20 tokens that were there before a token."""
+    engine = engine_of(StreamingLLM(budget=20, chunk=8))
+    weights = attention_weights(engine, TEXT, queries=QUERIES)
+    for query in range(QUERIES):
+        newest = len(TEXT) - 1 - QUERIES + query
+        kept = {*range(4), *range(newest - 15, newest + 1)}
+        for layer in range(2):
+            for head in range(4):
+                (found,) = np.nonzero(weights[layer, head, query])
+                # What was there, and the token itself.
+                assert set(found) >= kept - {newest - 15} and set(found) <= kept | {newest - 16}
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("star", "ring", "resa")])
+def test_weights_add_up_whatever_is_left_out(name):
+    engine = engine_of(small_method(name))
+    text = random_rows([120], seed=2)[0]
+    weights = attention_weights(engine, text, queries=QUERIES)
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-4)
+    left_out = (weights == 0).mean((0, 1, 2))
+    assert (left_out.max() == 0) == (name in ("full", "dynamic-ntk"))
+
+
+@pytest.mark.slow
+def test_a_mesh_shows_the_weights_of_one_device():
+    method = SnapKV(budget=20, window=4, kernel=3)
+    one, mesh = (
+        attention_weights(engine_of(method, sizes), TEXT, queries=QUERIES, batch=3)
+        for sizes in ((1, 1, 1), (2, 2, 2))
+    )
+    np.testing.assert_allclose(mesh, one, atol=1e-5)
+
+
+def numpy_log_softmax(logits):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def test_divergences_are_those_of_the_whole_distributions(monkeypatch):
+    # Blocks of two columns, the last of which is not full.
+    monkeypatch.setattr(likelihood, "LOGITS", 2 * 64)
+    texts = np.array(random_rows([50] * 3, seed=2), np.int32)
+    method = SnapKV(budget=20, window=4, kernel=3)
+    full, other = (
+        scored_states(engine, texts, score=5, asked=2, batch=2)
+        for engine in (full_engine(), engine_of(method))
+    )
+    kl, same = divergences(full_engine(), full, other)
+    params = to_numpy(jax.device_get(full_engine().params))
+    for text, states, others, kl_S, same_S in zip(texts, full, other, kl, same, strict=True):
+        logits = forward(full_engine().config, params, text[:-1].tolist(), causal_attend(1e4))[-5:]
+        np.testing.assert_allclose(states @ params["head"]["table"].T, logits, atol=1e-4)
+        p, q = map(numpy_log_softmax, (logits, others @ params["head"]["table"].T))
+        np.testing.assert_allclose(kl_S, (np.exp(p) * (p - q)).sum(-1), atol=1e-4)
+        np.testing.assert_array_equal(same_S, p.argmax(-1) == q.argmax(-1))
+    assert kl.max() > 1e-3
+    # The method's losses are those of its states.
+    row = texts[0].tolist()
+    scores = engine_of(method).loglikelihoods([row[:43]], [row[45:]], questions=[row[43:45]])
+    q = numpy_log_softmax(other[0] @ params["head"]["table"].T)
+    np.testing.assert_allclose(scores[0].logprobs, q[np.arange(5), texts[0, 45:]], atol=1e-4)
+
+
+def test_measures_by_hand():
+    full = np.array([0.4, 0.1, 0.3, 0.2])
+    other = np.array([0.0, 0.25, 0.25, 0.5])
+    # Two heads, the second full attention's own; two layers the other way round.
+    layers = np.stack([[[other], [full]], [[full], [full]]])
+    found = attention_measures(np.broadcast_to(full, layers.shape), layers, top=2)
+    own = -(full * np.log(full)).sum()
+    assert found["mass"] == pytest.approx([0.8, 1])
+    assert found["recall"] == pytest.approx([0.75, 1])
+    assert found["attended"] == [3.5, 4]
+    assert found["entropy"] == pytest.approx([(1.5 * np.log(2) + own) / 2, own])
+
+
+def test_the_largest_are_the_earliest_of_those_alike():
+    chosen = top_tokens(np.array([[0.2, 0.3, 0.3, 0.2], [0.0, 0.0, 1.0, 0.0]]), 3)
+    assert chosen.tolist() == [[True, True, True, False], [True, True, True, False]]
+    attended = np.array([[True, False, True, True], [False] * 4])
+    assert recall(chosen, attended).tolist() == [pytest.approx(2 / 3), 0]
+
+
+@pytest.mark.slow
+def test_methods_are_compared_on_the_same_texts():
+    texts = np.array([TEXT], np.int32)
+    engines = [
+        full_engine(),
+        engine_of(small_method("ring")),
+        engine_of(SnapKV(budget=9, window=4)),
+    ]
+    done = []
+    how = {"queries": 2, "top": 3, "batch": 7}
+    exact, ring, snapkv = attention_agreement(
+        full_engine(), engines, texts, progress=lambda *at: done.append(at), **how
+    )
+    assert ring is None and not shows_weights(engines[1])
+    (exact,), (snapkv,) = exact, snapkv
+    assert exact["mass"] == pytest.approx([1, 1]) and exact["recall"] == [1, 1]
+    # Tokens 47 and 48 see those before them and themselves.
+    assert exact["attended"] == [48.5, 48.5]
+    # The question's token sees all 48, the token after it the 9 that were kept and itself.
+    assert snapkv["attended"] == [29, 29] and max(snapkv["mass"]) < 0.95
+    assert done == [(1, 3), (2, 3), (3, 3)]
+    with pytest.raises(InputError, match="shows no weights"):
+        attention_weights(engines[1], TEXT, queries=2)
+
+
+@pytest.mark.parametrize(
+    ("queries", "score", "asked"), [(4, 3, 1), (4, 49, 1), (4, 4, 46), (0, 4, 1)]
+)
+def test_texts_that_are_too_short_are_refused(queries, score, asked):
+    with pytest.raises(InputError, match="ask for fewer"):
+        attention_weights(full_engine(), TEXT, queries=queries, score=score, asked=asked)
+
+
+def test_states_of_texts_that_are_too_short_are_refused():
+    texts = np.array([TEXT], np.int32)
+    for score, asked, batch in [(49, 1, 1), (0, 1, 1), (4, 46, 1), (4, 0, 1), (4, 1, 0)]:
+        with pytest.raises(InputError, match="ask for fewer"):
+            scored_states(full_engine(), texts, score=score, asked=asked, batch=batch)
+
+
+def test_a_table_has_intervals_and_means_over_layers():
+    texts = [
+        {"mass": [0.5, 0.7], "recall": [0.2, 0.4], "attended": [3.0, 5.0], "entropy": [1.0, 2.0]},
+        {"mass": [0.9, 0.7], "recall": [0.6, 0.4], "attended": [7.0, 5.0], "entropy": [1.0, 2.0]},
+    ]
+    sizes = {"length": 50, "score": 4, "queries": 2, "top": 3}
+    common = {"given": {"budget": "4"}, "kl": [0.1, 0.3], "same": [0.5, 1.0], **sizes}
+    run = {"method": "quest", "attention": texts, **common}
+    other = {"method": "ring", "attention": None, **common}
+    table = markdown([run, other])
+    assert "recall of the best 3, %" in table
+    assert (
+        "| `quest budget=4` | 0.2000 [0.1000, 0.3000] | 75.0 [50.0, 100.0] | 5.0 | 70.00 | 40.0 "
+        "| 1.500 |" in table
+    )
+    assert "| `ring budget=4` | 0.2000 [0.1000, 0.3000] | 75.0 [50.0, 100.0] | - | - | - | - |" in (
+        table
+    )
+    assert "2 texts of 50 tokens, the last 4 decoded" in table and "newest 2 queries" in table
+    assert "newest" not in markdown([other])
