@@ -23,6 +23,7 @@ from jax_longctx.cli.convert import convert
 from jax_longctx.cli.demo import demo
 from jax_longctx.cli.eval import eval_app
 from jax_longctx.cli.eval_agreement import agreement
+from jax_longctx.cli.eval_papers import citrus_overlap, resa_spectrum
 from jax_longctx.cli.eval_perplexity import perplexity
 from jax_longctx.cli.eval_resa import resa_errors
 from jax_longctx.cli.generate import generate
@@ -159,6 +160,8 @@ app.add_typer(bench_app, name="bench")
 eval_app.command()(perplexity)
 eval_app.command()(agreement)
 eval_app.command("resa-errors")(resa_errors)
+eval_app.command("citrus-overlap")(citrus_overlap)
+eval_app.command("resa-spectrum")(resa_spectrum)
 app.add_typer(eval_app, name="eval")
 app.add_typer(train_app, name="train")
 

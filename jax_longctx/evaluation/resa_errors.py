@@ -10,8 +10,8 @@ Errors of a layer do not add up here: every layer's queries are those of full at
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,73 +19,19 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, write_run
-from jax_longctx.contract import (
-    CHUNK_ROWS,
-    CacheShape,
-    LayerContext,
-    MethodInfo,
-    Prompt,
-    Segment,
-    Stage,
-)
+from jax_longctx.caches import AppendCache
+from jax_longctx.contract import LayerContext
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import InputError
-from jax_longctx.methods import Full, Resa
+from jax_longctx.evaluation.recorder import Recorded, Recorder
+from jax_longctx.methods import Resa
 from jax_longctx.methods.selectors import SelectiveCache
 from jax_longctx.methods.sparse_decode import choose, selectable
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.sharding import axes_field
 
 __all__ = ["LAMS", "attention_errors"]
 
 LAMS = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Recorded:
-    """Full attention's cache and the rotated query of every token."""
-
-    store: AppendCache
-    queries: Float[Array, "B N S H"] = axes_field("batch", "heads", "slots", None)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Recorder:
-    """Full attention that keeps its queries."""
-
-    info: ClassVar[MethodInfo] = Full.info
-
-    def validate(self, config: ModelConfig) -> None:
-        """Every model can be recorded."""
-
-    def init_cache(self, shape: CacheShape) -> _Recorded:
-        size = (shape.batch, shape.num_heads, shape.slots, shape.head_dim)
-        return _Recorded(Full().init_cache(shape), jnp.zeros(size, shape.dtype))
-
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        return Full().segments(prompt)
-
-    def attend(
-        self, q: Array, k: Array, v: Array, cache: _Recorded, segment: Segment, ctx: LayerContext
-    ) -> tuple[Array, Array, _Recorded]:
-        positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
-        valid_B = segment.valid_of(CHUNK_ROWS)
-        rotated = ctx.rotate(q, positions_BT)
-        queries = write_run(cache.queries, rotated, cache.store.length, valid_B, ctx)
-        out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
-        return out, lse, _Recorded(store, queries)
-
-    def finish(self, cache: _Recorded, ctx: LayerContext, stage: Stage, reserve: int) -> _Recorded:
-        return dataclasses.replace(cache, store=cache.store.end_context())
-
-    def fork(self, cache: _Recorded) -> _Recorded:
-        return dataclasses.replace(cache, store=cache.store.rewind())
-
-    def read_bytes(self, cache: _Recorded, length: int) -> int:
-        return Full().read_bytes(cache.store, length)
 
 
 def attention_errors(
@@ -120,7 +66,7 @@ def attention_errors(
         )
     if any(method.allocation.startswith("psa") for method in methods):
         raise InputError("attention errors are for fixed budgets: uniform, ada-floor, ada-blend")
-    recorder = Engine(engine.config, engine.params, _Recorder(), engine.mesh, chunk=engine.chunk)
+    recorder = Engine(engine.config, engine.params, Recorder(), engine.mesh, chunk=engine.chunk)
     slots = bucket(max(map(len, texts)) + 1)
     measures = [_measure(recorder.setup, method, queries) for method in methods]
     sums = np.zeros((len(methods), engine.config.num_layers, 2, len(LAMS)))
@@ -150,7 +96,7 @@ def attention_errors(
 def _measure(setup: programs.Setup, method: Resa, queries: int) -> Any:
     """`(one layer's cache of one text, tokens of its prompt) -> (errors [2, lams], kept share)`."""
 
-    def body(cache: _Recorded, prompt: Array) -> tuple[Array, Array]:
+    def body(cache: Recorded, prompt: Array) -> tuple[Array, Array]:
         ctx = setup.layer_context(None, cache.store.length)
 
         def one(step: Array) -> tuple[Array, Array]:
@@ -164,7 +110,7 @@ def _measure(setup: programs.Setup, method: Resa, queries: int) -> Any:
 
 
 def _step_errors(
-    method: Resa, cache: _Recorded, prompt: Array, position: Array, ctx: LayerContext
+    method: Resa, cache: Recorded, prompt: Array, position: Array, ctx: LayerContext
 ) -> tuple[Float[Array, "2 E"], Float[Array, ""]]:
     """Of the query at `position`: errors by lambda, and the share of the keys that it attends."""
     length_B = position[None] + 1

@@ -99,3 +99,23 @@ def test_agreement_with_full_attention(run, loads, text, tmp_path):
     quick = run(*args[:-2], "-m", "ring", "--no-attention", "--json")
     assert json.loads(quick.stdout)["kl"] == pytest.approx(ring["kl"])
     assert "side by side" not in quick.stderr
+
+
+@pytest.mark.slow
+def test_measurements_of_the_papers(run, loads, text, tmp_path):
+    out = tmp_path / "found.json"
+    papers = ("-c", "model", "--text", text, "--out", out)
+    how = ("--texts", "2", "--tokens", "40", "--top", "8", "--top", "40", "--instruction", "Who?")
+    result = run("eval", "citrus-overlap", *papers, *how)
+    assert result.exit_code == 0, result.output
+    few, every = json.loads(out.read_text())["by_layer"].values()
+    # Two layers, each beside an instruction and another text; all of 40 are in common.
+    assert np.shape(few) == (2, 2) and every == [[1, 1], [1, 1]]
+    assert f"| 8 | 0-0 | {few[0][0]:.3f} | {few[1][0]:.3f} | 0.200 |" in result.stdout
+    result = run("eval", "resa-spectrum", *papers, "--length", "64", "--length", "32")
+    assert result.exit_code == 0, result.output
+    short, long = json.loads(out.read_text())["lengths"]
+    assert np.shape(short["share"]) == (2, 4) and long["length"] == 64
+    assert f"| 64 | {np.mean(long['first']):,.1f} | {100 * np.mean(long['share']):.1f} |" in (
+        result.stdout
+    )
