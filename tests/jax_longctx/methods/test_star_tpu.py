@@ -1,0 +1,143 @@
+"""Star and full attention compiled ahead of time for sixteen chips of a v5e: what travels."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_longctx.contract import Prompt, step_variant
+from jax_longctx.engine import Sampling, programs
+from jax_longctx.engine.capacity import bucket, bytes_per_device
+from jax_longctx.engine.footprint import answering_caches
+from jax_longctx.methods import make_method
+from jax_longctx.planning.compiled import count_collectives
+from jax_longctx.sharding import make_mesh, tree_shardings
+from tests.jax_longctx.engine.lowering import abstract_params, no_persistent_cache
+from tests.support import tiny_config
+
+pytestmark = [pytest.mark.optimized, pytest.mark.slow]
+
+CONTEXT, RESERVE, LAYERS = 16 * 1024 - 64, 63, 2
+SHAPE = {"model_dim": 1024, "mlp_dim": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
+STAR = {"block": 1024}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _as_users_compile():
+    """The tests' exact matmuls are for CPU."""
+    with no_persistent_cache(), jax.default_matmul_precision("default"):
+        yield
+
+
+def setup_of(name, settings, seq, tensor):
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    v5e = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
+    mesh = make_mesh(1, seq, tensor, devices=v5e.devices)
+    config = tiny_config(num_layers=LAYERS, vocab_size=1024, **SHAPE)
+    method = make_method(name, settings)
+    return programs.Setup(config, method, mesh, jnp.dtype(jnp.bfloat16), 512)
+
+
+def placed(setup, caches):
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        caches,
+        tree_shardings(setup.mesh, caches),
+    )
+
+
+def prefill(setup):
+    """A compiled program for each kind of segment, by its variant and columns on a shard."""
+    slots = bucket(CONTEXT + RESERVE + 1, setup.mesh.shape["seq"])
+    caches, _ = answering_caches(setup, 1, CONTEXT, RESERVE)
+    total = jax.ShapeDtypeStruct((1,), jnp.int32)
+    found = {}
+    prompt = Prompt(
+        "context",
+        setup.chunk,
+        context=[range(CONTEXT)],
+        slots=slots,
+        shards=setup.mesh.shape["seq"],
+        vocab_size=CONTEXT,
+    )
+    for segment in setup.method.segments(prompt):
+        shards = setup.mesh.shape["seq"] if segment.spread else 1
+        kind = segment.variant, segment.tokens.shape[1] // shards
+        if kind not in found:
+            lowered = programs.run_segment.lower(
+                setup, abstract_params(setup), placed(setup, caches), segment, total, None, "none"
+            )
+            found[kind] = lowered.compile()
+    return found
+
+
+def decode(setup):
+    """The compiled block of decode steps, and bytes of the caches on a device."""
+    _, caches = answering_caches(setup, 1, CONTEXT, RESERVE)
+    each = jax.ShapeDtypeStruct
+    state = programs.DecodeState(
+        token=each((1,), jnp.int32),
+        done=each((1,), jnp.bool_),
+        count=each((1,), jnp.int32),
+        limit=each((1,), jnp.int32),
+        stops=each((2,), jnp.int32),
+        seen=None,
+        finite=each((1,), jnp.bool_),
+        seed=each((), jnp.uint32),
+    )
+    static = (32, step_variant(setup.method, 1), Sampling().static())
+    values = each((3,), jnp.float32), static
+    total = each((1,), jnp.int32)
+    lowered = programs.decode_block.lower(
+        setup,
+        abstract_params(setup),
+        placed(setup, caches),
+        state,
+        total,
+        total.update(shape=()),
+        *values,
+    )
+    return lowered.compile(), bytes_per_device(setup.mesh, caches)
+
+
+@pytest.mark.parametrize(
+    ("kv", "kinds"),
+    [("recompute", {("anchor", 512), ("", 512)}), ("broadcast", {("sends", 1024)})],
+)
+def test_blocks_side_by_side_send_an_anchor_or_nothing(kv, kinds):
+    setup = setup_of("star", {**STAR, "anchor_kv": kv}, seq=16, tensor=1)
+    found = prefill(setup)
+    assert set(found) == kinds
+    for program in found.values():
+        collectives, moved = count_collectives(program.as_text())
+        if kv == "recompute":
+            # The number that says when a segment is done comes from the first shard.
+            assert collectives <= 1 and moved <= 64
+        else:
+            # Keys and values of the anchor in every layer, and how many there are.
+            anchor = 2 * 1024 * 8 * 128 * 2
+            assert LAYERS <= collectives <= 3 * LAYERS
+            assert LAYERS * anchor <= moved <= 1.01 * LAYERS * 2 * anchor
+
+
+@pytest.mark.parametrize(("name", "settings"), [("star", STAR), ("full", {})], ids=["star", "full"])
+def test_a_decode_step_over_sixteen_shards_gathers_once_a_layer(name, settings):
+    setup = setup_of(name, settings, seq=16, tensor=1)
+    program, cache = decode(setup)
+    collectives, moved = count_collectives(program.as_text())
+    # The head's logits need none: weights are whole on every shard of the slots.
+    assert collectives == LAYERS
+    assert moved >= LAYERS * 16 * 16 * (2 * 128 + 4)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < cache
+
+
+def test_full_attention_reads_a_context_over_slots_and_heads():
+    setup = setup_of("full", {}, seq=2, tensor=8)
+    (program,) = prefill(setup).values()
+    collectives, moved = count_collectives(program.as_text())
+    # Attention's output and the MLP's over the heads, and the merge over the slots.
+    assert collectives >= 3 * LAYERS and moved > 0
+    assert "tpu_custom_call" in program.as_text()
