@@ -50,11 +50,23 @@ def page_logits(
 
 
 def softmax_mass(
-    scores: Float[Array, "B X P"], tokens: Int[Array, "B P"], scale: float
+    scores: Float[Array, "B X P"],
+    tokens: Int[Array, "B P"],
+    scale: float,
+    over: LayerContext | None = None,
 ) -> Float[Array, "B X P"]:
-    """Each page's share of the softmax over `page_logits`; -inf where a page has no score."""
+    """Each page's share of the softmax over `page_logits`; -inf where a page has no score.
+
+    With `over` the pages are this shard's, and the softmax goes over those of all shards.
+    """
     logits = page_logits(scores, tokens, scale)
-    mass = jax.nn.softmax(jnp.where(scores > -jnp.inf, logits, jnp.finfo(jnp.float32).min), axis=-1)
+    logits = jnp.where(scores > -jnp.inf, logits, jnp.finfo(jnp.float32).min)
+    if over is None:
+        mass = jax.nn.softmax(logits, axis=-1)
+    else:
+        top = over.pmax_seq(jnp.max(logits, axis=-1, keepdims=True))
+        weight = jnp.exp(logits - top)
+        mass = weight / over.psum_seq(jnp.sum(weight, axis=-1, keepdims=True))
     return jnp.where(scores > -jnp.inf, mass, -jnp.inf)
 
 

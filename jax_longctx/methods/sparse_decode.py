@@ -5,14 +5,16 @@ A query attends
 - always the first `sink` and the last `local` tokens;
 - of what lies between them the best pages, as many as the budget says (see `budgets`).
 
-Both parts merge by log-sum-exp. Over shards of the slots every shard scores its own pages, selects
-from the scores of all, and attends those that it holds.
+Both parts merge by log-sum-exp. Over shards of the slots every shard scores its own pages and
+attends those of the selected that it holds. Under a uniform budget it sends its own best with their
+scores, as many as a list may have, and all select from those; other budgets need all scores.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -190,14 +192,19 @@ def choose(
     prior: Prior | None,
 ) -> Lists:
     """The pages to attend. `fixed` is this shard's attention over the fixed tokens."""
-    scores_BNP = ctx.gather_seq(method.scores(q[:, 0], cache, ctx), axis=2)
-    scores_BNP = jnp.where((span.tokens > 0)[:, None], scores_BNP, -jnp.inf)
     pages = span.tokens.shape[1]
     most = most_pages(method, pages * method.page_size, pages)
     count_B = jnp.minimum(page_counts(method, cache.prompt), most)
     kv_heads = cache.store.k.shape[1]
+    own_BNP = method.scores(q[:, 0], cache, ctx)
+    plain = method.allocation == "uniform" and cache.resident is None
+    # Of each listed page a score and an index travel.
+    if plain and ctx.seq_size > 1 and 2 * ctx.seq_size * most < pages:
+        return Lists(_best_of_shards(method, own_BNP, span, count_B, most, kv_heads, ctx), None)
+    scores_BNP = ctx.gather_seq(own_BNP, axis=2)
+    scores_BNP = jnp.where((span.tokens > 0)[:, None], scores_BNP, -jnp.inf)
     if method.allocation in ("ada-floor", "ada-blend"):
-        mass_BKP = _pooled(method, scores_BNP, span, kv_heads, ctx)
+        mass_BKP = _pooled(method, scores_BNP, span.tokens, kv_heads, ctx)
         if method.pools == "scores":
             mass_BKP = budgets.softmax_mass(mass_BKP, span.tokens, ctx.scale)
         blend = method.allocation == "ada-blend"
@@ -205,7 +212,7 @@ def choose(
             mass_BKP, count_B, ctx, most=most, alpha=method.alpha, blend=blend
         )
         return Lists(chosen[:, None], heads)
-    ranked_BXP = _pooled(method, scores_BNP, span, kv_heads, ctx)
+    ranked_BXP = _pooled(method, scores_BNP, span.tokens, kv_heads, ctx)
     if cache.resident is not None:
         earlier = dataclasses.replace(cache.store, length=cache.store.length - 1)
         before = selectable(method, earlier, ctx)
@@ -230,20 +237,58 @@ def first_resident(
     span = selectable(method, cache.store, ctx)
     scores_BNP = ctx.gather_seq(method.scores(q[:, 0], cache, ctx), axis=2)
     scores_BNP = jnp.where((span.tokens > 0)[:, None], scores_BNP, -jnp.inf)
-    ranked_BXP = _pooled(method, scores_BNP, span, cache.store.k.shape[1], ctx)
+    ranked_BXP = _pooled(method, scores_BNP, span.tokens, cache.store.k.shape[1], ctx)
     kept_BP = select_mask(ranked_BXP[:, 0], method.resident_pages)
     return page_cache.local_part(kept_BP, ctx)
 
 
+def _best_of_shards(
+    method: Selector,
+    own: Float[Array, "B N P"],
+    span: Span,
+    count: Int[Array, " B"],
+    most: int,
+    kv_heads: int,
+    ctx: LayerContext,
+) -> Int[Array, "B X C"]:
+    """The count[b] best pages of all shards, ascending, from the scores of this shard's own.
+
+    Whatever is among the best of all is among the best of its shard.
+    """
+    first = ctx.seq_offset(own.shape[2])
+    tokens_BP = jax.lax.dynamic_slice_in_dim(span.tokens, first, own.shape[2], axis=1)
+    own = jnp.where((tokens_BP > 0)[:, None], own, -jnp.inf)
+    ranked_BXP = _pooled(method, own, tokens_BP, kv_heads, ctx, sharded=True)
+    count_BX = jnp.broadcast_to(count[:, None], ranked_BXP.shape[:2])
+    best_BXC = select_large_k(ranked_BXP, count_BX, size=most)
+    scores_BXC = jnp.take_along_axis(ranked_BXP, jnp.maximum(best_BXC, 0), axis=2)
+    scores_BXC = jnp.where(best_BXC >= 0, scores_BXC, -jnp.inf)
+    # Shard after shard, each ascending: ties still go to the lowest page.
+    pages_BXE = ctx.gather_seq(best_BXC + first, axis=2)
+    chosen_BXC = select_large_k(ctx.gather_seq(scores_BXC, axis=2), count_BX, size=most)
+    pages_BXC = jnp.take_along_axis(pages_BXE, jnp.maximum(chosen_BXC, 0), axis=2)
+    return jnp.where(chosen_BXC >= 0, pages_BXC, -1)
+
+
 def _pooled(
-    method: Selector, scores: Float[Array, "B N P"], span: Span, kv_heads: int, ctx: LayerContext
+    method: Selector,
+    scores: Float[Array, "B N P"],
+    tokens: Int[Array, "B P"],
+    kv_heads: int,
+    ctx: LayerContext,
+    *,
+    sharded: bool = False,
 ) -> Float[Array, "B X P"]:
-    """What each list is ranked by: X query heads, kv heads, or kv heads that all agree."""
+    """What each list is ranked by: X query heads, kv heads, or kv heads that all agree.
+
+    The pages are all, or with `sharded` this shard's.
+    """
     if method.granularity == "query_head":
         return scores
     if method.pools == "mass":
         # Logits of different heads are not comparable, shares of their softmax are.
-        scores = budgets.softmax_mass(scores, span.tokens, ctx.scale)
+        over = ctx if sharded else None
+        scores = budgets.softmax_mass(scores, tokens, ctx.scale, over)
     batch, heads, pages = scores.shape
     if method.granularity == "kv_head":
         return jnp.mean(scores.reshape(batch, kv_heads, -1, pages), axis=2)  # [B, K, G, P]

@@ -14,7 +14,7 @@ from jax_longctx.sharding import make_mesh, tree_shardings
 from tests.jax_longctx.engine.lowering import abstract_params, no_persistent_cache
 from tests.support import tiny_config
 
-pytestmark = [pytest.mark.optimized, pytest.mark.slow]
+pytestmark = [pytest.mark.optimized, pytest.mark.thorough]
 
 CONTEXT, RESERVE, LAYERS = 16 * 1024 - 64, 63, 2
 SHAPE = {"model_dim": 1024, "mlp_dim": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}

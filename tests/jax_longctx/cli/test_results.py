@@ -1,0 +1,38 @@
+"""A benchmark's file and table come from the first process alone, and whole."""
+
+import json
+
+import pytest
+
+from jax_longctx.cli import processes, results
+from jax_longctx.cli.terminal import Terminal
+from jax_longctx.errors import InputError
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("leads", [True, False])
+def test_the_first_process_alone_writes_and_shows(tmp_path, monkeypatch, capsys, leads, as_json):
+    monkeypatch.setattr(processes, "is_leader", lambda: leads)
+    out, shown = tmp_path / "found.json", []
+    found = {"seconds": 1.5}
+    results.hand_over(Terminal(as_json=as_json), found, out, shown.append)
+    assert shown == ([found] if leads and not as_json else [])
+    printed = capsys.readouterr().out
+    assert (json.loads(printed) if printed else None) == (found if leads and as_json else None)
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"] * leads
+    if leads:
+        assert json.loads(out.read_text()) == found
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    out = tmp_path / "found.json"
+    out.write_text("before")
+    with pytest.raises(TypeError):
+        results.hand_over(Terminal(), {"bad": object()}, out, print)
+    assert out.read_text() == "before"
+
+
+def test_a_folder_that_is_not_there_is_named_before_the_work():
+    results.check_folder(None)
+    with pytest.raises(InputError, match="there is no folder nowhere; make it first"):
+        results.check_folder(results.Path("nowhere/found.json"))

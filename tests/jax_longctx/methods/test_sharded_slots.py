@@ -1,0 +1,76 @@
+"""A text over four and eight shards of the slots is read and answered as on one device.
+
+Every shard of the four holds a part of the longer row, the last of the eight of neither.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from jax_longctx.methods import METHODS, make_method
+from jax_longctx.planning.compiled import count_collectives
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.engine.lowering import compile_decode
+from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.small_methods import SMALL
+from tests.support import random_rows, tiny_config, tiny_engine
+
+# 1,024 slots over eight shards, of 128 each; 512 over four hold less than the longer text.
+LENGTHS = {4: [450, 201], 8: [850, 301]}
+# Segments longer than the small methods' own, which would be many.
+CASES = {name: dict(settings) for name, settings in SMALL.items()} | {
+    "reattention-tilemax": {**SMALL["reattention"], "selector": "tilemax128"},
+    "resa-frozen": {**SMALL["resa"], "growth": "frozen"},
+    "resa-psa": {**SMALL["resa"], "allocation": "psa-resa"},
+    "quest-ada": {**SMALL["quest"], "granularity": "kv_head", "allocation": "ada-floor"},
+    "quest-group": {**SMALL["quest"], "granularity": "kv_head"},
+    "arkvale-resident": {**SMALL["arkvale"], "resident": 32},
+    "refreshkv-indexed": {**SMALL["refreshkv"], "indexed": True},
+}
+QUICK = ("reattention", 4)
+
+
+@functools.cache
+def logits(name, shards, lengths):
+    """Logits `[B, A, V]` of the answers' tokens."""
+    method = make_method(name if name in METHODS else name.rsplit("-", 1)[0], CASES[name])
+    config = tiny_config(num_layers=1, max_position=4096)
+    engine = tiny_engine(method, config=config, mesh=make_mesh(1, shards, 1), chunk=64)
+    rows = [random_rows(each, seed=n) for n, each in enumerate([list(lengths), [5, 3], [4, 4]])]
+    seen = list(steps(engine, *rows))
+    return np.stack([last_logits(step) for step in seen if step.segment.role == "decode"], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shards"),
+    [
+        case if case == QUICK else pytest.param(*case, marks=pytest.mark.thorough)
+        for case in ((name, shards) for name in CASES for shards in LENGTHS)
+    ],
+)
+def test_sharded_slots_answer_as_one_device(name, shards):
+    lengths = tuple(LENGTHS[shards])
+    one, many = logits(name, 1, lengths), logits(name, shards, lengths)
+    np.testing.assert_allclose(many, one, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "entries"),
+    [
+        ("ideal-topk", {"budget": 32, "local": 16}, 32),
+        pytest.param(
+            "quest",
+            {"budget": 32, "page_size": 2, "local": 16, "granularity": "kv_head"},
+            16,
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_shards_send_their_best_and_not_all_scores(name, settings, entries):
+    config = tiny_config(num_layers=1, max_position=16384)
+    engine = tiny_engine(make_method(name, settings), config=config, mesh=make_mesh(1, 8, 1))
+    moved = count_collectives(compile_decode(engine.setup, 1, 8192).as_text())[1]
+    # A score and an index of each entry from every shard, and a head's part of the merges.
+    assert 4 * 8 * entries * 8 / 2 <= moved < 4 * 8 * entries * 8 + 8 * 4 * 1000
+    assert moved < 4 * 8192 * 4 / 2
