@@ -11,7 +11,7 @@ __all__ = ["bootstrap", "mean_interval", "paired_interval", "paired_shares", "wi
 RESAMPLES = 5_000
 
 
-def wilson(right: int, count: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
     """Wilson's score interval of a share `right / count`, 95% by default (Wilson 1927).
 
     Raises:
@@ -58,10 +58,11 @@ def bootstrap(values: Float[np.ndarray, " n"], seed: int = 0) -> tuple[float, fl
 def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
     """Of the mean of scores from 0 to 100: Wilson's where all are right or wrong, else a bootstrap.
 
-    Where all graded scores are 0, or all 100, a bootstrap would claim certainty; Wilson's does not.
+    Where all graded scores are the same a bootstrap would claim certainty. Wilson's interval of
+    their share does not: no scores of that mean spread further than right and wrong ones.
     """
-    if set(scores) <= {0, 100}:
-        low, high = wilson(sum(score == 100 for score in scores), len(scores))
+    if set(scores) <= {0, 100} or len(set(scores)) == 1:
+        low, high = wilson(sum(scores) / 100, len(scores))
         return 100 * low, 100 * high
     return bootstrap(np.asarray(scores, np.float64))[1:]
 
@@ -98,11 +99,15 @@ def paired_shares(both: int, first: int, second: int, neither: int) -> tuple[flo
 def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
     """Of the mean of `first[i] - second[i]`, scores from 0 to 100 of the same prompts.
 
-    Newcombe's where all are right or wrong, else a bootstrap of the differences.
+    Newcombe's where all are right or wrong, else a bootstrap of the differences, which says
+    nothing, NaN, where they are all the same.
     """
     pairs = list(zip(first, second, strict=True))
     if {score for pair in pairs for score in pair} <= {0, 100}:
         counts = [pairs.count(pair) for pair in ((100, 100), (100, 0), (0, 100), (0, 0))]
         low, high = paired_shares(*counts)
         return 100 * low, 100 * high
-    return bootstrap(np.array([one - two for one, two in pairs], np.float64))[1:]
+    differences = np.subtract(first, second)
+    if np.ptp(differences) == 0:
+        return math.nan, math.nan
+    return bootstrap(differences)[1:]

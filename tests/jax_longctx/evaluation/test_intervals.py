@@ -1,6 +1,7 @@
 """Intervals against published and hand-computed values, and resampling against enumeration."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -64,6 +65,9 @@ def test_right_and_wrong_answers_have_wilsons_interval_and_graded_ones_a_bootstr
     assert mean_interval([100.0] * 50) == pytest.approx((92.86, 100.0), abs=0.01)
     graded = [0.0, 50.0, 100.0]
     assert mean_interval(graded) == bootstrap(graded)
+    # The same share as 5 of 10: 0.2366 and 0.7634.
+    assert mean_interval([50.0] * 10) == pytest.approx((23.66, 76.34), abs=0.01)
+    assert all(math.isnan(end) for end in paired_interval([50.0, 40.0], [40.0, 30.0]))
     pairs = [(100.0, 100.0)] * 36 + [(100.0, 0.0)] * 12 + [(0.0, 100.0)] * 2
     first, second = zip(*pairs, strict=True)
     assert paired_interval(first, second) == pytest.approx((5.69, 34.04), abs=0.01)
