@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from jax_longctx.evaluation.tasks.babilong import babilong_tasks
 from jax_longctx.evaluation.tasks.chain_of_key import ChainOfKey
+from jax_longctx.evaluation.tasks.files import file_tasks
 from jax_longctx.evaluation.tasks.html_tsv import HtmlTsv
 from jax_longctx.evaluation.tasks.niah import NiahMulti, NiahSingle
 from jax_longctx.evaluation.tasks.passkey import Passkey
@@ -30,6 +31,7 @@ _ALL: tuple[Task, ...] = (
     ChainOfKey(),
     HtmlTsv(),
     *babilong_tasks(),
+    *file_tasks(),
 )
 
 # Every task with its own settings, the published ones where there are such.

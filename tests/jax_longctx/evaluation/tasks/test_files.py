@@ -1,0 +1,217 @@
+"""Lines as the benchmarks publish them load as they are, and are scored by their own metrics."""
+
+import json
+
+import pytest
+
+from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.evaluation.tasks import describe, make_task
+from jax_longctx.evaluation.tasks.file_formats import INFINITEBENCH, LEVAL, LONGBENCH
+from jax_longctx.evaluation.tasks.file_scores import SCORES, choice_letters, score_file_answer
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def drawn(name, path, lines, *, tokens=100, trials=9, **settings):
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n", encoding="utf-8")
+    task = make_task(name, {"file": str(path), **settings})
+    return task, list(task.samples(words, tokens=tokens, trials=trials, seed=1))
+
+
+def longbench(dataset="hotpotqa", **changes):
+    line = {
+        "input": "Who came?",
+        "context": "Long text.",
+        "answers": ["Ann Lee", "Ann"],
+        "length": 2,
+        "dataset": dataset,
+        "language": "en",
+        "all_classes": None,
+        "_id": "1",
+    }
+    return {**line, **changes}
+
+
+def test_longbench(tmp_path):
+    lines = [longbench(), longbench("hotpotqa_e", input="And who went?")]
+    task, samples = drawn("longbench", tmp_path / "hotpotqa.jsonl", lines)
+    assert task.label == "longbench@hotpotqa" and task.max_new == 32
+    one, two = samples
+    assert (one.index, two.index, one.context) == (0, 1, "Long text.")
+    assert one.query.endswith("\n\nWho came?") and two.query.endswith("\n\nAnd who went?")
+    assert one.outputs == ("Ann Lee", "Ann")
+    assert one.length == 1 + 2 + words(one.query + one.answer_prefix) + 32
+    assert task.score("Ann", one) == 100 and task.score("the Lee", one) == pytest.approx(200 / 3)
+    assert task.parts("Bob", one) == {"token F1": 0}
+
+
+def test_a_prompt_is_as_long_as_it_is(tmp_path):
+    text = "word " * 500
+    _, (sample,) = drawn("longbench", tmp_path / "x.jsonl", [longbench(context=text)], tokens=60)
+    assert sample.context == text.strip() and sample.length > 500
+    _, samples = drawn("longbench", tmp_path / "y.jsonl", [longbench()] * 5, trials=2)
+    assert len(samples) == 2
+
+
+def test_code_goes_on_in_the_question(tmp_path):
+    lines = [longbench("lcc", input=""), longbench("repobench-p", input="    return a\n")]
+    _, (one, two) = drawn("longbench", tmp_path / "lcc.jsonl", lines)
+    words_of_it = "\n\nWrite the next line of the code above."
+    assert (one.query, two.query) == (words_of_it, "\n    return a" + words_of_it)
+
+
+def test_classes(tmp_path):
+    line = longbench("trec", answers=["Human: city"], all_classes=["city", "Human: city", "date"])
+    task, (sample,) = drawn("longbench", tmp_path / "trec.jsonl", [line])
+    assert sample.meta["choices"] == ["city", "Human: city", "date"]
+    # A class that is a part of the right one's name is not held against it.
+    assert task.score("Human: city\ndate", sample) == 100
+    assert task.score("Human: city or date", sample) == 50
+    assert task.score("city", sample) == 0
+
+
+def test_leval(tmp_path):
+    line = {
+        "instructions": ["Question 1: which?\nA. x\nB. y", "How many?", "Who?", "Why?"],
+        "outputs": ["(B)", "The answer is 1,200", "Ann", "AC"],
+        "input": "Long text.",
+        "source": "somewhere",
+        "evaluation": "exam",
+    }
+    free = {**line, "instructions": ["Sum up."], "outputs": ["a b c"], "evaluation": "rouge"}
+    task, samples = drawn("leval", tmp_path / "coursera.jsonl", [line, free])
+    assert [sample.meta["metric"] for sample in samples] == [
+        "option chosen",
+        "last number",
+        "contained",
+        "option chosen",
+        "ROUGE-L",
+    ]
+    assert samples[0].query == "\n\nQuestion 1: which?\nA. x\nB. y"
+    assert [sample.context for sample in samples] == ["Long text."] * 5
+    answers = ["B. y", "First 3, so 1200.", "it was ann", "The answer is A, C", "c a b"]
+    scores = [task.score(text, sample) for text, sample in zip(answers, samples, strict=True)]
+    assert scores == pytest.approx([100, 100, 100, 100, 200 / 3])
+    assert [task.score(text, samples[3]) for text in ("A", "ABC", "CA", "")] == [0, 0, 100, 0]
+    assert (
+        task.max_new == 512 and make_task("leval", {"file": "x", "answer_tokens": 7}).max_new == 7
+    )
+
+
+def infinitebench(**changes):
+    line = {"id": 3, "context": "Long text.", "input": "Which?", "answer": ["two"], "options": []}
+    return {**line, **changes}
+
+
+def test_infinitebench(tmp_path):
+    line = infinitebench(options=["one", "two", "twenty"])
+    task, (sample,) = drawn("infinitebench", tmp_path / "longbook_choice_eng.jsonl", [line])
+    assert task.label == "infinitebench@longbook_choice_eng" and task.max_new == 40
+    assert sample.query.endswith("Which?\nA. one\nB. two\nC. twenty")
+    assert [task.score(text, sample) for text in ("B", "two", "B. two", "C", "one, two", "")] == [
+        100,
+        100,
+        100,
+        0,
+        0,
+        0,
+    ]
+    calc = infinitebench(answer=[5, -2, 9, 4])
+    task, (sample,) = drawn("infinitebench", tmp_path / "math_calc.jsonl", [calc])
+    assert sample.outputs == ("5", "-2", "9", "4")
+    assert [task.score(text, sample) for text in ("5, -2, 9, 4", "5 -2 8 4", "1")] == [100, 50, 0]
+    key = infinitebench(answer="71432")
+    task, (sample,) = drawn("infinitebench", tmp_path / "passkey.jsonl", [key])
+    assert task.score("It is 71432.", sample) == 100 and task.score("7 71432", sample) == 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "outputs", "score"),
+    [
+        ("token F1", "the red hat", ("hat", "red hat"), 100),
+        ("token F1 of the first line", "\nred hat\nand more", ("red hat",), 100),
+        ("token F1", "red hat\nand more", ("red hat",), 200 / 3),
+        # Two of three and three characters; marks do not count.
+        ("character F1", "他 在\uff0c家", ("在家。",), 80),
+        ("ROUGE-L", "a b c d", ("a x c d", "z"), 75),
+        ("ROUGE-L of the first line", "a b\nc d", ("a b",), 100),
+        ("character ROUGE-L", "他在家", ("在他家",), 200 / 3),
+        ("share of numbers", "Paragraph 3, not 12 or 3", ("Paragraph 3",), 200 / 3),
+        ("share of numbers", "none", ("Paragraph 3",), 0),
+        ("likeness of code", "```\n# so\nx = 1 // y\n\n  return a\nb", ("\treturn b",), 87.5),
+        ("likeness of code", "", ("return b",), 0),
+        ("likeness of code", "a\tb", ("a\tb",), 100),
+        ("first number", "it is -2.50 or 3", ("-2.5",), 100),
+        ("first number", "3 or 4", ("4",), 0),
+        ("last number", "3 and then 1,004", ("so 1004",), 100),
+        ("last number", "1004 then 3", ("1004",), 0),
+        ("last number", "none", ("1004",), 0),
+        ("contained", "says BOB", ("x", "bob"), 100),
+        ("numbers before the first wrong one", "", ("1",), 0),
+    ],
+)
+def test_scores(metric, answer, outputs, score):
+    assert score_file_answer(metric, answer, outputs, ()) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "letters"),
+    [
+        ("B", "B"),
+        ("(D)", "D"),
+        ("DB.", "BD"),
+        ("B, D and A since", "ABD"),
+        ("B) Because A is not", "B"),
+        ("The right answer is C.", "C"),
+        ("Answer: (A), (C)", "AC"),
+        ("Because", ""),
+        ("", ""),
+    ],
+)
+def test_letters_of_options(answer, letters):
+    assert choice_letters(answer) == letters
+
+
+def test_every_data_set_has_a_metric():
+    for _, metric, most in [*LONGBENCH.values(), *INFINITEBENCH.values()]:
+        assert metric in SCORES and most > 0
+    assert set(LEVAL.values()) <= set(SCORES)
+    assert len(LONGBENCH) == 21 and len(INFINITEBENCH) == 12
+
+
+@pytest.mark.parametrize("dataset", LONGBENCH)
+def test_every_data_set_of_longbench_gives_its_own_answer_full_marks(dataset, tmp_path):
+    answers = ["Paragraph 4"] if "passage" in dataset else ["right words"]
+    line = longbench(dataset, answers=answers, all_classes=["right words", "else"])
+    task, (sample,) = drawn("longbench", tmp_path / "x.jsonl", [line])
+    assert task.score(f" {answers[0]}", sample) == 100
+    assert task.score("", sample) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("longbench", "{", r"line 1: JSONDecodeError.*give the longbench file"),
+        ("longbench", json.dumps(longbench("news")), "line 1: KeyError.'news'"),
+        ("longbench", json.dumps(longbench(answers=[])), "line 1: ValueError.*no answer"),
+        ("leval", json.dumps(longbench()), "line 1: KeyError"),
+        ("infinitebench", json.dumps(infinitebench()), "line 1: KeyError.'bad'"),
+        ("infinitebench", "\n3", "line 2: Type"),
+    ],
+)
+def test_lines_that_are_something_else(name, content, message, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        next(make_task(name, {"file": str(path)}).samples(words, tokens=9, trials=1, seed=1))
+
+
+@pytest.mark.parametrize("name", ["longbench", "leval", "infinitebench"])
+def test_a_file_must_be_given(name):
+    with pytest.raises(InputError, match=f"{name} reads a file of yours: set file=PATH"):
+        next(make_task(name).samples(words, tokens=9, trials=1, seed=1))
+    assert json.dumps(describe(name)) and make_task(name).label == name
+    with pytest.raises(ConfigError, match="answer_tokens must be at least 1, got 0"):
+        make_task(name, {"answer_tokens": "0"})
