@@ -8,7 +8,7 @@ function says which definition it has.
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 __all__ = [
     "best_token_f1",
@@ -19,6 +19,7 @@ __all__ = [
     "needlebench",
     "normalize",
     "rouge",
+    "selection_recall",
     "string_match_all",
     "string_match_part",
     "token_f1",
@@ -130,3 +131,16 @@ def needlebench(answer: str, keyword: str, needle: str) -> float:
         return 100.0
     ours, theirs = "".join(answer.split()), "".join(needle.split())
     return 20 * (1 - levenshtein(ours, theirs) / max(len(ours), len(theirs), 1))
+
+
+def selection_recall(needle: Collection[int], attended: Sequence[Collection[int]]) -> float:
+    """The mean share of the needle's tokens in what is attended, over layers, or layers and heads.
+
+    Args:
+      needle: positions of the hidden sentence's tokens; at least one.
+      attended: for each layer, or layer and head, the positions attended when the answer begins;
+        of a method that evicts, those it kept.
+    """
+    wanted = set(needle)
+    shares = [len(wanted & set(positions)) / len(wanted) for positions in attended]
+    return 100 * sum(shares) / len(shares)

@@ -87,7 +87,7 @@ def _code(answer: str, outputs: Sequence[str], choices: Sequence[str]) -> float:
     lines = [line.strip() for line in answer.split("\n")]
     code = next((each for each in lines if each and not re.search("[`#]|//", each)), "")
     return max(
-        200 * common_subsequence(code, gold.strip()) / (len(code) + len(gold.strip()))
+        200 * common_subsequence(code, gold.strip()) / max(len(code) + len(gold.strip()), 1)
         for gold in outputs
     )
 

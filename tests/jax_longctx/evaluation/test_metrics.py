@@ -85,3 +85,10 @@ def test_needlebench():
     # "redbox" and "bluebox": substitute three letters and insert one: 4 of 7.
     assert metrics.needlebench("red  box", "blue", "blue\nbox") == pytest.approx(20 * 3 / 7)
     assert metrics.needlebench("", "blue", "blue box") == 0
+
+
+def test_selection_recall():
+    # All four, two and none of the needle's tokens, in three layers.
+    attended = [{0, 5, 6, 7, 8, 99}, {6, 7}, {0, 1}]
+    assert metrics.selection_recall([5, 6, 7, 8], attended) == pytest.approx(50)
+    assert metrics.selection_recall({3}, [range(10)]) == 100

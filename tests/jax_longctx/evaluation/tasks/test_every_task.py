@@ -36,6 +36,15 @@ def short_sentences(tmp_path_factory):
     return lambda name: {"haystack": str(path)} if CASES[name].text else {}
 
 
+@pytest.fixture(scope="module")
+def real():
+    """The demo's tokenizer and its count of tokens."""
+    if not TOKENIZER.exists():
+        pytest.skip("needs `make demo`'s tokenizer")
+    tokenizer = Tokenizer.load(TOKENIZER)
+    return tokenizer, lambda text: len(tokenizer.encode(text))
+
+
 @everywhere
 def test_prompts_have_the_length_asked_for(name, short_sentences):
     case, task = CASES[name], make_task(name, CASES[name].settings)
@@ -48,15 +57,9 @@ def test_prompts_have_the_length_asked_for(name, short_sentences):
 
 
 @everywhere
-def test_prompts_have_the_length_asked_for_in_real_tokens(name, short_sentences):
-    if not TOKENIZER.exists():
-        pytest.skip("needs `make demo`'s tokenizer")
-    tokenizer = Tokenizer.load(TOKENIZER)
+def test_prompts_have_the_length_asked_for_in_real_tokens(name, short_sentences, real):
+    tokenizer, count = real
     case, task = CASES[name], make_task(name, CASES[name].settings)
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode(text))
-
     tokens = 3 * case.tokens
     for sample in drawn(name, count=count, tokens=tokens, **short_sentences(name)):
         ids = (

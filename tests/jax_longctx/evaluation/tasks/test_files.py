@@ -142,6 +142,7 @@ def test_infinitebench(tmp_path):
         ("share of numbers", "none", ("Paragraph 3",), 0),
         ("likeness of code", "```\n# so\nx = 1 // y\n\n  return a\nb", ("\treturn b",), 87.5),
         ("likeness of code", "", ("return b",), 0),
+        ("likeness of code", "", ("",), 0),
         ("likeness of code", "a\tb", ("a\tb",), 100),
         ("first number", "it is -2.50 or 3", ("-2.5",), 100),
         ("first number", "3 or 4", ("4",), 0),
