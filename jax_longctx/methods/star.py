@@ -48,35 +48,14 @@ from jax_longctx.methods.adopting import Adopting, Remembering
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.observation import refuse_windows
 from jax_longctx.methods.star_blocks import ANCHOR, SENDS
+from jax_longctx.methods.star_cache import StarCache, empty_star_cache, with_queries
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.sharding import axes_field
 from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
-__all__ = ["Star", "StarCache"]
+__all__ = ["Star"]
 
 _FULL = Full()
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StarCache:
-    """Phase 1: each shard fills its own slots.
-
-    Attributes:
-      decode: what phase 2 reads; its store's slot s is the text's token s.
-      filled: tokens of the text that a shard has read, from its first slot on.
-      anchor_k, anchor_v: the anchor's keys (rotated) and values, on each shard its own.
-      anchored: how many of them there are.
-      queries: sum of the rotated queries that a shard has read, where phase 2 wants to know.
-    """
-
-    decode: Any
-    filled: Int[Array, "B X"] = axes_field("batch", "shards")
-    anchor_k: Float[Array, "B K A H"] = axes_field("batch", "kv_heads", "own_slots", None)
-    anchor_v: Float[Array, "B K A H"] = axes_field("batch", "kv_heads", "own_slots", None)
-    anchored: Int[Array, "B X"] = axes_field("batch", "shards")
-    queries: Float[Array, "B X N H"] | None = axes_field("batch", "shards", "heads", None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,23 +125,7 @@ class Star:
             )
 
     def init_cache(self, shape: CacheShape) -> StarCache:
-        each = star_blocks.blocks_each(self, shape.slots, shape.shards)
-        slots = dataclasses.replace(shape, slots=each * self.block * shape.shards)
-        # One slot where there is no anchor: arrays without elements cannot be donated.
-        size = max(self.anchor_size, 1) * shape.shards
-        anchors = (shape.batch, shape.num_kv_heads, size, shape.head_dim)
-        counts = (shape.batch, shape.shards)
-        queries = None
-        if isinstance(self.decode, Remembering):
-            queries = jnp.zeros((*counts, shape.num_heads, shape.head_dim), jnp.float32)
-        return StarCache(
-            self.decode.init_cache(slots),
-            jnp.zeros(counts, jnp.int32),
-            jnp.zeros(anchors, shape.dtype),
-            jnp.zeros(anchors, shape.dtype),
-            jnp.zeros(counts, jnp.int32),
-            queries,
-        )
+        return empty_star_cache(self, shape)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "question":
@@ -261,7 +224,7 @@ class Star:
             cache,
             decode=cache.decode.with_store(store),
             filled=(filled_B + valid)[:, None],
-            queries=_with_queries(cache.queries, q, valid),
+            queries=with_queries(cache.queries, q, valid),
         )
         return *merge(parts), cache
 
@@ -302,11 +265,3 @@ class Star:
 
     def read_bytes(self, cache: Any, length: int) -> int:
         return self.decode.read_bytes(cache, length)
-
-
-def _with_queries(total: Array | None, q: Array, valid: Array) -> Array | None:
-    """The sum of queries `[B, X, N, H]` with each row's first `valid[b]` of `q`."""
-    if total is None:
-        return None
-    read_BT11 = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
-    return total + jnp.sum(jnp.where(read_BT11, q.astype(jnp.float32), 0.0), axis=1)[:, None]

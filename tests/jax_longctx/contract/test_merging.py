@@ -1,4 +1,4 @@
-"""Both ways of merging shards' partial attention: against float64, and what they send."""
+"""Both ways of merging shards' partial attention: against float64 (spec: S9), what they send."""
 
 import functools
 
