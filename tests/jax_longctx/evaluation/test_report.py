@@ -16,6 +16,7 @@ from jax_longctx.evaluation.rows import read_rows
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.summary import summarise
 from jax_longctx.evaluation.tables import TIMES
+from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import make_method
 
 MIB = 2**20
@@ -285,8 +286,9 @@ def test_the_best_points():
     assert best_of(points) == [(1, 50), (2, 60), (4, 90)]
 
 
-def test_published_tables_name_our_methods():
+def test_published_tables_name_our_methods_and_tasks():
     for table in PUBLISHED:
+        assert set(table.tasks) <= set(TASKS)
         for name, values in table.rows.values():
             spec = Spec.parse(name)
             make_method(spec.name, dict(spec.settings))
