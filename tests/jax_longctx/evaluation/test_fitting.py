@@ -2,7 +2,8 @@
 
 import pytest
 
-from jax_longctx.evaluation.fitting import largest
+from jax_longctx.errors import InputError
+from jax_longctx.evaluation.fitting import largest, most_units
 
 
 def counted(size):
@@ -28,6 +29,52 @@ def test_a_good_guess_takes_two_or_three_counts():
         size, calls = counted(lambda n: 12 + 7 * n)
         assert largest(size, 12 + 7 * 100 + 6, guess=guess, each=7.0) == 100
         assert len(calls) <= 3
+
+
+@pytest.mark.parametrize("guess", [150, 5000])
+def test_a_bad_guess_takes_a_count_more(guess):
+    size, calls = counted(lambda n: 12 + 7 * n)
+    assert largest(size, 12 + 7 * 100 + 6, guess=guess, each=7.0) == 100
+    assert len(calls) <= 3
+
+
+def test_sizes_that_do_not_grow_evenly_are_halved():
+    size, calls = counted(lambda n: n**3)
+    assert largest(size, 10**9 + 5, guess=20_000, each=1.0) == 1000
+    assert len(calls) <= 40
+
+
+def test_texts_of_units_take_few_counts():
+    """Two to see what a unit has in little, one more where the text is long, then the search."""
+    calls = []
+
+    def count(text):
+        calls.append(len(text))
+        return len(text)
+
+    found = most_units(count, lambda n: "head." + "unit---" * n, 70_004)
+    assert (found.units, found.tokens, found.text) == (9999, 69_998, "head." + "unit---" * 9999)
+    assert calls[0] == 5 and calls[1] == 5 + 7 * 20 and calls[2] < 70_000 / 7
+    assert len(calls) <= 5
+    # A unit has more the later it comes, as numbers do: a longer look guesses better.
+    calls.clear()
+    found = most_units(count, lambda n: "".join(f"{i} " for i in range(n)), 100_000)
+    assert found.tokens <= 100_000 < found.tokens + 6
+    assert len(calls) <= 8
+
+
+def test_texts_of_few_units():
+    def text(n):
+        assert n <= 3
+        return "unit---" * n
+
+    assert most_units(len, text, 1000, limit=3).units == 3
+    assert most_units(len, text, 15, limit=3).units == 2
+    assert most_units(len, text, 6, fewest=0, limit=3).units == 0
+    with pytest.raises(InputError, match="6 tokens are too few for this task's text"):
+        most_units(len, text, 6, limit=3)
+    with pytest.raises(InputError, match="0 tokens are too few"):
+        most_units(len, text, -5, fewest=0, limit=3)
 
 
 def test_limits():
