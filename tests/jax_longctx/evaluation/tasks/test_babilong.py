@@ -72,7 +72,10 @@ def test_who_and_what_there_is():
     assert {fact["who"] for fact in told if "who" in fact} == set(PEOPLE)
     assert {fact["room"] for fact in told if "room" in fact} == set(ROOMS)
     assert {fact["taken"] for fact in told if "taken" in fact} == set(THINGS)
-    assert {len(story.facts) for story in stories("qa4")} == {2}
+    pairs = [facts(" ".join(story.facts)) for story in stories("qa4")]
+    assert {len(pair) for pair in pairs} == {2}
+    # The room that both speak of: in some stories the first fact names it last, in some first.
+    assert {pair[0]["two"] == pair[1]["one"] for pair in pairs} == {True, False}
 
 
 @pytest.mark.parametrize("kind", KINDS)
