@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext, load
     from jax_longctx.engine import Context, Engine, Progress, Sampling
+    from jax_longctx.engine.footprint import Footprint
     from jax_longctx.errors import LongctxError
     from jax_longctx.methods import METHODS, make_method
     from jax_longctx.models.config import ModelConfig
@@ -20,6 +21,7 @@ __all__ = [
     "Answer",
     "Context",
     "Engine",
+    "Footprint",
     "LongContext",
     "LongctxError",
     "ModelConfig",
@@ -36,6 +38,7 @@ _HOME = {
     "Answer": "api",
     "Context": "engine",
     "Engine": "engine",
+    "Footprint": "engine.footprint",
     "LongContext": "api",
     "LongctxError": "errors",
     "ModelConfig": "models.config",

@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from jax_longctx.contract import Method
 from jax_longctx.engine import Context, Engine, Progress, Sampling
 from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.footprint import Footprint, footprint
 from jax_longctx.engine.likelihood import Likelihood
 from jax_longctx.errors import InputError
 from jax_longctx.methods import Full
@@ -276,6 +277,22 @@ class LongContext:
         rows = [self.tokenizer.encode(text, bos=True) for text in _listed(contexts)]
         continued = self._encode(_listed(continuations))
         return self.engine.loglikelihoods(rows, continued, **options)
+
+    def footprint(self, tokens: int, *, batch: int = 1, reserve: int = 256) -> Footprint:
+        """Bytes of the method's caches for `batch` texts of `tokens` tokens, and read a step.
+
+        Of all layers and all devices together, from shapes alone: nothing is allocated. `reserve`
+        is as `prefill` takes it.
+
+        Raises:
+          InputError: fewer than one token or text, or less than nothing in reserve.
+        """
+        if tokens < 1 or batch < 1 or reserve < 0:
+            raise InputError(
+                f"expected at least 1 token, 1 text and a reserve of 0, got {tokens} tokens, "
+                f"{batch} texts and a reserve of {reserve}"
+            )
+        return footprint(self.engine.setup, batch=batch, context=tokens, reserve=reserve)
 
     def save_context(self, context: Context, path: str | Path) -> None:
         """Writes a context to a new folder (see `jax_longctx.engine.context_io`)."""

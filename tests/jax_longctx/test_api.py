@@ -72,6 +72,24 @@ def test_a_callback_that_fails_leaves_the_context_whole(model):
         pytest.fail("the callback's exception was swallowed")
 
 
+@pytest.mark.parametrize("reserve", [40, 300])
+def test_a_footprint_is_what_a_context_holds_and_a_step_reads(model, reserve):
+    texts = ["some text " * 30] * 3
+    context = model.prefill(texts, reserve=reserve)
+    (tokens,) = set(context.lengths)
+    found = model.footprint(tokens, batch=3, reserve=reserve)
+    assert found.kept == found.resident == found.peak == context.resident_bytes
+    # Of both layers the keys and values of every slot, two kv heads of 8 in float32.
+    assert found.read == 3 * context.slots * 2 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
+def test_a_footprint_of_nothing_is_refused(model, sizes):
+    tokens, batch, reserve = sizes
+    with pytest.raises(InputError, match="expected at least 1 token, 1 text and a reserve of 0"):
+        model.footprint(tokens, batch=batch, reserve=reserve)
+
+
 def test_a_score_is_that_of_the_engines_tokens(model):
     pairs = {"some text": "and more", "another, longer text": "x"}
     encode = model.tokenizer.encode
