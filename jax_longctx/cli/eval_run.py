@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jax_longctx.cli import options, processes
+from jax_longctx.cli.inputs import read_text
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -235,6 +237,13 @@ def report(
         list[Path] | None,
         typer.Argument(metavar="[DIR ...]", help="Other runs, whose rows join the report."),
     ] = None,
+    perplexity: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="JSON",
+            help="What eval perplexity --out wrote, for tables and curves; repeat for several.",
+        ),
+    ] = None,
 ) -> None:
     """Write the report of rows that are there, also of a run that is not finished.
 
@@ -249,7 +258,19 @@ def report(
 
     _check_plots()
     rows = [row for each in (folder, *(more or ())) for row in read_rows(each)]
+    rows += [row for file in perplexity or () for row in _perplexity(file)]
     _report(folder, rows, read_about(folder), Terminal())
+
+
+def _perplexity(file: Path) -> list[dict[str, Any]]:
+    """The rows of what `eval perplexity` wrote."""
+    from jax_longctx.evaluation.perplexity_rows import perplexity_rows
+
+    try:
+        runs = json.loads(read_text(str(file)))["runs"]
+        return [row for run in runs for row in perplexity_rows(run)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} holds no results of eval perplexity: {error}") from error
 
 
 def suites() -> None:

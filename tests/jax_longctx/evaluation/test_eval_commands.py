@@ -70,6 +70,9 @@ def test_a_suite_by_its_name(run, loads, small, tmp_path, monkeypatch):
 
 
 def test_mistakes_are_one_line_before_the_model_is_loaded(run, loads, small, tmp_path):
+    finished = tmp_path / "finished"
+    assert run(*RUN, "-o", finished).exit_code == 0
+    loads.clear()
     for args, message in [
         (("eval", "--suite", "quack", "-o", "x"), "unknown suite 'quack'; known: "),
         (("eval", "-o", "x"), "--suite is missing"),
@@ -82,6 +85,7 @@ def test_mistakes_are_one_line_before_the_model_is_loaded(run, loads, small, tmp
         ((*RUN, "-m", "snapkv:budget=many", "-o", "x"), "expected a whole number"),
         ((*RUN, "-t", "smal", "-o", "x"), "did you mean 'small'"),
         ((*RUN[:-1], "0", "-o", "x"), "trials of at least 1"),
+        (("eval", "report", finished, "--perplexity", finished / "rows.jsonl"), "no results of"),
         (("eval", "report", tmp_path), "give the --output of a run"),
     ]:
         result = run(*args)

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import math
 import re
 import statistics
 
@@ -9,7 +10,8 @@ import pytest
 
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import mean_interval
-from jax_longctx.evaluation.plots import best_of
+from jax_longctx.evaluation.perplexity_rows import perplexity_rows
+from jax_longctx.evaluation.plots import best_of, curves
 from jax_longctx.evaluation.published import PUBLISHED
 from jax_longctx.evaluation.report import read_about, write_about, write_report
 from jax_longctx.evaluation.rows import read_rows
@@ -273,6 +275,26 @@ def test_other_measures_are_paired_too():
     # Each text is half a nat worse, whatever the texts: resampling pairs, not values, says so.
     assert (measure.difference.mean, measure.difference.low, measure.difference.high) == (0.5,) * 3
     assert group.scores["full", "stream"].others["nll"].difference is None
+
+
+def test_runs_of_perplexity_are_rows():
+    run = {
+        **{"method": "h2o", "given": {"budget": "64"}, "settings": {"budget": 64}},
+        **{"protocol": "P1", "question": "", "ahead": False, "length": 1024, "score": 8},
+        **{"batch": 1, "device": "cpu", "mesh": {}, "versions": {}, "means": [1.0, 3.0]},
+        "windows": [[1016, 1019, [0.5, 2.0]], [1020, 1023, [1.5, 4.0]]],
+    }
+    full = run | {"method": "full", "given": {}, "means": [0.5, 2.5]}
+    rows = [*perplexity_rows(full), *perplexity_rows(run)]
+    assert rows[3]["curves"] == {"perplexity": [[1017.5, 2.0, 4], [1021.5, 4.0, 4]]}
+    assert [r["label"] for r in perplexity_rows(run | {"ahead": True})] == ["h2o budget=64*"] * 2
+    (group,) = summarise(rows).groups
+    found = group.scores["h2o budget=64", "perplexity P1"].others["nats a token"]
+    assert (found.value.mean, found.difference.mean) == (2.0, 0.5)
+    (plot,) = curves(rows)
+    lines = {line.get_label(): line.get_ydata() for line in plot.figure.axes[0].lines}
+    # Pooled over texts: the exponential of (0.5 + 2) / 2 and of (1.5 + 4) / 2.
+    assert lines["h2o budget=64"] == pytest.approx([math.exp(1.25), math.exp(2.75)])
 
 
 def test_a_mean_is_of_all_tasks_or_none():
