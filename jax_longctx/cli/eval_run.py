@@ -298,6 +298,10 @@ def _check_plots() -> None:
 
 
 def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
+    import jax
+
+    if not config.run.optimize:
+        jax.config.update("jax_disable_most_optimizations", True)
     checkpoint = Path(config.run.checkpoint)
     if config.run.checkpoint == DEMO:
         from jax_longctx.cli.demo import MODEL_FOLDER, prepare_model

@@ -40,6 +40,8 @@ class RunOptions:
       dtype: of weights and caches, the checkpoint's unless given.
       mesh: devices, `data=2,tensor=2`; one unless given.
       chat: the checkpoint's chat template around each prompt, or plain completion.
+      optimize: whether programs are compiled with all of XLA's optimizations. Without most of them
+        they are compiled in half the time: for prompts so few and short that compiling is the run.
     """
 
     checkpoint: str = ""
@@ -49,6 +51,7 @@ class RunOptions:
     dtype: str | None = None
     mesh: str | None = None
     chat: bool = False
+    optimize: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("chunk", 1), ("seed", 0)):

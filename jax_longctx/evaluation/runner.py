@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import available_bytes
@@ -96,6 +98,8 @@ def _engine(engines: dict[str, Engine], model: LongContext, work: Work) -> Engin
     key = repr((work.method, work.settings))
     if key not in engines:
         engines.clear()
+        # A method's programs take some hundred megabytes of the host's memory.
+        jax.clear_caches()
         engines[key] = engine_of(model, make_method(work.method, work.settings))
     return engines[key]
 

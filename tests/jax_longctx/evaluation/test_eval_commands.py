@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from jax_longctx.evaluation import runner, suite
@@ -51,6 +52,17 @@ def test_a_file_in_place_of_options(run, loads, small, tmp_path):
     result = run("eval", "run", "--config", toml, "--output", out)
     assert result.exit_code == 2
     assert "unknown key in [part]: trails; did you mean trials?" in result.stderr
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("optimize", [True, False])
+def test_programs_may_be_compiled_in_less_time(run, loads, small, tmp_path, optimize):
+    toml = tmp_path / "eval.toml"
+    part = 'methods = ["full"]\ntasks = ["small"]\nlengths = [64]\ntrials = 1\n'
+    how = "" if optimize else "optimize = false\n"
+    toml.write_text(f'[run]\ncheckpoint = "model"\n{how}[[part]]\n{part}')
+    assert run("eval", "run", "--config", toml, "--output", tmp_path / "out").exit_code == 0
+    assert jax.config.read("jax_disable_most_optimizations") is not optimize
 
 
 def test_a_suite_by_its_name(run, loads, small, tmp_path, monkeypatch):
