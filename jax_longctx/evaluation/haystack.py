@@ -33,7 +33,7 @@ _BORDER = re.compile(r"(?<=[.?!])\s+(?=[A-Z])|\n{2,}")
 def python_topics() -> str:
     """The running text of Python's language reference (`pydoc_data.topics`), by paragraphs.
 
-    Grammar, examples and lists are left out and lines are joined: a model as small as the demo's
+    Grammar, examples, tables and lists are left out and lines are joined: a model as small as the demo's
     takes up the pattern of the code around a question sooner than it looks for an answer.
     """
     try:
@@ -49,7 +49,8 @@ def python_topics() -> str:
 
 def _is_prose(paragraph: str) -> bool:
     code = paragraph.startswith(" ") or "::=" in paragraph or ">>>" in paragraph
-    return len(paragraph) > 200 and not code
+    table = paragraph.startswith("+--")
+    return len(paragraph) > 200 and not code and not table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_a_paragraph_stays_one_where_a_sentence_is_set_in():
 def test_python_ships_enough_prose():
     text = python_topics()
     assert words(text) > 25_000
-    assert "::=" not in text and ">>>" not in text
+    assert "::=" not in text and ">>>" not in text and "+--" not in text
     assert not any("\n" in paragraph for paragraph in text.split("\n\n"))
 
 
