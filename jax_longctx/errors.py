@@ -1,6 +1,13 @@
 """Errors a person can act on: one line that says what was wrong, what was expected, what to do."""
 
-__all__ = ["CapacityError", "CheckpointError", "ConfigError", "InputError", "LongctxError"]
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "InputError",
+    "LengthError",
+    "LongctxError",
+]
 
 
 class LongctxError(Exception):
@@ -13,6 +20,10 @@ class ConfigError(LongctxError):
 
 class InputError(LongctxError):
     """A prompt, a file or an option that cannot be used."""
+
+
+class LengthError(InputError):
+    """A number of tokens that a task's words do not fit in, or cannot fill."""
 
 
 class CheckpointError(LongctxError):

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import LengthError
 
 __all__ = ["Fitted", "largest", "most_units"]
 
@@ -66,7 +66,7 @@ def most_units(
     """`text` of the most units, from `fewest` to `limit`, that has at most `room` tokens.
 
     Raises:
-      InputError: not even `fewest` fit.
+      LengthError: not even `fewest` fit.
     """
     sizes: dict[int, int] = {}
 
@@ -83,5 +83,5 @@ def most_units(
         probe = max(guess // 8, _PROBE)
     units = largest(size, room, guess=guess, each=each, limit=limit)
     if units < fewest:
-        raise InputError(f"{max(room, 0)} tokens are too few for this task's text; ask for more")
+        raise LengthError(f"{max(room, 0)} tokens are too few for this task's text; ask for more")
     return Fitted(units, text(units), sizes[units])

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, LengthError
 from jax_longctx.evaluation.fitting import largest
 
 __all__ = [
@@ -116,7 +116,7 @@ class Haystack:
           inline: sentences stand in the running text; else each is a paragraph.
 
         Raises:
-          InputError: there is no room for a piece of text beside the sentences.
+          LengthError: there is no room for a piece of text beside the sentences.
         """
         sizes = [0]
         depths, sentences = zip(*needles, strict=True) if needles else ((), ())
@@ -150,7 +150,7 @@ class Haystack:
 
         units = largest(size, tokens, guess=guess, each=max(average, 1.0))
         if units < 1:
-            raise InputError(
+            raise LengthError(
                 f"{max(room, 0)} tokens beside it are too few for any text; ask for more"
             )
         return tried[units]

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
-from jax_longctx.errors import LongctxError
+from jax_longctx.errors import LengthError
 from jax_longctx.evaluation.tasks import Sample, Task
 from jax_longctx.text import PromptLayout, Tokenizer
 
@@ -61,6 +61,9 @@ def draw(
 
     With a chat's layout the start of the answer stands after the header of the answer. A task
     whose prompts come from a file may have fewer, and longer ones, which are refused.
+
+    Raises:
+      InputError: the text or file that the task reads cannot be used.
     """
 
     def count(text: str) -> int:
@@ -71,7 +74,7 @@ def draw(
     try:
         for sample in task.samples(count, tokens=room, trials=trials, seed=seed):
             prompts.append(_prompt(sample, tokenizer, layout, room))
-    except LongctxError as error:
+    except LengthError as error:
         return Drawn(task, prompts, " ".join(str(error).split()))
     return Drawn(task, prompts)
 

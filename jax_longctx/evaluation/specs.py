@@ -39,9 +39,14 @@ class Spec:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.settings)])
 
     def at(self, length: int) -> dict[str, str]:
-        """The settings for prompts of `length` tokens, shares of it as numbers."""
+        """The settings for prompts of `length` tokens, shares of it as numbers.
+
+        Raises InputError at `L/0`.
+        """
         values = {}
         for key, value in self.settings:
             share = _SHARE.fullmatch(value)
+            if share and share[1] is not None and not int(share[1]):
+                raise InputError(f"{key}={value} of {self.name} is no share of a length")
             values[key] = str(length // int(share[1] or 1)) if share else value
         return values

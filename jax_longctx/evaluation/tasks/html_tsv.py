@@ -13,7 +13,7 @@ import re
 import string
 from collections.abc import Iterator, Sequence
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.fitting import most_units
 from jax_longctx.evaluation.tasks.html_pages import Page
 from jax_longctx.evaluation.tasks.task import (
@@ -80,7 +80,7 @@ class HtmlTsv:
 
             records = _most_records(count, page, self.output, room)
             if not page.rows(records):
-                raise InputError(f"{tokens} tokens are too few for a record; ask for more")
+                raise LengthError(f"{tokens} tokens are too few for a record; ask for more")
             fitted = most_units(count, functools.partial(_source, page, records), room, fewest=0)
             yield make_sample(
                 count,

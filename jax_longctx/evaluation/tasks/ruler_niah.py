@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.fitting import most_units
 from jax_longctx.evaluation.haystack import open_haystack, source_name
 from jax_longctx.evaluation.metrics import clean, string_match_all
@@ -202,7 +202,7 @@ class _Distinct:
         if kind == "uuid":
             return str(uuid.UUID(int=self._draw.getrandbits(128), version=4))
         if self._words == 0:
-            raise InputError("there are no more keys of two words; set key=uuid, or ask for less")
+            raise LengthError("there are no more keys of two words; set key=uuid, or ask for less")
         return f"{self._draw.choice(ADJECTIVES)}-{self._draw.choice(NOUNS)}"
 
 

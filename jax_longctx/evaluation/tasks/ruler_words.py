@@ -16,7 +16,7 @@ import random
 import string
 from collections.abc import Callable, Iterator, Sequence
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.fitting import most_units
 from jax_longctx.evaluation.metrics import clean, string_match_all
 from jax_longctx.evaluation.tasks.task import (
@@ -192,7 +192,7 @@ class FrequentWords:
             fitted = most_units(count, context, room)
             ranks = counts(fitted.units)
             if ranks[3] == ranks[4]:
-                raise InputError(
+                raise LengthError(
                     f"{tokens} tokens are too few for three words that are more frequent than the "
                     "rest; ask for more"
                 )

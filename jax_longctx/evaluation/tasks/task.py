@@ -95,7 +95,8 @@ class Task(Protocol):
         one that is longer than `tokens` says so by its length and is never cut.
 
         Raises:
-          InputError: `tokens` are too few for the task's words.
+          LengthError: `tokens` are too few for the task's words, or more than it can fill.
+          InputError: the text or file that the task reads cannot be used.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import LengthError
 from jax_longctx.evaluation.tasks import Sample
 
 LEAST = 40
@@ -31,7 +31,7 @@ class SmallTask:
 
     def samples(self, count, *, tokens, trials, seed):
         if tokens < LEAST:
-            raise InputError(f"{tokens} tokens are too few for small; ask for {LEAST} at least")
+            raise LengthError(f"{tokens} tokens are too few for small; ask for {LEAST} at least")
         for index in range(min(trials, self.stored) if self.stored else trials):
             # Each is of another length than the next.
             context = "Rain falls. " * (1 + index % 3) + f"The key is {seed * 1000 + index}."

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import LengthError
 from jax_longctx.evaluation.fitting import largest, most_units
 
 
@@ -71,9 +71,9 @@ def test_texts_of_few_units():
     assert most_units(len, text, 1000, limit=3).units == 3
     assert most_units(len, text, 15, limit=3).units == 2
     assert most_units(len, text, 6, fewest=0, limit=3).units == 0
-    with pytest.raises(InputError, match="6 tokens are too few for this task's text"):
+    with pytest.raises(LengthError, match="6 tokens are too few for this task's text"):
         most_units(len, text, 6, limit=3)
-    with pytest.raises(InputError, match="0 tokens are too few"):
+    with pytest.raises(LengthError, match="0 tokens are too few"):
         most_units(len, text, -5, fewest=0, limit=3)
 
 

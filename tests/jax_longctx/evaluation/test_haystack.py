@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, LengthError
 from jax_longctx.evaluation.haystack import Haystack, python_topics
 
 NEEDLE = "The pass key is 12345."
@@ -98,7 +98,7 @@ def test_a_short_text_starts_over():
 
 
 def test_sizes_that_cannot_be():
-    with pytest.raises(InputError, match="too few"):
+    with pytest.raises(LengthError, match="too few"):
         Haystack(numbered(10), words).hide(NEEDLE, tokens=6, depth=0.5)
     with pytest.raises(InputError, match="empty"):
         Haystack(" \n", words)

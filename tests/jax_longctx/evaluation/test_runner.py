@@ -275,11 +275,22 @@ def test_settings_may_be_shares_of_the_length(small, tiny, tmp_path):
     assert rows[0]["method"]["settings"]["budget"] == 32
 
 
+def test_a_text_that_cannot_be_read_ends_the_run_and_leaves_no_refusals(small, tiny, tmp_path):
+    book, folder = tmp_path / "book.txt", tmp_path / "out"
+    chosen = config(tasks=(f"passkey:haystack={book},max_new=4",), lengths=(256,), trials=1)
+    with pytest.raises(InputError, match=r"book\.txt cannot be read"):
+        evaluate(tiny, folder, chosen)
+    book.write_text("Rain falls. The wind turns. Night comes.\n")
+    (row,) = evaluate(tiny, folder, chosen)
+    assert "measures" in row
+
+
 def test_mistakes_show_before_anything_is_computed(small, tiny, tmp_path, computed):
     for methods, tasks, message in (
         (("full", "snapvk"), ("small",), "did you mean 'snapkv'"),
         (("full",), ("small", "passkey:depths=0"), "depths must be at least 1, got 0"),
         (("full",), ("small:gradde=true",), "gradde"),
+        (("snapkv:budget=L/0",), ("small",), "budget=L/0 of snapkv is no share of a length"),
     ):
         with pytest.raises(LongctxError, match=message):
             evaluate(tiny, tmp_path, config(methods, tasks))

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import make_task
 from jax_longctx.evaluation.tasks.chain_of_key import chain_score
 
@@ -80,7 +80,7 @@ def test_a_list_holds_more_keys_than_the_chain():
         for tokens in range(350, 365, 3)
     ]
     assert few == sorted(few) and few[0] >= 11
-    with pytest.raises(InputError, match="few"):
+    with pytest.raises(LengthError, match="few"):
         next(task.samples(words, tokens=300, trials=1, seed=1))
     with pytest.raises(ConfigError, match="steps must be at least 2, got 1"):
         make_task("chain_of_key", {"steps": 1})

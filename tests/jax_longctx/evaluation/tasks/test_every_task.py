@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import TASKS, Sample, Task, describe, make_task
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.evaluation.tasks.cases import CASES
@@ -108,7 +108,7 @@ def test_a_prompt_joins_as_it_is(name):
 
 @everywhere
 def test_too_few_tokens_are_refused(name):
-    with pytest.raises(InputError, match="few"):
+    with pytest.raises(LengthError, match="few"):
         drawn(name, tokens=20)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import make_task
 from jax_longctx.evaluation.tasks.html_pages import LAYOUTS, Condition
 from jax_longctx.evaluation.tasks.html_tsv import score_table
@@ -67,7 +67,7 @@ def test_short_pages_have_fewer_records():
     _, (short, *_) = drawn(tokens=400, trials=1)
     _, (long, *_) = drawn(trials=1)
     assert 0 < short.meta["records"] < long.meta["records"]
-    with pytest.raises(InputError, match="few"):
+    with pytest.raises(LengthError, match="few"):
         drawn(tokens=320, trials=1)
 
 

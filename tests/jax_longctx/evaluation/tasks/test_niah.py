@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import make_task
 from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, VERBS, vocabulary, word_stream
 
@@ -160,7 +160,7 @@ def test_settings_that_cannot_be(name, settings, message):
 
 def test_pairs_of_words_come_to_an_end(monkeypatch):
     monkeypatch.setattr("jax_longctx.evaluation.tasks.ruler_niah.NOUNS", NOUNS[:2])
-    with pytest.raises(InputError, match="no more keys of two words; set key=uuid"):
+    with pytest.raises(LengthError, match="no more keys of two words; set key=uuid"):
         drawn("niah_multikey_2", tokens=9000, trials=1)
 
 

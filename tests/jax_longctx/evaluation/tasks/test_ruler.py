@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import make_task
 
 
@@ -108,7 +108,7 @@ def test_frequencies_fall_faster_with_alpha():
 
 
 def test_too_few_words_to_be_frequent():
-    with pytest.raises(InputError, match="too few for three words that are more frequent"):
+    with pytest.raises(LengthError, match="too few for three words that are more frequent"):
         drawn("fwe", tokens=120)
 
 
