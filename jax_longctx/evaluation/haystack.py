@@ -33,8 +33,8 @@ _BORDER = re.compile(r"(?<=[.?!])\s+(?=[A-Z])|\n{2,}")
 def python_topics() -> str:
     """The running text of Python's language reference (`pydoc_data.topics`), by paragraphs.
 
-    Grammar, examples, tables and lists are left out and lines are joined: a model as small as the demo's
-    takes up the pattern of the code around a question sooner than it looks for an answer.
+    Grammar, examples, tables and lists are left out and lines are joined: a model as small as the
+    demo's takes up the pattern of the code around a question sooner than it looks for an answer.
     """
     try:
         topics = importlib.import_module("pydoc_data.topics").topics

@@ -72,21 +72,34 @@ class RowStore:
             except BaseException:
                 self._file.close()
                 raise
-        self._keys = set(map(key_of, self.rows))
+        self._prompts = dict(map(_key_and_prompt, self.rows))
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._keys
+        return key in self._prompts
+
+    def check_prompt(self, key: Key, sha256: str) -> None:
+        """Raises InputError where the row of that key is there and was of another prompt."""
+        if self._prompts.get(key) not in (None, sha256):
+            _, task, length, index = key
+            raise InputError(
+                f"{self.path} has prompt {index} of {task} at {length:,} tokens in other words: "
+                f"the text it was drawn from is not the same; give another folder as --output"
+            )
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """More rows; on the disk when this returns."""
         rows = list(rows)
         lines.append(self._file, rows)
         self.rows += rows
-        self._keys.update(map(key_of, rows))
+        self._prompts.update(map(_key_and_prompt, rows))
 
     def close(self) -> None:
         """Closes the file; the run can go on later."""
         self._file.close()
+
+
+def _key_and_prompt(row: Mapping[str, Any]) -> tuple[Key, str | None]:
+    return key_of(row), row.get("prompt_sha256")
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:

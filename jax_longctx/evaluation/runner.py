@@ -54,11 +54,23 @@ def check_config(config: EvalConfig) -> None:
     """Makes every method and task, which costs nothing.
 
     Raises:
-      ConfigError, InputError: one of them is not what it should be.
+      ConfigError, InputError: one of them is not what it should be, or two have one name.
     """
+    named: dict[str, Spec] = {}
     for cell in config.cells():
         make_method(cell.method.name, cell.method.at(cell.length))
-        make_task(cell.task.name, cell.task.at(cell.length))
+        shown = _shown(make_task(cell.task.name, cell.task.at(cell.length)), cell.task)
+        if named.setdefault(shown, cell.task) != cell.task:
+            raise ConfigError(
+                f"{named[shown].label} and {cell.task.label} are both called {shown} in rows and "
+                f"tables; give one of them, or name their files differently"
+            )
+
+
+def _shown(task: Task, spec: Spec) -> str:
+    """The task's own name for what it draws, and the settings it was given."""
+    settings = [f"{key}={value}" for key, value in spec.settings if key != "haystack"]
+    return " ".join([task.label, *settings])
 
 
 def run_eval(
@@ -156,6 +168,9 @@ class _Leader:
         if all(self._key(cell, i) in self.store for cell in cells for i in range(cell.trials)):
             return
         drawn = self._drawn(length, cells)
+        for cell in cells:
+            for prompt in drawn[cell.task].prompts[: cell.trials]:
+                self.store.check_prompt(self._key(cell, prompt.sample.index), prompt.sha256)
         for prompts in drawn.values():
             if prompts.refused is not None:
                 self._refuse_undrawn(
@@ -255,12 +270,8 @@ class _Leader:
             self.report(self.progress)
 
     def _key(self, cell: Cell, index: int) -> Key:
-        return cell.method.label, self._shown(cell), cell.length, index
-
-    def _shown(self, cell: Cell) -> str:
-        """The task's own name for what it draws, and the settings it was given."""
-        settings = [f"{key}={value}" for key, value in cell.task.settings if key != "haystack"]
-        return " ".join([self.tasks[cell.task, cell.length].label, *settings])
+        shown = _shown(self.tasks[cell.task, cell.length], cell.task)
+        return cell.method.label, shown, cell.length, index
 
     def _base(self, cell: Cell, index: int) -> dict[str, Any]:
         """What a row says whatever comes of it."""

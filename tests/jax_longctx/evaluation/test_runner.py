@@ -275,7 +275,9 @@ def test_settings_may_be_shares_of_the_length(small, tiny, tmp_path):
     assert rows[0]["method"]["settings"]["budget"] == 32
 
 
-def test_a_text_that_cannot_be_read_ends_the_run_and_leaves_no_refusals(small, tiny, tmp_path):
+def test_a_text_that_is_not_there_or_not_the_same_ends_the_run_and_leaves_the_rows(
+    small, tiny, tmp_path
+):
     book, folder = tmp_path / "book.txt", tmp_path / "out"
     chosen = config(tasks=(f"passkey:haystack={book},max_new=4",), lengths=(256,), trials=1)
     with pytest.raises(InputError, match=r"book\.txt cannot be read"):
@@ -283,6 +285,12 @@ def test_a_text_that_cannot_be_read_ends_the_run_and_leaves_no_refusals(small, t
     book.write_text("Rain falls. The wind turns. Night comes.\n")
     (row,) = evaluate(tiny, folder, chosen)
     assert "measures" in row
+    before = (folder / "rows.jsonl").read_bytes()
+    book.write_text("Snow falls. The wind turns. Night comes.\n")
+    more = config(tasks=(f"passkey:haystack={book},max_new=4",), lengths=(256,), trials=2)
+    with pytest.raises(InputError, match="prompt 0 of passkey@book max_new=4 at 256 tokens in oth"):
+        evaluate(tiny, folder, more)
+    assert (folder / "rows.jsonl").read_bytes() == before
 
 
 def test_mistakes_show_before_anything_is_computed(small, tiny, tmp_path, computed):
@@ -294,4 +302,7 @@ def test_mistakes_show_before_anything_is_computed(small, tiny, tmp_path, comput
     ):
         with pytest.raises(LongctxError, match=message):
             evaluate(tiny, tmp_path, config(methods, tasks))
+    alike = ("passkey:haystack=one/book.txt", "passkey:haystack=two/book.txt")
+    with pytest.raises(LongctxError, match="are both called passkey@book in rows and tables"):
+        evaluate(tiny, tmp_path, config(tasks=alike))
     assert computed == [] and list(tmp_path.iterdir()) == []
