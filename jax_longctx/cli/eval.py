@@ -9,6 +9,7 @@ import typer.core
 
 from jax_longctx.cli import eval_run, options, processes
 from jax_longctx.cli.inputs import read_text
+from jax_longctx.cli.results import check_folder, check_plot, save
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -125,6 +126,8 @@ def passkey(
 
         jax-longctx eval passkey -c smollm2 -m full -m citrus:budget=1024,chunk=256 --length 8192
     """
+    check_folder(out)
+    check_plot(heatmap, "--heatmap")
     chosen = [parse_method(spec) for spec in methods or ["full"]]
     wanted = lengths or [4096, 8192]
     if min(wanted) < 64:
@@ -150,6 +153,7 @@ def table(
 
         jax-longctx eval table full.json citrus.json --heatmap passkey.png
     """
+    check_plot(heatmap, "--heatmap")
     runs = []
     for file in files:
         try:
@@ -213,17 +217,8 @@ def _runs(
         with terminal.progress(name, "trials") as update:
             for found in run_trials(engine, tokenizer, trials, batch=batch, progress=update):
                 rows.extend(found)
-                if out is not None:
-                    _save(runs, out)
+                save({"runs": runs}, out)
     return runs
-
-
-def _save(runs: list[dict[str, Any]], out: Path) -> None:
-    if not processes.is_leader():
-        return
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text(json.dumps({"runs": runs}, indent=1), encoding="utf-8")
-    partial.rename(out)
 
 
 def _report(runs: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:

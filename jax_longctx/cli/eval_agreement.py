@@ -7,7 +7,8 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.eval import parse_method
-from jax_longctx.cli.eval_perplexity import Methods, Texts, engines_of, save_runs, texts_of
+from jax_longctx.cli.eval_perplexity import Methods, Texts, engines_of, texts_of
+from jax_longctx.cli.results import check_folder, save
 from jax_longctx.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def agreement(
     checkpoint: options.Checkpoint,
     methods: Methods = None,
     text: Texts = None,
-    length: Annotated[int, typer.Option(help="Tokens of a text.")] = 2048,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 2048,
     score: Annotated[int, typer.Option(min=1, help="Last tokens that are scored.")] = 64,
     asked: Asked = 1,
     texts: Annotated[int, typer.Option(min=1, help="Texts, at even distances.")] = 3,
@@ -58,6 +59,7 @@ def agreement(
 
         jax-longctx eval agreement -c smollm2 -m snapkv:budget=256 -m quest:budget=256
     """
+    check_folder(out)
     chosen = [parse_method(spec) for spec in methods or ["full"]]
     terminal = Terminal(as_json=as_json)
     choice = options.ModelChoice(checkpoint, *chosen[0], mesh=mesh, dtype=dtype, chunk=chunk)
@@ -74,11 +76,11 @@ def agreement(
         runs.append({**options.run_facts(model), "given": given, **sizes, "attention": None})
     how = {"score": score, "asked": asked, "batch": batch}
     _predicted(full, [engine for engine, _ in engines], tokens, runs, how, terminal)
-    save_runs(runs, out)
+    save({"runs": runs}, out)
     if attention:
         how |= {"queries": queries, "top": top}
         _attended(full, [engine for engine, _ in engines], tokens, runs, how, terminal)
-        save_runs(runs, out)
+        save({"runs": runs}, out)
     _report(runs, terminal)
 
 

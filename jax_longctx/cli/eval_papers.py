@@ -1,14 +1,14 @@
 """`jax-longctx eval citrus-overlap` and `resa-spectrum`: what two papers say of full attention."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from jax_longctx.cli import options, processes
+from jax_longctx.cli import options
 from jax_longctx.cli.eval_perplexity import Texts, texts_of
+from jax_longctx.cli.results import check_folder, save
 from jax_longctx.cli.terminal import Terminal
 
 __all__ = ["citrus_overlap", "resa_spectrum"]
@@ -40,6 +40,7 @@ def citrus_overlap(
 
         jax-longctx eval citrus-overlap -c smollm2 --texts 50 --top 50
     """
+    check_folder(out)
     terminal = Terminal()
     model = options.ModelChoice(checkpoint, dtype=dtype).open(terminal)
     from jax_longctx.evaluation.overlap import importance, intersections
@@ -65,7 +66,7 @@ def citrus_overlap(
     means = {count: np.mean(found, axis=0) for count, found in ratios.items()}
     by_layer = {str(count): found.tolist() for count, found in means.items()}
     record = {"tokens": tokens, "texts": len(rows), "instruction": instruction}
-    _save({**record, "by_layer": by_layer}, out)
+    save({**record, "by_layer": by_layer}, out)
     terminal.write(_overlaps(means, tokens) + f"\n\n{len(rows)} texts of {tokens} tokens.\n")
 
 
@@ -106,6 +107,7 @@ def resa_spectrum(
 
         jax-longctx eval resa-spectrum -c smollm2 --length 1024 --length 4096
     """
+    check_folder(out)
     terminal = Terminal()
     model = options.ModelChoice(checkpoint, dtype=dtype).open(terminal)
     import numpy as np
@@ -123,10 +125,5 @@ def resa_spectrum(
         records.append({"length": length, **{name: x.tolist() for name, x in means.items()}})
         first, share, prior = (means[name].mean() for name in ("first", "share", "prior"))
         lines.append(f"| {length:,} | {first:,.1f} | {100 * share:.1f} | {prior:.3f} |")
-    _save({"texts": texts, "lengths": records}, out)
+    save({"texts": texts, "lengths": records}, out)
     terminal.write("\n".join(lines) + f"\n\nMeans over layers, heads and {texts} texts.\n")
-
-
-def _save(record: dict[str, Any], out: Path | None) -> None:
-    if out is not None and processes.is_leader():
-        out.write_text(json.dumps(record, indent=1), encoding="utf-8")

@@ -1,6 +1,5 @@
 """`jax-longctx eval perplexity`: how well long texts are predicted under each method."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +8,7 @@ import typer
 from jax_longctx.cli import options, processes
 from jax_longctx.cli.eval import parse_method
 from jax_longctx.cli.inputs import read_text
+from jax_longctx.cli.results import check_folder, check_plot, save
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jax_longctx.engine import Engine
     from jax_longctx.evaluation.perplexity import Protocol
 
-__all__ = ["Methods", "Texts", "engines_of", "perplexity", "save_runs", "texts_of"]
+__all__ = ["Methods", "Texts", "engines_of", "perplexity", "texts_of"]
 
 Methods = Annotated[
     list[str] | None,
@@ -43,9 +43,12 @@ ProtocolName = Annotated[
         "as it is read; P5: the last 256 tokens as a question."
     ),
 ]
-Length = Annotated[int | None, typer.Option(help="Tokens of a text; the protocol's unless given.")]
+Length = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of a text; the protocol's unless given.")
+]
 Score = Annotated[
-    int | None, typer.Option(help="Last tokens that are scored; the protocol's unless given.")
+    int | None,
+    typer.Option(min=1, help="Last tokens that are scored; the protocol's unless given."),
 ]
 Window = Annotated[int | None, typer.Option(min=1, help="Scored tokens of a point of the curve.")]
 Question = Annotated[
@@ -96,6 +99,8 @@ def perplexity(
 
         jax-longctx eval perplexity -c smollm2 --protocol P3 -m streaming-llm -m citrus-standard
     """
+    check_folder(out)
+    check_plot(plot, "--plot")
     kind = _protocol(protocol, question or [])
     chosen = [parse_method(spec) for spec in methods or ["full"]]
     terminal = Terminal(as_json=as_json)
@@ -110,7 +115,7 @@ def perplexity(
         facts = {**options.run_facts(model), "given": given, "question": asked, "ahead": ahead}
         found = _run(model, tokens, kind, facts, how, terminal)
         runs.append({**facts, "protocol": protocol, **found})
-        save_runs(runs, out)
+        save({"runs": runs}, out)
     _report(runs, plot, terminal)
 
 
@@ -122,15 +127,6 @@ def _protocol(name: str, questions: list[str]) -> "Protocol":
     if questions and PROTOCOLS[name].through != "context":
         raise InputError("--question is for P3 and P4; in the others the text's own tokens ask")
     return PROTOCOLS[name]
-
-
-def save_runs(runs: list[dict[str, Any]], out: Path | None) -> None:
-    """Writes what there is so far, whole or not at all."""
-    if out is None or not processes.is_leader():
-        return
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text(json.dumps({"runs": runs}, indent=1), encoding="utf-8")
-    partial.rename(out)
 
 
 def engines_of(

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from jax_longctx.cli import options, processes
 from jax_longctx.cli.inputs import read_text
+from jax_longctx.cli.results import check_matplotlib
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -208,7 +208,7 @@ def run_config(config: "EvalConfig", output: Path | None, terminal: Terminal) ->
         raise InputError("--output is missing; name a folder for rows and report")
     if not config.run.checkpoint:
         raise InputError("no model given; name one with --checkpoint")
-    _check_plots()
+    check_matplotlib("the report")
     from jax_longctx.evaluation.runner import check_config, run_eval
 
     # A mistake in the last method shows before the model is loaded.
@@ -256,7 +256,7 @@ def report(
     from jax_longctx.evaluation.report import read_about
     from jax_longctx.evaluation.rows import read_rows
 
-    _check_plots()
+    check_matplotlib("the report")
     rows = [row for each in (folder, *(more or ())) for row in read_rows(each)]
     rows += [row for file in perplexity or () for row in _perplexity(file)]
     _report(folder, rows, read_about(folder), Terminal())
@@ -289,12 +289,6 @@ def suites() -> None:
         rows = sum(cell.trials for cell in cells)
         terminal.write(f"{name}: {config.title}; {len(cells):,} cells, {rows:,} rows\n")
         terminal.write(f"    {' '.join(config.about.split())}\n")
-
-
-def _check_plots() -> None:
-    """Before hours of work rather than after them."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("the report's plots need matplotlib; run: pip install 'jax-longctx[eval]'")
 
 
 def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":

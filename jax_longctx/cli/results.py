@@ -1,5 +1,6 @@
-"""What a benchmark hands over: a file, and a record or a table on stdout, from one process."""
+"""What a measurement hands over: files, and a record or a table on stdout, from one process."""
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,45 @@ from jax_longctx.cli import processes
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
-__all__ = ["check_folder", "hand_over"]
+__all__ = ["check_folder", "check_matplotlib", "check_plot", "hand_over", "save"]
 
 
-def check_folder(out: Path | None) -> None:
+def check_folder(out: Path | None, option: str = "--out") -> None:
     """InputError where the file could not be written once the work is done."""
     if out is not None and not out.parent.is_dir():
-        raise InputError(f"--out {out}: there is no folder {out.parent}; make it first")
+        raise InputError(f"{option} {out}: there is no folder {out.parent}; make it first")
+    if out is not None and out.is_dir():
+        raise InputError(f"{option} {out} is a folder; name a file")
+
+
+def check_plot(plot: Path | None, option: str) -> None:
+    """The same for a picture, which also needs matplotlib."""
+    check_folder(plot, option)
+    if plot is not None:
+        check_matplotlib(option)
+
+
+def check_matplotlib(what: str) -> None:
+    """InputError where it is missing: before hours of work rather than after them."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(f"{what} needs matplotlib; run: pip install 'jax-longctx[eval]'")
+
+
+def save(record: Any, out: Path | None) -> None:
+    """Writes JSON, whole or not at all; of a job's processes only the first does.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
+    if out is None or not processes.is_leader():
+        return
+    text = json.dumps(record, indent=1)
+    partial = out.with_name(out.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(out)
+    except OSError as error:
+        raise InputError(f"{out} could not be written: {error.strerror}") from error
 
 
 def hand_over(
@@ -27,10 +60,7 @@ def hand_over(
     """
     if not processes.is_leader():
         return
-    if out is not None:
-        partial = out.with_name(out.name + ".partial")
-        partial.write_text(json.dumps(result, indent=1), encoding="utf-8")
-        partial.replace(out)
+    save(result, out)
     if terminal.as_json:
         terminal.record(result)
     else:

@@ -73,6 +73,8 @@ def test_mistakes_are_named_before_anything_runs(run, loads, text):
             "citrus reads a text for a question",
         ),
         (("-m", "full", "-m", "snapkv:budget=x"), "expected a whole number"),
+        (("--length", "0"), "should be greater than or equal to 1"),
+        (("--score", "0"), "should be greater than or equal to 1"),
         (("--length", "100000"), "hold 0: ask for fewer or shorter ones"),
     ]:
         result = run(*perplexity, *args)

@@ -36,3 +36,39 @@ def test_a_folder_that_is_not_there_is_named_before_the_work():
     results.check_folder(None)
     with pytest.raises(InputError, match="there is no folder nowhere; make it first"):
         results.check_folder(results.Path("nowhere/found.json"))
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("passkey",), "--out"),
+        (("passkey",), "--heatmap"),
+        (("table", "runs.json"), "--heatmap"),
+        (("perplexity",), "--out"),
+        (("perplexity",), "--plot"),
+        (("agreement",), "--out"),
+        (("citrus-overlap",), "--out"),
+        (("resa-spectrum",), "--out"),
+        (("resa-errors",), "--out"),
+    ],
+)
+def test_no_command_loads_a_model_for_a_file_it_cannot_write(
+    run, loads, tmp_path, command, option, monkeypatch
+):
+    model = ("-c", "model") if command[0] != "table" else ()
+    result = run("eval", *command, *model, option, tmp_path / "nowhere" / "file")
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert f"error: {option} " in result.stderr and "make it first" in result.stderr
+    result = run("eval", *command, *model, option, tmp_path)
+    assert result.exit_code == 2 and "is a folder; name a file" in result.stderr
+    if option != "--out":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        result = run("eval", *command, *model, option, tmp_path / "plot.png")
+        assert result.exit_code == 2 and f"{option} needs matplotlib" in result.stderr
+    assert loads == []
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "found.json.partial").mkdir()
+    with pytest.raises(InputError, match=r"found\.json could not be written: Is a directory"):
+        results.save({}, tmp_path / "found.json")
