@@ -74,8 +74,9 @@ def forced_states(
         given.
 
     Raises:
-      InputError: nothing to score in a row, or nothing before it; under this method `through` lets
-        later tokens help to predict earlier ones, or the text is not read in its order.
+      InputError: nothing to score in a row, or nothing before it, or an empty question; under this
+        method `through` lets later tokens help to predict earlier ones, or the text is not read in
+        its order.
       CapacityError: the caches do not fit; nothing has been computed.
     """
     if engine.method.info.looks_ahead and through != "decode" and not ahead:
@@ -96,6 +97,11 @@ def forced_states(
                 f"row {row} has {len(before)} tokens before the {len(after)} that are scored; both "
                 f"need at least one"
             )
+    if between is questions and not all(map(len, between)):
+        raise InputError(
+            f"the question of row {list(map(len, between)).index(0)} is empty, and its last token "
+            f"predicts the first that is scored; without questions the contexts' last tokens do"
+        )
     texts = [[*before, *after] for before, after in zip(given, continuations, strict=True)]
     fed = _Fed(engine, texts, list(map(len, given)), list(total or map(len, texts)))
     if through == "context":

@@ -177,6 +177,7 @@ def _sizes(jaxpr):
         ([[1]], [[]], {}, "row 0 has 1 tokens before the 0 that are scored"),
         ([[1]], [[2], [3]], {}, "1 contexts need as many continuations and questions, 2 and 1"),
         ([[1]], [[2]], {"questions": [[1], [2]]}, "1 and 2 given"),
+        ([[1, 2]] * 2, [[3]] * 2, {"questions": [[4], []]}, "question of row 1 is empty"),
         ([[1]], [[64]], {}, "token id 64"),
     ],
 )
