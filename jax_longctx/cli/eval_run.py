@@ -247,7 +247,7 @@ def report(
 ) -> None:
     """Write the report of rows that are there, also of a run that is not finished.
 
-    Rows of further folders join it: other methods on the same prompts, say.
+    Rows of further folders of the same model join it: other methods on the same prompts, say.
 
     [bold]Example[/bold]
 
@@ -257,7 +257,7 @@ def report(
     from jax_longctx.evaluation.rows import read_rows
 
     check_matplotlib("the report")
-    rows = [row for each in (folder, *(more or ())) for row in read_rows(each)]
+    rows = read_rows(folder, *(more or ()))
     rows += [row for file in perplexity or () for row in _perplexity(file)]
     _report(folder, rows, read_about(folder), Terminal())
 

@@ -102,17 +102,36 @@ def _key_and_prompt(row: Mapping[str, Any]) -> tuple[Key, str | None]:
     return key_of(row), row.get("prompt_sha256")
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a folder. Raises InputError where there are none."""
-    try:
-        _, *rows = _read(folder / NAME)
-    except OSError as error:
-        raise InputError(
-            f"{folder / NAME} cannot be read: {error.strerror}; give the --output of a run"
-        ) from error
-    if not rows:
-        raise InputError(f"{folder / NAME} holds no rows yet")
-    return rows
+def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
+    """The rows of a folder, and of others of the same model; one that several hold counts once.
+
+    Raises:
+      InputError: a folder has no rows, or was run with another model, dtype or chat layout than the
+        first, which no table could tell apart.
+    """
+    joined: dict[tuple[Key, str | None], dict[str, Any]] = {}
+    first: Mapping[str, Any] = {}
+    for each in (folder, *more):
+        path = each / NAME
+        try:
+            header, *rows = _read(path)
+        except OSError as error:
+            raise InputError(
+                f"{path} cannot be read: {error.strerror}; give the --output of a run"
+            ) from error
+        if not rows:
+            raise InputError(f"{path} holds no rows yet")
+        first = first or header["given"]
+        for key in ("checkpoint", "dtype", "chat"):
+            one, other = first.get(key), header["given"].get(key)
+            if one != other:
+                raise InputError(
+                    f"{folder} was run with {key} {one!r:.20}, {each} with {other!r:.20}; a report "
+                    f"is of one model, asked in one way: write one of each"
+                )
+        for row in rows:
+            joined.setdefault(_key_and_prompt(row), row)
+    return list(joined.values())
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -120,6 +139,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         header, *rows = lines.read(path)
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']}, expected {FORMAT}")
+        dict(header["given"])
         for row in rows:
             key_of(row)
     except (ValueError, KeyError, TypeError) as error:

@@ -35,8 +35,18 @@ def test_a_report_of_two_folders(run, loads, small, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert run(*RUN, "-o", one).exit_code == 0
     assert run(*RUN, "-o", two, "-m", "streaming-llm:budget=32,chunk=16").exit_code == 0
+    assert run(*RUN, "-o", two, "-m", "full").exit_code == 0
     result = run("eval", "report", one, two)
+    # Two prompts in each folder: full attention's of both are the same two.
+    assert "4 rows; " in result.stderr
     assert "| full |" in result.stdout and "| streaming-llm budget=32 chunk=16 |" in result.stdout
+    header, _, rows = (two / "rows.jsonl").read_text().partition("\n")
+    (two / "rows.jsonl").write_text(header.replace('"chat": false', '"chat": true') + "\n" + rows)
+    result = run("eval", "report", one, two)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert (
+        f"one was run with chat False, {two} with True; a report is of one model" in result.stderr
+    )
 
 
 def test_a_file_in_place_of_options(run, loads, small, tmp_path):
