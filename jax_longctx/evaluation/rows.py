@@ -17,9 +17,10 @@ not be drawn or does not fit. `measures` may hold any numbers of a prompt, `curv
 courses: `{"perplexity": [[position, nats, tokens], ...]}`.
 """
 
+import fcntl
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jax_longctx.batch import lines
 from jax_longctx.errors import InputError
@@ -49,29 +50,31 @@ class RowStore:
       resumed: whether an earlier run had begun.
 
     Raises:
-      InputError: the folder cannot be written, or holds rows of another run.
+      InputError: the folder cannot be written, holds rows of another run, or another process is
+        writing there.
     """
 
     def __init__(self, folder: Path, given: Mapping[str, Any]):
         self.path = folder / NAME
+        self.rows: list[dict[str, Any]] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab")
+        except OSError as error:
+            raise InputError(f"{error.filename} cannot be written: {error.strerror}") from error
+        try:
+            _lock(self._file)
             self.resumed = lines.cut(self.path) > 0
-            self.rows: list[dict[str, Any]] = []
             if self.resumed:
                 header, *self.rows = _read(self.path)
                 lines.check_given(
                     self.path, header["given"], given, "give another folder as --output"
                 )
-            self._file = self.path.open("ab")
-        except OSError as error:
-            raise InputError(f"{error.filename} cannot be written: {error.strerror}") from error
-        if not self.resumed:
-            try:
+            else:
                 lines.append(self._file, [{"format": FORMAT, "given": given}])
-            except BaseException:
-                self._file.close()
-                raise
+        except BaseException:
+            self._file.close()
+            raise
         self._prompts = dict(map(_key_and_prompt, self.rows))
 
     def __contains__(self, key: Key) -> bool:
@@ -96,6 +99,24 @@ class RowStore:
     def close(self) -> None:
         """Closes the file; the run can go on later."""
         self._file.close()
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Of two runs into one folder each would cut the other's line; it holds until the file closes.
+
+    Raises:
+      InputError: another run holds it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(
+            f"{file.name} is being written by another run; wait for it, or give another folder as "
+            f"--output"
+        ) from error
+    except OSError:
+        # Some network file systems have no locks; rows are written there as on any other.
+        return
 
 
 def _key_and_prompt(row: Mapping[str, Any]) -> tuple[Key, str | None]:

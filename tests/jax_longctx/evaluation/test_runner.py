@@ -11,7 +11,7 @@ from jax_longctx.errors import InputError, LongctxError
 from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.prompts import draw
-from jax_longctx.evaluation.rows import read_rows
+from jax_longctx.evaluation.rows import RowStore, read_rows
 from jax_longctx.text import PromptLayout
 from tests.jax_longctx.evaluation.small_task import SmallTask
 
@@ -188,6 +188,14 @@ def test_rows_of_another_run_are_left_alone(small, tiny, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"format": 9}\n')
     with pytest.raises(InputError, match="no file of rows: format 9, expected 1"):
         evaluate(tiny, tmp_path, config(trials=1))
+
+
+def test_two_runs_never_write_one_file(small, tiny, tmp_path):
+    first = RowStore(tmp_path, {"seed": 0})
+    with pytest.raises(InputError, match=r"rows\.jsonl is being written by another run"):
+        evaluate(tiny, tmp_path, config(trials=1))
+    first.close()
+    RowStore(tmp_path, {"seed": 0}).close()
 
 
 def test_what_cannot_be_asked_is_refused_with_the_reason(small, tiny, tmp_path, monkeypatch):
