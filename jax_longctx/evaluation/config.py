@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import ConfigError
+from jax_longctx.evaluation.published import PUBLISHED
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.typed_toml import check_names, read_toml, section
 
@@ -112,6 +113,9 @@ class EvalConfig:
     title: str = "Evaluation"
     about: str = ""
     published: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_names(dict.fromkeys(self.published), {t.paper: 0 for t in PUBLISHED}, "published")
 
     def cells(self) -> list[Cell]:
         """Each once, with the most trials that a part asks for; by length, method and task."""

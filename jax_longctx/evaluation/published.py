@@ -5,9 +5,8 @@ Figures that were read from plots are left out.
 """
 
 import dataclasses
-from collections.abc import Iterable
 
-__all__ = ["PUBLISHED", "PublishedTable", "published_for"]
+__all__ = ["PUBLISHED", "PublishedTable"]
 
 Values = tuple[float | None, ...]
 
@@ -177,13 +176,3 @@ PUBLISHED: tuple[PublishedTable, ...] = (
         (100, 100, 99.6, 96.4, 84.8, 59, 82.7, 96.55, 62.8, 0.04, 75.87, 68, 41.6),
     ),
 )
-
-
-def published_for(papers: Iterable[str]) -> list[PublishedTable]:
-    """The tables of these papers. Raises KeyError at one that has none."""
-    known = {table.paper for table in PUBLISHED}
-    wanted = list(papers)
-    for paper in wanted:
-        if paper not in known:
-            raise KeyError(paper)
-    return [table for table in PUBLISHED if table.paper in wanted]

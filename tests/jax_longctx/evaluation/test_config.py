@@ -53,6 +53,10 @@ def test_a_file_becomes_cells_each_once(tmp_path):
         ({"part": [{**PART, "trials": 0}]}, "lengths and trials of at least 1, got"),
         ({"part": [{"methods": ["full"]}]}, r"\[part\] needs tasks"),
         ({"part": [{**PART, "methods": ["snapkv:budget"]}]}, "'snapkv:budget' is not understood"),
+        (
+            {"published": ["refreshkv", "strar"], "part": [PART]},
+            "unknown published: strar; did you mean star?",
+        ),
     ],
 )
 def test_typos_are_one_clear_error(fields, message):
