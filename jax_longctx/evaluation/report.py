@@ -70,11 +70,17 @@ def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
         ("device", several(lambda row: str(row.get("device", "")))),
         ("mesh", several(mesh)),
         ("prompts", "chat template" if rows[0].get("chat") else "plain completion"),
+        ("programs", several(_hurried)),
         ("seed", several(lambda row: str(row.get("seed", "")))),
         ("versions", several(versions)),
         ("rows", f"{len(rows):,}"),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _hurried(row: Row) -> str:
+    quick = row.get("optimize") is False
+    return "compiled without most of XLA's optimizations, so that times are too long" * quick
 
 
 def _write(path: Path, content: str | bytes) -> None:

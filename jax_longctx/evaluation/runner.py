@@ -290,6 +290,7 @@ class _Leader:
             "dtype": str(self.model.engine.setup.dtype),
             "chunk": self.model.engine.chunk,
             "chat": self.config.run.chat,
+            "optimize": self.config.run.optimize,
         }
 
     def _given(self) -> dict[str, Any]:

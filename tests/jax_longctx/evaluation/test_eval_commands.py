@@ -73,6 +73,11 @@ def test_programs_may_be_compiled_in_less_time(run, loads, small, tmp_path, opti
     toml.write_text(f'[run]\ncheckpoint = "model"\n{how}[[part]]\n{part}')
     assert run("eval", "run", "--config", toml, "--output", tmp_path / "out").exit_code == 0
     assert jax.config.read("jax_disable_most_optimizations") is not optimize
+    # The report's times are marked.
+    said = "- programs: compiled without most of XLA's optimizations" in (
+        (tmp_path / "out" / "report.md").read_text()
+    )
+    assert said is not optimize
 
 
 def test_a_suite_by_its_name(run, loads, small, tmp_path, monkeypatch):
