@@ -13,7 +13,7 @@ from jax_longctx.contract import Method
 from jax_longctx.engine import Engine
 from jax_longctx.engine.footprint import answering_caches, footprint, read_bytes
 from jax_longctx.engine.programs import Setup
-from jax_longctx.errors import CapacityError, LongctxError
+from jax_longctx.errors import LongctxError
 
 __all__ = ["Work", "answer_batch", "engine_of", "rows_that_fit"]
 
@@ -82,15 +82,13 @@ def rows_that_fit(engine: Engine, rows: int, slots: int, reserve: int, memory: i
 def answer_batch(model: LongContext, engine: Engine, work: Work) -> list[dict[str, Any]]:
     """What each row of the batch says, or `refused` with the reason.
 
-    A batch that does not fit is halved; a row that does not fit alone is refused.
+    A batch that does not fit, or of which a row cannot be asked, is halved; a row alone is refused.
     """
     try:
         return _answers(LongContext(engine, model.tokenizer, model.manifest), work)
-    except CapacityError as error:
+    except LongctxError as error:
         if len(work.contexts) == 1:
             return [{"refused": str(error)}]
-    except LongctxError as error:
-        return [{"refused": str(error)}] * len(work.contexts)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -248,6 +248,21 @@ def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, monkeypatch)
         assert rows[key]["answer"] == whole[key]["answer"]
 
 
+def test_a_row_that_cannot_be_asked_takes_no_other_with_it(small, tiny, tmp_path, monkeypatch):
+    answers = compute._answers
+
+    def choosy(model, work):
+        if max(map(len, work.contexts)) > 40:
+            raise InputError("this text is too long for me")
+        return answers(model, work)
+
+    monkeypatch.setattr(compute, "_answers", choosy)
+    rows = evaluate(tiny, tmp_path, config(trials=3, batch=3))
+    # Of three rows the third alone has more than forty tokens.
+    refused = {row["index"]: row.get("refused") for row in rows}
+    assert refused == {0: None, 1: None, 2: "this text is too long for me"}
+
+
 def test_rows_of_a_batch_are_planned_for_the_memory(tiny):
     engine = tiny.engine
     row = 2 * 2 * 2 * 8 * 4 * 128
