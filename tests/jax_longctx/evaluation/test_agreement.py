@@ -124,6 +124,7 @@ def numpy_log_softmax(logits):
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
+@pytest.mark.slow
 def test_divergences_are_those_of_the_whole_distributions(monkeypatch):
     # Blocks of two columns, the last of which is not full.
     monkeypatch.setattr(likelihood, "LOGITS", 2 * 64)

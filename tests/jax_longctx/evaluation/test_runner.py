@@ -125,6 +125,7 @@ def without_times(rows):
     }
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_at_any_write_computes_nothing_twice(
     small, tiny, tmp_path, computed, monkeypatch
 ):
@@ -271,6 +272,7 @@ def test_rows_of_a_batch_are_planned_for_the_memory(tiny):
         assert compute.rows_that_fit(engine, 8, 128, 30, memory) == rows
 
 
+@pytest.mark.slow
 def test_two_devices_share_the_rows_and_give_the_same(small, tiny, tmp_path):
     import jax_longctx
     from jax_longctx.api import LongContext

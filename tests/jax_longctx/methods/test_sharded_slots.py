@@ -55,6 +55,7 @@ def test_sharded_slots_answer_as_one_device(name, shards):
     np.testing.assert_allclose(many, one, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings", "entries"),
     [
