@@ -301,8 +301,13 @@ def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
         from jax_longctx.cli.demo import MODEL_FOLDER, prepare_model
 
         checkpoint = MODEL_FOLDER
-        if processes.is_leader():
+        if processes.process() is None:
             prepare_model(checkpoint, terminal)
+        elif not (checkpoint / "manifest.json").is_file():
+            # One process converts; the others would load what is not whole yet.
+            raise InputError(
+                f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
+            )
     choice = options.ModelChoice(
         checkpoint, mesh=config.run.mesh, dtype=config.run.dtype, chunk=config.run.chunk
     )

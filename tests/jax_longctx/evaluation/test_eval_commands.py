@@ -9,7 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 
+from jax_longctx.cli import demo, eval_run, processes
+from jax_longctx.cli.terminal import Terminal
+from jax_longctx.errors import InputError
 from jax_longctx.evaluation import runner, suite
+from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import read_rows
 
 RUN = ("eval", "run", "-c", "model", "-t", "small", "--length", "64", "--trials", "2")
@@ -80,6 +84,21 @@ def test_programs_may_be_compiled_in_less_time(run, loads, small, tmp_path, opti
         (tmp_path / "out" / "report.md").read_text()
     )
     assert said is not optimize
+
+
+def test_a_job_does_not_convert_the_demos_model(loads, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(demo, "MODEL_FOLDER", tmp_path / "demo-model")
+    monkeypatch.setattr(demo, "prepare_model", lambda folder, terminal: made.append(folder))
+    part = {"methods": ["full"], "tasks": ["small"], "lengths": [64], "trials": 1}
+    config = parse_config({"run": {"checkpoint": "demo"}, "part": [part]})
+    monkeypatch.setattr(processes, "process", lambda: 1)
+    with pytest.raises(InputError, match=r"demo-model is not there; run jax-longctx demo once"):
+        eval_run._open(config, Terminal())
+    assert made == loads == []
+    monkeypatch.setattr(processes, "process", lambda: None)
+    eval_run._open(config, Terminal())
+    assert made == [tmp_path / "demo-model"] and len(loads) == 1
 
 
 def test_a_suite_by_its_name(run, loads, small, tmp_path, monkeypatch):
