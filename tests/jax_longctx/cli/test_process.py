@@ -70,10 +70,11 @@ def test_ctrl_c_leaves_a_clean_terminal():
     try:
         before = read_until(ours, b"10/100 tokens", 60)
         process.send_signal(signal.SIGINT)
-        shown = before + read_until(ours, b"interrupted", 20)
-        stdout, _ = process.communicate(timeout=20)
+        shown = before + read_until(ours, b"interrupted", 60)
+        stdout, _ = process.communicate(timeout=60)
     finally:
         process.kill()
+        process.communicate()
         os.close(ours)
     assert process.returncode == 130
     assert stdout == b""
