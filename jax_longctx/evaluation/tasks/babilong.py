@@ -19,6 +19,7 @@ from jax_longctx.evaluation.haystack import open_haystack, source_name
 from jax_longctx.evaluation.tasks.small_worlds import LABELS, RANGES, Story, draw_story
 from jax_longctx.evaluation.tasks.task import (
     Count,
+    PlainTask,
     Sample,
     at_least,
     context_room,
@@ -42,7 +43,7 @@ SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Babilong:
+class Babilong(PlainTask):
     """BABILong: questions about a small story whose facts are spread over a long text.
 
     Attributes:
@@ -108,10 +109,6 @@ class Babilong:
         for stop in self.stop:
             answer = answer.partition(stop)[0]
         return label_score(answer, sample.outputs[0], sample.meta["question"], LABELS[self.kind])
-
-    def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """None."""
-        return {}
 
 
 @functools.cache

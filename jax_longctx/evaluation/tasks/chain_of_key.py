@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from jax_longctx.evaluation.fitting import most_units
 from jax_longctx.evaluation.tasks.task import (
     Count,
+    PlainTask,
     Sample,
     at_least,
     context_room,
@@ -40,7 +41,7 @@ _LISTED = re.compile(r"^Name of key: (\S+)$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChainOfKey:
+class ChainOfKey(PlainTask):
     """Chain-of-key: how far a chain of listed keys goes on without a break.
 
     Attributes:
@@ -49,7 +50,6 @@ class ChainOfKey:
 
     name: str = fixed("chain_of_key")
     metric: str = fixed("share of the chain before its first break")
-    stop: tuple[str, ...] = fixed(())
 
     steps: int = 10
     max_new: int = 128
@@ -57,11 +57,6 @@ class ChainOfKey:
     def __post_init__(self):
         at_least(2, steps=self.steps)
         at_least(1, max_new=self.max_new)
-
-    @property
-    def label(self) -> str:
-        """`chain_of_key`."""
-        return self.name
 
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
         """See `Task`."""
@@ -93,10 +88,6 @@ class ChainOfKey:
     def score(self, answer: str, sample: Sample) -> float:
         """The share of the keys asked for that stand before the first wrong one."""
         return chain_score(answer, _LISTED.findall(sample.context), self.steps)
-
-    def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """None."""
-        return {}
 
 
 class _List:

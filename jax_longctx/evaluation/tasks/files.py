@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from jax_longctx.evaluation.haystack import source_name
 from jax_longctx.evaluation.tasks.file_formats import FORMATS, read_records
 from jax_longctx.evaluation.tasks.file_scores import score_file_answer
-from jax_longctx.evaluation.tasks.task import Count, Sample, at_least, fixed, make_sample
+from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, at_least, fixed, make_sample
 
 __all__ = ["FileTask", "file_tasks"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FileTask:
+class FileTask(PlainTask):
     """A published benchmark's own file: its prompts, its metric.
 
     Attributes:
@@ -27,7 +27,6 @@ class FileTask:
 
     name: str = fixed("longbench")
     metric: str = fixed("the data set's own")
-    stop: tuple[str, ...] = fixed(())
 
     file: str = ""
     answer_tokens: int | None = None

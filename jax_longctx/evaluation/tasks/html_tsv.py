@@ -18,6 +18,7 @@ from jax_longctx.evaluation.fitting import most_units
 from jax_longctx.evaluation.tasks.html_pages import Page
 from jax_longctx.evaluation.tasks.task import (
     Count,
+    PlainTask,
     Sample,
     at_least,
     context_room,
@@ -39,7 +40,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HtmlTsv:
+class HtmlTsv(PlainTask):
     """HTML to TSV: a made-up page's records as a table.
 
     Attributes:
@@ -61,11 +62,6 @@ class HtmlTsv:
             raise ConfigError(
                 f"max_new must be at least output = {self.output}, got {self.max_new}"
             )
-
-    @property
-    def label(self) -> str:
-        """`html_tsv_syn`."""
-        return self.name
 
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
         """See `Task`."""

@@ -17,6 +17,7 @@ from jax_longctx.evaluation.metrics import clean, needlebench, rouge, string_mat
 from jax_longctx.evaluation.tasks.facts import draw_facts
 from jax_longctx.evaluation.tasks.task import (
     Count,
+    PlainTask,
     Sample,
     at_least,
     context_room,
@@ -38,7 +39,7 @@ SEVERAL = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NiahSingle:
+class NiahSingle(PlainTask):
     """Needle in a haystack: where one thing is kept, hidden at every depth of a text.
 
     Attributes:
@@ -48,7 +49,6 @@ class NiahSingle:
 
     name: str = fixed("niah_single")
     metric: str = fixed("names the place")
-    stop: tuple[str, ...] = fixed(())
 
     haystack: str = "topics"
     depths: int = 11
@@ -102,7 +102,7 @@ class NiahSingle:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NiahMulti:
+class NiahMulti(PlainTask):
     """Needles in a haystack: where several things are kept, asked for all together.
 
     Attributes:
@@ -112,7 +112,6 @@ class NiahMulti:
 
     name: str = fixed("niah_multi")
     metric: str = fixed("share of the places named")
-    stop: tuple[str, ...] = fixed(())
 
     haystack: str = "topics"
     needles: int = 11

@@ -15,6 +15,7 @@ from jax_longctx.evaluation.metrics import clean, exact_first_int
 from jax_longctx.evaluation.passkey import SENTENCE, STEM
 from jax_longctx.evaluation.tasks.task import (
     Count,
+    PlainTask,
     Sample,
     at_least,
     context_room,
@@ -33,7 +34,7 @@ QUESTION = "\n\nWhat is the pass key?"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Passkey:
+class Passkey(PlainTask):
     """A five-digit number hidden in a text: is it found at every depth?
 
     Attributes:
@@ -43,7 +44,6 @@ class Passkey:
 
     name: str = fixed("passkey")
     metric: str = fixed("first number is the key")
-    stop: tuple[str, ...] = fixed(())
 
     haystack: str = "noise"
     depths: int = 11
@@ -88,7 +88,3 @@ class Passkey:
     def score(self, answer: str, sample: Sample) -> float:
         """100 where the answer's first number is the key."""
         return exact_first_int(clean(answer, self.stop), sample.outputs[0])
-
-    def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """None."""
-        return {}

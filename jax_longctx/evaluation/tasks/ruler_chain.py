@@ -18,6 +18,7 @@ from jax_longctx.evaluation.haystack import Haystack, open_haystack
 from jax_longctx.evaluation.metrics import clean, string_match_all
 from jax_longctx.evaluation.tasks.task import (
     Count,
+    PlainTask,
     Sample,
     at_least,
     context_room,
@@ -33,7 +34,7 @@ EXAMPLE_TOKENS = 500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VariableTracking:
+class VariableTracking(PlainTask):
     """RULER's variable tracking: the names that a value is handed on to.
 
     Attributes:
@@ -43,7 +44,6 @@ class VariableTracking:
 
     name: str = fixed("vt")
     metric: str = fixed("share of the variables named")
-    stop: tuple[str, ...] = fixed(())
 
     chains: int = 1
     hops: int = 4
@@ -129,10 +129,6 @@ class VariableTracking:
     def score(self, answer: str, sample: Sample) -> float:
         """The share of the variables that the answer names."""
         return string_match_all(clean(answer), sample.outputs)
-
-    def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """None."""
-        return {}
 
 
 def _names(draw: random.Random, number: int, letters: int) -> list[str]:

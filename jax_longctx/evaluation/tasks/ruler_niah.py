@@ -23,6 +23,7 @@ from jax_longctx.evaluation.haystack import open_haystack, source_name
 from jax_longctx.evaluation.metrics import clean, string_match_all
 from jax_longctx.evaluation.tasks.task import (
     Count,
+    PlainTask,
     Sample,
     at_least,
     context_room,
@@ -42,7 +43,7 @@ Kind = Literal["words", "number", "uuid"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RulerNiah:
+class RulerNiah(PlainTask):
     """RULER's needles: the values of keys that are hidden in a text.
 
     Attributes:
@@ -57,7 +58,6 @@ class RulerNiah:
 
     name: str = fixed("niah_single_1")
     metric: str = fixed("share of the values named")
-    stop: tuple[str, ...] = fixed(())
     published: str = fixed("noise")
 
     haystack: str = "noise"
@@ -173,10 +173,6 @@ class RulerNiah:
     def score(self, answer: str, sample: Sample) -> float:
         """The share of the values that the answer names."""
         return string_match_all(clean(answer), sample.outputs)
-
-    def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """None."""
-        return {}
 
 
 class _Distinct:

@@ -22,6 +22,7 @@ from jax_longctx.evaluation.metrics import best_token_f1, clean, string_match_pa
 from jax_longctx.evaluation.tasks.qa_sets import QA_SYN, Question, QuestionSet, read_questions
 from jax_longctx.evaluation.tasks.task import (
     Count,
+    PlainTask,
     Sample,
     at_least,
     context_room,
@@ -36,7 +37,7 @@ INTRO = "Some of the documents below answer a question that comes after them.\n\
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RulerQA:
+class RulerQA(PlainTask):
     """RULER's questions about documents: is the one that answers found among the others?
 
     Attributes:
@@ -46,7 +47,6 @@ class RulerQA:
 
     name: str = fixed("qa_1")
     metric: str = fixed("names an answer")
-    stop: tuple[str, ...] = fixed(())
 
     file: str = QA_SYN
     hops: Literal[1, 2] = 1

@@ -21,6 +21,7 @@ from jax_longctx.evaluation.fitting import most_units
 from jax_longctx.evaluation.metrics import clean, string_match_all
 from jax_longctx.evaluation.tasks.task import (
     Count,
+    PlainTask,
     Sample,
     at_least,
     context_room,
@@ -50,7 +51,7 @@ SHORT = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommonWords:
+class CommonWords(PlainTask):
     """RULER's common words extraction: the words that a long list repeats most.
 
     Attributes:
@@ -61,7 +62,6 @@ class CommonWords:
 
     name: str = fixed("cwe")
     metric: str = fixed("share of the common words named")
-    stop: tuple[str, ...] = fixed(())
 
     words: int = 10
     common: int | None = None
@@ -78,11 +78,6 @@ class CommonWords:
                 raise ConfigError(
                     f"common must be more than other = {self.other}, got {self.common}"
                 )
-
-    @property
-    def label(self) -> str:
-        """`cwe`."""
-        return self.name
 
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
         """See `Task`."""
@@ -115,10 +110,6 @@ class CommonWords:
     def score(self, answer: str, sample: Sample) -> float:
         """The share of the common words that the answer names."""
         return string_match_all(clean(answer), sample.outputs)
-
-    def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """None."""
-        return {}
 
 
 def _growing(
@@ -157,7 +148,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrequentWords:
+class FrequentWords(PlainTask):
     """RULER's frequent words extraction: the words a coded text has most of.
 
     Attributes:
@@ -166,7 +157,6 @@ class FrequentWords:
 
     name: str = fixed("fwe")
     metric: str = fixed("share of the frequent words named")
-    stop: tuple[str, ...] = fixed(())
 
     alpha: float = 2.0
     max_new: int = 50
@@ -175,11 +165,6 @@ class FrequentWords:
         at_least(1, max_new=self.max_new)
         if not 1 < self.alpha < math.inf:
             raise ConfigError(f"alpha must be more than 1, got {self.alpha}")
-
-    @property
-    def label(self) -> str:
-        """`fwe`."""
-        return self.name
 
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
         """See `Task`."""
@@ -211,10 +196,6 @@ class FrequentWords:
     def score(self, answer: str, sample: Sample) -> float:
         """The share of the frequent words that the answer names."""
         return string_match_all(clean(answer), sample.outputs)
-
-    def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """None."""
-        return {}
 
 
 def _coded_text(

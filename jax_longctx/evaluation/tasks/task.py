@@ -14,6 +14,7 @@ from jax_longctx.errors import ConfigError
 
 __all__ = [
     "Count",
+    "PlainTask",
     "Sample",
     "Task",
     "at_least",
@@ -56,6 +57,11 @@ class Sample:
     outputs: tuple[str, ...]
     length: int
     meta: dict[str, Any]
+
+
+def fixed(value: Any) -> Any:
+    """A field that says what the task is, and is none of its settings."""
+    return dataclasses.field(default=value, metadata={"fixed": True})
 
 
 @runtime_checkable
@@ -109,6 +115,23 @@ class Task(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainTask:
+    """What most tasks have in common: their name is their label, and a score is all there is."""
+
+    name: str = fixed("")
+    stop: tuple[str, ...] = fixed(())
+
+    @property
+    def label(self) -> str:
+        """The name."""
+        return self.name
+
+    def parts(self, answer: str, sample: Sample) -> dict[str, float]:
+        """None."""
+        return {}
+
+
 def context_room(count: Count, asked: str, max_new: int, tokens: int) -> int:
     """How many of a prompt's `tokens` are left for its context."""
     return tokens - 1 - count(asked) - max_new
@@ -134,11 +157,6 @@ def make_sample(
     """A sample with its length counted; its context has `tokens` tokens."""
     length = 1 + tokens + count(query + answer_prefix) + max_new
     return Sample(index, context, query, answer_prefix, tuple(outputs), length, meta)
-
-
-def fixed(value: Any) -> Any:
-    """A field that says what the task is, and is none of its settings."""
-    return dataclasses.field(default=value, metadata={"fixed": True})
 
 
 def at_least(least: float, **values: float) -> None:
