@@ -85,6 +85,13 @@ def _optimized(request: pytest.FixtureRequest) -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_one_module() -> Iterator[None]:
+    """Lets go of a module's programs: each maps memory, and a process may have 65,530 mappings."""
+    yield
+    jax.clear_caches()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, with the reason shown, where the run is not on a GPU."""
     if PLATFORM == "cpu":

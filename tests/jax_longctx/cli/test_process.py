@@ -8,8 +8,10 @@ import sys
 import time
 
 # A process whose model is a stand-in: `load` returns an object with the few parts `generate` uses.
+# Ctrl-C is heard also where the tests run in the background of a script.
 STAND_IN = """
-import sys, time, types
+import signal, sys, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import jax_longctx
 from jax_longctx.cli.main import main
 
