@@ -82,6 +82,7 @@ def test_nothing_left_out_has_full_attentions_weights(name):
     np.testing.assert_allclose(weights, dense_weights(TEXT)[:, :, -QUERIES:], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_was_evicted_has_no_weight():
     """StreamingLLM: the first 4 and the newest, of 20 tokens that were there before a token."""
     engine = engine_of(StreamingLLM(budget=20, chunk=8))

@@ -162,6 +162,7 @@ def test_a_run_that_was_killed_at_any_write_computes_nothing_twice(
     assert fatal == 5
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_more_of_everything(small, tiny, tmp_path, computed):
     evaluate(tiny, tmp_path, config(trials=2))
     first = without_times(read_rows(tmp_path))
@@ -224,6 +225,7 @@ def test_a_method_that_refuses_the_model_is_a_reason_too(small, tiny, tmp_path, 
     assert "measures" in rows["full", "small", 64, 0] and computed == [1]
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, monkeypatch):
     answers, shapes = compute._answers, []
 
@@ -294,6 +296,7 @@ def test_two_devices_share_the_rows_and_give_the_same(small, tiny, tmp_path):
     assert two == one
 
 
+@pytest.mark.slow
 def test_settings_may_be_shares_of_the_length(small, tiny, tmp_path):
     rows = evaluate(tiny, tmp_path, config(("streaming-llm:budget=L/2,chunk=16",), trials=1))
     assert rows[0]["label"] == "streaming-llm budget=L/2 chunk=16"

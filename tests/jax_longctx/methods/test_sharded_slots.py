@@ -42,6 +42,7 @@ def logits(name, shards, lengths):
     return np.stack([last_logits(step) for step in seen if step.segment.role == "decode"], axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shards"),
     [

@@ -130,6 +130,7 @@ def shape_of(engine):
     return programs.cache_shapes(engine.setup, 1, 256, 8)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "length"), [pytest.param(128, 100, marks=pytest.mark.thorough), (64, 128)]
 )

@@ -55,6 +55,7 @@ def mark(names, quick):
     return [n if n == quick else pytest.param(n, marks=pytest.mark.thorough) for n in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark(DECODES, "resa"))
 def test_two_blocks_decode_as_the_method_alone(name):
     """Two blocks on two shards are full attention: keys, pages and mean queries are all there."""
@@ -79,6 +80,7 @@ def test_a_budget_for_all_is_star_with_full_attention(name):
     assert np.abs(found[1] - found[2]).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [(1, 4, 1), pytest.param((1, 1, 1), marks=pytest.mark.thorough)], ids=str
 )
