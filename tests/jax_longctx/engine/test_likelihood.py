@@ -96,7 +96,7 @@ def test_what_a_method_answers_is_what_it_finds_most_likely(name):
         np.testing.assert_allclose(other.logprobs[:-1], one.logprobs[:-1], atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "through"), WAYS_OF_EVERY)
 def test_no_token_helps_to_predict_an_earlier_one(name, through):
     """Every token but the first of the continuation replaced: its own likelihood stays."""

@@ -35,7 +35,7 @@ def test_run_writes_rows_and_a_report_and_goes_on(run, loads, small, tmp_path):
     assert (out / "report.html").read_bytes() == page
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_report_of_two_folders(run, loads, small, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert run(*RUN, "-o", one).exit_code == 0
@@ -69,7 +69,7 @@ def test_a_file_in_place_of_options(run, loads, small, tmp_path):
     assert "unknown key in [part]: trails; did you mean trials?" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.optimized
 @pytest.mark.parametrize("optimize", [True, False])
 def test_programs_may_be_compiled_in_less_time(run, loads, small, tmp_path, optimize):

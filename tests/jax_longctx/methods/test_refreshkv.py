@@ -215,7 +215,7 @@ def test_ragged_rows_equal_numpy_row_by_row(changes):
     compare(decode(**changes), dataclasses.replace(METHOD, **changes))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_ratio_is_of_the_prompt_whatever_the_capacity():
     """Thrice the slots make a list thrice as long, of which a row fills what its prompt says."""
     ratio = {"budget": None, "ratio": 0.2}

@@ -107,7 +107,7 @@ def selective(cache):
 
 
 # What quest does alone, it does in `resa` too.
-HEAVY = {"resa rebuild": pytest.mark.thorough, "resa ada": pytest.mark.slow} | dict.fromkeys(
+HEAVY = {"resa rebuild": pytest.mark.thorough, "resa ada": pytest.mark.thorough} | dict.fromkeys(
     ["quest", "arkvale", "arkvale resident", "resa frozen"], pytest.mark.thorough
 )
 
