@@ -12,6 +12,7 @@ from tests.train_cpt.tiny_run import tiny_setup
 from train_cpt import bench
 
 
+@pytest.mark.slow
 def test_a_step_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "preset", lambda name: tiny_config(num_layers=1))
     words = ["train", "bench", "--length", "16", "--rows", "4", "--steps", "2", "--tail", "4"]

@@ -82,6 +82,7 @@ def test_a_failure_is_a_row_and_the_others_run():
     assert "| broken | ValueError: no such / thing |" in table and "| 1.00x |" in table
 
 
+@pytest.mark.thorough
 def test_the_step_with_resa_corrects_the_sparse_one():
     """Where nearly all mass is the prior's, its output comes back."""
     case = next(c for c in kernels.cases(512) if c.operation == "resa_step")

@@ -244,6 +244,7 @@ def test_it_7_the_engines_chunk_changes_nothing():
     assert sizes[0] == sizes[1] == sizes[2] == [(2, 8)] * 10
 
 
+@pytest.mark.thorough
 def test_2x2x2():
     """Also a window, first tokens and units on both shards of the slots."""
     engine = tiny_engine(method_of(SMALL), mesh=make_mesh(2, 2, 2), config=ONE_LAYER)

@@ -194,6 +194,7 @@ def test_e7_on_a_mesh_with_a_larger_buffer():
     check_logits(engine, SMALL, rows)
 
 
+@pytest.mark.thorough
 def test_e12_released_behaviour_on_sharded_slots():
     """Tiles of 128 cross the borders of the shards, heads are scrambled over theirs.
 

@@ -217,9 +217,8 @@ def test_ragged_rows_equal_numpy_row_by_row(changes):
 
 @pytest.mark.thorough
 def test_a_ratio_is_of_the_prompt_whatever_the_capacity():
-    """Thrice the slots make a list thrice as long, of which a row fills what its prompt says."""
-    ratio = {"budget": None, "ratio": 0.2}
-    seen = decode(slots=384, **ratio)
+    """Thrice the slots make a longer list, of which a row fills what its prompt says."""
+    seen = decode(slots=384, **(ratio := {"budget": None, "ratio": 0.2}))
     assert seen[0].caches[0].order.chosen.shape[2] == 77
     compare(seen, dataclasses.replace(METHOD, **ratio))
     assert [step.lists for step in seen] == [step.lists for step in decode(**ratio)]

@@ -104,6 +104,7 @@ def test_r6_keys_and_values_are_sent_once_less_than_there_are_shards(order, back
     assert layer == 2 * (3 + back)
 
 
+@pytest.mark.thorough
 def test_a_context_can_be_empty_or_hold_an_empty_row():
     engine = engine_of((1, 2, 1))
     for contexts in ([[]], [[], CONTEXTS[1]]):

@@ -144,6 +144,7 @@ def test_s1_s2_one_block_and_two_are_full_attention(block, length):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_s10_only_the_answers_tokens_are_appended():
     context = engine_of(STAR, (1, 2, 1)).prefill([CONTEXTS[1]], reserve=16)
     engine = engine_of(STAR, (1, 2, 1))
