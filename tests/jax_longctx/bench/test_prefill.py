@@ -29,7 +29,7 @@ def bench(*args):
     return CliRunner().invoke(app, ["bench", "prefill", "--model", "tiny", *args])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_figures_follow_from_each_other(tiny_preset, tmp_path):
     out = tmp_path / "found.json"
     args = ["-m", "ring", "-m", "star:anchor_kv=broadcast", "--case", "1024:256", "--mesh", "seq=4"]

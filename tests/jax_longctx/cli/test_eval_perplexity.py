@@ -82,7 +82,7 @@ def test_mistakes_are_named_before_anything_runs(run, loads, text):
         assert result.stderr.count("\n") == 1 and message in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_agreement_with_full_attention(run, loads, text, tmp_path):
     out = tmp_path / "runs.json"
     args = ["eval", "agreement", "-c", "model", "--text", text, "--length", "90", "--score", "5"]

@@ -55,7 +55,7 @@ def mark(names, quick):
     return [n if n == quick else pytest.param(n, marks=pytest.mark.thorough) for n in names]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mark(DECODES, "resa"))
 def test_two_blocks_decode_as_the_method_alone(name):
     """Two blocks on two shards are full attention: keys, pages and mean queries are all there."""
