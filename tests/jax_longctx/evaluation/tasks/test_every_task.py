@@ -1,7 +1,6 @@
 """What holds for every task: length, repetition, an answerer that reads the prompt and is right."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,8 +8,8 @@ from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import TASKS, Sample, Task, describe, make_task
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.evaluation.tasks.cases import CASES
+from tests.smollm2 import write_tokenizer
 
-TOKENIZER = Path(__file__).parents[4] / "demo-model" / "tokenizer"
 everywhere = pytest.mark.parametrize("name", CASES)
 
 
@@ -37,11 +36,11 @@ def short_sentences(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def real():
-    """The demo's tokenizer and its count of tokens."""
-    if not TOKENIZER.exists():
-        pytest.skip("needs `make demo`'s tokenizer")
-    tokenizer = Tokenizer.load(TOKENIZER)
+def real(tmp_path_factory):
+    """SmolLM2's tokenizer and its count of tokens."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.load(folder)
     return tokenizer, lambda text: len(tokenizer.encode(text))
 
 
