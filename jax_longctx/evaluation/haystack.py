@@ -121,25 +121,25 @@ class Haystack:
         sizes = [0]
         depths, sentences = zip(*needles, strict=True) if needles else ((), ())
 
-        def grown(units: int) -> list[int]:
-            """The tokens before each of the first `units` borders, and before the next."""
+        def around(units: int) -> int:
+            """The tokens of the first `units` pieces; `sizes` is then known up to there."""
             while len(sizes) <= units:
                 piece = (start + len(sizes) - 1) % len(self.pieces)
                 # At least one: a text of which nothing counts would never fill anything.
                 sizes.append(sizes[-1] + max(1, self.sizes[piece]))
-            return sizes[: units + 1]
+            return sizes[units]
 
         def filled(units: int) -> Filled:
-            before = grown(units)
-            borders = [bisect.bisect_left(before, depth * before[-1]) for depth in depths]
+            whole = around(units)
+            borders = [bisect.bisect_left(sizes, depth * whole, 0, units + 1) for depth in depths]
             chosen = [self.pieces[(start + i) % len(self.pieces)] for i in range(units)]
             text = head + _set_in(chosen, borders, sentences, inline)
-            found = tuple(before[border] for border in borders)
-            return Filled(text, found, before[-1], self.count(text))
+            found = tuple(sizes[border] for border in borders)
+            return Filled(text, found, whole, self.count(text))
 
         room = tokens - self.count(head + "".join(f"\n\n{each}\n\n" for each in sentences))
         guess = 0
-        while room > 0 and grown(guess + 1)[-1] <= room:
+        while room > 0 and around(guess + 1) <= room:
             guess += 1
         average = sum(self.sizes) / len(self.sizes)
         tried: dict[int, Filled] = {}
