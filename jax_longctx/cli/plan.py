@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 ARITHMETIC = "arithmetic over shapes"
+COMPILED = (
+    "temporaries are the most that a compiled program takes; the rest is arithmetic over shapes, "
+    "the largest context with the compiled temporaries in proportion"
+)
 ROOFLINE = "arithmetic over the constants above; not measured"
 
 
@@ -100,13 +104,37 @@ def _planned(
     made = make_plan(request, sizes)
     compiled = None
     if compiles:
-        from jax_longctx.planning.compiled import compile_plan
+        made, compiled = _compile(request, made, terminal)
+    record = _as_record(request, made, settings_of(request.method), proposed=mesh is None)
+    if compiled is not None:
+        record["memory_bytes"]["source"] = COMPILED
+    return {**record, "compiled": compiled}
 
-        with terminal.waiting("compiling"):
-            compiled = compile_plan(request, made.mesh)
-    return {
-        **_as_record(request, made, settings_of(request.method), proposed=mesh is None),
-        "compiled": compiled and {name: dataclasses.asdict(c) for name, c in compiled.items()},
+
+def _compile(
+    request: "PlanRequest", made: "Plan", terminal: Terminal
+) -> tuple["Plan", dict[str, Any]]:
+    """The plan with the compiled programs' temporaries, and what is told of these."""
+    from jax_longctx.planning import make_plan
+    from jax_longctx.planning.compiled import compile_plan, most_temporaries
+
+    doing = ""
+
+    def tell(name: str, done: int, count: int) -> None:
+        nonlocal doing
+        doing = name
+        update(done, count)
+
+    with terminal.progress("compiling", "programs", lambda: doing) as update:
+        found = compile_plan(request, made.mesh, tell)
+    made = make_plan(request, made.mesh, temporaries=most_temporaries(found))
+    largest = max(found, key=lambda name: found[name].held)
+    return made, {
+        "programs": {name: dataclasses.asdict(each) for name, each in found.items()},
+        "most_held_by": largest,
+        "fits": made.fits and found[largest].held <= made.memory,
+        "source": "the target's compiler, of every program that a run uses; `held` adds weights "
+        "and caches that a program does not read, by their shapes",
     }
 
 
@@ -194,11 +222,12 @@ def _show(record: dict[str, Any]) -> None:
 
 def _memory_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
     memory = record["memory_bytes"]
-    rows = [
-        (f"{name}, each device", shown_bytes(memory[name]), "arithmetic")
-        for name in ("weights", "cache", "temporaries")
-    ]
-    total = sum(memory[name] for name in ("weights", "cache", "temporaries"))
+    names = ("weights", "cache", "temporaries")
+    source = dict.fromkeys(names, "arithmetic")
+    if record["compiled"]:
+        source["temporaries"] = "compiled: the most that a program takes"
+    rows = [(f"{name}, each device", shown_bytes(memory[name]), source[name]) for name in names]
+    total = sum(memory[name] for name in names)
     return [*rows, ("together", shown_bytes(total), f"of {shown_bytes(memory['available'])}")]
 
 
@@ -225,20 +254,20 @@ def _work_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _compiled_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
-    what = {"prefill": "first segment", "decode": "decode step"}
+    compiled = record["compiled"] or {"programs": {}}
     return [
         (
-            f"{what[name]}, compiled",
-            shown_bytes(found["arguments"] + found["temporaries"]),
+            f"{name}, compiled",
+            shown_bytes(found["held"]),
             f"of which temporaries {shown_bytes(found['temporaries'])}; {found['collectives']:,} "
             f"collectives of {shown_bytes(found['moved'])}; compiled in {found['seconds']:.0f} s",
         )
-        for name, found in (record["compiled"] or {}).items()
+        for name, found in compiled["programs"].items()
     ]
 
 
 def _verdict(record: dict[str, Any]) -> str:
-    memory = record["memory_bytes"]
+    memory, compiled = record["memory_bytes"], record["compiled"]
     largest, context = memory["largest_context"], record["context"]
     if memory["weights"] >= memory["available"] or largest == 0:
         return "does not fit: no context does; take more devices along tensor, or larger ones"
@@ -247,10 +276,12 @@ def _verdict(record: dict[str, Any]) -> str:
         if largest is None
         else (f"the largest context that fits is about {largest:,} tokens")
     )
-    for name, found in (record["compiled"] or {}).items():
-        if found["arguments"] + found["temporaries"] > memory["available"]:
-            return f"does not fit: {name}, as compiled, needs more memory than there is"
-    return f"{'fits' if memory['fits'] else f'{context:,} tokens do not fit'}; {bound}"
+    if compiled is None:
+        return f"{'fits' if memory['fits'] else f'{context:,} tokens do not fit'}; {bound}"
+    name = compiled["most_held_by"]
+    held = shown_bytes(compiled["programs"][name]["held"])
+    verdict = "fits" if compiled["fits"] else f"{context:,} tokens do not fit"
+    return f"{verdict}: as compiled, {name!r} holds the most, {held}; {bound}"
 
 
 def _flops(count: float) -> str:

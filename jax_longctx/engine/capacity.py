@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jax_longctx.engine.distributed import least
 from jax_longctx.errors import CapacityError
-from jax_longctx.sharding import leaf_axes, tree_shardings
+from jax_longctx.sharding import AnyMesh, leaf_axes, tree_shardings
 
 __all__ = ["available_bytes", "bucket", "bytes_per_device", "check_fits", "format_bytes", "grow"]
 
@@ -33,7 +33,7 @@ def bucket(tokens: int, seq_shards: int = 1) -> int:
     return -(-max(tokens, 1) // step) * step
 
 
-def bytes_per_device(mesh: Mesh, abstract: Any) -> int:
+def bytes_per_device(mesh: AnyMesh, abstract: Any) -> int:
     """Bytes that a tree of caches (shapes will do) takes on each device of the mesh."""
     arrays = jax.tree.leaves(abstract)
     shardings = jax.tree.leaves(tree_shardings(mesh, abstract))

@@ -18,7 +18,7 @@ from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.sharding import tree_shardings
 
-__all__ = ["Footprint", "answering_caches", "footprint", "read_bytes"]
+__all__ = ["Footprint", "answering_caches", "footprint", "read_bytes", "staged_caches"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +61,19 @@ def answering_caches(
     setup: programs.Setup, batch: int, context: int, reserve: int
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Shapes of every layer's empty cache, and of the one that an answer is read from."""
-    empty = _empty(setup, batch, context, reserve)
-    answering = _finished(setup, empty, "context", reserve)
-    if setup.method.info.shrinks:
-        answering = _finished(setup, answering, "question", bucket(reserve))
+    empty, _, answering = staged_caches(setup, batch, context, reserve)
     return empty, answering
+
+
+def staged_caches(
+    setup: programs.Setup, batch: int, context: int, reserve: int
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Shapes of every layer's cache: empty, after the context, and while answering."""
+    empty = _empty(setup, batch, context, reserve)
+    kept = answering = _finished(setup, empty, "context", reserve)
+    if setup.method.info.shrinks:
+        answering = _finished(setup, kept, "question", bucket(reserve))
+    return empty, kept, answering
 
 
 def _empty(setup: programs.Setup, batch: int, context: int, reserve: int) -> tuple[Any, ...]:

@@ -41,6 +41,7 @@ __all__ = [
     "decode_block",
     "decode_steps",
     "finish_context",
+    "finish_donated",
     "finish_question",
     "init_caches",
     "model_of",
@@ -219,7 +220,7 @@ def finish_context(
     with warnings.catch_warnings():
         # A cache that shrinks cannot be finished in place, which jit would report.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return _finish_donated(setup, caches, total, "context", reserve)
+        return finish_donated(setup, caches, total, "context", reserve)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="reserve")
@@ -260,7 +261,7 @@ def _finish(
     )
 
 
-_finish_donated = jax.jit(_finish, static_argnums=(0, 3, 4), donate_argnums=1)
+finish_donated = jax.jit(_finish, static_argnums=(0, 3, 4), donate_argnums=1)
 
 
 @jax.tree_util.register_dataclass

@@ -10,24 +10,18 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from jax_longctx.contract import step_variant
-from jax_longctx.engine import Sampling, programs
-from jax_longctx.engine.capacity import bucket
-from jax_longctx.engine.engine import BLOCK
-from jax_longctx.engine.footprint import answering_caches
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.planning.plan import PlanRequest
-from jax_longctx.planning.work import abstract_tree, first_segment
-from jax_longctx.sharding import make_mesh, tree_shardings
+from jax_longctx.planning.used import Kind, UsedProgram, used_programs
+from jax_longctx.sharding import make_mesh
 
-__all__ = ["Compiled", "compile_plan"]
+__all__ = ["Compiled", "compile_plan", "most_temporaries"]
 
 _COLLECTIVE = re.compile(
     r"= (?P<shape>.*?) (?:all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)"
@@ -42,52 +36,52 @@ class Compiled:
     """What the compiler says of one program, on each device.
 
     Attributes:
-      arguments: bytes of weights and caches.
+      kind: `context`, `finish`, `question` or `decode` (see `planning.used`).
+      arguments: bytes of weights and caches that the program reads.
       temporaries: bytes beside them, results that are not in place included.
+      held: bytes in memory while it runs: all weights and caches, also those that it does not
+        read, and the temporaries.
       collectives: how many there are, of one decode step or one segment.
       moved: bytes of their results.
-      seconds: that compiling took.
+      seconds: that lowering and compiling took.
     """
 
+    kind: Kind
     arguments: int
     temporaries: int
+    held: int
     collectives: int
     moved: int
     seconds: float
 
 
-def compile_plan(request: PlanRequest, sizes: dict[str, int]) -> dict[str, Compiled]:
-    """`prefill` (the first segment) and `decode` (a block of steps, of which one is counted).
+def compile_plan(
+    request: PlanRequest,
+    sizes: dict[str, int],
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Compiled]:
+    """Every program that a run would use, by name and in the order of first use.
+
+    Args:
+      progress: called before each with its name, the number of those done, and of all.
 
     Raises:
       InputError: the target cannot be compiled for here.
     """
     mesh = make_mesh(**sizes, devices=_devices(request, math.prod(sizes.values())))
-    setup, rows = request.setup(mesh), request.rows(sizes)
-    slots = bucket(request.context + request.reserve + 1, sizes.get("seq", 1))
-    params = abstract_tree(setup)
-    total = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    empty, answering = answering_caches(setup, rows, request.context, request.reserve)
-    segment = first_segment(setup, rows, request.context, slots)
+    used = used_programs(request, request.setup(mesh), request.rows(sizes))
+    compiled = {}
     with _no_persistent_cache():
-        prefill = _compiled(
-            programs.run_segment.lower(
-                setup, params, _placed(setup, empty), segment, total, None, "none"
-            )
-        )
-        decode = _compiled(
-            programs.decode_block.lower(
-                setup,
-                params,
-                _placed(setup, answering),
-                _state(rows),
-                total,
-                jax.ShapeDtypeStruct((), jnp.int32),
-                jax.ShapeDtypeStruct((3,), jnp.float32),
-                (BLOCK, step_variant(setup.method, 1), Sampling().static()),
-            )
-        )
-    return {"prefill": prefill, "decode": decode}
+        for done, program in enumerate(used):
+            if progress is not None:
+                progress(program.name, done, len(used))
+            compiled[program.name] = _compiled(program)
+    return compiled
+
+
+def most_temporaries(compiled: dict[str, Compiled]) -> int:
+    """The most that any program takes which runs the model."""
+    return max(each.temporaries for each in compiled.values() if each.kind != "finish")
 
 
 def _devices(request: PlanRequest, count: int) -> list[Any]:
@@ -125,42 +119,21 @@ def _tpu_devices(topology: str) -> list[Any]:
     return list(described.devices)
 
 
-def _placed(setup: programs.Setup, caches: Any) -> Any:
-    """Shapes with their shardings."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        caches,
-        tree_shardings(setup.mesh, caches),
-    )
-
-
-def _state(rows: int) -> programs.DecodeState:
-    def each(dtype: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    return programs.DecodeState(
-        token=each(jnp.int32, rows),
-        done=each(jnp.bool_, rows),
-        count=each(jnp.int32, rows),
-        limit=each(jnp.int32, rows),
-        stops=each(jnp.int32, 2),
-        seen=None,
-        finite=each(jnp.bool_, rows),
-        seed=each(jnp.uint32),
-    )
-
-
-def _compiled(lowered: Any) -> Compiled:
+def _compiled(used: UsedProgram) -> Compiled:
     begun = time.perf_counter()
-    program = lowered.compile()
+    program = used.lower().compile()
     seconds = time.perf_counter() - begun
     memory = program.memory_analysis()
     collectives, moved = count_collectives(program.as_text())
+    arguments = memory.argument_size_in_bytes
+    temporaries = (
+        memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    )
     return Compiled(
-        arguments=memory.argument_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes,
+        kind=used.kind,
+        arguments=arguments,
+        temporaries=temporaries,
+        held=max(arguments, used.resident) + temporaries,
         collectives=collectives,
         moved=moved,
         seconds=seconds,

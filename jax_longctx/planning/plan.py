@@ -81,7 +81,7 @@ class Plan:
     Attributes:
       mesh: sizes of the axes.
       weights, cache, temporaries: bytes; of the caches the most at any time, of the temporaries an
-        estimate of a prefill pass's activations.
+        estimate of a prefill pass's activations, or what was compiled.
       memory: bytes that the device has.
       fits: whether they do, with the tenth of what is left that the engine keeps free.
       largest: the longest context that fits, in tokens; None where it does not depend on it.
@@ -106,8 +106,18 @@ class Plan:
         return self.weights + self.cache + self.temporaries
 
 
-def make_plan(request: PlanRequest, sizes: dict[str, int], *, largest: bool = True) -> Plan:
+def make_plan(
+    request: PlanRequest,
+    sizes: dict[str, int],
+    *,
+    largest: bool = True,
+    temporaries: int | None = None,
+) -> Plan:
     """The plan on a mesh of `sizes`.
+
+    Args:
+      temporaries: what the compiled programs were found to take (`compiled.most_temporaries`), in
+        place of the estimate, which is scaled to it at other lengths.
 
     Raises:
       ConfigError: method, model and mesh do not go together, or the target has fewer devices.
@@ -122,7 +132,10 @@ def make_plan(request: PlanRequest, sizes: dict[str, int], *, largest: bool = Tr
     shape = tuple(sizes.values())
     mesh = AbstractMesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     setup, rows, chip = request.setup(mesh), request.rows(sizes), request.target.chip
-    held = _memory(setup, request, rows, request.context)
+    scale = 1.0
+    if temporaries is not None:
+        scale = temporaries / _temporaries(setup, request, rows, request.context)
+    held = _memory(setup, request, rows, request.context, scale)
     read = _caches(setup, request, rows, request.context).read
     prefill = prefill_work(setup, batch=rows, context=request.context, reserve=request.reserve)
     decode = decode_work(setup, batch=rows, context=request.context, read=read)
@@ -134,7 +147,7 @@ def make_plan(request: PlanRequest, sizes: dict[str, int], *, largest: bool = Tr
         temporaries=held[2],
         memory=chip.memory,
         fits=_fits(held, chip),
-        largest=_largest(setup, request, rows) if largest else None,
+        largest=_largest(setup, request, rows, scale) if largest else None,
         prefill=prefill,
         decode=decode,
         first_token=_prefill_seconds(prefill, chip) + step,
@@ -191,11 +204,12 @@ def _caches(setup: programs.Setup, request: PlanRequest, rows: int, context: int
 
 
 def _memory(
-    setup: programs.Setup, request: PlanRequest, rows: int, context: int
+    setup: programs.Setup, request: PlanRequest, rows: int, context: int, scale: float
 ) -> tuple[int, int, int]:
-    """Bytes on a device: weights, caches at their most, temporaries of a prefill pass."""
+    """Bytes on a device: weights, caches at their most, temporaries (the estimate, scaled)."""
     cache = _caches(setup, request, rows, context).peak
-    return weight_bytes(setup), cache, _temporaries(setup, request, rows, context)
+    temporaries = round(scale * _temporaries(setup, request, rows, context))
+    return weight_bytes(setup), cache, temporaries
 
 
 def _temporaries(setup: programs.Setup, request: PlanRequest, rows: int, context: int) -> int:
@@ -223,12 +237,12 @@ def _fits(held: tuple[int, int, int], chip: Chip) -> bool:
     return cache <= USABLE * (chip.memory - weights - temporaries)
 
 
-def _largest(setup: programs.Setup, request: PlanRequest, rows: int) -> int | None:
+def _largest(setup: programs.Setup, request: PlanRequest, rows: int, scale: float) -> int | None:
     """The longest context that fits, 0 where none does; None where memory does not bound it."""
     chip = request.target.chip
 
     def held(context: int) -> tuple[int, int, int]:
-        return _memory(setup, request, rows, context)
+        return _memory(setup, request, rows, context, scale)
 
     def need(context: int) -> float:
         weights, cache, temporaries = held(context)

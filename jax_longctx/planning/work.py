@@ -27,7 +27,15 @@ from jax_longctx.engine.footprint import read_bytes
 from jax_longctx.models.llama import param_infos
 from jax_longctx.sharding import logical_sharding
 
-__all__ = ["Work", "decode_work", "first_segment", "prefill_work", "weight_bytes"]
+__all__ = [
+    "Work",
+    "abstract_tree",
+    "context_segments",
+    "decode_work",
+    "first_segment",
+    "prefill_work",
+    "weight_bytes",
+]
 
 # Lengths at which the keys that a token attends to are asked for.
 SAMPLES = 8
@@ -73,24 +81,28 @@ def weight_bytes(setup: programs.Setup) -> int:
 
 def first_segment(setup: programs.Setup, batch: int, context: int, slots: int) -> Segment | None:
     """The first piece of the context as the method feeds it; None of an empty one."""
-    return next(_segments(setup, batch, context, slots), None)
+    return next(context_segments(setup, batch, context, slots), None)
 
 
-def _prompt(setup: programs.Setup, batch: int, context: int, slots: int) -> Prompt:
+def _prompt(
+    setup: programs.Setup, batch: int, context: int, slots: int, question: int = QUESTION
+) -> Prompt:
     return Prompt(
         "context",
         setup.chunk,
         context=[range(context)] * batch,
-        question=[range(QUESTION)] * batch if setup.method.info.needs_question else None,
+        question=[range(question)] * batch if setup.method.info.needs_question else None,
         slots=slots,
         shards=setup.mesh.shape["seq"],
         vocab_size=context,
     )
 
 
-def _segments(setup: programs.Setup, batch: int, context: int, slots: int) -> Iterator[Segment]:
-    """The pieces of the context as the method feeds them."""
-    return iter(setup.method.segments(_prompt(setup, batch, context, slots)))
+def context_segments(
+    setup: programs.Setup, batch: int, context: int, slots: int, question: int = QUESTION
+) -> Iterator[Segment]:
+    """The pieces of the context as the method feeds them, where it is told the question's size."""
+    return iter(setup.method.segments(_prompt(setup, batch, context, slots, question)))
 
 
 def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: int) -> Work:
@@ -180,7 +192,7 @@ def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[Prefil
         work = method.prefill_work(_prompt(setup, 1, context, slots))
         return work, work.passes, segment.spread
     if segment.spread:
-        most = [int(np.max(each.valid)) for each in _segments(setup, 1, context, slots)]
+        most = [int(np.max(each.valid)) for each in context_segments(setup, 1, context, slots)]
         tokens = sum(most)
         return PrefillWork(tokens, tokens * (tokens + 1) / 2), len(most), True
     # Columns beside the text's own (an instruction) are computed with every segment.

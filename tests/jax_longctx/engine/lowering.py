@@ -109,7 +109,7 @@ def compile_segment(
 def compile_finish(setup: programs.Setup, batch: int, slots: int) -> jax.stages.Compiled:
     """The end of the context."""
     caches = sharded_caches(setup, batch, slots)
-    return programs._finish_donated.lower(setup, caches, _ints(batch), "context", 0).compile()
+    return programs.finish_donated.lower(setup, caches, _ints(batch), "context", 0).compile()
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:

@@ -41,7 +41,7 @@ def test_claims_are_what_the_compiler_counts(name):
     slots = bucket(CONTEXT + RESERVE + 1)
     empty = programs.abstract_caches(setup, BATCH, slots, RESERVE)
     total = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
-    finish = programs._finish_donated
+    finish = programs.finish_donated
     taken, made, _ = compiled(finish, setup, empty, total, "context", RESERVE)
     # XLA leaves out what `finish` drops unread, which is in memory all the same.
     peaks = [max(taken, size_of(empty)) + made]

@@ -252,9 +252,10 @@ def test_sixteen_v5e_chips_are_compiled_for(method, sizes):
     held = plan.weights + plan.cache
     assert compiled["decode"].arguments == pytest.approx(held, rel=0.05)
     # A ring writes the caches it is given without reading them, so that they are no arguments.
-    prefill = compiled["prefill"]
-    assert 0.95 * held < prefill.arguments + prefill.temporaries
+    assert compiled["decode"].held < 1.05 * (held + compiled["decode"].temporaries)
+    assert all(each.held > 0.95 * held for each in compiled.values())
     for program in compiled.values():
-        assert program.collectives > 0 and program.moved > 0
+        # The end of the context is every shard's own.
+        assert (program.collectives > 0) == (program.moved > 0) == (program.kind != "finish")
     # The cache is updated in place.
     assert compiled["decode"].temporaries < plan.cache / 2

@@ -1,0 +1,215 @@
+"""A plan compiles the programs that a run uses: no other shapes, and none left out."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jax_longctx.cli.main import app
+from jax_longctx.engine import Engine, programs
+from jax_longctx.engine.capacity import bytes_per_device
+from jax_longctx.engine.footprint import staged_caches
+from jax_longctx.methods import make_method
+from jax_longctx.models.llama import init_params
+from jax_longctx.planning import PlanRequest, make_plan, parse_target
+from jax_longctx.planning.compiled import Compiled, compile_plan, most_temporaries
+from jax_longctx.planning.used import used_programs
+from jax_longctx.planning.work import weight_bytes
+from jax_longctx.sharding import make_mesh
+from tests.small_methods import small_method
+from tests.support import tiny_config
+
+RESERVE, CHUNK = 40, 32
+# Functions of `engine.programs`, with the arguments that a program is compiled for.
+FUNCTIONS = ("run_segment", "finish_donated", "finish_question", "decode_block")
+HF_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def request(method, context, batch=1, target="cpux8", layers=2):
+    return PlanRequest(
+        config=tiny_config(num_layers=layers),
+        method=method,
+        target=parse_target(target),
+        context=context,
+        batch=batch,
+        reserve=RESERVE,
+        chunk=CHUNK,
+        dtype="float32",
+    )
+
+
+def signature(name, args, kwargs):
+    """What `jit` tells programs apart by: static values, and shapes and dtypes of arrays."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    shapes = [
+        (np.shape(leaf), str(leaf.dtype)) if hasattr(leaf, "dtype") else leaf for leaf in leaves
+    ]
+    return name, str(structure), str(shapes)
+
+
+class Watched:
+    """Stands in for a program: notes what it is called with, and gives zeros for what it would."""
+
+    def __init__(self, name, seen):
+        self.name, self.real, self.seen = name, getattr(programs, name), seen
+        self.answered = 0
+
+    def __call__(self, *args, **kwargs):
+        self.seen.add(signature(self.name, args, kwargs))
+        shapes = self.real.eval_shape(*args, **kwargs)
+        given = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        if self.name != "decode_block":
+            return given
+        caches, state, chosen = given
+        self.answered += int(args[5])
+        done = jnp.full_like(state.done, self.answered >= RESERVE - 2)
+        return caches, dataclasses.replace(state, done=done, finite=~state.finite), chosen
+
+
+def programs_of_a_run(wanted, mesh, monkeypatch):
+    """What an engine calls for a context, a question and an answer that fill the reserve."""
+    config = wanted.config
+    engine = Engine(config, init_params(config, mesh), wanted.method, mesh, chunk=CHUNK)
+    rows = [[1 + token % 50 for token in range(wanted.context)]] * wanted.batch
+    found = set()
+    # The longest question and the longest answer that the reserve has room for.
+    for asked, answered, names in (
+        (RESERVE - 1, 1, ("run_segment", "finish_donated", "finish_question")),
+        (1, RESERVE - 1, ("decode_block",)),
+    ):
+        questions = [[3] * asked] * wanted.batch
+        with monkeypatch.context() as patch:
+            for name in FUNCTIONS:
+                seen = found if name in names else set()
+                patch.setattr(programs, name, Watched(name, seen))
+            context = engine.prefill(rows, reserve=RESERVE, questions=questions)
+            list(engine.stream(context, questions, max_tokens=answered, stop_ids=(62, 63)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "context", "sizes"),
+    [
+        # Three chunks and one of a quarter; a full step beside the partial ones.
+        (small_method("refreshkv"), 100, {}),
+        # Anchors, whole blocks in turns, the last one short.
+        (make_method("star", {"block": 32, "anchor": 8}), 200, {"seq": 2}),
+        # An instruction beside each chunk, known before the context.
+        (small_method("citrus"), 100, {"data": 2}),
+        # Caches of their own for the answer.
+        (small_method("snapkv"), 100, {}),
+    ],
+    ids=["refreshkv", "star", "citrus", "snapkv"],
+)
+def test_the_programs_are_those_of_a_run(method, context, sizes, monkeypatch):
+    mesh = make_mesh(**sizes)
+    wanted = request(method, context, batch=sizes.get("data", 1))
+    setup = wanted.setup(mesh)
+    used = used_programs(wanted, setup, wanted.batch)
+    names = {id(getattr(programs, name)): name for name in FUNCTIONS}
+    planned = [signature(names[id(each.function)], each.args, each.kwargs) for each in used]
+    assert len(set(planned)) == len(planned)
+    assert set(planned) == programs_of_a_run(wanted, mesh, monkeypatch)
+    assert len({each.name for each in used}) == len(used)
+
+
+def test_a_program_holds_the_weights_and_all_caches_also_those_it_does_not_read():
+    wanted = request(make_method("star", {"block": 64, "anchor": 8}), 100, target="cpu", layers=1)
+    told = []
+    sizes = make_plan(wanted, {}, largest=False).mesh
+    found = compile_plan(wanted, sizes, lambda *step: told.append(step))
+    assert told == [(name, done, len(found)) for done, name in enumerate(found)]
+    assert list(found) == [
+        "context (anchor), 1 x 8 tokens",
+        "context, 1 x 32 tokens",
+        "context, 1 x 8 tokens",
+        "end of the context",
+        "question, 32 tokens",
+        "question, 8 tokens",
+        "decode",
+    ]
+    setup = wanted.setup(make_mesh())
+    empty, kept, _ = staged_caches(setup, 1, 100, RESERVE)
+    weights = weight_bytes(setup)
+    for each in found.values():
+        caches = empty if each.kind in ("context", "finish") else kept
+        held = weights + bytes_per_device(setup.mesh, caches) + each.temporaries
+        # Beside them the tokens and where the answer stands, of a few hundred bytes.
+        assert held <= each.held < held + 2048
+    # The anchor is read without a look at the blocks, the end without the weights.
+    assert found["end of the context"].arguments < weights
+    model = [each.temporaries for each in found.values() if each.kind != "finish"]
+    assert most_temporaries(found) == max(model) > 0
+
+
+def test_the_verdict_takes_the_most_that_any_compiled_program_does(monkeypatch, tmp_path):
+    gib = 2**30
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+
+    def compiled(temporaries, held):
+        def each(kind, temporaries, held):
+            return Compiled(
+                kind=kind,
+                arguments=gib,
+                temporaries=temporaries,
+                held=held,
+                collectives=3,
+                moved=5,
+                seconds=1.0,
+            )
+
+        def stand_in(request, sizes, progress):
+            progress("first", 0, 2)
+            return {
+                "first": each("context", gib, 6 * gib),
+                "second": each("question", temporaries, held),
+                "end of the context": each("finish", 15 * gib, 15 * gib),
+            }
+
+        return stand_in
+
+    def planned(*options):
+        result = CliRunner().invoke(
+            app,
+            [
+                *("plan", "--model", str(tmp_path), "--target", "v5e:1x1", "--compile"),
+                *("--context", "65536", *options),
+            ],
+        )
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    target = "jax_longctx.planning.compiled.compile_plan"
+    monkeypatch.setattr(target, compiled(2 * gib, 7 * gib))
+    small = json.loads(planned("--json"))
+    assert small["memory_bytes"]["temporaries"] == 2 * gib
+    assert small["memory_bytes"]["source"].startswith("temporaries are the most")
+    assert small["compiled"]["fits"] and small["compiled"]["most_held_by"] == "end of the context"
+    assert small["compiled"]["programs"]["second"]["held"] == 7 * gib
+    shown = " ".join(planned().split())
+    assert "compiled: the most that a program takes" in shown and "first, compiled 6.0 GiB" in shown
+    assert "fits: as compiled, 'end of the context' holds the most, 15.0 GiB" in shown
+    monkeypatch.setattr(target, compiled(4 * gib, 20 * gib))
+    large = json.loads(planned("--json"))
+    assert large["memory_bytes"]["fits"] and not large["compiled"]["fits"]
+    assert large["compiled"]["most_held_by"] == "second"
+    assert large["memory_bytes"]["largest_context"] < small["memory_bytes"]["largest_context"]
+    assert "65,536 tokens do not fit: as compiled, 'second' holds the most, 20.0 GiB" in " ".join(
+        planned().split()
+    )
