@@ -12,11 +12,12 @@
     lengths = [4096, 8192]
     trials = 50
 
-A part is every method on every task at every length. Parts may overlap: a row is computed once.
+A part is every method on every task at every length; what it leaves out is as in the part before.
+Parts may overlap: a row is computed once.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,17 @@ def parse_config(fields: Mapping[str, Any]) -> EvalConfig:
     head = {key: value for key, value in fields.items() if key not in ("run", "part")}
     return EvalConfig(
         run=section("run", RunOptions, run),
-        part=tuple(section("part", Part, {"name": "part", **part}) for part in parts),
+        part=tuple(section("part", Part, part) for part in _completed(parts)),
         **dataclasses.asdict(section("head", _Head, head)),
     )
+
+
+def _completed(parts: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each with what it leaves out as in the one before, but for the name."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        whole = {**whole, "name": "part", **part}
+        yield whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,15 @@ def test_a_file_becomes_cells_each_once(tmp_path):
     ]
 
 
+def test_a_part_goes_on_from_the_one_before():
+    more = {"name": "long", "lengths": [128], "trials": 1}
+    first, second, third = parse_config({"part": [{**PART, "name": "short"}, more, {}]}).part
+    assert (first.name, first.lengths, first.trials) == ("short", (64,), 2)
+    assert (second.name, second.lengths, second.trials) == ("long", (128,), 1)
+    assert (second.methods, second.tasks) == (first.methods, first.tasks)
+    assert third.name == "part" and (third.lengths, third.trials) == ((128,), 1)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
