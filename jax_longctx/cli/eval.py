@@ -33,6 +33,17 @@ Out = Annotated[
     Path | None, typer.Option(help="Write every answer to this JSON file, as they come.")
 ]
 Heatmap = Annotated[Path | None, typer.Option(help="Write a PNG: share found by length and depth.")]
+_Depths = Annotated[
+    int | None, typer.Option(min=1, help="Depths from 0 to 1, evenly spaced; 10 unless given.")
+]
+_Depth = Annotated[
+    list[float] | None,
+    typer.Option(min=0, max=1, help="A depth from 0 to 1, in place of --depths; repeat."),
+]
+_Text = Annotated[
+    Path | None,
+    typer.Option(help="Text to hide the key in; the help texts of Python unless given."),
+]
 
 
 @eval_app.callback(invoke_without_command=True)
@@ -97,13 +108,11 @@ def passkey(
     lengths: Annotated[
         list[int] | None, typer.Option("--length", help="Tokens of a prompt; repeat for several.")
     ] = None,
-    depths: Annotated[int, typer.Option(min=1, help="Depths from 0 to 1, evenly spaced.")] = 10,
+    depths: _Depths = None,
+    depth: _Depth = None,
     trials: Annotated[int, typer.Option(min=1, help="Trials of each length and method.")] = 50,
     batch: Annotated[int, typer.Option(min=1, help="Rows that are read together.")] = 1,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Text to hide the key in; the help texts of Python unless given."),
-    ] = None,
+    text: _Text = None,
     noise: Annotated[
         bool, typer.Option("--noise", help="Hide the key in five short sentences, repeated.")
     ] = False,
@@ -125,9 +134,12 @@ def passkey(
         jax-longctx eval passkey -c smollm2 --length 4096 --trials 20
 
         jax-longctx eval passkey -c smollm2 -m full -m citrus:budget=1024,chunk=256 --length 8192
+
+        jax-longctx eval passkey -c smollm2 -m reattention --depth 0.1 --depth 0.9 --trials 2
     """
     check_folder(out)
     check_plot(heatmap, "--heatmap")
+    at = _depths(depths, depth)
     chosen = [parse_method(spec) for spec in methods or ["full"]]
     wanted = lengths or [4096, 8192]
     if min(wanted) < 64:
@@ -137,8 +149,7 @@ def passkey(
     model = options.ModelChoice(checkpoint, *chosen[0], mesh=mesh, dtype=dtype, chunk=chunk).open(
         terminal
     )
-    spaced = [i / max(depths - 1, 1) for i in range(depths)]
-    runs = _runs(model, chosen, sorted(wanted), spaced, trials, batch, source, seed, terminal, out)
+    runs = _runs(model, chosen, sorted(wanted), at, trials, batch, source, seed, terminal, out)
     _report(runs, heatmap, terminal)
 
 
@@ -161,6 +172,14 @@ def table(
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{file} holds no results of eval passkey: {error}") from error
     _report(runs, heatmap, Terminal())
+
+
+def _depths(count: int | None, given: list[float] | None) -> list[float]:
+    """The depths that trials take in turn."""
+    if given and count is not None:
+        raise InputError("--depths and --depth are two ways to say it; give one")
+    count = 10 if count is None else count
+    return given or [i / max(count - 1, 1) for i in range(count)]
 
 
 def _source(text: Path | None, noise: bool) -> str | None:

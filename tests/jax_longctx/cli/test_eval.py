@@ -54,6 +54,26 @@ def test_what_was_answered_before_an_interruption_is_in_the_file(run, loads, tmp
     assert run("eval", "table", out).stdout.count("n=2") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "depths"),
+    [
+        (["--depth", "0.1", "--depth", "0.9"], [0.1, 0.9]),
+        (["--depths", "3"], [0.0, 0.5, 1.0]),
+        ([], [i / 9 for i in range(10)]),
+    ],
+)
+def test_trials_take_the_depths_in_turn(run, loads, tmp_path, monkeypatch, options, depths):
+    def batches(engine, tokenizer, trials, *, batch, progress):
+        yield [{"length": 160, "depth": trial.depth, "right": True} for trial in trials]
+
+    monkeypatch.setattr("jax_longctx.evaluation.passkey_trials.run_trials", batches)
+    out = tmp_path / "runs.json"
+    args = ["eval", "passkey", "-c", "model", "--length", "160", "--trials", len(depths) + 1]
+    assert run(*args, "--noise", "--out", out, *options).exit_code == 0
+    (found,) = json.loads(out.read_text())["runs"]
+    assert [row["depth"] for row in found["rows"]] == pytest.approx([*depths, depths[0]])
+
+
 def test_the_ablations_of_the_readme_have_one_scope():
     readme = Path(__file__).parents[3].joinpath("README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"jax-longctx eval passkey[^`]*ablations\.json[^`]*", readme)
@@ -75,6 +95,7 @@ def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, tmp_pat
     for args, message in [
         ((*passkey, "-m", "nothing"), "unknown method 'nothing'"),
         ((*passkey, "-m", "full", "-m", "streaming-llm:budget=x"), "expected a whole number"),
+        ((*passkey, "--depths", "2", "--depth", "0.5"), "--depths and --depth are two ways"),
         ((*passkey, "--length", "8"), "--length must be at least 64 tokens, got 8"),
         (("eval", "table", tmp_path / "none.json"), "none.json"),
     ]:

@@ -99,6 +99,32 @@ def test_votes_keep_the_most_named_and_of_equals_the_lower(platform, monkeypatch
             np.testing.assert_array_equal(row, [*expected, *[-1] * (5 - len(expected))])
 
 
+@pytest.mark.parametrize(("slots", "count"), [(96, 5), (96, 6), (96, 7), (90, 5)])
+def test_of_many_slots_those_in_the_best_pages_are_ranked(slots, count, monkeypatch):
+    """Pages of 16; more kept than there are pages, or a page cut short, and all are sorted."""
+    monkeypatch.setattr(recall, "_LANES", 16)
+    monkeypatch.setattr(recall, "_MANY", 64)
+    sorted_at_once = []
+    top_k = jax.lax.top_k
+
+    def watched(x, k):
+        sorted_at_once.append(x.shape[-1])
+        return top_k(x, k)
+
+    monkeypatch.setattr(jax.lax, "top_k", watched)
+    # Few votes, so that whole pages tie; rows whose best all lie in one page, or one in each.
+    votes = np.random.default_rng(count).integers(0, 4, (6, slots))
+    votes[0], votes[1] = 0, 1
+    votes[2, 40:] = 9
+    votes[3], votes[3, ::16] = 0, 2
+    most, at = recall._most(jnp.array(votes, jnp.int32), count)
+    order = np.argsort(-votes, axis=-1, kind="stable")[:, :count]
+    np.testing.assert_array_equal(at, order)
+    np.testing.assert_array_equal(most, np.take_along_axis(votes, order, axis=-1))
+    whole = slots % 16 or count > slots // 16
+    assert sorted_at_once == ([slots] if whole else [slots // 16, 16 * count])
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_e10_e5_a_planted_key_is_found_at_any_place_without_positions(tokens):
     """Of a cache of 40 keys one is a query, ten times as long; its span is cut at the edges."""
