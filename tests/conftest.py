@@ -4,6 +4,7 @@ Everything here is set before JAX starts a backend and before our packages are i
 `LONGCTX_TEST_PLATFORM=cuda` runs on a GPU; then `-m gpu` picks the tests that need one.
 """
 
+import gc
 import os
 import typing
 from collections.abc import Callable, Iterator
@@ -16,6 +17,13 @@ os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cp
 # and two test runs may load it at once.
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+# XLA's newer CPU emitters set up a compiler of their own for each fusion: two thirds of the time that
+# small programs take to compile. Processes that tests start go without them too.
+OLDER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OLDER_EMITTERS}".strip()
+# Imports make objects that stay: looking among them for garbage is time lost (see
+# `pytest_collection_finish`).
+gc.disable()
 
 import beartype
 import jax
@@ -96,6 +104,12 @@ def _no_more_programs_than_fit() -> Iterator[None]:
     yield
     if MAPPINGS.exists() and MAPPINGS.read_text().count("\n") > MOST_MAPPINGS:
         jax.clear_caches()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is never garbage; what tests make may be."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
