@@ -17,8 +17,8 @@ os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cp
 # and two test runs may load it at once.
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-# XLA's newer CPU emitters set up a compiler of their own for each fusion: two thirds of the time that
-# small programs take to compile. Processes that tests start go without them too.
+# XLA's newer CPU emitters set up a compiler of their own for each fusion: two thirds of the time
+# that small programs take to compile. Processes that tests start go without them too.
 OLDER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OLDER_EMITTERS}".strip()
 # Imports make objects that stay: looking among them for garbage is time lost (see
