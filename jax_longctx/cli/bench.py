@@ -9,7 +9,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.bench_kernels import kernels
-from jax_longctx.cli.results import check_folder, hand_over
+from jax_longctx.cli.results import check_file, hand_over
 from jax_longctx.cli.terminal import Terminal
 
 __all__ = ["bench_app"]
@@ -56,7 +56,7 @@ def e2e(
     """
     from jax_longctx.bench.e2e import run
 
-    check_folder(out)
+    check_file(out)
     terminal = Terminal(as_json=as_json)
     result = run(
         model=model,

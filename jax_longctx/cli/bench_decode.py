@@ -9,7 +9,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.eval import parse_method
-from jax_longctx.cli.results import check_folder, hand_over
+from jax_longctx.cli.results import check_file, hand_over
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
@@ -52,7 +52,7 @@ def decode(
     """
     from jax_longctx.bench.decode import run
 
-    check_folder(out)
+    check_file(out)
     terminal = Terminal(as_json=as_json)
     chosen = [parse_method(spec) for spec in methods]
     result = run(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from jax_longctx.cli import options, processes
-from jax_longctx.cli.results import hand_over
+from jax_longctx.cli.results import check_folder, check_matplotlib, hand_over
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -45,6 +45,9 @@ def kernels(
 
         JAX_LONGCTX_TUNING=tables jax-longctx bench kernels --tune --only topk_scores
     """
+    check_folder(out)
+    if out is not None:
+        check_matplotlib("--out")
     from jax_longctx.bench.kernels import run
     from jax_longctx.bench.kernels_report import markdown, plot
 
@@ -54,7 +57,6 @@ def kernels(
     result = run(only=only, shrink=shrink, repeats=repeats, say=terminal.note)
     record = None
     if out is not None and processes.is_leader():
-        out.mkdir(parents=True, exist_ok=True)
         (out / "kernels.md").write_text(markdown(result), encoding="utf-8")
         plot(result, out / "kernels.png")
         record = out / "kernels.json"

@@ -9,7 +9,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.eval import parse_method
-from jax_longctx.cli.results import check_folder, hand_over
+from jax_longctx.cli.results import check_file, hand_over
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -68,7 +68,7 @@ def prefill(
     """
     chosen = [parse_method(spec) for spec in methods]
     sizes = [parse_case(text) for text in cases or ["32768:8192", "131072:32768"]]
-    check_folder(out)
+    check_file(out)
     import jax
 
     from jax_longctx.bench.prefill import Case, run

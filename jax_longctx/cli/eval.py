@@ -9,7 +9,7 @@ import typer.core
 
 from jax_longctx.cli import eval_run, options, processes
 from jax_longctx.cli.inputs import read_text
-from jax_longctx.cli.results import check_folder, check_plot, save
+from jax_longctx.cli.results import check_file, check_plot, save
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -137,7 +137,7 @@ def passkey(
 
         jax-longctx eval passkey -c smollm2 -m reattention --depth 0.1 --depth 0.9 --trials 2
     """
-    check_folder(out)
+    check_file(out)
     check_plot(heatmap, "--heatmap")
     at = _depths(depths, depth)
     chosen = [parse_method(spec) for spec in methods or ["full"]]

@@ -8,7 +8,7 @@ import typer
 from jax_longctx.cli import options
 from jax_longctx.cli.eval import parse_method
 from jax_longctx.cli.eval_perplexity import Methods, Texts, engines_of, texts_of
-from jax_longctx.cli.results import check_folder, save
+from jax_longctx.cli.results import check_file, save
 from jax_longctx.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def agreement(
 
         jax-longctx eval agreement -c smollm2 -m snapkv:budget=256 -m quest:budget=256
     """
-    check_folder(out)
+    check_file(out)
     chosen = [parse_method(spec) for spec in methods or ["full"]]
     terminal = Terminal(as_json=as_json)
     choice = options.ModelChoice(checkpoint, *chosen[0], mesh=mesh, dtype=dtype, chunk=chunk)

@@ -8,7 +8,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.eval_perplexity import Texts, texts_of
-from jax_longctx.cli.results import check_folder, save
+from jax_longctx.cli.results import check_file, save
 from jax_longctx.cli.terminal import Terminal
 
 __all__ = ["citrus_overlap", "resa_spectrum"]
@@ -40,7 +40,7 @@ def citrus_overlap(
 
         jax-longctx eval citrus-overlap -c smollm2 --texts 50 --top 50
     """
-    check_folder(out)
+    check_file(out)
     terminal = Terminal()
     model = options.ModelChoice(checkpoint, dtype=dtype).open(terminal)
     from jax_longctx.evaluation.overlap import importance, intersections
@@ -107,7 +107,7 @@ def resa_spectrum(
 
         jax-longctx eval resa-spectrum -c smollm2 --length 1024 --length 4096
     """
-    check_folder(out)
+    check_file(out)
     terminal = Terminal()
     model = options.ModelChoice(checkpoint, dtype=dtype).open(terminal)
     import numpy as np

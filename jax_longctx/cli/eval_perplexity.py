@@ -8,7 +8,7 @@ import typer
 from jax_longctx.cli import options, processes
 from jax_longctx.cli.eval import parse_method
 from jax_longctx.cli.inputs import read_text
-from jax_longctx.cli.results import check_folder, check_plot, save
+from jax_longctx.cli.results import check_file, check_plot, save
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -99,7 +99,7 @@ def perplexity(
 
         jax-longctx eval perplexity -c smollm2 --protocol P3 -m streaming-llm -m citrus-standard
     """
-    check_folder(out)
+    check_file(out)
     check_plot(plot, "--plot")
     kind = _protocol(protocol, question or [])
     chosen = [parse_method(spec) for spec in methods or ["full"]]

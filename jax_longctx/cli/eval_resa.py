@@ -9,7 +9,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.inputs import read_text
-from jax_longctx.cli.results import check_folder, hand_over
+from jax_longctx.cli.results import check_file, hand_over
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -46,7 +46,7 @@ def resa_errors(
 
         jax-longctx eval resa-errors -c smollm2 --selector quest --ratio 0.05
     """
-    check_folder(out)
+    check_file(out)
     terminal = Terminal()
     model = options.ModelChoice(checkpoint, dtype=dtype).open(terminal)
     from jax_longctx.evaluation.haystack import python_topics

@@ -11,7 +11,7 @@ import typer
 
 from jax_longctx.cli import options, processes
 from jax_longctx.cli.inputs import read_text
-from jax_longctx.cli.results import check_matplotlib
+from jax_longctx.cli.results import check_folder, check_matplotlib
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -208,6 +208,7 @@ def run_config(config: "EvalConfig", output: Path | None, terminal: Terminal) ->
         raise InputError("--output is missing; name a folder for rows and report")
     if not config.run.checkpoint:
         raise InputError("no model given; name one with --checkpoint")
+    check_folder(output, "--output")
     check_matplotlib("the report")
     from jax_longctx.evaluation.runner import check_config, run_eval
 

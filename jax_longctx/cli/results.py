@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,49 @@ from jax_longctx.cli import processes
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
-__all__ = ["check_folder", "check_matplotlib", "check_plot", "hand_over", "save"]
+__all__ = [
+    "check_file",
+    "check_folder",
+    "check_matplotlib",
+    "check_plot",
+    "hand_over",
+    "save",
+]
+
+
+def check_file(out: Path | None, option: str = "--out") -> None:
+    """InputError where the file could not be written once the work is done; makes its folder."""
+    if out is None:
+        return
+    if out.is_dir():
+        raise InputError(f"{option} {out} is a folder; name a file")
+    _check_writable(out.parent, f"{option} {out}")
 
 
 def check_folder(out: Path | None, option: str = "--out") -> None:
-    """InputError where the file could not be written once the work is done."""
-    if out is not None and not out.parent.is_dir():
-        raise InputError(f"{option} {out}: there is no folder {out.parent}; make it first")
-    if out is not None and out.is_dir():
-        raise InputError(f"{option} {out} is a folder; name a file")
+    """The same for a folder that files go to, which is made where it is not there."""
+    if out is not None:
+        _check_writable(out, f"{option} {out}")
+
+
+def _check_writable(folder: Path, what: str) -> None:
+    """InputError unless a file can be made there; of a job's processes the first tries it."""
+    if not processes.is_leader():
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Permissions do not tell of read-only and of virtual file systems.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{what}: nothing can be written to the folder {folder}: {error.strerror}; name another"
+        ) from error
 
 
 def check_plot(plot: Path | None, option: str) -> None:
-    """The same for a picture, which also needs matplotlib."""
-    check_folder(plot, option)
+    """`check_file` of a picture, which also needs matplotlib."""
+    check_file(plot, option)
     if plot is not None:
         check_matplotlib(option)
 

@@ -1,7 +1,6 @@
 """`jax-longctx train`: continued pretraining, its plots and speed, and what it did for methods."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jax_longctx.cli import options
+from jax_longctx.cli.results import check_file, check_plot, save
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
@@ -118,6 +118,7 @@ def plot(
     out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("loss.png"),
 ) -> None:
     """Plot the losses of one or several runs, also while they are running."""
+    check_plot(out, "--out")
     with _needs_extra():
         from train_cpt.metrics import plot_losses
     plot_losses(runs, out)
@@ -155,6 +156,7 @@ def evaluate(
         jax-longctx train evaluate -c small -c runs/first/model --data data-8k
         -m full -m refreshkv:schedule=fixed,stride=25 -m snapkv
     """
+    check_file(out)
     with _needs_extra():
         from train_cpt.data import SPLITS
         from train_cpt.evaluate import evaluate as run
@@ -181,16 +183,8 @@ def evaluate(
             mesh=mesh or "",
             watch=watch,
         )
-    if out is not None:
-        _replace(out, json.dumps(result, indent=1))
+    save(result, out)
     terminal.write(markdown(result))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(path)
 
 
 @train_app.command()
@@ -208,6 +202,7 @@ def collect(
 
         jax-longctx train collect /usr/share/doc /usr/share/vim /usr/lib/python3 --out english.jsonl
     """
+    check_file(out)
     with _needs_extra():
         from train_cpt.manuals import collect as run
     terminal = Terminal()
@@ -240,6 +235,7 @@ def bench(
 
         jax-longctx train bench --model llama-3.2-1b --length 8192 --rows 4
     """
+    check_file(out)
     with _needs_extra():
         from train_cpt.attention import Pattern
         from train_cpt.bench import run
@@ -270,8 +266,7 @@ def bench(
         with_peer=peer,
         say=terminal.note,
     )
-    if out is not None:
-        _replace(out, json.dumps(result, indent=1))
+    save(result, out)
     _show(result, terminal)
 
 

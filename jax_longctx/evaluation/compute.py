@@ -90,7 +90,8 @@ def answer_batch(model: LongContext, engine: Engine, work: Work) -> list[dict[st
         if len(work.contexts) == 1:
             return [{"refused": str(error)}]
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        # Of several processes the others may have had the room, and go on with the whole batch.
+        if "RESOURCE_EXHAUSTED" not in str(error) or jax.process_count() > 1:
             raise
         if len(work.contexts) == 1:
             return [{"refused": f"out of memory: {str(error).splitlines()[0]:.200}"}]

@@ -155,7 +155,7 @@ def test_a_table_for_people(tiny_preset, monkeypatch):
         (["--case", "0"], "expected TOKENS or TOKENS:BLOCK"),
         (["--case", "40"], "--case 40: question and answer need 85 tokens"),
         (["--layers", "9"], "--layers must be from 2 to 4, got 9"),
-        (["--out", "nowhere/found.json"], "there is no folder nowhere"),
+        (["--out", "/proc/found.json"], "nothing can be written to the folder /proc"),
         (["--mesh", "seq=64"], "needs 64 devices, 8 found"),
     ],
     ids=str,

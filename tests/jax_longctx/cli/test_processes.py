@@ -106,6 +106,33 @@ def test_answers_are_those_of_one_process_and_printed_once(checkpoint, begin, tm
     assert second == ""
 
 
+@pytest.mark.slow
+def test_an_evaluation_of_two_processes_has_the_rows_of_one(checkpoint, begin, run, tmp_path):
+    """Three prompts in batches of two, a row on each process."""
+    text = tmp_path / "text.txt"
+    text.write_text("Rain falls. " * 20)
+    common = ["eval", "run", "-c", checkpoint, "-t", f"passkey:haystack={text}", "--chunk", 256]
+    common += ["--length", 200, "--trials", 3, "--batch", 2]
+    assert run(*common, "-o", tmp_path / "one").exit_code == 0
+    two = [*common, "-o", tmp_path / "two", "--mesh", "data=2"]
+    (code, out, said), (code_1, *nothing, said_1) = ended(begin(two, count=2))
+    assert (code, code_1) == (0, 0), said + said_1
+    assert "first number is the key" in out and "3 rows;" in said
+    assert nothing == [""] and "rows" not in said_1
+    alone, both = (
+        [json.loads(line) for line in (tmp_path / name / "rows.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert alone[0] == both[0] and len(both) == 4
+    for one, other in zip(alone[1:], both[1:], strict=True):
+        assert other["mesh"] == {"data": 2, "seq": 1, "tensor": 1}
+        own = {"mesh", "seconds", "compiled"}
+        assert {k: v for k, v in one.items() if k not in own} == {
+            k: v for k, v in other.items() if k not in own
+        }
+    assert (tmp_path / "two" / "report.html").is_file()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,6 +1,7 @@
 """A benchmark's file and table come from the first process alone, and whole."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -32,10 +33,53 @@ def test_a_file_is_replaced_whole(tmp_path):
     assert out.read_text() == "before"
 
 
-def test_a_folder_that_is_not_there_is_named_before_the_work():
-    results.check_folder(None)
-    with pytest.raises(InputError, match="there is no folder nowhere; make it first"):
-        results.check_folder(results.Path("nowhere/found.json"))
+@pytest.mark.parametrize("check", [results.check_file, results.check_folder])
+def test_where_nothing_can_be_written_is_named_before_the_work(check, tmp_path):
+    check(None)
+    (tmp_path / "file").write_text("")
+    for folder, why in ((tmp_path / "file" / "more", "Not a directory"), (Path("/proc"), "")):
+        out = folder / "found.json" if check is results.check_file else folder
+        with pytest.raises(InputError, match=f"to the folder {folder}: {why}"):
+            check(out, "--where")
+
+
+def test_a_folder_is_made_and_left_empty(tmp_path, monkeypatch):
+    results.check_file(tmp_path / "a" / "b" / "found.json")
+    results.check_folder(tmp_path / "c" / "d")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "c", "d"]
+    with pytest.raises(InputError, match="is a folder; name a file"):
+        results.check_file(tmp_path / "a")
+    # Of several processes the first looks, on whose machine it is written.
+    monkeypatch.setattr(processes, "is_leader", lambda: False)
+    results.check_folder(Path("/proc"))
+    results.check_file(tmp_path / "e" / "found.json")
+    assert not (tmp_path / "e").exists()
+
+
+TRAIN = ("train", "evaluate", "-c", "model", "--data", "data")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (*TRAIN, "--out"),
+        ("train", "plot", "run", "--out"),
+        ("train", "collect", "folder", "--out"),
+        ("train", "bench", "--out"),
+        ("bench", "kernels", "--out"),
+        ("bench", "e2e", "--out"),
+        ("bench", "decode", "--method", "h2o", "--out"),
+        ("bench", "prefill", "--method", "h2o", "--out"),
+        ("eval", "run", "-c", "model", "-t", "passkey", "--length", "4096", "--output"),
+    ],
+    ids=" ".join,
+)
+def test_other_commands_look_before_they_work_too(run, tmp_path, command):
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "more" / "found"
+    result = run(*command, out)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+    assert f"error: {command[-1]} {out}: nothing can be written" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -56,9 +100,9 @@ def test_no_command_loads_a_model_for_a_file_it_cannot_write(
     run, loads, tmp_path, command, option, monkeypatch
 ):
     model = ("-c", "model") if command[0] != "table" else ()
-    result = run("eval", *command, *model, option, tmp_path / "nowhere" / "file")
+    result = run("eval", *command, *model, option, "/proc/found")
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    assert f"error: {option} " in result.stderr and "make it first" in result.stderr
+    assert f"error: {option} " in result.stderr and "nothing can be written" in result.stderr
     result = run("eval", *command, *model, option, tmp_path)
     assert result.exit_code == 2 and "is a folder; name a file" in result.stderr
     if option != "--out":

@@ -334,3 +334,17 @@ def test_mistakes_show_before_anything_is_computed(small, tiny, tmp_path, comput
     with pytest.raises(LongctxError, match="are both called passkey@book in rows and tables"):
         evaluate(tiny, tmp_path, config(tasks=alike))
     assert computed == [] and list(tmp_path.iterdir()) == []
+
+
+def test_of_several_processes_one_short_of_memory_does_not_go_its_own_way(
+    small, tiny, tmp_path, monkeypatch
+):
+    """The others may be in the middle of the same batch: the job ends."""
+
+    def short_of_memory(model, work):
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr(compute, "_answers", short_of_memory)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        evaluate(tiny, tmp_path, config(trials=2, batch=2))
