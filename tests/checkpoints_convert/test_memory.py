@@ -1,4 +1,4 @@
-"""Peak memory of a conversion and of an export, on a checkpoint of 2 GB."""
+"""Peak memory of a conversion and of an export, on a checkpoint of 1 GB."""
 
 import json
 import os
@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 CONFIG = hf_config(
     "llama",
     vocab_size=65536,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=11,
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=22,
     num_attention_heads=16,
     num_key_value_heads=16,
 )
-LARGEST = 65536 * 2048
+LARGEST = 65536 * 1024
 
 # VmHWM is this program's own peak; ru_maxrss would begin at that of the process that started it.
 CODE = """
@@ -81,15 +81,19 @@ def peak_of(action, *paths, **options):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_is_a_few_tensors(tmp_path):
-    assert write_large(tmp_path / "hf") > 1.9e9
-    for dtype, item in (("source", 2), ("float32", 4)):
-        peak = peak_of("convert", tmp_path / "hf", tmp_path / dtype, dtype=dtype)
-        print(f"{dtype}: {peak / 1e6:.0f} MB for a largest tensor of {LARGEST * item / 1e6:.0f} MB")
-        assert peak <= 3 * LARGEST * item + 300e6
-    peak = peak_of("export", tmp_path / "source", tmp_path / "back")
-    # Ten gigabytes that pytest would keep for three runs.
+@pytest.mark.parametrize(
+    ("dtype", "item"), [("source", 2), pytest.param("float32", 4, marks=pytest.mark.thorough)]
+)
+def test_peak_memory_is_a_few_tensors(tmp_path, dtype, item):
+    total = write_large(tmp_path / "hf") * item / 2
+    most = 2 * LARGEST * item + 300e6
+    assert most < total * 0.6
+    peak = peak_of("convert", tmp_path / "hf", tmp_path / "ours", dtype=dtype)
+    print(f"{dtype}: {peak / 1e6:.0f} MB for a largest tensor of {LARGEST * item / 1e6:.0f} MB")
+    assert peak <= most
+    peak = peak_of("export", tmp_path / "ours", tmp_path / "back")
+    # Gigabytes that pytest would keep for three runs.
     for folder in tmp_path.iterdir():
         shutil.rmtree(folder)
     print(f"export: {peak / 1e6:.0f} MB")
-    assert peak <= 3 * LARGEST * 2 + 300e6
+    assert peak <= most

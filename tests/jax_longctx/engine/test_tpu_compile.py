@@ -58,7 +58,9 @@ def test_tpu_decode_compiles_in_place(setup, batch):
     assert memory.alias_size_in_bytes >= cache
 
 
-@pytest.mark.parametrize(("batch", "tokens"), [(1, 256), (2, 512)])
+@pytest.mark.parametrize(
+    ("batch", "tokens"), [(1, 256), pytest.param(2, 512, marks=pytest.mark.slow)]
+)
 def test_tpu_segment_compiles_in_place_with_its_kernel(setup, batch, tokens):
     """Temporaries of a chunk's activations, below one layer's keys: no copy of any buffer."""
     # Two layers: a kernel takes a second to compile.
