@@ -108,22 +108,21 @@ def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> d
 
 
 def _show_all(described: list[dict[str, Any]]) -> None:
-    table = rich.table.Table(box=None, header_style="bold", pad_edge=False)
-    for header in ("method", "changes", "asks first", "keeps all"):
-        table.add_column(header, no_wrap=header == "method")
-    for header in ("peak", "kept", "answering", "read a step"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("what it does")
+    """What each costs, and below it, for lines of 80 characters hold no more, what each does."""
+    costs, summaries = (
+        rich.table.Table(box=None, header_style="bold", padding=(0, 1, 0, 0)) for _ in range(2)
+    )
+    for header in ("method", "changes", "asks\nfirst", "keeps\nall"):
+        costs.add_column(header, no_wrap=True)
+    for header in ("peak", "kept", "answering", "read\na step"):
+        costs.add_column(header, justify="right", no_wrap=True)
+    summaries.add_column("method", no_wrap=True)
+    summaries.add_column("what it does")
     for entry in described:
-        table.add_row(
-            entry["name"],
-            entry["phase"],
-            _yes(entry["needs_question"]),
-            _yes(entry["keeps_all"]),
-            *_sizes(entry["memory"]),
-            entry["summary"],
-        )
-    rich.console.Console(highlight=False).print(table)
+        answers = (_yes(entry["needs_question"]), _yes(entry["keeps_all"]))
+        costs.add_row(entry["name"], entry["phase"], *answers, *_sizes(entry["memory"]))
+        summaries.add_row(entry["name"], entry["summary"])
+    rich.console.Console(highlight=False).print(costs, "", summaries, sep="\n")
 
 
 def _sizes(memory: dict[str, Any]) -> list[str]:
