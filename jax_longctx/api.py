@@ -14,16 +14,15 @@ plain "Question: ... Answer:", around them, as the command line does.
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jax_longctx.compilations import keep_compilations
 from jax_longctx.contract import Method
 from jax_longctx.engine import Context, Engine, Progress, Sampling
 from jax_longctx.engine.context_io import load_context, save_context
@@ -69,17 +68,6 @@ class Answer:
     decode_seconds: float
 
 
-def keep_compilations() -> None:
-    """Programs compiled once are found again by the next process, unless JAX was told where.
-
-    They lie in `jax_longctx` under the user's cache folder. `JAX_COMPILATION_CACHE_DIR` and
-    `jax.config` win; `JAX_ENABLE_COMPILATION_CACHE=false` turns it off.
-    """
-    if jax.config.jax_compilation_cache_dir is None:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "jax_longctx"))
-
-
 def load(
     checkpoint: str | Path,
     *,
@@ -87,6 +75,7 @@ def load(
     mesh: Mesh | None = None,
     dtype: str | None = None,
     chunk: int = 512,
+    by_layer: bool = False,
 ) -> "LongContext":
     """A checkpoint directory (`jax-longctx convert` writes them), ready to answer.
 
@@ -95,6 +84,8 @@ def load(
       mesh: devices to run on, one by default (see `make_mesh`).
       dtype: of weights and cache: "float32", "bfloat16" or "float16"; the checkpoint's by default.
       chunk: tokens a prefill pass takes.
+      by_layer: whether a program holds one layer and not all of them: compiled much sooner, run
+        somewhat slower. For few and short texts.
 
     Raises:
       CheckpointError: not a checkpoint, or damaged.
@@ -106,7 +97,7 @@ def load(
     tokenizer = Tokenizer.load(Path(checkpoint) / "tokenizer")
     check_vocabulary(tokenizer, manifest.config)
     params = load_params(checkpoint, mesh, None if dtype is None else jnp.dtype(dtype))
-    engine = Engine(manifest.config, params, method or Full(), mesh, chunk=chunk)
+    engine = Engine(manifest.config, params, method or Full(), mesh, chunk=chunk, by_layer=by_layer)
     return LongContext(engine, tokenizer, manifest)
 
 

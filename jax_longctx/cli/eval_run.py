@@ -293,10 +293,6 @@ def suites() -> None:
 
 
 def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
-    import jax
-
-    if not config.run.optimize:
-        jax.config.update("jax_disable_most_optimizations", True)
     checkpoint = Path(config.run.checkpoint)
     if config.run.checkpoint == DEMO:
         from jax_longctx.cli.demo import MODEL_FOLDER, prepare_model
@@ -310,7 +306,11 @@ def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
                 f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
             )
     choice = options.ModelChoice(
-        checkpoint, mesh=config.run.mesh, dtype=config.run.dtype, chunk=config.run.chunk
+        checkpoint,
+        mesh=config.run.mesh,
+        dtype=config.run.dtype,
+        chunk=config.run.chunk,
+        by_layer=config.run.by_layer,
     )
     return choice.open(terminal)
 

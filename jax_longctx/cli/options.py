@@ -156,6 +156,7 @@ class ModelChoice:
     mesh: str | None = None
     dtype: str | None = None
     chunk: int = 512
+    by_layer: bool = False
 
     def make_method(self) -> Any:
         """The method with its settings, or None for the library's default."""
@@ -183,7 +184,12 @@ class ModelChoice:
         dtype = checked_dtype(self.dtype)
         with terminal.waiting(f"loading {self.checkpoint}"):
             return jax_longctx.load(
-                self.checkpoint, method=method, mesh=mesh, dtype=dtype, chunk=self.chunk
+                self.checkpoint,
+                method=method,
+                mesh=mesh,
+                dtype=dtype,
+                chunk=self.chunk,
+                by_layer=self.by_layer,
             )
 
 

@@ -62,6 +62,7 @@ class Engine:
       params: nested dict of the model's parameters, on the mesh.
       chunk: tokens of a row that one prefill pass takes.
       memory_limit: bytes on each device that a new cache may use; None asks the device.
+      by_layer: whether programs are of one layer, compiled sooner and run slower (see `Setup`).
 
     Raises:
       ConfigError: the method or the mesh does not fit the model.
@@ -76,6 +77,7 @@ class Engine:
         *,
         chunk: int = 512,
         memory_limit: int | None = None,
+        by_layer: bool = False,
     ):
         if chunk < 1:
             raise InputError(f"chunk must be at least 1 token, got {chunk}")
@@ -84,7 +86,7 @@ class Engine:
         dtype = jnp.dtype(params["embed"]["table"].dtype)
         self.config, self.params, self.method, self.mesh = config, params, method, mesh
         self.chunk, self.memory_limit = chunk, memory_limit
-        self.setup = programs.Setup(config, method, mesh, dtype, chunk)
+        self.setup = programs.Setup(config, method, mesh, dtype, chunk, by_layer)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.contract import Segment, decode_segment, step_variant
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.forward import hidden_states
 from jax_longctx.engine.rows import Rows, checked_rows
 from jax_longctx.errors import InputError
 
@@ -191,6 +192,7 @@ class _Fed:
     def _decoded(self, caches: tuple[Any, ...], total: Array) -> Iterator[States]:
         """All that is left but for the last tokens, one by one."""
         left = [len(text) - 1 - at for text, at in zip(self.texts, self.at, strict=True)]
+        run = _forced_block if self.engine.setup.by_layer else forced_block
         variant_of = functools.partial(step_variant, self.engine.method)
         for variant, alike in itertools.groupby(range(1, max(left) + 1), variant_of):
             for steps in itertools.batched(alike, BLOCK):
@@ -198,7 +200,7 @@ class _Fed:
                 tokens = np.zeros((len(self.texts), BLOCK), np.int32)
                 for b, text in enumerate(self.texts):
                     tokens[b, : counts[b]] = text[self.at[b] : self.at[b] + counts[b]]
-                caches, hidden = forced_block(
+                caches, hidden = run(
                     self.engine.setup, self.engine.params, caches, tokens, counts, total, variant
                 )
                 yield self._states(hidden, counts)
@@ -215,8 +217,7 @@ class _Fed:
         return States(hidden, targets)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
-def forced_block(
+def _forced_block(
     setup: programs.Setup,
     params: Any,
     caches: tuple[Any, ...],
@@ -226,17 +227,24 @@ def forced_block(
     variant: str,
 ) -> tuple[tuple[Any, ...], Float[Array, "B X D"]]:
     """Decode steps of given tokens: row b's first `counts[b]`, as many steps as the longest has."""
-    model = programs.model_of(setup.config, params)
 
     def step(index: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         caches, hidden_BXD = carry
         valid_B = index < counts
         token_B1 = jax.lax.dynamic_slice_in_dim(tokens, index, 1, axis=1)
         segment = decode_segment(token_B1, valid_B.astype(jnp.int32)[:, None], ~valid_B, variant)
-        attend = programs.attend_of(setup, segment, total)
-        hidden_B1D, caches = model.hidden(segment.tokens, caches, attend)
+        hidden_B1D, caches = hidden_states(setup, params, caches, segment, total)
         return caches, jax.lax.dynamic_update_slice_in_dim(hidden_BXD, hidden_B1D, index, axis=1)
 
     dtype = params["embed"]["table"].dtype
     empty_BXD = jnp.zeros((*tokens.shape, setup.config.model_dim), dtype)
-    return jax.lax.fori_loop(0, jnp.max(counts), step, (caches, empty_BXD))
+    carry = (caches, empty_BXD)
+    if setup.by_layer:
+        for index in range(int(np.max(counts))):
+            carry = step(jnp.int32(index), carry)
+        return carry
+    return jax.lax.fori_loop(0, jnp.max(counts), step, carry)
+
+
+# All layers, and all steps, as one program.
+forced_block = jax.jit(_forced_block, static_argnums=(0, 6), donate_argnums=2)

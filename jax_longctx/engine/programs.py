@@ -1,8 +1,9 @@
 """The compiled programs: one segment, the end of the context, a block of decode steps.
 
 Pure functions of `(static setup, arrays...)`. Caches are donated everywhere and updated in place.
-`attend` and `finish` run inside one manual `shard_map` over the whole mesh; projections, MLP and
-head are left to the compiler through shardings.
+`finish` runs, as `attend` does, inside one manual `shard_map` over the whole mesh.
+
+With `Setup.by_layer` the same bodies run from Python, piece by piece (see `forward`).
 """
 
 import dataclasses
@@ -14,29 +15,24 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jax_longctx.contract import (
     CHUNK_ROWS,
     CacheShape,
-    LayerContext,
-    Method,
     Segment,
     Stage,
     decode_segment,
     step_variant,
 )
+from jax_longctx.engine.forward import BATCH, Setup, hidden_states, model_of
 from jax_longctx.engine.sampling import Sampling, choose, sampling_values
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import Attend, Llama, abstract_model
-from jax_longctx.sharding import AnyMesh, logical_sharding, logical_spec, tree_shardings, tree_specs
+from jax_longctx.sharding import tree_shardings, tree_specs
 
 __all__ = [
     "DecodeState",
     "Setup",
-    "attend_of",
     "cache_shapes",
     "decode_block",
     "decode_steps",
@@ -45,85 +41,13 @@ __all__ = [
     "finish_question",
     "init_caches",
     "model_of",
+    "run_segment",
+    "whole_finish",
+    "whole_segment",
 ]
 
-BATCH = logical_spec(("batch",))
 
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """Everything static: what the programs are compiled for."""
-
-    config: ModelConfig
-    method: Method
-    mesh: AnyMesh
-    dtype: Any
-    chunk: int
-
-    def layer_context(self, window: int | None, total: Array) -> LayerContext:
-        return LayerContext(
-            scale=self.config.head_dim**-0.5,
-            window=window,
-            rope=self.config.rope,
-            total=total,
-        )
-
-    def shard_map(self, body: Any, in_specs: Any, out_specs: Any) -> Any:
-        """`body` as one program a device, manual over every mesh axis."""
-        # Values that are equal on all shards of an axis (a psum's result) carry no proof of it
-        # through kernels, so the replication check stays off.
-        return jax.shard_map(
-            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
-
-
-@functools.lru_cache(maxsize=16)
-def _abstract(config: ModelConfig) -> tuple[Any, Any]:
-    return abstract_model(config)
-
-
-def model_of(config: ModelConfig, params: Any) -> Llama:
-    """The module over a nested dict of parameters."""
-    graphdef, abstract = _abstract(config)
-    state = jax.tree.map(lambda leaf: leaf, abstract)
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graphdef, state)
-
-
-def attend_of(setup: Setup, segment: Segment, total_B: Array) -> Attend:
-    """The model's `attend`: the method's, inside the manual `shard_map`."""
-
-    def attend(layer: int, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-        window = setup.config.windows[layer]
-        return _attend_layer(setup, window, q, k, v, cache, segment, total_B)
-
-    return attend
-
-
-# Compiled as a part of the callers; on its own it is traced and lowered once for all layers that
-# are alike, which takes a kernel's lowering of half a second out of every layer but one.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend_layer(
-    setup: Setup,
-    window: int | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    cache: Any,
-    segment: Segment,
-    total: Array,
-) -> tuple[Array, Any]:
-    def local(q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array) -> Any:
-        ctx = setup.layer_context(window, total)
-        out, _, cache = setup.method.attend(q, k, v, cache, segment, ctx)
-        return out, cache
-
-    cache_specs = tree_specs(cache)
-    heads = logical_spec(("batch", segment.token_axis, "heads", None))
-    kv_heads = logical_spec(("batch", segment.token_axis, "kv_heads", None))
-    in_specs = (heads, kv_heads, kv_heads, cache_specs, tree_specs(segment), BATCH)
-    run = setup.shard_map(local, in_specs, (heads, cache_specs))
-    return run(q, k, v, cache, segment, total)
+Logits = Literal["none", "hidden", "last", "all"]
 
 
 def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[CacheShape]:
@@ -174,7 +98,6 @@ def init_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[Any
     return _cache_maker(setup, batch, slots, reserve)()
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 5))
 def run_segment(
     setup: Setup,
     params: Any,
@@ -182,7 +105,7 @@ def run_segment(
     segment: Segment,
     total: Int[Array, " B"],
     last: Float[Array, "B V"] | None,
-    logits: Literal["none", "hidden", "last", "all"],
+    logits: Logits,
 ) -> tuple[tuple[Any, ...], Any]:
     """One segment through the model.
 
@@ -193,51 +116,76 @@ def run_segment(
         the hidden states `[B, T, D]` that logits are made of, the logits of each row's last valid
         token, or of all tokens `[B, T, V]` (of the chunk rows).
     """
-    model = model_of(setup.config, params)
-    # Where the tokens lie, the projections and the MLP are computed.
-    tokens = jax.lax.with_sharding_constraint(
-        segment.tokens, logical_sharding(setup.mesh, ("batch", segment.token_axis))
-    )
-    hidden_BTD, caches = model.hidden(tokens, caches, attend_of(setup, segment, total))
+    run = _segment if setup.by_layer else whole_segment
+    return run(setup, params, caches, segment, total, last, logits)
+
+
+def _segment(
+    setup: Setup,
+    params: Any,
+    caches: tuple[Any, ...],
+    segment: Segment,
+    total: Int[Array, " B"],
+    last: Float[Array, "B V"] | None,
+    logits: Logits,
+) -> tuple[tuple[Any, ...], Any]:
+    hidden_BTD, caches = hidden_states(setup, params, caches, segment, total)
+    return caches, _wanted(setup, params, hidden_BTD, segment, last, logits)
+
+
+# All layers as one program.
+whole_segment = jax.jit(_segment, static_argnums=(0, 6), donate_argnums=(2, 5))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=4)
+def _wanted(
+    setup: Setup,
+    params: Any,
+    hidden_BTD: Float[Array, "B T D"],
+    segment: Segment,
+    last: Float[Array, "B V"] | None,
+    logits: Logits,
+) -> Array:
+    """What `run_segment` returns beside the caches."""
     if logits == "none":
-        return caches, jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
+        return jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
     hidden_BTD = hidden_BTD[:, segment.group(CHUNK_ROWS).columns]
     if logits == "hidden":
-        return caches, hidden_BTD
+        return hidden_BTD
+    model = model_of(setup.config, params)
     if logits == "all":
-        return caches, model.logits(hidden_BTD)
+        return model.logits(hidden_BTD)
     assert last is not None
     valid_B = segment.valid_of(CHUNK_ROWS)
     ends_B11 = jnp.maximum(valid_B - 1, 0)[:, None, None]
     new_BV = model.logits(jnp.take_along_axis(hidden_BTD, ends_B11, axis=1)[:, 0])
-    return caches, jnp.where((valid_B > 0)[:, None], new_BV, last)
+    return jnp.where((valid_B > 0)[:, None], new_BV, last)
 
 
 def finish_context(
     setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"], reserve: int
 ) -> tuple[Any, ...]:
     """Every layer's `finish`, which may change the caches' shapes; `caches` are donated."""
+    run = _finish if setup.by_layer else finish_donated
     with warnings.catch_warnings():
         # A cache that shrinks cannot be finished in place, which jit would report.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return finish_donated(setup, caches, total, "context", reserve)
+        return run(setup, caches, total, "context", reserve)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="reserve")
 def finish_question(
     setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"], reserve: int
 ) -> tuple[Any, ...]:
     """New caches for the answer, of a method whose metadata says `shrinks`; `caches` stay."""
-    return _finish(setup, caches, total, "question", reserve)
+    run = _finish if setup.by_layer else whole_finish
+    return run(setup, caches, total, "question", reserve)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("stage", "reserve"))
-def finish_layer(
+def _finish_layer(
     setup: Setup,
     window: int | None,
     cache: Any,
     total: Int[Array, " B"],
-    *,
     stage: Stage,
     reserve: int,
 ) -> Any:
@@ -252,16 +200,23 @@ def finish_layer(
     return setup.shard_map(local, in_specs, tree_specs(traced))(cache, total)
 
 
+finish_layer = jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5))
+_finish_layer_donated = jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5), donate_argnums=2)
+
+
 def _finish(
     setup: Setup, caches: tuple[Any, ...], total: Array, stage: Stage, reserve: int
 ) -> tuple[Any, ...]:
+    each = _finish_layer_donated if stage == "context" else finish_layer
     return tuple(
-        finish_layer(setup, setup.config.windows[layer], cache, total, stage=stage, reserve=reserve)
+        each(setup, setup.config.windows[layer], cache, total, stage, reserve)
         for layer, cache in enumerate(caches)
     )
 
 
+# All layers as one program.
 finish_donated = jax.jit(_finish, static_argnums=(0, 3, 4), donate_argnums=1)
+whole_finish = jax.jit(_finish, static_argnums=(0, 3, 4))
 
 
 @jax.tree_util.register_dataclass
@@ -320,8 +275,7 @@ def start_answer(
     return _replicate(setup, state.watch(logits).accept(token))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=(2, 3))
-def decode_block(
+def _decode_block(
     setup: Setup,
     params: Any,
     caches: tuple[Any, ...],
@@ -337,28 +291,60 @@ def decode_block(
     come back, -1 where a row chose none.
     """
     columns, variant, sampling = static
-    model = model_of(setup.config, params)
-    batch = state.token.shape[0]
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         index, caches, state, chosen_BX = carry
-        valid_B1 = (~state.done).astype(jnp.int32)[:, None]
-        segment = decode_segment(state.token[:, None], valid_B1, state.done, variant)
-        hidden_B1D, caches = model.hidden(segment.tokens, caches, attend_of(setup, segment, total))
-        logits_BV = model.logits(hidden_B1D[:, 0])
-        token_B = choose(logits_BV, state.seen, state.seed, state.count, values, sampling)
-        column_B = jnp.where(state.done, -1, token_B)
-        chosen_BX = jax.lax.dynamic_update_slice(chosen_BX, column_B[:, None], (0, index))
-        return index + 1, caches, state.watch(logits_BV).accept(token_B), chosen_BX
+        token_B1, valid_B1 = _fed(state)
+        segment = decode_segment(token_B1, valid_B1, state.done, variant)
+        hidden_B1D, caches = hidden_states(setup, params, caches, segment, total)
+        state, chosen_BX = _chosen(
+            setup, params, hidden_B1D, state, values, chosen_BX, index, sampling
+        )
+        return index + 1, caches, state, chosen_BX
 
-    def unfinished(carry: tuple[Any, ...]) -> Array:
-        index, _, state, _ = carry
-        return (index < jnp.minimum(steps, columns)) & ~jnp.all(state.done)
-
-    empty_BX = jnp.full((batch, columns), -1, jnp.int32)
-    carry = (jnp.int32(0), caches, state, empty_BX)
-    _, caches, state, chosen_BX = jax.lax.while_loop(unfinished, step, carry)
+    carry = (jnp.int32(0), caches, state, jnp.full((state.token.shape[0], columns), -1, jnp.int32))
+    unfinished = functools.partial(_unfinished, jnp.minimum(steps, columns))
+    if setup.by_layer:
+        while unfinished(carry):
+            carry = step(carry)
+    else:
+        carry = jax.lax.while_loop(unfinished, step, carry)
+    _, caches, state, chosen_BX = carry
     return caches, *_replicate(setup, (state, chosen_BX))
+
+
+# All layers, and all steps, as one program.
+decode_block = jax.jit(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3))
+
+
+@jax.jit
+def _fed(state: DecodeState) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
+    """Each row's newest token, and whether it counts."""
+    return state.token[:, None], (~state.done).astype(jnp.int32)[:, None]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 7))
+def _chosen(
+    setup: Setup,
+    params: Any,
+    hidden_B1D: Float[Array, "B 1 D"],
+    state: DecodeState,
+    values: Float[Array, " 3"],
+    chosen_BX: Int[Array, "B X"],
+    index: Int[Array, ""],
+    sampling: tuple[bool, int, bool, bool],
+) -> tuple[DecodeState, Int[Array, "B X"]]:
+    """The state after each row's next token, which stands in its column."""
+    logits_BV = model_of(setup.config, params).logits(hidden_B1D[:, 0])
+    token_B = choose(logits_BV, state.seen, state.seed, state.count, values, sampling)
+    column_B = jnp.where(state.done, -1, token_B)
+    chosen_BX = jax.lax.dynamic_update_slice(chosen_BX, column_B[:, None], (0, index))
+    return state.watch(logits_BV).accept(token_B), chosen_BX
+
+
+def _unfinished(most: Int[Array, ""], carry: tuple[Any, ...]) -> Array:
+    index, _, state, _ = carry
+    return (index < most) & ~jnp.all(state.done)
 
 
 def decode_steps(
@@ -379,12 +365,11 @@ def decode_steps(
       Caches, state, and the new tokens `[B, X]`, -1 where a row chose none.
     """
     chosen, values = [], sampling_values(sampling)
+    run = _decode_block if setup.by_layer else decode_block
     for variant, alike in itertools.groupby(steps, functools.partial(step_variant, setup.method)):
         static = (most, variant, sampling.static())
         count = jnp.int32(len(list(alike)))
-        caches, state, new = decode_block(
-            setup, params, caches, state, total, count, values, static
-        )
+        caches, state, new = run(setup, params, caches, state, total, count, values, static)
         chosen.append(new)
     return caches, state, np.concatenate([np.asarray(new) for new in chosen], axis=1)
 

@@ -60,6 +60,7 @@ def engine_of(model: LongContext, method: Method) -> Engine:
         base.mesh,
         chunk=base.chunk,
         memory_limit=base.memory_limit,
+        by_layer=base.setup.by_layer,
     )
 
 

@@ -42,8 +42,8 @@ class RunOptions:
       dtype: of weights and caches, the checkpoint's unless given.
       mesh: devices, `data=2,tensor=2`; one unless given.
       chat: the checkpoint's chat template around each prompt, or plain completion.
-      optimize: whether programs are compiled with all of XLA's optimizations. Without most of them
-        they are compiled in half the time: for prompts so few and short that compiling is the run.
+      by_layer: whether programs are of one layer each, which are compiled in a small part of the
+        time and run slower: for prompts so few and short that compiling would be the run.
     """
 
     checkpoint: str = ""
@@ -53,7 +53,7 @@ class RunOptions:
     dtype: str | None = None
     mesh: str | None = None
     chat: bool = False
-    optimize: bool = True
+    by_layer: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("chunk", 1), ("seed", 0)):

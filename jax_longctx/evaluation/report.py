@@ -70,7 +70,7 @@ def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
         ("device", several(lambda row: str(row.get("device", "")))),
         ("mesh", several(mesh)),
         ("prompts", "chat template" if rows[0].get("chat") else "plain completion"),
-        ("programs", several(_hurried)),
+        ("programs", several(_by_layer)),
         ("seed", several(lambda row: str(row.get("seed", "")))),
         ("versions", several(versions)),
         ("rows", f"{len(rows):,}"),
@@ -78,9 +78,8 @@ def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value]
 
 
-def _hurried(row: Row) -> str:
-    quick = row.get("optimize") is False
-    return "compiled without most of XLA's optimizations, so that times are too long" * quick
+def _by_layer(row: Row) -> str:
+    return "one a layer, to compile less, so that times are too long" * bool(row.get("by_layer"))
 
 
 def _write(path: Path, content: str | bytes) -> None:

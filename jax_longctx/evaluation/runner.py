@@ -110,8 +110,9 @@ def _engine(engines: dict[str, Engine], model: LongContext, work: Work) -> Engin
     key = repr((work.method, work.settings))
     if key not in engines:
         engines.clear()
-        # A method's programs take some hundred megabytes of the host's memory.
-        jax.clear_caches()
+        if not model.engine.setup.by_layer:
+            # A method's whole programs take some hundred megabytes of the host's memory.
+            jax.clear_caches()
         engines[key] = engine_of(model, make_method(work.method, work.settings))
     return engines[key]
 
@@ -290,7 +291,7 @@ class _Leader:
             "dtype": str(self.model.engine.setup.dtype),
             "chunk": self.model.engine.chunk,
             "chat": self.config.run.chat,
-            "optimize": self.config.run.optimize,
+            "by_layer": self.config.run.by_layer,
         }
 
     def _given(self) -> dict[str, Any]:

@@ -168,12 +168,16 @@ class Llama(nnx.Module):
         if not config.tie_embeddings:
             self.head = Embedding(config, rngs)
 
+    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the first layer is given."""
+        with jax.named_scope("embed"):
+            return self.embed.table[...][tokens]
+
     def hidden(
         self, tokens: Int[Array, "B T"], caches: Sequence[Any], attend: Attend
     ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
         """Final normed hidden states and the updated caches, one per layer."""
-        with jax.named_scope("embed"):
-            x_BTD = self.embed.table[...][tokens]
+        x_BTD = self.embedded(tokens)
         updated = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):

@@ -40,7 +40,7 @@ class UsedProgram:
     Attributes:
       name: of one run's programs no two have the same.
       function: of `engine.programs`, compiled by `jit`.
-      args, kwargs: its arguments; arrays as shapes, or as numpy.
+      args: its arguments; arrays as shapes, or as numpy.
       resident: bytes of weights and caches on each device while it runs.
     """
 
@@ -48,7 +48,6 @@ class UsedProgram:
     kind: Kind
     function: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     resident: int
 
     def lower(self) -> Any:
@@ -56,7 +55,7 @@ class UsedProgram:
         with warnings.catch_warnings():
             # As where it is run: a cache that shrinks cannot be finished in place.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return self.function.lower(*self.args, **self.kwargs)
+            return self.function.lower(*self.args)
 
 
 @dataclasses.dataclass
@@ -75,14 +74,12 @@ class _Listing:
     def total(self) -> Any:
         return jax.ShapeDtypeStruct((self.rows,), jnp.int32)
 
-    def add(
-        self, name: str, kind: Kind, caches: Any, function: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def add(self, name: str, kind: Kind, caches: Any, function: Any, *args: Any) -> None:
         """A program; its name is made one of its own by a number."""
         same = sum(each.name.split(" #")[0] == name for each in self.found)
         name = f"{name} #{same + 1}" if same else name
         resident = weight_bytes(self.setup) + bytes_per_device(self.setup.mesh, caches)
-        self.found.append(UsedProgram(name, kind, function, args, kwargs, resident))
+        self.found.append(UsedProgram(name, kind, function, args, resident))
 
     def segments(self, kind: Kind, caches: Any, segments: Iterable[Segment]) -> None:
         """Those of a stage's segments, each signature once."""
@@ -101,7 +98,7 @@ class _Listing:
                 _segment_name(kind, segment, self.setup.mesh.shape["seq"]),
                 kind,
                 caches,
-                programs.run_segment,
+                programs.whole_segment,
                 self.setup,
                 self.params,
                 _placed(self.setup, caches),
@@ -163,11 +160,12 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
             "end of the question",
             "finish",
             kept,
-            programs.finish_question,
+            programs.whole_finish,
             setup,
             _placed(setup, kept),
-            total=listing.total,
-            reserve=bucket(reserve),
+            listing.total,
+            "question",
+            bucket(reserve),
         )
     listing.decode(answering, range(1, reserve + 1))
     return listing.found

@@ -1,11 +1,10 @@
-"""Text in, text out: answers, stop strings, callbacks, and where compilations are kept."""
+"""Text in, text out: answers, stop strings, and callbacks."""
 
-import jax
 import numpy as np
 import pytest
 
 import jax_longctx
-from jax_longctx.api import LongContext, keep_compilations
+from jax_longctx.api import LongContext
 from jax_longctx.errors import InputError
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import write_tokenizer
@@ -121,16 +120,3 @@ def test_names_load_on_first_use():
     assert jax_longctx.__version__.count(".") == 2
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = jax_longctx.nothing
-
-
-def test_compilations_are_kept_unless_told_otherwise(monkeypatch, tmp_path):
-    told = jax.config.jax_compilation_cache_dir
-    keep_compilations()
-    assert jax.config.jax_compilation_cache_dir == told
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        keep_compilations()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "jax_longctx")
-    finally:
-        jax.config.update("jax_compilation_cache_dir", told)

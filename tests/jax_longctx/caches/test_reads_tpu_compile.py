@@ -24,7 +24,7 @@ SIZES = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_position": 81
 def compile_question_end(setup):
     caches = sharded_caches(setup, 1, SLOTS)
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return programs.finish_question.lower(setup, caches, total, reserve=64).compile()
+    return programs.whole_finish.lower(setup, caches, total, "question", 64).compile()
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def compile_segment(
     if logits == "last":
         last = jax.ShapeDtypeStruct((batch, setup.config.vocab_size), jnp.float32)
     caches = sharded_caches(setup, batch, slots)
-    return programs.run_segment.lower(
+    return programs.whole_segment.lower(
         setup, abstract_params(setup), caches, segment, _ints(batch), last, logits
     ).compile()
 

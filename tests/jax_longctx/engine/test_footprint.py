@@ -49,9 +49,8 @@ def test_claims_are_what_the_compiler_counts(name):
     answering = size_of(kept)
     assert claimed.kept == answering
     if setup.method.info.shrinks:
-        taken, made, _ = compiled(
-            programs.finish_question, setup, kept, total, reserve=bucket(RESERVE)
-        )
+        finish = programs.whole_finish
+        taken, made, _ = compiled(finish, setup, kept, total, "question", bucket(RESERVE))
         # Nothing was donated, and a few numbers a row may be handed on.
         peaks.append(taken + made)
         answering = made

@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import pytest
 
 from jax_longctx.cli import demo, eval_run, processes
@@ -69,21 +68,19 @@ def test_a_file_in_place_of_options(run, loads, small, tmp_path):
     assert "unknown key in [part]: trails; did you mean trials?" in result.stderr
 
 
-@pytest.mark.thorough
-@pytest.mark.optimized
-@pytest.mark.parametrize("optimize", [True, False])
-def test_programs_may_be_compiled_in_less_time(run, loads, small, tmp_path, optimize):
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_programs_may_be_of_one_layer(run, loads, small, tmp_path, by_layer):
     toml = tmp_path / "eval.toml"
     part = 'methods = ["full"]\ntasks = ["small"]\nlengths = [64]\ntrials = 1\n'
-    how = "" if optimize else "optimize = false\n"
+    how = "by_layer = true\n" if by_layer else ""
     toml.write_text(f'[run]\ncheckpoint = "model"\n{how}[[part]]\n{part}')
     assert run("eval", "run", "--config", toml, "--output", tmp_path / "out").exit_code == 0
-    assert jax.config.read("jax_disable_most_optimizations") is not optimize
+    assert loads[0][1]["by_layer"] is by_layer
     # The report's times are marked.
-    said = "- programs: compiled without most of XLA's optimizations" in (
-        (tmp_path / "out" / "report.md").read_text()
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert ("- programs: one a layer, to compile less, so that times are too long" in report) is (
+        by_layer
     )
-    assert said is not optimize
 
 
 def test_a_job_does_not_convert_the_demos_model(loads, tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def test_memory_beside_the_cache_does_not_grow_with_it():
     caches = programs.abstract_caches(engine.setup, 1, 65536, 0)
     (segment,) = engine.method.segments(Prompt("context", 8, random_rows([8])))
     total = jnp.array([8])
-    run = programs.run_segment.lower(
+    run = programs.whole_segment.lower(
         engine.setup, engine.params, caches, segment, total, None, "none"
     )
     memory = run.compile().memory_analysis()

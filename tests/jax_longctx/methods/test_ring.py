@@ -98,7 +98,9 @@ def test_r6_keys_and_values_are_sent_once_less_than_there_are_shards(order, back
     caches = programs.abstract_caches(setup, 1, 512, 8)
     (segment,) = setup.method.segments(engine.prompt("context", 512, context=[[1] * 300]))
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
-    lowered = programs.run_segment.lower(setup, engine.params, caches, segment, total, None, "none")
+    lowered = programs.whole_segment.lower(
+        setup, engine.params, caches, segment, total, None, "none"
+    )
     layer = lowered.as_text().count("collective_permute")
     # One function that all layers call.
     assert layer == 2 * (3 + back)

@@ -65,7 +65,7 @@ def prefill(setup):
         shards = setup.mesh.shape["seq"] if segment.spread else 1
         kind = segment.variant, segment.tokens.shape[1] // shards
         if kind not in found:
-            lowered = programs.run_segment.lower(
+            lowered = programs.whole_segment.lower(
                 setup, abstract_params(setup), placed(setup, caches), segment, total, None, "none"
             )
             found[kind] = lowered.compile()

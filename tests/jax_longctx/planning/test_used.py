@@ -25,7 +25,7 @@ from tests.support import tiny_config
 
 RESERVE, CHUNK = 40, 32
 # Functions of `engine.programs`, with the arguments that a program is compiled for.
-FUNCTIONS = ("run_segment", "finish_donated", "finish_question", "decode_block")
+FUNCTIONS = ("whole_segment", "finish_donated", "whole_finish", "decode_block")
 HF_CONFIG = {
     "model_type": "llama",
     "vocab_size": 512,
@@ -54,9 +54,9 @@ def request(method, context, batch=1, target="cpux8", layers=2):
     )
 
 
-def signature(name, args, kwargs):
+def signature(name, args):
     """What `jit` tells programs apart by: static values, and shapes and dtypes of arrays."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
+    leaves, structure = jax.tree.flatten(args)
     shapes = [
         (np.shape(leaf), str(leaf.dtype)) if hasattr(leaf, "dtype") else leaf for leaf in leaves
     ]
@@ -70,9 +70,9 @@ class Watched:
         self.name, self.real, self.seen = name, getattr(programs, name), seen
         self.answered = 0
 
-    def __call__(self, *args, **kwargs):
-        self.seen.add(signature(self.name, args, kwargs))
-        shapes = self.real.eval_shape(*args, **kwargs)
+    def __call__(self, *args):
+        self.seen.add(signature(self.name, args))
+        shapes = self.real.eval_shape(*args)
         given = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         if self.name != "decode_block":
             return given
@@ -90,7 +90,7 @@ def programs_of_a_run(wanted, mesh, monkeypatch):
     found = set()
     # The longest question and the longest answer that the reserve has room for.
     for asked, answered, names in (
-        (RESERVE - 1, 1, ("run_segment", "finish_donated", "finish_question")),
+        (RESERVE - 1, 1, ("whole_segment", "finish_donated", "whole_finish")),
         (1, RESERVE - 1, ("decode_block",)),
     ):
         questions = [[3] * asked] * wanted.batch
@@ -123,7 +123,7 @@ def test_the_programs_are_those_of_a_run(method, context, sizes, monkeypatch):
     setup = wanted.setup(mesh)
     used = used_programs(wanted, setup, wanted.batch)
     names = {id(getattr(programs, name)): name for name in FUNCTIONS}
-    planned = [signature(names[id(each.function)], each.args, each.kwargs) for each in used]
+    planned = [signature(names[id(each.function)], each.args) for each in used]
     assert len(set(planned)) == len(planned)
     assert set(planned) == programs_of_a_run(wanted, mesh, monkeypatch)
     assert len({each.name for each in used}) == len(used)

@@ -1,0 +1,81 @@
+"""Where compiled programs are kept, and when they are not."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+from jax_longctx import compilations
+from jax_longctx.compilations import keep_compilations
+
+
+@pytest.fixture(autouse=True)
+def untold():
+    """JAX has not been told where to keep programs."""
+    told = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", told)
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+def test_programs_are_kept_under_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep_compilations()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache" / "jax_longctx")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    keep_compilations()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "home/.cache/jax_longctx")
+
+
+def test_who_told_jax_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_enable_compilation_cache", False)
+    keep_compilations()
+    assert jax.config.jax_compilation_cache_dir is None
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+    keep_compilations()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+    assert not (tmp_path / "jax_longctx").exists()
+
+
+def test_nothing_is_kept_where_nothing_can_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_compilations()
+    assert jax.config.jax_compilation_cache_dir is None
+    # The tests may run as root, who may write anywhere.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    keep_compilations()
+    assert jax.config.jax_compilation_cache_dir is None
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    keep_compilations()
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_what_was_used_least_recently_leaves(monkeypatch, tmp_path):
+    folder = tmp_path / "jax_longctx"
+    # XLA may keep tables of its own there.
+    (folder / "tables").mkdir(parents=True)
+    # Written in this order; the first was read again since.
+    for name, written, read in (("a", 10, 40), ("b", 20, 20), ("c", 30, 30)):
+        (folder / name).write_bytes(b"x" * 100)
+        os.utime(folder / name, (read, written))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compilations, "MOST_BYTES", 300)
+    keep_compilations()
+    assert sorted(file.name for file in folder.iterdir()) == ["a", "b", "c", "tables"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(compilations, "MOST_BYTES", 299)
+    keep_compilations()
+    assert sorted(file.name for file in folder.iterdir()) == ["a", "c", "tables"]
