@@ -57,18 +57,19 @@ def expected(method):
 
 def compare(engine, method):
     """Every row's kept keys, and its logits at the question's end and in the answer."""
-    wanted = expected(method)
-    context = engine.prefill(CONTEXTS, reserve=40)
-    for layer, cache in enumerate(context.caches):
-        assert cache.length.tolist() == [len(row) for row in CONTEXTS]
+    wanted, seen, held = expected(method), [], []
+    for step in steps(engine, CONTEXTS, QUESTIONS, ANSWERS):
+        if step.segment.role == "query" and not held:
+            held = [np.asarray(cache.k) for cache in step.caches]
+        seen.append(step)
+    for layer, ours in enumerate(held):
         for row, (_, keys) in enumerate(wanted):
-            held = np.asarray(cache.k)[row, :, : len(CONTEXTS[row])].swapaxes(0, 1)
-            np.testing.assert_allclose(held, keys[layer], atol=1e-4)
-    seen = list(steps(engine, CONTEXTS, QUESTIONS, ANSWERS))
+            kept = ours[row, :, : len(CONTEXTS[row])].swapaxes(0, 1)
+            np.testing.assert_allclose(kept, keys[layer], atol=1e-4)
+    assert len(held) == engine.config.num_layers
     for column, step in enumerate(seen[-3:], start=1):
         logits = np.stack([row[column] for row, _ in wanted])
         np.testing.assert_allclose(last_logits(step), logits, atol=1e-4)
-    return context
 
 
 @pytest.mark.parametrize("kv", [pytest.param("recompute", marks=pytest.mark.thorough), "broadcast"])
