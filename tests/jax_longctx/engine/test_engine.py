@@ -63,9 +63,16 @@ def test_ragged_rows_equal_single_rows(engine, sizes):
         np.testing.assert_allclose(logits, engine.score([row])[0], atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 1)], ids=str)
-@pytest.mark.parametrize("chunk", [5, 16])
+@pytest.mark.parametrize(
+    ("chunk", "sizes"),
+    [
+        pytest.param(5, (2, 2, 2), marks=pytest.mark.slow),
+        pytest.param(16, (1, 4, 1), marks=pytest.mark.slow),
+        pytest.param(5, (1, 4, 1), marks=pytest.mark.thorough),
+        pytest.param(16, (2, 2, 2), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 def test_windows_on_some_layers_equal_one_device(sizes, chunk):
     """Windows shorter and longer than a chunk; segments that cross the borders of slot shards."""
     config = tiny_config(windows=(7, None))

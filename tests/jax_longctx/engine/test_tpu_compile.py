@@ -59,7 +59,7 @@ def test_tpu_decode_compiles_in_place(setup, batch):
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens"), [(1, 256), pytest.param(2, 512, marks=pytest.mark.slow)]
+    ("batch", "tokens"), [(1, 256), pytest.param(2, 512, marks=pytest.mark.thorough)]
 )
 def test_tpu_segment_compiles_in_place_with_its_kernel(setup, batch, tokens):
     """Temporaries of a chunk's activations, below one layer's keys: no copy of any buffer."""

@@ -51,7 +51,7 @@ def dense_weights(text):
 
 
 # Batches of several sizes: the last is not full, one is enough.
-@pytest.mark.parametrize("batch", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [2, pytest.param(8, marks=pytest.mark.thorough)])
 def test_full_attentions_weights_are_the_dense_ones(batch):
     seen = []
     weights = attention_weights(
