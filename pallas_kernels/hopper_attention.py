@@ -88,19 +88,16 @@ def pad_rows(q: Float[Array, "*B R H"]) -> Float[Array, "X R8 H"]:
     return jnp.pad(q, ((0, 0), (0, -q.shape[1] % hopper.TILE_ROWS), (0, 0)))
 
 
-def out_scratch(rows: int) -> dict[str, Any]:
-    """The shared memory that `write` needs for results of which the first `rows` count."""
+def out_scratch(rows: int, most: int = _OUT_ROWS) -> dict[str, Any]:
+    """The shared memory that `write` needs for results of which the first `rows` count.
+
+    In `most` rows as many pieces of 64 find place that overlap but for the first rows of each.
+    """
+    windows = max(w for w in (4, 2, 1) if w == 1 or hopper.ROWS + (w - 1) * rows <= most)
     return dict(
-        out_tile=hopper.tiled(
-            hopper.ROWS + (_windows(rows) - 1) * rows, COLUMNS, dtype=jnp.float32
-        ),
+        out_tile=hopper.tiled(hopper.ROWS + (windows - 1) * rows, COLUMNS, dtype=jnp.float32),
         lse_tile=plgpu.SMEM((hopper.ROWS,), jnp.float32),
     )
-
-
-def _windows(rows: int) -> int:
-    """How many pieces of 64 rows find place that overlap but for the first rows of each."""
-    return max(w for w in (4, 2, 1) if w == 1 or hopper.ROWS + (w - 1) * rows <= _OUT_ROWS)
 
 
 def write(out: Array, lse: Array, out_ref: Any, lse_ref: Any, *, out_tile, lse_tile) -> None:
@@ -123,7 +120,7 @@ def write_rows(x: Array, ref: Any, tile: Any) -> None:
     another has left.
     """
     rows, all_columns = ref.shape
-    windows = _windows(rows)
+    windows = (tile.shape[0] - hopper.ROWS) // rows + 1
     for first in range(0, all_columns, windows * COLUMNS):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         columns = range(first, min(first + windows * COLUMNS, all_columns), COLUMNS)

@@ -170,10 +170,13 @@ def _write_lines(buffer: Array, new_BKTH: Array, start: Array, valid: Array) -> 
     inside_BT = (slot_BT >= 0) & (slot_BT < slots) & (step_T < valid[:, None])
     row_BK1 = (jnp.arange(batch)[:, None, None] * heads + jnp.arange(heads)[:, None]) * slots
     line_BKT = row_BK1 + slot_BT[:, None]
-    # One past the end is what `drop` drops; a negative line would wrap around.
-    line_BKT = jnp.where(inside_BT[:, None], line_BKT, batch * heads * slots)
+    # One past the end or later is what `drop` drops; a negative line would wrap around. Each is
+    # another one: where lines may meet a GPU writes every two channels by an atomic operation.
+    beyond_BKT = batch * heads * slots + jnp.arange(line_BKT.size).reshape(line_BKT.shape)
+    line_BKT = jnp.where(inside_BT[:, None], line_BKT, beyond_BKT)
     flat = buffer.reshape(-1, head_dim)  # [B*K*S, H]
-    flat = flat.at[line_BKT.reshape(-1)].set(new_BKTH.reshape(-1, head_dim), mode="drop")
+    new_EH = new_BKTH.reshape(-1, head_dim)  # [B*K*T, H]
+    flat = flat.at[line_BKT.reshape(-1)].set(new_EH, mode="drop", unique_indices=True)
     return flat.reshape(buffer.shape)
 
 

@@ -36,6 +36,9 @@ __all__ = [
 # The attention kernels tile by as many slots.
 GRANULE = 128
 
+# So many smallest of a list are found without sorting it: what XLA has a GPU kernel for.
+_FEW = 16
+
 # Of each row, or the same for all.
 Count = int | Int[Array, " B"]
 
@@ -169,7 +172,11 @@ def gather_fifo(
 
 
 def best_last(
-    scores: Float[Array, "B K S"], position: Int[Array, " B"], budget: Count, size: int
+    scores: Float[Array, "B K S"],
+    position: Int[Array, " B"],
+    budget: Count,
+    size: int,
+    leaving: int | None = None,
 ) -> FifoList:
     """The `budget` best of each row's first `position[b]` tokens, the worst first to leave.
 
@@ -178,14 +185,40 @@ def best_last(
     Args:
       scores: finite, or -inf where nothing is.
       size: M, at least what a budget can choose.
+      leaving: how many may leave before the list is made anew; the others follow in the text's
+        order. None: any number.
     """
     count_B = jnp.minimum(position, jnp.minimum(budget, size))
     count_BK = jnp.broadcast_to(count_B[:, None], scores.shape[:2])
     slots_BKM = select_large_k(scores, count_BK, size=size)
     kept_BKM = jnp.take_along_axis(scores, jnp.maximum(slots_BKM, 0), axis=2)
-    # Ascending slots turned around, so that a stable sort leaves the younger of equals in front.
-    keys_BKM = jnp.flip(jnp.where(slots_BKM < 0, jnp.inf, kept_BKM), axis=2)
-    _, chosen_BKM = jax.lax.sort(
-        (keys_BKM, jnp.flip(slots_BKM, axis=2)), dimension=2, is_stable=True, num_keys=1
-    )
+    kept_BKM = jnp.where(slots_BKM < 0, jnp.inf, kept_BKM)
+    if leaving is None or leaving > _FEW:
+        chosen_BKM = _sorted(kept_BKM, slots_BKM)
+    else:
+        chosen_BKM = _worst_first(kept_BKM, slots_BKM, min(leaving, size))
     return FifoList(chosen_BKM, count_B, jnp.zeros_like(count_B), position)
+
+
+def _sorted(scores: Float[Array, "B K M"], slots: Int[Array, "B K M"]) -> Int[Array, "B K M"]:
+    """Ascending slots by ascending score, of equals the last first."""
+    # Turned around, so that a stable sort leaves the younger of equals in front.
+    turned = (jnp.flip(scores, axis=2), jnp.flip(slots, axis=2))
+    return jax.lax.sort(turned, dimension=2, is_stable=True, num_keys=1)[1]
+
+
+def _worst_first(
+    scores: Float[Array, "B K M"], slots: Int[Array, "B K M"], number: int
+) -> Int[Array, "B K M"]:
+    """The first `number` of `_sorted`, then the other slots as they are."""
+    size = slots.shape[2]
+    # Of equals `top_k` takes the first: turned around, the younger.
+    _, turned_BKX = jax.lax.top_k(-jnp.flip(scores, axis=2), number)
+    places_BKX = size - 1 - turned_BKX
+    # The place of the j-th of the others: those of the worst that lie before it are skipped.
+    place, rival = places_BKX[..., :, None], places_BKX[..., None, :]
+    before_BKX = places_BKX - jnp.sum(rival < place, axis=-1)
+    index_M = jnp.arange(size - number)
+    skipped_BKM = jnp.sum(before_BKX[..., None] <= index_M, axis=2)
+    order_BKM = jnp.concatenate([places_BKX, index_M + skipped_BKM], axis=2)
+    return jnp.take_along_axis(slots, order_BKM, axis=2)

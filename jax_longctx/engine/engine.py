@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_longctx.contract import Method, Prompt, Stage
-from jax_longctx.engine import likelihood, programs
+from jax_longctx.engine import likelihood, programs, turns
 from jax_longctx.engine.capacity import (
     available_bytes,
     bucket,
@@ -202,21 +202,17 @@ class Engine:
             context.answering_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(run.caches))
             yield _chosen(np.asarray(state.token)[:, None], context.batch)
             blocks, first = iter(FIRST_BLOCKS), 1
+            variants = turns.answer_variants(self.method, max_tokens)
+            values, static = sampling_values(sampling), (BLOCK, variants, sampling.static())
             while not np.all(np.asarray(state.done)):
                 steps = range(first, first + next(blocks, BLOCK))
                 first = steps.stop
-                run.caches, state, chosen = programs.decode_steps(
-                    self.setup,
-                    self.params,
-                    run.caches,
-                    state,
-                    context.total,
-                    steps,
-                    sampling,
-                    BLOCK,
+                which = turns.decode_turns(self.method, variants, steps, BLOCK)
+                run.caches, state, chosen = programs.next_block(
+                    self.setup, self.params, run.caches, state, context.total, which, values, static
                 )
                 self._check_finite(state)
-                yield _chosen(chosen, context.batch)
+                yield _chosen(np.asarray(chosen), context.batch)
         finally:
             if self.method.info.append_only and keep:
                 context.caches = run.whole or run.caches

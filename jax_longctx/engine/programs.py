@@ -8,13 +8,11 @@ With `Setup.by_layer` the same bodies run from Python, piece by piece (see `forw
 
 import dataclasses
 import functools
-import itertools
 import warnings
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -24,10 +22,9 @@ from jax_longctx.contract import (
     Segment,
     Stage,
     decode_segment,
-    step_variant,
 )
 from jax_longctx.engine.forward import BATCH, Setup, hidden_states, model_of
-from jax_longctx.engine.sampling import Sampling, choose, sampling_values
+from jax_longctx.engine.sampling import choose
 from jax_longctx.sharding import tree_shardings, tree_specs
 
 __all__ = [
@@ -35,12 +32,12 @@ __all__ = [
     "Setup",
     "cache_shapes",
     "decode_block",
-    "decode_steps",
     "finish_context",
     "finish_donated",
     "finish_question",
     "init_caches",
     "model_of",
+    "next_block",
     "run_segment",
     "whole_finish",
     "whole_segment",
@@ -275,24 +272,31 @@ def start_answer(
     return _replicate(setup, state.watch(logits).accept(token))
 
 
+# Columns of a block of decode steps, variants of the answer's steps, the sampling's static part.
+DecodeStatic = tuple[int, tuple[str, ...], tuple[bool, int, bool, bool]]
+
+
 def _decode_block(
     setup: Setup,
     params: Any,
     caches: tuple[Any, ...],
     state: DecodeState,
     total: Int[Array, " B"],
-    steps: Int[Array, ""],
+    turns: Int[Any, " X"],
     values: Float[Array, " 3"],
-    static: tuple[int, str, tuple[bool, int, bool, bool]],
+    static: DecodeStatic,
 ) -> tuple[tuple[Any, ...], DecodeState, Int[Array, "B X"]]:
-    """Up to `steps` decode steps on the device; stops early when every row is done.
+    """A block of decode steps on the device; stops early when every row is done.
 
-    `static` is (X, the steps' variant, the static part of the sampling): X columns of new tokens
-    come back, -1 where a row chose none.
+    Step i is of the variant of index turns[i]; none follow where that is negative. X columns of new
+    tokens come back, -1 where a row chose none.
+
+    Every variant has a loop of its own for steps of it that follow each other, around which one
+    goes from run to run: a program for each run takes as long to begin as a step, on a GPU.
     """
-    columns, variant, sampling = static
+    columns, variants, sampling = static
 
-    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def step(variant: str, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         index, caches, state, chosen_BX = carry
         token_B1, valid_B1 = _fed(state)
         segment = decode_segment(token_B1, valid_B1, state.done, variant)
@@ -302,13 +306,20 @@ def _decode_block(
         )
         return index + 1, caches, state, chosen_BX
 
+    def each_run(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        for number, variant in enumerate(variants):
+            alike = functools.partial(lambda number, carry: _turn(turns, carry) == number, number)
+            carry = jax.lax.while_loop(alike, functools.partial(step, variant), carry)
+        return carry
+
     carry = (jnp.int32(0), caches, state, jnp.full((state.token.shape[0], columns), -1, jnp.int32))
-    unfinished = functools.partial(_unfinished, jnp.minimum(steps, columns))
     if setup.by_layer:
-        while unfinished(carry):
-            carry = step(carry)
+        while (number := int(_turn(turns, carry))) >= 0:
+            carry = step(variants[number], carry)
     else:
-        carry = jax.lax.while_loop(unfinished, step, carry)
+        first, *others = variants
+        body = each_run if others else functools.partial(step, first)
+        carry = jax.lax.while_loop(lambda carry: _turn(turns, carry) >= 0, body, carry)
     _, caches, state, chosen_BX = carry
     return caches, *_replicate(setup, (state, chosen_BX))
 
@@ -342,36 +353,26 @@ def _chosen(
     return state.watch(logits_BV).accept(token_B), chosen_BX
 
 
-def _unfinished(most: Int[Array, ""], carry: tuple[Any, ...]) -> Array:
+def _turn(turns: Any, carry: tuple[Any, ...]) -> Array:
+    """The variant of the next step, negative where there is none."""
     index, _, state, _ = carry
-    return (index < most) & ~jnp.all(state.done)
+    over = (index >= len(turns)) | jnp.all(state.done)
+    return jnp.where(over, -1, jnp.asarray(turns)[index])
 
 
-def decode_steps(
+def next_block(
     setup: Setup,
     params: Any,
     caches: tuple[Any, ...],
     state: DecodeState,
     total: Int[Array, " B"],
-    steps: range,
-    sampling: Sampling,
-    most: int,
-) -> tuple[tuple[Any, ...], DecodeState, np.ndarray]:
-    """The answer's steps of these numbers, a program for each run of one variant, queued together.
-
-    Programs are compiled for `most` steps at a time, however few these are.
-
-    Returns:
-      Caches, state, and the new tokens `[B, X]`, -1 where a row chose none.
-    """
-    chosen, values = [], sampling_values(sampling)
+    turns: Int[Any, " X"],
+    values: Float[Array, " 3"],
+    static: DecodeStatic,
+) -> tuple[tuple[Any, ...], DecodeState, Int[Array, "B X"]]:
+    """`decode_block` as one program or, with `Setup.by_layer`, its steps from Python."""
     run = _decode_block if setup.by_layer else decode_block
-    for variant, alike in itertools.groupby(steps, functools.partial(step_variant, setup.method)):
-        static = (most, variant, sampling.static())
-        count = jnp.int32(len(list(alike)))
-        caches, state, new = run(setup, params, caches, state, total, count, values, static)
-        chosen.append(new)
-    return caches, state, np.concatenate([np.asarray(new) for new in chosen], axis=1)
+    return run(setup, params, caches, state, total, turns, values, static)
 
 
 def _replicate(setup: Setup, tree: Any) -> Any:

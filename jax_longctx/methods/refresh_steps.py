@@ -23,7 +23,7 @@ from jax_longctx.caches.fifo import Count, FifoCache, FifoList, best_last, gathe
 from jax_longctx.contract import CHUNK_ROWS, LayerContext, Segment
 from jax_longctx.methods.observation import pooled_scores
 from jax_longctx.sharding import axes_field
-from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
+from pallas_kernels.decode_attention import attend_with_logits, decode_attention
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 
 __all__ = ["CHECK", "PARTIAL", "RefreshCache", "begin", "effective_strides", "step"]
@@ -48,6 +48,8 @@ class Refresher(typing.Protocol):
     def over_group(self) -> Literal["max", "mean", "first"]: ...
     @property
     def schedule(self) -> Literal["adaptive", "fixed"]: ...
+    @property
+    def stride(self) -> int: ...
     @property
     def threshold(self) -> float: ...
     @property
@@ -106,6 +108,15 @@ def _limit(method: Refresher, cache: RefreshCache) -> Count:
     if isinstance(cache.partial, FifoCache) and not method.evict_on_push:
         return cache.partial.k.shape[2]
     return _budget(method, cache) + 1
+
+
+def _leaving(method: Refresher) -> int | None:
+    """Tokens that may leave the partial cache before it is chosen anew; None: any number."""
+    if not method.evict_on_push:
+        return 0
+    if method.schedule == "fixed" and method.ablation != "no_refresh":
+        return method.stride
+    return None
 
 
 def begin(
@@ -200,8 +211,9 @@ def _look(
     """One query over all keys: its output, and in `turned` rows what its probabilities choose."""
     store = cache.store
     batch, kv_heads, size, _ = store.k.shape
-    logits_BNS = decode_logits(q, store.k, store.held(ctx), scale=ctx.scale)
-    out, lse = ctx.seq_merge(*attend_logits(logits_BNS, store.v))
+    held_B = store.held(ctx)
+    *attended, logits_BNS = attend_with_logits(q, store.k, store.v, held_B, scale=ctx.scale)
+    out, lse = ctx.seq_merge(*attended)
     # A row without keys has no log-sum-exp; nothing is chosen from it.
     base_BN1 = jnp.swapaxes(jnp.where(jnp.isfinite(lse), lse, 0.0), 1, 2)
     p_BKGS = jnp.exp(logits_BNS - base_BN1).reshape(batch, kv_heads, -1, size)
@@ -210,7 +222,8 @@ def _look(
     own = 1 if method.force_self else 0
     scores_BKS = pooled_scores(mass_BKS, store.length, own, method.kernel, "max")
     listed = cache.order.chosen.shape[2]
-    order = best_last(scores_BKS, store.length, _budget(method, cache), listed)
+    leaving = _leaving(method)
+    order = best_last(scores_BKS, store.length, _budget(method, cache), listed, leaving)
     order = dataclasses.replace(order, chosen_axis=cache.order.chosen_axis)
     order = where_rows(turned, order, cache.order)
     if isinstance(cache.partial, FifoList):

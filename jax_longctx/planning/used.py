@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import Prompt, Segment, step_variant
+from jax_longctx.contract import Prompt, Segment
 from jax_longctx.engine import Sampling, programs
 from jax_longctx.engine.capacity import bucket, bytes_per_device
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.footprint import staged_caches
+from jax_longctx.engine.turns import answer_variants
 from jax_longctx.planning.plan import PlanRequest
 from jax_longctx.planning.work import abstract_tree, context_segments, weight_bytes
 from jax_longctx.sharding import tree_shardings
@@ -109,23 +110,24 @@ class _Listing:
                 "last" if kind == "question" else "none",
             )
 
-    def decode(self, caches: Any, steps: range) -> None:
-        """A program for each kind of step, in the order in which they come."""
-        for variant in dict.fromkeys(step_variant(self.setup.method, step) for step in steps):
-            self.add(
-                f"decode, {variant} step" if variant else "decode",
-                "decode",
-                caches,
-                programs.decode_block,
-                self.setup,
-                self.params,
-                _placed(self.setup, caches),
-                _state(self.rows),
-                self.total,
-                jax.ShapeDtypeStruct((), jnp.int32),
-                jax.ShapeDtypeStruct((3,), jnp.float32),
-                (BLOCK, variant, Sampling().static()),
-            )
+    def decode(self, caches: Any, tokens: int) -> None:
+        """One program for all kinds of steps of an answer of so many tokens."""
+        variants = answer_variants(self.setup.method, tokens)
+        kinds = " and ".join(filter(None, variants))
+        self.add(
+            f"decode, {kinds} steps" if kinds else "decode",
+            "decode",
+            caches,
+            programs.decode_block,
+            self.setup,
+            self.params,
+            _placed(self.setup, caches),
+            _state(self.rows),
+            self.total,
+            jax.ShapeDtypeStruct((BLOCK,), jnp.int32),
+            jax.ShapeDtypeStruct((3,), jnp.float32),
+            (BLOCK, variants, Sampling().static()),
+        )
 
 
 def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> list[UsedProgram]:
@@ -167,7 +169,7 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
             "question",
             bucket(reserve),
         )
-    listing.decode(answering, range(1, reserve + 1))
+    listing.decode(answering, reserve)
     return listing.found
 
 

@@ -26,7 +26,7 @@ at every size, blocks of 64 slots as well.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,13 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper
 from pallas_kernels import hopper_attention as streaming
 from pallas_kernels.common import window_start
+from pallas_kernels.decode_attention import gpu_merge
 from pallas_kernels.tuning import configured, shape_class
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that find place in shared memory
+# Rows of the buffer through which logits leave, and the slots of a block.
+_LOGIT_ROWS, _LOGIT_SLOTS = 96, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +78,27 @@ class _Job:
     head_dim: int
     group: int
     dtype: Any
-    windowed: bool
     scale: float
     workers: int
     config: Config
     interpreted: bool
+    windowed: bool = False
+    logits: bool = False
 
     @property
     def tile_rows(self) -> int:
         """Rows read and written: whole tiles."""
         return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
+
+    def out_scratch(self) -> dict[str, Any]:
+        """The shared memory for what is written: a block's logits at once."""
+        return streaming.out_scratch(self.tile_rows, *([_LOGIT_ROWS] if self.logits else []))
+
+    @property
+    def parts(self) -> int:
+        """The most workers that visit one head."""
+        # All heads of a row are as long: with K of them none is in more than 1/K of the workers.
+        return self.workers // self.kv_heads + 2
 
     @property
     def q_tiles(self) -> int:
@@ -123,6 +137,16 @@ def unsupported(q: Array, k: Array) -> str | None:
     return hopper.unsupported(q)
 
 
+def unsupported_logits(q: Array, k: Array) -> str | None:
+    """Why `attend_with_logits` cannot run these arguments, or None."""
+    rows = q.shape[2] // k.shape[1]
+    if rows > hopper.TILE_ROWS:
+        return f"logits of {rows} queries for one kv head, at most {hopper.TILE_ROWS}"
+    if k.shape[2] % _LOGIT_SLOTS:
+        return f"{k.shape[2]} slots are not whole blocks of {_LOGIT_SLOTS}"
+    return unsupported(q, k)
+
+
 def decode_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"],
@@ -144,29 +168,63 @@ def decode_attention(
     if window is not None:
         # The first slot that query 0 sees; query t sees from t slots later.
         low_B = window_start(query_start) - slot_start - window + 1
-    q_BKRH = hopper.pack_rows(q, k.shape[1])
+    job = _job(q, k, scale, config, windowed=window is not None, interpreted=interpret is not None)
+    out, lse, _ = _attention(q, k, v, low_B, lengths, job, interpret)
+    return out, lse
+
+
+def attend_with_logits(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
+    """`decode_attention` and the logits it is made of; anything beyond the lengths.
+
+    Of each product the rows of a group leave for global memory while the next block is awaited:
+    32 bytes a slot and head beside its 512.
+    """
+    job = _job(q, k, scale, config, logits=True, interpreted=interpret is not None)
+    out, lse, logits = _attention(q, k, v, jnp.zeros_like(lengths), lengths, job, interpret)
+    logits_BKGS = logits.reshape(*k.shape[:2], job.tile_rows, -1)[:, :, : job.rows]
+    return out, lse, logits_BKGS.reshape(q.shape[0], q.shape[2], -1)  # [B, K, G, S]
+
+
+def _job(q: Array, k: Array, scale: float, config: Config | None, **options: bool) -> _Job:
+    batch, kv_heads, slots, head_dim = k.shape
+    rows = q.shape[1] * q.shape[2] // kv_heads
     if config is None:
-        batch, kv_heads, rows, head_dim = q_BKRH.shape
-        shapes = dict(head_dim=head_dim, rows=rows, heads=batch * kv_heads, slots=k.shape[2])
+        shapes = dict(head_dim=head_dim, rows=rows, heads=batch * kv_heads, slots=slots)
         config = configured("decode_attention", shape_class(**shapes), CONFIGS)
-    job = _Job(
-        batch=k.shape[0],
-        kv_heads=k.shape[1],
-        rows=q_BKRH.shape[2],
-        head_dim=k.shape[3],
-        group=q.shape[2] // k.shape[1],
+    return _Job(
+        batch=batch,
+        kv_heads=kv_heads,
+        rows=rows,
+        head_dim=head_dim,
+        group=q.shape[2] // kv_heads,
         dtype=k.dtype,
-        windowed=window is not None,
         scale=scale,
         workers=hopper.processors() * config.per_processor,
         config=config,
-        interpreted=interpret is not None,
+        **options,
     )
-    plan = _plan(low_B, lengths, job)
-    out_BKRH, lse_BKR = _merge(*_partials(q_BKRH, k, v, plan, job, interpret), plan, job)
+
+
+def _attention(
+    q: Array, k: Array, v: Array, low: Array, high: Array, job: _Job, interpret: Any
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
+    """Output, log-sum-exp, and the logits [B K,R8,S] where the job has them."""
+    plan = _plan(low, high, job)
+    out, lse, *logits = _partials(hopper.pack_rows(q, job.kv_heads), k, v, plan, job, interpret)
+    out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype, interpret)
     return (
         hopper.unpack_rows(out_BKRH.astype(q.dtype), q.shape[1]),
         hopper.unpack_rows(lse_BKR, q.shape[1]),
+        logits[0] if logits else None,
     )
 
 
@@ -192,13 +250,16 @@ def _partials(
     plan: Int[Array, "Q 4"],
     job: _Job,
     interpret: Any,
-) -> tuple[Float[Array, "P R8 H"], Float[Array, "P M"]]:
+) -> Sequence[Array]:
     """The attention of every worker to its piece of every head it visits.
+
+    Means [P,R8,H], log-sum-exps [P,M] and, where the job has them, logits [B K,R8,S].
 
     The piece of worker w of head h of row b is part w + b K + h, for the pieces follow each other
     in that order and no two share a sum; parts without a piece are not written.
     """
     parts = job.workers + job.batch * job.kv_heads
+    logits = job.batch * job.kv_heads, job.tile_rows, k.shape[2]
     stages = job.config.stages
     ring = hopper.tiled(stages, job.config.block, job.head_dim, dtype=job.dtype)
     kernel = plgpu.kernel(
@@ -206,6 +267,7 @@ def _partials(
         out_type=(
             jax.ShapeDtypeStruct((parts, job.tile_rows, job.head_dim), jnp.float32),
             jax.ShapeDtypeStruct((parts, hopper.ROWS), jnp.float32),
+            *([jax.ShapeDtypeStruct(logits, jnp.float32)] if job.logits else []),
         ),
         scratch_types=dict(
             plan=plgpu.SMEM(plan.shape, jnp.int32),
@@ -219,7 +281,7 @@ def _partials(
             answered=plgpu.Barrier(num_barriers=job.q_tiles),
             ready=(plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
             free=(plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
-            **streaming.out_scratch(job.tile_rows),
+            **job.out_scratch(),
         ),
         grid=(job.workers,),
         grid_names=("worker",),
@@ -231,7 +293,7 @@ def _partials(
     return kernel(plan, streaming.pad_rows(q), k, v)
 
 
-def _kernel(plan_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: _Job, **scratch):
+def _kernel(plan_ref, q_ref, k_ref, v_ref, *out_refs, job: _Job, **scratch):
     role, plan, planned = lax.axis_index("role"), scratch["plan"], scratch["planned"]
 
     @pl.when(role == 1)
@@ -249,7 +311,7 @@ def _kernel(plan_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: _Job, **scr
     def _attention():
         plgpu.set_max_registers(208, action="increase")
         plgpu.barrier_wait(planned)
-        _each_piece(plan, job, functools.partial(_attend, (out_ref, lse_ref), job, scratch))
+        _each_piece(plan, job, functools.partial(_attend, out_refs, job, scratch))
         streaming.written()
 
 
@@ -329,7 +391,7 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
 
 def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     """The attention to the piece's slots, to the piece's part."""
-    out_ref, lse_ref = refs
+    out_ref, lse_ref, *logits_ref = refs
     rings, ready, free = scratch["rings"], scratch["ready"], scratch["free"]
     tile = lax.rem(piece.number, job.q_tiles)
     queries = scratch["q_tiles"].at[pl.ds(tile * job.tile_rows, hopper.ROWS)]
@@ -343,13 +405,21 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
             plgpu.barrier_arrive(free[0].at[slot])
             plgpu.barrier_wait(ready[1].at[slot])
 
+        def masked(s: Array) -> Array:
+            s = _mask(s, j * job.config.block, piece, job)
+            for ref in logits_ref:
+                columns = pl.ds(j * job.config.block, job.config.block)
+                place = ref.at[piece.row * job.kv_heads + piece.head, :, columns]
+                streaming.write_rows(s * (1 / hopper.LOG2_E), place, scratch["out_tile"])
+            return s
+
         carry = streaming.step(
             carry,
             queries,
             rings[0].at[slot],
             rings[1].at[slot],
             scale=job.scale,
-            mask=lambda s: _mask(s, j * job.config.block, piece, job),
+            mask=masked,
             scored=scored,
             interpreted=job.interpreted,
         )
@@ -359,7 +429,7 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     carry = lax.fori_loop(piece.first, piece.last, step, streaming.start(job.head_dim))
     plgpu.barrier_arrive(scratch["answered"].at[tile])
     out, lse = streaming.finish(carry)
-    tiles = {name: scratch[name] for name in streaming.out_scratch(job.tile_rows)}
+    tiles = {name: scratch[name] for name in job.out_scratch()}
     streaming.write(out, lse, out_ref.at[piece.part], lse_ref.at[piece.part], **tiles)
 
 
@@ -376,27 +446,39 @@ def _mask(s: Array, slot: Array, piece: _Piece, job: _Job) -> Array:
     return jnp.where(seen, s, -jnp.inf)
 
 
-def _merge(
+def _merged(
     out: Float[Array, "P R8 H"],
     lse: Float[Array, "P M"],
     plan: Int[Array, "Q 4"],
     job: _Job,
+    dtype: Any,
+    interpret: Any,
 ) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R"]]:
     """Every head's parts by their log-sum-exp; a head without any is 0 and -inf."""
-    share = jnp.maximum(pl.cdiv(plan[-1, _BASE], job.workers), 1)
-    head = jnp.arange(job.kv_heads)
-    steps_BK = jnp.broadcast_to(plan[:-1, _STEPS, None], (job.batch, job.kv_heads))
-    start_BK = plan[:-1, _BASE, None] + steps_BK * head
-    first_BK = start_BK // share
-    # All heads of a row are as long: with K of them none is in more than 1/K of the workers.
-    part = jnp.arange(job.workers // job.kv_heads + 2)
-    at_BKP = first_BK[..., None] + jnp.arange(first_BK.size).reshape(*first_BK.shape, 1) + part
-    begin_BKP = (first_BK[..., None] + part) * share
+    heads = job.batch, job.kv_heads
+    if gpu_merge.unsupported(job.head_dim, job.parts) is not None:
+        head = jnp.arange(job.batch * job.kv_heads)[:, None]
+        at_XP, mine_XP = _piece(plan, head, jnp.arange(job.parts), job)
+        mine_XP1 = mine_XP[..., None]
+        lse = jnp.where(mine_XP1, lse.at[at_XP, : job.rows].get(mode="clip"), -jnp.inf)
+        # Parts that were not written may hold anything.
+        out = jnp.where(mine_XP1[..., None], out.at[at_XP, : job.rows].get(mode="clip"), 0.0)
+        out, lse = streaming.merge_parts(out, lse, 1)
+    else:
+        piece = functools.partial(_piece, job=job)
+        shape = job.batch * job.kv_heads, job.rows, job.parts
+        out, lse = gpu_merge.merge_pieces(out, lse, plan, piece, shape, dtype, interpret)
+    return out.reshape(*heads, *out.shape[1:]), lse.reshape(*heads, -1)
+
+
+def _piece(plan: Any, head: Any, i: Any, job: _Job) -> tuple[Array, Array]:
+    """The i-th part that may be of a head, counted over all rows, and whether it is one."""
+    row = lax.div(head, job.kv_heads)
+    share = jnp.maximum(lax.div(plan[job.batch, _BASE] + (job.workers - 1), job.workers), 1)
+    steps = plan[row, _STEPS]
+    start = plan[row, _BASE] + steps * lax.rem(head, job.kv_heads)
+    worker = lax.div(start, share) + i
+    begin = worker * share
     # Where a worker's run ends before the head's first block nothing is written.
-    mine_BKP = (begin_BKP < (start_BK + steps_BK)[..., None]) & (steps_BK > 0)[..., None]
-    mine_BKP &= begin_BKP + share > (start_BK + job.config.begin)[..., None]
-    mine_BKP1 = mine_BKP[..., None]
-    lse = jnp.where(mine_BKP1, lse.at[at_BKP, : job.rows].get(mode="clip"), -jnp.inf)
-    # Parts that were not written may hold anything.
-    out = jnp.where(mine_BKP1[..., None], out.at[at_BKP, : job.rows].get(mode="clip"), 0.0)
-    return streaming.merge_parts(out, lse, 2)
+    mine = (begin < start + steps) & (steps > 0) & (begin + share > start + job.config.begin)
+    return worker + head, mine

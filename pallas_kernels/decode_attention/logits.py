@@ -2,8 +2,9 @@
 
 RefreshKV's full step needs the query's output and its score for every key, to choose the partial
 cache by; so do TOVA and H2O while they decode. `decode_logits` reads the keys once and
-`attend_logits` the values once; scores are made of the logits and the log-sum-exp. Implementations:
-`xla` on every platform, `reference` for tests.
+`attend_logits` the values once; scores are made of the logits and the log-sum-exp. Both at once are
+`attend_with_logits`. Implementations: `xla` on every platform, `gpu` (Mosaic) of both at once,
+`reference` for tests.
 """
 
 from jax import Array
@@ -11,7 +12,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import check_heads
-from pallas_kernels.decode_attention import logits_xla, reference
+from pallas_kernels.decode_attention import gpu, logits_xla, reference
 
 
 def decode_logits(
@@ -67,3 +68,37 @@ def attend_logits(
     )
     run = {"xla": logits_xla.attend_logits, "reference": reference.attend_logits}[name]
     return run(logits, v)
+
+
+def attend_with_logits(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
+    """`attend_logits` of `decode_logits`: output in v's dtype, log-sum-exp, logits.
+
+    The logits of slots at and beyond lengths[b] may be anything; what lies there must be finite.
+
+    Args:
+      implementation: "xla", "gpu" or "reference"; None picks by platform and shape.
+    """
+    check_heads(q, k, v, kv_axis=1)
+    name = dispatch.select(
+        "attend_with_logits",
+        implementation,
+        {
+            "xla": lambda: None,
+            "gpu": lambda: gpu.unsupported_logits(q, k),
+            "reference": lambda: None,
+        },
+        dispatch.shape_class(q, k.shape[1], None),
+    )
+    if name == "gpu":
+        return gpu.attend_with_logits(q, k, v, lengths, scale=scale)
+    module = {"xla": logits_xla, "reference": reference}[name]
+    logits = module.decode_logits(q, k, lengths, scale=scale)
+    return *module.attend_logits(logits, v), logits

@@ -22,8 +22,8 @@ Roofline: tensor cores, 2 T S N H operations, for many queries; the bytes of k f
 0.123 ms, 131,072 1.00 ms (550 TFLOP/s, where a matmul of 8192 cubed reaches 650 to 790), 1,048,576
 7.5 ms (585). Of the 1.00 ms the kernel is 0.91 and rescoring 0.08. The lists' upkeep limits it: 1
 best takes 0.89 ms, 8 best 1.28. With 4 tiles in flight instead of 5 the kernel took 1.02 ms; with a
-compare and a select for the maximum (`jnp.maximum` would keep NaN) 0.1 ms more. One query: 0.089 ms
-(XLA 0.097), of which reading k is 0.066.
+compare and a select for the maximum (`jnp.maximum` would keep NaN) 0.1 ms more. Of up to
+8 queries a kv head, as while decoding, `gpu_few.py` takes care.
 """
 
 import functools
@@ -40,7 +40,9 @@ from jaxlib.mlir.dialects import arith
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
+from pallas_kernels.topk_scores import gpu_few
 from pallas_kernels.topk_scores.gpu_rescore import BLOCK, block_scores
+from pallas_kernels.topk_scores.lists import insert
 from pallas_kernels.tuning import configured, shape_class
 
 # Keys of a step, and of a block whose best score alone is ranked. A thread of a wgmma holds columns
@@ -113,6 +115,10 @@ def topk_scores(
         raise NotImplementedError(f"topk_scores: {unsupported(q, k, count, tile_best)}")
     q_BKRH = hopper.pack_rows(q, k.shape[1])
     rows = q_BKRH.shape[2]
+    if rows <= gpu_few.QUERIES:
+        found = gpu_few.best_keys(q_BKRH, k, start, stop, count, interpret)
+        values, slots = (hopper.unpack_rows(x, q.shape[1]) for x in found)
+        return values, slots
     if config is None:
         heads = k.shape[0] * k.shape[1]
         shapes = dict(head_dim=k.shape[3], rows=rows, heads=heads, slots=k.shape[2], best=count)
@@ -289,7 +295,7 @@ def _best(q_tile, ring, barriers, begin, end, bounds, job: _Job) -> list[tuple[A
         inside = (first >= bounds[0]) & (first + TILE <= bounds[1])
         s = lax.cond(inside, lambda s: s, lambda s: _mask(s, first, bounds), s)
         best = _fold(s, job)
-        return _insert(lists, best, lane + (begin + i) * _LANES)
+        return insert(lists, best, lane + (begin + i) * _LANES)
 
     return lax.fori_loop(0, end - begin, step, [empty] * job.count)
 
@@ -325,21 +331,3 @@ def _fold(s: Array, job: _Job) -> Array:
 
     best = fold(s)  # pyright: ignore[reportCallIssue]
     return jnp.where(best > -jnp.inf, best, -jnp.inf)
-
-
-def _insert(lists: list, value: Array, block: Array) -> list:
-    """Put (value, block) where it belongs; a later block goes behind those that tie with it."""
-    better = [value > listed for listed, _ in lists]
-    result = []
-    for j, (listed, number) in enumerate(lists):
-        new_value, new_block = value, block
-        if j:
-            new_value = jnp.where(better[j - 1], lists[j - 1][0], value)
-            new_block = jnp.where(better[j - 1], lists[j - 1][1], block)
-        result.append(
-            (
-                jnp.where(better[j], new_value, listed),
-                jnp.where(better[j], new_block, number),
-            )
-        )
-    return result

@@ -1,7 +1,6 @@
 """The Mosaic GPU kernels against the definitions: small cases interpreted on a CPU, large ones on a
-Hopper GPU; and the programs that they lower to, which needs no GPU."""
+Hopper GPU."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.mosaic.gpu import layout_inference
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import PartitionSpec
 
 from pallas_kernels import hopper
 from pallas_kernels.attention_mass import gpu as mass_gpu
@@ -86,6 +83,20 @@ def _decode(case: Case, interpret: Any) -> None:
     assert not np.any(np.asarray(result[0][1], np.float32))
     assert np.all(np.isneginf(result[1][1]))
     _assert_attention(result, expected)
+
+
+def _logits(case: Case, interpret: Any) -> None:
+    q, k, v = case.arrays()
+    lengths, scale = case.lengths(), case.head_dim**-0.5
+    expected = decode_reference.decode_attention(*_exact(q, k, v), lengths, scale=scale)
+    all_logits = decode_reference.decode_logits(*_exact(q, k), lengths, scale=scale)
+    run = jax.jit(partial(decode_gpu.attend_with_logits, scale=scale, interpret=interpret))
+    *attended, logits = run(q, k, v, lengths)
+    _assert_attention(tuple(attended), expected)
+    seen = (jnp.arange(case.slots) < lengths[:, None])[:, None]
+    np.testing.assert_allclose(
+        jnp.where(seen, logits, 0), jnp.where(seen, all_logits, 0), atol=1e-4
+    )
 
 
 def _topk(case: Case, interpret: Any) -> None:
@@ -215,8 +226,11 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
         _decode,
         Case(queries=4, dtype="float16", workers=1, options=_options(window=100)),
     ),
+    "logits": (_logits, Case(head_dim=128, group=3)),
     "topk": (_topk, Case(queries=40, kv_heads=1, slots=512, options=_options(count=2))),
-    "topk-split": (_topk, Case(rows=2, group=1, workers=10, options=_options(count=1))),
+    "topk-split": (_topk, Case(rows=2, queries=9, group=1, workers=10, options=_options(count=1))),
+    "topk-few": (_topk, Case(rows=4, slots=384, workers=17, options=_options(count=4))),
+    "topk-few-queries": (_topk, Case(queries=3, workers=1, options=_options(count=9))),
     "mass-sum": (_mass, Case(queries=70, options=SUM)),
     "mass-max-causal": (_mass, Case(rows=2, queries=40, slots=200, options=MAX)),
     "mass-first": (_mass, Case(rows=2, queries=3, dtype="float16", options=FIRST)),
@@ -242,6 +256,7 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
             "decode": (_decode, replace(_case, rows=8)),
             "decode-window": (_decode, replace(_case, queries=4, options=_options(window=200))),
             "topk": (_topk, replace(_queries, options=_options(count=4))),
+            "logits": (_logits, replace(_case, rows=8)),
             "topk-one": (_topk, replace(_case, options=_options(count=7))),
             "mass-sum": (_mass, replace(_queries, options=SUM)),
             "mass-max": (_mass, replace(_queries, options=MAX)),
@@ -294,76 +309,6 @@ def test_rows_that_no_cluster_can_keep_are_read_in_every_pass(
 def test_on_a_gpu(name: str) -> None:
     check, case = LARGE[name]
     check(case, None)
-
-
-def _programs() -> dict[str, tuple[Callable, tuple]]:
-    """Every kernel with the arguments of one call."""
-    case = Case(rows=1, queries=200, group=4, slots=1024, head_dim=128)
-    q, k, v = case.arrays()
-    one, bound = q[:, :1], jnp.array([1000], jnp.int32)
-    options = dict(scale=0.1, valid=bound, causal_start=bound, squares=False)
-    mass = partial(mass_gpu.attention_mass, **options, over_group="max", over_queries="max")
-    sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
-    pages = jnp.zeros((1, 2, 20), jnp.int32)
-    return {
-        "decode": (partial(decode_gpu.decode_attention, scale=0.1), (one, k, v, bound)),
-        "topk": (partial(topk_gpu.topk_scores, count=4), (q, k, bound * 0, bound)),
-        "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
-        "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
-        "page-scores": (
-            pages_gpu.page_scores,
-            (jnp.concatenate([one[:, 0]] * 2, axis=1), *[jnp.repeat(k, 2, axis=1)] * 2, bound),
-        ),
-        "select": (partial(select_gpu.select_large_k, size=9), (jnp.zeros((1, 5000)), bound)),
-        "sparse-flat-prior": (
-            lambda q, k, v, pages, *bounds: sparse_gpu.flat_sparse_decode_attention(
-                q, k, v, pages[:, 0], pages[:, 1], *bounds, page_size=16, scale=0.1, prior_query=q
-            ),
-            (one, k, v, pages, bound * 0, bound),
-        ),
-    }
-
-
-@pytest.mark.parametrize(
-    "name", ["decode", "topk", "mass", "sparse", "sparse-flat-prior", "select", "page-scores"]
-)
-def test_lowers_for_cuda_within_a_manual_shard_map(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Layouts and copies are settled when a kernel is lowered, not when it is compiled."""
-    infer, modules = layout_inference.infer_layout, []
-
-    def record(module: Any, **options: Any) -> None:
-        infer(module, **options)
-        modules.append(str(module))
-
-    monkeypatch.setattr(layout_inference, "infer_layout", record)
-    run, args = _programs()[name]
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = PartitionSpec("data")
-    sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    text = jax.jit(sharded).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    # Both halves of the top-k search are kernels.
-    kernels = 2 if name == "topk" else 1
-    assert text.count("custom_call @mosaic_gpu") == len(modules) == kernels
-    for module in modules:
-        # Where no tiling is asked for the inference may choose fewer rows, which come out wrong.
-        tiles = re.findall(r"mosaic_gpu.tile<\[(\d+), (\d+)\]>", module)
-        assert (tiles or name == "select") and all(
-            hopper.TILE_ROWS in (int(rows), int(lanes)) for rows, lanes in tiles
-        )
-
-
-@pytest.mark.parametrize("config", [decode_gpu.CONFIGS[0], decode_gpu.CONFIGS[-1]], ids=str)
-def test_the_largest_batch_finds_place_in_shared_memory(config: decode_gpu.Config) -> None:
-    """Lowering refuses what is too large; the plan has a line a row."""
-    rows = decode_gpu._MAX_BATCH
-    q = jax.ShapeDtypeStruct((rows, 1, 4, 128), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((rows, 1, 128, 128), jnp.bfloat16)
-    run = partial(decode_gpu.decode_attention, scale=1.0, config=config)
-    lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    text = jax.jit(run).trace(q, k, k, lengths).lower(lowering_platforms=("cuda",)).as_text()
-    assert "custom_call @mosaic_gpu" in text
 
 
 def test_what_the_kernels_leave_to_others() -> None:

@@ -60,9 +60,10 @@ def cache_bytes(setup: programs.Setup, batch: int, slots: int) -> int:
 
 
 def compile_decode(
-    setup: programs.Setup, batch: int, slots: int, step: int = 1
+    setup: programs.Setup, batch: int, slots: int, *steps: int
 ) -> jax.stages.Compiled:
-    """A block of greedy decode steps of the kind that an answer's `step` is."""
+    """A block of greedy decode steps of the kinds that an answer's `steps` are, or its first."""
+    variants = tuple(step_variant(setup.method, step) for step in steps or (1,))
     state = programs.DecodeState(
         token=_ints(batch),
         done=jax.ShapeDtypeStruct((batch,), bool),
@@ -80,9 +81,9 @@ def compile_decode(
         sharded_caches(setup, batch, slots),
         state,
         _ints(batch),
-        _ints(),
+        _ints(COLUMNS),
         values,
-        (COLUMNS, step_variant(setup.method, step), Sampling().static()),
+        (COLUMNS, variants, Sampling().static()),
     ).compile()
 
 

@@ -84,6 +84,21 @@ def test_a_full_step_by_schedule_has_no_branch():
         assert "while(" in text and "conditional(" not in text
 
 
+def test_one_program_of_both_kinds_of_steps_copies_no_cache():
+    """A loop for each kind within one: neither carries copies of what the other changes."""
+    slots, batch = 16384, 2
+    config = tiny_config(num_layers=1, num_heads=8, num_kv_heads=2, head_dim=64)
+    method = RefreshKV(budget=512, schedule="fixed", stride=3)
+    setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
+    with no_persistent_cache():
+        compiled = compile_decode(setup, batch, slots, 1, 3)
+    assert compiled.as_text().count(" while(") >= 3 and "conditional(" not in compiled.as_text()
+    memory = compiled.memory_analysis()
+    full = 2 * batch * 2 * slots * 64 * 4
+    assert memory.alias_size_in_bytes > full
+    assert memory.temp_size_in_bytes < full / 8
+
+
 def test_a_partial_step_reads_the_budget():
     (shape,) = programs.cache_shapes(tiny_engine(config=tiny_config(num_layers=1)).setup, 2, 256, 8)
     token = 2 * 2 * 2 * 8 * 4  # keys and values x 2 rows x 2 heads x 8 x float32

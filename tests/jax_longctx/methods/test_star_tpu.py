@@ -86,7 +86,7 @@ def decode(setup):
         finite=each((1,), jnp.bool_),
         seed=each((), jnp.uint32),
     )
-    static = (32, step_variant(setup.method, 1), Sampling().static())
+    static = (32, (step_variant(setup.method, 1),), Sampling().static())
     values = each((3,), jnp.float32), static
     total = each((1,), jnp.int32)
     lowered = programs.decode_block.lower(
@@ -95,7 +95,7 @@ def decode(setup):
         placed(setup, caches),
         state,
         total,
-        total.update(shape=()),
+        total.update(shape=(32,)),
         *values,
     )
     return lowered.compile(), bytes_per_device(setup.mesh, caches)

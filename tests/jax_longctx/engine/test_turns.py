@@ -1,0 +1,25 @@
+"""Which kind of step comes when, as the host tells the decode program."""
+
+from jax_longctx.engine.turns import answer_variants, decode_turns
+from jax_longctx.methods import make_method
+from jax_longctx.methods.full import Full
+
+REFRESH = make_method("refreshkv", {"schedule": "fixed", "stride": "3"})
+
+
+def test_an_answers_kinds_of_steps_in_the_order_of_their_first():
+    assert answer_variants(REFRESH, 20) == ("partial", "check")
+    # Steps 1 and 2 are partial, and the first token of an answer takes none.
+    assert answer_variants(REFRESH, 3) == ("partial",)
+    assert answer_variants(make_method("refreshkv", {"schedule": "fixed", "stride": "1"}), 9) == (
+        "check",
+    )
+    # A program is compiled for an answer of one token too.
+    assert answer_variants(Full(), 1) == ("",)
+
+
+def test_turns_count_from_the_blocks_first_step():
+    turns = decode_turns(REFRESH, ("partial", "check"), range(5, 11), 8)
+    # Steps 6 and 9 are full; the block has room for two more.
+    assert turns.tolist() == [0, 1, 0, 0, 1, 0, -1, -1]
+    assert decode_turns(Full(), ("",), range(1, 3), 3).tolist() == [0, 0, -1]
