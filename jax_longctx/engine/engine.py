@@ -205,7 +205,8 @@ class Engine:
             variants = turns.answer_variants(self.method, max_tokens)
             values, static = sampling_values(sampling), (BLOCK, variants, sampling.static())
             while not np.all(np.asarray(state.done)):
-                steps = range(first, first + next(blocks, BLOCK))
+                # Beyond the answer a step may be of a kind that its program does not hold.
+                steps = range(first, min(first + next(blocks, BLOCK), max_tokens))
                 first = steps.stop
                 which = turns.decode_turns(self.method, variants, steps, BLOCK)
                 run.caches, state, chosen = programs.next_block(
