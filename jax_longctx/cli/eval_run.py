@@ -208,12 +208,12 @@ def run_config(config: "EvalConfig", output: Path | None, terminal: Terminal) ->
         raise InputError("--output is missing; name a folder for rows and report")
     if not config.run.checkpoint:
         raise InputError("no model given; name one with --checkpoint")
-    check_folder(output, "--output")
     check_matplotlib("the report")
     from jax_longctx.evaluation.runner import check_config, run_eval
 
-    # A mistake in the last method shows before the model is loaded.
+    # A mistake in the last method shows before a folder is made and the model loaded.
     check_config(config)
+    check_folder(output, "--output")
     model = _open(config, terminal)
     about = {"title": config.title, "about": config.about, "published": list(config.published)}
     with _shown(terminal) as update:
