@@ -1,0 +1,43 @@
+"""Every method on a GPU finds an answer as likely as on the CPU, token by token.
+
+What runs on a CPU is held against numpy elsewhere; this tells whether a GPU computes the same, with
+its kernels in bfloat16 and without them in float32.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from jax_longctx.engine import Engine
+from jax_longctx.models.llama import init_params
+from jax_longctx.sharding import make_mesh
+from tests.small_methods import SMALL, small_method
+from tests.support import random_rows, tiny_config
+
+# Of head dim 64, with groups of 3: what the kernels take and what no power of two is.
+SHAPE = {"model_dim": 96, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
+CONTEXTS, ANSWERS = random_rows([230, 200, 141]), random_rows([40, 40, 40], seed=1)
+
+
+def likelihoods(name: str, dtype: str, device: jax.Device) -> np.ndarray:
+    mesh = make_mesh(devices=[device])
+    config = tiny_config(**SHAPE)
+    # Some keys then draw more attention than others, as in trained models.
+    params = jax.tree.map(lambda x: 1.5 * x, init_params(config, mesh, dtype=dtype))
+    engine = Engine(config, params, small_method(name), mesh, chunk=64)
+    return np.array([found.logprobs for found in engine.loglikelihoods(CONTEXTS, ANSWERS)])
+
+
+def away(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.median(np.abs(a - b)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SMALL)
+def test_an_answer_is_as_likely_as_on_the_cpu(name):
+    gpu, cpu = jax.devices("cuda")[0], jax.devices("cpu")[0]
+    exact = likelihoods(name, "float32", cpu)
+    assert away(likelihoods(name, "float32", gpu), exact) < 1e-3
+    # Rounding may change what a method chooses: as much as it does on the CPU, and some.
+    rounded = away(likelihoods(name, "bfloat16", cpu), exact)
+    assert away(likelihoods(name, "bfloat16", gpu), exact) < 3 * rounded + 0.03
