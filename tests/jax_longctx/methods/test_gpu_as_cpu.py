@@ -4,6 +4,8 @@ What runs on a CPU is held against numpy elsewhere; this tells whether a GPU com
 its kernels in bfloat16 and without them in float32.
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ SHAPE = {"model_dim": 96, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
 CONTEXTS, ANSWERS = random_rows([230, 200, 141]), random_rows([40, 40, 40], seed=1)
 
 
-def likelihoods(name: str, dtype: str, device: jax.Device) -> np.ndarray:
+def likelihoods(name: str, dtype: str, device: Any) -> np.ndarray:
     mesh = make_mesh(devices=[device])
     config = tiny_config(**SHAPE)
     # Some keys then draw more attention than others, as in trained models.
