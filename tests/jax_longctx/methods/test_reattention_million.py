@@ -39,7 +39,7 @@ def test_no_program_holds_more_than_a_layers_keys_at_once(wanted):
     slots = used[0].args[2][0].k.shape[2]
     assert TOKENS < slots < TOKENS * 17 / 16
     for program in used:
-        traced = program.function.trace(*program.args, **program.kwargs)
+        traced = program.function.trace(*program.args)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         if "custom_call @mosaic_gpu" in text:
             ranked.add(program.name)
