@@ -40,15 +40,16 @@ def _folder() -> Path | None:
 
 
 def _make_room(folder: Path, most: int) -> None:
-    """Removes what was used least recently until `most` bytes are left."""
+    """Removes what was used least recently until `most` bytes are left, as far as it may."""
     try:
         found = [(file, file.stat()) for file in folder.iterdir() if file.is_file()]
+        left = sum(about.st_size for _, about in found)
+        for file, about in sorted(found, key=lambda pair: max(pair[1].st_atime, pair[1].st_mtime)):
+            if left <= most:
+                return
+            file.unlink(missing_ok=True)
+            left -= about.st_size
     except OSError:
-        # Another process removed one meanwhile: it makes room itself.
+        # Another process removed one meanwhile and makes room itself, or it is another user's: no
+        # reason not to begin.
         return
-    left = sum(about.st_size for _, about in found)
-    for file, about in sorted(found, key=lambda pair: max(pair[1].st_atime, pair[1].st_mtime)):
-        if left <= most:
-            return
-        file.unlink(missing_ok=True)
-        left -= about.st_size

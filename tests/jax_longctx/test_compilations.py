@@ -79,3 +79,18 @@ def test_what_was_used_least_recently_leaves(monkeypatch, tmp_path):
     monkeypatch.setattr(compilations, "MOST_BYTES", 299)
     keep_compilations()
     assert sorted(file.name for file in folder.iterdir()) == ["a", "c", "tables"]
+
+
+def test_programs_of_others_are_no_reason_not_to_begin(monkeypatch, tmp_path):
+    folder = tmp_path / "jax_longctx"
+    folder.mkdir()
+    (folder / "theirs").write_bytes(b"x")
+
+    def refused(file, missing_ok):
+        raise PermissionError(f"{file} is another user's")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    monkeypatch.setattr(compilations, "MOST_BYTES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compilations()
+    assert jax.config.jax_compilation_cache_dir == str(folder) and (folder / "theirs").exists()
