@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jax_longctx.bench.kernels import FAULTS, Case, cases
+from jax_longctx.bench.kernels import FAULTS, Case, cases, loop_seconds
 from pallas_kernels import dispatch, tuning
 from pallas_kernels.attention_mass import gpu as attention_mass
 from pallas_kernels.bench import measure
@@ -68,7 +68,7 @@ def _time(
     """The class of the case's shapes, and its seconds; None if it does not run with `config`."""
     with tuning.forced(case.operation, config) as seen:
         try:
-            timing = measure(case.steps["ours"], *inputs, repeats=repeats)
+            timing = measure(case.steps["ours"], *inputs, repeats=repeats, least=loop_seconds())
         except FAULTS as error:  # a candidate may not fit the device
             say(f"{case.name}: {config}: {type(error).__name__}: {str(error)[:200]}")
             return None

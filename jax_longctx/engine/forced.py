@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.contract import Segment, decode_segment, step_variant
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.donation import in_place
 from jax_longctx.engine.forward import hidden_states
 from jax_longctx.engine.rows import Rows, checked_rows
 from jax_longctx.errors import InputError
@@ -247,4 +248,4 @@ def _forced_block(
 
 
 # All layers, and all steps, as one program.
-forced_block = jax.jit(_forced_block, static_argnums=(0, 6), donate_argnums=2)
+forced_block = in_place(_forced_block, static_argnums=(0, 6), donate_argnums=2)

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.contract import LayerContext, Method, Segment
+from jax_longctx.engine.donation import in_place
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Layer, Llama, abstract_model
 from jax_longctx.sharding import AnyMesh, logical_sharding, logical_spec, tree_specs
@@ -94,7 +95,7 @@ def _embedded(
     return model_of(setup.config, params).embedded(tokens)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
+@functools.partial(in_place, static_argnums=(0, 1), donate_argnums=(3, 4))
 def _through_layer(
     setup: Setup,
     window: int | None,

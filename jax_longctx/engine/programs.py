@@ -23,6 +23,7 @@ from jax_longctx.contract import (
     Stage,
     decode_segment,
 )
+from jax_longctx.engine.donation import in_place
 from jax_longctx.engine.forward import BATCH, Setup, hidden_states, model_of
 from jax_longctx.engine.sampling import choose
 from jax_longctx.sharding import tree_shardings, tree_specs
@@ -131,10 +132,10 @@ def _segment(
 
 
 # All layers as one program.
-whole_segment = jax.jit(_segment, static_argnums=(0, 6), donate_argnums=(2, 5))
+whole_segment = in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=4)
+@functools.partial(in_place, static_argnums=(0, 5), donate_argnums=4)
 def _wanted(
     setup: Setup,
     params: Any,
@@ -198,7 +199,7 @@ def _finish_layer(
 
 
 finish_layer = jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5))
-_finish_layer_donated = jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5), donate_argnums=2)
+_finish_layer_donated = in_place(_finish_layer, static_argnums=(0, 1, 4, 5), donate_argnums=2)
 
 
 def _finish(
@@ -212,7 +213,7 @@ def _finish(
 
 
 # All layers as one program.
-finish_donated = jax.jit(_finish, static_argnums=(0, 3, 4), donate_argnums=1)
+finish_donated = in_place(_finish, static_argnums=(0, 3, 4), donate_argnums=1)
 whole_finish = jax.jit(_finish, static_argnums=(0, 3, 4))
 
 
@@ -259,7 +260,7 @@ class DecodeState:
         return dataclasses.replace(self, token=token, done=self.done | stop, count=count, seen=seen)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=1)
+@functools.partial(in_place, static_argnums=(0, 4), donate_argnums=1)
 def start_answer(
     setup: Setup,
     state: DecodeState,
@@ -325,7 +326,7 @@ def _decode_block(
 
 
 # All layers, and all steps, as one program.
-decode_block = jax.jit(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3))
+decode_block = in_place(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3))
 
 
 @jax.jit

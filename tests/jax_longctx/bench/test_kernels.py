@@ -120,7 +120,7 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setenv(tuning.FOLDER_VARIABLE, str(tmp_path))
     configs = tuning_of.select_large_k.CONFIGS
 
-    def timed(step, *inputs, repeats):
+    def timed(step, *inputs, repeats, least):
         chosen = step(jnp.int32(0), *inputs)
         if chosen is configs[0]:
             return Timing(2e-5, 2e-5, 2e-5, 0)
