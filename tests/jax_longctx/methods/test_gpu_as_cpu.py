@@ -21,12 +21,16 @@ SHAPE = {"model_dim": 96, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
 CONTEXTS, ANSWERS = random_rows([230, 200, 141]), random_rows([40, 40, 40], seed=1)
 
 
-def likelihoods(name: str, dtype: str, device: Any) -> np.ndarray:
+def engine_on(device: Any, name: str, dtype: str) -> Engine:
     mesh = make_mesh(devices=[device])
     config = tiny_config(**SHAPE)
     # Some keys then draw more attention than others, as in trained models.
     params = jax.tree.map(lambda x: 1.5 * x, init_params(config, mesh, dtype=dtype))
-    engine = Engine(config, params, small_method(name), mesh, chunk=64)
+    return Engine(config, params, small_method(name), mesh, chunk=64)
+
+
+def likelihoods(name: str, dtype: str, device: Any) -> np.ndarray:
+    engine = engine_on(device, name, dtype)
     return np.array([found.logprobs for found in engine.loglikelihoods(CONTEXTS, ANSWERS)])
 
 
@@ -43,3 +47,14 @@ def test_an_answer_is_as_likely_as_on_the_cpu(name):
     # Rounding may change what a method chooses: as much as it does on the CPU, and some.
     rounded = away(likelihoods(name, "bfloat16", cpu), exact)
     assert away(likelihoods(name, "bfloat16", gpu), exact) < 3 * rounded + 0.03
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SMALL)
+def test_a_context_is_asked_again(name):
+    """It returns to where it ended: to numbers that the end of the context has set aside."""
+    engine = engine_on(jax.devices("cuda")[0], name, "float32")
+    questions = random_rows([4, 7, 5], seed=2)
+    context = engine.prefill(CONTEXTS, reserve=32, questions=questions)
+    first, second = (list(engine.stream(context, questions, max_tokens=12)) for _ in range(2))
+    assert first == second
