@@ -8,7 +8,6 @@ unit of work is a batch: its rows are on the disk before the next one begins.
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -296,11 +295,9 @@ class _Leader:
 
     def _given(self) -> dict[str, Any]:
         """What a run must be continued with."""
-        manifest = self.model.manifest
         return {
-            "checkpoint": None
-            if manifest is None
-            else hashlib.sha256(manifest.to_json().encode()).hexdigest(),
+            # Of the weights: a checkpoint that is converted again is stored in other files.
+            "checkpoint": self.model.engine.fingerprint,
             "seed": self.config.run.seed,
             "dtype": str(self.model.engine.setup.dtype),
             "chunk": self.model.engine.chunk,

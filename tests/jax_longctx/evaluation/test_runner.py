@@ -4,9 +4,12 @@ import hashlib
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from jax_longctx.api import LongContext
 from jax_longctx.batch import lines
+from jax_longctx.engine import Engine
 from jax_longctx.errors import InputError, LongctxError
 from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
@@ -160,6 +163,22 @@ def test_a_run_that_was_killed_at_any_write_computes_nothing_twice(
         assert before <= sum(computed) <= 5 + 2
     # The header and three batches.
     assert fatal == 5
+
+
+def test_a_run_goes_on_with_the_same_weights_alone(small, tiny, tmp_path, computed):
+    evaluate(tiny, tmp_path, config(trials=1))
+    base = tiny.engine
+
+    def beside(params):
+        engine = Engine(base.config, params, base.method, base.mesh, chunk=base.chunk)
+        return LongContext(engine, tiny.tokenizer, None)
+
+    # Converted again, say.
+    evaluate(beside(jax.tree.map(jnp.copy, base.params)), tmp_path, config(trials=1))
+    assert computed == [1]
+    other = beside(jax.tree.map(lambda x: 1.1 * x, base.params))
+    with pytest.raises(InputError, match="checkpoint"):
+        evaluate(other, tmp_path, config(trials=1))
 
 
 @pytest.mark.slow
