@@ -356,6 +356,8 @@ def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to:
     refused = sum(summary.refused.values())
     if refused:
         to.note(f"{refused:,} prompts were refused; the report says why")
+    if short := sum("short_of_memory" in row for row in rows):
+        to.note(f"{short:,} of them for want of memory; the same command tries these again")
     to.note(f"{len(rows):,} rows; {folder / 'report.html'}, {folder / 'report.md'}")
 
 

@@ -13,7 +13,7 @@ from jax_longctx.contract import Method
 from jax_longctx.engine import Engine
 from jax_longctx.engine.footprint import answering_caches, footprint, read_bytes
 from jax_longctx.engine.programs import Setup
-from jax_longctx.errors import LongctxError
+from jax_longctx.errors import CapacityError, LongctxError
 
 __all__ = ["Work", "answer_batch", "engine_of", "rows_that_fit"]
 
@@ -84,9 +84,14 @@ def answer_batch(model: LongContext, engine: Engine, work: Work) -> list[dict[st
     """What each row of the batch says, or `refused` with the reason.
 
     A batch that does not fit, or of which a row cannot be asked, is halved; a row alone is refused.
+    Where memory was short the row has `short_of_memory` too: another time it may be answered.
     """
     try:
         return _answers(LongContext(engine, model.tokenizer, model.manifest), work)
+    except CapacityError as error:
+        # A row alone may have been in a batch of the shape of more.
+        if work.rows == 1:
+            return [{"refused": str(error), "short_of_memory": True}]
     except LongctxError as error:
         if len(work.contexts) == 1:
             return [{"refused": str(error)}]
@@ -94,9 +99,10 @@ def answer_batch(model: LongContext, engine: Engine, work: Work) -> list[dict[st
         # Of several processes the others may have had the room, and go on with the whole batch.
         if "RESOURCE_EXHAUSTED" not in str(error) or jax.process_count() > 1:
             raise
-        if len(work.contexts) == 1:
-            return [{"refused": f"out of memory: {str(error).splitlines()[0]:.200}"}]
-    halves = [work.half(True), work.half(False)]
+        if work.rows == 1:
+            reason = f"out of memory: {str(error).splitlines()[0]:.200}"
+            return [{"refused": reason, "short_of_memory": True}]
+    halves = [half for half in (work.half(True), work.half(False)) if half.contexts]
     return [row for half in halves for row in answer_batch(model, engine, half)]
 
 

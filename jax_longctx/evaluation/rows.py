@@ -2,7 +2,7 @@
 
     DIR/rows.jsonl    first what the run was begun with, then a row a line, in order of their making
 
-A row is there when its batch is done, and is never computed again; a run may go on with more
+A row is there when its batch is done, and is not computed again; a run may go on with more
 methods, tasks, lengths or trials than it was begun with. A row says all about itself:
 
     {"method": {"name", "settings"}, "label": "snapkv budget=L/8",
@@ -13,7 +13,9 @@ methods, tasks, lengths or trials than it was begun with. A row says all about i
      "bytes": {"resident", "read"}, "checkpoint", "device", "mesh", "dtype", "versions"}
 
 and in place of the answer and what follows from it `"refused"`, a sentence, where the prompt could
-not be drawn or does not fit. `measures` may hold any numbers of a prompt, `curves` any of their
+not be drawn or does not fit. With `"short_of_memory": true` beside it the memory free at that time
+was not enough: the next run tries that prompt again, and its row takes the place of the earlier
+one, which stays in the file. `measures` may hold any numbers of a prompt, `curves` any of their
 courses: `{"perplexity": [[position, nats, tokens], ...]}`.
 """
 
@@ -46,7 +48,7 @@ class RowStore:
       given: what all rows have in common, JSON values: model, seed.
 
     Attributes:
-      rows: all that there are.
+      rows: all that there are; of a prompt that was tried again the newest.
       resumed: whether an earlier run had begun.
 
     Raises:
@@ -56,7 +58,7 @@ class RowStore:
 
     def __init__(self, folder: Path, given: Mapping[str, Any]):
         self.path = folder / NAME
-        self.rows: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
@@ -66,7 +68,7 @@ class RowStore:
             _lock(self._file)
             self.resumed = lines.cut(self.path) > 0
             if self.resumed:
-                header, *self.rows = _read(self.path)
+                header, *rows = _read(self.path)
                 lines.check_given(
                     self.path, header["given"], given, "give another folder as --output"
                 )
@@ -75,14 +77,21 @@ class RowStore:
         except BaseException:
             self._file.close()
             raise
-        self._prompts = dict(map(_key_and_prompt, self.rows))
+        self._rows = {key_of(row): row for row in rows}
+        # Tried once in a run: in the run that refused it, more memory is not to be expected.
+        self._again = {key for key, row in self._rows.items() if _was_short(row)}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return list(self._rows.values())
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._prompts
+        """Whether the row is there, and not to be tried again."""
+        return key in self._rows and key not in self._again
 
     def check_prompt(self, key: Key, sha256: str) -> None:
         """Raises InputError where the row of that key is there and was of another prompt."""
-        if self._prompts.get(key) not in (None, sha256):
+        if self._rows.get(key, {}).get("prompt_sha256") not in (None, sha256):
             _, task, length, index = key
             raise InputError(
                 f"{self.path} has prompt {index} of {task} at {length:,} tokens in other words: "
@@ -93,8 +102,8 @@ class RowStore:
         """More rows; on the disk when this returns."""
         rows = list(rows)
         lines.append(self._file, rows)
-        self.rows += rows
-        self._prompts.update(map(_key_and_prompt, rows))
+        self._rows.update((key_of(row), row) for row in rows)
+        self._again.difference_update(map(key_of, rows))
 
     def close(self) -> None:
         """Closes the file; the run can go on later."""
@@ -119,12 +128,19 @@ def _lock(file: IO[bytes]) -> None:
         return
 
 
+def _was_short(row: Mapping[str, Any]) -> bool:
+    """Whether the row was refused for the memory of its time."""
+    return bool(row.get("short_of_memory"))
+
+
 def _key_and_prompt(row: Mapping[str, Any]) -> tuple[Key, str | None]:
     return key_of(row), row.get("prompt_sha256")
 
 
 def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
     """The rows of a folder, and of others of the same model; one that several hold counts once.
+
+    The first folder's does, but for rows that were short of memory where another's was not.
 
     Raises:
       InputError: a folder has no rows, or was run with another model, dtype or chat layout than the
@@ -151,7 +167,9 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
                     f"is of one model, asked in one way: write one of each"
                 )
         for row in rows:
-            joined.setdefault(_key_and_prompt(row), row)
+            key = _key_and_prompt(row)
+            if key not in joined or _was_short(joined[key]):
+                joined[key] = row
     return list(joined.values())
 
 

@@ -34,20 +34,6 @@ def by_key(rows):
     return {(r["label"], r["task_label"], r["length"], r["index"]): r for r in rows}
 
 
-@pytest.fixture
-def computed(monkeypatch):
-    """The batches that are computed: how many prompts each has."""
-    sizes = []
-    answer = runner.answer_batch
-
-    def counted(model, engine, work):
-        sizes.append(len(work.contexts))
-        return answer(model, engine, work)
-
-    monkeypatch.setattr(runner, "answer_batch", counted)
-    return sizes
-
-
 def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, computed):
     rows = evaluate(tiny, tmp_path, config(trials=5))
     assert computed == [2, 2, 1]
@@ -244,32 +230,6 @@ def test_a_method_that_refuses_the_model_is_a_reason_too(small, tiny, tmp_path, 
     assert "measures" in rows["full", "small", 64, 0] and computed == [1]
 
 
-@pytest.mark.slow
-def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, monkeypatch):
-    answers, shapes = compute._answers, []
-
-    def short_of_memory(model, work):
-        shapes.append(work.rows)
-        if work.rows > 1:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
-        if len(work.contexts[0]) > 40:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")
-        return answers(model, work)
-
-    whole = without_times(evaluate(tiny, tmp_path / "whole", config(trials=3, batch=3)))
-    monkeypatch.setattr(compute, "_answers", short_of_memory)
-    rows = by_key(evaluate(tiny, tmp_path / "halves", config(trials=3, batch=3)))
-    assert shapes == [3, 2, 1, 1, 1]
-    refused = {key for key, row in rows.items() if "refused" in row}
-    assert {rows[key]["refused"] for key in refused} == {
-        "out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"
-    }
-    long = {key for key, row in whole.items() if row["tokens"]["context"] > 40}
-    assert refused == long and 0 < len(long) < 3
-    for key in whole.keys() - refused:
-        assert rows[key]["answer"] == whole[key]["answer"]
-
-
 def test_a_row_that_cannot_be_asked_takes_no_other_with_it(small, tiny, tmp_path, monkeypatch):
     answers = compute._answers
 
@@ -283,14 +243,6 @@ def test_a_row_that_cannot_be_asked_takes_no_other_with_it(small, tiny, tmp_path
     # Of three rows the third alone has more than forty tokens.
     refused = {row["index"]: row.get("refused") for row in rows}
     assert refused == {0: None, 1: None, 2: "this text is too long for me"}
-
-
-def test_rows_of_a_batch_are_planned_for_the_memory(tiny):
-    engine = tiny.engine
-    row = 2 * 2 * 2 * 8 * 4 * 128
-    # Three quarters of the memory; a row has its length beside keys and values.
-    for memory, rows in ((None, 8), (8 * row * 3, 8), (4 * row * 3 // 2, 4), (row // 2, 1)):
-        assert compute.rows_that_fit(engine, 8, 128, 30, memory) == rows
 
 
 @pytest.mark.slow
@@ -353,17 +305,3 @@ def test_mistakes_show_before_anything_is_computed(small, tiny, tmp_path, comput
     with pytest.raises(LongctxError, match="are both called passkey@book in rows and tables"):
         evaluate(tiny, tmp_path, config(tasks=alike))
     assert computed == [] and list(tmp_path.iterdir()) == []
-
-
-def test_of_several_processes_one_short_of_memory_does_not_go_its_own_way(
-    small, tiny, tmp_path, monkeypatch
-):
-    """The others may be in the middle of the same batch: the job ends."""
-
-    def short_of_memory(model, work):
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
-
-    monkeypatch.setattr(compute, "_answers", short_of_memory)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        evaluate(tiny, tmp_path, config(trials=2, batch=2))
