@@ -9,6 +9,8 @@ depend on them, and lets long contexts be measured in seconds.
 
 import dataclasses
 import functools
+import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,15 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.bench.e2e import decode_bytes
+from jax_longctx.bench.layers import check_layers, cut, first_layers, scaled
 from jax_longctx.caches import AppendCache
+from jax_longctx.contract import Method
 from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.engine.footprint import footprint
 from jax_longctx.errors import CapacityError
 from jax_longctx.methods import Full, make_method
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import init_params, param_infos
 from jax_longctx.models.presets import preset
 from jax_longctx.sharding import make_mesh, tree_shardings
 from pallas_kernels.bench import copy_bandwidth
@@ -74,20 +78,35 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
     return Context(rows, batch, slots, reserve, total, filled)
 
 
-def step_seconds(engine: Engine, context: Context, blocks: int) -> float:
-    """Mean seconds of a decode step over whole blocks, all rows together."""
+@dataclasses.dataclass(frozen=True)
+class _Bench:
+    """What all cases of a run have in common: `params` of the `layers` that are timed."""
+
+    config: ModelConfig
+    params: Any
+    layers: int
+    chunk: int
+    blocks: int
+    random_cache: bool
+
+    def engine(self, method: Method, layers: int) -> Engine:
+        """The method on the first layers."""
+        config, params = first_layers(self.config, self.params, layers)
+        return Engine(config, params, method, make_mesh(), chunk=self.chunk)
+
+
+def step_seconds(engine: Engine, context: Context) -> float:
+    """Seconds of a decode step, all rows together: the median of the blocks that have room."""
     question = [[1]] * context.batch
-    steps = WARM + blocks * BLOCK
-    stream = engine.stream(context, question, max_tokens=steps, keep=False)
-    times, counted = [], 0
+    stream = engine.stream(context, question, max_tokens=context.reserve - 1, keep=False)
+    times = []
     previous = time.perf_counter()
     for block in stream:
         now = time.perf_counter()
         if len(block[0]) == BLOCK:
-            times.append(now - previous)
-            counted += BLOCK
+            times.append((now - previous) / BLOCK)
         previous = now
-    return sum(times) / counted
+    return statistics.median(times)
 
 
 def run(
@@ -97,17 +116,23 @@ def run(
     cases: Sequence[tuple[int, int]],
     blocks: int,
     random_cache: bool,
+    layers: int | None = None,
     chunk: int = 8192,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Full attention and `methods` at every (batch, context) of `cases`; JSON-able.
 
     A case that does not fit the memory is recorded as such.
+
+    Args:
+      layers: that are timed; all of the shape's unless given (see `layers`).
     """
     config, mesh = preset(model), make_mesh()
+    timed = check_layers(config, layers)
     bandwidth = copy_bandwidth()
     say(f"copy {bandwidth / 1e12:.2f} TB/s; making weights ...")
-    params = init_params(config, mesh, dtype=jnp.bfloat16)
+    params = init_params(cut(config, timed), mesh, dtype=jnp.bfloat16)
+    bench = _Bench(config, params, timed, chunk, blocks, random_cache)
     made = [("full", {}, Full())]
     made += [(name, settings, make_method(name, settings)) for name, settings in methods]
     rows = []
@@ -115,10 +140,9 @@ def run(
         full = None
         for name, settings, method in made:
             say(f"{name}, {batch} x {length:,} ...")
-            engine = Engine(config, params, method, mesh, chunk=chunk)
             row: dict[str, Any] = {"method": name, "settings": settings}
             row |= {"batch": batch, "context": length}
-            row |= _case(engine, batch, length, blocks, random_cache)
+            row |= _case(bench, method, batch, length)
             if "seconds" in row:
                 row["roofline_seconds"] = row["bytes"] / bandwidth
                 full = full or row
@@ -133,21 +157,34 @@ def run(
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "copy_bandwidth": bandwidth,
+        "layers": {"timed": timed, "of": config.num_layers},
         "rows": rows,
     }
 
 
-def _case(engine: Engine, batch: int, length: int, blocks: int, random_cache: bool) -> dict:
-    reserve = 1 + WARM + blocks * BLOCK
-    weights = decode_bytes(engine.params, engine.config.tie_embeddings, 0, 0)
-    found = footprint(engine.setup, batch=batch, context=length, reserve=reserve)
+def _case(bench: _Bench, method: Method, batch: int, length: int) -> dict[str, Any]:
+    """A step's seconds and bytes, of all layers of the shape; why it failed, where it did."""
+    config, reserve = bench.config, 1 + WARM + bench.blocks * BLOCK
+    setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.bfloat16), bench.chunk)
+    found = footprint(setup, batch=batch, context=length, reserve=reserve)
+    seconds = {}
     try:
-        if random_cache:
-            context = random_context(engine, batch, length, reserve)
-        else:
-            draw = np.random.default_rng(length).integers(0, engine.config.vocab_size, length)
-            context = engine.prefill([list(map(int, draw))] * batch, reserve=reserve)
-        seconds = step_seconds(engine, context, blocks)
+        for layers in [bench.layers, *([1] if bench.layers < config.num_layers else [])]:
+            engine = bench.engine(method, layers)
+            if bench.random_cache:
+                context = random_context(engine, batch, length, reserve)
+            else:
+                draw = np.random.default_rng(length).integers(0, config.vocab_size, length)
+                context = engine.prefill([list(map(int, draw))] * batch, reserve=reserve)
+            seconds[layers] = step_seconds(engine, context)
     except (CapacityError, jax.errors.JaxRuntimeError) as error:
         return {"failed": str(error).splitlines()[0]}
-    return {"seconds": seconds, "bytes": weights + found.read, **dataclasses.asdict(found)}
+    row = scaled("seconds", seconds, config.num_layers) | dataclasses.asdict(found)
+    return {**row, "bytes": step_weight_bytes(config) + found.read}
+
+
+def step_weight_bytes(config: ModelConfig) -> int:
+    """Bytes of the bfloat16 weights that a step reads: of an embedding table it reads one row."""
+    whole = sum(math.prod(info.shape) for info in param_infos(config).values())
+    table = 0 if config.tie_embeddings else config.vocab_size * config.model_dim
+    return 2 * (whole - table)

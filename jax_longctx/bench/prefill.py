@@ -7,8 +7,7 @@ without attention, and `attention`, of a causal square; nothing of what travels 
 them: what a device receives from its neighbour a second, and the time of one decode step's merges
 by either way (`contract.merging`), a chain of them on its own.
 
-With fewer layers than the shape has, a method is timed with those and with one alone: their
-difference is the time of a layer, what remains is fixed, and the whole is scaled from both.
+With fewer layers than the shape has, a method is timed with those and with one (see `layers`).
 """
 
 import dataclasses
@@ -25,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_longctx.bench.decode import WARM
+from jax_longctx.bench.layers import check_layers, cut, first_layers, scaled
 from jax_longctx.contract import merging
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.engine import BLOCK, SPARE
@@ -76,8 +76,7 @@ class Bench:
 
     def engine(self, method: Any, layers: int) -> Engine:
         """The method on the first layers of the shape."""
-        first = {name: self.params["layers"][name] for name in map(str, range(layers))}
-        config, params = _cut(self.config, layers), {**self.params, "layers": first}
+        config, params = first_layers(self.config, self.params, layers)
         return Engine(config, params, method, self.mesh, chunk=self.chunk)
 
 
@@ -99,13 +98,11 @@ def run(
       InputError: more layers than the shape has, or a case shorter than its answer.
     """
     config = preset(model)
-    timed = config.num_layers if layers is None else layers
-    if not 2 <= timed <= config.num_layers:
-        raise InputError(f"--layers must be from 2 to {config.num_layers}, got {layers}")
+    timed = check_layers(config, layers)
     # Settings are checked before anything is made.
     made = [[(name, *_made(name, own, case)) for name, own in methods] for case in cases]
     say("making weights ...")
-    params = init_params(_cut(config, timed), mesh, dtype=jnp.bfloat16)
+    params = init_params(cut(config, timed), mesh, dtype=jnp.bfloat16)
     bench = Bench(config, params, mesh, timed, runs, blocks, chunk)
     least = bench.answer + 2 + SPARE
     for case in cases:
@@ -145,11 +142,6 @@ def _made(name: str, settings: dict[str, str], case: Case) -> tuple[dict[str, st
     return settings, make_method(name, settings)
 
 
-def _cut(config: ModelConfig, layers: int) -> ModelConfig:
-    """The shape with its first layers alone."""
-    return dataclasses.replace(config, num_layers=layers, windows=config.windows[:layers])
-
-
 def _row(
     bench: Bench, method: Any, case: Case, rates: dict[str, Any], before: list[dict[str, Any]]
 ) -> dict[str, Any]:
@@ -175,26 +167,16 @@ def _row(
         "received": work.received,
         "model_seconds": by_flops,
     }
-    row |= _scaled("first_token", first, whole)
+    row |= scaled("first_token", first, whole)
     row["of_model"] = row["first_token"] / by_flops
     base = next((other for other in before if "first_token" in other), row)
     row["speedup"] = base["first_token"] / row["first_token"]
     if bench.blocks:
         steps = {n: statistics.median(found) for n, (_, found) in measured.items()}
-        row |= _scaled("step", steps, whole)
+        row |= scaled("step", steps, whole)
         if rates["merge"]:
             row["merge_share"] = whole * rates["merge"][rates["merge"]["used"]] / row["step"]
     return row
-
-
-def _scaled(name: str, seconds: dict[int, float], layers: int) -> dict[str, float]:
-    """Seconds of all `layers`, from those of as many, or of some and of one."""
-    most = max(seconds)
-    if most == layers:
-        return {name: seconds[most]}
-    each = (seconds[most] - seconds[1]) / (most - 1)
-    whole = seconds[most] + (layers - most) * each
-    return {name: whole, f"{name}_layer": each, f"{name}_fixed": seconds[1] - each}
 
 
 def _measure(

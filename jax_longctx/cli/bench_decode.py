@@ -14,7 +14,7 @@ from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 
-__all__ = ["decode"]
+__all__ = ["decode", "layers_shown"]
 
 
 def decode(
@@ -33,6 +33,10 @@ def decode(
         typer.Option("--case", metavar="BATCHxCONTEXT", help="E.g. 3x131072; repeat for several."),
     ] = None,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of 32 steps that are timed.")] = 5,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Time so many layers, and one, and scale; all of the shape's if not."),
+    ] = None,
     random_cache: Annotated[
         bool,
         typer.Option(
@@ -61,6 +65,7 @@ def decode(
         cases=[parse_case(text) for text in cases or ["1x32768"]],
         blocks=blocks,
         random_cache=random_cache,
+        layers=layers,
         say=terminal.note,
     )
     hand_over(terminal, result, out, _show)
@@ -72,6 +77,16 @@ def parse_case(text: str) -> tuple[int, int]:
     if not (batch.isdigit() and context.isdigit() and int(batch) and int(context)):
         raise InputError(f"--case {text!r} is not understood; expected BATCHxCONTEXT, as 3x131072")
     return int(batch), int(context)
+
+
+def layers_shown(layers: dict[str, int]) -> str:
+    """What a table's last line says of them; `layers` has `timed` and `of`."""
+    if layers["timed"] == layers["of"]:
+        return f"all {layers['of']} layers"
+    return (
+        f"{layers['timed']} layers and 1 timed, scaled to {layers['of']}: a layer's time is "
+        f"their difference, the rest fixed"
+    )
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -104,6 +119,6 @@ def _show(result: dict[str, Any]) -> None:
     console = rich.console.Console(highlight=False)
     console.print(table)
     console.print(
-        f"{result['device']}, {result['model']} in bfloat16, jax {result['jax']}; "
-        f"copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
+        f"{result['device']}, {result['model']} in bfloat16, {layers_shown(result['layers'])}; "
+        f"jax {result['jax']}; copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
     )

@@ -8,6 +8,7 @@ import rich.table
 import typer
 
 from jax_longctx.cli import options
+from jax_longctx.cli.bench_decode import layers_shown
 from jax_longctx.cli.eval import parse_method
 from jax_longctx.cli.results import check_file, hand_over
 from jax_longctx.cli.terminal import Terminal
@@ -110,15 +111,9 @@ def _show(result: dict[str, Any]) -> None:
     console.print()
     rates, layers, mesh = result["rates"], result["layers"], result["mesh"]
     devices = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
-    timed = f"all {layers['of']} layers"
-    if layers["timed"] < layers["of"]:
-        timed = (
-            f"{layers['timed']} layers and 1 timed, scaled to {layers['of']}: a layer's time is "
-            f"their difference, the rest fixed"
-        )
     console.print(
-        f"{result['device']} {devices}, {result['model']} in bfloat16, {timed}; chunk "
-        f"{result['chunk']:,}, median of {result['runs']}, jax {result['jax']}"
+        f"{result['device']} {devices}, {result['model']} in bfloat16, {layers_shown(layers)}; "
+        f"chunk {result['chunk']:,}, median of {result['runs']}, jax {result['jax']}"
     )
     received = rates["received"]
     console.print(

@@ -44,6 +44,36 @@ def test_ratios_and_predictions(tiny_preset):
     assert streaming["predicted_speedup"] == pytest.approx(full["bytes"] / streaming["bytes"])
 
 
+def test_some_layers_stand_for_all(tiny_preset, monkeypatch):
+    """Seconds are scaled; bytes are those of the whole shape."""
+    seconds = {2: 0.5, 1: 0.3}
+    monkeypatch.setattr(
+        decode, "step_seconds", lambda engine, context: seconds[engine.config.num_layers]
+    )
+    shape = presets.PRESETS["tiny"]
+    monkeypatch.setitem(presets.PRESETS, "tiny", {**shape, "num_hidden_layers": 5})
+    methods = {"methods": [], "cases": [(1, 300)], "blocks": 1, "random_cache": True}
+    (row,) = decode.run(model="tiny", layers=2, **methods)["rows"]
+    assert row["seconds"] == pytest.approx(0.5 + 3 * 0.2)
+    seconds[5] = 1.0
+    (whole,) = decode.run(model="tiny", **methods)["rows"]
+    assert whole["seconds"] == 1.0
+    assert {key: row[key] for key in ("bytes", "read")} == {
+        key: whole[key] for key in ("bytes", "read")
+    }
+    # Embedding rows but one are not read; the head is.
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+    assert whole["bytes"] - whole["read"] == 2 * (5 * layer + 32 + 128 * 32)
+
+
+@pytest.mark.parametrize("layers", ["1", "3"])
+def test_layers_that_the_shape_has_not_are_refused(tiny_preset, layers):
+    args = ["bench", "decode", "--model", "tiny", "-m", "full", "--layers", layers]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2
+    assert f"--layers must be from 2 to 2, got {layers}" in result.stderr
+
+
 def test_a_random_cache_stands_for_a_context(tiny_preset):
     from tests.support import tiny_engine
 
