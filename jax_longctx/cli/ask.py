@@ -72,6 +72,7 @@ def ask(
     dtype: options.Dtype = None,
     mesh: options.MeshSizes = None,
     chunk: options.Chunk = 512,
+    by_layer: options.ByLayer = False,
     completion: Completion = None,
     chat: Chat = None,
     save_context: SaveContext = None,
@@ -108,7 +109,7 @@ def ask(
     sampling = options.make_sampling(temperature, top_k, top_p, repetition_penalty, seed)
     answers = AnswerOptions(sampling=sampling, max_tokens=max_tokens, stop=tuple(stop or ()))
     document = None if request.file is None else read_text(request.file)
-    choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk)
+    choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk, by_layer)
     terminal = Terminal(as_json=as_json)
     model = choice.open(terminal)
     Session(model, request, answers, terminal).run(document)

@@ -120,6 +120,7 @@ def passkey(
     dtype: options.Dtype = None,
     mesh: options.MeshSizes = None,
     chunk: options.Chunk = 512,
+    by_layer: options.ByLayer = False,
     out: Out = None,
     heatmap: Heatmap = None,
     as_json: options.AsJson = False,
@@ -146,9 +147,10 @@ def passkey(
         raise InputError(f"--length must be at least 64 tokens, got {min(wanted)}")
     source = _source(text, noise)
     terminal = Terminal(as_json=as_json)
-    model = options.ModelChoice(checkpoint, *chosen[0], mesh=mesh, dtype=dtype, chunk=chunk).open(
-        terminal
+    choice = options.ModelChoice(
+        checkpoint, *chosen[0], mesh=mesh, dtype=dtype, chunk=chunk, by_layer=by_layer
     )
+    model = choice.open(terminal)
     runs = _runs(model, chosen, sorted(wanted), at, trials, batch, source, seed, terminal, out)
     _report(runs, heatmap, terminal)
 
@@ -214,20 +216,18 @@ def _runs(
     out: Path | None,
 ) -> list[dict[str, Any]]:
     """Every method over the same trials; `out` is written anew after each batch."""
-    from jax_longctx.engine import Engine
+    from jax_longctx.evaluation.compute import engine_of
     from jax_longctx.evaluation.haystack import Haystack, python_topics
     from jax_longctx.evaluation.passkey import make_trials
     from jax_longctx.evaluation.passkey_trials import run_trials
     from jax_longctx.methods import make_method
 
-    base, tokenizer = model.engine, model.tokenizer
+    tokenizer = model.tokenizer
     haystack = Haystack(text or python_topics(), lambda piece: len(tokenizer.encode(piece)))
     trials = make_trials(haystack, lengths, depths, each, seed)
     # Every method is made before any runs: a mistake in the last one shows at once.
     made = [make_method(name, options.parse_settings(pairs)) for name, pairs in chosen]
-    engines = [
-        Engine(base.config, base.params, method, base.mesh, chunk=base.chunk) for method in made
-    ]
+    engines = [engine_of(model, method) for method in made]
     runs = []
     for (name, pairs), engine in zip(chosen, engines, strict=True):
         model.engine, rows = engine, []

@@ -105,6 +105,15 @@ _Trials = Annotated[
 ]
 _Seed = Annotated[int | None, typer.Option(help="Of the prompts.")]
 _Chunk = Annotated[int | None, typer.Option(help="Tokens read in one pass.")]
+_ByLayer = Annotated[
+    bool | None,
+    typer.Option(
+        "--by-layer/--whole",
+        help="Compile one layer in place of all: ready sooner, slower from then on. All unless "
+        "given.",
+        show_default=False,
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +127,7 @@ class Overrides:
     mesh: str | None = None
     chat: bool | None = None
     seed: int | None = None
+    by_layer: bool | None = None
 
     def over(self, config: "EvalConfig") -> "EvalConfig":
         """The configuration with these in place of its own."""
@@ -140,6 +150,7 @@ def run(
     dtype: options.Dtype = None,
     mesh: options.MeshSizes = None,
     chunk: _Chunk = None,
+    by_layer: _ByLayer = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Run methods on tasks and lengths, and write rows and a report.
@@ -161,6 +172,7 @@ def run(
         mesh=mesh,
         chat=chat,
         seed=seed,
+        by_layer=by_layer,
     )
     chosen = _chosen(config, methods, tasks, lengths, trials)
     run_config(overrides.over(chosen), output, Terminal(as_json=as_json))

@@ -39,6 +39,7 @@ def generate(
     dtype: options.Dtype = None,
     mesh: options.MeshSizes = None,
     chunk: options.Chunk = 512,
+    by_layer: options.ByLayer = False,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
@@ -59,7 +60,7 @@ def generate(
     sampling = options.make_sampling(temperature, top_k, top_p, repetition_penalty, seed)
     answers = AnswerOptions(sampling=sampling, max_tokens=max_tokens, stop=tuple(stop or ()))
     text = _prompt_text(prompt)
-    choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk)
+    choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk, by_layer)
     terminal = Terminal(as_json=as_json)
     model = choice.open(terminal)
     with terminal.progress("reading") as update:

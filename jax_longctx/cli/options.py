@@ -97,6 +97,15 @@ Chunk = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+ByLayer = Annotated[
+    bool,
+    typer.Option(
+        "--by-layer",
+        help="Compile one layer in place of all: ready sooner and slower from then on, for few and "
+        "short texts.",
+        rich_help_panel=_MODEL,
+    ),
+]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer in tokens.", rich_help_panel=_ANSWER)]
 Temperature = Annotated[
     float,

@@ -76,6 +76,9 @@ def test_programs_may_be_of_one_layer(run, loads, small, tmp_path, by_layer):
     toml.write_text(f'[run]\ncheckpoint = "model"\n{how}[[part]]\n{part}')
     assert run("eval", "run", "--config", toml, "--output", tmp_path / "out").exit_code == 0
     assert loads[0][1]["by_layer"] is by_layer
+    other = ("--whole" if by_layer else "--by-layer", "--output", tmp_path / "other")
+    assert run("eval", "run", "--config", toml, *other).exit_code == 0
+    assert loads[1][1]["by_layer"] is not by_layer
     # The report's times are marked.
     report = (tmp_path / "out" / "report.md").read_text()
     assert ("- programs: one a layer, to compile less, so that times are too long" in report) is (
