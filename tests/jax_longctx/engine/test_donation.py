@@ -11,57 +11,112 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import Literal
 
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import Engine, forced, forward, programs
 from jax_longctx.engine.donation import in_place
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method
 from tests.support import random_rows, tiny_config
 
-PROGRAMS = ("whole_segment", "finish_donated", "decode_block", "start_answer")
+WHOLE = (
+    (programs, "whole_segment"),
+    (programs, "finish_donated"),
+    (programs, "decode_block"),
+    (programs, "start_answer"),
+    (forced, "forced_block"),
+)
+BY_LAYER = (
+    (forward, "_through_layer"),
+    (programs, "_finish_layer_donated"),
+)
+# Of every kind of cache one, for which all programs are looked at.
+KINDS = ("full", "snapkv", "citrus", "resa", "star")
+# What calls a program of its own, or marks a value, and hands it on as it is.
+CALLS = ("jit", "pjit", "closed_call", "shard_map", "sharding_constraint")
 
 
-def crossings(lowered):
-    """Donated leaves that are returned, but in another's buffer."""
+def crossings(traced):
+    """What is returned in the buffer of a donated leaf, where that or it has another of its own."""
+    lowered = traced.lower()
     arguments = [
         (jax.tree_util.keystr(path), info)
         for path, info in jax.tree_util.tree_leaves_with_path(lowered.args_info[0])
     ]
     outputs = [
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(lowered.out_info)
+        (jax.tree_util.keystr(path), info)
+        for path, info in jax.tree_util.tree_leaves_with_path(lowered.out_info)
     ]
     signature = lowered.as_text().partition("@main(")[2].partition(") -> ")[0]
     given = re.split(r"%arg\d+: ", signature)[1:]
     assert len(given) == len(arguments), "an argument was left out as unused"
+    owners = [_owner(name, arguments) for name, _ in outputs]
+    sources = [_source(traced.jaxpr.jaxpr, value) for value in traced.jaxpr.jaxpr.outvars]
     found, paired = [], 0
-    for (name, info), text in zip(arguments, given, strict=True):
+    for i, ((name, info), text) in enumerate(zip(arguments, given, strict=True)):
         aliased = re.search(r"tf.aliasing_output = (\d+)", text)
         if aliased is None:
             continue
         assert info.donated
         paired += 1
-        output, own = outputs[int(aliased[1])], name.partition("]")[2]
-        # The buffer of a leaf that is not returned is free for any.
-        if not output.endswith(own) and any(path.endswith(own) for path in outputs):
+        o = int(aliased[1])
+        output, shape = outputs[o]
+        # The buffer of a leaf that is not returned is free for any that has none of its size.
+        fits = owners[o] is not None and arguments[owners[o]][1].shape == shape.shape
+        if owners[o] != i and (i in owners or fits):
             found.append((name, output))
+        # Another's value may be copied to where nothing lay that is returned elsewhere.
+        if sources[o] not in (None, i) and i in sources:
+            found.append((arguments[sources[o]][0], output))
     assert paired
     return found
+
+
+def _owner(output, arguments):
+    """Index of the donated leaf that an output is the new value of, by its name."""
+    named = [
+        (len(own), i)
+        for i, (name, info) in enumerate(arguments)
+        if info.donated and (own := name.partition("]")[2]) and output.endswith(own)
+    ]
+    return max(named)[1] if named else None
+
+
+def _source(jaxpr, variable):
+    """Index of the argument that a value is, unchanged; None where it was computed."""
+    while variable not in jaxpr.invars:
+        (made,) = [equation for equation in jaxpr.eqns if variable in equation.outvars] or [None]
+        if made is None or made.primitive.name not in CALLS:
+            return None
+        at = made.outvars.index(variable)
+        if "jaxpr" in made.params:
+            inner = getattr(made.params["jaxpr"], "jaxpr", made.params["jaxpr"])
+            if isinstance(inner.outvars[at], Literal):
+                return None
+            at = _source(inner, inner.outvars[at])
+        if at is None:
+            return None
+        variable = made.invars[at]
+    return jaxpr.invars.index(variable)
 
 
 class Looked:
     """Stands in for a program: looks at how it would be compiled, and returns zeros."""
 
-    def __init__(self, name):
-        self.real, self.answers = getattr(programs, name), name == "decode_block"
-        self.count, self.crossings = 0, []
+    def __init__(self, module, name):
+        self.real, self.answers = getattr(module, name), name == "decode_block"
+        self.seen, self.crossings = {}, []
 
     def __call__(self, *args):
-        lowered = self.real.lower(*args)
-        self.count += 1
-        self.crossings += crossings(lowered)
-        made = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), lowered.out_info)
+        leaves, structure = jax.tree.flatten(args)
+        shapes = [(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf for leaf in leaves]
+        key = str((shapes, structure))
+        if key not in self.seen:
+            traced = self.real.trace(*args)
+            self.seen[key] = traced.out_info
+            self.crossings += crossings(traced)
+        made = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.seen[key])
 
         def numbers(node):
             """The logits were numbers, and a block ends the answer."""
@@ -74,20 +129,46 @@ class Looked:
         return jax.tree.map(numbers, made, is_leaf=is_state)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_no_leaf_is_written_where_another_lay(name, monkeypatch):
+def looked_at(monkeypatch, name, looked, **options):
+    """An engine whose programs are looked at, contexts and questions."""
     # As many kv heads as heads: more leaves are then of one shape.
     config, mesh = tiny_config(num_heads=4, num_kv_heads=4), make_mesh()
-    engine = Engine(config, init_params(config, mesh), small_method(name), mesh, chunk=32)
-    looked = {program: Looked(program) for program in PROGRAMS}
-    with monkeypatch.context() as patch:
-        for program, look in looked.items():
-            patch.setattr(programs, program, look)
-        questions = random_rows([5, 3], seed=1)
-        context = engine.prefill(random_rows([70, 40]), reserve=40, questions=questions)
-        list(engine.stream(context, questions, max_tokens=4))
+    engine = Engine(config, init_params(config, mesh), small_method(name), mesh, **options)
+    for (module, program), look in looked.items():
+        monkeypatch.setattr(module, program, look)
+    return engine, random_rows([70, 40]), random_rows([5, 3], seed=1)
+
+
+# The end of its context hands the question's cache on as the whole: a layer's length and position
+# then lie where the layer before had its own. They are equal in all layers, so that the order of
+# the copies does not show.
+SHARED = pytest.param(
+    "citrus-individual", marks=pytest.mark.xfail(strict=True, raises=AssertionError)
+)
+
+
+@pytest.mark.parametrize("name", [*(name for name in SMALL if name != "citrus-individual"), SHARED])
+def test_no_leaf_is_written_where_another_lay(name, monkeypatch):
+    looked = {program: Looked(*program) for program in WHOLE}
+    engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32)
+    context = engine.prefill(contexts, reserve=40, questions=questions)
+    list(engine.stream(context, questions, max_tokens=4))
+    if name in KINDS:
+        # Of caches that have grown, and of given tokens.
+        list(engine.stream(context, questions, max_tokens=200))
+        engine.loglikelihoods(contexts, questions)
     for program, look in looked.items():
-        assert look.count, program
+        assert look.seen or (name not in KINDS and program[0] is forced), program
+        assert not look.crossings, program
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_leaf_of_a_layer_is_written_where_another_lay(name, monkeypatch):
+    looked = {program: Looked(*program) for program in BY_LAYER}
+    engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32, by_layer=True)
+    engine.loglikelihoods(contexts, questions)
+    for program, look in looked.items():
+        assert look.seen, program
         assert not look.crossings, program
 
 
@@ -101,7 +182,18 @@ def test_an_argument_that_is_not_used_would_be_noticed():
     shape = jax.ShapeDtypeStruct((3,), jnp.float32)
     tree = {"a": shape, "b": shape}
     with pytest.raises(AssertionError, match="left out"):
-        crossings(jax.jit(first_twice, donate_argnums=0).lower(tree))
-    assert not crossings(in_place(first_twice, donate_argnums=0).lower(tree))
+        crossings(jax.jit(first_twice, donate_argnums=0).trace(tree))
+    assert not crossings(in_place(first_twice, donate_argnums=0).trace(tree))
     # What is returned first takes the first buffer.
-    assert crossings(in_place(in_other_order, donate_argnums=0).lower(tree))
+    assert crossings(in_place(in_other_order, donate_argnums=0).trace(tree))
+
+
+def test_leaves_that_change_names_would_be_noticed():
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+    @jax.jit
+    def exchanged(tree):
+        return {"a": tree["b"], "b": tree["a"], "c": tree["c"]}
+
+    found = crossings(in_place(exchanged, donate_argnums=0).trace(dict.fromkeys("abc", shape)))
+    assert found == [("[0]['b']", "['a']"), ("[0]['a']", "['b']")]
