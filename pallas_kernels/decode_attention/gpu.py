@@ -18,10 +18,10 @@ results 0.5 MB.
 
 Roofline: memory. On an H200 (copy 4.07 TB/s), 32 query heads over 8 kv heads of 128, bfloat16,
 medians of calls in a device loop: 1 x 131,072 slots 0.135 ms, 97% of the copy (XLA's form 0.152,
-cuDNN 0.132); 8 x 16,384 0.138 ms (0.150, 0.132); 1 x 32,768 0.037 ms, 90% (0.040, 0.032); eight rows
-of 64 to 16,384 slots, 41% of the capacity, 0.056 ms (0.143, 0.064) where their bytes allow 0.054.
-Two blocks of threads a multiprocessor with half the ring each were slower at every size, blocks of
-64 slots as well.
+cuDNN 0.132); 8 x 16,384 0.138 ms (0.150, 0.132); 1 x 32,768 0.037 ms, 90% (0.040, 0.032); eight
+rows of 64 to 16,384 slots, 41% of the capacity, 0.056 ms (0.143, 0.064) where their bytes allow
+0.054. Two blocks of threads a multiprocessor with half the ring each were slower at every size,
+blocks of 64 slots as well.
 """
 
 import functools
