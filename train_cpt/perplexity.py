@@ -16,20 +16,22 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.intervals import bootstrap
+from jax_longctx.evaluation.specs import Spec
 from jax_longctx.methods import make_method
 
 __all__ = ["drop_interval", "parse_method"]
 
 
 def parse_method(spec: str) -> Any:
-    """The method of `"refreshkv:schedule=fixed,stride=10"`; raises ConfigError as `make_method`."""
-    name, _, settings = spec.partition(":")
-    pairs = [pair.partition("=") for pair in settings.split(",") if pair]
-    if bad := [key for key, equals, value in pairs if not (key and equals and value)]:
-        raise ConfigError(f"method {spec!r} is not understood at {bad[0]!r}; expected KEY=VALUE")
-    return make_method(name, {key: value for key, _, value in pairs})
+    """The method of `"refreshkv:schedule=fixed,stride=10"`.
+
+    Raises:
+      InputError: it is not written so.
+      ConfigError: there is no such method, or not with such settings.
+    """
+    parsed = Spec.parse(spec)
+    return make_method(parsed.name, dict(parsed.settings))
 
 
 def drop_interval(

@@ -12,6 +12,7 @@ from jax_longctx.cli.inputs import read_text
 from jax_longctx.cli.results import check_file, check_plot, save
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
+from jax_longctx.evaluation.specs import Spec
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -199,8 +200,8 @@ def _source(text: Path | None, noise: bool) -> str | None:
 
 def parse_method(spec: str) -> tuple[str, list[str]]:
     """`"citrus:budget=1024,chunk=256"` -> `("citrus", ["budget=1024", "chunk=256"])`."""
-    name, _, settings = spec.partition(":")
-    return name, [pair for pair in settings.split(",") if pair]
+    parsed = Spec.parse(spec)
+    return parsed.name, [f"{key}={value}" for key, value in parsed.settings]
 
 
 def _runs(

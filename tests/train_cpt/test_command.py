@@ -108,7 +108,7 @@ def test_a_trained_checkpoint_is_compared_under_methods(folder):
     for changes, message in [
         (["--texts", "9"], "the train split has 8 texts, asked for 9"),
         (["--split", "last"], "--split must be one of train, dev, test, got 'last'"),
-        (["-m", "full:x"], "method 'full:x' is not understood at 'x'"),
+        (["-m", "full:x"], "'full:x' is not understood; expected NAME:KEY=VALUE,..."),
         (["-c", str(folder / "gone")], "gone is not a converted checkpoint"),
     ]:
         result = CliRunner().invoke(app, [*words, *changes])

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.errors import ConfigError
+from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation.perplexity import perplexity, score_texts
 from jax_longctx.methods import RefreshKV
 from jax_longctx.sharding import make_mesh
@@ -101,7 +101,7 @@ def test_an_evaluation_reads_the_dev_texts_as_trained_and_as_decoded():
 def test_methods_are_named_with_their_settings():
     method = parse_method("refreshkv:schedule=fixed,stride=25")
     assert method == dataclasses.replace(RefreshKV(), schedule="fixed", stride=25)
-    with pytest.raises(ConfigError, match=r"not understood at 'stride'"):
+    with pytest.raises(InputError, match=r"'refreshkv:stride' is not understood"):
         parse_method("refreshkv:stride")
     with pytest.raises(ConfigError, match="unknown method"):
         parse_method("nothing")
