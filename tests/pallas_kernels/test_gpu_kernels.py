@@ -296,7 +296,7 @@ def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check(case, INTERPRETED)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_rows_that_no_cluster_can_keep_are_read_in_every_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,7 +16,7 @@ def text(tmp_path):
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_method_reads_the_same_texts(run, loads, tiny, text, tmp_path):
     out, png = tmp_path / "runs.json", tmp_path / "curve.png"
     args = ["eval", "perplexity", "-c", "model", "--text", text, "--length", "150"]

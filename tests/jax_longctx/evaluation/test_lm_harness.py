@@ -131,7 +131,7 @@ def test_a_method_is_given_the_end_of_the_prompt_as_its_question(loaded, monkeyp
     assert under(loaded, "full", {}).question_tokens == 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_method_that_reads_for_a_question_scores_and_answers_through_the_harness(loaded):
     model = under(loaded, "citrus", {"budget": 16, "chunk": 8}, question_tokens=6)
     tokens = loaded.tokenizer.encode(PROMPT, bos=True)
