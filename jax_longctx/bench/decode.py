@@ -9,7 +9,6 @@ depend on them, and lets long contexts be measured in seconds.
 
 import dataclasses
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +28,9 @@ from jax_longctx.engine.footprint import footprint
 from jax_longctx.errors import CapacityError
 from jax_longctx.methods import Full, make_method
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import init_params, param_infos
+from jax_longctx.models.llama import init_params
 from jax_longctx.models.presets import preset
+from jax_longctx.planning.work import weight_bytes
 from jax_longctx.sharding import make_mesh, tree_shardings
 from pallas_kernels.bench import copy_bandwidth
 
@@ -180,11 +180,7 @@ def _case(bench: _Bench, method: Method, batch: int, length: int) -> dict[str, A
     except (CapacityError, jax.errors.JaxRuntimeError) as error:
         return {"failed": str(error).splitlines()[0]}
     row = scaled("seconds", seconds, config.num_layers) | dataclasses.asdict(found)
-    return {**row, "bytes": step_weight_bytes(config) + found.read}
-
-
-def step_weight_bytes(config: ModelConfig) -> int:
-    """Bytes of the bfloat16 weights that a step reads: of an embedding table it reads one row."""
-    whole = sum(math.prod(info.shape) for info in param_infos(config).values())
+    # Of an embedding table a step reads one row; a tied one is its head too.
     table = 0 if config.tie_embeddings else config.vocab_size * config.model_dim
-    return 2 * (whole - table)
+    weights = weight_bytes(setup) - table * setup.dtype.itemsize
+    return {**row, "bytes": weights + found.read}

@@ -125,8 +125,9 @@ class Looked:
             done = jnp.full_like(node.done, self.answers)
             return dataclasses.replace(node, finite=jnp.ones_like(done), done=done)
 
-        is_state = lambda node: isinstance(node, programs.DecodeState)  # noqa: E731
-        return jax.tree.map(numbers, made, is_leaf=is_state)
+        return jax.tree.map(
+            numbers, made, is_leaf=lambda node: isinstance(node, programs.DecodeState)
+        )
 
 
 def looked_at(monkeypatch, name, looked, **options):
