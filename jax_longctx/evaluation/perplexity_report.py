@@ -95,7 +95,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     base = next((run for run in runs if run["method"] == "full"), None)
     panels = 1 if base is None or len(runs) == 1 else 2
@@ -116,6 +116,9 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
             axes[1][0].plot(at, np.array(curve) / np.array(_curve(base)[1]), **style)
     axes[0][0].set_ylabel("perplexity")
     axes[0][0].set_yscale("log")
+    # Plain numbers; those between powers of ten where few of these are in sight.
+    axes[0][0].yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes[0][0].yaxis.set_minor_formatter(ticker.LogFormatter())
     axes[0][0].legend(fontsize=7)
     if panels == 2:
         axes[1][0].set_ylabel("ratio to full attention")
