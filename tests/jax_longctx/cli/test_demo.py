@@ -26,7 +26,7 @@ class Reader:
         return self.tiny.prefill("short", reserve=8)
 
     def ask(self, context, question, *, max_tokens, stop):
-        assert question.endswith("The pass key is")
+        assert question.endswith("\n\nRemember it. The pass key is")
         key = KEY.search(self.read[-1])[1]
         reply = self.reply(self.replies) if callable(self.reply) else self.reply
         self.replies += 1
@@ -81,10 +81,11 @@ def test_finds_the_key(run, reader, converted, tmp_path, depth):
     assert converted == [(tmp_path / "model.gguf", folder, "float32")]
 
 
-def test_converts_once_and_draws_a_new_key_each_run(run, reader, converted, tmp_path):
+def test_converts_once_and_draws_a_new_key_and_text_each_run(run, reader, converted, tmp_path):
     args = ("demo", "--model-dir", tmp_path / "model", "--tokens", 500, "--far-tokens", 0)
     shown = {run(*args).stdout for _ in range(4)}
     assert len(shown) > 1
+    assert len({text[:50] for text in reader.read}) > 1
     assert len(converted) == 1
     seeded = {run(*args, "--seed", 9).stdout for _ in range(2)}
     assert len(seeded) == 1
