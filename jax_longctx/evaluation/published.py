@@ -38,7 +38,7 @@ _RULER = (
 )  # fmt: skip
 _RESA = (
     "niah_single_2", "niah_single_3", "niah_multikey_2", "niah_multikey_3",
-    "niah_multivalue", "niah_multiquery",
+    "niah_multivalue", "niah_multiquery", "qa_1",
 )  # fmt: skip
 
 
@@ -81,12 +81,12 @@ PUBLISHED: tuple[PublishedTable, ...] = (
         "Sparse in decode alone; the first 4 and last 64 tokens are always read.",
         _RESA,
         {
-            "Quest": ("quest", (100, 99, 87, 24, 89.5, 97)),
-            "Quest + RESA": ("resa:selector=quest", (100, 100, 91, 40, 96, 98)),
-            "ArkVale": ("arkvale", (100, 100, 90, 27, 88, 97.25)),
-            "ArkVale + RESA": ("resa:selector=arkvale", (100, 100, 93, 43, 94, 99)),
-            "Ideal top-k": ("ideal-topk", (100, 100, 100, 98, 98.5, 99.25)),
-            "Ideal top-k + RESA": ("resa:selector=ideal", (100, 100, 100, 100, 99.75, 99.75)),
+            "Quest": ("quest", (100, 99, 87, 24, 89.5, 97, 86)),
+            "Quest + RESA": ("resa:selector=quest", (100, 100, 91, 40, 96, 98, 87)),
+            "ArkVale": ("arkvale", (100, 100, 90, 27, 88, 97.25, 86)),
+            "ArkVale + RESA": ("resa:selector=arkvale", (100, 100, 93, 43, 94, 99, 87)),
+            "Ideal top-k": ("ideal-topk", (100, 100, 100, 98, 98.5, 99.25, 86)),
+            "Ideal top-k + RESA": ("resa:selector=ideal", (100, 100, 100, 100, 99.75, 99.75, 87)),
         },
     ),
     PublishedTable(
@@ -95,12 +95,12 @@ PUBLISHED: tuple[PublishedTable, ...] = (
         "Sparse in decode alone; the first 4 and last 64 tokens are always read.",
         _RESA,
         {
-            "Quest": ("quest", (91, 58, 74, 3, 71.75, 83.25)),
-            "Quest + RESA": ("resa:selector=quest", (92, 84, 82, 6, 84.25, 93)),
-            "ArkVale": ("arkvale", (89, 84, 78, 3, 77, 90.5)),
-            "ArkVale + RESA": ("resa:selector=arkvale", (89, 97, 79, 6, 88, 94)),
-            "Ideal top-k": ("ideal-topk", (95, 100, 99, 71, 92.75, 97.75)),
-            "Ideal top-k + RESA": ("resa:selector=ideal", (95, 100, 99, 92, 97, 98.5)),
+            "Quest": ("quest", (91, 58, 74, 3, 71.75, 83.25, 59)),
+            "Quest + RESA": ("resa:selector=quest", (92, 84, 82, 6, 84.25, 93, 62)),
+            "ArkVale": ("arkvale", (89, 84, 78, 3, 77, 90.5, 62)),
+            "ArkVale + RESA": ("resa:selector=arkvale", (89, 97, 79, 6, 88, 94, 62)),
+            "Ideal top-k": ("ideal-topk", (95, 100, 99, 71, 92.75, 97.75, 63)),
+            "Ideal top-k + RESA": ("resa:selector=ideal", (95, 100, 99, 92, 97, 98.5, 63)),
         },
     ),
     PublishedTable(
