@@ -1,27 +1,33 @@
-"""A checkpoint's chat template, rendered in jinja2's sandbox as Hugging Face templates expect.
+"""A checkpoint's chat template, rendered in a child process with limits of time and memory.
 
-Templates come with a checkpoint, so with whatever a stranger wrote: they run in the immutable
-sandbox. They may use `raise_exception`, `strftime_now`, the `tojson` filter, loop controls and the
-`generation` block (which marks the assistant's words for training and renders as its body).
+One process serves all templates (`chat_worker`). It starts when the first template is made, and
+imports jinja2 while the checkpoint loads. A template that goes beyond a limit ends that process
+alone; the next template gets a new one.
 """
 
-import datetime
+import atexit
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
+from pathlib import Path
+from typing import Any
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 
 __all__ = ["ChatTemplate", "select_template"]
 
+WORKER = Path(__file__).with_name("chat_worker.py")
+# Of one rendering, compilation included: thousands of times what published templates take.
+SECONDS = 3.0
+MEMORY = 2**30
+
 
 class ChatTemplate:
-    """One compiled chat template with the checkpoint's special tokens.
+    """One chat template with the checkpoint's special tokens.
 
     Attributes:
       source: the template's own text.
@@ -30,23 +36,34 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         self.source = source
         self._special_tokens = dict(special_tokens)
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"the chat template is not valid at its line {error.lineno}: {error.message}"
-            ) from error
+        _RENDERER.start()
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """The messages as one text. Raises InputError when the template refuses them."""
-        try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+        """The messages as one text.
+
+        Raises:
+          ConfigError: the template is not valid, fails, or goes beyond a limit.
+          InputError: the template refuses the messages.
+        """
+        reply = _RENDERER.render(
+            {
+                "source": self.source,
+                "variables": {
+                    **self._special_tokens,
+                    "messages": [dict(message) for message in messages],
+                    "add_generation_prompt": add_generation_prompt,
+                },
+                "seconds": SECONDS,
+                "memory": MEMORY,
+            }
+        )
+        if "refuses" in reply:
+            raise InputError(f"the chat template refuses the messages: {reply['refuses']}")
+        if "error" in reply:
+            raise ConfigError(
+                f"the chat template {reply['error']}; repair it, or ask without it (--no-chat)"
             )
-        except jinja2.TemplateError as error:
-            raise InputError(f"the chat template refuses the messages: {error.message}") from error
+        return reply["text"]
 
 
 def select_template(value: Any) -> str | None:
@@ -63,38 +80,70 @@ def select_template(value: Any) -> str | None:
     )
 
 
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: its body, unchanged."""
+class _Renderer:
+    """The process that renders, and one exchange with it at a time."""
 
-    # jinja2 declares it as a plain set of the instance; a ClassVar would contradict it.
-    tags = {"generation"}  # noqa: RUF012
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.RLock()
 
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+    def start(self) -> None:
+        """Starts the process unless it runs, and does not wait for it."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                return
+            self.stop()
+            # What is imported here is imported there, without the work of `site`.
+            paths = os.pathsep.join(path for path in sys.path if path)
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-S", "-P", str(WORKER)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": paths},
+                    # An interrupt is for the parent; where that ends, stdin ends and so does this.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"the process that renders chat templates cannot start: {error.strerror}"
+                ) from error
+
+    def render(self, request: dict[str, Any]) -> dict[str, str]:
+        """The process's reply, or the reason why there is none."""
+        line = json.dumps(request).encode() + b"\n"
+        with self._lock:
+            self.start()
+            process = self._process
+            assert process is not None and process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(line)
+                process.stdin.flush()
+                reply = process.stdout.readline()
+            except BrokenPipeError:
+                reply = b""
+            except BaseException:
+                # What is left in the pipe would be taken for the next reply.
+                process.kill()
+                self.stop()
+                raise
+            if reply.endswith(b"\n"):
+                return json.loads(reply)
+            code = self.stop()
+        if code == -signal.SIGPROF:
+            return {"error": f"takes more than {request['seconds']:g} s of processor time"}
+        return {"error": f"ends the process that renders it (exit code {code})"}
+
+    def stop(self) -> int | None:
+        """Ends the process where there is one; its exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        # Closes stdin, which ends the process, and waits for that.
+        process.communicate()
+        return process.returncode
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    # Jinja's own filter escapes for HTML, which a model has not seen in training.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
+_RENDERER = _Renderer()
+atexit.register(_RENDERER.stop)

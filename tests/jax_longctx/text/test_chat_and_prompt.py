@@ -84,7 +84,7 @@ def test_template_runs_in_the_sandbox():
 
 def test_invalid_template_names_its_line():
     with pytest.raises(ConfigError, match="not valid at its line 2"):
-        ChatTemplate("a\n{% for %}", {})
+        render("a\n{% for %}")
 
 
 def test_template_forms():

@@ -1,0 +1,127 @@
+"""Renders chat templates in a process of its own; `chat` starts this file as a script.
+
+Templates come with a checkpoint, so a stranger wrote them. jinja2's immutable sandbox bounds what
+they reach, but not their time and memory: the kernel bounds those of this process. A template that
+takes too long is killed by a timer of processor time, whatever it computes.
+
+Reads one JSON request a line, and writes one JSON reply a line: `text`, or `error`, what the
+template does wrong. Imports nothing of the library, so that it starts fast.
+
+Templates find what Hugging Face gives them: `raise_exception`, `strftime_now`, the `tojson` filter,
+loop controls, and the `generation` block (which marks the assistant's words for training and
+renders as its body).
+"""
+
+import datetime
+import functools
+import json
+import resource
+import signal
+import sys
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+# Of an error's text, which the template may make as long as it likes.
+MOST_CHARACTERS = 300
+
+
+def main() -> None:
+    """Answers requests until stdin ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The parent may ignore it; the default ends the process.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        if sys.platform == "linux":  # macOS does not enforce it; there time alone is bounded
+            _, most = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (request["memory"], most))
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        # A chat is about as long as its messages; a template may say much more, up to the memory.
+        reply = _reply(request, most=2**20 + 4 * len(line))
+        sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.flush()
+
+
+def _reply(request: dict[str, Any], most: int) -> dict[str, str]:
+    try:
+        template = _compiled(request["source"])
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": _line(f"is not valid at its line {error.lineno}: {error.message}")}
+    except (
+        Exception
+    ) as error:  # deep nesting, numbers without end, and what else parsers stumble on
+        return {"error": f"cannot be compiled: {_shown(error)}"}
+    try:
+        text = template.render(request["variables"])
+    except jinja2.TemplateError as error:
+        return {"refuses": _line(str(error.message)) or "it does not say why"}
+    except Exception as error:  # a template may raise whatever Python does
+        return {"error": f"fails: {_shown(error)}"}
+    if len(text) > most:
+        return {"error": f"renders {len(text):,} characters; at most {most:,} are taken"}
+    return {"text": text}
+
+
+# One: a large template must not stay beside the next.
+@functools.lru_cache(maxsize=1)
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+def _shown(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "it takes too much memory"
+    return _line(f"{type(error).__name__}: {error}")
+
+
+def _line(text: str) -> str:
+    """One line of printable text, cut where it is long."""
+    shown = "".join(c if c.isprintable() else " " for c in text[: MOST_CHARACTERS + 1])
+    words = " ".join(shown[:MOST_CHARACTERS].split()).rstrip(".")
+    return words + "..." * (len(shown) > MOST_CHARACTERS)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}`: its body, unchanged."""
+
+    # jinja2 declares it as a plain set of the instance; a ClassVar would contradict it.
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    # Jinja's own filter escapes for HTML, which a model has not seen in training.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+if __name__ == "__main__":
+    main()
