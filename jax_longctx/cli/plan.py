@@ -38,7 +38,9 @@ def plan(
     ] = "llama-3.1-8b",
     target: Annotated[
         str,
-        typer.Option(help="v5e:4x4, v5p:4x4x4, v6e:8x8 (any slice), h100x8 (any number), or cpu."),
+        typer.Option(
+            help="v5e:4x4, v5p:4x4x4, v6e:8x8 (any slice), h100x8, h200x8 (any number), or cpu."
+        ),
     ],
     context: Annotated[int, typer.Option(help="Tokens of context.")] = 131072,
     batch: Annotated[int, typer.Option(help="Rows that are read together.")] = 1,
@@ -210,11 +212,12 @@ def _show(record: dict[str, Any]) -> None:
     console.print(table)
     console.print(_verdict(record), markup=False)
     c = record["constants"]
+    source = " (data sheet)" if c["data_sheet"] else ""
     console.print(
-        f"constants: {c['flops'] / 1e12:.0f} TFLOP/s, {c['bandwidth'] / 1e12:.2f} TB/s, "
-        f"link {c['link'] / 1e9:.0f} GB/s, {c['latency'] * 1e6:.0f} us a collective; reached: "
-        f"{c['linear_share']:.0%} in projections, {c['attention_share']:.0%} in prefill attention, "
-        f"{c['bandwidth_share']:.0%} of the bandwidth in decode",
+        f"constants: {c['flops'] / 1e12:.3g} TFLOP/s, {c['bandwidth'] / 1e12:.3g} TB/s{source}; "
+        f"assumed: link {c['link'] / 1e9:.0f} GB/s, {c['latency'] * 1e6:.0f} us a collective; "
+        f"reached {c['linear_share']:.0%} in projections, {c['attention_share']:.0%} in prefill "
+        f"attention, {c['bandwidth_share']:.0%} of the bandwidth in decode",
         markup=False,
         style="dim",
     )

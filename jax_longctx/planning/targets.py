@@ -1,8 +1,9 @@
 """The devices that can be planned for, and the constants of their roofline.
 
-Peaks are those of the makers' data sheets, for dense bfloat16. The shares that programs reach are
-assumptions, chosen from published kernel timings and, for the H100, from this library's own on its
-sister H200; they are printed with every plan.
+Memory, FLOP/s of dense bfloat16 and bandwidth are those of the makers' data sheets, but for `cpu`,
+whose are assumed. What a link carries, what a collective costs and the shares of the peaks that
+programs reach are assumptions, chosen from published kernel timings and, for H100 and H200, from
+this library's own on an H200. All are printed with every plan.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ class Chip:
       latency: seconds of a collective, however small.
       linear_share, attention_share: of `flops` that projections and prefill attention reach.
       bandwidth_share: of `bandwidth` that a decode step reaches.
+      data_sheet: whether memory, flops and bandwidth are of a data sheet, or assumed.
     """
 
     memory: int
@@ -37,6 +39,7 @@ class Chip:
     linear_share: float
     attention_share: float
     bandwidth_share: float
+    data_sheet: bool = True
 
 
 # A TPU's link is both directions of one torus axis.
@@ -81,6 +84,16 @@ CHIPS = {
         attention_share=0.55,
         bandwidth_share=0.72,
     ),
+    "h200": Chip(
+        memory=141 * 10**9,
+        flops=989e12,
+        bandwidth=4.8e12,
+        link=370e9,
+        latency=12e-6,
+        linear_share=0.7,
+        attention_share=0.55,
+        bandwidth_share=0.72,
+    ),
     "cpu": Chip(
         memory=16 * GIB,
         flops=0.3e12,
@@ -90,6 +103,7 @@ CHIPS = {
         linear_share=0.3,
         attention_share=0.1,
         bandwidth_share=0.6,
+        data_sheet=False,
     ),
 }
 
@@ -116,7 +130,7 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """`v5e:4x4`, `v5p:4x4x4`, `v6e:8x8`, `h100x8`, `cpu`. Raises InputError for anything else."""
+    """`v5e:4x4`, `v5p:4x4x4`, `v6e:8x8`, `h100x8`, `h200x8`, `cpu`; else raises InputError."""
     tpu = re.fullmatch(r"(v5e|v5p|v6e):(\d+(?:x\d+){1,2})", name)
     if tpu is not None:
         kind, sizes = tpu[1], [int(size) for size in tpu[2].split("x")]
@@ -125,10 +139,10 @@ def parse_target(name: str) -> Target:
             for size in sizes:
                 count *= size
             return Target(name, kind, count, name)
-    gpus = re.fullmatch(r"(h100|cpu)(?:x(\d+))?", name)
+    gpus = re.fullmatch(r"(h100|h200|cpu)(?:x(\d+))?", name)
     if gpus is not None and int(gpus[2] or 1) > 0:
         return Target(name, gpus[1], int(gpus[2] or 1), None)
     raise InputError(
-        f"--target {name!r} is not understood; expected v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8 or "
-        f"cpu, with the sizes you have"
+        f"--target {name!r} is not understood; expected v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8, "
+        f"h200x8 or cpu, with the sizes you have"
     )

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +182,41 @@ def test_unknown_targets_are_named(name):
         parse_target(name)
 
 
+def test_an_h200_is_as_its_data_sheet_says():
+    h100, h200 = (parse_target(name).chip for name in ("h100x8", "h200x8"))
+    assert (h200.memory, h200.flops, h200.bandwidth) == (141 * 10**9, 989e12, 4.8e12)
+    same = {"memory": h100.memory, "bandwidth": h100.bandwidth}
+    assert dataclasses.replace(h200, **same) == h100
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("cpu", "constants: 0.3 TFLOP/s, 0.02 TB/s; assumed: link 10 GB/s"),
+        ("h200x4", "constants: 989 TFLOP/s, 4.8 TB/s (data sheet); assumed: link 370 GB/s"),
+    ],
+)
+def test_constants_are_told_with_their_source(run, monkeypatch, target, told):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = run("plan", "--model", "llama-3.2-1b", "--target", target, "--mesh", "seq=1").stdout
+    assert told in shown
+
+
+def test_the_readme_shows_what_the_command_prints(run, monkeypatch):
+    """Its compiled lines are of a compile that takes minutes; those are left out."""
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    pattern = r"```\njax-longctx (plan [^\n]*) --compile\n```\n\n```\n(.*?)```"
+    command, block = re.search(pattern, readme, re.DOTALL).groups()
+    mesh = re.search(r"--mesh (\S+) \(proposed\)", block)[1]
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = " ".join(run(*command.split(), "--mesh", mesh).stdout.split())
+    told = [" ".join(line.split()) for line in re.sub(r"\n {2,}", " ", block).splitlines()]
+    told = [line for line in told if "compiled" not in line and "together" not in line]
+    assert len(told) == 9
+    for line in told:
+        assert line.removesuffix(" (proposed)") in shown
+
+
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(ConfigError, match="needs 16 devices, cpux8 has 8"):
         make_plan(request(), {"seq": 16})
@@ -249,6 +286,8 @@ def test_sixteen_v5e_chips_are_compiled_for(method, sizes):
     plan = make_plan(wanted, {"data": 1, **sizes})
     with jax.default_matmul_precision("default"):
         compiled = compile_plan(wanted, plan.mesh)
+    # Beside those of the layers: the embedding, the logits, the next token.
+    assert 0 <= compiled["decode"].collectives - plan.decode.collectives <= 4
     held = plan.weights + plan.cache
     assert compiled["decode"].arguments == pytest.approx(held, rel=0.05)
     # A ring writes the caches it is given without reading them, so that they are no arguments.
