@@ -15,7 +15,7 @@ plain "Question: ... Answer:", around them, as the command line does.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,33 +189,11 @@ class LongContext:
         on_text: OnText | None = None,
     ) -> list[Answer]:
         """`ask` with questions that are token ids already."""
-        # Special tokens are no text: a stop string that is one ends the answer by its id.
-        special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
-        ends = [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
-        readers = [_Reader(self.tokenizer, row, stop, ends) for row in rows]
-        begun = time.perf_counter()
-        first = None
+        ends = self._ends(stop, stop_at_eos)
         stream = self.engine.stream(
             context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=ends, keep=keep
         )
-        # Closed whatever happens, also in `on_text`: the context gets its cache back.
-        with contextlib.closing(stream):
-            for block in stream:
-                first = first or time.perf_counter()
-                for row, (reader, tokens) in enumerate(zip(readers, block, strict=True)):
-                    text = reader.push(tokens)
-                    if text and on_text is not None:
-                        on_text(row, text)
-                if all(reader.finish for reader in readers):
-                    break
-        ended = time.perf_counter()
-        answers = []
-        for row, reader in enumerate(readers):
-            text = reader.flush()
-            if text and on_text is not None:
-                on_text(row, text)
-            answers.append(reader.answer((first or ended) - begun, ended - (first or ended)))
-        return answers
+        return self._read(stream, rows, stop, ends, on_text)
 
     def generate(
         self,
@@ -230,28 +208,13 @@ class LongContext:
     ) -> list[Answer]:
         """Continues each prompt. All but its last token is context, the last is the question."""
         rows = [self.tokenizer.encode(prompt, bos=True) for prompt in _listed(prompts)]
-        for row, tokens in enumerate(rows):
-            if not tokens:
-                raise InputError(f"prompt {row} is empty; give some text")
+        ends = self._ends(stop, stop_at_eos)
         begun = time.perf_counter()
-        last = [tokens[-1:] for tokens in rows]
-        context = self.engine.prefill(
-            [tokens[:-1] for tokens in rows],
-            reserve=1 + max_tokens,
-            questions=last,
-            progress=progress,
+        stream = self.engine.generate(
+            rows, max_tokens=max_tokens, sampling=sampling, stop_ids=ends, progress=progress
         )
         seconds = time.perf_counter() - begun
-        answers = self.ask_tokens(
-            context,
-            last,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            stop=stop,
-            stop_at_eos=stop_at_eos,
-            keep=False,
-            on_text=on_text,
-        )
+        answers = self._read(stream, [row[-1:] for row in rows], stop, ends, on_text)
         return [dataclasses.replace(answer, prefill_seconds=seconds) for answer in answers]
 
     def score(
@@ -292,6 +255,43 @@ class LongContext:
     def load_context(self, path: str | Path) -> Context:
         """Reads a context that the same model and method saved."""
         return load_context(self.engine, path)
+
+    def _ends(self, stop: Sequence[str], stop_at_eos: bool) -> list[int]:
+        """Ids that end an answer."""
+        # Special tokens are no text: a stop string that is one ends the answer by its id.
+        special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
+        return [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
+
+    def _read(
+        self,
+        stream: Generator[list[list[int]]],
+        rows: Sequence[Sequence[int]],
+        stop: Sequence[str],
+        ends: Sequence[int],
+        on_text: OnText | None,
+    ) -> list[Answer]:
+        """The stream's tokens as answers; `rows` are the tokens that they follow."""
+        readers = [_Reader(self.tokenizer, row, stop, ends) for row in rows]
+        begun = time.perf_counter()
+        first = None
+        # Closed whatever happens, also in `on_text`: the context gets its cache back.
+        with contextlib.closing(stream):
+            for block in stream:
+                first = first or time.perf_counter()
+                for row, (reader, tokens) in enumerate(zip(readers, block, strict=True)):
+                    text = reader.push(tokens)
+                    if text and on_text is not None:
+                        on_text(row, text)
+                if all(reader.finish for reader in readers):
+                    break
+        ended = time.perf_counter()
+        answers = []
+        for row, reader in enumerate(readers):
+            text = reader.flush()
+            if text and on_text is not None:
+                on_text(row, text)
+            answers.append(reader.answer((first or ended) - begun, ended - (first or ended)))
+        return answers
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.tokenizer.encode(text) for text in texts]

@@ -1,17 +1,28 @@
 """Small models for the tests."""
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 
 from jax_longctx.engine import Engine
 from jax_longctx.methods import Full
 from jax_longctx.models.config import ModelConfig, RopeConfig
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
+from jax_longctx.text import Tokenizer
 
-__all__ = ["engine_from_hf", "random_rows", "tiny_config", "tiny_engine"]
+__all__ = [
+    "engine_from_hf",
+    "joined",
+    "random_rows",
+    "tiny_config",
+    "tiny_engine",
+    "word_tokenizer",
+]
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -57,3 +68,16 @@ def random_rows(lengths: list[int], vocab: int = 64, seed: int = 0) -> list[list
     """Random token rows of these lengths."""
     rng = np.random.default_rng(seed)
     return [[int(token) for token in rng.integers(0, vocab, length)] for length in lengths]
+
+
+def joined(blocks: Iterable[list[list[int]]]) -> list[list[int]]:
+    """Each row's tokens of all the blocks that `Engine.stream` or `generate` yields."""
+    return [list(itertools.chain(*row)) for row in zip(*blocks, strict=True)]
+
+
+def word_tokenizer(vocab: int) -> Tokenizer:
+    """A tokenizer whose token i is the word "ti", so that any row of ids is a text."""
+    words = {f"t{i}": i for i in range(vocab)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(backend, {})

@@ -44,6 +44,12 @@ class Row:
     kind: str = "prompt"
     error: str | None = None
 
+    @property
+    def total(self) -> int:
+        """Tokens that are known when reading begins: all of a prompt, of others the context."""
+        prompt = self.kind == "prompt"
+        return len(self.context) + (len(self.questions[0]) if prompt else 0)
+
     def head(self) -> dict[str, Any]:
         """What every output line of this row begins with."""
         return {"line": self.line} | ({} if self.id is None else {"id": self.id})
@@ -51,12 +57,17 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one row of a batch computes: questions `first`, `first + 1` ... of an input row."""
+    """What one row of a batch computes: questions `first`, `first + 1` ... of an input row.
+
+    Attributes:
+      total: the row's total length as rotary embedding sees it (see `Engine.prefill`).
+    """
 
     row: int
     first: int
     context: tuple[int, ...]
     questions: tuple[tuple[int, ...], ...]
+    total: int
 
     @property
     def length(self) -> int:

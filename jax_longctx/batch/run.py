@@ -15,8 +15,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jax_longctx.api import Answer, LongContext
 from jax_longctx.batch.journal import Journal
 from jax_longctx.batch.packing import Batch, pack
@@ -185,7 +183,7 @@ class _Leader:
         for number, batch in enumerate(self.batches):
             if number not in finished:
                 self.number = number
-                yield _message(batch, self.options, window, number)
+                yield _message(batch)
 
     def _take(self, answers: list[list[dict[str, Any]]]) -> None:
         """The answers of the batch at hand: kept, and written where they are next."""
@@ -238,23 +236,28 @@ def _jobs(row: Row, split: bool) -> Iterator[Job]:
     if row.error is not None:
         return
     if not split:
-        yield Job(row.index, 0, row.context, row.questions)
+        yield Job(row.index, 0, row.context, row.questions, row.total)
         return
     for number, question in enumerate(row.questions):
-        yield Job(row.index, number, row.context, (question,))
+        yield Job(row.index, number, row.context, (question,), row.total)
 
 
-def _message(batch: Batch, options: BatchOptions, window: int, number: int) -> dict[str, Any]:
+def _message(batch: Batch) -> dict[str, Any]:
     """What every process must know of a batch, as JSON values."""
-    # Equal prompts in different batches draw differently.
-    seeds = np.random.SeedSequence([options.sampling.seed, window, number])
     return {
-        "contexts": [list(job.context) for job in batch.jobs],
-        "questions": [[list(question) for question in job.questions] for job in batch.jobs],
+        "jobs": [
+            {
+                "context": list(job.context),
+                "questions": [list(question) for question in job.questions],
+                "total": job.total,
+                # Where the first question stands in the input: draws follow from it.
+                "place": [job.row, job.first],
+            }
+            for job in batch.jobs
+        ],
         "rows": batch.rows,
         "slots": batch.slots,
         "reserve": batch.reserve,
-        "seed": int(seeds.generate_state(1)[0]),
     }
 
 
@@ -262,44 +265,42 @@ def _compute(
     model: LongContext, options: BatchOptions, work: dict[str, Any]
 ) -> list[list[dict[str, Any]]]:
     """The answers of each job's questions; halves of the batch where the whole does not fit."""
-    contexts, questions = work["contexts"], work["questions"]
+    jobs = work["jobs"]
     try:
         return _answers(model, options, work)
     except CapacityError as error:
-        if len(contexts) == 1:
-            return [[{"error": str(error), "read": 0}] * len(questions[0])]
-    half = len(contexts) // 2
-    parts = [
-        {**work, "rows": rows, "contexts": contexts[piece], "questions": questions[piece]}
-        for rows, piece in ((half, slice(half)), (len(contexts) - half, slice(half, None)))
-    ]
+        if len(jobs) == 1:
+            return [[{"error": str(error), "read": 0}] * len(jobs[0]["questions"])]
+    half = len(jobs) // 2
+    parts = [{**work, "rows": len(part), "jobs": part} for part in (jobs[:half], jobs[half:])]
     return [answers for part in parts for answers in _compute(model, options, part)]
 
 
 def _answers(
     model: LongContext, options: BatchOptions, work: dict[str, Any]
 ) -> list[list[dict[str, Any]]]:
-    engine, count = model.engine, len(work["contexts"])
+    engine, count = model.engine, len(work["jobs"])
     # Rows that fill the shape up do what the last one does, and end when it ends.
-    more = work["rows"] - count
-    contexts = work["contexts"] + work["contexts"][-1:] * more
-    questions = work["questions"] + work["questions"][-1:] * more
+    jobs = work["jobs"] + work["jobs"][-1:] * (work["rows"] - count)
+    contexts, questions = ([job[key] for job in jobs] for key in ("context", "questions"))
     rounds = max(map(len, questions))
     context = engine.prefill(
         contexts,
         reserve=work["reserve"],
         capacity=work["slots"],
         questions=[asked[0] for asked in questions],
+        total=[job["total"] for job in jobs],
     )
     found: list[list[dict[str, Any]]] = [[] for _ in range(count)]
     for number in range(rounds):
         # A row without a question of that number repeats its last one.
-        asked = [row[min(number, len(row) - 1)] for row in questions]
-        seed = (work["seed"] + number) % 2**32
+        at = [min(number, len(row) - 1) for row in questions]
+        asked = [row[i] for row, i in zip(questions, at, strict=True)]
+        places = [(job["place"][0], job["place"][1] + i) for job, i in zip(jobs, at, strict=True)]
         answers = model.ask_tokens(
             context,
             asked,
-            sampling=dataclasses.replace(options.sampling, seed=seed),
+            sampling=options.sampling.at(places),
             max_tokens=options.max_tokens,
             stop=options.stop,
             keep=number + 1 < rounds,

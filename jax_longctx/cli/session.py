@@ -59,12 +59,11 @@ class Session:
                 f"{len(questions)} times, once for each question"
             )
         context, seconds = None, None
-        for left, asked, question in zip(
-            range(len(questions) - 1, -1, -1), self.request.questions, questions, strict=True
-        ):
+        for number, question in enumerate(questions):
             if context is None or self.rereads:
                 context, seconds = self._context(document, questions, question)
-            self._answer(context, asked, question, seconds, keep=left > 0 and not self.rereads)
+            keep = number + 1 < len(questions) and not self.rereads
+            self._answer(context, number, question, seconds, keep=keep)
             if not self.rereads:
                 seconds = None
 
@@ -95,8 +94,11 @@ class Session:
         return context, seconds
 
     def _answer(
-        self, context: "Context", asked: str, question: str, prefill: float | None, keep: bool
+        self, context: "Context", number: int, question: str, prefill: float | None, keep: bool
     ) -> None:
+        """Question `number`, laid out as `question`; its draws follow from its number."""
+        asked, how = self.request.questions[number], self.answers.arguments()
+        how["sampling"] = self.answers.sampling.at([(0, number)])
         if len(self.request.questions) > 1 and not self.terminal.as_json:
             self.terminal.note(f"> {asked}")
         # Streamed text shows that work goes on; JSON needs a sign of it.

@@ -29,7 +29,7 @@ from jax_longctx.engine.capacity import (
 from jax_longctx.engine.context import Context, Progress
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.rows import Rows, check_questions, checked_rows
-from jax_longctx.engine.sampling import Sampling, sampling_values
+from jax_longctx.engine.sampling import Sampling, row_keys, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh
@@ -112,8 +112,9 @@ class Engine:
           reserve: slots kept free in every row for a question and its answer; a longer one makes
             the cache grow.
           questions: what will be asked; only for methods that need it at prefill.
-          total: each row's total length as rotary embedding sees it (dynamic NTK); the length of
-            the context by default, so that memory options do not change results.
+          total: each row's total length as rotary embedding sees it (dynamic NTK): the tokens that
+            are known when reading begins. The length of the context by default: questions come
+            later, and neither they nor memory options may change how a context was read.
           capacity: least slots of the cache, so that texts of several lengths share programs.
           progress: called after every chunk.
 
@@ -180,12 +181,11 @@ class Engine:
         and its memory is free as soon as the method can do without.
 
         Raises:
-          InputError: an empty question, token ids out of the vocabulary, logits not finite.
+          InputError: an empty question, token ids out of the vocabulary, logits not finite, or
+            not a seed for each row.
           CapacityError: question and answer need a larger cache, which does not fit.
         """
-        sampling = sampling or Sampling()
-        if max_tokens < 1:
-            raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
+        sampling = _checked(sampling, max_tokens, context.batch)
         check_questions(questions, context.batch)
         rows = self._rows(questions)
         context.usable_caches()
@@ -254,7 +254,7 @@ class Engine:
             stops=jnp.array(sorted(set(stop_ids)) or [-1], jnp.int32),
             seen=self._seen(context, rows) if sampling.penalised else None,
             finite=jnp.ones((batch,), bool),
-            seed=jnp.uint32(sampling.seed),
+            keys=jnp.asarray(row_keys(sampling, batch)),
         )
         state = programs.start_answer(
             self.setup, state, logits, sampling_values(sampling), sampling.static()
@@ -321,32 +321,38 @@ class Engine:
         """
         return likelihood.loglikelihoods(self, contexts, continuations, **options)
 
-    def generate_tokens(
+    def generate(
         self,
         prompts: Rows,
         *,
         max_tokens: int,
         sampling: Sampling | None = None,
         stop_ids: Sequence[int] = (),
-    ) -> list[list[int]]:
-        """Continues each prompt: all but its last token is context, the last is the question."""
+        progress: Callable[[Progress], None] | None = None,
+    ) -> Generator[list[list[int]]]:
+        """Reads the prompts, then yields each one's continuation as `stream` does.
+
+        All but a prompt's last token is context, the last is the question. Its total length is the
+        whole prompt's, so that the first token follows from one forward over the prompt.
+
+        Raises:
+          InputError, CapacityError: as `prefill`, before this returns, and as `stream`.
+        """
         for row, prompt in enumerate(prompts):
             if not len(prompt):
                 raise InputError(f"prompt {row} is empty; it needs at least one token")
+        sampling = _checked(sampling, max_tokens, len(prompts))
         last = [list(prompt[-1:]) for prompt in prompts]
         context = self.prefill(
             [prompt[:-1] for prompt in prompts],
             reserve=1 + max_tokens,
             questions=last,
             total=[len(prompt) for prompt in prompts],
+            progress=progress,
         )
-        answers: list[list[int]] = [[] for _ in prompts]
-        for block in self.stream(
+        return self.stream(
             context, last, sampling=sampling, max_tokens=max_tokens, stop_ids=stop_ids, keep=False
-        ):
-            for answer, new in zip(answers, block, strict=True):
-                answer.extend(new)
-        return answers
+        )
 
     def prompt(self, stage: Stage, slots: int, **rows: Any) -> Prompt:
         """What `Method.segments` is given of these rows, for caches of `slots`."""
@@ -388,6 +394,13 @@ class Engine:
         self._check_bytes(context.slots + more, sizes[0], (sizes[1] - sizes[0]) / more)
         context.caches = grow(caches, more)
         context.slots, context.reserve = context.slots + more, context.reserve + more
+
+
+def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:
+    """The sampling with a seed for each row."""
+    if max_tokens < 1:
+        raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
+    return (sampling or Sampling()).of_rows(rows)
 
 
 def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:

@@ -72,8 +72,8 @@ def forced_states(
       questions: stand between context and continuation; the context's last token unless given.
         With `through="context"` they are no part of the text: methods that need a question at
         prefill read the text for them.
-      total: each row's total length for rotary embedding (dynamic NTK); all of its tokens unless
-        given.
+      total: each row's total length for rotary embedding (dynamic NTK); unless given, the tokens
+        that are fed, all but the last, as in one forward that scores the row.
 
     Raises:
       InputError: nothing to score in a row, or nothing before it, or an empty question; under this
@@ -105,7 +105,8 @@ def forced_states(
             f"predicts the first that is scored; without questions the contexts' last tokens do"
         )
     texts = [[*before, *after] for before, after in zip(given, continuations, strict=True)]
-    fed = _Fed(engine, texts, list(map(len, given)), list(total or map(len, texts)))
+    totals = list(total or (len(text) - 1 for text in texts))
+    fed = _Fed(engine, texts, list(map(len, given)), totals)
     if through == "context":
         return fed.as_context(questions)
     asked = map(len, between) if questions is not None else [1] * len(texts)

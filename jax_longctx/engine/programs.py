@@ -230,7 +230,7 @@ class DecodeState:
       stops: token ids that end an answer, padded with -1.
       seen: tokens under the repetition penalty, or None.
       finite: rows whose logits have been numbers so far.
-      seed: of the random draws.
+      keys: of the random draws (see `sampling.row_keys`).
     """
 
     token: Int[Array, " B"]
@@ -240,7 +240,7 @@ class DecodeState:
     stops: Int[Array, " E"]
     seen: Bool[Array, "B V"] | None
     finite: Bool[Array, " B"]
-    seed: UInt32[Array, ""]
+    keys: UInt32[Array, "B 2"]
 
     def watch(self, logits: Array) -> "DecodeState":
         """The state after a look at whether the logits of unfinished rows are numbers."""
@@ -269,7 +269,7 @@ def start_answer(
     sampling: tuple[bool, int, bool, bool],
 ) -> DecodeState:
     """Chooses each row's first token from the question's last logits."""
-    token = choose(logits, state.seen, state.seed, state.count, values, sampling)
+    token = choose(logits, state.seen, state.keys, state.count, values, sampling)
     return _replicate(setup, state.watch(logits).accept(token))
 
 
@@ -348,7 +348,7 @@ def _chosen(
 ) -> tuple[DecodeState, Int[Array, "B X"]]:
     """The state after each row's next token, which stands in its column."""
     logits_BV = model_of(setup.config, params).logits(hidden_B1D[:, 0])
-    token_B = choose(logits_BV, state.seen, state.seed, state.count, values, sampling)
+    token_B = choose(logits_BV, state.seen, state.keys, state.count, values, sampling)
     column_B = jnp.where(state.done, -1, token_B)
     chosen_BX = jax.lax.dynamic_update_slice(chosen_BX, column_B[:, None], (0, index))
     return state.watch(logits_BV).accept(token_B), chosen_BX

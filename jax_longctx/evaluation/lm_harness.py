@@ -219,11 +219,11 @@ class LongctxLM(TemplateLM):
         answers = [""] * len(requests)
         batches = _batches([len(prompt) for prompt in prompts], kinds, self.batch_size)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until") as progress:
-            for number, (indices, padded) in enumerate(batches):
+            for indices, padded in batches:
                 first = indices[0]
-                # Of its own in every batch: a request that is repeated draws anew.
-                seed = (self.sample_seed + number) % 2**32
-                sampling = Sampling(**samplings[first], seed=seed)
+                # By the request's place: one that is repeated draws anew.
+                sampling = Sampling(**samplings[first], seed=self.sample_seed)
+                sampling = sampling.at((index,) for index in padded)
                 texts = self._generate([prompts[i] for i in padded], wanted[first], sampling)
                 for index, text in zip(indices, texts, strict=False):
                     answers[index] = text

@@ -8,7 +8,7 @@ from jax_longctx.api import LongContext
 from jax_longctx.errors import InputError
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import write_tokenizer
-from tests.support import tiny_config, tiny_engine
+from tests.support import joined, tiny_config, tiny_engine
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 def test_generate_is_the_engines_tokens_as_text(model):
     answer = model.generate("hello there", max_tokens=12, stop_at_eos=False)[0]
     rows = [model.tokenizer.encode("hello there", bos=True)]
-    assert answer.tokens == model.engine.generate_tokens(rows, max_tokens=12)[0]
+    assert answer.tokens == joined(model.engine.generate(rows, max_tokens=12))[0]
     assert answer.text == model.tokenizer.decode(answer.tokens)
     assert answer.finish == "length"
 

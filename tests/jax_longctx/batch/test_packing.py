@@ -7,7 +7,7 @@ from jax_longctx.batch.rows import Job
 
 
 def job(row, length, questions=1):
-    return Job(row, 0, (1,) * length, ((2,) * 5,) * questions)
+    return Job(row, 0, (1,) * length, ((2,) * 5,) * questions, length)
 
 
 def many(context, reserve):

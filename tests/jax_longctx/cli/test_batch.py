@@ -6,6 +6,7 @@ import os
 import pytest
 
 from jax_longctx.batch import lines as lines_module
+from jax_longctx.engine import Sampling
 from tests.small_methods import small_method
 
 BOOK = "The pass key is 12345. Remember it. "
@@ -166,6 +167,41 @@ def test_a_run_that_was_killed_at_any_write_goes_on(run, loads, tiny, given, tmp
         # At most the batch that was being written is computed again.
         assert len(computed) <= 4 + 1
     assert writes >= 8
+
+
+def test_equal_prompts_draw_by_their_line(run, loads, tiny, tmp_path, monkeypatch):
+    """In one batch, in halves for want of memory, alone, and from the library."""
+    given = write(tmp_path / "in.jsonl", [{"prompt": "The pass key is"}] * 4)
+    options = ("-c", "m", "--max-tokens", 12, "--temperature", 1.0, "--seed", 3)
+
+    def answers(name, rows):
+        out = tmp_path / name
+        result = run("batch", given, out, *options, "--rows", rows)
+        assert result.exit_code == 0, result.output
+        return [line["answer"] for line in lines_of(out)]
+
+    whole = answers("whole.jsonl", 4)
+    assert len(set(whole)) == 4
+    with monkeypatch.context() as patch:
+        # Two rows of 64 KiB fit, four do not.
+        patch.setattr(tiny.engine, "memory_limit", 200_000)
+        assert answers("halves.jsonl", 4) == whole
+    assert answers("alone.jsonl", 1) == whole
+    sampling = Sampling(temperature=1.0, seed=3)
+    told = tiny.generate(["The pass key is"] * 4, sampling=sampling, max_tokens=12)
+    assert [answer.text for answer in told] == whole
+
+
+def test_questions_draw_by_their_line_and_number(run, loads, tiny, tmp_path, book):
+    row = {"file": "book.txt", "questions": ["Who?", "Who?", "Who?"]}
+    options = ("-c", "m", "--max-tokens", 12, "--temperature", 1.0, "--seed", 3)
+    out = tmp_path / "out.jsonl"
+    assert run("batch", write(tmp_path / "in.jsonl", [row, row]), out, *options).exit_code == 0
+    first, second = ([answer["answer"] for answer in line["answers"]] for line in lines_of(out))
+    assert len({*first, *second}) == 6
+    # The questions of `ask` are those of the first line.
+    asked = run("ask", book, "Who?", "Who?", "Who?", "--json", *options)
+    assert [json.loads(line)["answer"] for line in asked.stdout.splitlines()] == first
 
 
 def test_other_options_do_not_go_on(run, loads, given, tmp_path, monkeypatch):

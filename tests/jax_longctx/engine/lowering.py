@@ -72,7 +72,7 @@ def compile_decode(
         stops=_ints(2),
         seen=None,
         finite=jax.ShapeDtypeStruct((batch,), jnp.bool_),
-        seed=jax.ShapeDtypeStruct((), jnp.uint32),
+        keys=jax.ShapeDtypeStruct((batch, 2), jnp.uint32),
     )
     values = jax.ShapeDtypeStruct((3,), jnp.float32)
     return programs.decode_block.lower(

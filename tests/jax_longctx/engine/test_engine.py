@@ -1,5 +1,7 @@
 """Chunks, ragged rows, questions over one context, capacity: the same numbers whatever the way."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,17 +12,13 @@ from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import DynamicNTK, Full
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 ROW = random_rows([45])[0]
 
 
 def collect(engine, context, questions, **options):
-    rows = [[] for _ in questions]
-    for block in engine.stream(context, questions, **options):
-        for row, new in zip(rows, block, strict=True):
-            row.extend(new)
-    return rows
+    return joined(engine.stream(context, questions, **options))
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +99,8 @@ def test_dynamic_ntk_uses_each_rows_own_total(engine):
 def test_how_much_is_reserved_does_not_change_an_answer():
     rope = RopeConfig(kind="default", theta=1e4, trained_length=16)
     engine = tiny_engine(DynamicNTK(), config=tiny_config(rope=rope), chunk=16)
-    short = engine.generate_tokens([ROW], max_tokens=8)[0]
-    assert engine.generate_tokens([ROW], max_tokens=60)[0][:8] == short
+    short = joined(engine.generate([ROW], max_tokens=8))[0]
+    assert joined(engine.generate([ROW], max_tokens=60))[0][:8] == short
     # It is the greedy choice of one whole forward over the prompt.
     assert short[0] == int(engine.score([ROW])[0][-1].argmax())
 
@@ -171,16 +169,16 @@ def test_answers_stop(engine):
 
 def test_generate_is_the_same_after_another_text(engine):
     a, b = random_rows([30, 12], seed=8)
-    engine.generate_tokens([a], max_tokens=8)
-    assert engine.generate_tokens([b], max_tokens=8) == tiny_engine(chunk=16).generate_tokens(
-        [b], max_tokens=8
+    joined(engine.generate([a], max_tokens=8))
+    assert joined(engine.generate([b], max_tokens=8)) == joined(
+        tiny_engine(chunk=16).generate([b], max_tokens=8)
     )
 
 
 def test_seeds_decide_what_is_drawn(engine):
     def draw(seed):
         sampling = Sampling(temperature=1.5, top_k=30, top_p=0.95, seed=seed)
-        return engine.generate_tokens([ROW, ROW], max_tokens=40, sampling=sampling)
+        return joined(engine.generate([ROW, ROW], max_tokens=40, sampling=sampling))
 
     first = draw(1)
     assert draw(1) == first
@@ -188,10 +186,34 @@ def test_seeds_decide_what_is_drawn(engine):
     assert first[0] != first[1]
 
 
+def test_a_prompt_alone_and_in_any_batch_draws_the_same_tokens(engine):
+    """Under its own seed, and by its place under one seed; equal prompts by place differ."""
+    short, long = random_rows([7, 40], seed=9)
+    own = Sampling(temperature=1.0, seed=(5,))
+    (alone,) = joined(engine.generate([ROW], max_tokens=30, sampling=own))
+    among = dataclasses.replace(own, seed=(1, 5, 2, 5))
+    found = joined(engine.generate([long, ROW, short, ROW], max_tokens=30, sampling=among))
+    assert found[1] == found[3] == alone
+    one = Sampling(temperature=1.0, seed=5)
+    rows = joined(engine.generate([ROW] * 4, max_tokens=30, sampling=one))
+    assert len({tuple(row) for row in rows}) == 4
+    for place in (0, 3):
+        found = joined(engine.generate([ROW], max_tokens=30, sampling=one.at([(place,)])))
+        assert found == [rows[place]]
+
+
+def test_not_a_seed_for_each_row_is_refused_before_anything_is_read(engine, monkeypatch):
+    monkeypatch.setattr(engine, "prefill", None)
+    with pytest.raises(InputError, match="2 rows need as many seeds, 1 given"):
+        engine.generate([ROW, ROW], max_tokens=4, sampling=Sampling(temperature=1.0, seed=(1,)))
+    with pytest.raises(InputError, match="max_tokens must be at least 1"):
+        engine.generate([ROW], max_tokens=0)
+
+
 def test_the_penalty_counts_prompt_and_answer(engine):
     """A penalty so strong that no token comes twice, and none of the prompt's."""
     sampling = Sampling(repetition_penalty=1e6)
-    answer = engine.generate_tokens([ROW[:10]], max_tokens=20, sampling=sampling)[0]
+    answer = joined(engine.generate([ROW[:10]], max_tokens=20, sampling=sampling))[0]
     assert len({*answer}) == 20
     assert not {*answer} & {*ROW[:10]}
 
@@ -202,8 +224,8 @@ def test_the_penalty_counts_prompt_and_answer(engine):
         (lambda e: e.prefill([[1, 64]], reserve=4), "token id 64.*vocabulary is 0..63"),
         (lambda e: e.prefill([[-1]], reserve=4), "token id -1"),
         (lambda e: e.prefill([], reserve=4), "no rows given"),
-        (lambda e: e.generate_tokens([[]], max_tokens=4), "prompt 0 is empty"),
-        (lambda e: e.generate_tokens([[1]], max_tokens=0), "max_tokens must be at least 1"),
+        (lambda e: e.generate([[]], max_tokens=4), "prompt 0 is empty"),
+        (lambda e: e.generate([[1]], max_tokens=0), "max_tokens must be at least 1"),
         (lambda e: Sampling(seed=-1), "seed must be from 0"),
     ],
 )
@@ -224,7 +246,7 @@ def test_weights_that_are_not_numbers_are_named():
     broken = tiny_engine(chunk=16)
     broken.params["layers"]["1"]["mlp"]["up"] *= float("nan")
     with pytest.raises(InputError, match=r"not finite.*NaN"):
-        broken.generate_tokens([ROW], max_tokens=4)
+        joined(broken.generate([ROW], max_tokens=4))
 
 
 def test_a_context_that_cannot_fit_is_refused_before_prefill():

@@ -15,7 +15,7 @@ from jax_longctx.methods import METHODS
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.small_methods import small_method
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 WAYS = ["decode", "question", "context"]
 LENGTHS, AFTER = [70, 1, 20], [9, 40, 1]
@@ -60,7 +60,7 @@ def test_full_attention_scores_as_a_dense_pass(through, mesh, monkeypatch):
     monkeypatch.setattr(likelihood, "LOGITS", 3 * 4 * 64)
     engine = engine_of(mesh=mesh, config=OF_BLOCKS)
     # A continuation that is greedy, and one that is but for its last token.
-    answer = engine.generate_tokens([CONTEXTS[0]], max_tokens=6)[0]
+    answer = joined(engine.generate([CONTEXTS[0]], max_tokens=6))[0]
     contexts = [*CONTEXTS, CONTEXTS[0]]
     continuations = [*CONTINUATIONS, answer]
     found = engine.loglikelihoods(contexts, continuations, through=through)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import Sampling
-from jax_longctx.engine.sampling import choose, sampling_values
+from jax_longctx.engine.sampling import choose, row_keys, sampling_values
 from jax_longctx.errors import InputError
 
 ROWS = 20_000
@@ -16,11 +16,12 @@ LOGITS = np.array([0.5, 2.0, -1.0, 1.0, 2.0, -3.0], np.float32)
 def pick(logits, sampling, *, seen=None, count=0):
     """Tokens of `logits [B, V]` through one compiled `choose`, as the engine calls it."""
     logits = jnp.asarray(logits, jnp.float32)
+    rows = len(logits)
     run = jax.jit(choose, static_argnums=5)
     tokens = run(
         logits,
         None if seen is None else jnp.asarray(seen),
-        jnp.uint32(sampling.seed),
+        jnp.asarray(row_keys(sampling.of_rows(rows), rows)),
         jnp.full(logits.shape[:1], count, jnp.int32),
         sampling_values(sampling),
         sampling.static(),
@@ -121,29 +122,118 @@ def test_the_penalty_shifts_what_is_drawn():
     assert np.all(np.abs(frequency - expected) <= error)
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 40}, {"top_p": 0.99}], ids=str)
-def test_rows_draw_from_their_own_keys(options):
-    """Row, seed and token each change the draw; a row's does not depend on the batch."""
+FILTERS = [{}, {"top_k": 40}, {"top_p": 0.99}]
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_rows_draw_by_their_place_under_one_seed(options):
+    """Place, seed and token each change the draw; the batch does not."""
     flat = np.zeros((64, 50), np.float32)
     sampling = Sampling(temperature=1.0, seed=11, **options)
     drawn = pick(flat, sampling)
     assert len(set(drawn.tolist())) > 20
-    np.testing.assert_array_equal(pick(flat[:5], sampling), drawn[:5])
     np.testing.assert_array_equal(pick(flat, sampling), drawn)
+    places = [30, 2, 63]
+    np.testing.assert_array_equal(
+        pick(flat[:3], sampling.at((place,) for place in places)), drawn[places]
+    )
     other = Sampling(temperature=1.0, seed=12, **options)
     assert np.mean(pick(flat, other) == drawn) < 0.25
     assert np.mean(pick(flat, sampling, count=1) == drawn) < 0.25
 
 
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_a_row_with_a_seed_of_its_own_draws_alike_wherever_it_stands(options):
+    logits = np.random.default_rng(4).normal(size=(16, 50)).astype(np.float32)
+    seeds = (7, *range(100, 114), 7)
+    sampling = Sampling(temperature=1.0, seed=seeds, **options)
+    logits[15] = logits[0]
+    drawn = pick(logits, sampling)
+    assert drawn[0] == drawn[15]
+    for row in (0, 3, 15):
+        alone = Sampling(temperature=1.0, seed=(seeds[row],), **options)
+        assert pick(logits[row : row + 1], alone) == drawn[row]
+
+
+def test_noise_goes_with_the_token_and_not_with_its_rank():
+    """Rounding may swap two logits that are close; that draws the same token."""
+    logits = np.zeros((500, 40), np.float32)
+    moved = logits + np.random.default_rng(5).normal(size=logits.shape).astype(np.float32) * 1e-6
+    sampling = Sampling(temperature=1.0, top_k=40, seed=3)
+    np.testing.assert_array_equal(pick(logits, sampling), pick(moved, sampling))
+
+
+def test_places_are_told_apart_by_row_question_and_seed():
+    one = Sampling(seed=1)
+    places = [(row, question) for row in (0, 1, 2**32) for question in (0, 1)]
+    found = {seed for n in (1, 2, 2**32 + 1) for seed in Sampling(seed=n).at(places).seed}
+    assert len(found) == 3 * len(places)
+    assert one.at([(5,)]) == one.at([(5, 0)]) and one.at([(0,), (1,)]) == one.of_rows(2)
+    with pytest.raises(InputError, match="3 rows need as many seeds, 2 given"):
+        Sampling(seed=(1, 2)).of_rows(3)
+    with pytest.raises(InputError, match="a seed of its own already"):
+        Sampling(seed=(1, 2)).at([(0,), (1,)])
+
+
+TIES = np.array([[0.0, 3.0, 2.9999, -800.0, 3.0]], np.float32).repeat(200, axis=0)
+
+
+@pytest.mark.parametrize("options", [*FILTERS, {"top_k": 2, "top_p": 1e-300}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-36, 1e-10])
+def test_the_smallest_temperatures_draw_among_the_largest_logits(temperature, options):
+    """As the limit does, where the largest are equal; products and quotients stay numbers."""
+    for scale in (1.0, 1e-3, 1e30):
+        drawn = set(pick(TIES * scale, Sampling(temperature=temperature, **options)).tolist())
+        assert drawn == ({1} if "top_p" in options and options["top_p"] < 0.5 else {1, 4})
+
+
+def test_the_largest_temperature_draws_from_all_alike():
+    logits = np.tile([5.0, -1000.0, 0.0, 2.0], (ROWS, 1))
+    for temperature in (1e30, 1e300):
+        drawn = pick(logits, Sampling(temperature=temperature))
+        assert np.abs(np.bincount(drawn, minlength=4) / ROWS - 0.25).max() < 0.02
+
+
+def test_a_share_that_rounds_to_all_leaves_nothing_out():
+    assert Sampling(temperature=1.0, top_p=1 - 1e-9).static() == Sampling(temperature=1.0).static()
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 1.0])
+def test_the_extremes_of_the_penalty_keep_the_order(penalty, temperature):
+    logits = np.array([[2.0, 3.0, -1.0, -2.0]] * 50, np.float32)
+    seen = np.ones_like(logits, bool)
+    drawn = pick(logits, Sampling(repetition_penalty=penalty, temperature=temperature), seen=seen)
+    if temperature != 1 or penalty < 1:
+        assert set(drawn.tolist()) == {1}
+    else:
+        # Divided by so much the two first are alike.
+        assert set(drawn.tolist()) == {0, 1}
+
+
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, "temperature must be at least 0, got -0.1"),
-        ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
+        ({"temperature": -0.1}, "temperature must be at least 0 and finite, got -0.1"),
+        ({"temperature": NAN}, "temperature must be at least 0 and finite, got nan"),
+        ({"temperature": INF}, "temperature must be at least 0 and finite, got inf"),
         ({"top_k": -1}, r"top_k must be at least 0 \(0 is off\), got -1"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, got 0.0"),
+        ({"top_p": NAN}, "top_p must be above 0 and at most 1, got nan"),
+        (
+            {"repetition_penalty": 0.0},
+            "repetition_penalty must be from 1e-06 to 1,000,000, got 0.0",
+        ),
+        ({"repetition_penalty": NAN}, "repetition_penalty must be from .*, got nan"),
+        ({"repetition_penalty": INF}, "repetition_penalty must be from .*, got inf"),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty must be from .*, got 1e-30"),
+        ({"seed": -1}, "seed must be from 0 to .*, got -1"),
+        ({"seed": (1, 2**64)}, r"seed must be from 0 to .* each row, got \(1, 1844.*\)"),
+        ({"seed": ()}, r"seed must be from 0 to .* each row, got \(\)"),
     ],
     ids=str,
 )

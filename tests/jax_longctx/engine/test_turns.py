@@ -3,7 +3,7 @@
 from jax_longctx.engine.turns import answer_variants, decode_turns
 from jax_longctx.methods import make_method
 from jax_longctx.methods.full import Full
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 REFRESH = make_method("refreshkv", {"schedule": "fixed", "stride": "3"})
 
@@ -29,6 +29,6 @@ def test_turns_count_from_the_blocks_first_step():
 def test_an_answer_may_end_before_the_first_step_of_another_kind():
     engine = tiny_engine(REFRESH, config=tiny_config(num_layers=1), by_layer=True)
     prompts = random_rows([21])
-    longer = engine.generate_tokens(prompts, max_tokens=7)
+    longer = joined(engine.generate(prompts, max_tokens=7))
     # Of the block of steps 2 to 5 step 3 would be a full one.
-    assert engine.generate_tokens(prompts, max_tokens=3) == [longer[0][:3]]
+    assert joined(engine.generate(prompts, max_tokens=3)) == [longer[0][:3]]

@@ -38,6 +38,7 @@ from tests.jax_longctx.evaluation.harness_asking import (
     same,
     under,
 )
+from tests.support import joined
 
 ROOT = Path(__file__).parents[3]
 GOLDENS = json.loads((ROOT / "tests/goldens/data/lm_harness.json").read_text(encoding="utf-8"))
@@ -171,7 +172,7 @@ def test_answers_end_before_the_first_stop_string(exact):
 def test_a_special_token_among_the_stop_strings_ends_an_answer(loaded, exact):
     ((prompt, _),) = GOLDENS["bos.plain"]["tiny_answer"]["arguments"][0]
     row = loaded.tokenizer.encode(prompt, bos=True)
-    tokens = loaded.engine.generate_tokens([row] * ROWS, max_tokens=12)[0]
+    tokens = joined(loaded.engine.generate([row] * ROWS, max_tokens=12))[0]
     begin = tokens.index(loaded.tokenizer.bos_id)
     settings = {"max_gen_toks": 12, "until": ["<|begin|>"]}
     assert generations(exact, (prompt, settings)) == [loaded.tokenizer.decode(tokens[:begin])]
@@ -181,7 +182,7 @@ def test_a_special_token_among_the_stop_strings_ends_an_answer(loaded, exact):
 
 def test_an_answer_ends_with_a_text_ending_token_that_is_not_special(loaded, exact, monkeypatch):
     row = loaded.tokenizer.encode("a", bos=True)
-    tokens = loaded.engine.generate_tokens([row] * ROWS, max_tokens=12)[0]
+    tokens = joined(loaded.engine.generate([row] * ROWS, max_tokens=12))[0]
     monkeypatch.setattr(loaded.tokenizer, "eos_ids", (tokens[5],))
     (text,) = generations(exact, ("a", {"max_gen_toks": 12}))
     assert text == loaded.tokenizer.decode(tokens[: tokens.index(tokens[5])])
@@ -201,6 +202,9 @@ def test_draws_follow_the_seed_and_are_new_for_a_repeated_request(loaded):
     assert len(set(drawn)) == len(pairs)
     assert generations(model_of(loaded, sample_seed=1), *pairs) == drawn
     assert generations(model_of(loaded, sample_seed=5), *pairs) != drawn
+    # Neither the batch nor its neighbours decide.
+    alone = generations(model_of(loaded, sample_seed=1, batch_size=1), *pairs)
+    assert alone == drawn
 
 
 def test_a_task_says_how_its_answers_are_drawn(exact, monkeypatch):
@@ -218,9 +222,9 @@ def test_a_task_says_how_its_answers_are_drawn(exact, monkeypatch):
     pairs = [(PROMPT, drawn), ("a", sure), ("is", default), ("a", drawn)]
     assert generations(exact, *pairs) == ["text"] * 4
     assert told == [
-        (ROWS, 4, Sampling(temperature=0.7, top_k=5, top_p=0.9)),
-        (ROWS, 4, Sampling(seed=1)),
-        (ROWS, 7, Sampling(seed=2)),
+        (ROWS, 4, Sampling(temperature=0.7, top_k=5, top_p=0.9).at([(0,), (3,), (3,)])),
+        (ROWS, 4, Sampling().at([(1,)] * ROWS)),
+        (ROWS, 7, Sampling().at([(2,)] * ROWS)),
     ]
 
 
@@ -251,8 +255,10 @@ def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplo
     with caplog.at_level(logging.WARNING):
         answers = generations(model, ("a", {"max_gen_toks": 8}), (PROMPT, {"max_gen_toks": 8}))
     assert "1 of 2 requests are longer than max_length=20" in caplog.text
-    cut = loaded.engine.generate_tokens(
-        [tokens[-12:]] * ROWS, max_tokens=8, stop_ids=loaded.tokenizer.eos_ids
+    cut = joined(
+        loaded.engine.generate(
+            [tokens[-12:]] * ROWS, max_tokens=8, stop_ids=loaded.tokenizer.eos_ids
+        )
     )
     assert answers[1] == loaded.tokenizer.decode(cut[0])
     # The last token is only predicted: 20 are read.

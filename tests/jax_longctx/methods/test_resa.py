@@ -30,7 +30,7 @@ from tests.jax_longctx.methods.selecting import (
 )
 from tests.jax_longctx.methods.test_selection import CASES, full, prior_of, row_of
 from tests.oracle import to_numpy
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 CHUNK = 8
 # Rows that reach a second shard's slots (128 a shard) in the answer and in the question, one that
@@ -168,7 +168,7 @@ def test_questions_leave_the_context_as_it_was_and_so_does_saving(engine, tmp_pa
 def test_a_prompts_last_token_alone_is_a_question(engine):
     """`generate` feeds it so; the prior must be made after it, and with it."""
     prompts = [context or [1] for context in CONTEXTS]
-    answers = engine.generate_tokens(prompts, max_tokens=9)
+    answers = joined(engine.generate(prompts, max_tokens=9))
     params = to_numpy(jax.device_get(engine.params))
     for prompt, answer in zip(prompts, answers, strict=True):
         logits, _ = decode_logits(

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 import jax_longctx
+from jax_longctx.api import LongContext
 from jax_longctx.cli.demo import find_model
+from jax_longctx.engine import programs
 from jax_longctx.methods import DynamicNTK
 from tests.goldens.cases import MODELS
 from tests.goldens.weights import random_state
-from tests.support import engine_from_hf
+from tests.support import engine_from_hf, word_tokenizer
 
 DATA = Path(__file__).parents[2] / "goldens" / "data"
 # A chunk that does not divide the prompts, so that logits come from more than one.
@@ -40,8 +42,27 @@ def largest_error(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.max(np.abs(ours - theirs)))
 
 
+def continued(
+    golden: Golden, engine: jax_longctx.Engine, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> tuple[list[int], np.ndarray]:
+    """The answer to the golden's prompt, as text, and the logits of its first token."""
+    logits = []
+
+    def start_answer(setup: Any, state: Any, last: Any, *rest: Any) -> Any:
+        logits.append(np.asarray(last[0]))
+        return started(setup, state, last, *rest)
+
+    started = programs.start_answer
+    monkeypatch.setattr(programs, "start_answer", start_answer)
+    model = LongContext(engine, word_tokenizer(golden.config["vocab_size"]))
+    prompt = model.tokenizer.decode(golden.tokens)
+    assert model.tokenizer.encode(prompt) == golden.tokens
+    (answer,) = model.generate(prompt, max_tokens=tokens, stop_at_eos=False)
+    return answer.tokens, logits[0]
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_greedy_continuation_are_those_of_transformers(name):
+def test_logits_and_greedy_continuation_are_those_of_transformers(name, monkeypatch):
     golden = Golden(name)
     assert golden.config == MODELS[name], "cases.py changed: make the goldens anew"
     engine = engine_from_hf(golden.config, golden.state, chunk=CHUNK)
@@ -50,17 +71,19 @@ def test_logits_and_greedy_continuation_are_those_of_transformers(name):
     (ours,) = engine.score([golden.tokens])
     assert ours.dtype == np.float32
     assert largest_error(ours, golden.logits) <= 1e-4
-    if name == "rope_dynamic":
-        # Its frequencies follow the length of the row, which differs from token to token.
-        continued = golden.tokens + golden.greedy
-        rows = [continued[:end] for end in range(len(golden.tokens), len(continued))]
+    # Dynamic frequencies follow the length of the row, which differs from token to token.
+    dynamic = name == "rope_dynamic"
+    known = 1 if dynamic else len(golden.greedy)
+    tokens, first = continued(golden, engine, monkeypatch, known)
+    assert largest_error(first, golden.logits[-1]) <= 1e-4
+    assert tokens == golden.greedy[:known]
+    if dynamic:
+        whole = golden.tokens + golden.greedy
+        rows = [whole[:end] for end in range(len(golden.tokens), len(whole))]
         assert [int(np.argmax(logits[-1])) for logits in engine.score(rows)] == golden.greedy
-    else:
-        (tokens,) = engine.generate_tokens([golden.tokens], max_tokens=len(golden.greedy))
-        assert tokens == golden.greedy
 
 
-def test_dynamic_ntk_over_a_plain_model_is_the_dynamic_rope_of_transformers():
+def test_dynamic_ntk_over_a_plain_model_is_the_dynamic_rope_of_transformers(monkeypatch):
     golden = Golden("rope_dynamic")
     trained, factor = 32, golden.config["rope_scaling"]["factor"]
     assert len(golden.tokens) > trained
@@ -69,6 +92,8 @@ def test_dynamic_ntk_over_a_plain_model_is_the_dynamic_rope_of_transformers():
     engine = engine_from_hf(plain, golden.state, method, chunk=CHUNK)
     (ours,) = engine.score([golden.tokens])
     assert largest_error(ours, golden.logits) <= 1e-4
+    _, first = continued(golden, engine, monkeypatch, 1)
+    assert largest_error(first, golden.logits[-1]) <= 1e-4
     # The trained length matters, and up to it the method is full attention.
     unscaled = engine_from_hf(plain, golden.state, chunk=CHUNK)
     assert largest_error(unscaled.score([golden.tokens])[0], golden.logits) > 0.1
@@ -140,6 +165,6 @@ def test_smollm2_from_gguf_is_transformers_reading_of_it(smollm2):
     assert largest_error(ours[-1], stored["last_logits"]) <= 1e-3
     columns = stored["row_logits"].shape[1]
     assert largest_error(ours[stored["rows"], :columns], stored["row_logits"]) <= 1e-3
-    (new,) = smollm2.engine.generate_tokens([tokens], max_tokens=len(stored["greedy"]))
-    assert new == stored["greedy"].tolist()
-    assert smollm2.tokenizer.decode(new) == str(stored["greedy_text"])
+    (new,) = smollm2.generate(text, max_tokens=len(stored["greedy"]), stop_at_eos=False)
+    assert new.tokens == stored["greedy"].tolist()
+    assert smollm2.tokenizer.decode(new.tokens) == str(stored["greedy_text"])
