@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext, load
     from jax_longctx.engine import Context, Engine, Progress, Sampling
     from jax_longctx.engine.footprint import Footprint
-    from jax_longctx.errors import LongctxError
+    from jax_longctx.errors import LongctxError, TrainedLengthWarning
     from jax_longctx.methods import METHODS, make_method
     from jax_longctx.models.config import ModelConfig
     from jax_longctx.sharding import make_mesh, parse_mesh
@@ -27,6 +27,7 @@ __all__ = [
     "ModelConfig",
     "Progress",
     "Sampling",
+    "TrainedLengthWarning",
     "load",
     "make_mesh",
     "make_method",
@@ -44,6 +45,7 @@ _HOME = {
     "ModelConfig": "models.config",
     "Progress": "engine",
     "Sampling": "engine",
+    "TrainedLengthWarning": "errors",
     "load": "api",
     "make_mesh": "sharding",
     "make_method": "methods",

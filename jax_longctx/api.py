@@ -15,6 +15,7 @@ plain "Question: ... Answer:", around them, as the command line does.
 import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_longctx.compilations import keep_compilations
-from jax_longctx.contract import Method
+from jax_longctx.contract import Bounded, Method, reach
 from jax_longctx.engine import Context, Engine, Progress, Sampling
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.footprint import Footprint, footprint
 from jax_longctx.engine.likelihood import Likelihood
-from jax_longctx.errors import InputError
-from jax_longctx.methods import Full
+from jax_longctx.errors import InputError, TrainedLengthWarning
+from jax_longctx.methods import METHODS, Full
 from jax_longctx.models.checkpoint import Manifest, load_params, read_manifest
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import (
@@ -42,6 +43,9 @@ from jax_longctx.text import (
 )
 
 __all__ = ["Answer", "LongContext", "load"]
+
+# Longer than any text.
+FAR = 1 << 40
 
 OnText = Callable[[int, str], None]
 OnProgress = Callable[[Progress], None]
@@ -58,6 +62,8 @@ class Answer:
       prefill_seconds: reading the context; 0 for `ask`, whose context was read before.
       first_token_seconds: from the start of the question to its first token.
       decode_seconds: from the first token to the last.
+      warning: that text, question and answer go beyond what the model was trained to, or None
+        (see `LongContext.length_warning`).
     """
 
     text: str
@@ -66,6 +72,7 @@ class Answer:
     prefill_seconds: float
     first_token_seconds: float
     decode_seconds: float
+    warning: str | None = None
 
 
 def load(
@@ -137,11 +144,13 @@ class LongContext:
     ) -> Context:
         """Reads one text, or a batch of texts of any lengths, into a context.
 
+        Warns before reading where the method does not reach as far (see `length_warning`).
         `reserve` tokens are kept free for a question and its answer; longer ones make the cache
         grow. `questions` are for methods that need the question at prefill.
         """
         rows = [self.tokenizer.encode(text, bos=True) for text in _listed(texts)]
         asked = None if questions is None else self._encode(_listed(questions))
+        self._warn_beyond(max(map(len, rows), default=0))
         return self.engine.prefill(rows, reserve=reserve, questions=asked, progress=progress)
 
     def ask(
@@ -165,9 +174,13 @@ class LongContext:
           stop_at_eos: whether the tokenizer's end-of-text ids do.
           on_text: called with (row, new text) as the answers arrive.
         """
+        asked = self._encode(_listed(questions))
+        if self.length_warning(max(context.lengths)) is None:
+            # What was said of the text alone is not said again.
+            self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
         return self.ask_tokens(
             context,
-            self._encode(_listed(questions)),
+            asked,
             sampling=sampling,
             max_tokens=max_tokens,
             stop=stop,
@@ -188,12 +201,14 @@ class LongContext:
         keep: bool = True,
         on_text: OnText | None = None,
     ) -> list[Answer]:
-        """`ask` with questions that are token ids already."""
+        """`ask` with questions that are token ids already; no warning but the answers' own."""
         ends = self._ends(stop, stop_at_eos)
         stream = self.engine.stream(
             context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=ends, keep=keep
         )
-        return self._read(stream, rows, stop, ends, on_text)
+        answers = self._read(stream, rows, stop, ends, on_text)
+        given = [length + len(row) for length, row in zip(context.lengths, rows, strict=True)]
+        return self._with_warnings(answers, given)
 
     def generate(
         self,
@@ -206,16 +221,21 @@ class LongContext:
         progress: OnProgress | None = None,
         on_text: OnText | None = None,
     ) -> list[Answer]:
-        """Continues each prompt. All but its last token is context, the last is the question."""
+        """Continues each prompt. All but its last token is context, the last is the question.
+
+        Warns before reading where the method does not reach as far (see `length_warning`).
+        """
         rows = [self.tokenizer.encode(prompt, bos=True) for prompt in _listed(prompts)]
         ends = self._ends(stop, stop_at_eos)
+        self._warn_beyond(max(map(len, rows), default=0))
         begun = time.perf_counter()
         stream = self.engine.generate(
             rows, max_tokens=max_tokens, sampling=sampling, stop_ids=ends, progress=progress
         )
         seconds = time.perf_counter() - begun
         answers = self._read(stream, [row[-1:] for row in rows], stop, ends, on_text)
-        return [dataclasses.replace(answer, prefill_seconds=seconds) for answer in answers]
+        answers = [dataclasses.replace(answer, prefill_seconds=seconds) for answer in answers]
+        return self._with_warnings(answers, list(map(len, rows)))
 
     def score(
         self, contexts: str | Sequence[str], continuations: str | Sequence[str], **options: Any
@@ -254,7 +274,42 @@ class LongContext:
 
     def load_context(self, path: str | Path) -> Context:
         """Reads a context that the same model and method saved."""
-        return load_context(self.engine, path)
+        context = load_context(self.engine, path)
+        self._warn_beyond(max(context.lengths))
+        return context
+
+    def length_warning(self, tokens: int) -> str | None:
+        """What is wrong with a row of that many tokens, answer included; None if nothing is.
+
+        A model does not know positions beyond those it was trained to: what it says there is noise.
+        A method says how far its positions go (`contract.reach`).
+        """
+        engine, trained = self.engine, self.config.trained_length
+        if reach(engine.method, self.config, tokens) <= trained:
+            return None
+        further = [
+            name
+            for name, kind in METHODS.items()
+            if (method := kind()).info.keeps_all
+            and isinstance(method, Bounded)
+            and method.reach(self.config, FAR) < FAR
+        ]
+        return (
+            f"{tokens:,} tokens are more than the {trained:,} that the model was trained to, and "
+            f"under this method the answer may be noise; methods that go on: {', '.join(further)}"
+        )
+
+    def _warn_beyond(self, tokens: int) -> None:
+        said = self.length_warning(tokens)
+        if said is not None:
+            warnings.warn(said, TrainedLengthWarning, stacklevel=3)
+
+    def _with_warnings(self, answers: list[Answer], given: Sequence[int]) -> list[Answer]:
+        """The answers with what is to be said of their lengths; `given` tokens stand before."""
+        return [
+            dataclasses.replace(answer, warning=self.length_warning(before + len(answer.tokens)))
+            for answer, before in zip(answers, given, strict=True)
+        ]
 
     def _ends(self, stop: Sequence[str], stop_at_eos: bool) -> list[int]:
         """Ids that end an answer."""

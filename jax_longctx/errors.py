@@ -7,6 +7,7 @@ __all__ = [
     "InputError",
     "LengthError",
     "LongctxError",
+    "TrainedLengthWarning",
 ]
 
 
@@ -32,3 +33,7 @@ class CheckpointError(LongctxError):
 
 class CapacityError(LongctxError):
     """A context that does not fit: bytes needed, bytes there are, and what would fit."""
+
+
+class TrainedLengthWarning(UserWarning):
+    """A text goes beyond what the model was trained to, and the method does not make up for it."""

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from jax_longctx.engine import Sampling
 from jax_longctx.engine.capacity import available_bytes
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.engine.footprint import footprint
-from jax_longctx.errors import CapacityError, InputError
+from jax_longctx.errors import CapacityError, InputError, TrainedLengthWarning
 from jax_longctx.methods import settings_of
 from jax_longctx.text import PromptLayout, chat_layout, plain_layout
 
@@ -128,7 +129,7 @@ class _Leader:
         self.layout = _layout(model, options)
         self.begun = time.perf_counter()
         self.work = self._work()
-        self.number = 0
+        self.number, self.warned = 0, False
         # Of the window at hand: its rows, and the answers of each by the number of the question.
         self.rows: list[Row] = []
         self.batches: list[Batch] = []
@@ -173,6 +174,7 @@ class _Leader:
         self.window = window
         self.journal.begin_window(window)
         self.answers = {row.index: {} for row in self.rows}
+        self._warn_beyond()
         split = self.model.engine.method.info.needs_question
         jobs = [job for row in self.rows for job in _jobs(row, split)]
         self.batches = pack(jobs, self.options.rows, self.options.max_tokens, self._fits)
@@ -184,6 +186,16 @@ class _Leader:
             if number not in finished:
                 self.number = number
                 yield _message(batch)
+
+    def _warn_beyond(self) -> None:
+        """Warns of the run's first row that goes beyond the trained length, before it is read."""
+        for row in self.rows:
+            tokens = len(row.context) + max(map(len, row.questions), default=0)
+            said = None if self.warned else self.model.length_warning(tokens)
+            if said is not None:
+                self.warned = True
+                said = f"line {row.line}: {said} (every such line of the output says so)"
+                warnings.warn(said, TrainedLengthWarning, stacklevel=2)
 
     def _take(self, answers: list[list[dict[str, Any]]]) -> None:
         """The answers of the batch at hand: kept, and written where they are next."""
@@ -320,6 +332,7 @@ def _answer(answer: Answer, context: int, question: int, number: int) -> dict[st
         "answer": len(answer.tokens),
         # A context is read once for all questions.
         "read": question + (0 if number else context),
+        **({} if answer.warning is None else {"warning": answer.warning}),
     }
 
 
@@ -330,6 +343,7 @@ def _line(row: Row, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return row.head() | {"error": wrong}
     answers = [
         {"answer": each["text"], "finish": each["finish"], "tokens": _tokens(row, each)}
+        | {key: each[key] for key in ("warning",) if key in each}
         for each in found
     ]
     return row.head() | ({"answers": answers} if row.kind == "questions" else answers[0])

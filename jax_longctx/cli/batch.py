@@ -98,7 +98,8 @@ def batch(
     wanted = BatchOptions(rows=rows, chat=chat, **answers.arguments())
     model = choice.open(terminal)
     newest: list[BatchProgress] = []
-    with terminal.progress("answering", "rows", lambda: _moment(newest)) as update:
+    bar = terminal.progress("answering", "rows", lambda: _moment(newest))
+    with terminal.warnings(), bar as update:
 
         def progress(now: "BatchProgress") -> None:
             if not newest and now.resumed:

@@ -63,7 +63,7 @@ def generate(
     choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk, by_layer)
     terminal = Terminal(as_json=as_json)
     model = choice.open(terminal)
-    with terminal.progress("reading") as update:
+    with terminal.warnings(), terminal.progress("reading") as update:
         # The bar is gone when the first text comes, so there is no spinner here, also for JSON.
         answer = stream_answer(
             terminal,
@@ -79,6 +79,7 @@ def generate(
                 "prompt": text,
                 "answer": answer.text,
                 "finish": answer.finish,
+                "warning": answer.warning,
                 "tokens": {"prompt": length, "answer": len(answer.tokens)},
                 "seconds": seconds_of(answer, answer.prefill_seconds),
                 "memory": {"peak_bytes": peak_memory()},

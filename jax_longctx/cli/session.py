@@ -52,6 +52,10 @@ class Session:
 
     def run(self, document: str | None) -> None:
         """Reads the document, or loads its context, and answers every question."""
+        with self.terminal.warnings():
+            self._run(document)
+
+    def _run(self, document: str | None) -> None:
         questions = [self.layout.question(question) for question in self.request.questions]
         if self.rereads and len(questions) > 1:
             self.terminal.note(
@@ -106,7 +110,7 @@ class Session:
             answer = stream_answer(
                 self.terminal,
                 lambda on_text: self.model.ask(
-                    context, question, keep=keep, on_text=on_text, **self.answers.arguments()
+                    context, question, keep=keep, on_text=on_text, **how
                 ),
             )
         length, cache = context.lengths[0], context.answering_bytes
@@ -117,6 +121,7 @@ class Session:
                     "question": asked,
                     "answer": answer.text,
                     "finish": answer.finish,
+                    "warning": answer.warning,
                     "tokens": {
                         "context": length,
                         "question": len(self.model.tokenizer.encode(question)),

@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from rich.progress import (
 from rich.text import Text
 
 from jax_longctx.cli import processes
+from jax_longctx.errors import TrainedLengthWarning
 from jax_longctx.memory import memory_used, shown_bytes
 
 __all__ = ["Terminal", "Update"]
@@ -55,6 +57,22 @@ class Terminal:
     def note(self, text: str) -> None:
         """A line for the person at the terminal."""
         self._console.print(text, markup=False, style="dim")
+
+    @contextlib.contextmanager
+    def warnings(self) -> Iterator[None]:
+        """Shows warnings about a text's length as notes."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", TrainedLengthWarning)
+            others = warnings.showwarning
+
+            def show(message: Any, category: Any, *where: Any) -> None:
+                if issubclass(category, TrainedLengthWarning):
+                    self.note(f"warning: {message}")
+                else:
+                    others(message, category, *where)
+
+            warnings.showwarning = show
+            yield
 
     def write(self, text: str) -> None:
         """A piece of an answer, shown at once; nothing in JSON mode."""

@@ -2,10 +2,12 @@
 
 from jax_longctx.contract.context import LayerContext
 from jax_longctx.contract.method import (
+    Bounded,
     CacheShape,
     Method,
     MethodInfo,
     Scheduled,
+    reach,
     step_variant,
 )
 from jax_longctx.contract.segments import (
@@ -30,6 +32,7 @@ __all__ = [
     "CHUNK_ROWS",
     "ENDS",
     "INSTRUCTION_ROWS",
+    "Bounded",
     "CacheShape",
     "LayerContext",
     "Method",
@@ -45,6 +48,7 @@ __all__ = [
     "decode_segment",
     "make_segment",
     "mark_ends",
+    "reach",
     "spread_segment",
     "step_variant",
     "tail_size",

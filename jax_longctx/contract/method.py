@@ -30,7 +30,7 @@ from jax_longctx.contract.context import LayerContext
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.models.config import ModelConfig
 
-__all__ = ["CacheShape", "Method", "MethodInfo", "Scheduled", "step_variant"]
+__all__ = ["Bounded", "CacheShape", "Method", "MethodInfo", "Scheduled", "reach", "step_variant"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,6 +134,20 @@ class Method(Protocol):
     def read_bytes(self, cache: Any, length: int) -> int:
         """Cache bytes one decode step reads from one layer's `cache` at context `length`."""
         ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A method that reads texts longer than the model was trained to at lengths that it knows."""
+
+    def reach(self, config: ModelConfig, tokens: int) -> int:
+        """The trained length that a row of `tokens` tokens, answer included, asks of the model."""
+        ...
+
+
+def reach(method: Method, config: ModelConfig, tokens: int) -> int:
+    """As `Bounded.reach`; all of the tokens where positions grow with the text."""
+    return method.reach(config, tokens) if isinstance(method, Bounded) else tokens
 
 
 @runtime_checkable

@@ -146,6 +146,7 @@ class Citrus:
     positions = instruction.positions
     protocol = instruction.protocol
     validate = eviction.validate
+    reach = eviction.reach
     init_cache = _init_cache
     segments = instruction.segments
     finish = eviction.finish
@@ -173,6 +174,7 @@ class CitrusStandard:
     positions = instruction.positions
     protocol = instruction.protocol
     validate = eviction.validate
+    reach = eviction.reach
     init_cache = _init_cache
     segments = eviction.segments
     attend = attend_alone

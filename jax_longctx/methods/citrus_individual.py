@@ -103,6 +103,7 @@ class CitrusIndividual:
     positions = instruction.positions
     protocol = instruction.protocol
     validate = eviction.validate
+    reach = eviction.reach
     segments = instruction.segments
     fork = eviction.fork
     read_bytes = eviction.read_bytes

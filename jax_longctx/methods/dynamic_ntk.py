@@ -55,6 +55,10 @@ class DynamicNTK:
                 f"{config.rope.kind!r}; use --method full with such a model"
             )
 
+    def reach(self, config: ModelConfig, tokens: int) -> int:
+        # The base follows the text, but not in place of a scaling that the checkpoint has.
+        return min(tokens, config.max_position) if config.rope.kind == "default" else tokens
+
     def attend(
         self, q: Any, k: Any, v: Any, cache: Any, segment: Segment, ctx: LayerContext
     ) -> tuple[Any, Any, Any]:

@@ -64,6 +64,7 @@ __all__ = [
     "only_joins",
     "probed_question",
     "question_width",
+    "reach",
     "read_and_append",
     "read_bytes",
     "segments",
@@ -166,8 +167,8 @@ def _bounded(method: "Evictor", ctx: LayerContext) -> LayerContext:
     """The length that a rotary base may follow is what the text's positions stay below."""
     if method.positions == "true":
         return ctx
-    reach = method.budget + method.chunk
-    return dataclasses.replace(ctx, total=jnp.minimum(ctx.total, reach))
+    most = method.budget + method.chunk
+    return dataclasses.replace(ctx, total=jnp.minimum(ctx.total, most))
 
 
 def _rotated(
@@ -299,11 +300,11 @@ def check(method: "Evictor", kept: int = 1) -> None:
 
 def validate(self: "Evictor", config: ModelConfig) -> None:
     """Refuses positions that the model was not trained to, and windows that hide what is kept."""
-    name, reach = type(self).__name__, self.budget + self.chunk
-    if self.positions == "shifted" and reach > config.max_position:
+    name, most = type(self).__name__, self.budget + self.chunk
+    if self.positions == "shifted" and most > config.trained_length:
         raise ConfigError(
-            f"{name}: budget {self.budget} + chunk {self.chunk} = {reach} positions, more than the "
-            f"{config.max_position} that the model was trained to; lower them"
+            f"{name}: budget {self.budget} + chunk {self.chunk} = {most} positions, more than the "
+            f"{config.trained_length} that the model was trained to; lower them"
         )
     windows = [window for window in config.windows if window is not None]
     if not windows:
@@ -314,11 +315,16 @@ def validate(self: "Evictor", config: ModelConfig) -> None:
             f"{name}: this model has layers with a sliding window of {least} tokens, which "
             f"positions=true does not support; use positions=shifted"
         )
-    if least < reach:
+    if least < most:
         raise ConfigError(
             f"{name}: budget {self.budget} and chunk {self.chunk} exceed the model's sliding "
             f"window of {least} tokens; lower them"
         )
+
+
+def reach(self: "Evictor", config: ModelConfig, tokens: int) -> int:
+    """Slots that a segment is read at where keys stand at their slots, else the text's length."""
+    return tokens if self.positions == "true" else min(tokens, self.budget + self.chunk)
 
 
 def segments(self: "Evictor", prompt: Prompt) -> Iterable[Segment]:

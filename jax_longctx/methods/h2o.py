@@ -114,6 +114,7 @@ class H2O:
         return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment, sums)
 
     validate = eviction.validate
+    reach = eviction.reach
     segments = eviction.segments
     finish = eviction.finish
     fork = eviction.fork

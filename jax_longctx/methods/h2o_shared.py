@@ -127,6 +127,7 @@ class H2OShared:
     positions = instruction.positions
     protocol = instruction.protocol
     validate = eviction.validate
+    reach = eviction.reach
     segments = instruction.segments
     finish = eviction.finish
     fork = eviction.fork

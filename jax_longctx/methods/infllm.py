@@ -141,12 +141,20 @@ class InfLLM:
         size = self.max_cached_block
         return None if size is None else Room(size, self.cache_policy, self.score_decay)
 
+    @property
+    def distances(self) -> int:
+        """How many distances there are between a query and its keys, 0 the least."""
+        return max(self.n_local, (self.far_distance or 0) + 1)
+
+    def reach(self, config: ModelConfig, tokens: int) -> int:
+        return tokens if self.decode == "dense" else min(tokens, self.distances)
+
     def validate(self, config: ModelConfig) -> None:
         """Refuses distances beyond what the model was trained to or what a layer looks back."""
-        if max(self.n_local, (self.far_distance or 0) + 1) > config.max_position:
+        if self.distances > config.trained_length:
             raise ConfigError(
                 f"infllm: n_local {self.n_local} and far_distance {self.far_distance} reach beyond "
-                f"the {config.max_position} positions that the model was trained to; lower them"
+                f"the {config.trained_length} positions that the model was trained to; lower them"
             )
         least = min((window for window in config.windows if window is not None), default=None)
         if least is not None and least < self.n_local:

@@ -124,12 +124,12 @@ class ReAttention:
     def validate(self, config: ModelConfig) -> None:
         """Refuses a scope beyond what the model was trained to, or a sliding window within it."""
         contiguous, size = self.position == "contiguous", self.scope_size
-        if contiguous and size > config.max_position:
+        if contiguous and size > config.trained_length:
             middle = f" + kept {self.kept} * span {self.span}" if self.count else ""
             raise ConfigError(
                 f"reattention: global_size {self.global_size}{middle} + local_size "
                 f"{self.local_size} = {size} positions, the model was trained to "
-                f"{config.max_position}; lower local_size or kept"
+                f"{config.trained_length}; lower local_size or kept"
             )
         least = min((window for window in config.windows if window is not None), default=None)
         if least is not None and (least < size or not contiguous):
@@ -137,6 +137,9 @@ class ReAttention:
                 f"reattention: a layer's sliding window of {least} tokens would hide parts of the "
                 f"scope of {size}; lower local_size or kept, with position=contiguous"
             )
+
+    def reach(self, config: ModelConfig, tokens: int) -> int:
+        return tokens if self.position == "original" else min(tokens, self.scope_size)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         rows = (prompt.context if prompt.stage == "context" else prompt.question) or ()

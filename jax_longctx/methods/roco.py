@@ -148,6 +148,7 @@ class RoCo:
         return jnp.where(in_scope_BKU, mean, jnp.inf)
 
     validate = eviction.validate
+    reach = eviction.reach
     segments = eviction.segments
     finish = eviction.finish
     fork = eviction.fork

@@ -84,6 +84,7 @@ class StreamingLLM:
         return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment)
 
     validate = eviction.validate
+    reach = eviction.reach
     segments = eviction.segments
     finish = eviction.finish
     fork = eviction.fork

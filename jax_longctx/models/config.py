@@ -5,6 +5,7 @@ activation. A value that decides numbers (rope theta, norm epsilon) must be in t
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ class ModelConfig:
     """Shape and constants of a decoder of the Llama family.
 
     Attributes:
-      max_position: tokens the checkpoint says it was trained (or extended) to.
+      max_position: `max_position_embeddings`; see `trained_length`.
       qkv_bias, o_bias, mlp_bias: biases of the projections.
       qk_norm: RMS norm of queries and keys per head, before rotary embedding (Qwen3).
       windows: sliding window in tokens of each layer, None for a layer without.
@@ -123,6 +124,20 @@ class ModelConfig:
             raise ConfigError(f"{len(self.windows)} windows given for {self.num_layers} layers")
         if any(window is not None and window < 1 for window in self.windows):
             raise ConfigError(f"a sliding window must be at least 1 token, got {self.windows}")
+
+    @property
+    def trained_length(self) -> float:
+        """Tokens that the model was trained or extended to; infinite where nothing limits them.
+
+        `linear` and `yarn` stretch a length by their factor, as transformers documents them: the
+        checkpoint may name the length before or after. `dynamic` stretches to any. Where all layers
+        slide, no distance exceeds the widest window.
+        """
+        rope, length = self.rope, self.max_position
+        if rope.kind in ("linear", "yarn"):
+            length = max(length, int(rope.trained_length * rope.factor))
+        widest = max(math.inf if window is None else window for window in self.windows)
+        return math.inf if rope.kind == "dynamic" or widest <= length else length
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":

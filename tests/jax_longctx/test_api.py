@@ -1,13 +1,19 @@
 """Text in, text out: answers, stop strings, and callbacks."""
 
+import dataclasses
+import functools
+
 import numpy as np
 import pytest
 
 import jax_longctx
 from jax_longctx.api import LongContext
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, TrainedLengthWarning
+from jax_longctx.methods import METHODS
+from jax_longctx.models.config import RopeConfig
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import write_tokenizer
+from tests.small_methods import small_method
 from tests.support import joined, tiny_config, tiny_engine
 
 
@@ -73,7 +79,7 @@ def test_a_callback_that_fails_leaves_the_context_whole(model):
 
 @pytest.mark.parametrize("reserve", [40, 300])
 def test_a_footprint_is_what_a_context_holds_and_a_step_reads(model, reserve):
-    texts = ["some text " * 30] * 3
+    texts = ["some text " * 12] * 3
     context = model.prefill(texts, reserve=reserve)
     (tokens,) = set(context.lengths)
     found = model.footprint(tokens, batch=3, reserve=reserve)
@@ -87,6 +93,72 @@ def test_a_footprint_of_nothing_is_refused(model, sizes):
     tokens, batch, reserve = sizes
     with pytest.raises(InputError, match="expected at least 1 token, 1 text and a reserve of 0"):
         model.footprint(tokens, batch=batch, reserve=reserve)
+
+
+@pytest.fixture
+def short(model, monkeypatch):
+    """The model, as if it had been trained to 24 tokens."""
+    config = dataclasses.replace(model.config, max_position=24)
+    monkeypatch.setattr(model.engine, "config", config)
+    return model
+
+
+BEYOND = (
+    "tokens are more than the 24 that the model was trained to, and under this method the answer "
+    "may be noise; methods that go on: dynamic-ntk, reattention, infllm"
+)
+
+
+@pytest.mark.parametrize("way", ["prefill", "generate", "load_context"])
+def test_a_text_beyond_the_trained_length_is_warned_of_before_it_is_read(
+    short, monkeypatch, tmp_path, way
+):
+    text, saved = "a text of more tokens than that", tmp_path / "saved"
+    tokens = len(short.tokenizer.encode(text, bos=True))
+    if way == "load_context":
+        with pytest.warns(TrainedLengthWarning):
+            short.save_context(short.prefill(text), saved)
+        act = functools.partial(short.load_context, saved)
+    else:
+        monkeypatch.setattr(short.engine, "prefill", None)
+        act = functools.partial(getattr(short, way), ["short", text])
+    # Warnings are errors here: what comes first is what is seen.
+    with pytest.raises(TrainedLengthWarning) as warned:
+        act()
+    assert str(warned.value) == f"{tokens} {BEYOND}"
+
+
+def test_a_question_and_an_answer_may_go_beyond_the_trained_length(short):
+    context = short.prefill("some text")
+    (answer,) = short.ask(context, "why", max_tokens=4, stop_at_eos=False)
+    assert answer.warning is None
+    question = "why is it so, and what is it"
+    length = context.lengths[0] + len(short.tokenizer.encode(question))
+    assert length > 24
+    with pytest.warns(TrainedLengthWarning, match=f"^{length} tokens are more"):
+        (answer,) = short.ask(context, question, max_tokens=4, stop_at_eos=False)
+    assert answer.warning == f"{length + 4} {BEYOND}"
+    # The answer alone: nobody knows before how long it is.
+    (answer,) = short.ask(context, "why", max_tokens=40, stop_at_eos=False)
+    assert answer.warning is not None and answer.warning.endswith(BEYOND)
+
+
+def test_methods_that_go_on_are_not_warned_of(short, monkeypatch):
+    assert short.length_warning(24) is None and short.length_warning(25) == f"25 {BEYOND}"
+    llama3 = RopeConfig(kind="llama3", theta=1e4, trained_length=8, factor=4.0)
+    scaled = dataclasses.replace(short.config, rope=llama3)
+    for name in METHODS:
+        monkeypatch.setattr(short.engine, "method", small_method(name))
+        goes_on = name in ("dynamic-ntk", "reattention", "infllm")
+        monkeypatch.setattr(
+            short.engine, "config", dataclasses.replace(short.config, max_position=128)
+        )
+        evicts_at_slots = name in ("streaming-llm", "h2o-shared") or name.startswith("citrus")
+        assert (short.length_warning(10**9) is None) == (goes_on or evicts_at_slots), name
+    monkeypatch.setattr(short.engine, "config", scaled)
+    # It would replace the checkpoint's own scaling, and is refused there.
+    said = short.length_warning(10**9)
+    assert said is not None and said.endswith("that go on: reattention, infllm")
 
 
 def test_a_score_is_that_of_the_engines_tokens(model):

@@ -1,5 +1,6 @@
 """`ask`: what reaches the model, what is shown, and what is refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -184,3 +185,20 @@ def test_damaged_saved_contexts(run, loads, tmp_path):
     (tmp_path / "prompt.json").write_text("{}")
     result = run("ask", "Who?", "-c", "m", "--load-context", tmp_path)
     assert_refused(result, "does not say whether it is a chat")
+
+
+@pytest.mark.parametrize("command", ["ask", "generate"])
+def test_a_text_beyond_the_trained_length_is_told_before_it_is_read(
+    run, loads, tiny, book, monkeypatch, command
+):
+    monkeypatch.setattr(tiny.engine, "config", dataclasses.replace(tiny.config, max_position=32))
+    given = (book, "Who?") if command == "ask" else (book.read_text(),)
+    result = run(command, *given, "-c", "m", "--max-tokens", 4, "--json")
+    assert result.exit_code == 0, result.output
+    first, closing = result.stderr.splitlines()
+    assert first.startswith("warning: ") and "more than the 32 that the model was" in first
+    assert first.endswith("methods that go on: dynamic-ntk, reattention, infllm")
+    assert closing.startswith("context ")
+    record = json.loads(result.stdout)
+    count = sum(record["tokens"].values())
+    assert record["warning"].startswith(f"{count} tokens are more than the 32 ")

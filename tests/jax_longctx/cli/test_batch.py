@@ -1,5 +1,6 @@
 """`batch`: what one row at a time gives, in order, with bad rows named; and again after a kill."""
 
+import dataclasses
 import json
 import os
 
@@ -202,6 +203,22 @@ def test_questions_draw_by_their_line_and_number(run, loads, tiny, tmp_path, boo
     # The questions of `ask` are those of the first line.
     asked = run("ask", book, "Who?", "Who?", "Who?", "--json", *options)
     assert [json.loads(line)["answer"] for line in asked.stdout.splitlines()] == first
+
+
+def test_a_line_beyond_the_trained_length_says_so(run, loads, tiny, tmp_path, monkeypatch):
+    config = dataclasses.replace(tiny.config, max_position=32)
+    monkeypatch.setattr(tiny.engine, "config", config)
+    rows = [{"prompt": "The pass"}, {"prompt": BOOK * 4}, {"context": BOOK * 4, "question": "Who?"}]
+    out = tmp_path / "out.jsonl"
+    result = run("batch", write(tmp_path / "in.jsonl", rows), out, "-c", "m", *LIMIT)
+    assert result.exit_code == 0, result.output
+    short, *others = lines_of(out)
+    assert "warning" not in short
+    for line in others:
+        count = sum(line["tokens"].values())
+        assert line["warning"].startswith(f"{count} tokens are more than the 32 that the model was")
+    (said,) = [line for line in result.stderr.splitlines() if "trained" in line]
+    assert said.startswith("warning: line 2: ") and "dynamic-ntk, reattention, infllm" in said
 
 
 def test_other_options_do_not_go_on(run, loads, given, tmp_path, monkeypatch):

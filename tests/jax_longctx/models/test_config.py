@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -372,3 +373,40 @@ def test_damaged_dict_is_refused(lost):
 def test_unknown_field_of_a_dict_is_refused():
     with pytest.raises(ConfigError, match=r"damaged.*temperature"):
         ModelConfig.from_dict({**read().to_dict(), "temperature": 1.0})
+
+
+LIMITS = {
+    "as it says": ({}, 131072),
+    "llama3: extended by training": ({"rope_scaling": LLAMA31}, 131072),
+    "linear: the length before scaling": (
+        {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        16384,
+    ),
+    "yarn: the length before scaling": (
+        {"max_position_embeddings": 32768, "rope_scaling": YARN},
+        131072,
+    ),
+    "yarn: the length after it": ({"rope_scaling": YARN}, 131072),
+    "yarn: a length that it does not name": (
+        {"max_position_embeddings": 1024, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+        2048,
+    ),
+    "dynamic: stretched to any": (
+        {"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        math.inf,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_the_length_that_a_model_was_trained_or_extended_to(case):
+    changes, expected = LIMITS[case]
+    assert read(**changes).trained_length == expected
+
+
+def test_where_every_layer_slides_no_text_is_too_long():
+    slides = dataclasses.replace(read(), windows=(4096,) * read().num_layers)
+    assert slides.trained_length == math.inf
+    some = dataclasses.replace(slides, windows=(None, *slides.windows[1:]))
+    wide = dataclasses.replace(slides, windows=(200_000,) * len(slides.windows))
+    assert some.trained_length == wide.trained_length == 131072

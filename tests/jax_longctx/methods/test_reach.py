@@ -1,0 +1,87 @@
+"""How far a method's positions go, and that it turns no key or query beyond them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.contract import context, reach
+from jax_longctx.methods import METHODS, make_method
+from tests.small_methods import SMALL, small_method
+from tests.support import random_rows, tiny_config, tiny_engine
+
+FAR = 10**9
+# Of the small settings; all other methods' positions grow with the text.
+BOUNDED = {
+    "dynamic-ntk": 128,
+    "streaming-llm": 64,
+    "citrus": 64,
+    "citrus-individual": 64,
+    "citrus-standard": 64,
+    "h2o-shared": 64,
+    "reattention": 68,
+    "infllm": 32,
+}
+OTHER_SETTINGS = [
+    ("streaming-llm", {"positions": "true"}, FAR),
+    ("h2o", {"positions": "shifted"}, 64),
+    ("tova", {"positions": "shifted"}, 64),
+    ("roco", {"positions": "shifted"}, 64),
+    ("reattention", {"position": "original"}, FAR),
+    ("reattention", {"count": 0}, 36),
+    ("infllm", {"far_distance": 40}, 41),
+    ("infllm", {"decode": "dense"}, FAR),
+]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_says_how_far_its_positions_go(name):
+    for tokens in (1, 20, FAR):
+        expected = min(tokens, BOUNDED.get(name, FAR))
+        assert reach(small_method(name), tiny_config(), tokens) == expected
+
+
+@pytest.mark.parametrize(("name", "settings", "expected"), OTHER_SETTINGS, ids=str)
+def test_settings_change_how_far_positions_go(name, settings, expected):
+    method = make_method(name, {**SMALL[name], **settings})
+    assert reach(method, tiny_config(), FAR) == expected
+
+
+def scores(method, longest, scrambled, monkeypatch):
+    """Log-probabilities of an answer; angles of positions from `scrambled` on are others."""
+    contexts, questions = random_rows([200, 90]), random_rows([2, 3], seed=1)
+    angles = context.rope_angles
+
+    def other(config, head_dim, positions, total):
+        beyond = positions >= scrambled
+        return angles(config, head_dim, jnp.where(beyond, 7 * positions + 1, positions), total)
+
+    # The longest position is part of what a program is compiled for, and of no number in it.
+    config = tiny_config(num_layers=1, max_position=longest)
+    engine = tiny_engine(method, config=config, chunk=16, by_layer=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(context, "rope_angles", other)
+        answers = random_rows([8, 8], seed=2)
+        found = engine.loglikelihoods(contexts, answers, questions=questions)
+    return np.concatenate([one.logprobs for one in found])
+
+
+MARKS = {
+    "streaming-llm": (),
+    "reattention": pytest.mark.slow,
+    "infllm": pytest.mark.slow,
+    "citrus": pytest.mark.slow,
+    "citrus-individual": pytest.mark.thorough,
+    "citrus-standard": pytest.mark.thorough,
+    "h2o-shared": pytest.mark.thorough,
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in MARKS])
+def test_no_position_beyond_it_is_used(name, monkeypatch):
+    """Other angles from there on change nothing, though the text is three times as long."""
+    method = small_method(name)
+    # InfLLM's distances are bounded; a chunk's positions lie as far again behind the window.
+    limit = reach(method, tiny_config(), FAR) + (16 if name == "infllm" else 0)
+    whole = scores(method, 1001, FAR, monkeypatch)
+    np.testing.assert_array_equal(scores(method, 1002, limit, monkeypatch), whole)
+    assert np.abs(scores(method, 1003, limit // 2, monkeypatch) - whole).max() > 1e-4
