@@ -135,7 +135,9 @@ Penalty = Annotated[
 Seed = Annotated[
     int,
     typer.Option(
-        help="Of the draws: the same seed gives the same answer.", rich_help_panel=_ANSWER
+        help="Of the draws. A prompt draws by this and its place (the line of a batch, the number "
+        "of a question), whatever is computed beside it.",
+        rich_help_panel=_ANSWER,
     ),
 ]
 Stop = Annotated[

@@ -10,7 +10,8 @@ A method is a frozen dataclass of hyper-parameters (a static argument of `jit`) 
    change its shapes here;
 5. `fork(cache)`: the cache as it was at the end of the context, for one more question;
 
-and `info`, its metadata. The model and the engine know no method by name.
+and `info`, its metadata. The model and the engine know no method by name. A method whose positions
+stay behind a text's length says how far they go (`Bounded`).
 
 `attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
 and `tensor`, also on one device: they see the local rows, the local heads and the local slots, and

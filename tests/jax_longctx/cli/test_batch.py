@@ -193,6 +193,25 @@ def test_equal_prompts_draw_by_their_line(run, loads, tiny, tmp_path, monkeypatc
     assert [answer.text for answer in told] == whole
 
 
+def test_the_total_length_is_a_prompts_own_and_of_questions_the_contexts(
+    run, loads, tiny, given, tmp_path, monkeypatch
+):
+    """As `generate` and `ask` read them: dynamic NTK follows it."""
+    totals, prefill = [], tiny.engine.prefill
+
+    def read(contexts, *, questions, total, **options):
+        rows = zip(contexts, questions, total, strict=True)
+        totals.extend((len(c), len(q), n) for c, q, n in rows)
+        return prefill(contexts, questions=questions, total=total, **options)
+
+    monkeypatch.setattr(tiny.engine, "prefill", read)
+    write(given, [ROWS[0], ROWS[1]])
+    assert run("batch", given, tmp_path / "out.jsonl", "-c", "m", *LIMIT).exit_code == 0
+    question, prompt = sorted(totals, key=lambda each: -each[0])
+    assert prompt[2] == prompt[0] + prompt[1] and prompt[1] == 1
+    assert question[2] == question[0] and question[1] > 1
+
+
 def test_questions_draw_by_their_line_and_number(run, loads, tiny, tmp_path, book):
     row = {"file": "book.txt", "questions": ["Who?", "Who?", "Who?"]}
     options = ("-c", "m", "--max-tokens", 12, "--temperature", 1.0, "--seed", 3)
@@ -217,7 +236,7 @@ def test_a_line_beyond_the_trained_length_says_so(run, loads, tiny, tmp_path, mo
     for line in others:
         count = sum(line["tokens"].values())
         assert line["warning"].startswith(f"{count} tokens are more than the 32 that the model was")
-    (said,) = [line for line in result.stderr.splitlines() if "trained" in line]
+    (said,) = [line for line in result.stderr.splitlines() if "warning" in line]
     assert said.startswith("warning: line 2: ") and "dynamic-ntk, reattention, infllm" in said
 
 

@@ -12,6 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from jax_longctx.engine import likelihood
 from jax_longctx.errors import InputError
 from jax_longctx.methods import METHODS
+from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.small_methods import small_method
@@ -48,6 +49,20 @@ def dense(engine, before, after):
     best = logits.max(-1, keepdims=True)
     logprobs = logits - best - np.log(np.exp(logits - best).sum(-1, keepdims=True))
     return logprobs[np.arange(len(after)), after], logits.argmax(-1) == after
+
+
+@pytest.mark.parametrize("through", ["decode", "context"])
+def test_dynamic_ntk_scores_as_one_forward_over_the_tokens_that_are_fed(through):
+    """The last token is only predicted: rotary embedding does not count it."""
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=16)
+    engine = tiny_engine(
+        small_method("dynamic-ntk"), config=tiny_config(num_layers=1, rope=rope), chunk=16
+    )
+    before, after = CONTEXTS[2], CONTINUATIONS[0]
+    (found,) = engine.loglikelihoods([before], [after], through=through)
+    logits = engine.score([[*before, *after[:-1]]])[0][len(before) - 1 :]
+    expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(after)), after]
+    np.testing.assert_allclose(found.logprobs, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("through", WAYS)
