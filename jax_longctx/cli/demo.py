@@ -5,7 +5,7 @@ first three texts are the documentation that CPython ships, read by full attenti
 twice as long as what the model was trained to, where full attention fails: it is read by
 `dynamic-ntk`, and says nothing but the key, for so small a model finds little in prose at such a
 length. Each passkey, and where its text begins, is drawn anew for each run, so the answer can only
-come from the text. So small a model misses one of twenty: the demo fails where it finds none.
+come from the text. So small a model misses some: the demo fails where it finds none.
 The prompt is a plain completion that ends in words of the hidden sentences: with so small a model
 that is what works.
 """
