@@ -1,19 +1,55 @@
-"""Compiled programs on the disk, which the next process finds again.
+"""Compiled programs: on the disk, where the next process finds them, and in memory.
 
-They lie in `jax_longctx` under the user's cache folder, the least recently used ones beyond
-`MOST_BYTES` leave at the next start. `JAX_COMPILATION_CACHE_DIR` and `jax.config` win, and theirs
-is left as it is; `JAX_ENABLE_COMPILATION_CACHE=false` turns all of it off.
+On the disk they lie in `jax_longctx` under the user's cache folder, the least recently used ones
+beyond `MOST_BYTES` leave at the next start. `JAX_COMPILATION_CACHE_DIR` and `jax.config` win, and
+theirs is left as it is; `JAX_ENABLE_COMPILATION_CACHE=false` turns all of it off.
+
+In memory JAX keeps every program. On a CPU each program takes tens of memory mappings, of which
+Linux gives a process 65,530: twenty methods at a few text lengths use them up, and then LLVM ends
+the process. `limit_mappings` drops all programs before that.
 """
 
+import logging
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.monitoring
 
-__all__ = ["keep_compilations"]
+__all__ = ["keep_compilations", "limit_mappings"]
 
 # Some ten methods on a large model, or a hundred on a small one.
 MOST_BYTES = 2 * 1024**3
+# This process's mappings, one a line, and the most that a process may have. Only Linux has them.
+MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+
+_logger = logging.getLogger(__name__)
+# Counting takes milliseconds, so it is done only after JAX has traced or compiled.
+_compiled = threading.Event()
+
+
+def _on_compilation(event: str, seconds: float, **labels: Any) -> None:
+    _compiled.set()
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_compilation)
+
+
+def limit_mappings() -> None:
+    """Drops all compiled programs once this process uses half of its memory mappings.
+
+    A dropped program is compiled again, or read from the disk, when it is next called. Call this
+    outside of traced functions, before work that may compile.
+    """
+    if not _compiled.is_set() or not MAPPINGS.exists():
+        return
+    _compiled.clear()
+    used, most = MAPPINGS.read_bytes().count(b"\n"), int(MOST_MAPPINGS.read_text())
+    if used > most // 2:
+        _logger.info("dropping all compiled programs: %d of %d mappings in use", used, most)
+        jax.clear_caches()
 
 
 def keep_compilations() -> None:

@@ -31,8 +31,6 @@ import jaxtyping
 import pytest
 
 CACHE = Path(__file__).parents[1] / ".cache" / "jax"
-# What Linux says of this process's memory, and how many mappings a module of tests may begin with.
-MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), 30_000
 CHECKED = ["jax_longctx", "pallas_kernels", "checkpoints_convert"]
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -95,15 +93,13 @@ def _optimized(request: pytest.FixtureRequest) -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _no_more_programs_than_fit() -> Iterator[None]:
-    """Lets go of programs before they are too many.
+@pytest.fixture(autouse=True)
+def _limited_mappings() -> Iterator[None]:
+    """Tests that use no engine compile too."""
+    from jax_longctx.compilations import limit_mappings
 
-    Each maps memory, and Linux gives a process 65,530 mappings; compiling crashes where they end.
-    """
     yield
-    if MAPPINGS.exists() and MAPPINGS.read_text().count("\n") > MOST_MAPPINGS:
-        jax.clear_caches()
+    limit_mappings()
 
 
 def pytest_collection_finish() -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_longctx.compilations import limit_mappings
 from jax_longctx.contract import Method, Prompt, Stage
 from jax_longctx.engine import likelihood, programs, turns
 from jax_longctx.engine.capacity import (
@@ -193,6 +194,7 @@ class Engine:
             raise InputError(
                 "this method read the context for other questions; prefill again for these"
             )
+        limit_mappings()
         self._ensure_reserve(context, max(map(len, rows)) + max_tokens)
         run = _Run(self._fork(context, keep))
         try:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jax_longctx.compilations import limit_mappings
 from jax_longctx.contract import (
     CHUNK_ROWS,
     CacheShape,
@@ -93,6 +94,8 @@ def _cache_maker(setup: Setup, batch: int, slots: int, reserve: int) -> Any:
 
 def init_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[Any, ...]:
     """Every layer's empty cache, made on its shards."""
+    # New caches mean new shapes, and so new programs.
+    limit_mappings()
     return _cache_maker(setup, batch, slots, reserve)()
 
 

@@ -1,4 +1,4 @@
-"""Where compiled programs are kept, and when they are not."""
+"""Where compiled programs are kept, when they are not, and when they are dropped."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,8 @@ import pytest
 
 from jax_longctx import compilations
 from jax_longctx.compilations import keep_compilations
+from tests.small_methods import SMALL, small_method
+from tests.support import random_rows, tiny_config, tiny_engine
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +96,29 @@ def test_programs_of_others_are_no_reason_not_to_begin(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_compilations()
     assert jax.config.jax_compilation_cache_dir == str(folder) and (folder / "theirs").exists()
+
+
+def _mappings():
+    return compilations.MAPPINGS.read_bytes().count(b"\n")
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not compilations.MAPPINGS.exists(), reason="Linux alone limits mappings")
+def test_every_method_in_turn_in_one_process_stays_within_its_mappings(monkeypatch, tmp_path):
+    jax.clear_caches()
+    # Linux gives 65,530, which takes longer to use up: a limit that some five methods reach.
+    limit = _mappings() + 2_500
+    most = tmp_path / "max_map_count"
+    most.write_text(str(2 * limit))
+    monkeypatch.setattr(compilations, "MOST_MAPPINGS", most)
+    config, contexts, questions = tiny_config(num_layers=1), *map(random_rows, ([90], [3]))
+    counts, answers = [], {}
+    for name in [*SMALL, "full"]:
+        engine = tiny_engine(small_method(name), config=config, chunk=16)
+        context = engine.prefill(contexts, reserve=24, questions=questions)
+        answer = list(engine.stream(context, questions, max_tokens=8))
+        # Full attention comes again at the end, when its programs have been dropped.
+        assert answers.setdefault(name, answer) == answer
+        counts.append(_mappings())
+    # Over the limit by what one method compiles, at most.
+    assert limit < max(counts) < limit + 1_500

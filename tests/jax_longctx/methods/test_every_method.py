@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import jax_longctx
+from checkpoints_convert import convert
 from jax_longctx.cli.main import app
 from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import grow
@@ -19,6 +19,8 @@ from jax_longctx.methods import METHODS, make_method
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import leaf_axes, make_mesh
+from tests.checkpoints_convert.tiny import random_state, write_checkpoint
+from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
 from tests.jax_longctx.methods.branches import decided_by_floats
 from tests.jax_longctx.methods.harness import steps
 from tests.small_methods import EVERYTHING, SMALL, small_method
@@ -158,17 +160,11 @@ def test_a_context_answers_again_and_after_saving(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_by_name_through_the_command_line(name, tiny_model, tmp_path, monkeypatch):
-    def load(checkpoint, *, method, mesh, dtype, chunk):
-        engine = tiny_model.engine
-        made = Engine(engine.config, engine.params, method, engine.mesh, chunk=64)
-        return jax_longctx.LongContext(made, tiny_model.tokenizer)
-
-    monkeypatch.setattr(jax_longctx, "load", load, raising=False)
+def test_by_name_through_the_command_line(name, checkpoint, tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("The pass key is 12345. Remember it. " * 20)
     settings = [part for key, value in SMALL[name].items() for part in ("--set", f"{key}={value}")]
-    how = ["-c", "model", "--method", name, *settings, "--max-tokens", "4"]
+    how = ["-c", checkpoint, "--method", name, *settings, "--chunk", "64", "--max-tokens", "4"]
     asked = CliRunner().invoke(app, ["ask", str(book), "Who?", "Why?", *how])
     assert asked.exit_code == 0, asked.output
     assert asked.stdout.count("\n") >= 2
@@ -179,14 +175,10 @@ def test_by_name_through_the_command_line(name, tiny_model, tmp_path, monkeypatc
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    from jax_longctx.text import Tokenizer
-    from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    tokenizer = Tokenizer.load(folder)
-    config = jax_longctx.ModelConfig.from_hf(hf_config(tokenizer.vocab_size))
-    mesh = jax_longctx.make_mesh()
-    engine = Engine(config, init_params(config, mesh, seed=1), make_method("full"), mesh)
-    return jax_longctx.LongContext(engine, tokenizer)
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    config = hf_config(vocab_size=300)
+    write_checkpoint(folder / "hf", config, random_state(config))
+    write_tokenizer(folder / "hf")
+    convert(folder / "hf", folder / "model")
+    return str(folder / "model")
