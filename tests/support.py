@@ -1,5 +1,6 @@
 """Small models for the tests."""
 
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -50,8 +51,13 @@ def tiny_engine(method: Any = None, *, mesh: Any = None, seed: int = 0, **option
     """An engine over a random float32 model; `config` among the options replaces the model."""
     mesh = mesh or make_mesh()
     config = options.pop("config", None) or tiny_config()
-    params = init_params(config, mesh, seed=seed, dtype=jnp.float32)
-    return Engine(config, params, method or Full(), mesh, **options)
+    return Engine(config, _params(config, mesh, seed), method or Full(), mesh, **options)
+
+
+@functools.lru_cache(maxsize=32)
+def _params(config: ModelConfig, mesh: Any, seed: int) -> Any:
+    """No program changes parameters, so engines share them."""
+    return init_params(config, mesh, seed=seed, dtype=jnp.float32)
 
 
 def engine_from_hf(

@@ -14,6 +14,7 @@ sliding window on some, a budget a layer).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -229,17 +230,17 @@ def init_params(config: ModelConfig, mesh: Mesh, *, seed: int = 0, dtype: Any = 
     holds float32 copies of everything at once.
     """
     check_mesh(config, mesh)
-    makers: dict[Any, Callable[..., Array]] = {}
     params: dict[str, Any] = {}
     for index, (path, info) in enumerate(param_infos(config).items()):
         name = path.split(".")[-1]
-        key = (info, "one" if name == "scale" else "zero" if name.endswith("bias") else "normal")
-        if key not in makers:
-            makers[key] = _maker(info, key[1], mesh, dtype)
-        _insert(params, path.split("."), makers[key](jax.random.key(seed + index)))
+        kind = "one" if name == "scale" else "zero" if name.endswith("bias") else "normal"
+        make = _maker(info, kind, mesh, jnp.dtype(dtype))
+        _insert(params, path.split("."), make(jax.random.key(seed + index)))
     return params
 
 
+# Kept, so that a second model of the same shapes compiles nothing.
+@functools.lru_cache(maxsize=64)
 def _maker(info: ParamInfo, kind: str, mesh: Mesh, dtype: Any) -> Callable[..., Array]:
     # The contracted size: every axis but the head axes and the last for inputs laid out [in, out].
     fan_in = info.shape[0] if "vocab" not in info.axes else info.shape[-1]
