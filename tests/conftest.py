@@ -18,9 +18,13 @@ os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cp
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # XLA's newer CPU emitters set up a compiler of their own for each fusion: two thirds of the time
-# that small programs take to compile. Processes that tests start go without them too.
-OLDER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OLDER_EMITTERS}".strip()
+# that small programs take to compile. Splitting a small program over threads takes another tenth.
+# Processes that tests start go without both too.
+QUICK = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
 # Imports make objects that stay: looking among them for garbage is time lost (see
 # `pytest_collection_finish`).
 gc.disable()
@@ -86,11 +90,10 @@ def unchecked_signatures():
 def _optimized(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compiles as users do in tests marked `optimized`."""
     marked = request.node.get_closest_marker("optimized") is not None
-    if marked:
-        jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", not marked)
     yield
-    if marked:
-        jax.config.update("jax_disable_most_optimizations", True)
+    assert jax.config.jax_disable_most_optimizations is not marked, "left for the tests that follow"
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(autouse=True)

@@ -39,14 +39,6 @@ METHOD = RefreshKV(budget=6, kernel=3, schedule="fixed", stride=3)
 ADAPTIVE = {"schedule": "adaptive", "qc_stride": 2, "threshold": 0.5}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Tiny programs, many of them: compiling them well would take longer than running them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def layers_of(mesh):
     return 1 if mesh == ONE else 2
 

@@ -28,14 +28,6 @@ TOTAL = jnp.array([len(row) for row in CONTEXTS], jnp.int32)
 METHOD = SnapKV(budget=12, window=4, kernel=3, decode_policy="fifo")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Tiny programs, many of them: compiling them well would take longer than running them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def oracle_params(engine):
     return to_numpy(jax.device_get(engine.params))
 
