@@ -92,8 +92,9 @@ def _optimized(request: pytest.FixtureRequest) -> Iterator[None]:
     marked = request.node.get_closest_marker("optimized") is not None
     jax.config.update("jax_disable_most_optimizations", not marked)
     yield
-    assert jax.config.jax_disable_most_optimizations is not marked, "left for the tests that follow"
+    left = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
+    assert left != marked, "a test left the compiler's optimizations changed for those that follow"
 
 
 @pytest.fixture(autouse=True)
