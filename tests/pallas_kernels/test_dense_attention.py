@@ -79,6 +79,10 @@ CAUSAL_CASES = {
 }
 
 
+# Splash attention is interpreted: of its cases against a cache these are `slow`.
+SLOW = ("one-query", "mqa-of-eight", "bfloat16", "large-logits", "equal-logits")
+
+
 def _random(case: Case, *shapes: tuple[int, ...]) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(7), len(shapes))
     return [
@@ -106,8 +110,14 @@ def _assert_close(
 
 def _supported(implementations: dict[str, Callable], cases: dict[str, Case]) -> list:
     """The table's cells: splash leaves out narrow heads, and windows against a cache."""
+    slow = [("splash", label) for label in SLOW if implementations is CACHE]
     return [
-        pytest.param(name, case, id=f"{name}-{label}")
+        pytest.param(
+            name,
+            case,
+            id=f"{name}-{label}",
+            marks=pytest.mark.slow if (name, label) in slow else (),
+        )
         for name in implementations
         for label, case in cases.items()
         if name != "splash"

@@ -244,6 +244,11 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     "page-scores": (_pages, Case(rows=2, kv_heads=2, group=4, slots=384)),
     "sparse-flat-prior": (_sparse, Case(rows=2, workers=6, group=3, options=FLAT + PRIOR)),
 }
+# One of each kernel; the others are `slow`, for the interpreter is.
+QUICK = {
+    *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal", "sparse-prior"),
+    *("select", "page-scores", "sparse-flat-prior"),
+}
 
 # What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.
 LARGE: dict[str, tuple[Callable[[Case, Any], None], Case]] = {}
@@ -289,7 +294,10 @@ for _slots in (8192, 131072, 300000):
 
 # The interpreter multiplies with NumPy, which warns of what is infinite or no number.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check, case = CASES[name]
     monkeypatch.setattr(hopper, "processors", lambda: case.workers)

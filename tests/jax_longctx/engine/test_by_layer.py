@@ -45,8 +45,10 @@ def answers(engine, **options):
 
 @pytest.mark.parametrize(
     ("method", "sizes"),
-    [(Full(), (2, 2, 2)), (SnapKV(budget=16, window=4), (1, 1, 1))],
-    ids=["full", "snapkv"],
+    [
+        pytest.param(Full(), (2, 2, 2), id="full", marks=pytest.mark.slow),
+        pytest.param(SnapKV(budget=16, window=4), (1, 1, 1), id="snapkv"),
+    ],
 )
 def test_answers_are_those_of_whole_programs(method, sizes):
     mesh = make_mesh(*sizes)

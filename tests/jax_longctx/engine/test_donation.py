@@ -144,11 +144,17 @@ def looked_at(monkeypatch, name, looked, **options):
 # then lie where the layer before had its own. They are equal in all layers, so that the order of
 # the copies does not show.
 SHARED = pytest.param(
-    "citrus-individual", marks=pytest.mark.xfail(strict=True, raises=AssertionError)
+    "citrus-individual",
+    marks=[pytest.mark.xfail(strict=True, raises=AssertionError), pytest.mark.slow],
 )
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in SMALL
+    if name not in (*KINDS, "citrus-individual")
+]
 
 
-@pytest.mark.parametrize("name", [*(name for name in SMALL if name != "citrus-individual"), SHARED])
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS, SHARED])
 def test_no_leaf_is_written_where_another_lay(name, monkeypatch):
     looked = {program: Looked(*program) for program in WHOLE}
     engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32)

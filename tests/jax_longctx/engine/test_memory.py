@@ -40,7 +40,7 @@ def setup_of(model, layers):
     return programs.Setup(config, Full(), make_mesh(), jnp.dtype(dtype), 512)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_decode_copies_no_cache(model, batch):
     """All layers' steps together, in a loop, below a twentieth of the caches they update."""
     setup, slots = setup_of(model, layers=8), 16384
@@ -50,7 +50,7 @@ def test_decode_copies_no_cache(model, batch):
     assert memory.alias_size_in_bytes >= cache
 
 
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_segment_takes_no_more_memory_for_more_slots(model, batch):
     setup, tokens, slots = setup_of(model, layers=1), 256, 16384
     short = compile_segment(setup, batch, 4096, tokens).memory_analysis()

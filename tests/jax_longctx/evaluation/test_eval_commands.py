@@ -68,7 +68,7 @@ def test_a_file_in_place_of_options(run, loads, small, tmp_path):
     assert "unknown key in [part]: trails; did you mean trials?" in result.stderr
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("by_layer", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_programs_may_be_of_one_layer(run, loads, small, tmp_path, by_layer):
     toml = tmp_path / "eval.toml"
     part = 'methods = ["full"]\ntasks = ["small"]\nlengths = [64]\ntrials = 1\n'

@@ -48,7 +48,13 @@ def reached(computations, name, through_branches):
     return lines
 
 
-@pytest.mark.parametrize(("step", "branch"), [(1, False), (5, True)], ids=["partial", "checked"])
+@pytest.mark.parametrize(
+    ("step", "branch"),
+    [
+        pytest.param(1, False, id="partial"),
+        pytest.param(5, True, id="checked", marks=pytest.mark.slow),
+    ],
+)
 def test_a_partial_step_neither_reads_nor_copies_the_full_cache(step, branch):
     """Read from the decode program: matmuls over all slots stand in branches of a check alone."""
     slots, batch = 16384, 2
@@ -84,6 +90,7 @@ def test_a_full_step_by_schedule_has_no_branch():
         assert "while(" in text and "conditional(" not in text
 
 
+@pytest.mark.slow
 def test_one_program_of_both_kinds_of_steps_copies_no_cache():
     """A loop for each kind within one: neither carries copies of what the other changes."""
     slots, batch = 16384, 2

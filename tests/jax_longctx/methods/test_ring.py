@@ -74,7 +74,10 @@ def test_r1_r2_r4_it_is_full_attention(mesh, order):
         assert sum(step.valid[row] for step in asked) == length
 
 
-@pytest.mark.parametrize("hops", [0, 1, 2])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("hops", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW)])
 def test_r3_a_cut_ring_sees_itself_and_the_shards_before(hops):
     engine = engine_of((1, 4, 1), hops=hops)
     row = CONTEXTS[0]
