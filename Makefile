@@ -12,6 +12,10 @@ WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
 PYTHON ?= python3
 CANDIDATES := $(PYTHON) $(if $(filter file,$(origin PYTHON)),python3.12 python3.13)
 
+# Python keeps what it compiled, whatever the environment says: without, each process that starts
+# compiles 2,700 modules anew, which takes it as long as to import them.
+export PYTHONDONTWRITEBYTECODE :=
+
 # What is imported is compiled then; to compile all that is installed takes half as long as the rest.
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt
 # Python sources that are looked at; a folder that is not there yet would be an error.

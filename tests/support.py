@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
@@ -51,12 +52,13 @@ def tiny_engine(method: Any = None, *, mesh: Any = None, seed: int = 0, **option
     """An engine over a random float32 model; `config` among the options replaces the model."""
     mesh = mesh or make_mesh()
     config = options.pop("config", None) or tiny_config()
-    return Engine(config, _params(config, mesh, seed), method or Full(), mesh, **options)
+    # Engines share the arrays, each in dicts of its own.
+    params = jax.tree.map(lambda leaf: leaf, _params(config, mesh, seed))
+    return Engine(config, params, method or Full(), mesh, **options)
 
 
 @functools.lru_cache(maxsize=32)
 def _params(config: ModelConfig, mesh: Any, seed: int) -> Any:
-    """No program changes parameters, so engines share them."""
     return init_params(config, mesh, seed=seed, dtype=jnp.float32)
 
 
