@@ -11,7 +11,6 @@ the process. `limit_mappings` drops all programs before that.
 
 import logging
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,15 @@ MOST_BYTES = 2 * 1024**3
 MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 
 _logger = logging.getLogger(__name__)
-# Counting takes milliseconds, so it is done only after JAX has traced or compiled.
-_compiled = threading.Event()
+# Counting mappings takes milliseconds: it is done when JAX has told this often that it traced or
+# compiled something, which is some twenty programs.
+EVENTS = 60
+_events = 0
 
 
 def _on_compilation(event: str, seconds: float, **labels: Any) -> None:
-    _compiled.set()
+    global _events
+    _events += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_compilation)
@@ -43,9 +45,10 @@ def limit_mappings() -> None:
     A dropped program is compiled again, or read from the disk, when it is next called. Call this
     outside of traced functions, before work that may compile.
     """
-    if not _compiled.is_set() or not MAPPINGS.exists():
+    global _events
+    if _events < EVENTS or not MAPPINGS.exists():
         return
-    _compiled.clear()
+    _events = 0
     used, most = MAPPINGS.read_bytes().count(b"\n"), int(MOST_MAPPINGS.read_text())
     if used > most // 2:
         _logger.info("dropping all compiled programs: %d of %d mappings in use", used, most)

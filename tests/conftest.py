@@ -97,7 +97,7 @@ def _optimized(request: pytest.FixtureRequest) -> Iterator[None]:
     assert left != marked, "a test left the compiler's optimizations changed for those that follow"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _limited_mappings() -> Iterator[None]:
     """Tests that use no engine compile too."""
     from jax_longctx.compilations import limit_mappings

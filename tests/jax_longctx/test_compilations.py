@@ -120,5 +120,5 @@ def test_every_method_in_turn_in_one_process_stays_within_its_mappings(monkeypat
         # Full attention comes again at the end, when its programs have been dropped.
         assert answers.setdefault(name, answer) == answer
         counts.append(_mappings())
-    # Over the limit by what one method compiles, at most.
-    assert limit < max(counts) < limit + 1_500
+    # Over the limit by what two methods compile, at most.
+    assert limit < max(counts) < limit + 2_500
