@@ -2,11 +2,10 @@
 
 Every tensor keeps the type it is stored in, and names and layouts come from the table that
 conversion reads by, so a checkpoint that came from safetensors comes out with the same bits.
-InternLM2 is written as the Llama that it is once its fused projection is split, which transformers
-loads without code from elsewhere.
+InternLM2, whose fused projection conversion split, is written as the Llama that it is, which
+transformers loads without code from elsewhere.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -24,8 +23,8 @@ from checkpoints_convert.names import FileTensor, Part, expected_tensors
 from checkpoints_convert.partial import check_destination, write_text
 from checkpoints_convert.sources.safetensors import DTYPE_NAMES
 from jax_longctx.errors import CheckpointError
+from jax_longctx.locks import only_writer
 from jax_longctx.models.checkpoint import TOKENIZER, Manifest, read_manifest, restore
-from jax_longctx.models.config import ModelConfig
 
 __all__ = ["export"]
 
@@ -50,35 +49,30 @@ def export(
 
     Raises:
       CheckpointError: the checkpoint is damaged, or the destination cannot be written.
+      InputError: another process writes the destination.
     """
     manifest = read_manifest(checkpoint)
     destination = Path(destination).expanduser().absolute()
-    check_destination(destination)
     scratch = destination.with_name(destination.name + ".exporting")
     shards = _shards(manifest, shard_bytes)
-    try:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        _write_shards(Path(checkpoint), manifest, scratch, shards, progress)
-        for name in manifest.tokenizer_files:
-            shutil.copyfile(Path(checkpoint) / TOKENIZER / name, scratch / name)
-        write_text(scratch / "config.json", json.dumps(_hf_config(manifest), indent=2))
-        if destination.exists():
-            destination.rmdir()
-        scratch.rename(destination)
-    except OSError as error:
-        raise CheckpointError(f"{destination} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _as_written(config: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(config, family="llama") if config.family == "internlm2" else config
+    with only_writer(destination):
+        check_destination(destination)
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir()
+            _write_shards(Path(checkpoint), manifest, scratch, shards, progress)
+            for name in manifest.tokenizer_files:
+                shutil.copyfile(Path(checkpoint) / TOKENIZER / name, scratch / name)
+            write_text(scratch / "config.json", json.dumps(_hf_config(manifest), indent=2))
+            scratch.rename(destination)
+        except OSError as error:
+            raise CheckpointError(f"{destination} could not be written: {error}") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _hf_config(manifest: Manifest) -> dict[str, Any]:
-    config = _as_written(manifest.config).to_hf()
-    return {**config, **manifest.extras, "torch_dtype": manifest.dtype}
+    return {**manifest.config.to_hf(), **manifest.extras, "torch_dtype": manifest.dtype}
 
 
 def _dtype(manifest: Manifest, tensor: FileTensor) -> np.dtype:
@@ -93,7 +87,7 @@ def _shards(manifest: Manifest, limit: int) -> dict[str, list[FileTensor]]:
     """Which file holds which tensors, in order."""
     groups: list[list[FileTensor]] = [[]]
     filled = 0
-    for tensor in expected_tensors(_as_written(manifest.config), "hf").values():
+    for tensor in expected_tensors(manifest.config, "hf").values():
         size = _bytes(manifest, tensor)
         if groups[-1] and filled + size > limit:
             groups.append([])

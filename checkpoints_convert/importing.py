@@ -22,6 +22,7 @@ from checkpoints_convert.names import FileTensor, expected_tensors, infos_of
 from checkpoints_convert.partial import SUFFIX, Partial, check_destination, write_text
 from checkpoints_convert.sources import HashedFile, Source, SourceTensor, open_source, read_array
 from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.locks import only_writer
 from jax_longctx.models.checkpoint import (
     MANIFEST,
     PARAMS,
@@ -71,13 +72,27 @@ def convert(
     Raises:
       CheckpointError: the source is incomplete or damaged, or the destination cannot be written.
       ConfigError: the model is not implemented, or does not divide over the mesh.
+      InputError: another process writes the destination.
     """
     target = None if dtype in (None, "source") else _checked(dtype)
-    destination = Path(destination).expanduser().absolute()
-    check_destination(destination)
     if jax.process_count() > 1:
         raise ConfigError("a conversion runs in one process; start it on one host")
     mesh = make_mesh() if mesh is None else mesh
+    destination = Path(destination).expanduser().absolute()
+    with only_writer(destination):
+        _convert(source, destination, target, mesh, progress, resume)
+    return read_manifest(destination)
+
+
+def _convert(
+    source: str | Path,
+    destination: Path,
+    target: np.dtype | None,
+    mesh: Mesh,
+    progress: OnProgress | None,
+    resume: bool,
+) -> None:
+    check_destination(destination)
     opened = open_source(source)
     check_mesh(opened.config, mesh)
     expected = expected_tensors(opened.config, opened.naming)
@@ -101,7 +116,6 @@ def convert(
         # Whatever went wrong, and it is passed on: nothing is left behind.
         partial.discard()
         raise
-    return read_manifest(destination)
 
 
 def _checked(dtype: str | None) -> np.dtype:

@@ -109,8 +109,6 @@ class Partial:
     def publish(self) -> None:
         """Gives the whole folder its name."""
         (self.folder / PROGRESS).unlink()
-        if self.destination.exists():
-            self.destination.rmdir()
         self.folder.rename(self.destination)
 
     def discard(self) -> None:

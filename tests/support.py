@@ -67,8 +67,9 @@ def engine_from_hf(
 ) -> Engine:
     """An engine over a Hugging Face state dict, through the converter's own table of names."""
     from checkpoints_convert.names import params_from_hf
+    from checkpoints_convert.sources.config import model_config
 
-    config = ModelConfig.from_hf(hf_config)
+    config = model_config(hf_config)
     return Engine(config, params_from_hf(config, state), method or Full(), make_mesh(), **options)
 
 

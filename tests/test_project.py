@@ -26,8 +26,10 @@ MAY_IMPORT = {
     "checkpoints_convert": (
         "checkpoints_convert",
         "jax_longctx.errors",
+        "jax_longctx.locks",
         "jax_longctx.models",
         "jax_longctx.sharding",
+        "jax_longctx.text",
     ),
     "train_cpt": ("train_cpt", "jax_longctx", "pallas_kernels"),
 }

@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_convert.names import IGNORED, FileTensor
+from checkpoints_convert.names import IGNORED, expected_tensors
 from checkpoints_convert.sources.files import HashedFile
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
@@ -112,10 +112,11 @@ def _not_finite(tensor: SourceTensor, values: np.ndarray, dtype: np.dtype) -> st
 def check_tensors(
     label: str,
     tensors: Sequence[SourceTensor],
-    expected: Mapping[str, FileTensor],
+    config: ModelConfig,
+    naming: str,
     ignore: Callable[[str], bool],
 ) -> list[SourceTensor]:
-    """The tensors to convert: all that are expected, each of its shape, and nothing unknown.
+    """The tensors to convert: all that the model has, each of its shape, and nothing unknown.
 
     Args:
       ignore: true for tensors of this source that are left out on purpose.
@@ -123,6 +124,13 @@ def check_tensors(
     Raises:
       CheckpointError: a tensor is missing, unknown or of another shape.
     """
+    # The names of a model that does not belong to these tensors can take minutes to list.
+    if config.num_layers > len(tensors):
+        raise CheckpointError(
+            f"{label}: the config says {config.num_layers} layers, but the files hold "
+            f"{len(tensors)} tensors; the config does not belong to these weights"
+        )
+    expected = expected_tensors(config, naming)
     by_name = {tensor.name: tensor for tensor in tensors}
     for name, wanted in expected.items():
         if name not in by_name:

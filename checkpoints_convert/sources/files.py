@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_longctx.errors import CheckpointError
 
-__all__ = ["HashedFile", "first_line", "read_json", "sha256_of", "unreadable"]
+__all__ = ["HashedFile", "first_line", "parse_json", "read_json", "sha256_of", "unreadable"]
 
 # Bytes that are skipped at a time, when only the checksum wants them.
 STEP = 8 << 20
@@ -98,13 +98,21 @@ def sha256_of(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object."""
+    """The JSON object that a file holds."""
     try:
-        value = json.loads(path.read_bytes().decode("utf-8"))
+        return parse_json(path.read_bytes(), f"{path} is not a JSON file")
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def parse_json(raw: bytes, fault: str) -> dict[str, Any]:
+    """A JSON object; raises CheckpointError, which begins with `fault`, on anything else."""
+    try:
+        value = json.loads(raw.decode("utf-8"))
     except ValueError as error:  # no UTF-8, or no JSON
-        raise CheckpointError(f"{path} is not a JSON file: {error}") from error
+        raise CheckpointError(f"{fault}: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{fault}: it is nested too deeply") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object")
+        raise CheckpointError(f"{fault}: it holds a {type(value).__name__}, expected an object")
     return value

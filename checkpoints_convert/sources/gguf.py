@@ -12,13 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_convert.names import expected_tensors
 from checkpoints_convert.sources.base import SourceTensor, check_tensors
+from checkpoints_convert.sources.config import model_config
 from checkpoints_convert.sources.files import first_line
 from checkpoints_convert.sources.gguf_config import INTERLEAVED, config_from_metadata
 from checkpoints_convert.vocabulary import gguf_tokenizer_files
 from jax_longctx.errors import CheckpointError
-from jax_longctx.models.config import ModelConfig
 
 __all__ = ["Gguf", "read_directory"]
 
@@ -26,6 +25,9 @@ READABLE = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
 )
+
+# Of an array, of the metadata, and of tensors; vocabularies have some 300,000 tokens and merges.
+MOST_ENTRIES = 1 << 21
 
 
 class Gguf:
@@ -43,16 +45,15 @@ class Gguf:
         metadata, found, factors = read_directory(path)
         shapes = {tensor.name: tensor.shape for tensor in found}
         described = config_from_metadata(path, metadata, shapes, factors)
-        self.config = ModelConfig.from_hf(described)
+        self.config = model_config(described)
         self.extras: dict[str, Any] = {
             key: described[key] for key in ("bos_token_id", "eos_token_id") if key in described
         }
         interleaved = metadata["general.architecture"] in INTERLEAVED
         self.naming = "gguf-interleaved" if interleaved else "gguf"
-        expected = expected_tensors(self.config, self.naming)
-        self.tensors = check_tensors(label, found, expected, lambda name: False)
+        self.tensors = check_tensors(label, found, self.config, self.naming, lambda name: False)
         self.read_files: dict[Path, str] = {}
-        self._tokenizer = gguf_tokenizer_files(path, metadata, self.config.vocab_size)
+        self._tokenizer = gguf_tokenizer_files(path, metadata)
 
     def write_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer made from the metadata."""
@@ -93,6 +94,22 @@ def read_directory(
                 raise ValueError(f"it is truncated or damaged at byte {offset} of its metadata")
             return super()._get(offset, dtype, count, override_order)
 
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == gguf.GGUFValueType.ARRAY:
+                kind, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+                if kind[0] == gguf.GGUFValueType.ARRAY:
+                    raise ValueError("its metadata nests arrays, which no model needs")
+                _check_count("entries of an array", length[0])
+            return super()._get_field_parts(orig_offs, raw_type)
+
+        def _build_fields(self, offs: int, count: int) -> int:
+            _check_count("metadata entries", count)
+            return super()._build_fields(offs, count)
+
+        def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[Any]]:
+            _check_count("tensors", count)
+            return super()._build_tensor_info(offs, count)
+
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
             _check_complete(path, start_offs, fields, len(self.data))
             super()._build_tensors(start_offs, fields)
@@ -108,7 +125,7 @@ def read_directory(
         ) from error
     if reader.byte_order != "I":
         raise CheckpointError(f"{path} has the other byte order; convert it for this machine first")
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise CheckpointError(
             f"{path} is one of {metadata['split.count']} parts; "
             f"merge them first (llama-gguf-split --merge)"
@@ -118,6 +135,12 @@ def read_directory(
         if entry.name == "rope_freqs.weight":
             factors = np.array(entry.data, np.float32).reshape(-1)
     return metadata, sorted(tensors, key=lambda tensor: tensor.offset), factors
+
+
+def _check_count(what: str, count: int) -> None:
+    """Each takes the package microseconds and hundreds of bytes, so it must not believe any."""
+    if count > MOST_ENTRIES:
+        raise ValueError(f"it says that it holds {count} {what}, expected at most {MOST_ENTRIES}")
 
 
 def _check_complete(path: Path, start: int, fields: list[Any], size: int) -> None:

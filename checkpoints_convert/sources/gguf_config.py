@@ -38,13 +38,13 @@ def config_from_metadata(
     shapes: Mapping[str, tuple[int, ...]],
     factors: np.ndarray | None,
 ) -> dict[str, Any]:
-    """A config as `ModelConfig.from_hf` reads it.
+    """A config as `model_config` reads it.
 
     Raises:
       CheckpointError: the metadata lacks something.
       ConfigError: an architecture or rotary scaling that is not implemented.
     """
-    architecture = metadata.get("general.architecture")
+    architecture = str(metadata.get("general.architecture"))
     if architecture not in CLASSES:
         raise ConfigError(
             f"{path}: architecture {architecture!r} is not implemented; "
@@ -55,24 +55,19 @@ def config_from_metadata(
     heads, width = said.need("attention.head_count"), said.need("embedding_length")
     if "token_embd.weight" not in shapes:
         raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
-    layers = said.need("block_count")
-    if layers > len(shapes):
-        raise CheckpointError(
-            f"{path}: the metadata says {layers} layers, but the file has {len(shapes)} tensors"
-        )
     config = {
         "model_type": model_type,
         "architectures": [class_name],
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": width,
         "intermediate_size": said.need("feed_forward_length"),
-        "num_hidden_layers": layers,
+        "num_hidden_layers": said.need("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": said.get("attention.head_count_kv", heads),
         "head_dim": said.get("attention.key_length", width // heads),
         "hidden_act": "silu",
-        "rms_norm_eps": _decimal(said.need("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _decimal(said.get("rope.freq_base", DEFAULT_THETA)),
+        "rms_norm_eps": _decimal(said.need("attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": _decimal(said.get("rope.freq_base", DEFAULT_THETA, float)),
         "max_position_embeddings": said.need("context_length"),
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
@@ -83,8 +78,8 @@ def config_from_metadata(
         config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
         config["sliding_window"] = window
     for key in ("bos_token_id", "eos_token_id"):
-        if f"tokenizer.ggml.{key}" in metadata:
-            config[key] = metadata[f"tokenizer.ggml.{key}"]
+        if isinstance(token := metadata.get(f"tokenizer.ggml.{key}"), int):
+            config[key] = token
     _check_plain(said, config)
     return config
 
@@ -95,15 +90,22 @@ class _Said:
     def __init__(self, path: Path, metadata: Mapping[str, Any], architecture: str):
         self.path, self._metadata, self._prefix = path, metadata, architecture
 
-    def get(self, key: str, default: Any) -> Any:
-        return self._metadata.get(f"{self._prefix}.{key}", default)
+    def get(self, key: str, default: Any, kind: type = int) -> Any:
+        value = self._metadata.get(f"{self._prefix}.{key}", default)
+        if isinstance(value, list):
+            raise ConfigError(f"{self.path}: {self._prefix}.{key} differs by layer: {value!s:.80}")
+        if value is not default and not isinstance(value, kind):
+            raise CheckpointError(
+                f"{self.path}: {self._prefix}.{key} is {value!r:.80}, expected {kind.__name__}"
+            )
+        return value
 
-    def need(self, key: str) -> Any:
-        value = self.get(key, None)
+    def need(self, key: str, kind: type = int) -> Any:
+        value = self.get(key, None, kind)
         if value is None:
             raise CheckpointError(f"{self.path}: the metadata has no {self._prefix}.{key}")
-        if isinstance(value, list):
-            raise ConfigError(f"{self.path}: {self._prefix}.{key} differs by layer: {value}")
+        if value == 0:
+            raise CheckpointError(f"{self.path}: {self._prefix}.{key} is 0")
         return value
 
 
@@ -128,17 +130,18 @@ def _check_plain(said: _Said, config: Mapping[str, Any]) -> None:
 def _rope_scaling(
     said: _Said, config: Mapping[str, Any], factors: np.ndarray | None
 ) -> dict[str, Any] | None:
-    kind = said.get("rope.scaling.type", "none")
+    kind = said.get("rope.scaling.type", "none", str)
     # Files from before scaling had a type.
-    if kind == "none" and said.get("rope.scale_linear", 1.0) != 1.0:
-        return {"rope_type": "linear", "factor": _decimal(said.get("rope.scale_linear", 1.0))}
+    linear = said.get("rope.scale_linear", 1.0, float)
+    if kind == "none" and linear != 1.0:
+        return {"rope_type": "linear", "factor": _decimal(linear)}
     if factors is not None and not np.all(factors == 1.0):
         if kind != "none":
             raise ConfigError(f"{said.path}: rope_freqs.weight together with {kind} scaling")
         return llama3_scaling(said.path, config, factors)
     if kind == "none":
         return None
-    factor = _decimal(said.need("rope.scaling.factor"))
+    factor = _decimal(said.need("rope.scaling.factor", float))
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
@@ -150,12 +153,13 @@ def _rope_scaling(
     }
     names = (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
     for key, name in names:
-        if (value := said.get(f"rope.scaling.{key}", None)) is not None:
+        if (value := said.get(f"rope.scaling.{key}", None, float)) is not None:
             scaling[name] = _decimal(value)
-    attention = said.get("rope.scaling.yarn_attn_factor", said.get("rope.scaling.attn_factor", 1.0))
+    older = said.get("rope.scaling.attn_factor", 1.0, float)
+    attention = said.get("rope.scaling.yarn_attn_factor", older, float)
     if attention != 1.0:
         # llama.cpp multiplies this with YaRN's own factor, which Hugging Face replaces.
-        scaling["attention_factor"] = _decimal(attention) * (0.1 * math.log(factor) + 1.0)
+        scaling["attention_factor"] = _decimal(attention) * (0.1 * math.log(max(factor, 1.0)) + 1.0)
     return scaling
 
 
@@ -171,22 +175,28 @@ def llama3_scaling(path: Path, config: Mapping[str, Any], factors: np.ndarray) -
       ConfigError: the divisors do not follow this formula.
     """
     head_dim = config["head_dim"]
+    wrong = ConfigError(f"{path}: rope_freqs.weight is no llama3 scaling")
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     inverse_wave = config["rope_theta"] ** -exponents / (2 * math.pi)
     divisors = factors.astype(np.float64)
+    if divisors.shape != inverse_wave.shape or not np.all((divisors >= 1) & np.isfinite(divisors)):
+        raise wrong
     factor = _decimal(divisors.max())
     smooth = (1 / divisors - 1 / factor) / (1 - 1 / factor)
     between = (divisors > 1.0) & (divisors < divisors.max())
-    if divisors.shape != inverse_wave.shape or between.sum() < 2:
-        raise ConfigError(f"{path}: rope_freqs.weight is no llama3 scaling")
+    if between.sum() < 2:
+        raise wrong
     slope, offset = np.polyfit(inverse_wave[between], smooth[between], 1)
     low = 1.0
+    # The line falls below 0 where frequencies are divided by the whole factor.
+    if not offset < 0 < slope:
+        raise wrong
     high, trained = low - low / offset, -slope * low / offset
     high, trained = round(high, 2), round(trained)
     line = (trained * inverse_wave - low) / (high - low)
     again = 1 / ((1 - line.clip(0, 1)) / factor + line.clip(0, 1))
     if not np.allclose(again, divisors, rtol=1e-4):
-        raise ConfigError(f"{path}: rope_freqs.weight is no llama3 scaling")
+        raise wrong
     return {
         "rope_type": "llama3",
         "factor": factor,

@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.names import expected_tensors, naming_of
+from checkpoints_convert.names import naming_of
 from checkpoints_convert.sources.base import SourceTensor, check_tensors
+from checkpoints_convert.sources.config import model_config
 from checkpoints_convert.sources.files import first_line, read_json, sha256_of, unreadable
 from checkpoints_convert.sources.safetensors import read_header
-from checkpoints_convert.vocabulary import check_tokenizer, sentencepiece_files
+from checkpoints_convert.vocabulary import sentencepiece_files
 from jax_longctx.errors import CheckpointError
-from jax_longctx.models.config import ModelConfig
 
 __all__ = ["TOKENIZER_FILES", "HuggingFace", "fetch"]
 
@@ -55,16 +55,14 @@ class HuggingFace:
                 f"directory with config.json, *.safetensors and tokenizer files, or a GGUF file)"
             )
         described = read_json(config_path)
-        self.config = ModelConfig.from_hf(described)
+        self.config = model_config(described)
         self.extras: dict[str, Any] = {
             key: described[key] for key in EXTRAS if described.get(key) is not None
         }
         self._tokenizer = self._find_tokenizer()
         found = self._find_tensors()
         self.naming = naming_of(tensor.name for tensor in found)
-        self.tensors = check_tensors(
-            label, found, expected_tensors(self.config, self.naming), self._is_tied_head
-        )
+        self.tensors = check_tensors(label, found, self.config, self.naming, self._is_tied_head)
         self._check_tied_head(found)
         read = [config_path, *self._tokenizer]
         if (folder / INDEX).exists():
@@ -76,18 +74,14 @@ class HuggingFace:
         for path in self._tokenizer:
             shutil.copyfile(path, folder / path.name)
         if not (folder / "tokenizer.json").exists():
-            for name, text in sentencepiece_files(self._folder).items():
+            for name, text in sentencepiece_files(self._folder, self.config.vocab_size).items():
                 (folder / name).write_text(text, encoding="utf-8")
 
     def _find_tokenizer(self) -> list[Path]:
         paths = [self._folder / name for name in TOKENIZER_FILES]
         paths = [path for path in paths if path.exists()]
         names = {path.name for path in paths}
-        if "tokenizer.json" in names:
-            check_tokenizer(self._folder / "tokenizer.json", self.config.vocab_size)
-        elif "tokenizer.model" in names:
-            sentencepiece_files(self._folder, self.config.vocab_size)
-        else:
+        if not names & {"tokenizer.json", "tokenizer.model"}:
             raise CheckpointError(
                 f"{self._folder} has no tokenizer (tokenizer.json or tokenizer.model); "
                 f"put the model's tokenizer files beside its weights"
@@ -109,6 +103,11 @@ class HuggingFace:
         tensors: list[SourceTensor] = []
         for name in sorted({str(file) for file in placed.values()}):
             path = self._folder / name
+            if path.name != name:
+                raise CheckpointError(
+                    f"{self._folder / INDEX} places tensors in {name!r}, expected the name of a "
+                    f"file in the same folder"
+                )
             if not path.exists():
                 missing = next(key for key, file in placed.items() if file == name)
                 raise CheckpointError(f"{path} is missing; it holds {missing} and others")

@@ -1,12 +1,14 @@
 """Telling from what a person typed where the checkpoint is."""
 
 import re
+import tempfile
 from pathlib import Path
 
 from checkpoints_convert.sources.base import Source
 from checkpoints_convert.sources.gguf import Gguf
 from checkpoints_convert.sources.huggingface import HuggingFace, fetch
-from jax_longctx.errors import CheckpointError
+from jax_longctx.errors import CheckpointError, LongctxError
+from jax_longctx.text import Tokenizer, check_vocabulary
 
 __all__ = ["open_source"]
 
@@ -22,6 +24,12 @@ def open_source(source: str | Path) -> Source:
       CheckpointError: not a checkpoint, or an incomplete one.
       ConfigError: the architecture is not implemented.
     """
+    opened = _open(source)
+    _check_tokenizer(opened)
+    return opened
+
+
+def _open(source: str | Path) -> Source:
     path = Path(source).expanduser()
     if path.is_dir():
         return HuggingFace(path, str(source))
@@ -36,3 +44,19 @@ def open_source(source: str | Path) -> Source:
             f"or a hub id such as owner/name"
         )
     return HuggingFace(fetch(hub["name"], hub["revision"]), str(source))
+
+
+def _check_tokenizer(source: Source) -> None:
+    """The tokenizer files must be ones that the other commands can load."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            source.write_tokenizer(Path(folder))
+            check_vocabulary(Tokenizer.load(folder), source.config)
+        except OSError as error:
+            raise CheckpointError(
+                f"{source.label}: its tokenizer cannot be read: {error}"
+            ) from error
+        except LongctxError as error:
+            # Of the copies, a person knows the names alone.
+            said = str(error).replace(f"{folder}/", "")
+            raise CheckpointError(f"{source.label}: {said}") from error

@@ -4,7 +4,6 @@ Read here rather than through the `safetensors` package because that one maps wh
 memory; ours reads byte ranges and can say which tensor a truncated file lacks.
 """
 
-import json
 import math
 import struct
 from pathlib import Path
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_convert.sources.base import SourceTensor
-from checkpoints_convert.sources.files import unreadable
+from checkpoints_convert.sources.files import parse_json, unreadable
 from jax_longctx.errors import CheckpointError
 
 __all__ = ["DTYPE_NAMES", "read_header"]
@@ -75,13 +74,7 @@ def _raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
             raw = file.read(length)
     except OSError as error:
         raise unreadable(path, error) from error
-    try:
-        header = json.loads(raw)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is not a safetensors file: its header is no JSON object")
-    return header, 8 + length, size
+    return parse_json(raw, f"{path} is not a safetensors file"), 8 + length, size
 
 
 def _tensor(path: Path, name: str, entry: Any, begin: int) -> SourceTensor:

@@ -6,14 +6,12 @@ pieces and their scores.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as pre
 
-from checkpoints_convert.sources.files import first_line
 from jax_longctx.errors import CheckpointError
 
 __all__ = [
@@ -24,8 +22,6 @@ __all__ = [
     "Split",
     "Vocabulary",
     "byte_level",
-    "check_ids",
-    "check_tokenizer",
     "sentencepiece",
     "splits",
 ]
@@ -182,29 +178,3 @@ def _finish(tokenizer: Tokenizer, vocabulary: Vocabulary) -> Tokenizer:
             special_tokens=[(text, vocabulary.bos)],
         )
     return tokenizer
-
-
-def check_tokenizer(path: Path, vocab_size: int) -> None:
-    """A `tokenizer.json` must be one, and all its ids must have an embedding.
-
-    Raises:
-      CheckpointError: no tokenizer file, or the tokenizer of another model.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # the package raises the bare class on any fault in the file
-        raise CheckpointError(f"{path} is not a tokenizer file: {first_line(error)}") from error
-    check_ids(path, tokenizer.get_vocab(with_added_tokens=True).values(), vocab_size)
-
-
-def check_ids(path: Path, ids: Iterable[int], vocab_size: int) -> None:
-    """Raises CheckpointError when an id has no embedding."""
-    largest = max(ids, default=-1)
-    if largest >= vocab_size:
-        raise CheckpointError(
-            f"{path}: wrong tokenizer, its ids reach {largest} but the model has "
-            f"{vocab_size} embeddings; use the tokenizer files of this model"
-        )

@@ -10,11 +10,10 @@ from checkpoints_convert.vocabulary.build import (
     NORMAL,
     Vocabulary,
     byte_level,
-    check_ids,
     sentencepiece,
     splits,
 )
-from jax_longctx.errors import CheckpointError
+from jax_longctx.errors import CheckpointError, LongctxError
 
 __all__ = ["gguf_tokenizer_files"]
 
@@ -29,9 +28,7 @@ SPECIAL = {
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-def gguf_tokenizer_files(
-    path: Path, metadata: Mapping[str, Any], vocab_size: int
-) -> dict[str, str]:
+def gguf_tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
     """File name -> text, for tokenizer.json and its companions.
 
     Raises:
@@ -48,7 +45,18 @@ def gguf_tokenizer_files(
         raise CheckpointError(
             f"{path}: a tokenizer of type {kind!r} is not implemented (implemented: gpt2, llama)"
         )
-    check_ids(path, [len(tokens) - 1], vocab_size)
+    try:
+        return _files(path, metadata, said)
+    except LongctxError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{path}: the tokenizer has no {error.args[0]}") from error
+    except Exception as error:  # the package raises the bare class on any fault in merges or tokens
+        raise CheckpointError(f"{path}: the tokenizer is damaged: {first_line(error)}") from error
+
+
+def _files(path: Path, metadata: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, str]:
+    tokens, kind = said["tokens"], said["model"]
     split = splits(path, said.get("pre")) if kind == "gpt2" else None
     adds_bos = said.get("add_bos_token", split.bos if split is not None else True)
     special = {
@@ -61,16 +69,11 @@ def gguf_tokenizer_files(
         kinds=said.get("token_type") or [NORMAL] * len(tokens),
         bos=said.get("bos_token_id") if adds_bos else None,
     )
-    try:
-        if split is not None:
-            tokenizer = byte_level(vocabulary, said["merges"], split)
-        else:
-            prefix = bool(said.get("add_space_prefix", True))
-            tokenizer = sentencepiece(vocabulary, said["scores"], prefix=prefix)
-    except KeyError as error:
-        raise CheckpointError(f"{path}: the tokenizer has no {error.args[0]}") from error
-    except Exception as error:  # the package raises the bare class on any fault in merges or tokens
-        raise CheckpointError(f"{path}: the tokenizer is damaged: {first_line(error)}") from error
+    if split is not None:
+        tokenizer = byte_level(vocabulary, said["merges"], split)
+    else:
+        prefix = bool(said.get("add_space_prefix", True))
+        tokenizer = sentencepiece(vocabulary, said["scores"], prefix=prefix)
     files = {
         "tokenizer.json": tokenizer.to_str(pretty=False),
         "tokenizer_config.json": _config(metadata, special, bool(adds_bos)),

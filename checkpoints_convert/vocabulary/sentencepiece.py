@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from checkpoints_convert.sources.files import first_line, read_json
 from checkpoints_convert.vocabulary.build import (
     CONTROL,
     NORMAL,
     Vocabulary,
-    check_ids,
     sentencepiece,
 )
 from jax_longctx.errors import CheckpointError
@@ -26,11 +26,11 @@ __all__ = ["sentencepiece_files"]
 BPE = 2
 
 
-def sentencepiece_files(folder: Path, vocab_size: int | None = None) -> dict[str, str]:
+def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
     """File name -> text, from `tokenizer.model` and the added tokens of `tokenizer_config.json`.
 
     Args:
-      vocab_size: embeddings the model has, to be checked.
+      vocab_size: embeddings the model has, which bound the ids.
 
     Raises:
       CheckpointError: the model is damaged, or no BPE model.
@@ -40,42 +40,40 @@ def sentencepiece_files(folder: Path, vocab_size: int | None = None) -> dict[str
         tokens, scores, kinds, prefix = _read(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, IndexError, struct.error) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"{path} is not a sentencepiece BPE model: {error}") from error
-    config = _config(folder)
-    for key, entry in config.get("added_tokens_decoder", {}).items():
-        index, text = int(key), entry["content"]
+    settings = folder / "tokenizer_config.json"
+    config = read_json(settings) if settings.exists() else {}
+    try:
+        added = config.get("added_tokens_decoder", {})
+        added = [(int(key), str(entry["content"])) for key, entry in added.items()]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{settings}: its added_tokens_decoder is damaged") from error
+    for index, text in added:
+        if not 0 <= index < vocab_size:
+            raise CheckpointError(
+                f"{settings}: wrong tokenizer, its ids reach {index!s:.20} but the model has "
+                f"{vocab_size} embeddings; use the tokenizer files of this model"
+            )
         # Ids between the model's own and the added ones have no text.
         for gap in range(len(tokens), index + 1):
             tokens.append(f"<unused_{gap}>")
             scores.append(0.0)
             kinds.append(CONTROL)
         tokens[index], kinds[index] = text, CONTROL
-    if vocab_size is not None:
-        check_ids(path, [len(tokens) - 1], vocab_size)
     bos = config.get("bos_token", "<s>")
-    bos = bos["content"] if isinstance(bos, dict) else bos
+    bos = bos.get("content") if isinstance(bos, dict) else bos
     adds_bos = config.get("add_bos_token", True) and bos in tokens
     vocabulary = Vocabulary(tokens=tokens, kinds=kinds, bos=tokens.index(bos) if adds_bos else None)
-    files = {"tokenizer.json": sentencepiece(vocabulary, scores, prefix=prefix).to_str()}
-    if not (folder / "tokenizer_config.json").exists():
+    try:
+        files = {"tokenizer.json": sentencepiece(vocabulary, scores, prefix=prefix).to_str()}
+    except Exception as error:  # the package raises the bare class on any fault in the pieces
+        raise CheckpointError(f"{path}: the tokenizer is damaged: {first_line(error)}") from error
+    if not settings.exists():
         said: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
         said = {name: text for name, text in said.items() if text in tokens}
         files["tokenizer_config.json"] = json.dumps({**said, "add_bos_token": bool(adds_bos)})
     return files
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return config
 
 
 def _read(data: bytes) -> tuple[list[str], list[float], list[int], bool]:
@@ -132,3 +130,5 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
+        if shift > 63:
+            raise ValueError("an integer of more than 64 bits")

@@ -1,7 +1,6 @@
 """`jax-longctx plan`: will it fit, and how long will it take."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,6 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.terminal import Terminal
-from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 
 if TYPE_CHECKING:
@@ -141,7 +139,6 @@ def _compile(
 
 
 def _config(model: str) -> Any:
-    from jax_longctx.models.config import ModelConfig
     from jax_longctx.models.presets import preset
 
     path = Path(model)
@@ -151,12 +148,9 @@ def _config(model: str) -> Any:
         from jax_longctx.models.checkpoint import read_manifest
 
         return read_manifest(path).config
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read as a model's config.json: {error}") from error
-    return ModelConfig.from_hf(fields)
+    from checkpoints_convert import read_config
+
+    return read_config(path / "config.json" if path.is_dir() else path)
 
 
 def _as_record(

@@ -8,12 +8,14 @@ from jax_longctx.models.config import ModelConfig
 __all__ = ["PRESETS", "preset"]
 
 _LLAMA_3_1_ROPE = {
+    "rope_theta": 500000.0,
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_PLAIN_ROPE = {"rope_theta": 1000000.0, "rope_type": "default"}
 
 
 def _llama(**changes: Any) -> dict[str, Any]:
@@ -23,8 +25,7 @@ def _llama(**changes: Any) -> dict[str, Any]:
         "hidden_act": "silu",
         "vocab_size": 128256,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": _LLAMA_3_1_ROPE,
+        "rope_parameters": _LLAMA_3_1_ROPE,
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
         "attention_bias": False,
@@ -40,17 +41,17 @@ def _qwen2(**changes: Any) -> dict[str, Any]:
         "hidden_act": "silu",
         "vocab_size": 152064,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
+        "rope_parameters": _PLAIN_ROPE,
         "max_position_embeddings": 131072,
-        "sliding_window": 131072,
+        "sliding_window": None,
         "use_sliding_window": False,
-        "max_window_layers": changes["num_hidden_layers"],
+        "layer_types": ["full_attention"] * changes["num_hidden_layers"],
         "tie_word_embeddings": False,
         **changes,
     }
 
 
-# What the models' config.json files say of their shapes.
+# What transformers makes of the models' config.json files.
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _llama(
         hidden_size=4096,
@@ -67,7 +68,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_key_value_heads=8,
         head_dim=64,
         tie_word_embeddings=True,
-        rope_scaling={**_LLAMA_3_1_ROPE, "factor": 32.0},
+        rope_parameters={**_LLAMA_3_1_ROPE, "factor": 32.0},
     ),
     "llama-3.2-3b": _llama(
         hidden_size=3072,
@@ -77,7 +78,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_key_value_heads=8,
         head_dim=128,
         tie_word_embeddings=True,
-        rope_scaling={**_LLAMA_3_1_ROPE, "factor": 32.0},
+        rope_parameters={**_LLAMA_3_1_ROPE, "factor": 32.0},
     ),
     "llama-3.1-70b": _llama(
         hidden_size=8192,
@@ -106,7 +107,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
+        "rope_parameters": _PLAIN_ROPE,
         "max_position_embeddings": 32768,
         "sliding_window": None,
         "tie_word_embeddings": False,

@@ -77,7 +77,12 @@ class Tokenizer:
         settings |= _read_json(directory / "tokenizer_config.json")
         generation = _read_json(directory / "generation_config.json")
         eos = generation.get("eos_token_id")
-        eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
+        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(isinstance(token, int) for token in eos_ids):
+            raise CheckpointError(
+                f"{directory / 'generation_config.json'}: eos_token_id is {eos!r:.100}, "
+                f"expected an id or a list of ids"
+            )
         template = _read(directory / "chat_template.jinja")
         if template is None:
             template = select_template(settings.get("chat_template"))
@@ -280,8 +285,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is not JSON that can be read: too deeply nested") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, expected a JSON object")
     return value

@@ -44,7 +44,7 @@ def hf_config(vocab_size):
         "vocab_size": vocab_size,
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
     }

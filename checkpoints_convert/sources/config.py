@@ -1,0 +1,136 @@
+"""`config.json` -> `ModelConfig`; transformers gives the defaults of the keys that a file leaves out.
+
+Published files leave out keys: Llama 2 has no `rope_theta`, Mistral 7B has no `head_dim`. The
+configuration classes of transformers fill them in. They get a dict of known keys, bounded first:
+transformers opens no file here and runs no code that a checkpoint brings (`auto_map`).
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from checkpoints_convert.sources.files import read_json
+from jax_longctx.errors import ConfigError
+from jax_longctx.models.config import FAMILIES, ModelConfig
+
+__all__ = ["model_config", "read_config"]
+
+# What the computation depends on.
+KEYS = (
+    "attention_bias",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "max_window_layers",
+    "mlp_bias",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "vocab_size",
+)
+
+# Positions and shapes are 32-bit integers.
+LARGEST = 2**31 - 1
+# transformers makes lists of so many entries.
+MOST_LAYERS = 10_000
+
+INTERNLM2 = "internlm2"
+ARCHITECTURES = {name: family for family, name in FAMILIES.items()}
+ARCHITECTURES["InternLM2ForCausalLM"] = INTERNLM2
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The model that a `config.json` describes.
+
+    Raises:
+      CheckpointError: no JSON file.
+      ConfigError: a model that is not implemented, or a value out of range.
+    """
+    return model_config(read_json(path))
+
+
+def model_config(described: Mapping[str, Any]) -> ModelConfig:
+    """The model that the entries of a `config.json` describe.
+
+    Raises:
+      ConfigError: a model that is not implemented, or a value out of range.
+    """
+    family = _family(described)
+    known = {key: described[key] for key in KEYS if key in described}
+    for key, value in known.items():
+        most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
+        for number in _integers(value):
+            if abs(number) > most:
+                raise ConfigError(
+                    f"config.json: {key!r} holds {number!s:.20}, expected at most {most}"
+                )
+    if family == INTERNLM2:
+        # Once its fused projection is split it is a Llama. Its biases have a flag of another name.
+        family, known["attention_bias"] = "llama", described.get("bias", True)
+    if family == "mistral" and known.get("layer_types"):
+        # transformers reads such a file as a model of another family (Ministral).
+        raise ConfigError("layer_types is not part of family 'mistral'")
+    return ModelConfig.from_hf(_with_defaults(family, known))
+
+
+def _family(described: Mapping[str, Any]) -> str:
+    """By architecture, or by model_type where no architecture is named; both must agree."""
+    family, names = described.get("model_type"), described.get("architectures") or ()
+    if not isinstance(names, list | tuple):
+        raise ConfigError(f"config.json: 'architectures' must be a list, got {names!r}")
+    for name in names:
+        if name not in ARCHITECTURES:
+            raise ConfigError(
+                f"architecture {name!r} is not implemented; implemented: {', '.join(ARCHITECTURES)}"
+            )
+        if family is not None and family != ARCHITECTURES[name]:
+            raise ConfigError(f"architecture {name!r} contradicts model_type {family!r}")
+        return ARCHITECTURES[name]
+    families = list(ARCHITECTURES.values())
+    if family not in families:
+        raise ConfigError(
+            f"model_type {family!r} is not implemented; implemented: {', '.join(families)}"
+        )
+    return family
+
+
+def _integers(value: Any) -> Iterable[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _integers(item)
+
+
+def _with_defaults(family: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Every key of the family, as transformers reads these."""
+    # Only the configuration classes are used; that PyTorch is missing needs no remark.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"reading a config.json needs the package {error.name}; install it: "
+            f"pip install 'jax-longctx[convert]'"
+        ) from error
+    try:
+        config = AutoConfig.for_model(family, **known)
+        # It does so again before it computes: a trained length beside the rope settings wins.
+        config.standardize_rope_params()
+        return config.to_dict()
+    except Exception as error:  # any fault in a value, from a bare KeyError to its own classes
+        said = " ".join(str(error).split())
+        raise ConfigError(f"config.json cannot be used: {said:.300}") from error

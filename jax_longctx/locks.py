@@ -1,0 +1,59 @@
+"""One writer at a time: a lock beside what is written, which the kernel frees with its holder."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from jax_longctx.errors import InputError
+
+__all__ = ["only_writer"]
+
+
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Holds the right to write `path`, with a lock on the file `PATH.lock`.
+
+    A killed process leaves the file but not the lock, so it stops nobody.
+
+    Raises:
+      InputError: another process is writing `path`, or its folder cannot be written.
+    """
+    lock = path.with_name(path.name + ".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = _acquire(lock)
+    except BlockingIOError:
+        raise InputError(
+            f"another process is writing {path}; wait for it, or choose another name"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        # Before it is let go: the next holder must not lose the file it has locked.
+        lock.unlink(missing_ok=True)
+        os.close(held)
+
+
+def _acquire(lock: Path) -> int:
+    while True:
+        held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The holder before may have deleted this file, and another process made a new one.
+            if _is_at(lock, held):
+                return held
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(held)
+
+
+def _is_at(lock: Path, held: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(lock), os.fstat(held))
+    except FileNotFoundError:
+        return False
