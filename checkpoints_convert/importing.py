@@ -222,10 +222,12 @@ def _write_rest(
     bytes_of: dict[str, int] = {}
     for step in steps:
         bytes_of[step[2].name] = bytes_of.get(step[2].name, 0) + _stored_bytes(step)
+    entries = dict(_entries(steps))
+    partial.check(entries)
     manifest = Manifest(
         config=opened.config,
         dtype=max(bytes_of, key=lambda name: bytes_of[name]),
-        tensors=dict(_entries(steps)),
+        tensors=entries,
         source=opened.label,
         sources={path.name: digest for path, digest in {**opened.read_files, **hashes}.items()},
         files=list_files(partial.folder / PARAMS),

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import tensorstore as ts
 from orbax.checkpoint import v1 as ocp
 
 from checkpoints_convert.names import insert
 from checkpoints_convert.sources.files import first_line
 from jax_longctx.errors import CheckpointError
-from jax_longctx.models.checkpoint import PARAMS, quiet_orbax
+from jax_longctx.models.checkpoint import PARAMS, TensorEntry, list_files, quiet_orbax
 
 __all__ = ["SUFFIX", "Partial", "check_destination", "write_text"]
 
@@ -105,6 +106,28 @@ class Partial:
             ocp.partial.finalize(str(self.folder / PARAMS))
         self._state = "merged"
         self._note()
+
+    def check(self, entries: Mapping[str, TensorEntry]) -> None:
+        """Raises CheckpointError unless every array is there, with every byte of it."""
+        folder = self.folder / PARAMS
+        base = {"driver": "file", "path": f"{folder / 'state'}/"}
+        lacking, wanted = [], 0
+        with self._orbax():
+            for path, entry in entries.items():
+                store = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
+                array = ts.open({"driver": "zarr3", "kvstore": store}, open=True).result()
+                told = array.storage_statistics(query_fully_stored=True).result()
+                found = array.shape, array.dtype.name, told.fully_stored
+                if found != (entry.shape, entry.dtype, True):
+                    lacking.append(path)
+                wanted += array.size * array.dtype.numpy_dtype.itemsize
+        # Nothing is compressed.
+        written = sum(list_files(folder).values())
+        if lacking or written < wanted:
+            raise CheckpointError(
+                f"{self.destination} was not written whole ({written} of at least {wanted} bytes, "
+                f"lacking {lacking[:1]}); another program may have changed it; convert again"
+            )
 
     def publish(self) -> None:
         """Gives the whole folder its name."""

@@ -7,8 +7,6 @@ from typing import Any
 from checkpoints_convert.sources.gguf import read_directory
 from checkpoints_convert.vocabulary import gguf_tokenizer_files
 
-VOCABULARY = 49152
-
 
 def write_tokenizer(folder: Path) -> dict[str, Any]:
     """Writes the tokenizer's files; what the GGUF file says of itself."""
@@ -17,6 +15,6 @@ def write_tokenizer(folder: Path) -> dict[str, Any]:
     (package,) = spec.submodule_search_locations
     (path,) = Path(package).glob("*.gguf")
     metadata, _, _ = read_directory(path)
-    for name, text in gguf_tokenizer_files(path, metadata, VOCABULARY).items():
+    for name, text in gguf_tokenizer_files(path, metadata).items():
         (folder / name).write_text(text, encoding="utf-8")
     return metadata

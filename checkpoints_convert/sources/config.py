@@ -1,4 +1,4 @@
-"""`config.json` -> `ModelConfig`; transformers gives the defaults of the keys that a file leaves out.
+"""`config.json` -> `ModelConfig`, with transformers' defaults for keys that a file leaves out.
 
 Published files leave out keys: Llama 2 has no `rope_theta`, Mistral 7B has no `head_dim`. The
 configuration classes of transformers fill them in. They get a dict of known keys, bounded first:
@@ -121,11 +121,15 @@ def _with_defaults(family: str, known: Mapping[str, Any]) -> dict[str, Any]:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         from transformers import AutoConfig
+        from transformers.utils import logging
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"reading a config.json needs the package {error.name}; install it: "
             f"pip install 'jax-longctx[convert]'"
         ) from error
+    # Of a value that it only warns of, ModelConfig says whether it is implemented.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         config = AutoConfig.for_model(family, **known)
         # It does so again before it computes: a trained length beside the rope settings wins.
@@ -134,3 +138,5 @@ def _with_defaults(family: str, known: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # any fault in a value, from a bare KeyError to its own classes
         said = " ".join(str(error).split())
         raise ConfigError(f"config.json cannot be used: {said:.300}") from error
+    finally:
+        logging.set_verbosity(verbosity)

@@ -5,7 +5,6 @@ range and dequantised a few rows at a time, so neither the file nor a float32 co
 ever whole in memory.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,6 @@ READABLE = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
 )
-
-# Of an array, of the metadata, and of tensors; vocabularies have some 300,000 tokens and merges.
-MOST_ENTRIES = 1 << 21
 
 
 class Gguf:
@@ -69,50 +65,7 @@ def read_directory(
     Raises:
       CheckpointError: no GGUF file, a truncated one, or one of several parts.
     """
-    import gguf
-
-    class Reader(gguf.GGUFReader):
-        """Says where a damaged file ends, and which tensor a truncated one lacks.
-
-        The mapped file is a plain array here: for the package's hundreds of thousands of small
-        slices that is twice as fast as numpy's memmap class.
-        """
-
-        @property
-        def data(self) -> np.ndarray:
-            return self._plain
-
-        @data.setter
-        def data(self, mapped: np.ndarray) -> None:
-            self._plain = mapped.view(np.ndarray)
-
-        def _get(
-            self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None
-        ) -> np.ndarray:
-            # The package would read nothing past the end, as often as a damaged length says.
-            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
-                raise ValueError(f"it is truncated or damaged at byte {offset} of its metadata")
-            return super()._get(offset, dtype, count, override_order)
-
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type == gguf.GGUFValueType.ARRAY:
-                kind, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-                if kind[0] == gguf.GGUFValueType.ARRAY:
-                    raise ValueError("its metadata nests arrays, which no model needs")
-                _check_count("entries of an array", length[0])
-            return super()._get_field_parts(orig_offs, raw_type)
-
-        def _build_fields(self, offs: int, count: int) -> int:
-            _check_count("metadata entries", count)
-            return super()._build_fields(offs, count)
-
-        def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[Any]]:
-            _check_count("tensors", count)
-            return super()._build_tensor_info(offs, count)
-
-        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-            _check_complete(path, start_offs, fields, len(self.data))
-            super()._build_tensors(start_offs, fields)
+    from checkpoints_convert.sources.gguf_reader import Reader
 
     try:
         reader = Reader(path)
@@ -135,26 +88,6 @@ def read_directory(
         if entry.name == "rope_freqs.weight":
             factors = np.array(entry.data, np.float32).reshape(-1)
     return metadata, sorted(tensors, key=lambda tensor: tensor.offset), factors
-
-
-def _check_count(what: str, count: int) -> None:
-    """Each takes the package microseconds and hundreds of bytes, so it must not believe any."""
-    if count > MOST_ENTRIES:
-        raise ValueError(f"it says that it holds {count} {what}, expected at most {MOST_ENTRIES}")
-
-
-def _check_complete(path: Path, start: int, fields: list[Any], size: int) -> None:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    for field in fields:
-        _, name, _, sizes, kind, offset = field.parts
-        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind[0])]
-        end = start + int(offset[0]) + math.prod(map(int, sizes)) * block_bytes // block
-        if end > size:
-            raise CheckpointError(
-                f"{path} is truncated: tensor {bytes(name).decode('utf-8', 'replace')} ends at "
-                f"byte {end}, the file at {size}; fetch it again"
-            )
 
 
 def _tensor(path: Path, entry: Any) -> SourceTensor:

@@ -63,8 +63,10 @@ def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
         tokens[index], kinds[index] = text, CONTROL
     bos = config.get("bos_token", "<s>")
     bos = bos.get("content") if isinstance(bos, dict) else bos
-    adds_bos = config.get("add_bos_token", True) and bos in tokens
-    vocabulary = Vocabulary(tokens=tokens, kinds=kinds, bos=tokens.index(bos) if adds_bos else None)
+    bos_id = tokens.index(bos) if isinstance(bos, str) and bos in tokens else None
+    if not config.get("add_bos_token", True):
+        bos_id = None
+    vocabulary = Vocabulary(tokens=tokens, kinds=kinds, bos=bos_id)
     try:
         files = {"tokenizer.json": sentencepiece(vocabulary, scores, prefix=prefix).to_str()}
     except Exception as error:  # the package raises the bare class on any fault in the pieces
@@ -72,7 +74,7 @@ def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
     if not settings.exists():
         said: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
         said = {name: text for name, text in said.items() if text in tokens}
-        files["tokenizer_config.json"] = json.dumps({**said, "add_bos_token": bool(adds_bos)})
+        files["tokenizer_config.json"] = json.dumps({**said, "add_bos_token": bos_id is not None})
     return files
 
 

@@ -262,7 +262,7 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
         )
     if said.get("partial_rotary_factor", 1) != 1:
         raise ConfigError(
-            f"partial_rotary_factor={said['partial_rotary_factor']} is not implemented; "
+            f"partial_rotary_factor={said['partial_rotary_factor']!r} is not implemented; "
             f"implemented: 1"
         )
     # Only these two kinds extend a length that they name; the others scale what was trained.

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -10,10 +12,11 @@ import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert import convert, export
-from jax_longctx.errors import CheckpointError, ConfigError, LongctxError
+from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 
+INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -216,10 +219,55 @@ def test_damaged_config(source, refused, text):
 
 def test_config_of_another_kind(source, refused):
     path = source / "config.json"
-    edit_json(path, rope_theta=None)
-    refused("rope_theta", kind=ConfigError)
-    edit_json(path, rope_theta=1e4, architectures=["GPT2LMHeadModel"])
+    edit_json(path, architectures=["GPT2LMHeadModel"])
     refused("GPT2LMHeadModel", kind=ConfigError)
+
+
+def test_sizes_are_checked_against_the_tensors_first(source, refused):
+    """Lists and names of a thousand million layers took a minute and 8 GB."""
+    begin = time.process_time()
+    edit_json(source / "config.json", num_hidden_layers=10**9)
+    refused("'num_hidden_layers' holds 1000000000", kind=ConfigError)
+    edit_json(source / "config.json", num_hidden_layers=10_000)
+    refused(source, "10000 layers, but the files hold 21 tensors")
+    assert time.process_time() - begin < 10  # the first import of transformers is in it
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", INDEX, "config.json"])
+def test_deep_nesting(source, refused, name):
+    header = struct.pack("<Q", 200_000) if name.endswith(".safetensors") else b""
+    (source / name).write_bytes(header + b"[" * 200_000 + b" " * 8)
+    refused(source / name, "nested too deeply")
+
+
+@pytest.mark.parametrize("outside", ["../hf2/model.safetensors", "{}/model.safetensors", "."])
+def test_index_that_points_outside_its_folder(tmp_path, source, refused, outside):
+    (tmp_path / "hf2").mkdir()
+    shutil.copyfile(shard(source, 1), tmp_path / "hf2" / "model.safetensors")
+    outside = outside.format(tmp_path / "hf2")
+    placed = json.loads((source / INDEX).read_text())["weight_map"]
+    first = shard(source, 1).name
+    moved = {name: outside if file == first else file for name, file in placed.items()}
+    edit_json(source / INDEX, weight_map=moved)
+    refused(source / INDEX, outside, "the same folder")
+
+
+BROKEN_TOKENIZERS = [
+    ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+    ("tokenizer_config.json", "[" * 200_000, "tokenizer_config.json"),
+    ("tokenizer_config.json", '{"eos_token": "<none>"}', "'<none>' is not in the tokenizer's"),
+    ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat template is not valid"),
+    ("tokenizer_config.json", '{"chat_template": 7}', "chat_template is a int"),
+    ("special_tokens_map.json", "[]", "special_tokens_map.json holds a list"),
+    ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id is '2', expected an id"),
+    ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer file"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "words"), BROKEN_TOKENIZERS)
+def test_tokenizer_files_that_other_commands_would_refuse(source, refused, name, text, words):
+    (source / name).write_text(text)
+    refused(f"{source}: ", words)
 
 
 def test_missing_tokenizer(source, refused):
@@ -227,17 +275,13 @@ def test_missing_tokenizer(source, refused):
     refused(source, "no tokenizer")
 
 
-def test_damaged_tokenizer(source, refused):
-    (source / "tokenizer.json").write_text("{}")
-    refused(source / "tokenizer.json", "not a tokenizer file")
-
-
 def test_tokenizer_of_another_model(source, refused):
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({str(i): i for i in range(301)}, unk_token="0")
     )
     tokenizer.save(str(source / "tokenizer.json"))
-    refused("wrong tokenizer", "300", source / "tokenizer.json")
+    (source / "tokenizer_config.json").unlink()
+    refused(source, "wrong tokenizer", "300")
 
 
 def test_type_that_is_not_known(refused):
@@ -263,8 +307,6 @@ def test_destination_that_exists(tmp_path, source):
 
 
 def test_disk_without_room(source, refused, monkeypatch):
-    import shutil
-
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     refused("needs", "0.00 GB are free", "--dtype")
@@ -272,7 +314,7 @@ def test_disk_without_room(source, refused, monkeypatch):
 
 def test_destination_below_a_file(tmp_path, source):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="file"):
+    with pytest.raises(InputError, match=r"file/ours cannot be written: "):
         convert(source, tmp_path / "file" / "ours")
     assert (tmp_path / "file").read_text() == "x"
 

@@ -1,6 +1,5 @@
 """Hugging Face directories in and out, bit by bit; types, shards, meshes, the hub."""
 
-import dataclasses
 import json
 
 import jax
@@ -9,11 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints_convert import convert, export
+from checkpoints_convert import convert, export, read_config
 from checkpoints_convert.names import params_from_hf
+from checkpoints_convert.sources.config import model_config
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.checkpoint import load_params, read_manifest
-from jax_longctx.models.config import ModelConfig
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.test_names import flat, internlm2_state
 from tests.checkpoints_convert.tiny import (
@@ -56,10 +55,10 @@ def test_round_trip_gives_back_every_bit(tmp_path, family, dtype):
     export(tmp_path / "ours", tmp_path / "back")
 
     assert manifest.dtype == dtype
-    assert manifest.config == ModelConfig.from_hf(described)
+    assert manifest.config == model_config(described)
     assert_same_state(load_all(tmp_path / "back"), state)
     written = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert ModelConfig.from_hf(written) == manifest.config
+    assert model_config(written) == manifest.config
     assert written["torch_dtype"] == dtype
     assert (written["bos_token_id"], written["eos_token_id"]) == (256, [257])
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -89,7 +88,7 @@ def test_values_are_cast_to_the_type_asked_for(tmp_path, dtype):
     convert(write_checkpoint(tmp_path / "hf", described, state), tmp_path / "ours", dtype=dtype)
     params = load_params(tmp_path / "ours", make_mesh())
     cast = {name: value.astype(DTYPES[dtype]) for name, value in state.items()}
-    expected = params_from_hf(ModelConfig.from_hf(described), cast)
+    expected = params_from_hf(model_config(described), cast)
     assert {path for path, _ in flat(params)} == {path for path, _ in flat(expected)}
     for (path, ours), (_, theirs) in zip(sorted(flat(params)), sorted(flat(expected)), strict=True):
         assert same_bits(np.asarray(ours), np.asarray(theirs)), path
@@ -122,20 +121,34 @@ def test_a_sharded_mesh_writes_and_reads_the_same(tmp_path):
     np.testing.assert_array_equal(q, whole["layers"]["0"]["attn"]["q"])
 
 
+def test_a_file_that_leaves_keys_out_converts(tmp_path):
+    """As Llama 2 was published, without theta and head size; here without kv heads as well."""
+    described = hf_config("llama", num_key_value_heads=4)
+    state = random_state(described)
+    said = {key: value for key, value in described.items() if key != "num_key_value_heads"}
+    del said["rope_theta"]
+    manifest = convert(write_checkpoint(tmp_path / "hf", said, state), tmp_path / "ours")
+    assert manifest.config == model_config(described)
+    assert (manifest.config.rope.theta, manifest.config.num_kv_heads) == (10000.0, 4)
+    export(tmp_path / "ours", tmp_path / "back")
+    assert_same_state(load_all(tmp_path / "back"), state)
+    assert read_config(tmp_path / "back" / "config.json") == manifest.config
+
+
 def test_internlm2_is_split_and_exported_as_llama(tmp_path):
     described = hf_config("llama", num_attention_heads=8, num_key_value_heads=2)
-    config = ModelConfig.from_hf(described)
+    config = model_config(described)
     state = random_state(described, "bfloat16")
     theirs = {**described, "architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2"}
     source = write_checkpoint(
         tmp_path / "hf", {**theirs, "bias": False}, internlm2_state(state, config)
     )
     manifest = convert(source, tmp_path / "ours")
-    assert manifest.config == dataclasses.replace(config, family="internlm2")
+    assert manifest.config == config
     export(tmp_path / "ours", tmp_path / "back")
     assert_same_state(load_all(tmp_path / "back"), state)
     written = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert ModelConfig.from_hf(written) == config
+    assert model_config(written) == config
 
 
 def test_export_splits_into_shards_with_an_index(tmp_path):

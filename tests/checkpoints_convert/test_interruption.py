@@ -15,7 +15,9 @@ from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert import convert, export, importing
-from jax_longctx.errors import CheckpointError
+from checkpoints_convert.partial import Partial
+from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.locks import only_writer
 from tests.checkpoints_convert.test_huggingface import assert_same_state, load_all
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 
@@ -160,13 +162,11 @@ def test_what_cannot_be_continued_is_begun_anew(tmp_path, source, saved, state):
 
 
 def test_interrupted_after_the_tensors(tmp_path, source, saved, monkeypatch):
-    from checkpoints_convert.sources.huggingface import HuggingFace
-
-    def stop(self, folder):
+    def stop(self, entries):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(HuggingFace, "write_tokenizer", stop)
+        patch.setattr(Partial, "check", stop)
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / "ours")
     saved.clear()
@@ -217,12 +217,70 @@ def test_a_killed_process_is_continued(tmp_path, source, saved):
     assert process.stdout.readline() == "half\n", process.stderr.read()
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours.partial"]
+    # The file of the lock stays, the lock does not.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours.lock", "ours.partial"]
     noted = json.loads((tmp_path / "ours.partial" / "progress.json").read_text())
     written = {path for group in noted["groups"].values() for path in group}
     convert(source, tmp_path / "ours")
     assert written and not written & set().union(*saved)
     assert_converted(source, tmp_path / "ours", tmp_path / "back")
+
+
+def test_two_conversions_into_one_folder(tmp_path, source):
+    """The second is refused at once; the first ends whole."""
+    process = run(
+        """
+        import sys
+        from checkpoints_convert import convert
+        def progress(done, total):
+            if done == total:
+                print("all", flush=True)
+                sys.stdin.readline()
+        convert(sys.argv[1], sys.argv[2], progress=progress)
+        """,
+        source,
+        tmp_path / "ours",
+        stdin=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == "all\n", process.stderr.read()
+    for resume in (True, False):
+        with pytest.raises(InputError, match=r"another process is writing .*/ours; wait for it"):
+            convert(source, tmp_path / "ours", resume=resume)
+    _, errors = process.communicate("go on\n", timeout=120)
+    assert process.returncode == 0, errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+    assert_converted(source, tmp_path / "ours", tmp_path / "back")
+
+
+def test_an_export_beside_another_is_refused(tmp_path, source):
+    convert(source, tmp_path / "ours")
+    with only_writer(tmp_path / "back"):
+        with pytest.raises(InputError, match="another process is writing"):
+            export(tmp_path / "ours", tmp_path / "back")
+    assert_converted(source, tmp_path / "ours", tmp_path / "back")
+
+
+@pytest.mark.parametrize("fault", ["truncated", "lost", "replaced"])
+def test_success_is_only_told_over_a_whole_checkpoint(tmp_path, source, monkeypatch, fault):
+    """Something spoils what Orbax wrote, before it gets its name."""
+    merge = Partial.merge
+
+    def spoiled(self):
+        merge(self)
+        files = [path for path in (self.folder / "params").rglob("*") if path.is_file()]
+        largest = max(files, key=lambda path: path.stat().st_size)
+        if fault == "truncated":
+            os.truncate(largest, largest.stat().st_size // 2)
+        elif fault == "lost":
+            largest.unlink()
+        else:
+            largest.write_bytes(b"")
+
+    monkeypatch.setattr(Partial, "merge", spoiled)
+    with pytest.raises(CheckpointError, match=r"ours (could not be|was not) written") as caught:
+        convert(source, tmp_path / "ours")
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path, source):

@@ -1,13 +1,11 @@
 """The table of names and layouts, against shapes and index formulas written down apart from it."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from checkpoints_convert.names import expected_tensors, params_from_hf
+from checkpoints_convert.sources.config import model_config
 from jax_longctx.errors import CheckpointError
-from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import param_infos
 from tests.checkpoints_convert.tiny import FAMILIES, hf_config, hf_shapes, random_state
 
@@ -25,14 +23,14 @@ def flat(tree, prefix=""):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_shapes_are_those_of_transformers(family):
     described = hf_config(family)
-    expected = expected_tensors(ModelConfig.from_hf(described), "hf")
+    expected = expected_tensors(model_config(described), "hf")
     assert {name: tensor.shape for name, tensor in expected.items()} == hf_shapes(described)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_is_filled_with_its_shape(family):
     described = hf_config(family)
-    config = ModelConfig.from_hf(described)
+    config = model_config(described)
     params = dict(flat(params_from_hf(config, random_state(described))))
     assert {path: value.shape for path, value in params.items()} == {
         path: info.shape for path, info in param_infos(config).items()
@@ -41,7 +39,7 @@ def test_every_parameter_is_filled_with_its_shape(family):
 
 def test_projections_are_laid_out_by_head():
     described = hf_config("qwen2")
-    config = ModelConfig.from_hf(described)
+    config = model_config(described)
     state = random_state(described)
     attn = params_from_hf(config, state)["layers"]["1"]["attn"]
     prefix, h = "model.layers.1.self_attn.", config.head_dim
@@ -59,7 +57,7 @@ def test_projections_are_laid_out_by_head():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reading_and_writing_are_inverse(family):
-    config = ModelConfig.from_hf(hf_config(family))
+    config = model_config(hf_config(family))
     for tensor in expected_tensors(config, "hf").values():
         (part,) = tensor.parts
         values = RNG.standard_normal(tensor.shape)
@@ -99,15 +97,14 @@ def internlm2_state(state, config):
 
 def test_fused_projection_of_internlm2_is_split():
     described = hf_config("llama", num_attention_heads=8, num_key_value_heads=2)
-    config = ModelConfig.from_hf(described)
+    config = model_config(described)
     state = random_state(described)
     fused = internlm2_state(state, config)
-    theirs = dataclasses.replace(config, family="internlm2")
-    expected = expected_tensors(theirs, "internlm2")
+    expected = expected_tensors(config, "internlm2")
     assert {name: tensor.shape for name, tensor in expected.items()} == {
         name: value.shape for name, value in fused.items()
     }
-    again = dict(flat(params_from_hf(theirs, fused)))
+    again = dict(flat(params_from_hf(config, fused)))
     for path, ours in flat(params_from_hf(config, state)):
         np.testing.assert_array_equal(ours, again[path], err_msg=path)
 
@@ -124,7 +121,7 @@ def paired_rows(weight, heads):
 
 
 def test_paired_rows_of_gguf_are_undone():
-    config = ModelConfig.from_hf(hf_config("llama"))
+    config = model_config(hf_config("llama"))
     gguf, hf = (expected_tensors(config, naming) for naming in ("gguf-interleaved", "hf"))
     for letter, heads in (("q", 4), ("k", 2), ("v", None)):
         weight = RNG.standard_normal((32 if letter == "q" else 16, 32))
@@ -136,7 +133,7 @@ def test_paired_rows_of_gguf_are_undone():
 
 def test_a_state_dict_that_lacks_something_is_refused():
     described = hf_config("llama")
-    config = ModelConfig.from_hf(described)
+    config = model_config(described)
     state = random_state(described)
     wrong = {**state, "model.norm.weight": np.ones(5, np.float32)}
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \(5,\)"):

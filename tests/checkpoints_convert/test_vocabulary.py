@@ -103,7 +103,7 @@ def bpe_metadata(backend, pre, **changes):
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "tekken", "gpt-2"])
 def test_byte_level(tmp_path, trained, pre):
     metadata = bpe_metadata(trained[pre], pre)
-    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata, 700), tmp_path)
+    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata), tmp_path)
     theirs = transformers_tokenizer("llama", metadata)
     assert len(ours.encode(TEXT)) < len(TEXT) / 2
     for text in [TEXT[-100_000:], *HARD]:
@@ -126,7 +126,7 @@ def test_byte_level(tmp_path, trained, pre):
 def test_the_files_word_on_bos_is_followed(tmp_path, trained):
     for said in (True, False):
         metadata = bpe_metadata(trained["qwen2"], "qwen2", **{"tokenizer.ggml.add_bos_token": said})
-        files = gguf_tokenizer_files(Path("m.gguf"), metadata, 700)
+        files = gguf_tokenizer_files(Path("m.gguf"), metadata)
         tokenizer = load(files, tmp_path)
         assert tokenizer.adds_bos is said
         plain = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
@@ -136,7 +136,7 @@ def test_the_files_word_on_bos_is_followed(tmp_path, trained):
 def test_digits_stand_alone_in_smollm(tmp_path, trained):
     """As in SmolLM's own tokenizer.json (`Digits(individual_digits=True)`) and in llama.cpp."""
     metadata = bpe_metadata(trained["smollm"], "smollm")
-    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata, 700), tmp_path)
+    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata), tmp_path)
     reference = tokenizers.Tokenizer.from_str(trained["smollm"].to_str())
     reference.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -209,7 +209,7 @@ def spm_metadata(pieces, **changes):
 def test_sentencepiece(tmp_path, pieces):
     tokens, scores, _ = pieces
     metadata = spm_metadata(pieces)
-    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata, 800), tmp_path)
+    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata), tmp_path)
     theirs = transformers_tokenizer("llama", metadata)
     for text in [TEXT[:2000], "two  spaces", " a space first", "Привет 🙂 1234", "a\nb\tc"]:
         ids = ours.encode(text)
@@ -224,7 +224,7 @@ def test_sentencepiece(tmp_path, pieces):
 
 def test_sentencepiece_without_prefix(tmp_path, pieces):
     metadata = spm_metadata(pieces, **{"tokenizer.ggml.add_space_prefix": False})
-    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata, 800), tmp_path)
+    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata), tmp_path)
     assert ours.decode(ours.encode(" the end")) == " the end"
     assert pieces[0][ours.encode("the")[0]][0] == "t"
 
@@ -278,32 +278,41 @@ def test_damaged_sentencepiece_models_are_refused(tmp_path, pieces):
     good = sentencepiece_model(pieces)
     cases = [(b"", "no pieces"), (good[:-3], "truncated"), (b"\xff" * 40, "not a sentencepiece")]
     cases.append((sentencepiece_model(pieces, model_type=1), "model type is 1"))
+    cases += [(field(1, b""), "not a sentencepiece"), (b"\x80" * 10**6, "more than 64 bits")]
     for data, word in cases:
         path.write_bytes(data)
         with pytest.raises(CheckpointError, match=word) as caught:
-            sentencepiece_files(tmp_path)
+            sentencepiece_files(tmp_path, 800)
         assert str(path) in str(caught.value)
     path.write_bytes(good)
-    with pytest.raises(CheckpointError, match="wrong tokenizer"):
-        sentencepiece_files(tmp_path, vocab_size=100)
+    for added, word in [
+        ({"1000000000": {"content": "<far>"}}, "wrong tokenizer, its ids reach 1000000000 but"),
+        ({"5": {}}, "its added_tokens_decoder is damaged"),
+        ([5], "its added_tokens_decoder is damaged"),
+    ]:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+        with pytest.raises(CheckpointError, match=word):
+            sentencepiece_files(tmp_path, 800)
 
 
 def test_metadata_that_is_no_tokenizer_is_refused(trained):
     metadata = bpe_metadata(trained["gpt-2"], "gpt-2")
     cases = [
-        ({"tokenizer.ggml.pre": "viking"}, 700, "'viking', which is not implemented"),
-        ({"tokenizer.ggml.model": "bert"}, 700, "'bert' is not implemented"),
-        ({"tokenizer.ggml.tokens": None}, 700, "no tokenizer"),
-        ({"tokenizer.ggml.merges": ["a", "b c"]}, 700, "is damaged"),
-        ({}, 699, "wrong tokenizer"),
+        ({"tokenizer.ggml.pre": "viking"}, "'viking', which is not implemented"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert' is not implemented"),
+        ({"tokenizer.ggml.tokens": None}, "no tokenizer"),
+        ({"tokenizer.ggml.tokens": 7}, "is damaged"),
+        ({"tokenizer.ggml.merges": ["a", "b c"]}, "is damaged"),
+        ({"tokenizer.ggml.bos_token_id": "a"}, "is damaged"),
+        ({"tokenizer.ggml.eot_token_id": [1]}, "is damaged"),
     ]
-    for changes, vocab_size, words in cases:
+    for changes, words in cases:
         with pytest.raises(CheckpointError, match=words) as caught:
-            gguf_tokenizer_files(Path("m.gguf"), metadata | changes, vocab_size)
+            gguf_tokenizer_files(Path("m.gguf"), metadata | changes)
         assert "m.gguf" in str(caught.value) and "\n" not in str(caught.value)
     del metadata["tokenizer.ggml.merges"]
     with pytest.raises(CheckpointError, match="has no merges"):
-        gguf_tokenizer_files(Path("m.gguf"), metadata, 700)
+        gguf_tokenizer_files(Path("m.gguf"), metadata)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,6 @@ HF_CONFIG = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
 

@@ -1,0 +1,272 @@
+"""`config.json` files as they were published, and as they come damaged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints_convert import read_config
+from checkpoints_convert.sources.config import model_config
+from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.models.config import ModelConfig, RopeConfig
+from jax_longctx.models.presets import PRESETS
+from tests.checkpoints_convert.tiny import hf_config
+from tests.goldens.cases import MODELS
+from tests.jax_longctx.models.test_config import EVERYTHING
+
+# The files that came with the weights, key by key.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama-2-7b": {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.31.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "mistral-7b-v0.1": {
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.34.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "qwen2-7b-instruct": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.41.2",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+}
+
+
+def rope(theta: float, length: int, **scaling: Any) -> RopeConfig:
+    return RopeConfig(**{"kind": "default", "theta": theta, "trained_length": length, **scaling})
+
+
+EXPECTED = {
+    "llama-2-7b": ModelConfig(
+        family="llama",
+        vocab_size=32000,
+        num_layers=32,
+        model_dim=4096,
+        mlp_dim=11008,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope=rope(10000.0, 4096),
+        max_position=4096,
+        tie_embeddings=False,
+        windows=(None,) * 32,
+    ),
+    "mistral-7b-v0.1": ModelConfig(
+        family="mistral",
+        vocab_size=32000,
+        num_layers=32,
+        model_dim=4096,
+        mlp_dim=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope=rope(10000.0, 32768),
+        max_position=32768,
+        tie_embeddings=False,
+        windows=(4096,) * 32,
+    ),
+    "qwen2-7b-instruct": ModelConfig(
+        family="qwen2",
+        vocab_size=152064,
+        num_layers=28,
+        model_dim=3584,
+        mlp_dim=18944,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        norm_eps=1e-6,
+        rope=rope(1000000.0, 32768),
+        max_position=32768,
+        tie_embeddings=False,
+        windows=(None,) * 28,
+        qkv_bias=True,
+    ),
+}
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def by_transformers(folder: Path) -> dict[str, Any]:
+    """What transformers itself makes of the file in a folder, everything filled in."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_read_with_the_defaults_of_transformers(tmp_path, name):
+    path = write(tmp_path, PUBLISHED[name])
+    assert read_config(path) == EXPECTED[name]
+    assert ModelConfig.from_hf(by_transformers(tmp_path)) == EXPECTED[name]
+
+
+def test_qwen2_slides_from_the_layer_its_file_names():
+    slides = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 21}
+    config = model_config(PUBLISHED["qwen2-7b-instruct"] | slides)
+    assert config.windows == (None,) * 21 + (4096,) * 7
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_goldens_are_read_as_transformers_saved_them(name):
+    assert model_config(MODELS[name]) == ModelConfig.from_hf(EVERYTHING[name])
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_what_is_exported_is_read_back_the_same(tmp_path, name):
+    ours = ModelConfig.from_hf(EVERYTHING[name])
+    exported = ours.to_hf()
+    assert read_config(write(tmp_path, exported)) == ours
+    assert ModelConfig.from_hf(by_transformers(tmp_path)) == ours
+    # What version 4 of transformers reads of it.
+    assert model_config({**exported, "rope_parameters": None}) == ours
+
+
+def test_presets_leave_nothing_out():
+    for name, shape in PRESETS.items():
+        assert model_config(shape) == ModelConfig.from_hf(shape), name
+
+
+def test_internlm2_is_read_as_the_llama_it_is():
+    flags = {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"]}
+    llama = hf_config("llama", rope_scaling={"type": "dynamic", "factor": 2.0})
+    config = model_config(llama | flags | {"bias": False})
+    assert config == model_config(llama)
+    assert config.rope == rope(10000.0, 128, kind="dynamic", factor=2.0)
+    # Its own class has biases unless it is told otherwise.
+    assert model_config(llama | flags).o_bias and model_config(llama | flags).qkv_bias
+
+
+def test_a_trained_length_beside_the_rope_settings_wins():
+    yarn = {"type": "yarn", "factor": 4.0}
+    assert model_config(hf_config("llama", rope_scaling=yarn)).rope.trained_length == 128
+    both = {**yarn, "original_max_position_embeddings": 64}
+    assert model_config(hf_config("llama", rope_scaling=both)).rope.trained_length == 64
+    beside = hf_config("llama", rope_scaling=both, original_max_position_embeddings=32)
+    assert model_config(beside).rope.trained_length == 32
+
+
+def test_code_of_a_checkpoint_is_not_run(tmp_path):
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    config = hf_config("llama", auto_map={"AutoConfig": "evil.Config"})
+    assert read_config(write(tmp_path, config)) == model_config(hf_config("llama"))
+    theirs = {**config, "model_type": "evil", "architectures": ["EvilForCausalLM"]}
+    with pytest.raises(ConfigError, match="architecture 'EvilForCausalLM' is not implemented"):
+        read_config(write(tmp_path, theirs))
+    assert not (tmp_path / "ran").exists()
+
+
+REFUSED = {
+    "architecture": (
+        {"architectures": ["GemmaForCausalLM"]},
+        "architecture 'GemmaForCausalLM' is not implemented; implemented: LlamaForCausalLM",
+    ),
+    "architectures": ({"architectures": "LlamaForCausalLM"}, "'architectures' must be a list"),
+    "model type": (
+        {"architectures": None, "model_type": "gpt2"},
+        "model_type 'gpt2' is not implemented; implemented: llama",
+    ),
+    "nothing at all": ({"architectures": [], "model_type": None}, "model_type None is not"),
+    "contradiction": (
+        {"model_type": "mistral"},
+        "architecture 'LlamaForCausalLM' contradicts model_type 'mistral'",
+    ),
+    "layers": (
+        {"num_hidden_layers": 10**9},
+        "'num_hidden_layers' holds 1000000000, expected at most 10000",
+    ),
+    "width": ({"hidden_size": -(10**30)}, "'hidden_size' holds -1000000000000000000, expected"),
+    "length in the rope": (
+        {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 10**19}},
+        "'rope_scaling' holds 10000000000000000000, expected at most 2147483647",
+    ),
+    "layers not whole": ({"num_hidden_layers": 2.0}, "cannot be used: "),
+    "heads 0": ({"num_attention_heads": 0}, "cannot be used: "),
+    "size is text": ({"hidden_size": "64"}, "cannot be used: "),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "Missing required keys in `rope_param"),
+    "rope is text": ({"rope_scaling": "linear"}, "cannot be used: "),
+    "epsilon": ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a finite number"),
+    "mistral by layer types": (
+        {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 2},
+        "layer_types is not part of family 'mistral'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line(case):
+    changes, message = REFUSED[case]
+    with pytest.raises(ConfigError) as caught:
+        model_config(hf_config("llama", **changes))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_config_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: No such file"):
+        read_config(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match=r"config\.json is not a JSON file: .*too deeply"):
+        read_config(tmp_path / "config.json")
