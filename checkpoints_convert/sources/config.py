@@ -5,6 +5,7 @@ configuration classes of transformers fill them in. They get a dict of known key
 transformers opens no file here and runs no code that a checkpoint brings (`auto_map`).
 """
 
+import copy
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -131,7 +132,8 @@ def _with_defaults(family: str, known: Mapping[str, Any]) -> dict[str, Any]:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        config = AutoConfig.for_model(family, **known)
+        # Its classes write into the dicts they are given.
+        config = AutoConfig.for_model(family, **copy.deepcopy(dict(known)))
         # It does so again before it computes: a trained length beside the rope settings wins.
         config.standardize_rope_params()
         return config.to_dict()

@@ -171,7 +171,9 @@ def test_qwen2_slides_from_the_layer_its_file_names():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_goldens_are_read_as_transformers_saved_them(name):
+    before = json.dumps(MODELS[name])
     assert model_config(MODELS[name]) == ModelConfig.from_hf(EVERYTHING[name])
+    assert json.dumps(MODELS[name]) == before
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
