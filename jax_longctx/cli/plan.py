@@ -36,9 +36,7 @@ def plan(
     ] = "llama-3.1-8b",
     target: Annotated[
         str,
-        typer.Option(
-            help="v5e:4x4, v5p:4x4x4, v6e:8x8 (any slice), h100x8, h200x8 (any number), or cpu."
-        ),
+        typer.Option(help="v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8, h200x8 (any number), or cpu."),
     ],
     context: Annotated[int, typer.Option(help="Tokens of context.")] = 131072,
     batch: Annotated[int, typer.Option(help="Rows that are read together.")] = 1,
