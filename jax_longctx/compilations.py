@@ -31,7 +31,7 @@ EVENTS = 60
 _events = 0
 
 
-def _on_compilation(event: str, seconds: float, **labels: Any) -> None:
+def _on_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
     global _events
     _events += 1
 
