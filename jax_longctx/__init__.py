@@ -4,7 +4,6 @@ Names load on first use, so that `jax-longctx --help` does not wait for JAX.
 """
 
 import importlib
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,6 +58,9 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        # Its import takes longer than all that `jax-longctx` imports before it hears Ctrl-C.
+        from importlib import metadata
+
         return metadata.version("jax-longctx")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,8 @@
     {"file": "book.txt", "questions": ["Who?", "Where?"]}     several answers over one text
 
 and an "id" (text or a whole number) where the caller wants one. A row that cannot be used is a row
-with an `error`, which goes to its own line of the output.
+with an `error`, which goes to its own line of the output. A "file" may be any that this process can
+read, and its text shows in the answers; rows of strangers are confined to a folder (`under`).
 """
 
 import dataclasses
@@ -102,27 +103,37 @@ def scan(path: Path) -> Source:
 
 
 def read_rows(
-    path: Path, tokenizer: Tokenizer, layout: PromptLayout, *, start: int = 0
+    path: Path,
+    tokenizer: Tokenizer,
+    layout: PromptLayout,
+    *,
+    start: int = 0,
+    under: Path | None = None,
 ) -> Iterator[Row]:
-    """Every row from number `start` on, in order; files are relative to the input's folder."""
+    """Every row from number `start` on, in order; files are relative to the input's folder.
+
+    Args:
+      under: the folder that files must be in, links followed; any unless given.
+    """
+    files = _Files(path.parent, None if under is None else under.resolve())
     index = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             if index >= start:
-                yield _row(index, number, line, path.parent, tokenizer, layout)
+                yield _row(index, number, line, files, tokenizer, layout)
             index += 1
 
 
 def _row(
-    index: int, line: int, raw: bytes, folder: Path, tokenizer: Tokenizer, layout: PromptLayout
+    index: int, line: int, raw: bytes, files: "_Files", tokenizer: Tokenizer, layout: PromptLayout
 ) -> Row:
     name: str | int | None = None
     try:
         fields = _fields(raw)
         name = fields.get("id")
-        kind, context, questions = _parts(fields, folder, tokenizer, layout)
+        kind, context, questions = _parts(fields, files, tokenizer, layout)
     except InputError as error:
         return Row(index=index, line=line, id=name, error=" ".join(str(error).split()))
     return Row(index=index, line=line, id=name, kind=kind, context=context, questions=questions)
@@ -147,7 +158,7 @@ def _fields(raw: bytes) -> dict[str, Any]:
 
 
 def _parts(
-    fields: dict[str, Any], folder: Path, tokenizer: Tokenizer, layout: PromptLayout
+    fields: dict[str, Any], files: "_Files", tokenizer: Tokenizer, layout: PromptLayout
 ) -> tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Kind, context and questions."""
     unknown = sorted(set(fields) - set(KEYS))
@@ -164,7 +175,7 @@ def _parts(
             f"the row has {', '.join(sorted(given)) or 'nothing'}; expected prompt, or one of "
             f"context and file with one of question and questions"
         )
-    document = _text(fields, "context") if "context" in texts else _file(fields, folder)
+    document = _text(fields, "context") if "context" in texts else files.read(fields)
     (kind,) = asked
     questions = _questions(fields) if kind == "questions" else [_text(fields, "question")]
     context = tokenizer.encode(layout.context(document), bos=True)
@@ -186,11 +197,21 @@ def _questions(fields: dict[str, Any]) -> list[str]:
     return [_text({"questions": each}, "questions") for each in value]
 
 
-def _file(fields: dict[str, Any], folder: Path) -> str:
-    name = _text(fields, "file")
-    try:
-        return (folder / name).read_bytes().decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        # A name may hold a zero byte, a file something else than UTF-8.
-        reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
-        raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
+@dataclasses.dataclass(frozen=True)
+class _Files:
+    """The files that rows may name: relative to `folder`, and in `under` unless it is None."""
+
+    folder: Path
+    under: Path | None
+
+    def read(self, fields: dict[str, Any]) -> str:
+        name = _text(fields, "file")
+        try:
+            path = (self.folder / name).resolve()
+            if self.under is not None and not path.is_relative_to(self.under):
+                raise InputError(f"file {name!r} is not under {self.under}, as files must be")
+            return path.read_bytes().decode("utf-8-sig")
+        except (OSError, RuntimeError, ValueError) as error:
+            # A name may hold a zero byte or a loop of links, a file something else than UTF-8.
+            reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+            raise InputError(f"file {name!r} cannot be read as text: {reason}") from error

@@ -9,6 +9,7 @@ from jax_longctx.cli import options
 from jax_longctx.cli.answers import AnswerOptions
 from jax_longctx.cli.inputs import read_text
 from jax_longctx.cli.request import Request
+from jax_longctx.cli.results import check_folder
 from jax_longctx.cli.session import Session
 from jax_longctx.cli.terminal import Terminal
 
@@ -108,6 +109,8 @@ def ask(
     request = Request.parse(words or [], completion or [], chat, save_context, load_context)
     sampling = options.make_sampling(temperature, top_k, top_p, repetition_penalty, seed)
     answers = AnswerOptions(sampling=sampling, max_tokens=max_tokens, stop=tuple(stop or ()))
+    if request.save is not None:
+        check_folder(request.save.absolute().parent, "--save-context")
     document = None if request.file is None else read_text(request.file)
     choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk, by_layer)
     terminal = Terminal(as_json=as_json)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jax_longctx.cli import options
+from jax_longctx.cli import ending, options
 from jax_longctx.cli.answers import AnswerOptions, per_second
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
@@ -23,7 +23,7 @@ Source = Annotated[
         metavar="IN.jsonl",
         help='Rows: {"prompt": ...}, or {"context": ..., "question": ...}, with "file" in place of '
         'the context and "questions" as you like; an "id" comes back. Files are relative to the '
-        "folder of IN.jsonl.",
+        "folder of IN.jsonl, and may be any that can be read (see --files-under).",
         show_default=False,
     ),
 ]
@@ -39,6 +39,15 @@ Rows = Annotated[
     int,
     typer.Option(
         help="Most rows that are computed together; fewer where memory asks for it.",
+        rich_help_panel=_BATCH,
+    ),
+]
+FilesUnder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help='Refuse rows whose "file" is not in this folder, links followed. Give it where others '
+        "write the rows: answers show what is in the files.",
         rich_help_panel=_BATCH,
     ),
 ]
@@ -66,6 +75,7 @@ def batch(
     chunk: options.Chunk = 512,
     rows: Rows = 8,
     chat: Chat = None,
+    files_under: FilesUnder = None,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
@@ -79,7 +89,7 @@ def batch(
     Rows of similar length are computed together and written in the order of the input, as they
     come, to OUT.jsonl.partial, which is OUT.jsonl when all are done. Run the same command again
     after an interruption or a kill: finished batches are not computed again.
-    A row that cannot be answered gets a line with "error".
+    A row that cannot be answered gets a line with "error", and the exit code is 3.
 
     [bold]Examples[/bold]
 
@@ -95,7 +105,8 @@ def batch(
     terminal = Terminal()
     from jax_longctx.batch import BatchOptions, run_batch
 
-    wanted = BatchOptions(rows=rows, chat=chat, **answers.arguments())
+    confined = None if files_under is None else str(files_under.resolve())
+    wanted = BatchOptions(rows=rows, chat=chat, files_under=confined, **answers.arguments())
     model = choice.open(terminal)
     newest: list[BatchProgress] = []
     bar = terminal.progress("answering", "rows", lambda: _moment(newest))
@@ -103,7 +114,7 @@ def batch(
 
         def progress(now: "BatchProgress") -> None:
             if not newest and now.resumed:
-                terminal.note(f"going on: {now.before:,} of {now.total:,} rows were written")
+                terminal.note(f"going on: {now.before:,} of {now.total:,} rows were answered")
             newest.append(now)
             del newest[:-1]
             update(now.done, now.total - now.before)
@@ -111,6 +122,8 @@ def batch(
         outcome = run_batch(model, source, output, wanted, progress=progress)
     if outcome is not None:
         terminal.note(_closing(outcome, output))
+        if outcome.errors:
+            raise typer.Exit(ending.PARTLY)
 
 
 def _moment(newest: list["BatchProgress"]) -> str:
@@ -122,10 +135,13 @@ def _moment(newest: list["BatchProgress"]) -> str:
 
 def _closing(outcome: "BatchProgress", output: Path) -> str:
     if not outcome.done and outcome.before == outcome.total:
-        return f"{output} is complete already: {outcome.total:,} rows; remove it to begin anew"
+        return (
+            f"{output} is complete already: {outcome.total:,} rows, {outcome.errors:,} with an "
+            f"error; remove it to begin anew"
+        )
     rate = per_second(outcome.done, outcome.seconds)
     return (
         f"{outcome.done:,} rows in {outcome.seconds:.1f} s ({rate:.2g} rows/s, "
-        f"{per_second(outcome.tokens, outcome.seconds):,.0f} tokens/s), {outcome.errors:,} with an "
-        f"error; {outcome.total:,} rows in {output}"
+        f"{per_second(outcome.tokens, outcome.seconds):,.0f} tokens/s); {output} has "
+        f"{outcome.total:,} rows, {outcome.errors:,} with an error"
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jax_longctx.cli import options
+from jax_longctx.cli import ending, options
 from jax_longctx.cli.answers import closing_note, on_progress
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
@@ -38,7 +38,6 @@ ASKED = f"\n\nRemember it. {STEM.strip()}"
 ANSWER_TOKENS = 10
 # Texts within the trained length, a key in each: in one text they are taken for each other.
 NEAR_TEXTS = 3
-NOTHING_FOUND = 3
 # Beyond the trained length.
 FAR_METHOD = "dynamic-ntk"
 
@@ -92,7 +91,7 @@ def demo(
     seconds = time.perf_counter() - begun
     terminal.note(f"{sum(found)} of {len(found)} passkeys found; {seconds:.1f} s in all")
     if not any(found):
-        raise typer.Exit(NOTHING_FOUND)
+        raise typer.Exit(ending.PARTLY)
 
 
 def _find(

@@ -90,7 +90,7 @@ def generate(
 
 
 def _prompt_text(prompt: str | None) -> str:
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise InputError("no prompt given; give PROMPT, or pipe a text in")
     if prompt is None or prompt == "-":
         return read_text("-").removesuffix("\n")

@@ -26,6 +26,8 @@ def read_text(source: str) -> str:
 
 def _read(source: str) -> str:
     name = "stdin" if source == "-" else source
+    if source == "-" and sys.stdin is None:
+        raise InputError("stdin is closed; pipe a text in, or give a text file")
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:

@@ -1,11 +1,11 @@
 """`jax-longctx`: the subcommands, and what every one of them does with errors.
 
-Exit codes: 0 done; 2 bad input, one line `error: ...` on stderr; 130 interrupted; 141 stdout was
-closed by its reader; 1 a fault of the library, with its traceback. JAX is imported by the
-subcommand that needs it, so that `--help` answers at once.
+What a person can act on is one line `error: ...` on stderr; a fault of the library shows its
+traceback. `ending.CODES` are the exit codes. JAX is imported by the subcommand that needs it, so
+that `--help` answers at once.
 """
 
-import os
+import errno
 import sys
 import traceback
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from jax_longctx.cli import processes
+from jax_longctx.cli import ending, processes
 from jax_longctx.cli.ask import ask
 from jax_longctx.cli.batch import batch
 from jax_longctx.cli.bench import bench_app
@@ -35,8 +35,8 @@ from jax_longctx.errors import LongctxError
 
 __all__ = ["app", "main"]
 
-INTERRUPTED = 130
-READER_GONE = 141
+# A full disk, and a quota or a limit that is reached, are no faults of the program.
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class CommandLine(typer.core.TyperGroup):
@@ -44,11 +44,12 @@ class CommandLine(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
+            with ending.unwinding():
+                result = super().invoke(ctx)
+                sys.stdout.flush()
+                return result
         except LongctxError as error:
-            raise _ended(f"error: {error}", 2) from error
+            raise _ended(f"error: {error}", ending.REFUSED) from error
         except (typer.Exit, typer.Abort):
             raise
         except typer.TyperException as error:
@@ -61,20 +62,20 @@ class CommandLine(typer.core.TyperGroup):
             shown = f"error: {message}; see '{where.command_path} --help'"
             raise _ended(shown, error.exit_code) from error
         except KeyboardInterrupt as error:
-            raise _ended("interrupted", INTERRUPTED) from error
-        except BrokenPipeError as error:
-            # Python flushes stdout once more at exit; let that go nowhere, quietly.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(READER_GONE) from error
+            raise _ended("interrupted", ending.INTERRUPTED) from error
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                what = error.filename or "a file"
+                shown = f"error: {what} could not be written: {error.strerror}; free some space"
+                raise _ended(shown, ending.REFUSED) from error
             # Of a job's process any fault must end the others too: see `processes.leave`.
             if processes.process() is None:
                 raise
             lost = _lost_process(error)
             if lost is None:
                 traceback.print_exc()
-                processes.leave(1)
-            raise _ended(f"error: {lost}", 1) from error
+                processes.leave(ending.FAULT)
+            raise _ended(f"error: {lost}", ending.FAULT) from error
 
 
 def _ended(message: str, code: int) -> typer.Exit:
@@ -101,6 +102,9 @@ app = typer.Typer(
     help="Ask questions about texts longer than the model, the memory or the budget allows.\n\n"
     "Convert a Llama-family checkpoint once ([bold]convert[/bold]), choose a long-context method "
     "([bold]methods[/bold]), and ask ([bold]ask[/bold]). Each command's --help has examples.",
+    epilog="Exit codes: "
+    + "; ".join(f"{code} {what}" for code, what in ending.CODES.items())
+    + ".",
     rich_markup_mode="rich",
     no_args_is_help=True,
     add_completion=False,
@@ -167,5 +171,6 @@ app.add_typer(train_app, name="train")
 
 
 def main() -> None:
-    """The console script."""
-    app()
+    """The command line in a process of its own."""
+    ending.install()
+    ending.run(app)

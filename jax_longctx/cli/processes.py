@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
+from jax_longctx.cli import ending
 from jax_longctx.errors import InputError
 
 __all__ = ["AUTO", "announced", "is_leader", "join", "leave", "process"]
@@ -78,6 +79,7 @@ def join(coordinator: str | None, processes: str | None, process: int | None) ->
         first = str(error).strip().splitlines()[0]
         raise InputError(f"the processes of the job did not find each other: {first}") from error
     if jax.process_count() > 1:
+        ending.name_process(jax.process_index())
         _keep_stdout()
 
 
@@ -86,7 +88,7 @@ def _keep_stdout() -> None:
     sys.stdout.flush()
     answers = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(answers, "w", encoding="utf-8", errors="replace")
+    sys.stdout = ending.guarded(os.fdopen(answers, "w", encoding="utf-8", errors="replace"))
 
 
 def process() -> int | None:

@@ -6,6 +6,7 @@ that same context. A method that must know the question while it reads gets one 
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from jax_longctx.cli.options import run_facts
 from jax_longctx.cli.request import Request
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import CheckpointError, InputError
-from jax_longctx.memory import peak_memory
+from jax_longctx.memory import peak_memory, shown_bytes
 from jax_longctx.text import PromptLayout, Tokenizer, chat_layout, plain_layout
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Session:
             raise InputError(
                 "this method reads the text for each question; there is no context to save or load"
             )
+        self.unsaved: CheckpointError | None = None
         self.chat = _chosen_chat(model.tokenizer, request)
         self.layout = _layout(model.tokenizer, self.chat, request.stems)
 
@@ -70,6 +72,8 @@ class Session:
             self._answer(context, number, question, seconds, keep=keep)
             if not self.rereads:
                 seconds = None
+        if self.unsaved is not None:
+            raise self.unsaved
 
     def _context(
         self, document: str | None, questions: list[str], question: str
@@ -80,22 +84,44 @@ class Session:
             with self.terminal.waiting("loading the context"):
                 return self.model.load_context(self.request.load), None
         longest = max(len(self.model.tokenizer.encode(text)) for text in questions)
+        reserve = longest + self.answers.max_tokens
+        if self.request.save is not None:
+            self._check_space(self.request.save, document, reserve)
         begun = time.perf_counter()
         with self.terminal.progress("reading") as update:
             context = self.model.prefill(
                 self.layout.context(document),
-                reserve=longest + self.answers.max_tokens,
+                reserve=reserve,
                 questions=question if self.rereads else None,
                 progress=on_progress(update),
             )
         seconds = time.perf_counter() - begun
         if self.request.save is not None:
-            with self.terminal.waiting("saving the context"):
-                self.model.save_context(context, self.request.save)
-                if processes.is_leader():
-                    _write_prompt(self.request.save, self.chat)
-            self.terminal.note(f"context saved to {self.request.save}")
+            self._save(context, self.request.save)
         return context, seconds
+
+    def _check_space(self, folder: Path, document: str, reserve: int) -> None:
+        """A full disk is told before the text is read."""
+        tokens = len(self.model.tokenizer.encode(self.layout.context(document), bos=True))
+        needed = self.model.footprint(tokens, reserve=reserve).kept
+        free = shutil.disk_usage(folder.absolute().parent).free
+        if needed > free:
+            raise CheckpointError(
+                f"the context takes {shown_bytes(needed)}, the disk of {folder} has "
+                f"{shown_bytes(free)} free; free some, or name another for --save-context"
+            )
+
+    def _save(self, context: "Context", folder: Path) -> None:
+        """Keeps the context. Where that fails, what it was read for comes first: the answers."""
+        try:
+            with self.terminal.waiting("saving the context"):
+                self.model.save_context(context, folder)
+                if processes.is_leader():
+                    _write_prompt(folder, self.chat)
+        except CheckpointError as error:
+            self.unsaved = error
+        else:
+            self.terminal.note(f"context saved to {folder}")
 
     def _answer(
         self, context: "Context", number: int, question: str, prefill: float | None, keep: bool

@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from jax_longctx.cli import processes
+from jax_longctx.cli import ending, processes
 from jax_longctx.errors import TrainedLengthWarning
 from jax_longctx.memory import memory_used, shown_bytes
 
@@ -108,7 +108,7 @@ class Terminal:
             _MemoryColumn(),
             *([] if detail is None else [_DetailColumn(detail)]),
         )
-        with Progress(*columns, console=self._console, transient=True) as bar:
+        with Progress(*columns, console=self._console, transient=True) as bar, ending.bar_shown():
             task = bar.add_task(doing, total=None)
 
             def update(done: int, total: int) -> None:
@@ -122,13 +122,11 @@ class Terminal:
     @contextlib.contextmanager
     def waiting(self, doing: str, *, when: bool = True) -> Iterator[None]:
         """A spinner with the time that passes, for work of unknown length; only `when` asked."""
+        if not (when and self._console.is_terminal):
+            yield
+            return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(
-            *columns,
-            console=self._console,
-            transient=True,
-            disable=not (when and self._console.is_terminal),
-        ) as bar:
+        with Progress(*columns, console=self._console, transient=True) as bar, ending.bar_shown():
             bar.add_task(doing, total=None)
             yield
 

@@ -21,6 +21,7 @@ from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.methods import settings_of
+from jax_longctx.models.checkpoint import quiet_orbax, why_unwritten
 from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
 
 __all__ = ["load_context", "save_context"]
@@ -58,10 +59,11 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
         "arrays": {name: [list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()},
     }
     try:
-        ocp.save(str(partial / "caches"), leaves)
+        with quiet_orbax():
+            ocp.save(str(partial / "caches"), leaves)
         from_leader(lambda: _finish(path, partial, described))
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+    except (OSError, ValueError) as error:  # the latter when a disk is full
+        raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
     finally:
         if is_leader():
             shutil.rmtree(partial, ignore_errors=True)

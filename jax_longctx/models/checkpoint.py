@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -37,6 +39,7 @@ __all__ = [
     "quiet_orbax",
     "read_manifest",
     "restore",
+    "why_unwritten",
 ]
 
 FORMAT = 1
@@ -193,6 +196,14 @@ def quiet_orbax() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def why_unwritten(error: Exception) -> str:
+    """What kept Orbax from writing, in a few words: a full disk names a file of Orbax's own."""
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    if found is not None:
+        return os.strerror(int(found[1]))
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def _await_threads(threads: set[threading.Thread]) -> None:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import resource
+import shutil
+import signal
 
 import pytest
 
@@ -108,6 +111,41 @@ def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):
     refused = run("ask", "Who?", *common, "--load-context", folder, "--no-chat")
     assert_refused(refused, "was read in the chat template")
     assert_refused(run("ask", book, "Who?", *common, "--save-context", folder), "exists")
+
+
+def test_a_full_disk_below_a_context_is_one_line_after_the_answer(
+    run, loads, book, tmp_path, caplog
+):
+    common = ("ask", book, "Who?", "-c", "m", "--max-tokens", 10)
+    answer = run(*common).stdout
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, before[1]))
+    try:
+        result = run(*common, "--save-context", tmp_path / "read")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (result.exit_code, result.stdout) == (2, answer), result.output
+    error = result.stderr.splitlines()[-1]
+    assert error == f"error: {tmp_path / 'read'} could not be written: File too large"
+    assert result.stderr.count("error") == 1
+    assert caplog.text == ""
+    assert list(tmp_path.iterdir()) == [book]
+
+
+def test_a_context_that_cannot_be_kept_is_refused_before_the_text_is_read(
+    run, loads, tiny, book, tmp_path, monkeypatch
+):
+    read = []
+    monkeypatch.setattr(tiny, "prefill", lambda *a, **k: read.append(1))
+    common = ("ask", book, "Who?", "-c", "m", "--save-context")
+    assert_refused(run(*common, "/proc/none/read"), "nothing can be written to the folder")
+    assert loads == []
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert_refused(run(*common, tmp_path / "read"), "free; free some, or name another")
+    assert read == []
 
 
 def test_saved_plain_text_is_asked_as_one(run, loads, book, tmp_path):

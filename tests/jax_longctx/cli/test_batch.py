@@ -101,8 +101,9 @@ def test_bad_rows_are_named_and_the_others_answered(run, loads, tiny, tmp_path):
     good = '{"id": "good", "prompt": "The pass"}'
     given.write_text("\n\n".join([good, *bad, good]) + "\n")
     out = tmp_path / "out.jsonl"
-    result = run("batch", given, out, "-c", "m", *LIMIT, "--rows", 1)
-    assert result.exit_code == 0, result.output
+    command = ("batch", given, out, "-c", "m", *LIMIT, "--rows", 1)
+    result = run(*command)
+    assert result.exit_code == 3, result.output
     first, *wrong, last = lines_of(out)
     (answer,) = tiny.generate("The pass", max_tokens=6)
     assert first["answer"] == last["answer"] == answer.text
@@ -110,14 +111,17 @@ def test_bad_rows_are_named_and_the_others_answered(run, loads, tiny, tmp_path):
     for line, message in zip(wrong, bad.values(), strict=True):
         assert message in line["error"], line
     assert wrong[2]["id"] == 1
-    assert "11 with an error" in result.stderr
+    assert "13 rows, 11 with an error" in result.stderr
+    again = run(*command)
+    assert again.exit_code == 3
+    assert "complete already: 13 rows, 11 with an error" in again.stderr
 
 
 def test_a_row_that_does_not_fit_is_a_bad_row(run, loads, tiny, given, tmp_path, book, monkeypatch):
     monkeypatch.setattr(tiny.engine, "memory_limit", 250_000)
     rows = [*ROWS, {"id": "long", "prompt": BOOK * 100}]
     out = tmp_path / "out.jsonl"
-    assert run("batch", write(given, rows), out, "-c", "m", *LIMIT).exit_code == 0
+    assert run("batch", write(given, rows), out, "-c", "m", *LIMIT).exit_code == 3
     found = lines_of(out)
     assert "a cache of" in found[-1]["error"] and found[-1]["id"] == "long"
     for row, line in zip(ROWS, found, strict=False):
@@ -238,6 +242,49 @@ def test_a_line_beyond_the_trained_length_says_so(run, loads, tiny, tmp_path, mo
         assert line["warning"].startswith(f"{count} tokens are more than the 32 that the model was")
     (said,) = [line for line in result.stderr.splitlines() if "warning" in line]
     assert said.startswith("warning: line 2: ") and "dynamic-ntk, reattention, infllm" in said
+
+
+def test_going_on_counts_what_waits_in_the_journal(run, loads, tiny, tmp_path, monkeypatch):
+    """Long rows are computed first; the first row of the file is the shortest, the last is bad."""
+    rows = [{"prompt": "Remember it. " * (1 + n)} for n in range(6)]
+    given = write(tmp_path / "in.jsonl", [*rows, {"prompt": ""}])
+    out = tmp_path / "out.jsonl"
+    command = ("batch", given, out, "-c", "m", *LIMIT, "--rows", 1)
+    with monkeypatch.context() as patch:
+        # The journal's header, then four rows, none of which can be written yet.
+        killed_at(patch, 6)
+        assert run(*command).exit_code == 1
+    assert (tmp_path / "out.jsonl.partial").read_text() == ""
+    result = run(*command)
+    assert result.exit_code == 3
+    assert "going on: 4 of 7 rows were answered" in result.stderr
+    assert "3 rows in " in result.stderr and "7 rows, 1 with an error" in result.stderr
+
+
+def test_files_of_rows_are_confined_to_a_folder(run, loads, tiny, tmp_path, book):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("a secret")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "book.txt").write_text(book.read_text())
+    (shared / "link.txt").symlink_to(secret)
+    names = ["shared/book.txt", str(shared / "book.txt"), "secret.txt", "shared/../secret.txt"]
+    names += [str(secret), "shared/link.txt"]
+    rows = [{"file": name, "question": "Who?"} for name in names]
+    given, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    command = ("batch", given, out, "-c", "m", *LIMIT)
+    result = run(*command, "--files-under", shared)
+    assert result.exit_code == 3, result.output
+    found = lines_of(out)
+    assert found[0]["answer"] == found[1]["answer"]
+    for name, line in zip(names[2:], found[2:], strict=True):
+        assert line["error"] == f"file {name!r} is not under {shared}, as files must be"
+    out.unlink()
+    # Unconfined, all are read.
+    assert run(*command).exit_code == 0, out.read_text()
+    assert all("answer" in line for line in lines_of(out))
+    refused = run("batch", given, tmp_path / "x", "-c", "m", "--files-under", tmp_path / "none")
+    assert refused.exit_code == 2 and "is no folder" in refused.stderr
 
 
 def test_other_options_do_not_go_on(run, loads, given, tmp_path, monkeypatch):

@@ -1,49 +1,131 @@
-"""Whole processes: Ctrl-C leaves a clean terminal, a closed stdout ends quietly, faults show."""
+"""Whole processes: Ctrl-C leaves a clean terminal, outputs that fail end in a line, faults show."""
 
 import os
 import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
-# A process whose model is a stand-in: `load` returns an object with the few parts `generate` uses.
+import pytest
+
+from jax_longctx.cli import ending
+
+# A process of the command line with one more command, which says on stdout that it has begun.
 # Ctrl-C is heard also where the tests run in the background of a script.
 STAND_IN = """
-import signal, sys, time, types
+import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import jax_longctx
-from jax_longctx.cli.main import main
+from jax_longctx.cli import ending
+ending.install()
+import atexit, gc, hashlib, sys, threading, time, weakref
+import jax_longctx.errors
+from jax_longctx.cli.main import app, main
+from jax_longctx.cli.terminal import Terminal
 
-class Tokenizer:
-    def encode(self, text, bos=False):
-        return [1] * len(text)
+def begun():
+    print("begun", flush=True)
 
-class Model:
-    tokenizer = Tokenizer()
-    def generate(self, text, *, progress, on_text, **options):
-        {body}
+@app.command()
+def stand_in():
+{body}
 
-jax_longctx.load = lambda *args, **options: Model()
-sys.argv = ["jax-longctx", "generate", *sys.argv[1:], "-c", "none"]
+sys.argv = ["jax-longctx", "stand-in"]
 main()
 """
 ENDLESS = """
-        progress(types.SimpleNamespace(done=10, total=100))
+    with Terminal().progress("reading") as update:
+        update(10, 100)
         while True:
             time.sleep(0.01)
 """
+# As XLA compiles: outside Python for a minute.
+OUTSIDE = """
+    with Terminal().progress("reading") as update:
+        update(10, 100)
+        begun()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
+IN_A_CALLBACK = """
+    def wait(phase, about):
+        gc.callbacks.clear()
+        begun()
+        time.sleep(60)
+    gc.callbacks.append(wait)
+    gc.collect()
+    time.sleep(60)
+"""
+IN_A_DESTRUCTOR = """
+    class Doomed:
+        def __del__(self):
+            begun()
+            time.sleep(60)
+    Doomed()
+    time.sleep(60)
+"""
+TAKEN_FOR_DAMAGE = """
+    try:
+        begun()
+        time.sleep(60)
+    except KeyboardInterrupt as error:
+        raise jax_longctx.errors.CheckpointError("the checkpoint is damaged") from error
+"""
+TAKEN_FOR_A_FAULT = TAKEN_FOR_DAMAGE.replace("jax_longctx.errors.CheckpointError", "ValueError")
+IGNORED = """
+    try:
+        begun()
+        time.sleep(60)
+    except KeyboardInterrupt:
+        pass
+"""
+SLOW_TO_UNWIND = """
+    try:
+        begun()
+        time.sleep(60)
+    finally:
+        print("noise", file=sys.stderr)
+        time.sleep(60)
+"""
+AT_EXIT = """
+    atexit.register(lambda: begun() or time.sleep(60))
+"""
+JOINING_AT_EXIT = """
+    threading.Thread(target=lambda: time.sleep(0.5) or begun() or time.sleep(60)).start()
+"""
 TALKATIVE = """
-        while True:
-            on_text(0, "word " * 1000)
+    while True:
+        Terminal().write("word " * 1000)
+"""
+TALKATIVE_NOTES = """
+    while True:
+        Terminal().note("word " * 1000)
+"""
+TALKATIVE_TABLE = """
+    import rich.console
+    while True:
+        rich.console.Console().print("word " * 1000)
 """
 FAULTY = """
-        raise RuntimeError("a fault of ours")
+    raise RuntimeError("a fault of ours")
+"""
+FULL_DISK = """
+    with open("/dev/full", "w") as file:
+        file.write("much")
 """
 
 
-def command(body, prompt="a prompt"):
-    return [sys.executable, "-c", STAND_IN.replace("{body}", body.strip()), prompt]
+def code_of(body):
+    return STAND_IN.replace("{body}", body.strip("\n"))
+
+
+def command(body):
+    return [sys.executable, "-c", code_of(body)]
+
+
+def longctx(*args):
+    return [sys.executable, "-m", "jax_longctx", *args]
 
 
 def read_until(descriptor, text, seconds):
@@ -59,10 +141,11 @@ def read_until(descriptor, text, seconds):
     return shown
 
 
-def test_ctrl_c_leaves_a_clean_terminal():
+@pytest.mark.parametrize("body", [ENDLESS, OUTSIDE])
+def test_ctrl_c_leaves_a_clean_terminal(body):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        command(ENDLESS),
+        command(body),
         stdin=theirs,
         stdout=subprocess.PIPE,
         stderr=theirs,
@@ -73,21 +156,89 @@ def test_ctrl_c_leaves_a_clean_terminal():
         before = read_until(ours, b"10/100 tokens", 60)
         process.send_signal(signal.SIGINT)
         shown = before + read_until(ours, b"interrupted", 60)
-        stdout, _ = process.communicate(timeout=60)
+        process.communicate(timeout=60)
     finally:
         process.kill()
         process.communicate()
         os.close(ours)
     assert process.returncode == 130
-    assert stdout == b""
     assert b"Traceback" not in shown
     # The cursor was hidden by the bar and shown again; the bar's line was erased.
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
     assert shown.rindex(b"\x1b[2K") > shown.rindex(b"10/100 tokens")
 
 
-def test_closed_stdout_ends_quietly():
-    process = subprocess.Popen(command(TALKATIVE), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(body, id=name)
+        for name, body in {
+            "outside Python": OUTSIDE,
+            "in a callback": IN_A_CALLBACK,
+            "in a destructor": IN_A_DESTRUCTOR,
+            "taken for damage": TAKEN_FOR_DAMAGE,
+            "taken for a fault": TAKEN_FOR_A_FAULT,
+            "ignored": IGNORED,
+            "slow to unwind": SLOW_TO_UNWIND,
+            "at exit": AT_EXIT,
+            "joining at exit": JOINING_AT_EXIT,
+        }.items()
+    ],
+)
+def test_ctrl_c_ends_whatever_is_under_way(body):
+    process = subprocess.Popen(
+        command(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, stderr) == (130, "interrupted\n")
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    # The first one is given a minute here.
+    code = code_of(SLOW_TO_UNWIND).replace(
+        "ending.install()", "ending.GRACE = 60; ending.install()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=-1)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    assert process.communicate(timeout=20)[1] == b"interrupted\n"
+    assert process.returncode == 130
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
+def test_ctrl_c_while_the_command_line_is_imported():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(longctx("--help"), stdout=-1, stderr=-1)
+    signal.signal(signal.SIGINT, before)
+    threads = Path(f"/proc/{process.pid}/task")
+    # A second thread listens: imports begin.
+    while len(list(threads.iterdir())) < 2:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == (b"", b"interrupted\n")
+    assert process.returncode == 130
+
+
+def test_ctrl_c_stays_ignored_in_the_background():
+    code = "from jax_longctx.cli import ending; import signal; ending.install(); print(1)"
+    ignoring = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {code}"
+    ending_in = f"{ignoring}; ending.run(lambda: signal.raise_signal(signal.SIGINT))"
+    done = subprocess.run([sys.executable, "-c", ending_in], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("body", [TALKATIVE, TALKATIVE_TABLE])
+def test_closed_stdout_ends_quietly(body):
+    process = subprocess.Popen(command(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.read(5) == b"word "
     process.stdout.close()
@@ -97,6 +248,72 @@ def test_closed_stdout_ends_quietly():
     assert stderr == b""
 
 
+def shell(line, **variables):
+    environment = {**os.environ, "PYTHON": sys.executable, **variables}
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
+
+
+def test_a_reader_of_both_that_leaves_ends_quietly():
+    line = '"$PYTHON" -c "$CODE" 2>&1 | head -c 5; exit ${PIPESTATUS[0]}'
+    done = shell(line, CODE=code_of(TALKATIVE_NOTES))
+    assert (done.returncode, done.stdout, done.stderr) == (141, "word ", "")
+
+
+@pytest.mark.parametrize(
+    ("stdout", "why"),
+    [
+        (">&-", "it is closed"),
+        (">/dev/full", "No space left on device"),
+        ("1</dev/null", "Bad file descriptor"),
+    ],
+)
+@pytest.mark.parametrize("arguments", ["--help", "ask none Who? -c none"])
+def test_a_stdout_that_cannot_be_written_is_told_before_any_work(stdout, why, arguments):
+    done = shell(f'"$PYTHON" -m jax_longctx {arguments} {stdout}')
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: stdout cannot be written: {why}; ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_disk_that_fills_up_below_stdout(tmp_path):
+    line = 'ulimit -f 20; trap "" XFSZ; "$PYTHON" -c "$CODE" > "$OUT"'
+    done = shell(line, CODE=code_of(TALKATIVE), OUT=str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: stdout cannot be written: File too large; ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", ["ask - Who? -c none", "generate -c none"])
+def test_closed_stdin_is_one_line(arguments):
+    done = shell(f'"$PYTHON" -m jax_longctx {arguments} <&-')
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "stdin is closed; pipe a text in" in done.stderr or "no prompt given" in done.stderr
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
+    """What prints to stdout or stderr by number must not write into a checkpoint."""
+    code = (
+        "from jax_longctx.cli import ending; ending.install(); import os, sys; "
+        "print(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY))"
+    )
+    line = f'"$PYTHON" -c "{code}" "$FILE" <&- 2>&-'
+    assert int(shell(line, FILE=str(tmp_path / "file")).stdout) > 2
+
+
+def test_closed_stderr_does_not_stop_the_work():
+    for closed in ("2>&-", "2>/dev/full"):
+        done = shell(f'"$PYTHON" -m jax_longctx --help {closed}')
+        assert done.returncode == 0 and "Exit codes" in done.stdout
+
+
+def test_a_full_disk_is_no_fault_of_ours():
+    done = subprocess.run(command(FULL_DISK), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.endswith("could not be written: No space left on device; free some space\n")
+    assert done.stderr.count("\n") == 1
+
+
 def test_our_own_faults_show_a_traceback():
     done = subprocess.run(command(FAULTY), capture_output=True, text=True)
     assert done.returncode == 1
@@ -104,8 +321,18 @@ def test_our_own_faults_show_a_traceback():
     assert done.stderr.rstrip().endswith("RuntimeError: a fault of ours")
 
 
+def test_every_exit_code_is_in_the_help():
+    done = subprocess.run(longctx("--help"), capture_output=True, text=True, check=True)
+    shown = " ".join(done.stdout.split())
+    assert all(f"{code} {what}" in shown for code, what in ending.CODES.items())
+
+
 def test_prompt_that_is_no_utf8():
-    done = subprocess.run(command(FAULTY, b"key \xff"), capture_output=True)
+    done = subprocess.run(longctx("generate", b"key \xff", "-c", "x"), capture_output=True)
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: the prompt is not UTF-8")
     assert done.stderr.count(b"\n") == 1
+
+
+def test_the_thread_that_hears_ctrl_c_is_not_started_by_an_import():
+    assert "interrupts" not in {thread.name for thread in threading.enumerate()}

@@ -1,6 +1,8 @@
 """The tokenizer's files, its ids, and what it refuses."""
 
 import json
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +91,25 @@ def test_wrong_tokenizer_is_one_clear_error(directory):
 def test_half_a_surrogate_pair_is_refused(directory):
     with pytest.raises(InputError, match="not Unicode"):
         Tokenizer.load(directory).encode("key \udc80")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(directory, text):
+    """The one that hears Ctrl-C is among them."""
+    tokenizer, ticks, done = Tokenizer.load(directory), [], threading.Event()
+
+    def tick():
+        while not done.wait(0.001):
+            ticks.append(time.monotonic())
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    begun = time.monotonic()
+    tokenizer.encode(text * 4000)
+    seconds = time.monotonic() - begun
+    done.set()
+    ticker.join()
+    within = [tick for tick in ticks if begun + 0.1 * seconds < tick < begun + 0.7 * seconds]
+    assert len(within) > 3
 
 
 def test_missing_tokenizer_names_the_file(tmp_path):

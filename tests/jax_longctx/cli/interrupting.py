@@ -1,0 +1,200 @@
+"""Ctrl-C at random moments of every command, and the same command again afterwards.
+
+`python -m tests.jax_longctx.cli.interrupting FOLDER COUNT SEED` prints each try and fails at the
+end unless all of them ended as they must.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+# Seconds from the signal to the end of the process.
+LIMIT = 2.0
+BOOK = "The pass key is 12345. Remember it. "
+
+
+def commands(folder):
+    """Every command, by name, as it is given in a working folder beside `files`."""
+    model = ("-c", folder / "model", "--chunk", 64)
+    return {
+        "ask": ("ask", folder / "book.txt", "Who?", *model, "--save-context", "read"),
+        "generate": ("generate", BOOK, *model, "--max-tokens", 20),
+        "batch": ("batch", folder / "in.jsonl", "out.jsonl", *model, "--rows", 2),
+        "eval": (
+            *("eval", "run", "-c", folder / "model", "-m", "full", "-t", "passkey"),
+            *("--length", 128, "--trials", 2, "-o", "report"),
+        ),
+        "convert": ("convert", folder / "hf", "converted"),
+        "plan": ("plan", "--model", folder / "model", "--target", "v5e:2x2", "--context", 4096),
+        "bench": ("bench", "kernels", "--only", "select_large_k", "--shrink", 512, "--repeats", 1),
+        "train": ("train", "--config", "run.toml"),
+        "methods": ("methods", "-c", folder / "model"),
+    }
+
+
+def write_files(folder):
+    """A source, its checkpoint, a book, rows of a batch, and texts to train on."""
+    import checkpoints_convert
+    from tests.checkpoints_convert.tiny import random_state, write_checkpoint
+    from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+
+    config = hf_config(vocab_size=300)
+    write_checkpoint(folder / "hf", config, random_state(config))
+    write_tokenizer(folder / "hf")
+    checkpoints_convert.convert(str(folder / "hf"), folder / "model")
+    (folder / "book.txt").write_text(BOOK * 8)
+    rows = [{"id": n, "prompt": BOOK * (1 + n % 3)} for n in range(6)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "texts").mkdir()
+    for number in range(4):
+        (folder / "texts" / f"{number}.txt").write_text(f"text {number} " * 20)
+
+
+def write_run(folder, work):
+    """The configuration of a training run in its working folder."""
+    from tests.train_cpt.tiny_files import CONFIG
+
+    text = CONFIG.format(folder=work).replace(f"{work}/model", f"{folder}/model")
+    text = text.replace(f"{work}/texts", f"{folder}/texts")
+    (work / "run.toml").write_text(text.replace("steps = 2", "steps = 8") + "save_every = 2\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Try:
+    """A command and what became of it; `after` is the seconds from its begin to the signal."""
+
+    name: str
+    after: float
+    seconds: float
+    code: int
+    stderr: str
+
+    @property
+    def right(self):
+        """Whether it ended in time with one line, which stands alone or after the notes."""
+        *before, last = self.stderr.splitlines() or [""]
+        noise = any("Traceback" in line or "rror" in line for line in before)
+        return self.code == 130 and last == "interrupted" and not noise and self.seconds < LIMIT
+
+
+class Campaign:
+    """Tries in one folder, which is made anew."""
+
+    def __init__(self, folder, seed):
+        self.folder, self.draw = folder.absolute(), random.Random(seed)
+        write_files(self.folder)
+        self.environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+            "PYTHONPATH": str(ROOT),
+        }
+
+    def interrupt(self, name, count):
+        """Yields `count` tries of a command, of which an undisturbed run before and after works."""
+        command = commands(self.folder)[name]
+        whole = self.work(name, "whole")
+        begun = time.monotonic()
+        expected = self.finish(command, whole)
+        length = time.monotonic() - begun
+        tries = 0
+        for number in itertools.count():
+            disturbed = self.work(name, f"disturbed-{number}")
+            while tries < count and not self.made(name, disturbed):
+                found = self.once(name, command, disturbed, self.draw.uniform(0, 1.05 * length))
+                if found is None:
+                    # It was done before: others begin anew.
+                    break
+                tries += 1
+                yield found
+            again = self.finish(self.made(name, disturbed) or command, disturbed)
+            if name in ("ask", "generate"):
+                assert again == expected, (name, again, expected)
+            if name == "batch":
+                assert (disturbed / "out.jsonl").read_bytes() == (whole / "out.jsonl").read_bytes()
+            assert not list(disturbed.rglob("*.partial")), list(disturbed.rglob("*.partial"))
+            if tries == count:
+                return
+
+    def made(self, name, work):
+        """A command that uses what a disturbed one made whole, and would refuse to overwrite."""
+        if name == "ask" and (work / "read").exists():
+            model = commands(self.folder)["ask"][3:-2]
+            return ("ask", "Who?", *model, "--load-context", "read")
+        if name == "convert" and (work / "converted").exists():
+            return ("generate", BOOK, "-c", "converted", "--max-tokens", 2)
+        return None
+
+    def work(self, name, kind):
+        folder = self.folder / name / kind
+        folder.mkdir(parents=True)
+        write_run(self.folder, folder)
+        return folder
+
+    def start(self, command, work):
+        # Of a shell's background job Ctrl-C is ignored, and so of its children.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-m", "jax_longctx", *map(str, command)],
+                cwd=work,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def finish(self, command, work):
+        """What the undisturbed command writes to stdout."""
+        process = self.start(command, work)
+        stdout, stderr = process.communicate(timeout=600)
+        assert process.returncode == 0, (command, process.returncode, stderr)
+        return stdout
+
+    def once(self, name, command, work, after):
+        """None where the command was done before the signal."""
+        process = self.start(command, work)
+        # Until Python has started and called us, Ctrl-C is Python's.
+        threads = Path(f"/proc/{process.pid}/task")
+        while threads.exists() and len(list(threads.iterdir())) < 2 and process.poll() is None:
+            time.sleep(0.002)
+        try:
+            process.wait(after)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        _, stderr = process.communicate(timeout=600)
+        if process.returncode == 0 and time.monotonic() - begun < 0.1:
+            return None
+        return Try(name, after, time.monotonic() - begun, process.returncode, stderr)
+
+
+def main(folder, count, seed):
+    campaign = Campaign(folder, seed)
+    tries, names = [], list(commands(folder))
+    for number, name in enumerate(names):
+        share = count // len(names) + (number < count % len(names))
+        for found in campaign.interrupt(name, share):
+            tries.append(found)
+            print(f"{'right' if found.right else 'WRONG'} {found}", flush=True)
+    slowest = max(found.seconds for found in tries)
+    right = sum(found.right for found in tries)
+    print(json.dumps({"seed": seed, "tries": count, "right": right, "slowest": round(slowest, 2)}))
+    sys.exit(right != count)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).mkdir(parents=True)
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,41 @@
+"""Twenty times Ctrl-C, at random moments of all commands; each goes on afterwards as if nothing.
+
+`python -m tests.jax_longctx.cli.interrupting FOLDER 100 SEED` is the same at greater length.
+"""
+
+import os
+import signal
+
+import pytest
+
+from tests.jax_longctx.cli.interrupting import LIMIT, Campaign, Try, commands
+
+TRIES = 20
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_random_moments_of_every_command(tmp_path, record_property):
+    seed = int.from_bytes(os.urandom(4))
+    record_property("seed", seed)
+    campaign, names = Campaign(tmp_path, seed), list(commands(tmp_path))
+    for number, name in enumerate(names):
+        for found in campaign.interrupt(name, TRIES // len(names) + (number < TRIES % len(names))):
+            assert found.right, f"seed {seed}: {found}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"code": 0},
+        {"code": -signal.SIGINT},
+        {"seconds": LIMIT},
+        {"stderr": "error: the checkpoint is damaged\n"},
+        {"stderr": "Traceback (most recent call last):\ninterrupted\n"},
+        {"stderr": ""},
+    ],
+)
+def test_the_campaign_sees_what_is_wrong(changes):
+    right = {"name": "ask", "after": 1.0, "seconds": 0.1, "code": 130}
+    right["stderr"] = "reading: 10/100 tokens\ninterrupted\n"
+    assert Try(**right).right
+    assert not Try(**right | changes).right
