@@ -12,7 +12,6 @@ the process. `limit_mappings` drops all programs before that.
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.monitoring
