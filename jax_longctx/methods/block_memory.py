@@ -24,9 +24,11 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, empty_append_cache, gather_slots, write_run
 from jax_longctx.contract import CacheShape, LayerContext
+from jax_longctx.methods import ties
 from jax_longctx.methods.unit_cache import Room, UnitCache, empty_unit_cache, note_step
 from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.topk_scores import tied_top_k
 
 __all__ = [
     "BlockMemory",
@@ -122,20 +124,26 @@ def best_units(
     """The units of largest dot product with the query, best first, ties to the older; then -1.
 
     The product is summed over all heads of the model, X = 1 list for all of them, or with
-    `each_head` every head has its own, X = N. There are C = min(count, P) entries.
+    `each_head` every head has its own, X = N. There are C = min(count, P) entries. Units of equal
+    tokens have equal representatives but for rounding: products that close are ties (`ties`).
     """
     # A fused multiply and sum: a matmul of mixed dtypes would copy the representatives.
     scores_BXP = jnp.sum(query.astype(jnp.float32)[:, :, None] * units.astype(jnp.float32), -1)
     if not each_head:
         scores_BXP = ctx.psum_heads(jnp.sum(scores_BXP, axis=1, keepdims=True))
     ids_P = ctx.seq_offset(units.shape[2]) + jnp.arange(units.shape[2])
-    scores_BXP = jnp.where(ids_P < packed[:, None, None], scores_BXP, -jnp.inf)
-    values, at = jax.lax.top_k(scores_BXP, min(count, units.shape[2]))
+    held_B1P = ids_P < packed[:, None, None]
+    squares_BX = jnp.sum(scores_BXP**2, axis=-1, where=held_B1P)
+    squares_BX = ctx.psum_seq(squares_BX) if ctx.seq_size > 1 else squares_BX
+    usual_BX = jnp.sqrt(squares_BX / jnp.maximum(packed, 1)[:, None])
+    tolerance_BX = ties.tolerance(units.dtype) * usual_BX
+    scores_BXP = jnp.where(held_B1P, scores_BXP, -jnp.inf)
+    values, at = tied_top_k(scores_BXP, min(count, units.shape[2]), tolerance_BX)
     ids_BXC = ids_P[at]
     if ctx.seq_size > 1:
         # Shards in order, so that among equals the older unit still comes first.
         values, ids = ctx.gather_seq(values, -1), ctx.gather_seq(ids_BXC, -1)
-        values, at = jax.lax.top_k(values, min(count, values.shape[-1]))
+        values, at = tied_top_k(values, min(count, values.shape[-1]), tolerance_BX)
         ids_BXC = jnp.take_along_axis(ids, at, axis=-1)
     return jnp.where(values > -jnp.inf, ids_BXC, -1)
 

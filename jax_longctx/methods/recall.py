@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.contract import LayerContext
+from jax_longctx.methods import ties
 from pallas_kernels.dispatch import platform
 from pallas_kernels.select_large_k import select_large_k
 from pallas_kernels.topk_scores import merge_topk, topk_scores
@@ -31,6 +32,8 @@ __all__ = [
     "spread",
 ]
 
+# The text's first slots, whose keys tell how large keys are.
+_SAMPLE = 128
 _LAST = jnp.iinfo(jnp.int32).max
 # Slots of a page and entries of a block, where votes are counted by matmul.
 _LANES, _VOTES = 128, 4096
@@ -77,36 +80,65 @@ def best_keys(
     """Global slots of each query's `count` best keys in start <= s < stop[b], -1 where fewer are.
 
     With `tile` only the best key of each tile of slots, counted from `start`, takes part. Tokens
-    beyond valid[b] name nothing.
+    beyond valid[b] name nothing. Scores that rounding may part tie (`rounding`).
     """
     offset = ctx.seq_offset(k.shape[2])
+    tolerance = rounding(q, k, stop, ctx)
+    how = {"tolerance": tolerance, "valid": valid}
     first_B, end_B = jnp.broadcast_to(start - offset, stop.shape), stop - offset
     if ctx.seq_size == 1:
-        return topk_scores(q, k, first_B, end_B, count=count, tile_best=tile, valid=valid)[1]
+        return topk_scores(q, k, first_B, end_B, count=count, tile_best=tile, **how)[1]
     if tile is None:
-        lists = [topk_scores(q, k, first_B, end_B, count=count, valid=valid)]
+        lists = [topk_scores(q, k, first_B, end_B, count=count, **how)]
     else:
         # This shard's first slots may be the rest of a tile that began on the shard before.
         whole_B = jnp.where(first_B < 0, first_B % tile, first_B)
-        rest = topk_scores(q, k, first_B, jnp.minimum(whole_B, end_B), count=1, valid=valid)
-        lists = [rest, topk_scores(q, k, whole_B, end_B, count=count, tile_best=tile, valid=valid)]
+        rest = topk_scores(q, k, first_B, jnp.minimum(whole_B, end_B), count=1, **how)
+        lists = [rest, topk_scores(q, k, whole_B, end_B, count=count, tile_best=tile, **how)]
     values = jnp.concatenate([values for values, _ in lists], axis=-1)
     slots = jnp.concatenate([slots for _, slots in lists], axis=-1)
     slots = jnp.where(slots < 0, -1, slots + offset)
     values, slots = ctx.gather_seq(values, -1), ctx.gather_seq(slots, -1)
     if tile is not None:
-        slots = _best_of_tiles(values, slots, start, tile)
-    return merge_topk(values, slots, count)[1]
+        slots = _best_of_tiles(values, slots, start, tile, tolerance)
+    return merge_topk(values, slots, count, tolerance)[1]
+
+
+def rounding(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    stop: Int[Array, " B"],
+    ctx: LayerContext,
+) -> Float[Array, "B T N"]:
+    """How far rounding may part the scores of equal keys (see `ties`).
+
+    The usual size is |q| |k| / sqrt(H), with the root mean square of the text's first keys as |k|.
+    """
+    slots = ctx.seq_offset(k.shape[2]) + jnp.arange(min(_SAMPLE, k.shape[2]))
+    number_B = jnp.clip(stop, 1, _SAMPLE)
+    held_BS = slots < number_B[:, None]
+    keys = jnp.where(held_BS[:, None, :, None], k[:, :, : len(slots)].astype(jnp.float32), 0.0)
+    squares_BK = jnp.sum(keys**2, axis=(2, 3))
+    squares_BK = ctx.psum_seq(squares_BK) if ctx.seq_size > 1 else squares_BK
+    size_BK = jnp.sqrt(squares_BK / (number_B[:, None] * k.shape[3]))
+    size_BN = jnp.repeat(size_BK, q.shape[2] // k.shape[1], axis=1)
+    length_BTN = jnp.linalg.norm(q.astype(jnp.float32), axis=-1)
+    return ties.tolerance(k.dtype) * size_BN[:, None] * length_BTN
 
 
 def _best_of_tiles(
-    values: Float[Array, "B T N E"], slots: Int[Array, "B T N E"], start: int, tile: int
+    values: Float[Array, "B T N E"],
+    slots: Int[Array, "B T N E"],
+    start: int,
+    tile: int,
+    tolerance: Float[Array, "B T N"],
 ) -> Int[Array, "B T N E"]:
     """The listed slots with -1 for those that another one of their tile beats or precedes."""
     s, r = slots[..., :, None], slots[..., None, :]
     value, rival = values[..., :, None], values[..., None, :]
     together = (r >= 0) & ((s - start) // tile == (r - start) // tile)
-    beaten = together & ((rival > value) | ((rival == value) & (r < s)))
+    allowed = tolerance[..., None, None]
+    beaten = together & ((rival - allowed > value) | ((rival >= value - allowed) & (r < s)))
     return jnp.where(jnp.any(beaten, axis=-1), -1, slots)
 
 

@@ -22,6 +22,7 @@ def topk_scores(
     stop: Int[Array, " B"],
     *,
     count: int,
+    tolerance: Float[Array, "B T N"] | None = None,
     valid: Int[Array, " B"] | None = None,
     tile_best: int | None = None,
     implementation: str | None = None,
@@ -29,14 +30,22 @@ def topk_scores(
     """The `count` best slots of start[b] <= s < stop[b] for every query, best first.
 
     Scores are dot products accumulated and compared in float32; query head n reads kv head n // G.
-    Ties go to the lowest slot. A score of NaN or -inf makes its slot absent: it is never returned.
+    A score of NaN or -inf makes its slot absent: it is never returned.
+
+    A score ranks as the best score that is at most `tolerance` above it, and ties go to the lowest
+    slot. So slots whose scores differ by rounding alone come in ascending order. Implementations
+    agree where scores form groups (any two of a group within the tolerance, any two of different
+    groups not); `merge` says why. Otherwise they may choose different ones among scores that are
+    a few tolerances apart.
 
     Args:
       start, stop: taken as 0 below 0 and as S above S; what lies outside may be anything.
       count: how many slots, 1 to 16.
+      tolerance: finite, at least 0; a few times the scores' rounding error, and far below the
+        difference of scores that mean something. None is 0: equal scores alone tie.
       valid: queries t >= valid[b] are padding and get nothing.
       tile_best: only the best slot of each tile of this many, counted from start[b], takes part
-        (the earliest on ties). 128 is what ReAttention's released kernel computes.
+        (the first of those that tie). 128 is what ReAttention's released kernel computes.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
 
     Returns:
@@ -65,7 +74,9 @@ def topk_scores(
         "reference": reference.topk_scores,
     }[name]
     start, stop = (jnp.clip(x.astype(jnp.int32), 0, k.shape[2]) for x in (start, stop))
-    values, indices = run(q, k, start, stop, count=count, tile_best=tile_best)
+    if tolerance is None:
+        tolerance = jnp.zeros(q.shape[:3], jnp.float32)
+    values, indices = run(q, k, start, stop, tolerance, count=count, tile_best=tile_best)
     if valid is None:
         return values, indices
     padding_BT11 = (jnp.arange(q.shape[1]) >= valid[:, None])[..., None, None]

@@ -104,6 +104,7 @@ def topk_scores(
     k: Float[Array, "B K S H"],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
+    tolerance: Float[Array, "B T N"],
     *,
     count: int,
     tile_best: int | None = None,
@@ -114,9 +115,10 @@ def topk_scores(
     if tile_best is not None:
         raise NotImplementedError(f"topk_scores: {unsupported(q, k, count, tile_best)}")
     q_BKRH = hopper.pack_rows(q, k.shape[1])
+    tolerance_BKR = hopper.pack_rows(tolerance[..., None], k.shape[1])[..., 0]
     rows = q_BKRH.shape[2]
     if rows <= gpu_few.QUERIES:
-        found = gpu_few.best_keys(q_BKRH, k, start, stop, count, interpret)
+        found = gpu_few.best_keys(q_BKRH, k, start, stop, tolerance_BKR, count, interpret)
         values, slots = (hopper.unpack_rows(x, q.shape[1]) for x in found)
         return values, slots
     if config is None:
@@ -139,9 +141,9 @@ def topk_scores(
         config=config,
         interpreted=interpret is not None,
     )
-    values, ids = _best_blocks(q_BKRH, k, start, stop, job, interpret)
-    _, ids = _choose(values, ids, count)
-    values, slots = _best_keys(q_BKRH, k, start, stop, ids, interpret)
+    values, ids = _best_blocks(q_BKRH, k, start, stop, tolerance_BKR, job, interpret)
+    _, ids = _choose(values, ids, count, tolerance_BKR)
+    values, slots = _best_keys(q_BKRH, k, start, stop, tolerance_BKR, ids, interpret)
     return hopper.unpack_rows(values, q.shape[1]), hopper.unpack_rows(slots, q.shape[1])
 
 
@@ -150,6 +152,7 @@ def _best_keys(
     k: Float[Array, "B K S H"],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
+    tolerance: Float[Array, "B K R"],
     blocks: Int[Array, "B K R C"],
     interpret: Any,
 ) -> tuple[Float[Array, "B K R C"], Int[Array, "B K R C"]]:
@@ -161,20 +164,23 @@ def _best_keys(
     flat = (*blocks.shape[:3], -1)
     # A score of NaN makes its slot absent.
     scores = jnp.where(some & (scores > -jnp.inf), scores, -jnp.inf)
-    return _choose(scores.reshape(flat), slots.reshape(flat), blocks.shape[3])
+    return _choose(scores.reshape(flat), slots.reshape(flat), blocks.shape[3], tolerance)
 
 
 def _choose(
-    values: Float[Array, "*R E"], ids: Int[Array, "*R E"], count: int
+    values: Float[Array, "*R E"], ids: Int[Array, "*R E"], count: int, tolerance: Float[Array, "*R"]
 ) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
     """The best entries in order, ties to the lowest id; -1 where there is nothing above -inf.
 
     As many passes as entries are asked for: one small kernel each, where a sort takes longer.
     """
-    chosen = []
+    chosen, tolerances = [], jnp.broadcast_to(tolerance[..., None], values.shape)
     for _ in range(count):
-        value, one = lax.reduce(
-            (values, ids), (np.float32(-np.inf), _NO_ID), _better, (values.ndim - 1,)
+        value, one, _ = lax.reduce(
+            (values, ids, tolerances),
+            (np.float32(-np.inf), _NO_ID, np.float32(0)),
+            _better,
+            (values.ndim - 1,),
         )
         chosen.append((value, jnp.where(value > -jnp.inf, one, -1)))
         values = jnp.where(ids == one[..., None], -jnp.inf, values)
@@ -182,10 +188,13 @@ def _choose(
     return best, slots
 
 
-def _better(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    first = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
-    value, number = (jnp.where(first, a, b) for a, b in zip(one, other, strict=True))
-    return value, number
+def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+    (value, number, tolerance), (its_value, its_number, its_tolerance) = one, other
+    # The same, but in what a reduction begins with.
+    tolerance = jnp.maximum(tolerance, its_tolerance)
+    above, below = value - tolerance > its_value, its_value - tolerance > value
+    first = above | (~below & (number < its_number))
+    return jnp.where(first, value, its_value), jnp.where(first, number, its_number), tolerance
 
 
 def _best_blocks(
@@ -193,12 +202,14 @@ def _best_blocks(
     k: Float[Array, "B K S H"],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
+    tolerance: Float[Array, "B K R"],
     job: _Job,
     interpret: Any,
 ) -> tuple[Float[Array, "B K R E"], Int[Array, "B K R E"]]:
     """Lists of blocks for every query, their best scores and numbers, that hold the best."""
     rows, padded = q.shape[2], job.row_tiles * job.tile_rows
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
+    spare = (0, 0), (0, 0), (0, padded - rows)
+    q, tolerance = jnp.pad(q, (*spare, (0, 0))), jnp.pad(tolerance, spare)
     # Block-minor: one copy takes key i of each of a tile's 8 blocks.
     k = k.reshape(*k.shape[:2], -1, _LANES, BLOCK, job.head_dim)
     bounds = jnp.stack([start, stop], axis=1)
@@ -224,13 +235,25 @@ def _best_blocks(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    lists = kernel(bounds.astype(jnp.int32), q, k)
+    lists = kernel(bounds.astype(jnp.int32), q, k, tolerance)
     flat = job.batch, job.kv_heads, padded, -1
     values, ids = (jnp.moveaxis(x, 3, 1).reshape(flat)[:, :, :rows] for x in lists)
     return values, ids
 
 
-def _kernel(bounds_ref, q_ref, k_ref, value_ref, block_ref, *, job, q_tiles, ring, **barriers):
+def _kernel(
+    bounds_ref,
+    q_ref,
+    k_ref,
+    tolerance_ref,
+    value_ref,
+    block_ref,
+    *,
+    job: _Job,
+    q_tiles,
+    ring,
+    **barriers,
+) -> None:
     head, split = lax.axis_index("head"), lax.axis_index("split")
     warpgroup = lax.axis_index("warpgroup")
     more, fewer = hopper.registers(job.config.warpgroups)
@@ -255,7 +278,10 @@ def _kernel(bounds_ref, q_ref, k_ref, value_ref, block_ref, *, job, q_tiles, rin
         q_tile, loaded = q_tiles.at[warpgroup], barriers["loaded"].at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[(*where, rows)], q_tile, loaded)
         plgpu.barrier_wait(loaded)
-        lists = _best(q_tile, ring, barriers, begin, end, (low, high), job)
+        column = plgpu.Layout.WGMMA.reduce(1)
+        tolerance = plgpu.load(tolerance_ref.at[(*where, rows)], layout=column)
+        tolerance = lax.broadcast_in_dim(tolerance, (hopper.ROWS, _LANES), [0])
+        lists = _best(q_tile, ring, barriers, begin, end, (low, high), tolerance, job)
         for j, (value, block) in enumerate(lists):
             value_ref[head, split, j, rows] = value
             block_ref[head, split, j, rows] = block
@@ -280,7 +306,9 @@ def _fetch(k_ref, ring, barriers, begin, end, job: _Job) -> None:
     hopper.drain(barriers["free"], end - begin, job.config.stages)
 
 
-def _best(q_tile, ring, barriers, begin, end, bounds, job: _Job) -> list[tuple[Array, Array]]:
+def _best(
+    q_tile, ring, barriers, begin, end, bounds, tolerance: Array, job: _Job
+) -> list[tuple[Array, Array]]:
     """The running lists after all tiles: per query and lane of a tile the best blocks."""
     shape = hopper.ROWS, _LANES
     lane = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
@@ -295,7 +323,7 @@ def _best(q_tile, ring, barriers, begin, end, bounds, job: _Job) -> list[tuple[A
         inside = (first >= bounds[0]) & (first + TILE <= bounds[1])
         s = lax.cond(inside, lambda s: s, lambda s: _mask(s, first, bounds), s)
         best = _fold(s, job)
-        return insert(lists, best, lane + (begin + i) * _LANES)
+        return insert(lists, best, lane + (begin + i) * _LANES, tolerance)
 
     return lax.fori_loop(0, end - begin, step, [empty] * job.count)
 

@@ -3,9 +3,9 @@
 With one query a kv head has G rows of the 64 that a wgmma takes, so here the queries are its
 columns, 8 of them, and keys its rows. A thread then holds a few scores of every tile, and each
 place of the [64,8] result keeps its own sorted list of the `count` best (score, slot) so far:
-exact, with no second look at any key. When all keys of a block of threads are through, its lists
-are merged over the 64 rows: the best that stands first in any, and of those that tie the lowest
-slot, leaves its list, `count` times. What the splits found is ranked by comparing each with each.
+with no second look at any key. When all keys of a block of threads are through, its lists are
+merged over the 64 rows: of those that tie with the best that stands first in any, the lowest slot
+leaves its list, `count` times. What the splits found is ranked by comparing each with each.
 
 Grid: heads, and splits of the keys over the processors. One warpgroup copies tiles of 128 keys as
 they lie, the other computes. Shared memory: queries 2 KiB, ring of 5 tiles 160 KiB.
@@ -53,6 +53,7 @@ def best_keys(
     k: Float[Array, "B K S H"],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
+    tolerance: Float[Array, "B K R"],
     count: int,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B K R C"], Int[Array, "B K R C"]]:
@@ -63,7 +64,9 @@ def best_keys(
     batch, kv_heads, rows, head_dim = q.shape
     heads = batch * kv_heads
     splits = min(max(hopper.processors() // heads, 1), k.shape[2] // TILE)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, QUERIES - rows), (0, 0)))
+    spare = (0, 0), (0, 0), (0, QUERIES - rows)
+    q = jnp.pad(q, (*spare, (0, 0))).reshape(heads, QUERIES, head_dim)
+    tolerances = jnp.pad(tolerance, spare).reshape(heads, QUERIES)
     shape = heads, splits, count, QUERIES
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=_Job(kv_heads=kv_heads, count=count, splits=splits)),
@@ -85,18 +88,24 @@ def best_keys(
         interpret=interpret,
     )
     bounds = jnp.stack([start, stop], axis=1).astype(jnp.int32)
-    found = kernel(bounds, q.reshape(heads, QUERIES, head_dim), k)
+    found = kernel(bounds, q, k, tolerances)
     values, slots = (
         jnp.moveaxis(x, 3, 1).reshape(batch, kv_heads, QUERIES, -1)[:, :, :rows] for x in found
     )
-    return _ranked(values, slots, count)
+    return _ranked(values, slots, count, tolerance)
 
 
 def _ranked(
-    values: Float[Array, "*R E"], slots: Int[Array, "*R E"], count: int
+    values: Float[Array, "*R E"],
+    slots: Int[Array, "*R E"],
+    count: int,
+    tolerance: Float[Array, "*R"],
 ) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
-    """The first `count` by descending value, then ascending slot, all of them different or -1."""
-    value, rival = values[..., :, None], values[..., None, :]
+    """The first `count` by the best value that each ties with, then by slot; -1 is no slot."""
+    above = (values + tolerance[..., None])[..., :, None]
+    tied = jnp.where(values[..., None, :] <= above, values[..., None, :], -jnp.inf)
+    ranks = jnp.max(tied, axis=-1)
+    value, rival = ranks[..., :, None], ranks[..., None, :]
     slot, its_slot = slots[..., :, None], slots[..., None, :]
     entry = jnp.arange(values.shape[-1])
     # Absent ones are alike: their places tell them apart.
@@ -109,7 +118,19 @@ def _ranked(
 
 
 def _kernel(
-    bounds_ref, q_ref, k_ref, value_ref, slot_ref, *, job: _Job, queries, ring, ready, free, loaded
+    bounds_ref,
+    q_ref,
+    k_ref,
+    tolerance_ref,
+    value_ref,
+    slot_ref,
+    *,
+    job: _Job,
+    queries,
+    ring,
+    ready,
+    free,
+    loaded,
 ) -> None:
     head, split = lax.axis_index("head"), lax.axis_index("split")
     role = lax.axis_index("role")
@@ -145,13 +166,19 @@ def _kernel(
         plgpu.set_max_registers(more, action="increase")
         plgpu.copy_gmem_to_smem(q_ref.at[head], queries, loaded)
         plgpu.barrier_wait(loaded)
-        lists = _lists(queries, ring, ready, free, (begin, end), (low, high), job.count)
-        for j, (value, slot) in enumerate(_merged(lists)):
+        across = plgpu.Layout.WGMMA.reduce(0)
+        tolerance = plgpu.load(tolerance_ref.at[head], layout=across)
+        tolerance = lax.broadcast_in_dim(tolerance, (hopper.ROWS, QUERIES), [1])
+        run, bounds = (begin, end), (low, high)
+        lists = _lists(queries, ring, ready, free, run, bounds, tolerance, job.count)
+        for j, (value, slot) in enumerate(_merged(lists, tolerance)):
             value_ref[head, split, j] = value
             slot_ref[head, split, j] = slot
 
 
-def _lists(queries, ring, ready, free, run, bounds, count: int) -> list[tuple[Array, Array]]:
+def _lists(
+    queries, ring, ready, free, run, bounds, tolerance: Array, count: int
+) -> list[tuple[Array, Array]]:
     """Each place's best scores among the tiles of `run`, and their slots."""
     shape = hopper.ROWS, QUERIES
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
@@ -172,23 +199,23 @@ def _lists(queries, ring, ready, free, run, bounds, count: int) -> list[tuple[Ar
         for half, score in enumerate(scores):
             slot = row + (begin + i) * TILE + half * hopper.ROWS
             score = jnp.where((slot >= bounds[0]) & (slot < bounds[1]), score, -jnp.inf)
-            lists = insert(lists, score, slot)
+            lists = insert(lists, score, slot, tolerance)
         return lists
 
     return lax.fori_loop(0, end - begin, step, [empty] * count)
 
 
-def _merged(lists: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
+def _merged(lists: list[tuple[Array, Array]], tolerance: Array) -> list[tuple[Array, Array]]:
     """The best of all places' lists in order, [8] scores and slots each, as many as a list has."""
     shape = hopper.ROWS, QUERIES
     merged = []
     for left in reversed(range(len(lists))):
         value, slot = lists[0]
-        best = value.max(axis=0)
-        first = value == lax.broadcast_in_dim(best, shape, [1])
-        lowest = jnp.where(first, slot, _LAST).min(axis=0)
-        merged.append((best, jnp.where(best > -jnp.inf, lowest, -1)))
+        best = lax.broadcast_in_dim(value.max(axis=0), shape, [1])
+        lowest = jnp.where(value >= best - tolerance, slot, _LAST).min(axis=0)
         gone = slot == lax.broadcast_in_dim(lowest, shape, [1])
+        its_value = jnp.where(gone, value, -jnp.inf).max(axis=0)
+        merged.append((its_value, jnp.where(its_value > -jnp.inf, lowest, -1)))
         lists = [
             (
                 jnp.where(gone, lists[j + 1][0], lists[j][0]),

@@ -5,13 +5,17 @@ from jax import Array
 
 
 def insert(
-    lists: list[tuple[Array, Array]], value: Array, number: Array
+    lists: list[tuple[Array, Array]], value: Array, number: Array, tolerance: Array
 ) -> list[tuple[Array, Array]]:
-    """Put (value, number) where it belongs; what ties with a listed one goes behind it.
+    """Put (value, number) behind the last listed one that it does not beat by the tolerance.
 
     Compares and selects alone: the time does not depend on the data. NaN is not put anywhere.
     """
-    better = [value > listed for listed, _ in lists]
+    value_less = value - tolerance
+    better = [value_less > listed for listed, _ in lists]
+    # A listed value may be above the one before it, by at most the tolerance.
+    for j in reversed(range(len(lists) - 1)):
+        better[j] &= better[j + 1]
     result = []
     for j, (listed, its_number) in enumerate(lists):
         new_value, new_number = value, number

@@ -1,4 +1,14 @@
-"""Merge lists of best keys over disjoint slots: exact, since each list holds its slots' best."""
+"""Rankings in which scores that rounding alone may part are ties; merges of ranked lists.
+
+A score ranks as the best score that is at most `tolerance` above it. Where two rank alike, the
+first comes first. So if a ranks before b, then a >= b - tolerance.
+
+Scores form groups if any two of a group are within the tolerance and any two of different groups
+are not. Then every score ranks as its group's best, and `a ranks before b` is a weak order: a
+search by blocks, lists and merges that compares in this way finds the definition's slots, for the
+same reasons as with exact ties. Where scores form a chain instead (b is within the tolerance of a
+and of c, but a is not of c), parts of the slots may rank otherwise than the whole.
+"""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -7,10 +17,28 @@ from jaxtyping import Float, Int
 _LAST = jnp.iinfo(jnp.int32).max
 
 
-def merge_topk(
-    values: Float[Array, "*B E"], indices: Int[Array, "*B E"], count: int
+def tied_top_k(
+    scores: Float[Array, "*B S"], count: int, tolerance: Float[Array, "*#B"]
 ) -> tuple[Float[Array, "*B C"], Int[Array, "*B C"]]:
-    """The `count` best of E listed keys: descending score, ties to the lowest index, -1 last.
+    """`lax.top_k` with ties; the values are the scores themselves. No score may be NaN."""
+    best = lax.top_k(scores, count)[0]
+    # What is not within the tolerance of one of these ranks behind all of them.
+    above = scores + tolerance[..., None]
+    rank_as = jnp.full_like(scores, -jnp.inf)
+    for i in reversed(range(count)):
+        one = best[..., i : i + 1]
+        rank_as = jnp.where(one <= above, one, rank_as)
+    at = lax.top_k(rank_as, count)[1]
+    return jnp.take_along_axis(scores, at, axis=-1), at
+
+
+def merge_topk(
+    values: Float[Array, "*B E"],
+    indices: Int[Array, "*B E"],
+    count: int,
+    tolerance: Float[Array, "*#B"],
+) -> tuple[Float[Array, "*B C"], Int[Array, "*B C"]]:
+    """The `count` best of E listed keys, ties to the lowest index, -1 last.
 
     Args:
       values: float32 scores of disjoint keys, in any order.
@@ -20,11 +48,14 @@ def merge_topk(
       (values, indices) of `count` entries, -inf and -1 where fewer keys were listed.
     """
     absent = indices < 0
-    values = jnp.where(absent, -jnp.inf, values)
     short = [(0, 0)] * (values.ndim - 1) + [(0, max(0, count - values.shape[-1]))]
-    order = (
-        jnp.pad(-values, short, constant_values=jnp.inf),
-        jnp.pad(jnp.where(absent, _LAST, indices), short, constant_values=_LAST),
+    slots, values = lax.sort(
+        (
+            jnp.pad(jnp.where(absent, _LAST, indices), short, constant_values=_LAST),
+            jnp.pad(jnp.where(absent, -jnp.inf, values), short, constant_values=-jnp.inf),
+        ),
+        num_keys=1,
     )
-    negative, slots = (x[..., :count] for x in lax.sort(order, num_keys=2))
-    return -negative, jnp.where(slots == _LAST, -1, slots)
+    values, at = tied_top_k(values, count, tolerance)
+    slots = jnp.take_along_axis(slots, at, axis=-1)
+    return values, jnp.where(slots == _LAST, -1, slots)

@@ -1,5 +1,8 @@
 """The best keys of every query by definition, all scores materialised; for tests only."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -10,19 +13,21 @@ def topk_scores(
     k: Float[Array, "B K S H"],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
+    tolerance: Float[Array, "B T N"],
     *,
     count: int,
     tile_best: int | None = None,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
-    """Sort every slot of [start, stop) by descending score, then by slot."""
+    """Sort every slot of [start, stop) by the best score it ties with, descending, then by slot."""
     k_BNSH = jnp.repeat(k, q.shape[2] // k.shape[1], axis=1).astype(jnp.float32)
     scores_BTNS = jnp.einsum("BTNH,BNSH->BTNS", q.astype(jnp.float32), k_BNSH, precision="highest")
     slots_S = jnp.arange(k.shape[2])
     held_BS = (slots_S >= start[:, None]) & (slots_S < stop[:, None])
     scores_BTNS = jnp.where(held_BS[:, None, None] & ~jnp.isnan(scores_BTNS), scores_BTNS, -jnp.inf)
     if tile_best is not None:
-        scores_BTNS = _keep_best_of_tiles(scores_BTNS, start, tile_best)
-    order_BTNC = jnp.argsort(-scores_BTNS, axis=-1, stable=True)[..., :count]
+        scores_BTNS = _keep_best_of_tiles(scores_BTNS, start, tile_best, tolerance)
+    ranks_BTNS = _best_tied(scores_BTNS, tolerance)
+    order_BTNC = jnp.argsort(-ranks_BTNS, axis=-1, stable=True)[..., :count]
     values_BTNC = jnp.take_along_axis(scores_BTNS, order_BTNC, axis=-1)
     short = [(0, 0)] * 3 + [(0, count - values_BTNC.shape[-1])]
     values_BTNC = jnp.pad(values_BTNC, short, constant_values=-jnp.inf)
@@ -30,14 +35,29 @@ def topk_scores(
     return values_BTNC, jnp.where(jnp.isneginf(values_BTNC), -1, indices_BTNC)
 
 
-def _keep_best_of_tiles(
-    scores: Float[Array, "B T N S"], start: Int[Array, " B"], tile: int
+def _best_tied(
+    scores: Float[Array, "B T N S"], tolerance: Float[Array, "B T N"]
 ) -> Float[Array, "B T N S"]:
-    """-inf for all but the first best slot of every tile of slots counted from start[b]."""
+    """For every score the best one that is at most `tolerance` above it."""
+    number = scores.shape[-1]
+    ascending_XS = jnp.sort(scores, axis=-1).reshape(-1, number)
+    above_XS = (scores + tolerance[..., None]).reshape(-1, number)
+    after_XS = jax.vmap(partial(jnp.searchsorted, side="right"))(ascending_XS, above_XS)
+    return jnp.take_along_axis(ascending_XS, after_XS - 1, axis=-1).reshape(scores.shape)
+
+
+def _keep_best_of_tiles(
+    scores: Float[Array, "B T N S"],
+    start: Int[Array, " B"],
+    tile: int,
+    tolerance: Float[Array, "B T N"],
+) -> Float[Array, "B T N S"]:
+    """-inf for all but the first slot of every tile, from start[b] on, that ties with its best."""
     slots_S = jnp.arange(scores.shape[3])
     tile_BS = (slots_S - start[:, None]) // tile
-    # [B, S, S]: whether slot r shares slot s's tile; s stays if no such r beats or precedes it.
+    # [B, S, S]: whether slot r shares slot s's tile.
     together = (tile_BS[:, :, None] == tile_BS[:, None])[:, None, None]
-    s, r = scores[..., :, None], scores[..., None, :]
-    beaten = together & ((r > s) | ((r == s) & (slots_S < slots_S[:, None])))
-    return jnp.where(jnp.any(beaten, axis=-1), -jnp.inf, scores)
+    best = jnp.max(jnp.where(together, scores[..., None, :], -jnp.inf), axis=-1)
+    ties = scores >= best - tolerance[..., None]
+    earlier = together & ties[..., None, :] & (slots_S < slots_S[:, None])
+    return jnp.where(ties & ~jnp.any(earlier, axis=-1), scores, -jnp.inf)

@@ -14,8 +14,8 @@ insertions for all rows together. The block is done unless a class whose best we
 a second best that could follow it; then the bests are removed from the scores and they are swept
 again, at most `count` times. Neighbours are in different classes, so that is rare.
 
-Ties: a key beats a list's entry by a higher score, or by a lower slot at the same score. What is no
-number is neither above nor below anything, and so is never kept.
+Ties: a key beats a list's entry by a score that is higher by more than the tolerance, or by a lower
+slot where neither is. What is no number is neither above nor below anything, and so is never kept.
 
 The rows' bounds are prefetched scalars: blocks outside them are not fetched, and only blocks that
 a bound cuts through are masked.
@@ -79,6 +79,7 @@ def topk_scores(
     k: Float[Array, "B K S H"],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
+    tolerance: Float[Array, "B T N"],
     *,
     count: int,
     tile_best: int | None = None,
@@ -105,8 +106,10 @@ def topk_scores(
     stop_block_B = jnp.where(stop > start, -(-stop // block), first_B)
     scalars = (x.astype(jnp.int32) for x in (start, stop, first_B, stop_block_B))
     axis = _key_axis(row_tile)
+    tolerance_BKTG = jnp.moveaxis(tolerance.reshape(q_BTKGH.shape[:-1]), 1, 2)
+    tolerance_BKR = tolerance_BKTG.reshape(q_BKRH.shape[:-1])
     run = _call(q_BKRH, k, row_tile, block, count, interpret)
-    lists = run(*scalars, q_BKRH, as_stored(k))
+    lists = run(*scalars, q_BKRH, as_stored(k), jnp.expand_dims(tolerance_BKR, 2 + axis))
     lists_BKRC = (jnp.moveaxis(x, 2 + axis, 3)[..., :count] for x in lists)
     values, indices = (_by_query(x, q.shape[:3]) for x in lists_BKRC)
     return jnp.where(values == 0, 0.0, values), indices  # -0 is 0
@@ -134,15 +137,19 @@ def _call(
     def visited(b, h, r, j, start, stop, first, stop_block):
         return b, h, jnp.minimum(first[b] + j, jnp.maximum(stop_block[b] - 1, 0))
 
-    best = pl.BlockSpec(
-        (1, 1, *some_lists), lambda b, h, r, j, *_: (b, h, r, 0) if axis else (b, h, 0, r)
-    )
+    def rows_of(*sizes: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (1, 1, *sizes), lambda b, h, r, j, *_: (b, h, r, 0) if axis else (b, h, 0, r)
+        )
+
+    best = rows_of(*some_lists)
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=4,
         grid=(batch, kv_heads, tiles, -(-slots // block)),
         in_specs=[
             pl.BlockSpec((1, 1, row_tile, head_dim), lambda b, h, r, j, *_: (b, h, r, 0)),
             key_spec(head_dim, block, visited),
+            rows_of(*((row_tile, 1) if axis else (1, row_tile))),
         ],
         out_specs=[best, best],
         scratch_shapes=[pltpu.VMEM(scores, jnp.float32)],
@@ -201,6 +208,7 @@ def _kernel(
     stop_block,  # [B] the block after the last slot's
     q,  # [1, 1, R, H]
     k,  # [1, 1, Z, H], or [1, 1, H, Z] for narrow heads
+    tolerance,  # [1, 1, 1, R], or [1, 1, R, 1] if the keys are along the lanes
     values,  # [1, 1, C, R] the lists, best first; [1, 1, R, C] if the keys are along the lanes
     indices,
     scores,  # [Z, R] or [R, Z]
@@ -214,7 +222,8 @@ def _kernel(
     axis = _key_axis(rows)
     part = math.gcd(block, _SCORES // _padded(rows))
     empty = _no_classes(rows, part)
-    search = _Search(axis, part, count, scores, values.at[0, 0], indices.at[0, 0])
+    lists = values.at[0, 0], indices.at[0, 0]
+    search = _Search(axis, part, count, tolerance[0, 0], scores, *lists)
 
     @pl.when(j == 0)
     def _():
@@ -268,6 +277,7 @@ class _Search:
     axis: int  # of the keys, in all arrays
     part: int  # keys of a sweep
     count: int
+    tolerance: Array
     scores: Any
     values: Any
     indices: Any
@@ -290,7 +300,8 @@ class _Search:
                 x = jnp.where(removed == at, -jnp.inf, x)
                 self.scores[keys] = x
             # Strict, so that the earliest key wins, and false for what is no number.
-            above_first, above_second = x > first, x > second
+            less = x - self.tolerance
+            above_first, above_second = less > first, less > second
             second = jnp.where(above_second, jnp.where(above_first, first, x), second)
             first = jnp.where(above_first, x, first)
             number = jnp.where(above_first, at, number)
@@ -308,17 +319,20 @@ class _Search:
         keys = jnp.where(number < 0, _NO_SLOT, keys)
 
         def best_of(left: Array) -> tuple[Array, Array, Array]:
-            """Every row's best, its first key, and whether any is to be inserted."""
-            best = jnp.max(left, axis=axis, keepdims=True)
-            key = jnp.min(jnp.where(left == best, keys, _NO_SLOT), axis=axis, keepdims=True)
-            return best, key, _any(_beats(best, key, *self.worst()))
+            """Every row's first key that ties with its best, and whether any is to be inserted."""
+            ties = left >= jnp.max(left, axis=axis, keepdims=True) - self.tolerance
+            key = jnp.min(jnp.where(ties, keys, _NO_SLOT), axis=axis, keepdims=True)
+            best = jnp.max(jnp.where(keys == key, left, -jnp.inf), axis=axis, keepdims=True)
+            return best, key, _any(self.beats(best, key, *self.worst()))
 
         def insert_one(carry: tuple[Array, ...]) -> tuple[Array, ...]:
             left, best, key, _ = carry
             values, indices = self.values[...], self.indices[...]
-            stay = ~_beats(best, key, values, indices)
-            # Entries that stay come first; behind them the others move down by one.
-            here = _iota(values, axis) == jnp.sum(stay.astype(jnp.int32), axis=axis, keepdims=True)
+            at = _iota(values, axis)
+            # Behind the last entry that it does not beat; the others move down by one.
+            beaten = self.beats(best, key, values, indices)
+            place = jnp.max(jnp.where(beaten, 0, at + 1), axis=axis, keepdims=True)
+            stay, here = at < place, at == place
             for ref, old, new in ((self.values, values, best), (self.indices, indices, key)):
                 ref[...] = jnp.where(stay, old, jnp.where(here, new, pltpu.roll(old, 1, axis)))
             left = jnp.where(keys == key, -jnp.inf, left)
@@ -327,8 +341,19 @@ class _Search:
         lax.while_loop(lambda carry: carry[3] > 0, insert_one, (first, *best_of(first)))
         # A class may hold another of a row's best if its second could follow its first.
         value, slot = self.worst()
-        listed = (first > value) | ((first == value) & (keys <= slot))
-        return _any((second > -jnp.inf) & ((second > value) | ((second == value) & listed)))
+        above, ties = self.compare(first, value)
+        listed = above | (ties & (keys <= slot))
+        above, ties = self.compare(second, value)
+        return _any((second > -jnp.inf) & (above | (ties & listed)))
+
+    def compare(self, value: Array, other: Array) -> tuple[Array, Array]:
+        """Whether a value is above the other, and whether they tie."""
+        above = value - self.tolerance > other
+        return above, ~above & ~(other - self.tolerance > value)
+
+    def beats(self, value: Array, slot: Array, other: Array, other_slot: Array) -> Array:
+        above, ties = self.compare(value, other)
+        return above | (ties & (slot < other_slot))
 
     def worst(self) -> tuple[Array, Array]:
         at = (slice(None),) * self.axis + (slice(self.count - 1, self.count),)
@@ -337,10 +362,6 @@ class _Search:
 
 def _iota(x: Array, axis: int) -> Array:
     return lax.broadcasted_iota(jnp.int32, x.shape, axis)
-
-
-def _beats(value: Array, slot: Array, other: Array, other_slot: Array) -> Array:
-    return (value > other) | ((value == other) & (slot < other_slot))
 
 
 def _any(x: Array) -> Array:

@@ -3,9 +3,9 @@
 For a block of queries the keys pass by in blocks. The scores of a block are cut into tiles; only
 the `count` tiles of the largest maxima can hold one of the block's `count` best keys (each of them
 holds one that is at least as good as all that lies outside), so the maxima are ranked, the scores
-of those tiles are gathered and ranked once more together with the best so far. Ties stay exact:
-`lax.top_k` puts the lowest index first, tiles that tie are chosen from the left and laid out in
-ascending order, and the best so far, whose slots are lower, stand before the block.
+of those tiles are gathered and ranked once more together with the best so far. Every ranking knows
+ties (`merge.tied_top_k`) and puts the lowest index first: tiles that tie are chosen from the left
+and laid out in ascending order, and the best so far, whose slots are lower, stand before the block.
 
 With `tile_best` the tiles are that method's own: blocks begin at each row's `start`, and a chosen
 tile gives one candidate, its first best key.
@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from pallas_kernels.topk_scores.merge import tied_top_k
+
 # Bytes of float32 scores that are made at once: of all slots for few queries, and of a block.
 _ONE_PASS_BYTES = 64 * 2**20
 _SCORE_BYTES = 16 * 2**20
@@ -38,6 +40,7 @@ def topk_scores(
     k: Float[Array, "B K S H"],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
+    tolerance: Float[Array, "B T N"],
     *,
     count: int,
     tile_best: int | None = None,
@@ -56,14 +59,16 @@ def topk_scores(
     # Queries before heads, as rows of their kv head: a block of queries is a block of rows.
     q_BTKGH = q.reshape(b, queries, kv_heads, n // kv_heads, h)
     q_BKTGH = jnp.moveaxis(q_BTKGH, 2, 1)
+    tolerance_BKTG = jnp.moveaxis(tolerance.reshape(q_BTKGH.shape[:-1]), 2, 1)
 
     def rank(i: Array | int, results: Best) -> Best:
         # The last block is moved back to end with T: its overlap is computed twice, alike.
         first = jnp.minimum(i * query_block, queries - query_block)
-        q_BKRH = lax.dynamic_slice_in_dim(q_BKTGH, first, query_block, axis=2).reshape(
-            b, kv_heads, -1, h
+        q_BKRH, tolerance_BKR = (
+            lax.dynamic_slice_in_dim(x, first, query_block, axis=2).reshape(b, kv_heads, -1, *rest)
+            for x, rest in ((q_BKTGH, (h,)), (tolerance_BKTG, ()))
         )
-        best = _rank_keys(q_BKRH, k, start, stop, count, tile_best, key_block)
+        best = _rank_keys(q_BKRH, k, start, stop, tolerance_BKR, count, tile_best, key_block)
         values, indices = (
             lax.dynamic_update_slice_in_dim(
                 whole, part.reshape(b, kv_heads, query_block, -1, count), first, axis=2
@@ -104,6 +109,7 @@ def _rank_keys(
     k: Float[Array, "B K S H"],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
+    tolerance: Float[Array, "B K R"],
     count: int,
     tile_best: int | None,
     key_block: int,
@@ -136,7 +142,8 @@ def _rank_keys(
         # NaN would win every comparison, and -0.0 would lose to 0.0.
         held = held_BC[:, None, None] & ~jnp.isnan(scores)
         scores = jnp.where(held, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
-        return _merge_block(best, scores, first_B, tile, one_a_tile=tile_best is not None)
+        one_a_tile = tile_best is not None
+        return _merge_block(best, scores, first_B, tolerance, tile, one_a_tile=one_a_tile)
 
     empty = _nothing((*q.shape[:-1], count))
     if tile_best is None and key_block == slots:
@@ -166,6 +173,7 @@ def _merge_block(
     best: Best,
     scores: Float[Array, "B K R C"],
     first: Int[Array, " 1"] | Int[Array, " B"],
+    tolerance: Float[Array, "B K R"],
     tile: int,
     *,
     one_a_tile: bool,
@@ -177,15 +185,17 @@ def _merge_block(
     scores = jnp.pad(scores, spare, constant_values=-jnp.inf)
     tiles_BKRPZ = scores.reshape(*scores.shape[:3], -1, tile)
     tops_BKRP = jnp.max(tiles_BKRPZ, axis=-1)
-    chosen = lax.top_k(tops_BKRP, min(count, tops_BKRP.shape[-1]))[1]
+    chosen = tied_top_k(tops_BKRP, min(count, tops_BKRP.shape[-1]), tolerance)[1]
     chosen = jnp.sort(chosen, axis=-1)
     found = jnp.take_along_axis(tiles_BKRPZ, chosen[..., None], axis=-2)
     slots = (first[:, None, None, None] + chosen * tile)[..., None] + jnp.arange(tile)
     if one_a_tile:
-        at = jnp.argmax(found, axis=-1, keepdims=True)
+        tied = found >= jnp.max(found, axis=-1, keepdims=True) - tolerance[..., None, None]
+        at = jnp.argmax(tied, axis=-1, keepdims=True)
         found, slots = (jnp.take_along_axis(x, at, axis=-1) for x in (found, slots))
     flat = (*found.shape[:3], -1)
-    values, at = lax.top_k(jnp.concatenate([values, found.reshape(flat)], axis=-1), count)
+    found = jnp.concatenate([values, found.reshape(flat)], axis=-1)
+    values, at = tied_top_k(found, count, tolerance)
     indices = jnp.concatenate([indices, slots.reshape(flat)], axis=-1)
     indices = jnp.take_along_axis(indices, at, axis=-1)
     # Where the block has too few, the -inf and -1 that `best` began with come first.

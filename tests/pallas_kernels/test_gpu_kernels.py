@@ -104,13 +104,21 @@ def _topk(case: Case, interpret: Any) -> None:
     # Scores are small integers, so that many tie.
     q, k = jnp.round(q).at[..., 4:].set(0), jnp.round(k)
     k = k.at[:, :, 20:23].set(jnp.nan).at[:, :, 30, 3].set(jnp.inf)
+    # And they tie within a tolerance where noise, exact in 16 bits, parts them.
+    noise = jax.random.randint(jax.random.key(9), k.shape[:3], -4, 5) / 256
+    noisy = q.at[..., 4].set(1), k.at[..., 4].set(noise.astype(k.dtype))
     start = jnp.array([5, 0, 100, 3][: case.rows], jnp.int32)
     stop = jnp.array([case.slots, 130, 103, 3][: case.rows], jnp.int32)
     options = dict(case.options)
-    expected = topk_reference.topk_scores(q, k, start, stop, **options)
+    exact, tolerance = jnp.zeros(q.shape[:3]), jnp.full(q.shape[:3], 1 / 16)
+    expected = topk_reference.topk_scores(q, k, start, stop, exact, **options)
     run = jax.jit(partial(topk_gpu.topk_scores, interpret=interpret, **options))
-    values, slots = run(q, k, start, stop)
+    values, slots = run(q, k, start, stop, exact)
     np.testing.assert_array_equal(slots, expected[1])
+    np.testing.assert_array_equal(values, expected[0])
+    values, slots = run(*noisy, start, stop, tolerance)
+    np.testing.assert_array_equal(slots, expected[1])
+    expected = topk_reference.topk_scores(*noisy, start, stop, tolerance, **options)
     np.testing.assert_array_equal(values, expected[0])
 
 

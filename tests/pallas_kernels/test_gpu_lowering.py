@@ -26,6 +26,7 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
     case = Case(rows=1, queries=200, group=4, slots=1024, head_dim=128)
     q, k, v = case.arrays()
     one, bound = q[:, :1], jnp.array([1000], jnp.int32)
+    exact = jnp.zeros(q.shape[:3])
     options = dict(scale=0.1, valid=bound, causal_start=bound, squares=False)
     mass = partial(mass_gpu.attention_mass, **options, over_group="max", over_queries="max")
     sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
@@ -35,8 +36,11 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
         "decode": (partial(decode_gpu.decode_attention, scale=0.1), (one, k, v, bound)),
         "decode-merged": (partial(decode_gpu.decode_attention, scale=0.1), (*heads, bound)),
         "logits": (partial(decode_gpu.attend_with_logits, scale=0.1), (one, k, v, bound)),
-        "topk": (partial(topk_gpu.topk_scores, count=4), (q, k, bound * 0, bound)),
-        "topk-few": (partial(topk_gpu.topk_scores, count=4), (one, k, bound * 0, bound)),
+        "topk": (partial(topk_gpu.topk_scores, count=4), (q, k, bound * 0, bound, exact)),
+        "topk-few": (
+            partial(topk_gpu.topk_scores, count=4),
+            (one, k, bound * 0, bound, exact[:, :1]),
+        ),
         "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
         "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
         "page-scores": (

@@ -104,7 +104,10 @@ def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim: 
 def test_topk_scores(
     queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, count: int
 ) -> None:
-    """Scores are small integers, many of them equal: every slot has to be the definition's."""
+    """Scores are small integers, many of them equal: every slot has to be the definition's.
+
+    And where noise, exact in 16 bits, parts those by less than the tolerance.
+    """
     starts = jnp.array([0, 3, BLOCK - 1, BLOCK, BLOCK + 1, 298, 50], jnp.int32)
     stops = jnp.array([300, 3, BLOCK + 1, BLOCK + 1, 2 * BLOCK, 300, 49], jnp.int32)
     rng = np.random.default_rng(3)
@@ -114,15 +117,30 @@ def test_topk_scores(
     q[0, 0, 0] = 0  # all scores equal, and their zeros not negative
     k[0, 0, :5, 0], k[0, 0, 7] = np.nan, -np.inf
     k[:2, :, 20:40] = 3  # the best of a block stand together
+    q[..., -1] = 0
+    noise = rng.integers(-4, 5, k.shape[:3]) / 256
+    noisy_q, noisy_k = (
+        np.concatenate([x[..., :-1], y[..., None]], axis=-1)
+        for x, y in ((q, np.ones(q.shape[:3])), (k, noise))
+    )
     q, k = jnp.asarray(q, dtype), jnp.asarray(k, dtype)
-    expected = jax.jit(partial(topk_reference.topk_scores, count=count))(q, k, starts, stops)
+    reference = jax.jit(partial(topk_reference.topk_scores, count=count))
+    exact, tolerance = jnp.zeros(q.shape[:3]), jnp.full(q.shape[:3], 1 / 16)
+    expected = reference(q, k, starts, stops, exact)
     outside = (jnp.arange(300) < starts[:, None]) | (jnp.arange(300) >= stops[:, None])
-    k = jnp.where(outside[:, None, :, None], jnp.nan, k)
     blocks = BLOCK, BLOCK
-    run = partial(topk_tpu.topk_scores, count=count, blocks=blocks, interpret=INTERPRET)
-    values, indices = jax.jit(run)(q, k, starts, stops)
+    run = jax.jit(partial(topk_tpu.topk_scores, count=count, blocks=blocks, interpret=INTERPRET))
+
+    def spoilt(k: jax.Array) -> jax.Array:
+        return jnp.where(outside[:, None, :, None], jnp.nan, k)
+
+    values, indices = run(q, spoilt(k), starts, stops, exact)
     np.testing.assert_array_equal(indices, expected[1])
     np.testing.assert_array_equal(values, expected[0])
+    noisy = [jnp.asarray(x, dtype) for x in (noisy_q, noisy_k)]
+    noisy_values, indices = run(noisy[0], spoilt(noisy[1]), starts, stops, tolerance)
+    np.testing.assert_array_equal(indices, expected[1])
+    np.testing.assert_array_equal(noisy_values, reference(*noisy, starts, stops, tolerance)[0])
     assert not np.signbit(values[0, 0, 0]).any()
 
 
@@ -140,7 +158,7 @@ def test_two_of_the_best_in_one_class() -> None:
     q = jnp.ones((len(planted), 1, 1, 64))
     start, stop = jnp.zeros(len(planted), jnp.int32), jnp.full(len(planted), 1024, jnp.int32)
     run = partial(topk_tpu.topk_scores, count=2, interpret=INTERPRET)
-    _, indices = jax.jit(run)(q, jnp.asarray(k), start, stop)
+    _, indices = jax.jit(run)(q, jnp.asarray(k), start, stop, jnp.zeros(q.shape[:3]))
     np.testing.assert_array_equal(indices[:, 0, 0], [best for _, best in planted])
 
 
@@ -148,7 +166,7 @@ def test_the_best_of_tiles_is_refused() -> None:
     q, k = _random("float32", (1, 1, 1, 64), (1, 1, 128, 64))
     bounds = jnp.array([0], jnp.int32), jnp.array([128], jnp.int32)
     with pytest.raises(NotImplementedError, match="tiles are counted from each row's start"):
-        topk_tpu.topk_scores(q, k, *bounds, count=1, tile_best=128)
+        topk_tpu.topk_scores(q, k, *bounds, jnp.zeros((1, 1, 1)), count=1, tile_best=128)
 
 
 @pytest.mark.parametrize(

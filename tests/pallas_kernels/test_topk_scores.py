@@ -34,6 +34,9 @@ class Case:
     tile_best: int | None = None
     blocks: tuple[int, int] | None = (2, 32)
     values: str = "normal"
+    # Scores are integers, and every slot's have noise; the tolerance is beyond it and below 1.
+    noise: float = 0.0
+    tolerance: float = 0.0
 
 
 CASES = {
@@ -53,11 +56,15 @@ CASES = {
     "best-of-tiles-with-ties": Case(tile_best=8, values="ties"),
     "best-of-tiles-in-one-block": Case(tile_best=8, blocks=None),
     "best-of-odd-tiles": Case(tile_best=7),
+    "near-ties": Case(values="ties", noise=0.1, tolerance=0.25),
+    "near-ties-in-one-pass": Case(values="ties", noise=0.1, tolerance=0.25, blocks=None, count=16),
+    "near-ties-a-key-each-block": Case(values="ties", noise=0.1, tolerance=0.25, blocks=(5, 1)),
+    "best-of-tiles-with-near-ties": Case(values="ties", noise=0.1, tolerance=0.25, tile_best=8),
 }
 
 
 def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
-    """q, k, start and stop; NaN outside the rows' slots."""
+    """q, k, start, stop and tolerance; NaN outside the rows' slots."""
     rng = np.random.default_rng(seed)
     draw: dict[str, Callable] = {
         "normal": lambda *shape: rng.normal(size=shape),
@@ -67,6 +74,9 @@ def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
     }
     q = draw[case.values](ROWS, case.queries, case.kv_heads * case.groups, 8)
     k = draw["normal" if case.values == "zero" else case.values](ROWS, case.kv_heads, SLOTS, 8)
+    if case.noise:
+        # The last number of a key adds the noise to all of its scores.
+        q[..., -1], k[..., -1] = 1, rng.uniform(-case.noise, case.noise, k.shape[:-1])
     slots = np.arange(SLOTS)
     held = (slots >= np.array(STARTS)[:, None]) & (slots < np.array(STOPS)[:, None])
     k = np.where(held[:, None, :, None], k, np.nan)
@@ -75,6 +85,7 @@ def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
         jnp.asarray(k, case.dtype),
         jnp.array(STARTS, jnp.int32),
         jnp.array(STOPS, jnp.int32),
+        jnp.full(q.shape[:3], case.tolerance, jnp.float32),
     )
 
 
@@ -84,15 +95,18 @@ def _by_numpy(case: Case, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.
     values = np.full((rows, queries, heads, case.count), -np.inf, np.float32)
     indices = np.full(values.shape, -1)
     for b, t, n in np.ndindex(rows, queries, heads):
-        pairs = [
-            (-np.dot(k[b, n // case.groups, s], q[b, t, n]), s) for s in range(STARTS[b], STOPS[b])
-        ]
+        keys = k[b, n // case.groups, STARTS[b] : STOPS[b]]
+        scores = keys @ q[b, t, n]
+        if case.noise:
+            scores = np.round(scores)
+        pairs = [(-score, s) for s, score in enumerate(scores.tolist(), STARTS[b])]
         if case.tile_best is not None:
             tiles = range(0, len(pairs), case.tile_best)
             pairs = [min(pairs[first : first + case.tile_best]) for first in tiles]
         best = sorted(pairs)[: case.count]
-        values[b, t, n, : len(best)] = [-score for score, _ in best]
-        indices[b, t, n, : len(best)] = [slot for _, slot in best]
+        slots = [slot for _, slot in best]
+        values[b, t, n, : len(best)] = keys[np.array(slots, int) - STARTS[b]] @ q[b, t, n]
+        indices[b, t, n, : len(best)] = slots
     return values, indices
 
 
@@ -109,7 +123,7 @@ def _run(count: int, tile_best: int | None = None, implementation: str = "xla") 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_best_keys(case: Case) -> None:
     """Both implementations name numpy's slots in numpy's order; nothing outside is looked at."""
-    q, k, start, stop = _inputs(case)
+    q, k, *rest = _inputs(case)
     values, indices = _by_numpy(case, _exact(q), _exact(k))
     options = dict(count=case.count, tile_best=case.tile_best)
     runs = {
@@ -117,7 +131,7 @@ def test_best_keys(case: Case) -> None:
         "reference": jax.jit(partial(reference.topk_scores, **options)),
     }
     for name, run in runs.items():
-        found, slots = run(q, k, start, stop)
+        found, slots = run(q, k, *rest)
         assert found.dtype == jnp.float32 and slots.dtype == jnp.int32
         np.testing.assert_array_equal(slots, indices, err_msg=name)
         np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-5, err_msg=name)
@@ -127,7 +141,7 @@ def test_best_keys(case: Case) -> None:
 def test_equal_scores_go_to_the_first_slots() -> None:
     """Zeros of either sign are equal."""
     case = CASES["all-equal"]
-    q, k, start, stop = _inputs(case)
+    q, k, start, stop, _ = _inputs(case)
     values, indices = _run(4)(q, k, start, stop)
     np.testing.assert_array_equal(indices[0, 0, 0], [0, 1, 2, 3])
     np.testing.assert_array_equal(indices[6, 0, 0], [7, 8, -1, -1])
@@ -155,7 +169,7 @@ def test_a_score_that_is_no_number_is_never_returned(tile_best: int | None) -> N
 
 
 def test_padded_queries_get_nothing_and_bounds_are_clipped() -> None:
-    q, k, _, _ = _inputs(CASES["one-pass"])
+    q, k, *_ = _inputs(CASES["one-pass"])
     q, k = q[4:5, :, :, :], jnp.nan_to_num(k[4:5])
     bounds = [jnp.array([x], jnp.int32) for x in (-9, SLOTS + 9)]
     valid = jnp.array([3], jnp.int32)
@@ -207,22 +221,45 @@ def test_any_bounds_stream_like_the_definition_and_merge(
     )
     start, stop = (jnp.array(x, jnp.int32) for x in zip(*bounds, strict=True))
     run = _small(tile_best)
-    expected = run["reference"](q, k, start, stop)
-    jax.tree.map(np.testing.assert_array_equal, run["xla"](q, k, start, stop), expected)
+    # Scores differ by 1 if at all: noise in a fourth dimension is within the tolerance.
+    noise = jnp.asarray(rng.uniform(-0.1, 0.1, k.shape[:-1]), jnp.float32)
+    noisy = jnp.pad(q, [(0, 0)] * 3 + [(0, 1)], constant_values=1), jnp.c_[k, noise[..., None]]
+    exact, tolerance = jnp.zeros(q.shape[:3]), jnp.full(q.shape[:3], 0.25)
+    expected = run["reference"](q, k, start, stop, exact)
+    jax.tree.map(np.testing.assert_array_equal, run["xla"](q, k, start, stop, exact), expected)
+    for name in ("reference", "xla"):
+        _, slots = run[name](*noisy, start, stop, tolerance)
+        np.testing.assert_array_equal(slots, expected[1], err_msg=name)
     if tile_best is None:
         middle = jnp.clip(split, start, jnp.maximum(start, stop))
-        parts = run["xla"](q, k, start, middle), run["xla"](q, k, middle, stop)
-        listed = (np.concatenate(x, axis=-1) for x in zip(*parts[::-1], strict=True))
-        jax.tree.map(np.testing.assert_array_equal, run["merge"](*listed, 3), expected)
+        for arrays, allowed in (((q, k), exact), (noisy, tolerance)):
+            parts = [
+                run["xla"](*arrays, *bounds, allowed)
+                for bounds in ((start, middle), (middle, stop))
+            ]
+            listed = (np.concatenate(x, axis=-1) for x in zip(*parts[::-1], strict=True))
+            _, slots = run["merge"](*listed, 3, allowed)
+            np.testing.assert_array_equal(slots, expected[1])
 
 
 def test_merging_orders_by_score_then_slot_and_pads() -> None:
     values = jnp.array([5.0, 7.0, 99.0, 7.0, -jnp.inf, -0.0, 0.0])
     indices = jnp.array([4, 9, -1, 3, -1, 8, 2], jnp.int32)
-    best, slots = merge_topk(values, indices, 8)
+    best, slots = merge_topk(values, indices, 8, jnp.float32(0))
     np.testing.assert_array_equal(slots, [3, 9, 4, 2, 8, -1, -1, -1])
     np.testing.assert_array_equal(best, [7, 7, 5, 0, 0, -np.inf, -np.inf, -np.inf])
-    np.testing.assert_array_equal(merge_topk(values, indices, 2)[1], [3, 9])
+    np.testing.assert_array_equal(merge_topk(values, indices, 2, jnp.float32(0))[1], [3, 9])
+    np.testing.assert_array_equal(merge_topk(values, indices, 4, jnp.float32(2))[1], [3, 4, 9, 2])
+
+
+def test_of_a_chain_parts_may_rank_otherwise_than_the_whole() -> None:
+    """The limit of ties by tolerance: 9.3 ties with 10 and 10 with 10.5, but 9.3 not with 10.5."""
+    q, k = jnp.ones((1, 1, 1, 1)), jnp.array([9.3, 10.0, 10.5])[None, None, :, None]
+    bounds, tolerance = [jnp.array([x], jnp.int32) for x in (0, 3)], jnp.ones((1, 1, 1))
+    for run in (reference.topk_scores, xla.topk_scores):
+        assert run(q, k, *bounds, tolerance, count=1)[1].item() == 1
+    # Of the first two alone the first comes first, and then loses to the third.
+    assert xla.topk_scores(q, k, *bounds, tolerance, count=1, blocks=(1, 2))[1].item() == 2
 
 
 def test_blocks_outside_the_bounds_are_not_visited() -> None:
@@ -238,7 +275,8 @@ def test_blocks_outside_the_bounds_are_not_visited() -> None:
     start, stop = jnp.array([1030], jnp.int32), jnp.array([1100], jnp.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "_merge_block", count_turns)
-        _, indices = xla.topk_scores(q, k, start, stop, count=2, blocks=(2, 64))
+        exact = jnp.zeros(q.shape[:3])
+        _, indices = xla.topk_scores(q, k, start, stop, exact, count=2, blocks=(2, 64))
         jax.effects_barrier()
     np.testing.assert_array_equal(indices[0, 0, 0], [1030, 1031])
     assert len(visited) == 2
@@ -276,7 +314,7 @@ def test_after_an_append_in_place_no_cache_is_copied() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    q, k, start, stop = _inputs(CASES["one-pass"])
+    q, k, start, stop, _ = _inputs(CASES["one-pass"])
     with pytest.raises(ValueError, match="count 17"):
         topk_scores(q, k, start, stop, count=17)
     with pytest.raises(ValueError, match="tile_best 0"):

@@ -137,7 +137,7 @@ def test_every_kernel_takes_its_configuration_from_the_table() -> None:
         "topk_scores": (
             topk_gpu,
             lambda *args: topk_gpu.topk_scores(*args, count=2),
-            (q, k, row, row),
+            (q, k, row, row, lse),
         ),
         "attention_mass": (mass_gpu, mass, (q, k, lse, row)),
         "sparse_decode_attention": (sparse_gpu, sparse, (one, k, k, pages, row, row)),
