@@ -279,7 +279,7 @@ def _kernel(
         plgpu.copy_gmem_to_smem(q_ref.at[(*where, rows)], q_tile, loaded)
         plgpu.barrier_wait(loaded)
         column = plgpu.Layout.WGMMA.reduce(1)
-        tolerance = plgpu.load(tolerance_ref.at[(*where, rows)], layout=column)
+        tolerance = plgpu.load(tolerance_ref.at[(*where, rows)], layout=column, optimized=False)
         tolerance = lax.broadcast_in_dim(tolerance, (hopper.ROWS, _LANES), [0])
         lists = _best(q_tile, ring, barriers, begin, end, (low, high), tolerance, job)
         for j, (value, block) in enumerate(lists):

@@ -167,7 +167,7 @@ def _kernel(
         plgpu.copy_gmem_to_smem(q_ref.at[head], queries, loaded)
         plgpu.barrier_wait(loaded)
         across = plgpu.Layout.WGMMA.reduce(0)
-        tolerance = plgpu.load(tolerance_ref.at[head], layout=across)
+        tolerance = plgpu.load(tolerance_ref.at[head], layout=across, optimized=False)
         tolerance = lax.broadcast_in_dim(tolerance, (hopper.ROWS, QUERIES), [1])
         run, bounds = (begin, end), (low, high)
         lists = _lists(queries, ring, ready, free, run, bounds, tolerance, job.count)

@@ -9,6 +9,9 @@ from tests.oracle import forward, rope, weighted_values
 
 __all__ = ["Rules", "Trace", "calls_of", "follow"]
 
+# Units of equal tokens have equal scores, but for float64's rounding.
+DIGITS = 9
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -70,6 +73,7 @@ def choose(rules: Rules, layer: Layer, q_far: np.ndarray) -> list[set[int]]:
     by_head = np.einsum("tnh,unh->nu", q_far, np.stack(layer.units)) / len(q_far)
     if not rules.each_head:
         by_head = np.repeat(by_head.sum(0, keepdims=True), heads, axis=0)
+    by_head = np.round(by_head, DIGITS)
     return [set(np.argsort(-scores, kind="stable")[: rules.kb].tolist()) for scores in by_head]
 
 

@@ -1,0 +1,87 @@
+"""Texts that repeat their tokens, under methods that rank keys before rotary embedding.
+
+Equal tokens have equal keys in the first layer. The computed ones differ by rounding, in another
+way in every program. In exact arithmetic they tie and the lower slot comes first: what the float64
+oracles do, and what a row must do in every batch, chunk and mesh.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods import released, remembering
+from tests.jax_longctx.methods.harness import steps
+from tests.jax_longctx.methods.oracles import infllm, reattention
+from tests.oracle import to_numpy
+from tests.support import tiny_config, tiny_engine
+
+# One layer: in the next one tokens differ by what stands before them.
+CONFIG = tiny_config(num_layers=1, model_dim=64, head_dim=16, max_position=1024)
+# Of each row: context, question, answer. The lone tokens of an answer come to be ranked, too.
+LENGTHS = [(600, 5, 4), (331, 5, 4), (600, 5, 4), (493, 5, 4)]
+RANKS_KEYS = reattention.Rules(g=4, w=64, m=8, k=4, kept=8, c=64)
+# Each head ranks means of three keys. Those of equal tokens are sums in different orders.
+RANKS_UNITS = infllm.Rules(i0=4, w=40, bs=8, kb=4, r=3, x=40, each_head=True)
+
+
+def repeating(types):
+    """Rows of random tokens of that many types."""
+    rng = np.random.default_rng(0)
+    return [
+        [rng.integers(0, types, length).tolist() for length in lengths]
+        for lengths in zip(*LENGTHS, strict=True)
+    ]
+
+
+def read(method, rows, mesh=(1, 1, 1)):
+    """Every row's logits [tokens, V], in order."""
+    engine = tiny_engine(method, config=CONFIG, mesh=make_mesh(*mesh))
+    pieces = [[] for _ in rows[0]]
+    for step in steps(engine, *rows):
+        for piece, logits, valid in zip(pieces, step.logits, step.valid, strict=True):
+            piece.append(logits[:valid])
+    return [np.concatenate(piece) for piece in pieces]
+
+
+@functools.cache
+def cases(name):
+    """A method, rows that repeat tokens, and the logits of the float64 oracle."""
+    params = to_numpy(jax.device_get(tiny_engine(config=CONFIG).params))
+    oracle, rules, method_of, types = {
+        "reattention": (reattention, RANKS_KEYS, released.method_of, 38),
+        "infllm": (infllm, RANKS_UNITS, remembering.method_of, 4),
+    }[name]
+    rows = repeating(types)
+    expected = []
+    for parts in zip(*rows, strict=True):
+        tokens = [token for part in parts for token in part]
+        calls = oracle.calls_of(rules, *map(len, parts))
+        trace = oracle.follow(rules, CONFIG, params, tokens, calls)
+        expected.append(np.concatenate(trace.logits))
+    return method_of(rules), rows, expected
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("reattention", (2, 1, 1)),
+        ("reattention", (1, 2, 1)),
+        ("reattention", (1, 1, 2)),
+        ("infllm", (2, 2, 2)),
+    ],
+)
+def test_equal_tokens_tie_on_every_mesh(name, mesh):
+    method, rows, expected = cases(name)
+    for got, logits in zip(read(method, rows, mesh), expected, strict=True):
+        np.testing.assert_allclose(got, logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["reattention", "infllm"])
+def test_equal_tokens_tie_in_every_batch(name):
+    method, rows, expected = cases(name)
+    alone = read(method, [part[:1] for part in rows])
+    for got, logits in zip([*alone, *read(method, rows)], [expected[0], *expected], strict=True):
+        np.testing.assert_allclose(got, logits, atol=1e-4)
