@@ -21,9 +21,8 @@ def tied_top_k(
     scores: Float[Array, "*B S"], count: int, tolerance: Float[Array, "*#B"]
 ) -> tuple[Float[Array, "*B C"], Int[Array, "*B C"]]:
     """`lax.top_k` with ties; the values are the scores themselves. No score may be NaN."""
-    # Kept out of the fusion below, which would compute them anew for each of the best.
-    scores = lax.optimization_barrier(scores)
-    best = lax.top_k(scores, count)[0]
+    # Where nothing uses the indices, XLA's CPU compiler sorts all scores instead.
+    best, _ = lax.optimization_barrier(lax.top_k(scores, count))
     # What is not within the tolerance of one of these ranks behind all of them.
     above = scores + tolerance[..., None]
     rank_as = jnp.full_like(scores, -jnp.inf)
