@@ -203,7 +203,8 @@ def test_internlm2_is_read_as_the_llama_it_is():
 
 def test_a_trained_length_beside_the_rope_settings_wins():
     yarn = {"type": "yarn", "factor": 4.0}
-    assert model_config(hf_config("llama", rope_scaling=yarn)).rope.trained_length == 128
+    unnamed = model_config(hf_config("llama", rope_scaling=yarn))
+    assert (unnamed.rope.trained_length, unnamed.trained_length) == (128, 512)
     both = {**yarn, "original_max_position_embeddings": 64}
     assert model_config(hf_config("llama", rope_scaling=both)).rope.trained_length == 64
     beside = hf_config("llama", rope_scaling=both, original_max_position_embeddings=32)

@@ -290,22 +290,18 @@ def test_unknown_field_of_a_dict_is_refused():
 
 LIMITS = {
     "as it says": ({}, 131072),
-    "llama3: extended by training": ({"rope_scaling": LLAMA31}, 131072),
+    "llama3: extended by training": ({"rope_parameters": LLAMA31}, 131072),
     "linear: the length before scaling": (
-        {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"max_position_embeddings": 4096, **rope("linear", factor=4.0)},
         16384,
     ),
     "yarn: the length before scaling": (
-        {"max_position_embeddings": 32768, "rope_scaling": YARN},
+        {"max_position_embeddings": 32768, "rope_parameters": YARN},
         131072,
     ),
-    "yarn: the length after it": ({"rope_scaling": YARN}, 131072),
-    "yarn: a length that it does not name": (
-        {"max_position_embeddings": 1024, "rope_scaling": {"type": "yarn", "factor": 2.0}},
-        2048,
-    ),
+    "yarn: the length after it": ({"rope_parameters": YARN}, 131072),
     "dynamic: stretched to any": (
-        {"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"max_position_embeddings": 2048, **rope("dynamic", factor=2.0)},
         math.inf,
     ),
 }
