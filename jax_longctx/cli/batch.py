@@ -43,7 +43,7 @@ Rows = Annotated[
     ),
 ]
 FilesUnder = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         metavar="DIR",
         help='Refuse rows whose "file" is not in this folder, links followed. Give it where others '
@@ -105,8 +105,7 @@ def batch(
     terminal = Terminal()
     from jax_longctx.batch import BatchOptions, run_batch
 
-    confined = None if files_under is None else str(files_under.resolve())
-    wanted = BatchOptions(rows=rows, chat=chat, files_under=confined, **answers.arguments())
+    wanted = BatchOptions(rows=rows, chat=chat, files_under=files_under, **answers.arguments())
     model = choice.open(terminal)
     newest: list[BatchProgress] = []
     bar = terminal.progress("answering", "rows", lambda: _moment(newest))

@@ -30,7 +30,7 @@ def commands(folder):
         "batch": ("batch", folder / "in.jsonl", "out.jsonl", *model, "--rows", 2),
         "eval": (
             *("eval", "run", "-c", folder / "model", "-m", "full", "-t", "passkey"),
-            *("--length", 128, "--trials", 2, "-o", "report"),
+            *("--length", 256, "--trials", 2, "-o", "report"),
         ),
         "convert": ("convert", folder / "hf", "converted"),
         "plan": ("plan", "--model", folder / "model", "--target", "v5e:2x2", "--context", 4096),
