@@ -1,13 +1,20 @@
 """The command line's entry point: it hears Ctrl-C before anything heavy is imported."""
 
-from jax_longctx.cli import ending
+import os
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """The console script."""
-    ending.install()
+    try:
+        from jax_longctx.cli import ending
+
+        ending.install()
+    except KeyboardInterrupt:
+        # The handler that says so was not there yet.
+        os.write(2, b"interrupted\n")
+        os._exit(130)
     from jax_longctx.cli.main import main as command_line
 
     command_line()
