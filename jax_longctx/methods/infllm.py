@@ -12,7 +12,7 @@ every chunk of the context and every generated token, each layer
    behind it: its representative is the mean key of the `repr_topk` that received most (`received`).
 
 The question's last token goes alone, as generated tokens do: it chooses for itself. Units of equal
-tokens can have equal representatives. Then the older unit comes first (`ties`).
+tokens can have equal representatives: then the older unit comes first (`ties`).
 
 In the paper: l_L `n_local`, l_bs `block_size`, k_m `topk`, r_k `repr_topk`. Cost of a token:
 attention over n_init + n_local + topk * block_size tokens and a bit, and one dot product a unit

@@ -18,8 +18,8 @@ paper's StreamingLLM ablation. The question's last token goes alone, as generate
 Cost of a chunk at length L: 2 N T L H operations to rank, plus attention over the fixed scope;
 of a decode step: all keys read once (no values), and the scope. Memory is full attention's.
 
-Equal tokens have equal keys in the first layer. Their scores tie, and ties go to the lower slot, in
-any batch and on any mesh: scores that only rounding parts are taken for ties (`ties`).
+Equal tokens have equal keys in the first layer. Scores that differ by rounding alone tie, and ties
+go to the lower slot, in any batch and on any mesh (`ties`: how, and where rounding still decides).
 
 Differs from the authors' released code: rows of a batch choose each for themselves, ties go to the
 lower slot, scores are float32, empty candidates cast no votes, an even and an odd span are what

@@ -32,7 +32,7 @@ __all__ = [
     "spread",
 ]
 
-# The text's first slots, whose keys tell how large keys are.
+# The text's first slots, by whose keys the size of a key is estimated.
 _SAMPLE = 128
 _LAST = jnp.iinfo(jnp.int32).max
 # Slots of a page and entries of a block, where votes are counted by matmul.
@@ -80,11 +80,11 @@ def best_keys(
     """Global slots of each query's `count` best keys in start <= s < stop[b], -1 where fewer are.
 
     With `tile` only the best key of each tile of slots, counted from `start`, takes part. Tokens
-    beyond valid[b] name nothing. Scores that rounding may part tie (`rounding`).
+    beyond valid[b] name nothing. Scores that differ by no more than `tolerance` tie.
     """
     offset = ctx.seq_offset(k.shape[2])
-    tolerance = rounding(q, k, stop, ctx)
-    how = {"tolerance": tolerance, "valid": valid}
+    allowed = tolerance(q, k, stop, ctx)
+    how = {"tolerance": allowed, "valid": valid}
     first_B, end_B = jnp.broadcast_to(start - offset, stop.shape), stop - offset
     if ctx.seq_size == 1:
         return topk_scores(q, k, first_B, end_B, count=count, tile_best=tile, **how)[1]
@@ -100,19 +100,19 @@ def best_keys(
     slots = jnp.where(slots < 0, -1, slots + offset)
     values, slots = ctx.gather_seq(values, -1), ctx.gather_seq(slots, -1)
     if tile is not None:
-        slots = _best_of_tiles(values, slots, start, tile, tolerance)
-    return merge_topk(values, slots, count, tolerance)[1]
+        slots = _best_of_tiles(values, slots, start, tile, allowed)
+    return merge_topk(values, slots, count, allowed)[1]
 
 
-def rounding(
+def tolerance(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"],
     stop: Int[Array, " B"],
     ctx: LayerContext,
 ) -> Float[Array, "B T N"]:
-    """How far rounding may part the scores of equal keys (see `ties`).
+    """The largest difference of two scores that is a tie (see `ties`), for each query.
 
-    The usual size is |q| |k| / sqrt(H), with the root mean square of the text's first keys as |k|.
+    |k| is the root mean square of the text's first keys: all keys would have to be read twice.
     """
     slots = ctx.seq_offset(k.shape[2]) + jnp.arange(min(_SAMPLE, k.shape[2]))
     number_B = jnp.clip(stop, 1, _SAMPLE)
@@ -131,13 +131,13 @@ def _best_of_tiles(
     slots: Int[Array, "B T N E"],
     start: int,
     tile: int,
-    tolerance: Float[Array, "B T N"],
+    allowed: Float[Array, "B T N"],
 ) -> Int[Array, "B T N E"]:
     """The listed slots with -1 for those that another one of their tile beats or precedes."""
     s, r = slots[..., :, None], slots[..., None, :]
     value, rival = values[..., :, None], values[..., None, :]
     together = (r >= 0) & ((s - start) // tile == (r - start) // tile)
-    allowed = tolerance[..., None, None]
+    allowed = allowed[..., None, None]
     beaten = together & ((rival - allowed > value) | ((rival >= value - allowed) & (r < s)))
     return jnp.where(jnp.any(beaten, axis=-1), -1, slots)
 

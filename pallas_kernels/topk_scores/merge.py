@@ -1,4 +1,4 @@
-"""Rankings in which scores that rounding alone may part are ties; merges of ranked lists.
+"""Rankings in which scores that differ by no more than a tolerance tie; merges of ranked lists.
 
 A score ranks as the best score that is at most `tolerance` above it. Where two rank alike, the
 first comes first. So if a ranks before b, then a >= b - tolerance.
