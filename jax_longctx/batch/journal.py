@@ -1,16 +1,18 @@
 """What a batch run leaves on disk, so that it can be killed at any moment.
 
     OUT.jsonl.partial    finished rows in the order of the input; becomes OUT.jsonl at the end
-    OUT.jsonl.journal    what the run was begun with, and the answers of finished batches whose rows
-                         still wait for earlier ones
+    OUT.jsonl.journal    what the run was begun with, the answers of the window's finished batches,
+                         and how much of the partial file is written
 
 A batch is in the journal, on the disk, before its rows appear in the partial file. After a kill the
-partial file is cut behind its last whole line and goes on from there; the journal's batches are not
-computed again. The journal is begun anew with each window of rows, so it stays small.
+partial file is cut to what the journal says and goes on from there; the journal's batches are not
+computed again. The journal is begun anew with each window of rows, so it stays small. Each of its
+lines has a CRC-32, and one line has that of the partial file: what was changed is not gone on with.
 """
 
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from jax_longctx.errors import InputError
 
 __all__ = ["Journal"]
 
-FORMAT = 1
+# 1 had no checksums.
+FORMAT = 2
+CHECKSUM = "crc32"
 # What a run with other values may not go on with; the rest of the header is what it chose itself.
 GIVEN = "given"
 
@@ -35,39 +39,46 @@ class Journal:
 
     Attributes:
       chosen: what it chose where it was begun.
-      rows: whole lines in the partial file.
+      rows: lines of the partial file.
       resumed: whether an earlier run had begun.
 
     Raises:
-      InputError: the files belong to a run with other options, or cannot be written.
+      InputError: the files belong to a run with other options, are damaged, or cannot be written.
     """
 
     def __init__(self, output: Path, given: dict[str, Any], chosen: dict[str, Any]):
         self.output = output
         self.partial = output.with_name(output.name + ".partial")
         self.journal = output.with_name(output.name + ".journal")
+        self._anew = f"remove it and {self.partial.name} to begin anew"
         # As the header is read back: tuples are lists in JSON.
         given = json.loads(json.dumps(given))
+        # How much of the partial file is written, and the CRC-32 of it.
+        self._written = {"rows": 0, "bytes": 0, "of": 0}
+        self._entries: list[dict[str, Any]] = []
         try:
-            header, self._entries = self._read()
-            self.resumed = header is not None
-            if header is None:
-                if self.partial.exists():
-                    raise InputError(
-                        f"{self.partial} is there without its {self.journal.name}; remove it to "
-                        f"begin anew"
-                    )
-                header = {"format": FORMAT, GIVEN: given, "chosen": chosen}
-            anew = f"remove it and {self.partial.name} to begin anew"
-            lines.check_given(self.journal, header.get(GIVEN, {}), given, anew)
-            self._header, self.chosen = header, header["chosen"]
-            self.rows = lines.cut(self.partial)
-            if not self._entries:
+            self.resumed = self.journal.exists()
+            if self.resumed:
+                self._header = self._read()
+                lines.check_given(self.journal, self._header[GIVEN], given, self._anew)
+                self._check_partial()
+            elif self.partial.exists():
+                raise InputError(
+                    f"{self.partial} is there without its {self.journal.name}; remove it to "
+                    f"begin anew"
+                )
+            else:
+                self._header = {"format": FORMAT, GIVEN: given, "chosen": chosen}
                 self._begin_journal()
+            self.chosen = self._header["chosen"]
             self._out = self.partial.open("ab")
             self._log = self.journal.open("ab")
         except OSError as error:
             raise InputError(f"{error.filename} cannot be written: {error.strerror}") from error
+
+    @property
+    def rows(self) -> int:
+        return self._written["rows"]
 
     def finished(self, window: int) -> dict[int, Any]:
         """Answers of the window's batches that are in the journal, by the batch's number."""
@@ -87,12 +98,17 @@ class Journal:
         """A finished batch; on the disk when this returns."""
         entry = {"window": window, "batch": batch, "answers": answers}
         self._entries.append(entry)
-        lines.append(self._log, [entry])
+        lines.append(self._log, [_checked(entry)])
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """The next rows of the output."""
-        lines.append(self._out, rows)
-        self.rows += len(rows)
+        text = lines.append(self._out, rows)
+        self._written = {
+            "rows": self.rows + len(rows),
+            "bytes": self._written["bytes"] + len(text),
+            "of": zlib.crc32(text, self._written["of"]),
+        }
+        lines.append(self._log, [_checked(self._written)])
 
     def finish(self) -> None:
         """All rows are written: the output gets its name."""
@@ -105,22 +121,52 @@ class Journal:
         self._out.close()
         self._log.close()
 
-    def _read(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-        """Header and entries; a line that a kill tore is left out."""
-        if not self.journal.exists():
-            return None, []
+    def _read(self) -> dict[str, Any]:
+        """The header; takes over the other lines. A line that a kill tore is left out."""
         lines.cut(self.journal)
         try:
-            header, *entries = lines.read(self.journal)
+            found = lines.read(self.journal)
+            if not found:
+                raise ValueError("it holds no whole line")
+            header, *entries = found
+            if header.get("format") != FORMAT:
+                raise ValueError(f"format {header.get('format')!r:.20}, expected {FORMAT}")
+            for number, entry in enumerate(found, start=1):
+                if entry.pop(CHECKSUM, None) != _checksum(entry):
+                    raise ValueError(f"line {number} is not what was written")
         except ValueError as error:
-            raise InputError(
-                f"{self.journal} is damaged: {error}; remove it and {self.partial.name} to "
-                f"begin anew"
-            ) from error
-        return header, entries
+            raise InputError(f"{self.journal} is damaged: {error}; {self._anew}") from error
+        self._entries = [entry for entry in entries if "batch" in entry]
+        self._written = [self._written, *(entry for entry in entries if "of" in entry)][-1]
+        return header
+
+    def _check_partial(self) -> None:
+        """Cuts the partial file behind what the journal knows; the rest is written again."""
+        known = self._written["bytes"]
+        self.partial.touch()
+        with self.partial.open("r+b") as file:
+            found, left = 0, known
+            while piece := file.read(min(left, 1 << 20)):
+                found, left = zlib.crc32(piece, found), left - len(piece)
+            if left or found != self._written["of"]:
+                raise InputError(
+                    f"{self.partial} is damaged: its first {known:,} bytes are not what was "
+                    f"written; remove it and {self.journal.name} to begin anew"
+                )
+            file.truncate(known)
 
     def _begin_journal(self) -> None:
         fresh = self.journal.with_name(self.journal.name + ".new")
         with fresh.open("wb") as file:
-            lines.append(file, [self._header, *self._entries])
+            kept = [self._header, *self._entries, self._written]
+            lines.append(file, [_checked(entry) for entry in kept])
         os.replace(fresh, self.journal)
+
+
+def _checked(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry and its CRC-32."""
+    return {**entry, CHECKSUM: _checksum(entry)}
+
+
+def _checksum(entry: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(entry).encode())

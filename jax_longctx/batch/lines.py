@@ -14,17 +14,22 @@ from jax_longctx.errors import InputError
 __all__ = ["append", "check_given", "cut", "read"]
 
 
-def append(file: Any, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Whole lines, on the disk when this returns. Raises InputError when they cannot be."""
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+def append(file: Any, lines: Sequence[Mapping[str, Any]]) -> bytes:
+    """Whole lines, on the disk when this returns. Raises InputError when they cannot be.
+
+    Returns:
+      what was written.
+    """
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8")
     try:
-        file.write(text.encode("utf-8"))
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     except OSError as error:
         raise InputError(
             f"{file.name} could not be written: {error.strerror}; run again to go on"
         ) from error
+    return text
 
 
 def cut(path: Path) -> int:
@@ -41,9 +46,19 @@ def cut(path: Path) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Every whole line. Raises ValueError when one is no JSON."""
+    """Every whole line. Raises ValueError when one is no JSON object."""
+    found = []
     with path.open("rb") as lines:
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                found.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number} is no JSON: {error}") from None
+            if not isinstance(found[-1], dict):
+                raise ValueError(f"line {number} is no JSON object")
+    return found
 
 
 def check_given(path: Path, known: Mapping[str, Any], given: Mapping[str, Any], other: str) -> None:

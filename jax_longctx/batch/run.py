@@ -408,7 +408,7 @@ def _check_complete(output: Path, source: Source) -> None:
     try:
         with output.open("rb") as lines:
             same = all(json.loads(line)["line"] == next(wanted, None) for line in lines)
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         same = False
     if not same or next(wanted, None) is not None:
         raise InputError(f"{output} exists and is not of this input; choose another name")

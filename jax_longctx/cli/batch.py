@@ -101,6 +101,8 @@ def batch(
     answers = AnswerOptions(sampling=sampling, max_tokens=max_tokens, stop=tuple(stop or ()))
     if source.resolve() == output.resolve():
         raise InputError(f"IN.jsonl and OUT.jsonl are both {source}; choose another output")
+    if output.is_dir():
+        raise InputError(f"OUT.jsonl is the folder {output}; name a file: {output / 'out.jsonl'}")
     choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk)
     terminal = Terminal()
     from jax_longctx.batch import BatchOptions, run_batch

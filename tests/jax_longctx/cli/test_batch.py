@@ -312,6 +312,48 @@ def test_a_finished_output_is_left_alone(run, loads, given, tmp_path):
     assert other.exit_code == 2 and "is not of this input" in other.stderr
 
 
+def test_damage_between_two_runs_is_refused_or_computed_again(
+    run, loads, given, tmp_path, monkeypatch
+):
+    """A changed byte, a lost end, and lost files, of both files that a killed run leaves."""
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    options = ("-c", "m", *LIMIT, "--rows", 2)
+    assert run("batch", given, whole, *options).exit_code == 0
+    with monkeypatch.context() as patch:
+        # The last of three batches is answered; its rows are not written.
+        killed_at(patch, 8)
+        assert run("batch", given, out, *options).exit_code == 1
+    files = [tmp_path / f"out.jsonl.{suffix}" for suffix in ("journal", "partial")]
+    content = {path: path.read_bytes() for path in files}
+    assert all(text.count(b"\n") >= 2 for text in content.values())
+    refused = 0
+    for path, text in content.items():
+        places = [0, len(text) // 3, text.index(b"\n"), len(text) - 1]
+        changed = [text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :] for at in places]
+        for damaged in [*changed, text[: len(text) // 2], b"", b"[]\n", None]:
+            for other, kept in content.items():
+                other.write_bytes(kept)
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+            result = run("batch", given, out, *options)
+            if result.exit_code == 0:
+                assert out.read_bytes() == whole.read_bytes()
+                out.unlink()
+            else:
+                assert result.exit_code == 2 and "begin anew" in result.stderr, result.stderr
+                assert str(path.name) in result.stderr.replace("\n", "")
+                refused += 1
+    # Not those behind the last whole line, nor a lost end of the journal.
+    assert refused >= 12
+
+
+def test_an_output_that_is_a_folder_is_refused(run, loads, given, tmp_path):
+    result = run("batch", given, tmp_path, "-c", "m")
+    assert result.exit_code == 2 and "name a file" in result.stderr
+    assert not loads
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("", "holds no rows"), (None, "cannot be read: No such file")]
 )
