@@ -24,7 +24,7 @@ from checkpoints_convert.partial import check_destination, write_text
 from checkpoints_convert.sources.safetensors import DTYPE_NAMES
 from jax_longctx.errors import CheckpointError
 from jax_longctx.locks import only_writer
-from jax_longctx.models.checkpoint import TOKENIZER, Manifest, read_manifest, restore
+from jax_longctx.models.checkpoint import Manifest, read_manifest, restore, tokenizer_folder
 
 __all__ = ["export"]
 
@@ -54,6 +54,7 @@ def export(
     manifest = read_manifest(checkpoint)
     destination = Path(destination).expanduser().absolute()
     scratch = destination.with_name(destination.name + ".exporting")
+    tokenizer = tokenizer_folder(checkpoint, manifest)
     shards = _shards(manifest, shard_bytes)
     with only_writer(destination):
         check_destination(destination)
@@ -62,7 +63,7 @@ def export(
             scratch.mkdir()
             _write_shards(Path(checkpoint), manifest, scratch, shards, progress)
             for name in manifest.tokenizer_files:
-                shutil.copyfile(Path(checkpoint) / TOKENIZER / name, scratch / name)
+                shutil.copyfile(tokenizer / name, scratch / name)
             write_text(scratch / "config.json", json.dumps(_hf_config(manifest), indent=2))
             scratch.rename(destination)
         except OSError as error:

@@ -29,10 +29,10 @@ from jax_longctx.models.checkpoint import (
     TOKENIZER,
     Manifest,
     TensorEntry,
-    list_files,
     read_manifest,
 )
 from jax_longctx.models.llama import check_mesh
+from jax_longctx.models.storage import bytes_below, describe_files
 from jax_longctx.sharding import logical_sharding, make_mesh
 
 __all__ = ["DTYPES", "convert"]
@@ -135,7 +135,7 @@ def _check_space(destination: Path, needed: int) -> None:
     begun = destination.with_name(destination.name + SUFFIX)
     try:
         # What an interrupted conversion has written is continued or deleted.
-        free = shutil.disk_usage(parent).free + sum(list_files(begun).values())
+        free = shutil.disk_usage(parent).free + bytes_below(begun)
     except OSError as error:
         raise CheckpointError(f"{parent} cannot be written: {error.strerror}") from error
     if needed > free:
@@ -230,8 +230,8 @@ def _write_rest(
         tensors=entries,
         source=opened.label,
         sources={path.name: digest for path, digest in {**opened.read_files, **hashes}.items()},
-        files=list_files(partial.folder / PARAMS),
-        tokenizer_files=tuple(sorted(path.name for path in tokenizer.iterdir())),
+        files=describe_files(partial.folder / PARAMS),
+        tokenizer_files=describe_files(tokenizer),
         extras=opened.extras,
     )
     write_text(partial.folder / MANIFEST, manifest.to_json())

@@ -21,7 +21,8 @@ from orbax.checkpoint import v1 as ocp
 from checkpoints_convert.names import insert
 from checkpoints_convert.sources.files import first_line
 from jax_longctx.errors import CheckpointError
-from jax_longctx.models.checkpoint import PARAMS, TensorEntry, list_files, quiet_orbax
+from jax_longctx.models.checkpoint import PARAMS, TensorEntry
+from jax_longctx.models.storage import bytes_below, quiet_orbax
 
 __all__ = ["SUFFIX", "Partial", "check_destination", "write_text"]
 
@@ -122,7 +123,7 @@ class Partial:
                     lacking.append(path)
                 wanted += array.size * array.dtype.numpy_dtype.itemsize
         # Nothing is compressed.
-        written = sum(list_files(folder).values())
+        written = bytes_below(folder)
         if lacking or written < wanted:
             raise CheckpointError(
                 f"{self.destination} was not written whole ({written} of at least {wanted} bytes, "

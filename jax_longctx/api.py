@@ -31,7 +31,7 @@ from jax_longctx.engine.footprint import Footprint, footprint
 from jax_longctx.engine.likelihood import Likelihood
 from jax_longctx.errors import InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS, Full
-from jax_longctx.models.checkpoint import Manifest, load_params, read_manifest
+from jax_longctx.models.checkpoint import Manifest, load_params, read_manifest, tokenizer_folder
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import (
     PromptLayout,
@@ -101,7 +101,7 @@ def load(
     keep_compilations()
     mesh = mesh or make_mesh()
     manifest = read_manifest(checkpoint)
-    tokenizer = Tokenizer.load(Path(checkpoint) / "tokenizer")
+    tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
     params = load_params(checkpoint, mesh, None if dtype is None else jnp.dtype(dtype))
     engine = Engine(manifest.config, params, method or Full(), mesh, chunk=chunk, by_layer=by_layer)

@@ -1,7 +1,8 @@
 """A run's checkpoints: the newest ones, and the one with the best dev loss.
 
 Orbax writes them while training goes on, each whole or not at all: weights, moments and step count
-(`state`), the position in the data (`data`), and which step had the best dev loss so far (`best`).
+(`state`), and the position in the data and which step had the best dev loss so far (`position`).
+Both carry checksums (see `jax_longctx.models.storage`).
 """
 
 import dataclasses
@@ -9,13 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from jax_longctx.errors import CheckpointError
-from jax_longctx.models.checkpoint import quiet_orbax
+from jax_longctx.models.storage import load_arrays, read_sealed, seal
 from train_cpt.step import Setup, TrainState, abstract_state
 
 __all__ = ["Best", "Checkpoints"]
+
+FORMAT = 1
+POSITION = "position.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +57,14 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int):
         self.folder, self._rule = folder, _NewestAndBest(keep)
         options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self._rule)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        handlers: dict[str, Any] = {
+            # Zarr 3 has checksums. Weights are close to noise, which does not compress.
+            "state": ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
+            "position": ocp.JsonCheckpointHandler(POSITION),
+        }
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(), options=options, item_handlers=handlers
+        )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -74,9 +86,10 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_as_dict(state)),
-                data=ocp.args.JsonSave(data.get_state()),
-                best=ocp.args.JsonSave(_best_as_json(self.best)),
+                state=ocp.args.PyTreeSave(_by_path(state)),
+                position=ocp.args.JsonSave(
+                    seal(FORMAT, {"data": data.get_state(), "best": _best_as_json(self.best)})
+                ),
             ),
             force=True,
         )
@@ -96,29 +109,22 @@ class Checkpoints:
         """The state of a step; `data` is set to its position, and the best step to what it was.
 
         Raises:
-          CheckpointError: it cannot be read.
+          CheckpointError: it is damaged.
         """
-        target = _as_dict(abstract_state(setup))
+        folder = self.folder / str(step)
+        remedy = f"remove {folder} to go on from the checkpoint before"
         try:
-            with quiet_orbax():
-                found = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(target),
-                        data=ocp.args.JsonRestore(),
-                        best=ocp.args.JsonRestore(),
-                    ),
-                )
-            if data is not None:
-                self._rule.best = Best(**found["best"]) if found["best"] else Best()
-                data.set_state(found["data"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            position = read_sealed(folder / "position" / POSITION, FORMAT, remedy)
+        except FileNotFoundError as error:
             raise CheckpointError(
-                f"{self.folder / str(step)} is damaged: {first:.200}; "
-                f"remove it to go on from the one before"
-            ) from error
-        return TrainState(**found["state"])
+                f"{error.filename} is missing (earlier versions wrote none); {remedy}"
+            ) from None
+        target = abstract_state(setup)
+        arrays = load_arrays(folder, _by_path(target), remedy)
+        if data is not None:
+            self._rule.best = Best(**position["best"]) if position["best"] else Best()
+            data.set_state(position["data"])
+        return jax.tree.unflatten(jax.tree.structure(target), arrays.values())
 
 
 def _best_as_json(best: Best) -> dict[str, Any]:
@@ -126,5 +132,9 @@ def _best_as_json(best: Best) -> dict[str, Any]:
     return dataclasses.asdict(best) if best.step else {}
 
 
-def _as_dict(state: TrainState) -> dict[str, Any]:
-    return {"params": state.params, "moments": state.moments, "step": state.step}
+def _by_path(state: TrainState) -> dict[str, Any]:
+    """The state's arrays by names that its structure gives them, in the order of its leaves."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree.leaves_with_path(state)
+    }

@@ -13,7 +13,8 @@ from jax_longctx.engine import Engine
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.perplexity import perplexity, score_texts
 from jax_longctx.methods import settings_of
-from jax_longctx.models.checkpoint import TOKENIZER, load_params, read_manifest
+from jax_longctx.models.checkpoint import load_params, read_manifest, tokenizer_folder
+from jax_longctx.models.storage import sha256_of
 from jax_longctx.sharding import make_mesh, parse_mesh
 from jax_longctx.text import Tokenizer
 from train_cpt.data import MANIFEST, Windows, open_windows
@@ -31,9 +32,9 @@ def tokenizer_digest(checkpoint: Path) -> str:
     Raises:
       CheckpointError: there is no checkpoint, or it has no tokenizer.
     """
-    read_manifest(checkpoint)
-    Tokenizer.load(checkpoint / TOKENIZER)
-    return hashlib.sha256((checkpoint / TOKENIZER / "tokenizer.json").read_bytes()).hexdigest()
+    tokenizer = tokenizer_folder(checkpoint, read_manifest(checkpoint))
+    Tokenizer.load(tokenizer)
+    return sha256_of(tokenizer / "tokenizer.json")
 
 
 def evaluate(

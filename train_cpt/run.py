@@ -26,11 +26,11 @@ from jax_longctx.models.checkpoint import (
     PARAMS,
     TOKENIZER,
     Manifest,
-    list_files,
     load_params,
-    quiet_orbax,
     read_manifest,
+    tokenizer_folder,
 )
+from jax_longctx.models.storage import describe_files, quiet_orbax
 from jax_longctx.sharding import make_mesh, parse_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
 from train_cpt.attention import check_attention
@@ -63,7 +63,7 @@ def run_config(
     """
     checkpoint = config.run.checkpoint
     manifest = read_manifest(checkpoint)
-    tokenizer = Tokenizer.load(checkpoint / TOKENIZER)
+    tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
     sizes: dict[str, Any] = dict(parse_mesh(config.run.mesh))
     setup = Setup(
@@ -191,7 +191,7 @@ def _write_model(
     )
 
     def finish() -> None:
-        whole = dataclasses.replace(written, files=list_files(building / PARAMS))
+        whole = dataclasses.replace(written, files=describe_files(building / PARAMS))
         (building / MANIFEST).write_text(whole.to_json(), encoding="utf-8")
         os.replace(building, destination)
 

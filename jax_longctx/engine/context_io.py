@@ -2,7 +2,8 @@
 
 Saved under a temporary name and renamed when complete, so a folder of that name is a whole
 context or none. What it was made by (model, method and its settings, capacity) is stored and
-compared on loading: the arrays mean nothing under another method.
+compared on loading: the arrays mean nothing under another method. So are the shapes, before
+anything is allocated. Checksums cover all of it (see `models.storage`).
 """
 
 import json
@@ -21,12 +22,25 @@ from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.methods import settings_of
-from jax_longctx.models.checkpoint import quiet_orbax, why_unwritten
+from jax_longctx.models.storage import (
+    check_files,
+    describe_files,
+    load_arrays,
+    quiet_orbax,
+    read_sealed,
+    seal,
+    why_unwritten,
+)
 from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
 
 __all__ = ["load_context", "save_context"]
 
-FORMAT = 1
+# 1 had no digests.
+FORMAT = 2
+REMEDY = "prefill again"
+MANIFEST, CACHES = "context.json", "caches"
+# Counts and tokens are int32 on devices.
+MOST = 2**31 - 1
 
 
 def save_context(engine: Engine, context: Context, path: str | Path) -> None:
@@ -48,7 +62,6 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
         )
     }
     described = {
-        "format": FORMAT,
         "made_by": _made_by(engine),
         "rows": context.rows[: context.batch],
         "questions": context.questions and context.questions[: context.batch],
@@ -56,11 +69,10 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
         "slots": context.slots,
         "reserve": context.reserve,
         "total": [int(n) for n in context.total[: context.batch]],
-        "arrays": {name: [list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()},
     }
     try:
         with quiet_orbax():
-            ocp.save(str(partial / "caches"), leaves)
+            ocp.save(str(partial / CACHES), leaves)
         from_leader(lambda: _finish(path, partial, described))
     except (OSError, ValueError) as error:  # the latter when a disk is full
         raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
@@ -81,7 +93,8 @@ def _begin(path: Path, partial: Path) -> None:
 
 def _finish(path: Path, partial: Path, described: dict[str, Any]) -> None:
     try:
-        (partial / "context.json").write_text(json.dumps(described), encoding="utf-8")
+        sealed = seal(FORMAT, {**described, "files": describe_files(partial / CACHES)})
+        (partial / MANIFEST).write_text(json.dumps(sealed), encoding="utf-8")
         partial.rename(path)
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
@@ -95,13 +108,13 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     """
     path = Path(path).absolute()
     try:
-        described = json.loads((path / "context.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a saved context: {error}") from error
-    if described.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {described.get('format')}, expected {FORMAT}")
-    made_by, ours = described["made_by"], _made_by(engine)
-    for key, value in ours.items():
+        described = read_sealed(path / MANIFEST, FORMAT, REMEDY)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a saved context (no {MANIFEST})") from None
+    if (wrong := _wrong(described, engine.config.vocab_size)) is not None:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {wrong}; {REMEDY}")
+    made_by = described["made_by"]
+    for key, value in _made_by(engine).items():
         if made_by.get(key) != value:
             raise CheckpointError(
                 f"{path} was made with {key} {made_by.get(key)}, this engine has {value}; "
@@ -118,7 +131,8 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     rows = [*described["rows"], *([] for _ in range(-batch % data))]
     total = jnp.array([*described["total"], *[0] * (len(rows) - batch)], jnp.int32)
     structure = _finished_caches(engine, len(rows), slots, reserve, total)
-    arrays = _load_arrays(engine, path, described["arrays"], leaf_axes(structure))
+    check_files(path / CACHES, described["files"], REMEDY)
+    arrays = load_arrays(path / CACHES, _saved_arrays(engine, structure, batch), REMEDY).values()
     shardings = jax.tree.leaves(tree_shardings(engine.mesh, structure))
     leaves = [
         jax.device_put(_with_rows(array, axes, len(rows)), sharding)
@@ -131,14 +145,51 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     return Context(rows, batch, slots, reserve, total, caches, questions)
 
 
-def _load_arrays(
-    engine: Engine, path: Path, described: dict[str, Any], axes: list[tuple[str | None, ...]]
-) -> list[jax.Array]:
-    """The arrays as they were saved, on as many shards as their sizes divide over."""
-    if len(axes) != len(described):
-        raise CheckpointError(f"{path} holds {len(described)} arrays, expected {len(axes)}")
-    targets = {}
-    for (name, (shape, dtype)), names in zip(described.items(), axes, strict=True):
+def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:
+    """What no engine has written, or None."""
+
+    def is_count(value: Any, most: int = MOST) -> bool:
+        return type(value) is int and 0 <= value <= most
+
+    def is_rows(value: Any) -> bool:
+        return isinstance(value, list) and all(
+            isinstance(row, list) and all(is_count(token, vocabulary - 1) for token in row)
+            for row in value
+        )
+
+    keys = ["made_by", "rows", "questions", "batch", "slots", "reserve", "total", "files"]
+    if sorted(described) != sorted(keys):
+        return f"it holds {', '.join(described) or 'nothing'}, expected {', '.join(keys)}"
+    made_by, rows, questions, batch, slots, reserve, total, files = map(described.get, keys)
+    checks = {
+        "made_by": isinstance(made_by, dict),
+        "rows": is_rows(rows) and len(rows) > 0,
+        "batch": is_count(batch) and isinstance(rows, list) and batch == len(rows),
+        "questions": questions is None or (is_rows(questions) and len(questions) == batch),
+        "slots": is_count(slots) and slots > 0,
+        "reserve": is_count(reserve) and is_count(slots) and reserve <= slots,
+        "total": isinstance(total, list) and len(total) == batch and all(map(is_count, total)),
+        "files": isinstance(files, dict)
+        and all(isinstance(entry, list) and len(entry) == 2 for entry in files.values()),
+    }
+    for key, holds in checks.items():
+        if not holds:
+            return f"{key} {described[key]!r:.60} is not what a context has"
+    for row, count in zip(rows, total, strict=True):
+        if len(row) > min(count, slots):
+            return f"a row of {len(row)} tokens in a total of {count} and {slots} slots"
+    return None
+
+
+def _saved_arrays(engine: Engine, structure: Any, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the saved arrays of these caches are, on as many shards as their sizes divide over."""
+    wanted = {}
+    for i, (leaf, names) in enumerate(
+        zip(jax.tree.leaves(structure), leaf_axes(structure), strict=True)
+    ):
+        shape = tuple(
+            batch if axis == "batch" else size for size, axis in zip(leaf.shape, names, strict=True)
+        )
         # Fewer rows than data shards are read by every shard, and spread once they are filled up.
         shards = [engine.mesh.shape[RULES[axis]] if axis and RULES[axis] else 1 for axis in names]
         kept = [
@@ -146,13 +197,8 @@ def _load_arrays(
             for size, axis, count in zip(shape, names, shards, strict=True)
         ]
         sharding = logical_sharding(engine.mesh, kept)
-        targets[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
-    try:
-        arrays = ocp.load(str(path / "caches"), targets)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{path}: the cache arrays are damaged: {first}") from error
-    return [arrays[name] for name in targets]
+        wanted[f"{i:05d}"] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+    return wanted
 
 
 def _with_rows(leaf: jax.Array, axes: tuple[str | None, ...], rows: int) -> jax.Array:

@@ -8,6 +8,7 @@ import pytest
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.methods import DynamicNTK
+from jax_longctx.models.storage import read_sealed, seal
 from jax_longctx.sharding import make_mesh
 from tests.support import random_rows, tiny_config, tiny_engine
 
@@ -16,6 +17,12 @@ QUESTIONS = random_rows([4, 2], seed=5)
 
 def answer(engine, context):
     return list(engine.stream(context, QUESTIONS, max_tokens=6))
+
+
+def change(folder, **fields):
+    """Another manifest, with a digest of its own."""
+    path = folder / "context.json"
+    path.write_text(json.dumps(seal(2, read_sealed(path, 2, "") | fields)))
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +64,7 @@ def test_rows_that_pad_the_mesh_are_not_saved(engine, tmp_path):
 
 def test_slots_that_do_not_divide_are_refused(saved):
     """384 slots divide over two shards, but not in the runs of 128 that pages divide."""
-    described = json.loads((saved[1] / "context.json").read_text())
-    (saved[1] / "context.json").write_text(json.dumps({**described, "slots": 384}))
+    change(saved[1], slots=384)
     said = "384 slots, which do not divide over 2 shards in runs of 128; .* seq divides 3,"
     with pytest.raises(CheckpointError, match=said):
         load_context(tiny_engine(chunk=16, mesh=make_mesh(seq=2)), saved[1])
@@ -102,18 +108,68 @@ def test_another_method_or_model_is_refused(saved, other, named):
         load_context(tiny_engine(chunk=16, **other), saved[1])
 
 
+def refused(engine, folder, *words):
+    with pytest.raises(CheckpointError) as caught:
+        load_context(engine, folder)
+    for word in [folder, *words]:
+        assert str(word) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_damage_is_named(engine, saved):
     _, path = saved
+    refused(engine, path / "nothing", "is not a saved context")
+    text = (path / "context.json").read_text()
+    for damaged in (
+        "{",
+        "[]",
+        text[:-9],
+        text.replace('"slots": 256', '"slots": 384'),
+        "[" * 2**18,
+    ):
+        (path / "context.json").write_text(damaged)
+        refused(engine, path, "context.json is damaged", "prefill again")
+    (path / "context.json").write_text(text.replace('"format": 2', '"format": 1'))
+    refused(engine, path, "context.json has format 1, expected 2", "prefill again")
+    (path / "context.json").write_text(text)
     shutil.rmtree(path / "caches")
-    with pytest.raises(CheckpointError, match=r"context.*cache arrays are damaged"):
-        load_context(engine, path)
-    described = json.loads((path / "context.json").read_text())
-    described["format"] = 99
-    (path / "context.json").write_text(json.dumps(described))
-    with pytest.raises(CheckpointError, match="format 99, expected 1"):
-        load_context(engine, path)
-    (path / "context.json").write_text("{")
-    with pytest.raises(CheckpointError, match="is not a saved context"):
-        load_context(engine, path)
-    with pytest.raises(CheckpointError, match="is not a saved context"):
-        load_context(engine, path / "nothing")
+    refused(engine, path, path / "caches", "cannot be read: No such file", "prefill again")
+
+
+def test_a_flipped_bit_or_a_missing_end_of_the_arrays_is_refused(engine, saved, capfd):
+    _, path = saved
+    largest = max((path / "caches").rglob("*"), key=lambda path: path.stat().st_size)
+    content = largest.read_bytes()
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    largest.write_bytes(flipped)
+    refused(engine, path, "caches is damaged", "prefill again")
+    largest.write_bytes(content[:middle])
+    refused(engine, path, f"{largest} is damaged: {middle} bytes, expected {len(content)}")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"slots": 10**13}, "slots 10000000000000 is not"),
+        ({"slots": 2**31 - 128}, "is stored with shape"),
+        ({"slots": 384}, "is stored with shape"),
+        ({"slots": None}, "slots None is not"),
+        ({"batch": 3}, "batch 3 is not"),
+        ({"reserve": -1}, "reserve -1 is not"),
+        ({"total": [0]}, "total [0] is not"),
+        ({"total": [0, 0]}, "a row of 45 tokens in a total of 0"),
+        ({"rows": [[64], [1]]}, "rows [[64], [1]] is not"),
+        ({"rows": [[True], [1]]}, "rows [[True], [1]] is not"),
+        ({"questions": [[1]]}, "questions [[1]] is not"),
+        ({"made_by": []}, "made_by [] is not"),
+        ({"files": {"a": 1}}, "files {'a': 1} is not"),
+        ({"more": 1}, "it holds"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_no_engine_writes_is_refused(engine, saved, fields, named):
+    """A manifest with a right digest, as a program that writes others would leave it."""
+    change(saved[1], **fields)
+    refused(engine, saved[1], named, "prefill again")

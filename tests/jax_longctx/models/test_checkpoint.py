@@ -9,16 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.models import storage
 from jax_longctx.models.checkpoint import (
     Manifest,
     TensorEntry,
-    list_files,
     load_params,
     read_manifest,
+    tokenizer_folder,
 )
 from jax_longctx.models.llama import init_params, param_infos
+from jax_longctx.models.storage import describe_files, read_sealed, seal
 from jax_longctx.sharding import make_mesh
 from tests.support import tiny_config
 
@@ -29,7 +32,12 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     config = tiny_config()
     params = init_params(config, make_mesh(), seed=3)
-    ocp.save(str(folder / "params"), params)
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    with context:
+        ocp.save(str(folder / "params"), params)
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
     manifest = Manifest(
         config=config,
         dtype="float32",
@@ -38,8 +46,8 @@ def whole(tmp_path_factory):
         },
         source="nowhere",
         sources={"model.safetensors": "00ff"},
-        files=list_files(folder / "params"),
-        tokenizer_files=("tokenizer.json",),
+        files=describe_files(folder / "params"),
+        tokenizer_files=describe_files(folder / "tokenizer"),
         extras={"eos_token_id": 2},
     )
     (folder / "manifest.json").write_text(manifest.to_json())
@@ -54,8 +62,9 @@ def copy(tmp_path, whole):
 
 
 def change(folder, **fields):
+    """Another manifest, with a digest of its own."""
     path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    path.write_text(json.dumps(seal(2, read_sealed(path, 2, "") | fields)))
 
 
 def refused(folder, *words, mesh=None, kind=CheckpointError):
@@ -99,15 +108,77 @@ def test_not_a_checkpoint(tmp_path):
     refused(tmp_path / "nowhere", "not a converted checkpoint")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1}', '{"format": 1, "x": 2}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 2}', json.dumps(seal(2, {"x": 2})), "[" * 200_000, "\xff"]
+)
 def test_damaged_manifest(copy, text):
-    (copy / "manifest.json").write_text(text)
-    refused(copy, copy / "manifest.json", "damaged")
+    (copy / "manifest.json").write_text(text, encoding="latin-1")
+    refused(copy, copy / "manifest.json", "damaged", "convert the source again")
 
 
-def test_manifest_of_another_version(copy):
-    change(copy, format=99)
-    refused(copy, "format 99, expected 1")
+@pytest.mark.parametrize("found", [1, None, [1]])
+def test_manifest_of_another_version(copy, found):
+    change(copy, format=found)
+    refused(copy, f"format {found}, expected 2", "convert the source again")
+
+
+def test_a_manifest_that_was_edited_is_refused(copy):
+    path = copy / "manifest.json"
+    path.write_text(path.read_text().replace("10000.0", "30000.0"))
+    refused(copy, path, "damaged", "sha256 does not match")
+
+
+def test_every_changed_byte_of_a_small_file_is_named(copy, whole):
+    """Orbax's own files do not all matter; whichever was changed is named."""
+    changed = 0
+    for name, (size, digest) in whole[1].files.items():
+        path = copy / "params" / name
+        if digest is None or size == 0:
+            continue
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        refused(copy, path, "damaged", "SHA-256")
+        path.write_bytes(content)
+        changed += 1
+    assert changed > 3
+    path = copy / "tokenizer" / "tokenizer.json"
+    path.write_text("[]")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged: its SHA-256"):
+        tokenizer_folder(copy, whole[1])
+
+
+@pytest.mark.parametrize("shape", [{}, {"data": 2, "seq": 2, "tensor": 2}])
+def test_a_flipped_bit_of_an_array_is_refused(copy, whole, shape, capfd):
+    """Somewhere in each matrix in turn, on one device and on eight."""
+    _, manifest, params = whole
+    names = [name for name, (_, digest) in manifest.files.items() if digest is None]
+    path = max((copy / "params" / name for name in names), key=lambda path: path.stat().st_size)
+    content = path.read_bytes()
+    mesh, rng, flipped = make_mesh(**shape), np.random.default_rng(0), 0
+    for leaf in jax.tree.leaves(params):
+        if leaf.ndim == 1:  # ones, stored more than once
+            continue
+        stored = np.asarray(leaf).tobytes()
+        broken = bytearray(content)
+        broken[content.index(stored) + rng.integers(len(stored))] ^= 1 << rng.integers(8)
+        path.write_bytes(broken)
+        refused(copy, copy / "params", "damaged", "convert the source again", mesh=mesh)
+        flipped += 1
+    assert flipped == 16
+    path.write_bytes(content)
+    load_params(copy, mesh)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_arrays_without_checksums_are_refused(tmp_path, monkeypatch):
+    """What another version of Orbax would write, should it not ask for them the same way."""
+    monkeypatch.setattr(tensorstore_utils, "_build_zarr3_metadata", storage._zarr3_metadata)
+    ocp.save(str(tmp_path / "params"), {"a": jnp.ones(3)})
+    monkeypatch.undo()
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {"a": jax.ShapeDtypeStruct((3,), "float32", sharding=sharding)}
+    with pytest.raises(CheckpointError, match="params is damaged: a has no checksums; do"):
+        storage.load_arrays(tmp_path / "params", wanted, "do")
 
 
 def test_unreadable_manifest(copy):
@@ -127,7 +198,7 @@ def test_every_file_of_the_parameters_is_missed(copy, whole):
 
 
 def test_every_truncated_file_is_named(copy, whole):
-    for name, size in whole[1].files.items():
+    for name, (size, _) in whole[1].files.items():
         path = copy / "params" / name
         if size == 0:
             continue
@@ -142,7 +213,7 @@ def test_every_truncated_file_is_named(copy, whole):
 def test_overwritten_files_of_orbax(copy, name, capfd):
     path = copy / "params" / name
     path.write_bytes(b"\x5a" * path.stat().st_size)
-    refused(copy, copy / "params", "damaged", "convert again")
+    refused(copy, path, "damaged", "convert the source again")
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -154,7 +225,7 @@ def test_parameters_of_another_shape(copy):
         for path, info in param_infos(wider).items()
     }
     change(copy, config=wider.to_dict(), tensors=tensors)
-    refused(copy, "layers.0.mlp.down is stored with shape [48, 32], expected [64, 32]")
+    refused(copy, "layers.0.mlp.down is stored with shape (48, 32), expected (64, 32)")
 
 
 def test_manifest_that_contradicts_its_config(copy, whole):
@@ -175,7 +246,7 @@ def test_stored_parameters_that_lack_one(copy):
         for path, info in param_infos(deeper).items()
     }
     change(copy, config=deeper.to_dict(), tensors=tensors)
-    refused(copy, "damaged", "it holds no layers.2.")
+    refused(copy, "damaged", "layers.2.", "does not exist")
 
 
 def test_mesh_that_does_not_divide_the_model(whole):

@@ -1,0 +1,283 @@
+"""Arrays and facts on disk, in which no damage goes unnoticed.
+
+Orbax writes arrays as Zarr 3 inside OCDBT. OCDBT has a CRC-32C on its index and none on values, so
+every chunk of an array gets one of its own here, which TensorStore checks wherever a chunk is read:
+in whole, in part, or by one process of many. The small files around the arrays have a SHA-256 in a
+manifest, and the manifest has one of itself.
+"""
+
+import collections
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import tensorstore as ts
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+from jax_longctx.errors import CheckpointError
+
+__all__ = [
+    "Files",
+    "bytes_below",
+    "check_files",
+    "describe_files",
+    "load_arrays",
+    "nested",
+    "quiet_orbax",
+    "read_sealed",
+    "seal",
+    "sha256_of",
+    "why_unwritten",
+]
+
+# Every file below a folder: its size, and its SHA-256, which is None where TensorStore checks it.
+type Files = Mapping[str, list[Any]]
+
+# Seconds that the other workers of a failed save or load are waited for.
+WORKERS = 2.0
+# Bytes that are read ahead of what is placed on devices.
+AHEAD = 1 << 30
+DIGEST = "sha256"
+CHECKSUM = {"name": "crc32c"}
+# Orbax's folder of arrays, and in it OCDBT's folders of data files.
+STATE, DATA = "state", "d"
+
+_zarr3_metadata = tensorstore_utils._build_zarr3_metadata
+
+
+def _with_checksums(*args: Any, **options: Any) -> dict[str, Any]:
+    metadata = _zarr3_metadata(*args, **options)
+    metadata["codecs"][0]["configuration"]["codecs"].append(CHECKSUM)
+    return metadata
+
+
+# Orbax has no option for it. Should it build its metadata elsewhere one day, `load_arrays` refuses
+# what is written then.
+tensorstore_utils._build_zarr3_metadata = _with_checksums
+
+
+def seal(version: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with their `format` and digest, to be written as JSON (see `read_sealed`)."""
+    # As JSON reads it back: tuples are lists there.
+    fields = json.loads(json.dumps({"format": version, **fields}))
+    return {**fields, DIGEST: _digest(fields)}
+
+
+def read_sealed(path: Path, version: int, remedy: str) -> dict[str, Any]:
+    """The fields that were given to `seal`, from a JSON file.
+
+    Args:
+      version: the `format` that is read here.
+      remedy: what to do about another one or about damage, for the error.
+
+    Raises:
+      FileNotFoundError: no such file.
+      CheckpointError: it is damaged, or of another version.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError(f"it holds a JSON {type(fields).__name__}, expected an object")
+        if (found := fields.get("format")) != version:
+            raise CheckpointError(
+                f"{path} has format {found!r:.20}, expected {version}: another version wrote it; "
+                f"{remedy}"
+            )
+        if fields.pop(DIGEST, None) != _digest(fields):
+            raise ValueError(f"its {DIGEST} does not match, it was changed after it was written")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!s:.200}; {remedy}") from error
+    del fields["format"]
+    return fields
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_files(folder: Path) -> dict[str, list[Any]]:
+    """Every file below a folder, for `check_files`."""
+    return {
+        path.relative_to(folder).as_posix(): [
+            path.stat().st_size,
+            None if path.parent.name == DATA else sha256_of(path),
+        ]
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def bytes_below(folder: Path) -> int:
+    """What the files below a folder take; 0 where there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def check_files(folder: Path, files: Files, remedy: str) -> None:
+    """Raises CheckpointError where a file is missing or not what it was.
+
+    Args:
+      remedy: what to do about it, for the error.
+    """
+    for name, (size, digest) in files.items():
+        path = folder / name
+        try:
+            found = path.stat().st_size
+            same = digest is None or found != size or sha256_of(path) == digest
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}; {remedy}") from error
+        if found != size:
+            raise CheckpointError(f"{path} is damaged: {found} bytes, expected {size}; {remedy}")
+        if not same:
+            raise CheckpointError(
+                f"{path} is damaged: its SHA-256 is not the one it was written with; {remedy}"
+            )
+
+
+def load_arrays(
+    folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], remedy: str
+) -> dict[str, jax.Array]:
+    """Some or all of the arrays that Orbax wrote below a folder, onto their shards.
+
+    TensorStore reads them: where one of Orbax's own reads meets damage, its others are left to fail
+    behind our back. Each process reads what its shards need.
+
+    Args:
+      wanted: by dot-joined path, with shardings; other types are cast to.
+      remedy: what to do about damage, for the error.
+
+    Raises:
+      CheckpointError: an array is missing, damaged, or of another shape.
+    """
+    base = {"driver": "file", "path": f"{folder.absolute() / STATE}/"}
+    # The index of the arrays is read once.
+    context = ts.Context({"cache_pool#index": {"total_bytes_limit": 100_000_000}})
+    index = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#index"}
+    spec = {"driver": "zarr3", "fill_missing_data_reads": False}
+    loaded: dict[str, jax.Array] = {}
+    reads: collections.deque[tuple[str, _Read]] = collections.deque()
+    try:
+        opened = {
+            path: ts.open({**spec, "kvstore": {**index, "path": f"{path}/"}}, context=context)
+            for path in wanted
+        }
+        stores = {path: future.result() for path, future in opened.items()}
+        for path, store in stores.items():
+            _check_store(path, store, wanted[path])
+        for path, store in stores.items():
+            reads.append((path, _Read(store, wanted[path])))
+            while sum(read.size for _, read in reads) > AHEAD:
+                path, read = reads.popleft()
+                loaded[path] = read.array()
+        loaded.update((path, read.array()) for path, read in reads)
+    except (OSError, ValueError) as error:
+        # Behind the bracket: where in TensorStore's source it was found, and the whole spec.
+        said = str(error).strip().splitlines()[0].split(" [")[0]
+        raise CheckpointError(f"{folder} is damaged: {said:.300}; {remedy}") from error
+    return loaded
+
+
+def _check_store(path: str, store: Any, wanted: jax.ShapeDtypeStruct) -> None:
+    if store.shape != wanted.shape:
+        raise ValueError(f"{path} is stored with shape {(*store.shape,)}, expected {wanted.shape}")
+    (codec,) = store.spec().to_json()["metadata"]["codecs"]
+    if CHECKSUM not in codec["configuration"]["codecs"]:
+        raise ValueError(f"{path} has no checksums")
+
+
+class _Read:
+    """An array that is being read.
+
+    Attributes:
+      size: bytes on this process's devices.
+    """
+
+    def __init__(self, store: Any, wanted: jax.ShapeDtypeStruct):
+        self._wanted = wanted
+        self._shards: dict[str, tuple[Any, list[Any]]] = {}
+        source = ts.cast(store, wanted.dtype)
+        placed = wanted.sharding.addressable_devices_indices_map(wanted.shape)  # pyright: ignore
+        for device, index in placed.items():
+            # What several devices hold is read once.
+            if str(index) not in self._shards:
+                self._shards[str(index)] = source[index].read(), []
+            self._shards[str(index)][1].append(device)
+        self.size = math.prod(wanted.shape) * wanted.dtype.itemsize
+
+    def array(self) -> jax.Array:
+        """The array, once it has been read."""
+        shards = [
+            jax.device_put(read.result(), device)
+            for read, devices in self._shards.values()
+            for device in devices
+        ]
+        return jax.make_array_from_single_device_arrays(
+            self._wanted.shape,
+            self._wanted.sharding,  # pyright: ignore
+            shards,
+        )
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Keeps Orbax from logging the trace of every worker thread beside the error it raises."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    threads = set(threading.enumerate())
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except Exception:
+        # Passed on, once Orbax's other workers have stopped.
+        _await_threads(set(threading.enumerate()) - threads)
+        raise
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def why_unwritten(error: Exception) -> str:
+    """What kept Orbax from writing, in a few words: a full disk names a file of Orbax's own."""
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    if found is not None:
+        return os.strerror(int(found[1]))
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _await_threads(threads: set[threading.Thread]) -> None:
+    """Workers that fail after the first one would still log, and write, behind our back."""
+    end = time.monotonic() + WORKERS
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dot-joined paths as nested dicts."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *folders, leaf = path.split(".")
+        node = tree
+        for name in folders:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return tree
