@@ -1,0 +1,180 @@
+"""Random damage to everything that is written and read back: refused in one line, or harmless.
+
+A byte is changed, an end is lost, or a file is. The environment's DAMAGE_SEED makes other draws.
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import jax_longctx
+from checkpoints_convert import convert
+from jax_longctx.batch import BatchOptions, lines, run_batch
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.errors import LongctxError
+from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
+from tests.support import random_rows, tiny_engine
+from tests.train_cpt.tiny_run import LOOP, STEPS, digest, prepare_tiny, run_tiny, tiny_setup
+from train_cpt.checkpoints import Checkpoints
+
+pytestmark = pytest.mark.thorough
+
+SEED = int(os.environ.get("DAMAGE_SEED", "0"))
+FAULTS = 50
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    described = hf_config("llama")
+    write_checkpoint(folder / "hf", described, random_state(described))
+    convert(folder / "hf", folder / "ours")
+    return folder / "ours"
+
+
+@pytest.fixture
+def answering(checkpoint, tmp_path):
+    """A checkpoint, and what is answered by it: weights, tokens and text."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+
+    def read():
+        model = jax_longctx.load(folder, chunk=16)
+        (answer,) = model.generate("abc", max_tokens=3)
+        weights = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(model.engine.params)]
+        return answer.tokens, answer.text, model.tokenizer.chat_template, weights
+
+    return folder, read
+
+
+@pytest.fixture
+def saved_context(tmp_path):
+    engine, folder = tiny_engine(chunk=16), tmp_path / "context"
+    context = engine.prefill(random_rows([45, 9]), reserve=16)
+    save_context(engine, context, folder)
+    asked = random_rows([4, 2], seed=5)
+
+    def read():
+        loaded = load_context(engine, folder)
+        return loaded.rows, list(engine.stream(loaded, asked, max_tokens=3))
+
+    return folder, read
+
+
+@pytest.fixture
+def killed_batch(checkpoint, tmp_path, monkeypatch):
+    """The files of a run of `batch` that ended at its eighth write."""
+    model = jax_longctx.load(checkpoint, chunk=16)
+    folder, left, append = tmp_path / "batch", [8], lines.append
+    folder.mkdir()
+    rows = [{"prompt": text} for text in ("ab", "abc" * 12, "b", "cab" * 9)]
+    source, out = tmp_path / "in.jsonl", folder / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = BatchOptions(rows=1, max_tokens=3, chat=False)
+
+    def read():
+        run_batch(model, source, out, options)
+        text = out.read_bytes()
+        out.unlink()
+        return text
+
+    def dying(file, rows):
+        left[0] -= 1
+        if not left[0]:
+            raise SystemError("killed")
+        return append(file, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lines, "append", dying)
+        with pytest.raises(SystemError):
+            read()
+    return folder, read
+
+
+@pytest.fixture
+def training(tmp_path):
+    prepare_tiny(tmp_path / "data")
+    run_tiny(tmp_path / "run", tmp_path / "data")
+    folder, setup = tmp_path / "run" / "checkpoints", tiny_setup()
+
+    class Position:
+        """Where in the data it goes on, as `grain` keeps it."""
+
+        def set_state(self, state):
+            self.state = state
+
+    def read():
+        # The manager deletes what its own run would; here each fault meets the same files.
+        with Checkpoints(folder, LOOP.keep) as saved:
+            data, step = Position(), saved.newest
+            state = saved.restore(step, setup, data)
+            return step, digest(state), data.state, saved.best
+
+    assert read()[0] == STEPS
+    return folder, read
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def put_back(folder, files):
+    shutil.rmtree(folder)
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def damage(draw, files):
+    """One fault, in words."""
+    # As often a small file as a place anywhere.
+    sizes = [len(content) if draw.random() < 0.5 else 300 for content in files.values()]
+    (path,) = draw.choices(list(files), sizes)
+    content = files[path]
+    kind = draw.choice(["change"] * 8 + ["cut"] * 3 + ["remove"]) if content else "remove"
+    at = draw.randrange(max(len(content), 1))
+    if kind == "change":
+        value = draw.choice([byte for byte in range(256) if byte != content[at]])
+        path.write_bytes(content[:at] + bytes([value]) + content[at + 1 :])
+        return f"byte {at} of {path}: {content[at]} to {value}"
+    path.unlink()
+    if kind == "cut":
+        path.write_bytes(content[:at])
+    return f"{kind} {path} at {at} of {len(content)}"
+
+
+@pytest.mark.parametrize("target", ["answering", "saved_context", "killed_batch", "training"])
+def test_no_damage_changes_an_answer(target, request, capfd):
+    folder, read = request.getfixturevalue(target)
+    # A string's seed is the same in every process.
+    draw, files = random.Random(f"{SEED} {target}"), snapshot(folder)
+    whole = read()
+    put_back(folder, files)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused = 0
+    for _ in range(FAULTS):
+        fault = f"seed {SEED}: {damage(draw, files)}"
+        try:
+            assert read() == whole, fault
+        except LongctxError as error:
+            said = str(error)
+            assert "\n" not in said and len(said) < 1000 and str(folder) in said, (fault, said)
+            assert "learning rate" not in said, (fault, said)
+            refused += 1
+        except Exception as error:
+            raise AssertionError(fault) from error
+        printed = "".join(capfd.readouterr())
+        assert "Traceback" not in printed and "rror" not in printed, (fault, printed)
+        put_back(folder, files)
+    assert read() == whole
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert peak < 300_000, f"{peak} KB"
+    assert refused >= FAULTS / 10
+    with capfd.disabled():
+        print(f"\n{target}, seed {SEED}: {FAULTS} faults, {refused} refused, the others harmless")
