@@ -27,9 +27,6 @@ SOURCES := jax_longctx pallas_kernels checkpoints_convert train_cpt tests
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# On the CPU unless JAX_PLATFORMS says otherwise: libtpu, where it is installed for the tests, would
-# look for TPUs first, and say so at length.
-demo: export JAX_PLATFORMS ?= cpu
 demo: $(VENV)/.demo-ready ## A small real model finds a passkey in a long text (no GPU needed).
 	$(BIN)/jax-longctx demo $(ARGS)
 

@@ -30,10 +30,12 @@ def peak_memory() -> int:
 
 def shown_bytes(count: int) -> str:
     """`1536` -> `1.5 KiB`."""
-    # Late: it comes with JAX, which is there by the time that anything has a size.
-    from jax_longctx.engine.capacity import format_bytes
-
-    return format_bytes(count)
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
 
 
 def _device_bytes(key: str) -> int | None:

@@ -3,18 +3,24 @@
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from jax_longctx.errors import ConfigError
 
-__all__ = ["look_up", "parse_settings", "parse_value", "type_name"]
+__all__ = ["check_name", "look_up", "parse_settings", "parse_value", "type_name"]
 
 
 def look_up[T](table: Mapping[str, T], name: str, noun: str) -> T:
-    """`table[name]`; ConfigError lists what there is, and what was perhaps meant."""
+    """`table[name]`; ConfigError as of `check_name`."""
+    check_name(table, name, noun)
+    return table[name]
+
+
+def check_name(table: Collection[str], name: str, noun: str) -> None:
+    """ConfigError unless the name is known: lists the known ones, and the nearest of them."""
     if name in table:
-        return table[name]
+        return
     near = difflib.get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"unknown {noun} {name!r}; known: {', '.join(table)}{hint}")

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jax_longctx.cli.inputs import check_argument
+from jax_longctx.cli.options import make_sampling
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 from jax_longctx.memory import peak_memory, shown_bytes
-from jax_longctx.text import StopStrings
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AnswerOptions",
     "Answered",
+    "answer_options",
     "closing_note",
     "on_progress",
     "per_second",
@@ -41,6 +43,9 @@ class AnswerOptions:
             raise InputError(f"--max-tokens must be at least 1, got {self.max_tokens}")
         for text in self.stop:
             check_argument("--stop", text)
+        # Late: its package brings tokenizers and templates.
+        from jax_longctx.text import StopStrings
+
         StopStrings(self.stop)
 
     def arguments(self) -> dict[str, Any]:
@@ -51,6 +56,22 @@ class AnswerOptions:
         """As JSON records carry them."""
         sampling = dataclasses.asdict(self.sampling)
         return {"sampling": sampling, "max_tokens": self.max_tokens, "stop": list(self.stop)}
+
+
+def answer_options(
+    terminal: Terminal,
+    max_tokens: int,
+    stop: list[str] | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    repetition_penalty: float,
+    seed: int,
+) -> AnswerOptions:
+    """The options of a command that answers. The sampling options need JAX to be checked."""
+    with starting(terminal):
+        sampling = make_sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    return AnswerOptions(sampling=sampling, max_tokens=max_tokens, stop=tuple(stop or ()))
 
 
 def stream_answer(terminal: Terminal, answered: Answered) -> "Answer":

@@ -6,11 +6,10 @@ from typing import Annotated
 import typer
 
 from jax_longctx.cli import options
-from jax_longctx.cli.answers import AnswerOptions
+from jax_longctx.cli.answers import answer_options
 from jax_longctx.cli.inputs import read_text
 from jax_longctx.cli.request import Request
 from jax_longctx.cli.results import check_folder
-from jax_longctx.cli.session import Session
 from jax_longctx.cli.terminal import Terminal
 
 __all__ = ["ask"]
@@ -58,6 +57,8 @@ LoadContext = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
+        exists=True,
+        file_okay=False,
         help="Ask of a saved context (same checkpoint, method and settings); give no FILE.",
         rich_help_panel=_CONTEXT,
     ),
@@ -107,12 +108,16 @@ def ask(
         jax-longctx ask "And why?" -c llama3 --load-context read
     """
     request = Request.parse(words or [], completion or [], chat, save_context, load_context)
-    sampling = options.make_sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    answers = AnswerOptions(sampling=sampling, max_tokens=max_tokens, stop=tuple(stop or ()))
     if request.save is not None:
         check_folder(request.save.absolute().parent, "--save-context")
     document = None if request.file is None else read_text(request.file)
     choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk, by_layer)
     terminal = Terminal(as_json=as_json)
+    answers = answer_options(
+        terminal, max_tokens, stop, temperature, top_k, top_p, repetition_penalty, seed
+    )
     model = choice.open(terminal)
+    # Late: it brings tokenizers and templates.
+    from jax_longctx.cli.session import Session
+
     Session(model, request, answers, terminal).run(document)

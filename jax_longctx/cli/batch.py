@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jax_longctx.cli import ending, options
-from jax_longctx.cli.answers import AnswerOptions, per_second
+from jax_longctx.cli.answers import answer_options, per_second
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -21,6 +21,8 @@ Source = Annotated[
     Path,
     typer.Argument(
         metavar="IN.jsonl",
+        exists=True,
+        dir_okay=False,
         help='Rows: {"prompt": ...}, or {"context": ..., "question": ...}, with "file" in place of '
         'the context and "questions" as you like; an "id" comes back. Files are relative to the '
         "folder of IN.jsonl, and may be any that can be read (see --files-under).",
@@ -86,10 +88,9 @@ def batch(
 ) -> None:
     """Answer many prompts or questions, from JSON lines to JSON lines.
 
-    Rows of similar length are computed together and written in the order of the input, as they
-    come, to OUT.jsonl.partial, which is OUT.jsonl when all are done. Run the same command again
-    after an interruption or a kill: finished batches are not computed again.
-    A row that cannot be answered gets a line with "error", and the exit code is 3.
+    Rows of similar length are computed together and written, in the order of the input, to
+    OUT.jsonl.partial, which becomes OUT.jsonl. Run the same command again to go on after an
+    interruption. A row without an answer gets a line with "error", and the exit code is 3.
 
     [bold]Examples[/bold]
 
@@ -97,14 +98,15 @@ def batch(
 
         jax-longctx batch books.jsonl out.jsonl -c llama3 --mesh data=4,tensor=2 -m snapkv
     """
-    sampling = options.make_sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    answers = AnswerOptions(sampling=sampling, max_tokens=max_tokens, stop=tuple(stop or ()))
     if source.resolve() == output.resolve():
         raise InputError(f"IN.jsonl and OUT.jsonl are both {source}; choose another output")
     if output.is_dir():
         raise InputError(f"OUT.jsonl is the folder {output}; name a file: {output / 'out.jsonl'}")
     choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk)
     terminal = Terminal()
+    answers = answer_options(
+        terminal, max_tokens, stop, temperature, top_k, top_p, repetition_penalty, seed
+    )
     from jax_longctx.batch import BatchOptions, run_batch
 
     wanted = BatchOptions(rows=rows, chat=chat, files_under=files_under, **answers.arguments())
@@ -116,15 +118,14 @@ def batch(
         def progress(now: "BatchProgress") -> None:
             if not newest and now.resumed:
                 terminal.note(f"going on: {now.before:,} of {now.total:,} rows were answered")
-            newest.append(now)
-            del newest[:-1]
+            newest[:] = [now]
             update(now.done, now.total - now.before)
 
         outcome = run_batch(model, source, output, wanted, progress=progress)
     if outcome is not None:
         terminal.note(_closing(outcome, output))
-        if outcome.errors:
-            raise typer.Exit(ending.PARTLY)
+    if outcome is not None and outcome.errors:
+        raise typer.Exit(ending.PARTLY)
 
 
 def _moment(newest: list["BatchProgress"]) -> str:

@@ -10,6 +10,7 @@ import typer
 from jax_longctx.cli import options
 from jax_longctx.cli.bench_kernels import kernels
 from jax_longctx.cli.results import check_file, hand_over
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 
 __all__ = ["bench_app"]
@@ -27,7 +28,7 @@ bench_app.command()(kernels)
 
 @bench_app.command()
 def e2e(
-    model: Annotated[str, typer.Option(help="Shape of a published model.")] = "llama-3.1-8b",
+    model: options.Preset = "llama-3.1-8b",
     context: Annotated[
         list[int] | None, typer.Option(help="Context length in tokens; repeat for several.")
     ] = None,
@@ -54,10 +55,11 @@ def e2e(
 
         jax-longctx bench e2e --model llama-3.2-1b --context 8192 --no-peer
     """
-    from jax_longctx.bench.e2e import run
-
     check_file(out)
     terminal = Terminal(as_json=as_json)
+    with starting(terminal):
+        from jax_longctx.bench.e2e import run
+
     result = run(
         model=model,
         contexts=context or [32768, 131072],

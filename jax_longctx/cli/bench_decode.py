@@ -10,6 +10,7 @@ import typer
 from jax_longctx.cli import options
 from jax_longctx.cli.eval import parse_method
 from jax_longctx.cli.results import check_file, hand_over
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
@@ -24,10 +25,12 @@ def decode(
             "--method",
             "-m",
             metavar="NAME[:KEY=VALUE,...]",
+            callback=options.checked_methods,
+            autocompletion=options.method_names,
             help="A method and its settings; repeat for several.",
         ),
     ],
-    model: Annotated[str, typer.Option(help="Shape of a published model.")] = "llama-3.1-8b",
+    model: options.Preset = "llama-3.1-8b",
     cases: Annotated[
         list[str] | None,
         typer.Option("--case", metavar="BATCHxCONTEXT", help="E.g. 3x131072; repeat for several."),
@@ -54,15 +57,17 @@ def decode(
 
         jax-longctx bench decode -m refreshkv:schedule=fixed,stride=10 --case 3x131072
     """
-    from jax_longctx.bench.decode import run
-
     check_file(out)
-    terminal = Terminal(as_json=as_json)
     chosen = [parse_method(spec) for spec in methods]
+    sizes = [parse_case(text) for text in cases or ["1x32768"]]
+    terminal = Terminal(as_json=as_json)
+    with starting(terminal):
+        from jax_longctx.bench.decode import run
+
     result = run(
         model=model,
         methods=[(name, options.parse_settings(pairs)) for name, pairs in chosen],
-        cases=[parse_case(text) for text in cases or ["1x32768"]],
+        cases=sizes,
         blocks=blocks,
         random_cache=random_cache,
         layers=layers,

@@ -7,6 +7,7 @@ import typer
 
 from jax_longctx.cli import options, processes
 from jax_longctx.cli.results import check_folder, check_matplotlib, hand_over
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -48,10 +49,11 @@ def kernels(
     check_folder(out)
     if out is not None:
         check_matplotlib("--out")
-    from jax_longctx.bench.kernels import run
-    from jax_longctx.bench.kernels_report import markdown, plot
-
     terminal = Terminal(as_json=as_json)
+    with starting(terminal):
+        from jax_longctx.bench.kernels import run
+        from jax_longctx.bench.kernels_report import markdown, plot
+
     if tune:
         _tune(terminal, only=only, shrink=shrink, repeats=repeats)
     result = run(only=only, shrink=shrink, repeats=repeats, say=terminal.note)

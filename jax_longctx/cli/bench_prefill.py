@@ -11,6 +11,7 @@ from jax_longctx.cli import options
 from jax_longctx.cli.bench_decode import layers_shown
 from jax_longctx.cli.eval import parse_method
 from jax_longctx.cli.results import check_file, hand_over
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -23,6 +24,8 @@ Methods = Annotated[
         "--method",
         "-m",
         metavar="NAME[:KEY=VALUE,...]",
+        callback=options.checked_methods,
+        autocompletion=options.method_names,
         help="A method and its settings; repeat for several. The first is what the others' speed "
         "is told against.",
     ),
@@ -39,7 +42,7 @@ Cases = Annotated[
 
 def prefill(
     methods: Methods,
-    model: Annotated[str, typer.Option(help="Shape of a published model.")] = "llama-3.1-8b",
+    model: options.Preset = "llama-3.1-8b",
     cases: Cases = None,
     mesh: Annotated[
         str | None,
@@ -70,12 +73,13 @@ def prefill(
     chosen = [parse_method(spec) for spec in methods]
     sizes = [parse_case(text) for text in cases or ["32768:8192", "131072:32768"]]
     check_file(out)
-    import jax
-
-    from jax_longctx.bench.prefill import Case, run
-    from jax_longctx.sharding import MESH_AXES, make_mesh, parse_mesh
-
     terminal = Terminal(as_json=as_json)
+    with starting(terminal):
+        import jax
+
+        from jax_longctx.bench.prefill import Case, run
+        from jax_longctx.sharding import MESH_AXES, make_mesh, parse_mesh
+
     given = {"seq": len(jax.devices())} if mesh is None else parse_mesh(mesh)
     data, seq, tensor = (given.get(axis, 1) for axis in MESH_AXES)
     result = run(

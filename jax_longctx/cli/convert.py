@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from jax_longctx.cli.options import checked_dtype
+from jax_longctx.cli.options import checked_checkpoint, checked_dtype
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
-from jax_longctx.errors import InputError
+from jax_longctx.errors import CheckpointError, InputError
 
 __all__ = ["convert"]
 
@@ -27,6 +28,7 @@ def convert(
         typer.Option(
             "--dtype",
             metavar="DTYPE",
+            callback=checked_dtype,
             help="float32, bfloat16 or float16; the source's unless given. Two bytes halve disk "
             "and memory; on a CPU float32 is the fastest.",
         ),
@@ -51,14 +53,26 @@ def convert(
     """
     if to_hf and dtype is not None:
         raise InputError("--to-hf writes the checkpoint's own dtype; leave out --dtype")
-    import checkpoints_convert
-
+    if to_hf:
+        checked_checkpoint(Path(source))
+    elif not (Path(source).expanduser().exists() or _is_hub_id(source)):
+        raise CheckpointError(
+            f"{source} does not exist; expected a Hugging Face directory, a GGUF file, "
+            f"or a hub id such as owner/name"
+        )
     terminal = Terminal()
+    with starting(terminal):
+        import checkpoints_convert
+
     with terminal.progress("exporting" if to_hf else "converting", "bytes") as update:
         if to_hf:
             checkpoints_convert.export(source, destination, progress=update)
         else:
-            checkpoints_convert.convert(
-                source, destination, dtype=checked_dtype(dtype), progress=update
-            )
+            checkpoints_convert.convert(source, destination, dtype=dtype, progress=update)
     terminal.note(f"written to {destination}")
+
+
+def _is_hub_id(source: str) -> bool:
+    """Whether it may be `owner/name` or `owner/name@revision`."""
+    owner, slash, name = source.partition("@")[0].partition("/")
+    return bool(owner.strip(".~") and slash and name) and "/" not in name

@@ -20,6 +20,7 @@ import typer
 
 from jax_longctx.cli import ending, options
 from jax_longctx.cli.answers import closing_note, on_progress
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import NOISE, Haystack, python_topics
@@ -150,7 +151,8 @@ def prepare_model(folder: Path, terminal: Terminal) -> None:
     if (folder / "manifest.json").is_file():
         return
     source = find_model()
-    from checkpoints_convert import convert
+    with starting(terminal):
+        from checkpoints_convert import convert
 
     terminal.note(f"converting {source.name} to {folder} (once)")
     with terminal.progress("converting", "bytes") as update:

@@ -97,15 +97,7 @@ eval_app.command()(eval_run.tasks)
 def passkey(
     *,
     checkpoint: options.Checkpoint,
-    methods: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method",
-            "-m",
-            metavar="NAME[:KEY=VALUE,...]",
-            help="A method and its settings; repeat for several. Exact attention unless given.",
-        ),
-    ] = None,
+    methods: options.MethodSpecs = None,
     lengths: Annotated[
         list[int] | None, typer.Option("--length", help="Tokens of a prompt; repeat for several.")
     ] = None,

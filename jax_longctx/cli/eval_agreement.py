@@ -7,7 +7,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.eval import parse_method
-from jax_longctx.cli.eval_perplexity import Methods, Texts, engines_of, texts_of
+from jax_longctx.cli.eval_perplexity import Texts, engines_of, texts_of
 from jax_longctx.cli.results import check_file, save
 from jax_longctx.cli.terminal import Terminal
 
@@ -34,7 +34,7 @@ Attention = Annotated[
 def agreement(
     *,
     checkpoint: options.Checkpoint,
-    methods: Methods = None,
+    methods: options.MethodSpecs = None,
     text: Texts = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 2048,
     score: Annotated[int, typer.Option(min=1, help="Last tokens that are scored.")] = 64,

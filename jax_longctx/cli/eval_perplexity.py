@@ -9,6 +9,7 @@ from jax_longctx.cli import options, processes
 from jax_longctx.cli.eval import parse_method
 from jax_longctx.cli.inputs import read_text
 from jax_longctx.cli.results import check_file, check_plot, save
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -17,21 +18,16 @@ if TYPE_CHECKING:
     from jax_longctx.engine import Engine
     from jax_longctx.evaluation.perplexity import Protocol
 
-__all__ = ["Methods", "Texts", "engines_of", "perplexity", "texts_of"]
+__all__ = ["Texts", "engines_of", "perplexity", "texts_of"]
 
-Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--method",
-        "-m",
-        metavar="NAME[:KEY=VALUE,...]",
-        help="A method and its settings; repeat for several. Exact attention unless given.",
-    ),
-]
 Texts = Annotated[
     list[Path] | None,
     typer.Option(
-        "--text", help="Text to read; repeat for several. The help texts of Python unless given."
+        "--text",
+        exists=True,
+        dir_okay=False,
+        allow_dash=True,
+        help="Text to read; repeat for several. The help texts of Python unless given.",
     ),
 ]
 
@@ -71,7 +67,7 @@ Plot = Annotated[Path | None, typer.Option(help="Write a PNG: perplexity by posi
 def perplexity(
     *,
     checkpoint: options.Checkpoint,
-    methods: Methods = None,
+    methods: options.MethodSpecs = None,
     protocol: ProtocolName = "P1",
     text: Texts = None,
     length: Length = None,
@@ -101,10 +97,11 @@ def perplexity(
     """
     check_file(out)
     check_plot(plot, "--plot")
-    kind = _protocol(protocol, question or [])
     chosen = [parse_method(spec) for spec in methods or ["full"]]
     terminal = Terminal(as_json=as_json)
     choice = options.ModelChoice(checkpoint, *chosen[0], mesh=mesh, dtype=dtype, chunk=chunk)
+    with starting(terminal):
+        kind = _protocol(protocol, question or [])
     model = choice.open(terminal)
     plans = _plans(engines_of(model, chosen), chosen, question or [], kind)
     tokens = texts_of(model, text, texts, length or kind.length, join=kind.stream)

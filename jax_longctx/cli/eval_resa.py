@@ -33,7 +33,13 @@ def resa_errors(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each text.")] = 2048,
     queries: Annotated[int, typer.Option(min=1, help="Last tokens of each that query.")] = 64,
     text: Annotated[
-        Path | None, typer.Option(help="Text to read; the help texts of Python unless given.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            allow_dash=True,
+            help="Text to read; the help texts of Python unless given.",
+        ),
     ] = None,
     dtype: options.Dtype = None,
     out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,

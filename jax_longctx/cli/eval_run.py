@@ -12,6 +12,7 @@ import typer
 from jax_longctx.cli import options, processes
 from jax_longctx.cli.inputs import read_text
 from jax_longctx.cli.results import check_folder, check_matplotlib
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -78,6 +79,8 @@ _Methods = Annotated[
         "--method",
         "-m",
         metavar="NAME[:KEY=VALUE,...]",
+        callback=options.checked_methods,
+        autocompletion=options.method_names,
         help="A method and its settings, L/8 for an eighth of the length; repeat for several. "
         "Exact attention unless given.",
     ),
@@ -220,11 +223,14 @@ def run_config(config: "EvalConfig", output: Path | None, terminal: Terminal) ->
         raise InputError("--output is missing; name a folder for rows and report")
     if not config.run.checkpoint:
         raise InputError("no model given; name one with --checkpoint")
+    if config.run.checkpoint != DEMO:
+        options.checked_checkpoint(Path(config.run.checkpoint))
     check_matplotlib("the report")
-    from jax_longctx.evaluation.runner import check_config, run_eval
+    with starting(terminal):
+        from jax_longctx.evaluation.runner import check_config, run_eval
 
-    # A mistake in the last method shows before a folder is made and the model loaded.
-    check_config(config)
+        # A mistake in the last method shows before a folder is made and the model loaded.
+        check_config(config)
     check_folder(output, "--output")
     model = _open(config, terminal)
     about = {"title": config.title, "about": config.about, "published": list(config.published)}
@@ -245,7 +251,7 @@ def run_config(config: "EvalConfig", output: Path | None, terminal: Terminal) ->
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --output of a run.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", exists=True, help="A run's --output.")],
     more: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[DIR ...]", help="Other runs, whose rows join the report."),
@@ -266,13 +272,15 @@ def report(
 
         jax-longctx eval report out
     """
-    from jax_longctx.evaluation.report import read_about
-    from jax_longctx.evaluation.rows import read_rows
-
     check_matplotlib("the report")
+    terminal = Terminal()
+    with starting(terminal):
+        from jax_longctx.evaluation.report import read_about
+        from jax_longctx.evaluation.rows import read_rows
+
     rows = read_rows(folder, *(more or ()))
     rows += [row for file in perplexity or () for row in _perplexity(file)]
-    _report(folder, rows, read_about(folder), Terminal())
+    _report(folder, rows, read_about(folder), terminal)
 
 
 def _perplexity(file: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.answers import (
-    AnswerOptions,
+    answer_options,
     closing_note,
     on_progress,
     seconds_of,
@@ -57,11 +57,12 @@ def generate(
 
         cat notes.txt | jax-longctx generate - -c smollm2 --temperature 0.8
     """
-    sampling = options.make_sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    answers = AnswerOptions(sampling=sampling, max_tokens=max_tokens, stop=tuple(stop or ()))
     text = _prompt_text(prompt)
     choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk, by_layer)
     terminal = Terminal(as_json=as_json)
+    answers = answer_options(
+        terminal, max_tokens, stop, temperature, top_k, top_p, repetition_penalty, seed
+    )
     model = choice.open(terminal)
     with terminal.warnings(), terminal.progress("reading") as update:
         # The bar is gone when the first text comes, so there is no spinner here, also for JSON.

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from jax_longctx.cli.start import starting
+from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import ConfigError
 
 __all__ = ["lm_eval"]
@@ -29,14 +31,15 @@ def lm_eval(
         jax-longctx lm-eval --model jax-longctx --batch_size 4 --apply_chat_template
         --model_args checkpoint=smollm2,method=citrus,budget=1024,dtype=bfloat16 --tasks gsm8k
     """
-    try:
-        from lm_eval.__main__ import cli_evaluate
-    except ImportError as error:
-        raise ConfigError(
-            "lm-evaluation-harness is not installed; pip install 'jax-longctx[harness]'"
-        ) from error
-    # Its import puts the model into the harness's table.
-    import jax_longctx.evaluation.lm_harness  # noqa: F401
+    with starting(Terminal()):
+        try:
+            from lm_eval.__main__ import cli_evaluate
+        except ImportError as error:
+            raise ConfigError(
+                "lm-evaluation-harness is not installed; pip install 'jax-longctx[harness]'"
+            ) from error
+        # Its import puts the model into the harness's table.
+        import jax_longctx.evaluation.lm_harness  # noqa: F401
 
     before = sys.argv
     sys.argv = ["lm_eval", *(arguments or [])]

@@ -1,13 +1,15 @@
 """`jax-longctx`: the subcommands, and what every one of them does with errors.
 
 What a person can act on is one line `error: ...` on stderr; a fault of the library shows its
-traceback. `ending.CODES` are the exit codes. JAX is imported by the subcommand that needs it, so
-that `--help` answers at once.
+traceback. `ending.CODES` are the exit codes. JAX is imported by the subcommand that needs it, once
+names and files are checked: help and refusals come at once.
 """
 
 import errno
+import platform
 import sys
 import traceback
+from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -107,13 +109,22 @@ app = typer.Typer(
     + ".",
     rich_markup_mode="rich",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 _JOB = "Many processes (before the command; each process is started with the same command)"
+
+
+def _version(wanted: bool | None) -> None:
+    if wanted:
+        releases = {name: metadata.version(name) for name in ("jax-longctx", "jax")}
+        python = platform.python_version()
+        typer.echo(
+            f"jax-longctx {releases['jax-longctx']} (jax {releases['jax']}, Python {python})"
+        )
+        raise typer.Exit
 
 
 @app.callback()
@@ -146,6 +157,10 @@ def _job(
             help="The number of this process, from 0, which prints and writes.",
             rich_help_panel=_JOB,
         ),
+    ] = None,
+    version: Annotated[
+        bool | None,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = None,
 ) -> None:
     processes.join(coordinator, count, process)

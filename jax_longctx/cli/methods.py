@@ -8,29 +8,43 @@ import rich.table
 import typer
 
 from jax_longctx.cli import options
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import shown_bytes
+from jax_longctx.methods import METHODS, describe, make_method
+from jax_longctx.models.presets import preset
 
 __all__ = ["methods"]
 
 # Tokens kept free for question and answer in the figures shown.
 RESERVE = 256
 
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        callback=options.checked_method,
+        autocompletion=options.method_names,
+        help="One method, with its settings; all of them unless given.",
+    ),
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        "--checkpoint",
+        "-c",
+        metavar="DIR",
+        callback=options.checked_checkpoint,
+        help="The model's shape from here.",
+    ),
+]
+
 
 def methods(
-    name: Annotated[
-        str | None,
-        typer.Argument(help="One method, with its settings; all of them unless given."),
-    ] = None,
+    name: Name = None,
     settings: options.Settings = None,
-    model: Annotated[
-        str, typer.Option(help="Shape of a published model, for the memory shown.")
-    ] = "llama-3.1-8b",
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option("--checkpoint", "-c", metavar="DIR", help="The model's shape from here."),
-    ] = None,
+    model: options.Preset = "llama-3.1-8b",
+    checkpoint: Checkpoint = None,
     context: Annotated[int, typer.Option(help="Tokens of context, for the memory shown.")] = 32768,
     batch: Annotated[int, typer.Option(help="Rows, for the memory shown.")] = 1,
     dtype: options.Dtype = "bfloat16",
@@ -49,23 +63,23 @@ def methods(
 
         jax-longctx methods --json
     """
-    from jax_longctx.methods import METHODS, describe, make_method
-
     if settings and name is None:
         raise InputError("--set is for a method's settings; name the method")
     if min(context, batch) < 1:
         raise InputError(f"--context and --batch must be at least 1, got {context} and {batch}")
-    config = _shape(model, checkpoint)
+    terminal = Terminal(as_json=as_json)
     described = []
-    for each in [name] if name is not None else METHODS:
-        entry = describe(each)
-        method = make_method(each, options.parse_settings(settings or ()))
-        measured = {"context": context, "batch": batch, "dtype": dtype}
-        entry["memory"] = measured | _memory(config, method, context, batch, dtype or "bfloat16")
-        described.append(entry)
+    with starting(terminal):
+        config = _shape(model, checkpoint)
+        for each in [name] if name is not None else METHODS:
+            entry = describe(each)
+            method = make_method(each, options.parse_settings(settings or ()))
+            measured = {"context": context, "batch": batch, "dtype": dtype}
+            memory = _memory(config, method, context, batch, dtype or "bfloat16")
+            described.append(entry | {"memory": measured | memory})
     if as_json:
         for entry in described:
-            Terminal(as_json=True).record(entry)
+            terminal.record(entry)
     elif name is not None:
         _show_one(described[0])
     else:
@@ -81,8 +95,6 @@ def _shape(model: str, checkpoint: Path | None) -> Any:
         from jax_longctx.models.checkpoint import read_manifest
 
         return read_manifest(checkpoint).config
-    from jax_longctx.models.presets import preset
-
     return preset(model)
 
 
@@ -101,7 +113,6 @@ def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> d
         method.validate(config)
     except ConfigError as error:
         return {"refused": str(error)}
-    options.checked_dtype(dtype)
     setup = Setup(config, method, make_mesh(devices=jax.local_devices()), jnp.dtype(dtype), 512)
     found = footprint(setup, batch=batch, context=context, reserve=RESERVE)
     return {f"{key}_bytes": value for key, value in dataclasses.asdict(found).items()}

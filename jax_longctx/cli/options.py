@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.evaluation.specs import Spec
+from jax_longctx.methods import METHODS, check_method
+from jax_longctx.models.presets import PRESETS, preset
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -23,20 +27,70 @@ __all__ = [
     "MaxTokens",
     "MeshSizes",
     "MethodName",
+    "MethodSpecs",
     "ModelChoice",
     "Penalty",
+    "Preset",
     "Seed",
     "Settings",
     "Stop",
     "Temperature",
     "TopK",
     "TopP",
+    "checked_checkpoint",
+    "checked_dtype",
+    "checked_method",
+    "checked_methods",
     "make_sampling",
+    "method_names",
     "run_facts",
 ]
 
 _MODEL = "Model and method"
 _ANSWER = "Answer"
+
+
+def checked_checkpoint(folder: Path | None) -> Path | None:
+    """CheckpointError where there is none; what it holds is checked when it is loaded."""
+    if folder is not None and not (folder / "manifest.json").is_file():
+        raise CheckpointError(
+            f"{folder} is not a converted checkpoint (no manifest.json); "
+            f"make one: jax-longctx convert SOURCE DESTINATION"
+        )
+    return folder
+
+
+def method_names(incomplete: str) -> list[str]:
+    """Those that begin so, for the shell's completion."""
+    return [name for name in METHODS if name.startswith(incomplete)]
+
+
+def checked_method(name: str | None) -> str | None:
+    """ConfigError where there is no method of that name."""
+    if name is not None:
+        check_method(name)
+    return name
+
+
+def checked_methods(specs: list[str] | None) -> list[str] | None:
+    """ConfigError where one of `NAME:KEY=VALUE,...` names no method."""
+    for spec in specs or ():
+        check_method(Spec.parse(spec).name)
+    return specs
+
+
+def _preset(name: str) -> str:
+    preset(name)
+    return name
+
+
+def checked_dtype(name: str | None) -> str | None:
+    """The name of a float type that models run in."""
+    known = ("float32", "bfloat16", "float16")
+    if name is not None and name not in known:
+        raise ConfigError(f"--dtype {name!r} is not one of {', '.join(known)}")
+    return name
+
 
 Checkpoint = Annotated[
     Path,
@@ -54,9 +108,22 @@ MethodName = Annotated[
         "--method",
         "-m",
         metavar="NAME",
+        callback=checked_method,
+        autocompletion=method_names,
         help="Long-context method; [bold]jax-longctx methods[/bold] says what each buys. "
         "Exact attention unless given.",
         rich_help_panel=_MODEL,
+    ),
+]
+MethodSpecs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        "-m",
+        metavar="NAME[:KEY=VALUE,...]",
+        callback=checked_methods,
+        autocompletion=method_names,
+        help="A method and its settings; repeat for several. Exact attention unless given.",
     ),
 ]
 Settings = Annotated[
@@ -74,9 +141,18 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
+        callback=checked_dtype,
         help="float32, bfloat16 or float16, for weights and cache; the checkpoint's unless given. "
         "Two bytes halve the memory; on a CPU float32 is the fastest.",
         rich_help_panel=_MODEL,
+    ),
+]
+Preset = Annotated[
+    str,
+    typer.Option(
+        callback=_preset,
+        autocompletion=lambda incomplete: [n for n in PRESETS if n.startswith(incomplete)],
+        help="Shape of a published model.",
     ),
 ]
 MeshSizes = Annotated[
@@ -159,7 +235,7 @@ AsJson = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class ModelChoice:
-    """The options of one loaded model, as given."""
+    """The options of one loaded model, as given; what needs no JAX is checked."""
 
     checkpoint: Path
     method: str | None = None
@@ -168,6 +244,12 @@ class ModelChoice:
     dtype: str | None = None
     chunk: int = 512
     by_layer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise InputError(f"--chunk must be at least 1 token, got {self.chunk}")
+        checked_checkpoint(self.checkpoint)
+        checked_dtype(self.dtype)
 
     def make_method(self) -> Any:
         """The method with its settings, or None for the library's default."""
@@ -182,23 +264,20 @@ class ModelChoice:
 
     def open(self, terminal: Terminal) -> "LongContext":
         """The checkpoint with method and mesh; what costs nothing is checked first."""
-        if self.chunk < 1:
-            raise InputError(f"--chunk must be at least 1 token, got {self.chunk}")
-        method = self.make_method()
-        import jax_longctx
-        from jax_longctx.sharding import make_mesh, parse_mesh
+        with starting(terminal, f"loading {self.checkpoint}"):
+            method = self.make_method()
+            import jax_longctx
+            from jax_longctx.sharding import make_mesh, parse_mesh
 
-        mesh = None
-        if self.mesh is not None:
-            sizes = parse_mesh(self.mesh)
-            mesh = make_mesh(sizes.get("data", 1), sizes.get("seq", 1), sizes.get("tensor", 1))
-        dtype = checked_dtype(self.dtype)
-        with terminal.waiting(f"loading {self.checkpoint}"):
+            mesh = None
+            if self.mesh is not None:
+                sizes = parse_mesh(self.mesh)
+                mesh = make_mesh(sizes.get("data", 1), sizes.get("seq", 1), sizes.get("tensor", 1))
             return jax_longctx.load(
                 self.checkpoint,
                 method=method,
                 mesh=mesh,
-                dtype=dtype,
+                dtype=self.dtype,
                 chunk=self.chunk,
                 by_layer=self.by_layer,
             )
@@ -215,14 +294,6 @@ def parse_settings(pairs: list[str] | tuple[()]) -> dict[str, str]:
             raise InputError(f"--set {key} is given twice; give it once")
         settings[key] = value
     return settings
-
-
-def checked_dtype(name: str | None) -> str | None:
-    """The name of a float type that models run in."""
-    known = ("float32", "bfloat16", "float16")
-    if name is not None and name not in known:
-        raise ConfigError(f"--dtype {name!r} is not one of {', '.join(known)}")
-    return name
 
 
 def make_sampling(

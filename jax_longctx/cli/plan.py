@@ -1,6 +1,7 @@
 """`jax-longctx plan`: will it fit, and how long will it take."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,11 +10,13 @@ import rich.table
 import typer
 
 from jax_longctx.cli import options
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.memory import shown_bytes
+from jax_longctx.planning.targets import parse_target
 
 if TYPE_CHECKING:
-    from jax_longctx.planning import Plan, PlanRequest
+    from jax_longctx.planning.plan import Plan, PlanRequest
 
 __all__ = ["plan"]
 
@@ -24,20 +27,23 @@ COMPILED = (
 )
 ROOFLINE = "arithmetic over the constants above; not measured"
 
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A published model's name, a Hugging Face config.json or its folder, or a "
+        "converted checkpoint."
+    ),
+]
+TargetName = Annotated[
+    str,
+    typer.Option(help="v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8, h200x8 (any number), or cpu."),
+]
+
 
 def plan(
     *,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A published model's name, a Hugging Face config.json or its folder, or a "
-            "converted checkpoint."
-        ),
-    ] = "llama-3.1-8b",
-    target: Annotated[
-        str,
-        typer.Option(help="v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8, h200x8 (any number), or cpu."),
-    ],
+    model: Model = "llama-3.1-8b",
+    target: TargetName,
     context: Annotated[int, typer.Option(help="Tokens of context.")] = 131072,
     batch: Annotated[int, typer.Option(help="Rows that are read together.")] = 1,
     reserve: Annotated[int, typer.Option(help="Tokens of question and answer.")] = 256,
@@ -65,23 +71,28 @@ def plan(
 
         jax-longctx plan --method snapkv --target v5e:4x4 --mesh seq=2,tensor=8 --compile
     """
-    from jax_longctx.methods import make_method
-    from jax_longctx.planning import PlanRequest, parse_target
-
     devices = parse_target(target)
-    request = PlanRequest(
-        config=_config(model),
-        method=make_method(method or "full", options.parse_settings(settings or ())),
-        target=devices,
-        context=context,
-        batch=batch,
-        reserve=reserve,
-        chunk=chunk,
-        dtype=options.checked_dtype(dtype) or "bfloat16",
-    )
-    record = {"model": model, **_planned(request, mesh, compiles, Terminal(as_json=as_json))}
+    terminal = Terminal(as_json=as_json)
+    # Nothing is computed: no device is looked for, and libtpu is left to the compiler.
+    os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
+    config = _config(model, terminal)
+    with starting(terminal):
+        from jax_longctx.methods import make_method
+        from jax_longctx.planning.plan import PlanRequest
+
+        request = PlanRequest(
+            config=config,
+            method=make_method(method or "full", options.parse_settings(settings or ())),
+            target=devices,
+            context=context,
+            batch=batch,
+            reserve=reserve,
+            chunk=chunk,
+            dtype=dtype or "bfloat16",
+        )
+    record = {"model": model, **_planned(request, mesh, compiles, terminal)}
     if as_json:
-        Terminal(as_json=True).record(record)
+        terminal.record(record)
     else:
         _show(record)
 
@@ -89,17 +100,13 @@ def plan(
 def _planned(
     request: "PlanRequest", mesh: str | None, compiles: bool, terminal: Terminal
 ) -> dict[str, Any]:
-    import jax
-
     from jax_longctx.methods import settings_of
-    from jax_longctx.planning import make_plan, propose_mesh
+    from jax_longctx.planning.plan import make_plan, propose_mesh
     from jax_longctx.sharding import parse_mesh
 
-    if jax.config.jax_platforms is None:
-        # Nothing is computed; libtpu would look for TPUs first.
-        jax.config.update("jax_platforms", "cpu")
-    sizes = parse_mesh(mesh) if mesh is not None else propose_mesh(request)
-    made = make_plan(request, sizes)
+    with terminal.waiting("planning"):
+        sizes = parse_mesh(mesh) if mesh is not None else propose_mesh(request)
+        made = make_plan(request, sizes)
     compiled = None
     if compiles:
         made, compiled = _compile(request, made, terminal)
@@ -113,8 +120,8 @@ def _compile(
     request: "PlanRequest", made: "Plan", terminal: Terminal
 ) -> tuple["Plan", dict[str, Any]]:
     """The plan with the compiled programs' temporaries, and what is told of these."""
-    from jax_longctx.planning import make_plan
     from jax_longctx.planning.compiled import compile_plan, most_temporaries
+    from jax_longctx.planning.plan import make_plan
 
     doing = ""
 
@@ -136,18 +143,18 @@ def _compile(
     }
 
 
-def _config(model: str) -> Any:
+def _config(model: str, terminal: Terminal) -> Any:
     from jax_longctx.models.presets import preset
 
     path = Path(model)
     if not path.exists():
         return preset(model)
-    if (path / "manifest.json").is_file():
+    with starting(terminal):
+        from checkpoints_convert import read_config
         from jax_longctx.models.checkpoint import read_manifest
 
+    if (path / "manifest.json").is_file():
         return read_manifest(path).config
-    from checkpoints_convert import read_config
-
     return read_config(path / "config.json" if path.is_dir() else path)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from jax_longctx.cli import ending
+from jax_longctx.cli.start import hide_absent_tpu
 from jax_longctx.errors import InputError
 
 __all__ = ["AUTO", "announced", "is_leader", "join", "leave", "process"]
@@ -63,6 +64,10 @@ def join(coordinator: str | None, processes: str | None, process: int | None) ->
         raise InputError("--coordinator and --process go with --processes N")
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise InputError(f"--coordinator is {coordinator!r}; expected HOST:PORT")
+    hide_absent_tpu()
+    if not process:
+        # The first, or one that does not know its number yet.
+        print("waiting for the job's processes", file=sys.stderr, flush=True)
     import jax
 
     try:

@@ -12,16 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import rich.console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.cells import cell_len
+from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 
 from jax_longctx.cli import ending, processes
@@ -34,6 +26,7 @@ Update = Callable[[int, int], None]
 
 # Seconds between progress lines where stderr is a file or a pipe.
 LINE_EVERY = 10.0
+NARROWEST_BAR, WIDEST_BAR = 10, 40
 
 # Control characters but tab and newline: what a model writes must not steer the terminal.
 _CONTROLS = {code: "\ufffd" for code in (*range(9), *range(11, 32), *range(127, 160))}
@@ -57,6 +50,11 @@ class Terminal:
     def note(self, text: str) -> None:
         """A line for the person at the terminal."""
         self._console.print(text, markup=False, style="dim")
+
+    def line(self, text: str) -> None:
+        """A note where stderr is a file or a pipe: on a terminal `waiting` shows the same."""
+        if not self._console.is_terminal:
+            self.note(text)
 
     @contextlib.contextmanager
     def warnings(self) -> Iterator[None]:
@@ -100,15 +98,8 @@ class Terminal:
         if not self._console.is_terminal:
             yield self._lines(doing, unit, detail)
             return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            _CountColumn(unit),
-            TimeRemainingColumn(compact=True),
-            _MemoryColumn(),
-            *([] if detail is None else [_DetailColumn(detail)]),
-        )
-        with Progress(*columns, console=self._console, transient=True) as bar, ending.bar_shown():
+        row = _Row(self._console, unit, detail)
+        with Progress(row, console=self._console, transient=True) as bar, ending.bar_shown():
             task = bar.add_task(doing, total=None)
 
             def update(done: int, total: int) -> None:
@@ -121,12 +112,12 @@ class Terminal:
 
     @contextlib.contextmanager
     def waiting(self, doing: str, *, when: bool = True) -> Iterator[None]:
-        """A spinner with the time that passes, for work of unknown length; only `when` asked."""
+        """The time that passes, for work of unknown length; only `when` asked, on a terminal."""
         if not (when and self._console.is_terminal):
             yield
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as bar, ending.bar_shown():
+        row = _Row(self._console)
+        with Progress(row, console=self._console, transient=True) as bar, ending.bar_shown():
             bar.add_task(doing, total=None)
             yield
 
@@ -149,40 +140,63 @@ class Terminal:
         return update
 
 
-class _CountColumn(ProgressColumn):
-    """`512/6,000 tokens  397 tokens/s`."""
+class _Row(ProgressColumn):
+    """All that is shown of some work, in one row; what has no room there is left out.
 
-    def __init__(self, unit: str):
-        self._unit = unit
+    A second row would not be erased when the first is written anew.
+    """
+
+    def __init__(
+        self,
+        console: rich.console.Console,
+        unit: str = "",
+        detail: Callable[[], str] | None = None,
+    ):
+        self._console, self._unit, self._detail = console, unit, detail or str
         super().__init__()
 
     def render(self, task: Task) -> Text:
-        if task.total is None:
-            return Text("starting")
-        count = _count(int(task.completed), int(task.total), self._unit)
-        return Text(f"{count}  {_rate(int(task.completed), task.elapsed or 0.0, self._unit)}")
+        # Some terminals break the row after their last column.
+        room = self._console.width - 1
+        parts = [_clock(task.elapsed or 0.0)] if task.total is None else self._parts(task, room)
+        tail = "".join(f"  {part}" for part in parts)
+        row = Text(task.description)
+        row.truncate(max(room - cell_len(tail), 0), overflow="ellipsis")
+        bar = min(room - row.cell_len - cell_len(tail) - 2, WIDEST_BAR)
+        if task.total and bar >= NARROWEST_BAR:
+            done = int(bar * min(task.completed / task.total, 1))
+            stroke = "-" if self._console.options.ascii_only else "\u2501"
+            row.append("  ").append(stroke * done, "bar.complete")
+            row.append(stroke * (bar - done), "bar.back")
+        row.append(tail)
+        row.truncate(room, overflow="ellipsis")
+        return row
+
+    def _parts(self, task: Task, room: int) -> list[str]:
+        """The count, and as much more as there is room for beside a bar, the most useful first."""
+        done, total, seconds = int(task.completed), int(task.total or 0), task.elapsed or 0.0
+        left = f"{_clock(seconds / done * (total - done))} left" if done else ""
+        rate = _rate(done, seconds, self._unit)
+        parts = [_count(done, total, self._unit)]
+        room -= cell_len(task.description) + 2 + cell_len(parts[0])
+        if left and cell_len(left) + 2 <= room:
+            parts.append(left)
+            room -= cell_len(left) + 2
+        room -= 2 + NARROWEST_BAR
+        detail = Text(self._detail())
+        detail.truncate(max(room - 2, 0), overflow="ellipsis")
+        for part in (detail.plain, rate, shown_bytes(memory_used())):
+            if part and cell_len(part) + 2 <= room:
+                parts.append(part)
+                room -= cell_len(part) + 2
+        return parts
 
 
-class _DetailColumn(ProgressColumn):
-    """What the command itself tells of the moment."""
-
-    max_refresh = 0.5
-
-    def __init__(self, detail: Callable[[], str]):
-        self._detail = detail
-        super().__init__()
-
-    def render(self, task: Task) -> Text:
-        return Text(self._detail(), style="dim")
-
-
-class _MemoryColumn(ProgressColumn):
-    """Memory in use; asked for twice a second at most."""
-
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        return Text(shown_bytes(memory_used()), style="dim")
+def _clock(seconds: float) -> str:
+    """`75` -> `1:15`."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _count(done: int, total: int, unit: str) -> str:

@@ -9,6 +9,7 @@ import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.results import check_file, check_plot, save
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
@@ -20,22 +21,12 @@ train_app = typer.Typer(
 )
 
 
-Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--method",
-        "-m",
-        metavar="NAME[:KEY=VALUE,...]",
-        help="A method and its settings; repeat for several. Exact attention unless given.",
-    ),
-]
-
-
 @contextlib.contextmanager
-def _needs_extra() -> Iterator[None]:
-    """Says which extra is missing, where a package is."""
+def _starting(terminal: Terminal) -> Iterator[None]:
+    """`starting`, which also says which extra is missing, where a package is."""
     try:
-        yield
+        with starting(terminal):
+            yield
     except ModuleNotFoundError as error:
         raise InputError(
             f"training needs the package {error.name}; install it: pip install 'jax-longctx[train]'"
@@ -49,6 +40,8 @@ def train(
         typer.Option(
             "--config",
             metavar="FILE",
+            exists=True,
+            dir_okay=False,
             help="The run as TOML: \\[run], \\[data], \\[optimizer], \\[pattern], \\[loop].",
             show_default=False,
         ),
@@ -72,11 +65,11 @@ def train(
     if config is None:
         # A subcommand follows; without one there is help.
         return
-    with _needs_extra():
+    terminal = Terminal()
+    with _starting(terminal):
         from train_cpt.config import read_config
         from train_cpt.run import run_config
     settings = read_config(config)
-    terminal = Terminal()
     newest: dict[str, Any] = {}
     with terminal.progress("training", "steps", lambda: _moment(newest)) as update:
 
@@ -119,23 +112,38 @@ def plot(
 ) -> None:
     """Plot the losses of one or several runs, also while they are running."""
     check_plot(out, "--out")
-    with _needs_extra():
+    terminal = Terminal()
+    with _starting(terminal):
         from train_cpt.metrics import plot_losses
     plot_losses(runs, out)
-    Terminal().note(f"{out} written")
+    terminal.note(f"{out} written")
+
+
+def _checkpoints(folders: list[Path]) -> list[Path]:
+    for folder in folders:
+        options.checked_checkpoint(folder)
+    return folders
+
+
+Checkpoints = Annotated[
+    list[Path],
+    typer.Option(
+        "--checkpoint",
+        "-c",
+        metavar="DIR",
+        callback=_checkpoints,
+        help="Converted or trained; repeat to compare.",
+    ),
+]
+Data = Annotated[Path, typer.Option(exists=True, help="The prepared data set.", show_default=False)]
 
 
 @train_app.command()
 def evaluate(
     *,
-    checkpoints: Annotated[
-        list[Path],
-        typer.Option(
-            "--checkpoint", "-c", metavar="DIR", help="Converted or trained; repeat to compare."
-        ),
-    ],
-    data: Annotated[Path, typer.Option(help="The prepared data set.", show_default=False)],
-    methods: Methods = None,
+    checkpoints: Checkpoints,
+    data: Data,
+    methods: options.MethodSpecs = None,
     split: Annotated[str, typer.Option(help="train, dev or test.")] = "test",
     tail: Annotated[int, typer.Option(min=1, help="Last tokens of a text that are scored.")] = 50,
     texts: Annotated[int, typer.Option(min=1, help="Texts, at even distances.")] = 200,
@@ -157,13 +165,13 @@ def evaluate(
         -m full -m refreshkv:schedule=fixed,stride=25 -m snapkv
     """
     check_file(out)
-    with _needs_extra():
+    terminal = Terminal()
+    with _starting(terminal):
         from train_cpt.data import SPLITS
         from train_cpt.evaluate import evaluate as run
         from train_cpt.evaluate import markdown
     if split not in SPLITS:
         raise InputError(f"--split must be one of {', '.join(SPLITS)}, got {split!r}")
-    terminal = Terminal()
     with contextlib.ExitStack() as bars:
 
         def watch(doing: str) -> Any:
@@ -179,7 +187,7 @@ def evaluate(
             count=texts,
             batch=batch,
             chunk=chunk,
-            dtype=options.checked_dtype(dtype),
+            dtype=dtype,
             mesh=mesh or "",
             watch=watch,
         )
@@ -203,9 +211,9 @@ def collect(
         jax-longctx train collect /usr/share/doc /usr/share/vim /usr/lib/python3 --out english.jsonl
     """
     check_file(out)
-    with _needs_extra():
-        from train_cpt.manuals import collect as run
     terminal = Terminal()
+    with _starting(terminal):
+        from train_cpt.manuals import collect as run
     with terminal.progress("collecting", "folders") as update:
         documents, characters = run(folders, out, progress=update)
     terminal.note(f"{out}: {documents:,} documents, {characters:,} characters")
@@ -213,7 +221,7 @@ def collect(
 
 @train_app.command()
 def bench(
-    model: Annotated[str, typer.Option(help="Shape of a published model.")] = "llama-3.2-1b",
+    model: options.Preset = "llama-3.2-1b",
     length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 8192,
     rows: Annotated[int, typer.Option(min=1, help="Texts of a step, over all devices.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Steps; the median counts.")] = 5,
@@ -236,11 +244,12 @@ def bench(
         jax-longctx train bench --model llama-3.2-1b --length 8192 --rows 4
     """
     check_file(out)
-    with _needs_extra():
+    terminal = Terminal()
+    with _starting(terminal):
+        from jax_longctx.sharding import make_mesh, parse_mesh
         from train_cpt.attention import Pattern
         from train_cpt.bench import run
         from train_cpt.step import OptimizerConfig, Setup
-    from jax_longctx.sharding import make_mesh, parse_mesh
 
     sizes: dict[str, Any] = dict(parse_mesh(mesh or ""))
     kept: Any = remat
@@ -255,7 +264,6 @@ def bench(
             loss_chunk=loss_chunk,
         )
 
-    terminal = Terminal()
     result = run(
         model,
         setup_of,

@@ -8,9 +8,10 @@ from jax.sharding import Mesh
 
 from jax_longctx.engine.distributed import least
 from jax_longctx.errors import CapacityError
+from jax_longctx.memory import shown_bytes
 from jax_longctx.sharding import AnyMesh, leaf_axes, tree_shardings
 
-__all__ = ["available_bytes", "bucket", "bytes_per_device", "check_fits", "format_bytes", "grow"]
+__all__ = ["available_bytes", "bucket", "bytes_per_device", "check_fits", "grow"]
 
 SMALLEST = 128
 # Where decode reads more of the cache than of the weights, roughly, empty slots cost time.
@@ -84,8 +85,8 @@ def check_fits(tokens: int, need: int, per_token: float, available: int | None) 
     fixed = need - per_token * tokens
     fits = int(max(USABLE * available - fixed, 0) / per_token) if per_token else 0
     raise CapacityError(
-        f"a cache of {tokens:,} tokens needs {format_bytes(need)} on each device, "
-        f"{format_bytes(int(USABLE * available))} of {format_bytes(available)} free is usable: "
+        f"a cache of {tokens:,} tokens needs {shown_bytes(need)} on each device, "
+        f"{shown_bytes(int(USABLE * available))} of {shown_bytes(available)} free is usable: "
         f"about {fits:,} tokens would fit; shorten the context, use fewer rows, more devices "
         f"(--mesh) or a method that keeps a budget"
     )
@@ -141,13 +142,3 @@ def _grow_layer(layer: int, cache: Any, more: int) -> Any:
 
     padded = [widen(leaf, names) for leaf, names in zip(leaves, axes, strict=True)]
     return jax.tree.unflatten(structure, padded)
-
-
-def format_bytes(count: int) -> str:
-    """`1536` -> `1.5 KiB`."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

@@ -24,6 +24,9 @@ from typing import Any
 from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.published import PUBLISHED
 from jax_longctx.evaluation.specs import Spec
+from jax_longctx.evaluation.tasks import TASKS
+from jax_longctx.methods import check_method
+from jax_longctx.settings import check_name
 from jax_longctx.typed_toml import check_names, read_toml, section
 
 __all__ = ["Cell", "EvalConfig", "Part", "RunOptions", "parse_config", "read_config"]
@@ -83,6 +86,10 @@ class Part:
         for name in ("methods", "tasks", "lengths"):
             if not getattr(self, name):
                 raise ConfigError(f"config: part {self.name!r} has no {name}; give at least one")
+        for name in self.methods:
+            check_method(Spec.parse(name).name)
+        for name in self.tasks:
+            check_name(TASKS, Spec.parse(name).name, "task")
         if min(self.lengths) < 1 or self.trials < 1:
             raise ConfigError(
                 f"config: part {self.name!r} needs lengths and trials of at least 1, got "

@@ -21,7 +21,7 @@ from jax_longctx.contract import (
 )
 from jax_longctx.engine import Engine
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.methods import Full
+from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.sharding import axes_field
 

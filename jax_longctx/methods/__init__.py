@@ -1,77 +1,64 @@
-"""The methods by name. Adding one is a file in this folder and a line of `METHODS`."""
+"""The methods by name. Adding one is a file in this folder and a line of `METHODS`.
 
+A method's class is imported when it is asked for. So a name can be checked, listed or completed
+without JAX, whose import takes seconds.
+"""
+
+import pkgutil
+from collections import UserDict
 from collections.abc import Mapping
+from typing import Any
 
-from jax_longctx.methods.arkvale import ArkVale
-from jax_longctx.methods.citrus import Citrus, CitrusStandard
-from jax_longctx.methods.citrus_individual import CitrusIndividual
-from jax_longctx.methods.dynamic_ntk import DynamicNTK
-from jax_longctx.methods.full import Full
-from jax_longctx.methods.h2o import H2O
-from jax_longctx.methods.h2o_shared import H2OShared
-from jax_longctx.methods.ideal_topk import IdealTopK
-from jax_longctx.methods.infllm import InfLLM
-from jax_longctx.methods.quest import Quest
-from jax_longctx.methods.reattention import ReAttention
-from jax_longctx.methods.refreshkv import RefreshKV
-from jax_longctx.methods.resa import Resa
-from jax_longctx.methods.ring import Ring
-from jax_longctx.methods.roco import RoCo
-from jax_longctx.methods.settings import describe_method, make_from, method_settings
-from jax_longctx.methods.snapkv import SnapKV
-from jax_longctx.methods.star import Star
-from jax_longctx.methods.streaming_llm import StreamingLLM
-from jax_longctx.methods.tova import TOVA
+from jax_longctx.settings import check_name
 
-__all__ = [
-    "H2O",
-    "METHODS",
-    "TOVA",
-    "ArkVale",
-    "Citrus",
-    "CitrusIndividual",
-    "CitrusStandard",
-    "DynamicNTK",
-    "Full",
-    "H2OShared",
-    "IdealTopK",
-    "InfLLM",
-    "Quest",
-    "ReAttention",
-    "RefreshKV",
-    "Resa",
-    "Ring",
-    "RoCo",
-    "SnapKV",
-    "Star",
-    "StreamingLLM",
-    "describe",
-    "make_method",
-    "settings_of",
-]
+__all__ = ["METHODS", "check_method", "describe", "make_method", "settings_of"]
 
-METHODS: dict[str, type] = {
-    "full": Full,
-    "dynamic-ntk": DynamicNTK,
-    "reattention": ReAttention,
-    "infllm": InfLLM,
-    "streaming-llm": StreamingLLM,
-    "h2o": H2O,
-    "tova": TOVA,
-    "roco": RoCo,
-    "snapkv": SnapKV,
-    "refreshkv": RefreshKV,
-    "citrus": Citrus,
-    "citrus-individual": CitrusIndividual,
-    "citrus-standard": CitrusStandard,
-    "h2o-shared": H2OShared,
-    "quest": Quest,
-    "arkvale": ArkVale,
-    "ideal-topk": IdealTopK,
-    "resa": Resa,
-    "star": Star,
-    "ring": Ring,
-}
+
+class _Classes(UserDict[str, Any]):
+    """Classes by name, each given as `module:Class` or as the class itself."""
+
+    def __getitem__(self, name: str) -> type:
+        home = self.data[name]
+        return pkgutil.resolve_name(f"{__name__}.{home}") if isinstance(home, str) else home
+
+
+METHODS: UserDict[str, Any] = _Classes(
+    {
+        "full": "full:Full",
+        "dynamic-ntk": "dynamic_ntk:DynamicNTK",
+        "reattention": "reattention:ReAttention",
+        "infllm": "infllm:InfLLM",
+        "streaming-llm": "streaming_llm:StreamingLLM",
+        "h2o": "h2o:H2O",
+        "tova": "tova:TOVA",
+        "roco": "roco:RoCo",
+        "snapkv": "snapkv:SnapKV",
+        "refreshkv": "refreshkv:RefreshKV",
+        "citrus": "citrus:Citrus",
+        "citrus-individual": "citrus_individual:CitrusIndividual",
+        "citrus-standard": "citrus:CitrusStandard",
+        "h2o-shared": "h2o_shared:H2OShared",
+        "quest": "quest:Quest",
+        "arkvale": "arkvale:ArkVale",
+        "ideal-topk": "ideal_topk:IdealTopK",
+        "resa": "resa:Resa",
+        "star": "star:Star",
+        "ring": "ring:Ring",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    """The methods' classes by their own names: `from jax_longctx.methods import SnapKV`."""
+    for home in METHODS.data.values():
+        if isinstance(home, str) and home.endswith(f":{name}"):
+            return pkgutil.resolve_name(f"{__name__}.{home}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def check_method(name: str) -> None:
+    """Raises ConfigError when there is no method of that name. Imports none."""
+    check_name(METHODS, name, "method")
 
 
 def make_method(name: str, settings: Mapping[str, object] | None = None):
@@ -80,14 +67,20 @@ def make_method(name: str, settings: Mapping[str, object] | None = None):
     Raises:
       ConfigError: unknown method, unknown setting, or a value of the wrong type or range.
     """
+    from jax_longctx.methods.settings import make_from
+
     return make_from(METHODS, name, settings or {})
 
 
 def describe(name: str) -> dict[str, object]:
     """Metadata and settings of a method, JSON-able (`jax-longctx methods --json`)."""
+    from jax_longctx.methods.settings import describe_method
+
     return describe_method(METHODS, name)
 
 
 def settings_of(method: object) -> dict[str, object]:
     """A method instance as its name and settings, JSON-able; `make_method` takes it back."""
+    from jax_longctx.methods.settings import method_settings
+
     return method_settings(METHODS, method)

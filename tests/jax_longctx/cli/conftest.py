@@ -30,9 +30,25 @@ def tiny(tokenizer_folder):
     return LongContext(jax_longctx.Engine(config, params, method, mesh, chunk=64), tokenizer)
 
 
+def enter_checkpoints(tmp_path_factory, monkeypatch):
+    """Goes where the folders `m` and `model` look like checkpoints."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name in ("m", "model"):
+        (folder / name).mkdir()
+        (folder / name / "manifest.json").touch()
+    monkeypatch.chdir(folder)
+
+
 @pytest.fixture
-def loads(tiny, monkeypatch):
-    """`jax_longctx.load` returns the tiny model; its arguments are listed here."""
+def checkpoints(tmp_path_factory, monkeypatch):
+    """Runs where the folders `m` and `model` look like checkpoints."""
+    enter_checkpoints(tmp_path_factory, monkeypatch)
+
+
+@pytest.fixture
+def loads(tiny, tmp_path_factory, monkeypatch):
+    """`jax_longctx.load` returns the tiny model for `m` and `model`; its arguments are listed."""
+    enter_checkpoints(tmp_path_factory, monkeypatch)
     calls = []
 
     def load(checkpoint, **options):

@@ -161,12 +161,12 @@ def test_saved_plain_text_is_asked_as_one(run, loads, book, tmp_path):
 
 def test_options_reach_the_library(run, loads, book):
     result = run(
-        *("ask", book, "Who?", "-c", "folder", "--dtype", "float32", "--chunk", 32),
+        *("ask", book, "Who?", "-c", "model", "--dtype", "float32", "--chunk", 32),
         *("--mesh", "data=1,tensor=1", "--max-tokens", 4),
     )
     assert result.exit_code == 0, result.output
     ((checkpoint, options),) = loads
-    assert str(checkpoint) == "folder"
+    assert str(checkpoint) == "model"
     assert (options["dtype"], options["chunk"]) == ("float32", 32)
     assert options["mesh"].shape == {"data": 1, "seq": 1, "tensor": 1}
     assert options["method"] is None

@@ -24,12 +24,16 @@ def calls(monkeypatch):
 
 
 def test_directions(run, calls, tmp_path):
-    result = run("convert", "model.gguf", tmp_path / "new", "--dtype", "bfloat16")
+    source = tmp_path / "model.gguf"
+    source.touch()
+    result = run("convert", source, tmp_path / "new", "--dtype", "bfloat16")
     assert result.exit_code == 0, result.output
     assert f"written to {tmp_path / 'new'}" in result.stderr
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "manifest.json").touch()
     assert run("convert", tmp_path / "new", tmp_path / "hf", "--to-hf").exit_code == 0
     assert calls == [
-        ("convert", "model.gguf", tmp_path / "new", {"dtype": "bfloat16"}),
+        ("convert", str(source), tmp_path / "new", {"dtype": "bfloat16"}),
         ("export", str(tmp_path / "new"), tmp_path / "hf", {}),
     ]
 

@@ -47,7 +47,7 @@ def test_no_arguments_shows_every_command():
         (["ask"], "error: Missing option '--checkpoint' / '-c'; see 'jax-longctx ask --help'"),
         (["aks"], "error: No such command 'aks'. Did you mean 'ask'?; see 'jax-longctx --help'"),
         (["ask", "a", "--nonsense"], "error: No such option: --nonsense"),
-        (["ask", "a", "q", "-c", "x", "--top-k", "many"], "error: Invalid value for '--top-k'"),
+        (["ask", "a", "q", "--top-k", "many", "-c", "x"], "error: Invalid value for '--top-k'"),
         (["demo", "--depth", "2"], "error: Invalid value for '--depth'"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_folder_is_made_and_left_empty(tmp_path, monkeypatch):
     assert not (tmp_path / "e").exists()
 
 
-TRAIN = ("train", "evaluate", "-c", "model", "--data", "data")
+TRAIN = ("train", "evaluate", "-c", "model", "--data", "model")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ TRAIN = ("train", "evaluate", "-c", "model", "--data", "data")
     ],
     ids=" ".join,
 )
-def test_other_commands_look_before_they_work_too(run, tmp_path, command):
+def test_other_commands_look_before_they_work_too(run, checkpoints, tmp_path, command):
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "more" / "found"
     result = run(*command, out)

@@ -1,6 +1,7 @@
 """stdout carries answers or JSON, never both; progress is a line where there is no terminal."""
 
 import json
+import re
 
 import pytest
 
@@ -59,6 +60,52 @@ def test_progress_on_a_terminal_leaves_nothing_and_gives_the_cursor_back(capsys,
     assert "reading" in shown.err and "10/100 tokens" in shown.err
     assert shown.err.rindex("\x1b[?25h") > shown.err.rindex("\x1b[?25l")
     assert shown.out == ""
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+@pytest.mark.parametrize(
+    ("doing", "unit", "detail"),
+    [
+        ("reading", "tokens", None),
+        ("converting", "bytes", None),
+        ("training", "steps", "loss 2.3456, 12,345 tokens/s, MFU 12.3%, peak 3.4 GiB"),
+        ("answering", "rows", "1,234 tokens/s, 0 with an error"),
+        (
+            "evaluating",
+            "rows",
+            "citrus-individual budget=1024 on niah_multikey_3 at 131,072 tokens",
+        ),
+    ],
+)
+def test_progress_stays_in_one_row(capsys, monkeypatch, width, doing, unit, detail):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(terminal_module, "memory_used", lambda: 123 * 1024**3)
+    with Terminal().progress(doing, unit, detail and (lambda: detail)) as update:
+        update(1_234_567, 4_098_765)
+    shown = rows(capsys.readouterr().err)
+    assert max(map(len, shown)) < width
+    count = "1.2 MiB of 3.9 MiB" if unit == "bytes" else f"1,234,567/4,098,765 {unit}"
+    assert any(row.startswith(doing) and count in row for row in shown)
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_waiting_stays_in_one_row(capsys, monkeypatch, width):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    with Terminal().waiting(f"loading {'a/long/path/' * 10}model"):
+        pass
+    shown = rows(capsys.readouterr().err)
+    assert max(map(len, shown)) < width
+    assert any(row.startswith("loading a/long") and row.endswith("\u2026  0:00") for row in shown)
+
+
+def rows(shown):
+    """What was written, row by row; one row alone may be erased and written anew."""
+    assert shown.count("\n") == 1 and shown.endswith("\n\x1b[?25h\r\x1b[1A\x1b[2K")
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
 
 
 def test_bar_is_gone_before_what_comes_next_is_written(capsys, monkeypatch):

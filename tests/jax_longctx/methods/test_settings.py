@@ -1,12 +1,15 @@
 """Methods from text and back: types, ranges, and words about what is wrong."""
 
 import dataclasses
+import importlib
 import json
+import pkgutil
 from typing import ClassVar, Literal
 
 import jax
 import pytest
 
+from jax_longctx import methods
 from jax_longctx.contract import Method, MethodInfo
 from jax_longctx.engine.programs import cache_shapes
 from jax_longctx.errors import ConfigError
@@ -123,6 +126,18 @@ def test_every_type_comes_back_from_its_settings():
 def test_settings_of_something_else_are_refused():
     with pytest.raises(ConfigError, match="Sparse is not one of the methods full, dynamic-ntk"):
         settings_of(Sparse())
+
+
+def test_the_table_holds_every_method_of_the_package():
+    names = [module.name for module in pkgutil.iter_modules(methods.__path__)]
+    modules = [importlib.import_module(f"{methods.__name__}.{name}") for name in names]
+    kinds = [value for module in modules for value in vars(module).values()]
+    found = {kind for kind in kinds if isinstance(getattr(kind, "info", None), MethodInfo)}
+    assert set(METHODS.values()) == {kind for kind in found if isinstance(kind, type)}
+    for kind in METHODS.values():
+        assert getattr(methods, kind.__name__) is kind
+    with pytest.raises(AttributeError, match="has no attribute 'Quantum'"):
+        methods.Quantum  # noqa: B018
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -17,8 +17,9 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import init_params
 from jax_longctx.models.presets import preset
-from jax_longctx.planning import PlanRequest, make_plan, parse_target, propose_mesh
 from jax_longctx.planning.compiled import compile_plan, count_collectives
+from jax_longctx.planning.plan import PlanRequest, make_plan, propose_mesh
+from jax_longctx.planning.targets import parse_target
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import small_method
 from tests.support import tiny_config

@@ -15,8 +15,9 @@ from jax_longctx.engine.capacity import bytes_per_device
 from jax_longctx.engine.footprint import staged_caches
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import init_params
-from jax_longctx.planning import PlanRequest, make_plan, parse_target
 from jax_longctx.planning.compiled import Compiled, compile_plan, most_temporaries
+from jax_longctx.planning.plan import PlanRequest, make_plan
+from jax_longctx.planning.targets import parse_target
 from jax_longctx.planning.used import used_programs
 from jax_longctx.planning.work import weight_bytes
 from jax_longctx.sharding import make_mesh

@@ -1,0 +1,229 @@
+"""Before JAX is imported: refusals, help, completion, and a sign that the command works."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from jax_longctx.cli.start import TPU_NODES, hide_absent_tpu
+
+COMMAND = Path(sys.executable).parent / "jax-longctx"
+# Runs command lines in one process, in which importing what takes seconds fails.
+WITHOUT_JAX = """
+import importlib.abc, json, sys
+
+class Refused(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in ("jax", "jaxlib", "numpy", "flax", "orbax", "transformers", "lm_eval"):
+            raise RuntimeError(f"import of {name}")
+
+sys.meta_path.insert(0, Refused())
+from typer.testing import CliRunner
+from jax_longctx.cli.main import app
+
+for line in json.load(sys.stdin):
+    done = CliRunner().invoke(app, line)
+    print(json.dumps([done.exit_code, done.stdout, done.stderr, str(done.exception)]))
+"""
+# Commands that are in order as far as names and files tell: model, folder and text are there.
+COMMANDS = [
+    "ask text Who? -c model",
+    "generate hello -c model -m snapkv",
+    "batch text out.jsonl -c model",
+    "plan --target v5e:2x2",
+    "convert text out",
+    "convert model out --to-hf",
+    "methods snapkv",
+    "demo --model-dir model",
+    "lm-eval --tasks none",
+    "eval run -c model -t passkey --length 4096 -o out",
+    "eval --suite quick -c model -o out",
+    "eval report model",
+    "eval passkey -c model",
+    "eval perplexity -c model -m snapkv:budget=64",
+    "eval agreement -c model",
+    "eval resa-errors -c model",
+    "eval citrus-overlap -c model",
+    "eval resa-spectrum -c model",
+    "bench e2e",
+    "bench decode -m snapkv",
+    "bench prefill -m ring",
+    "bench kernels",
+    "train --config text",
+    "train plot model",
+    "train evaluate -c model --data model",
+    "train collect model --out out.jsonl",
+    "train bench",
+]
+REFUSED = [
+    ("ask text Who? -c model -m snapkw", "unknown method 'snapkw'"),
+    ("ask nowhere Who? -c model", "nowhere cannot be read"),
+    ("ask Who? -c model --load-context nowhere", "'nowhere' does not exist"),
+    ("ask text Who? -c nowhere", "nowhere is not a converted checkpoint"),
+    ("generate hello -c model -m snapkw", "unknown method 'snapkw'"),
+    ("generate hello -c model --dtype float64", "--dtype 'float64' is not one of"),
+    ("batch text out.jsonl -c model -m snapkw", "unknown method 'snapkw'"),
+    ("batch nowhere out.jsonl -c model", "'nowhere' does not exist"),
+    ("plan --target v5e:2x2 -m snapkw", "unknown method 'snapkw'"),
+    ("plan --target v5e:2x2 --model lama", "unknown model preset 'lama'"),
+    ("plan --target v5f:2x2", "--target 'v5f:2x2' is not understood"),
+    ("convert nowhere out", "nowhere does not exist"),
+    ("convert /nowhere/model out", "/nowhere/model does not exist"),
+    ("convert nowhere out --to-hf", "nowhere is not a converted checkpoint"),
+    ("methods snapkw", "unknown method 'snapkw'"),
+    ("methods --model lama", "unknown model preset 'lama'"),
+    ("demo -m snapkw", "unknown method 'snapkw'"),
+    ("eval run -c model -t passkei --length 4096 -o out", "unknown task 'passkei'"),
+    ("eval run -c model -m snapkw -t passkey --length 4096 -o out", "unknown method 'snapkw'"),
+    ("eval run -c nowhere -t passkey --length 4096 -o out", "nowhere is not a converted"),
+    ("eval run -c model -o out --config nowhere", "nowhere cannot be read"),
+    ("eval --suite quik -c model -o out", "unknown suite 'quik'"),
+    ("eval report nowhere", "'nowhere' does not exist"),
+    ("eval passkey -c model -m full -m snapkw:budget=64", "unknown method 'snapkw'"),
+    ("eval passkey -c model --text nowhere", "nowhere cannot be read"),
+    ("eval perplexity -c model -m snapkw", "unknown method 'snapkw'"),
+    ("eval perplexity -c model --text nowhere", "'nowhere' does not exist"),
+    ("eval agreement -c model -m snapkw", "unknown method 'snapkw'"),
+    ("eval resa-errors -c model --text nowhere", "'nowhere' does not exist"),
+    ("bench e2e --model lama", "unknown model preset 'lama'"),
+    ("bench decode -m snapkw", "unknown method 'snapkw'"),
+    ("bench prefill -m snapkw", "unknown method 'snapkw'"),
+    ("train --config nowhere", "'nowhere' does not exist"),
+    ("train evaluate -c nowhere --data model", "nowhere is not a converted checkpoint"),
+    ("train evaluate -c model --data model -m snapkw", "unknown method 'snapkw'"),
+]
+
+
+@pytest.fixture
+def without_jax(tmp_path):
+    """Runs command lines where a text and what looks like a model are, and JAX cannot be had."""
+    (tmp_path / "text").write_text("The pass key is 12345.")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "manifest.json").write_text("{}")
+
+    def run(lines, **environment):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_JAX],
+            input=json.dumps([line.split() for line in lines]),
+            env={**os.environ, **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return zip(lines, map(json.loads, done.stdout.splitlines()), strict=True)
+
+    return run
+
+
+def test_wrong_names_and_missing_files_are_refused_without_jax(without_jax):
+    for (_, message), (line, result) in zip(
+        REFUSED, without_jax([line for line, _ in REFUSED]), strict=True
+    ):
+        code, stdout, stderr, _ = result
+        assert (code, stdout) == (2, ""), (line, result)
+        assert stderr.startswith("error: ") and message in stderr, (line, stderr)
+        assert stderr.count("\n") == 1, (line, stderr)
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+def test_every_command_shows_a_sign_before_it_imports_jax(without_jax, terminal):
+    environment = {"FORCE_COLOR": "1", "TERM": "xterm"} if terminal else {"NO_COLOR": "1"}
+    for line, (_, stdout, stderr, error) in without_jax(COMMANDS, **environment):
+        assert error.startswith("import of "), (line, error, stderr)
+        assert "starting" in stderr or "loading model" in stderr, (line, stderr)
+        # A terminal shows it in a row that is erased, a pipe as a line.
+        assert stderr.endswith("\x1b[2K" if terminal else "\n"), (line, stderr)
+        assert stdout == ""
+
+
+def test_help_version_and_lists_come_without_jax(without_jax):
+    lines = ["--help", "ask --help", "eval run --help", "eval suites", "eval tasks", "--version"]
+    for line, (code, stdout, stderr, _) in without_jax(lines):
+        assert code == 0 and stdout and not stderr, (line, stdout, stderr)
+    assert stdout.startswith("jax-longctx ") and "(jax " in stdout
+
+
+def completed(*words):
+    """What the shell offers for the last word, in a process where JAX cannot be had."""
+    code = WITHOUT_JAX.partition("from typer.testing")[0] + (
+        "import jax_longctx.cli.main as cli; sys.argv[0] = 'jax-longctx'; cli.main()"
+    )
+    asked = {
+        "_JAX_LONGCTX_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(["jax-longctx", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_methods_and_presets_are_completed_without_jax():
+    assert completed("ask", "-m", "citrus-") == ["citrus-individual", "citrus-standard"]
+    assert completed("methods", "snap") == ["snapkv"]
+    assert completed("eval", "passkey", "--method", "dyn") == ["dynamic-ntk"]
+    assert completed("bench", "e2e", "--model", "llama-3.2-1") == ["llama-3.2-1b"]
+
+
+def test_completion_is_installed_for_a_shell(tmp_path):
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+    }
+    done = subprocess.run(
+        [COMMAND, "--install-completion", "bash"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    script = (
+        "source ~/.bashrc; COMP_WORDS=(jax-longctx ask -m sn); COMP_CWORD=3; "
+        f"_jax_longctx_completion {COMMAND}; echo ${{COMPREPLY[@]}}"
+    )
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("snapkv\n", "")
+
+
+@pytest.mark.parametrize(
+    ("node", "environment", "hidden"),
+    [
+        (None, {}, True),
+        ("vfio/vfio", {}, True),
+        ("vfio/0", {}, False),
+        ("accel0", {}, False),
+        (None, {"JAX_PLATFORMS": "tpu"}, False),
+        (None, {"JAX_PLATFORMS": ""}, True),
+        (None, {"JAX_FORCE_TPU_INIT": "1"}, False),
+        (None, {"TPU_LIBRARY_PATH": "libtpu.so"}, True),
+    ],
+)
+def test_libtpu_is_hidden_where_there_is_no_tpu(tmp_path, monkeypatch, node, environment, hidden):
+    for name in ("JAX_PLATFORMS", "JAX_FORCE_TPU_INIT", "TPU_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if node is not None:
+        (tmp_path / node).parent.mkdir(exist_ok=True)
+        (tmp_path / node).touch()
+    with mock.patch.dict(sys.modules):
+        sys.modules.pop("libtpu", None)
+        hide_absent_tpu(tmp_path)
+        assert ("libtpu" in sys.modules) == hidden
+    assert not (hidden and "TPU_LIBRARY_PATH" in os.environ)
+
+
+def test_a_machine_without_a_tpu_hears_nothing_of_libtpu():
+    if any(node for pattern in TPU_NODES for node in Path("/dev").glob(pattern)):
+        pytest.skip("this machine may have a TPU")
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [COMMAND, "methods", "full", "--json"], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "starting\n")
+    assert json.loads(done.stdout)["name"] == "full"
