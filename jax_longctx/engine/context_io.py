@@ -160,7 +160,7 @@ def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:
     keys = ["made_by", "rows", "questions", "batch", "slots", "reserve", "total", "files"]
     if sorted(described) != sorted(keys):
         return f"it holds {', '.join(described) or 'nothing'}, expected {', '.join(keys)}"
-    made_by, rows, questions, batch, slots, reserve, total, files = map(described.get, keys)
+    made_by, rows, questions, batch, slots, reserve, total, files = (described[k] for k in keys)
     checks = {
         "made_by": isinstance(made_by, dict),
         "rows": is_rows(rows) and len(rows) > 0,

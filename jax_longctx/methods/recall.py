@@ -13,6 +13,8 @@ which costs the same at any length. From the centres on nothing has the cache's 
 heads, k = 4 and 131,072 slots, 2 and 3 take 80 us a chunk of 512 and 16 us a token on an H200.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -84,7 +86,7 @@ def best_keys(
     """
     offset = ctx.seq_offset(k.shape[2])
     allowed = tolerance(q, k, stop, ctx)
-    how = {"tolerance": allowed, "valid": valid}
+    how: dict[str, Any] = {"tolerance": allowed, "valid": valid}
     first_B, end_B = jnp.broadcast_to(start - offset, stop.shape), stop - offset
     if ctx.seq_size == 1:
         return topk_scores(q, k, first_B, end_B, count=count, tile_best=tile, **how)[1]

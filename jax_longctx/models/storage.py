@@ -199,8 +199,8 @@ def load_arrays(
 def _check_store(path: str, store: Any, wanted: jax.ShapeDtypeStruct) -> None:
     if store.shape != wanted.shape:
         raise ValueError(f"{path} is stored with shape {(*store.shape,)}, expected {wanted.shape}")
-    (codec,) = store.spec().to_json()["metadata"]["codecs"]
-    if CHECKSUM not in codec["configuration"]["codecs"]:
+    codec, *_ = store.spec().to_json()["metadata"]["codecs"]
+    if CHECKSUM not in codec.get("configuration", {}).get("codecs", []):
         raise ValueError(f"{path} has no checksums")
 
 
@@ -208,7 +208,7 @@ class _Read:
     """An array that is being read.
 
     Attributes:
-      size: bytes on this process's devices.
+      size: bytes that this process reads.
     """
 
     def __init__(self, store: Any, wanted: jax.ShapeDtypeStruct):
@@ -221,7 +221,8 @@ class _Read:
             if str(index) not in self._shards:
                 self._shards[str(index)] = source[index].read(), []
             self._shards[str(index)][1].append(device)
-        self.size = math.prod(wanted.shape) * wanted.dtype.itemsize
+        shard = wanted.sharding.shard_shape(wanted.shape)  # pyright: ignore
+        self.size = len(self._shards) * math.prod(shard) * wanted.dtype.itemsize
 
     def array(self) -> jax.Array:
         """The array, once it has been read."""

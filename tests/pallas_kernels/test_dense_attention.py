@@ -15,6 +15,11 @@ from hypothesis import strategies as st
 from pallas_kernels.decode_attention import xla as decode_xla
 from pallas_kernels.prefill_attention import reference, tpu, xla
 
+# Compiled once for all implementations of a case.
+STATIC = ("scale", "window")
+cache_reference = jax.jit(reference.cache_attention, static_argnames=STATIC)
+causal_reference = jax.jit(reference.causal_attention, static_argnames=STATIC)
+
 # The blocks of the implementations are 512 slots: rows that end beside their edges.
 SLOTS = 1024
 LENGTHS = (0, 1, 511, 512, 513, 1024)
@@ -137,7 +142,7 @@ def test_cache_attention(name: str, case: Case) -> None:
         # The first queries stand 0, 10, ... tokens after the last slot of their row.
         start = case.slot_start + lengths + 10 * jnp.arange(len(LENGTHS))
         options |= dict(window=case.window, query_start=start, slot_start=case.slot_start)
-    expected = jax.jit(partial(reference.cache_attention, **options))(q, k, v, lengths)
+    expected = cache_reference(q, k, v, lengths, **options)
     attend = jax.jit(partial(CACHE[name], **options))
     # Of both signs, as queries are: whichever slot were seen, some head's scores would soar.
     slot = jnp.arange(SLOTS)
@@ -154,7 +159,7 @@ def test_causal_attention(name: str, case: Case) -> None:
     chunk = 2, case.queries, case.kv_heads, case.head_dim
     q, k, v = _random(case, (2, case.queries, heads, case.head_dim), chunk, chunk)
     options = dict(scale=case.scale, window=case.window)
-    expected = jax.jit(partial(reference.causal_attention, **options))(q, k, v)
+    expected = causal_reference(q, k, v, **options)
     _assert_close(jax.jit(partial(CAUSAL[name], **options))(q, k, v), expected, case)
 
 

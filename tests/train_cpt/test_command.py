@@ -88,6 +88,7 @@ def test_plots_are_drawn_and_what_is_no_run_is_one_line(folder):
     assert result.exit_code == 2 and "holds no metrics of a training run" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_trained_checkpoint_is_compared_under_methods(folder):
     if not (folder / "run").exists():
         train(folder / "run.toml")

@@ -19,7 +19,7 @@ LENGTHS = [37, 1, 20]
 MESHES = {"one": (1, 1, 1), "2x2x2": (2, 2, 2)}
 
 
-@pytest.fixture(params=MESHES, ids=str)
+@pytest.fixture(params=[pytest.param("one", marks=pytest.mark.slow), "2x2x2"])
 def mesh(request):
     return make_mesh(*MESHES[request.param])
 

@@ -50,7 +50,7 @@ def setup(request):
     return programs.Setup(config, Full(), mesh, jnp.dtype(jnp.bfloat16), 512)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tpu_decode_compiles_in_place(setup, batch):
     memory = compile_decode(setup, batch, SLOTS).memory_analysis()
     cache = cache_bytes(setup, batch, SLOTS)

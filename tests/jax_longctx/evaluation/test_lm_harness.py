@@ -71,7 +71,7 @@ def exact(loaded):
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("name", ["bos", "no_bos"])
+@pytest.mark.parametrize("name", ["bos", pytest.param("no_bos", marks=pytest.mark.slow)])
 def test_results_are_those_of_the_harness_own_model(folder, name, run):
     settings = {key: value for key, value in RUNS[run].items() if key != "tasks"}
     for task, golden in GOLDENS[f"{name}.{run}"].items():
