@@ -13,7 +13,7 @@ which costs the same at any length. From the centres on nothing has the cache's 
 heads, k = 4 and 131,072 slots, 2 and 3 take 80 us a chunk of 512 and 16 us a token on an H200.
 """
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -86,17 +86,17 @@ def best_keys(
     """
     offset = ctx.seq_offset(k.shape[2])
     allowed = tolerance(q, k, stop, ctx)
-    how: dict[str, Any] = {"tolerance": allowed, "valid": valid}
+    rank = functools.partial(topk_scores, tolerance=allowed, valid=valid)
     first_B, end_B = jnp.broadcast_to(start - offset, stop.shape), stop - offset
     if ctx.seq_size == 1:
-        return topk_scores(q, k, first_B, end_B, count=count, tile_best=tile, **how)[1]
+        return rank(q, k, first_B, end_B, count=count, tile_best=tile)[1]
     if tile is None:
-        lists = [topk_scores(q, k, first_B, end_B, count=count, **how)]
+        lists = [rank(q, k, first_B, end_B, count=count)]
     else:
         # This shard's first slots may be the rest of a tile that began on the shard before.
         whole_B = jnp.where(first_B < 0, first_B % tile, first_B)
-        rest = topk_scores(q, k, first_B, jnp.minimum(whole_B, end_B), count=1, **how)
-        lists = [rest, topk_scores(q, k, whole_B, end_B, count=count, tile_best=tile, **how)]
+        rest = rank(q, k, first_B, jnp.minimum(whole_B, end_B), count=1)
+        lists = [rest, rank(q, k, whole_B, end_B, count=count, tile_best=tile)]
     values = jnp.concatenate([values for values, _ in lists], axis=-1)
     slots = jnp.concatenate([slots for _, slots in lists], axis=-1)
     slots = jnp.where(slots < 0, -1, slots + offset)

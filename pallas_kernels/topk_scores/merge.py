@@ -21,8 +21,8 @@ def tied_top_k(
     scores: Float[Array, "*B S"], count: int, tolerance: Float[Array, "*#B"]
 ) -> tuple[Float[Array, "*B C"], Int[Array, "*B C"]]:
     """`lax.top_k` with ties; the values are the scores themselves. No score may be NaN."""
-    # Where nothing uses the indices, XLA's CPU compiler sorts all scores instead.
-    best, _ = lax.optimization_barrier(lax.top_k(scores, count))
+    # By their indices: where nothing uses these, XLA's CPU compiler sorts all scores instead.
+    best = jnp.take_along_axis(scores, lax.top_k(scores, count)[1], axis=-1)
     # What is not within the tolerance of one of these ranks behind all of them.
     above = scores + tolerance[..., None]
     rank_as = jnp.full_like(scores, -jnp.inf)
