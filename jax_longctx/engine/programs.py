@@ -233,7 +233,8 @@ class DecodeState:
       stops: token ids that end an answer, padded with -1.
       seen: tokens under the repetition penalty, or None.
       finite: rows whose logits have been numbers so far.
-      keys: of the random draws (see `sampling.row_keys`).
+      keys: of the random draws (see `sampling.row_keys`). One axis: an output of two, equal on all
+        devices, takes the sharding of a parameter of two, and the next block is compiled anew.
     """
 
     token: Int[Array, " B"]
@@ -243,7 +244,7 @@ class DecodeState:
     stops: Int[Array, " E"]
     seen: Bool[Array, "B V"] | None
     finite: Bool[Array, " B"]
-    keys: UInt32[Array, "B 2"]
+    keys: UInt32[Array, " W"]
 
     def watch(self, logits: Array) -> "DecodeState":
         """The state after a look at whether the logits of unfinished rows are numbers."""

@@ -111,12 +111,12 @@ def _derived(seed: int, place: tuple[int, ...]) -> int:
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
 
-def row_keys(sampling: Sampling, rows: int) -> UInt32[np.ndarray, "B 2"]:
-    """Each row's key, of `rows` rows; those beyond the seeds pad the batch and get zeros."""
+def row_keys(sampling: Sampling, rows: int) -> UInt32[np.ndarray, " W"]:
+    """Each row's key of two words, of `rows` rows; those that pad the batch get zeros."""
     assert isinstance(sampling.seed, tuple)
     keys = np.zeros((rows, 2), np.uint32)
     keys[: len(sampling.seed)] = [(seed >> 32, seed % 2**32) for seed in map(int, sampling.seed)]
-    return keys
+    return keys.reshape(-1)
 
 
 def sampling_values(sampling: Sampling) -> Float[Array, " 3"]:
@@ -132,7 +132,7 @@ def sampling_values(sampling: Sampling) -> Float[Array, " 3"]:
 def choose(
     logits: Float[Array, "B V"],
     seen: Bool[Array, "B V"] | None,
-    keys: UInt32[Array, "B 2"],
+    keys: UInt32[Array, " W"],
     count: Int[Array, " B"],
     values: Float[Array, " 3"],
     static: tuple[bool, int, bool, bool],
@@ -161,7 +161,7 @@ def choose(
         key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), index)
         return jax.random.gumbel(key, (vocabulary,), jnp.float32)
 
-    noise_BV = jax.vmap(noise)(keys, count)
+    noise_BV = jax.vmap(noise)(keys.reshape(-1, 2), count)
     if not top_k and not uses_top_p:
         return jnp.argmax(logits + noise_BV, axis=-1).astype(jnp.int32)
     ranked, tokens = jax.lax.top_k(logits, min(top_k, vocabulary) if top_k else vocabulary)

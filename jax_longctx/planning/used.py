@@ -202,5 +202,5 @@ def _state(rows: int) -> programs.DecodeState:
         stops=each(jnp.int32, 2),
         seen=None,
         finite=each(jnp.bool_, rows),
-        keys=each(jnp.uint32, rows, 2),
+        keys=each(jnp.uint32, 2 * rows),
     )

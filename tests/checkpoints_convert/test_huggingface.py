@@ -200,7 +200,7 @@ def test_manifest_names_what_was_read(tmp_path):
     assert set(manifest.sources) == names
     for name, digest in manifest.sources.items():
         assert digest == hashlib.sha256((source / name).read_bytes()).hexdigest()
-    assert manifest.tokenizer_files == ("tokenizer.json", "tokenizer_config.json")
+    assert sorted(manifest.tokenizer_files) == ["tokenizer.json", "tokenizer_config.json"]
     assert manifest.source == str(source)
 
 

@@ -72,7 +72,7 @@ def compile_decode(
         stops=_ints(2),
         seen=None,
         finite=jax.ShapeDtypeStruct((batch,), jnp.bool_),
-        keys=jax.ShapeDtypeStruct((batch, 2), jnp.uint32),
+        keys=jax.ShapeDtypeStruct((2 * batch,), jnp.uint32),
     )
     values = jax.ShapeDtypeStruct((3,), jnp.float32)
     return programs.decode_block.lower(
