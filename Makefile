@@ -36,7 +36,7 @@ test: $(VENV)/.dev-ready ## The tests, without the slow ones and those that need
 test-slow: $(VENV)/.dev-ready ## The slow tests alone.
 	$(BIN)/pytest -m "slow and not thorough and not gpu" $(WORKERS) $(ARGS)
 
-test-thorough: $(VENV)/.dev-ready ## Every method through everything: some 15 minutes.
+test-thorough: $(VENV)/.dev-ready ## Every method through everything, and damage to every file.
 	$(BIN)/pytest -m "thorough and not gpu" $(WORKERS) $(ARGS)
 
 venv: $(VENV)/.dev-ready ## The environment for tests and development, in .venv.
