@@ -1,5 +1,6 @@
 """The notebook runs as its cells say, and the commands of `docs/papers.md` are commands."""
 
+import itertools
 import json
 import re
 import shlex
@@ -36,8 +37,17 @@ def parsed(words):
 
 
 @pytest.mark.parametrize("text", COMMANDS)
-def test_a_command_of_the_papers_page_parses(text):
-    context = parsed(shlex.split(text))
+def test_a_command_of_the_papers_page_parses(text, tmp_path, monkeypatch):
+    # What a command reads must be there: paths are looked at with the other arguments.
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(text)
+    for option, value in itertools.pairwise(words):
+        if option in ("-c", "--checkpoint"):
+            (tmp_path / value).mkdir(parents=True, exist_ok=True)
+            (tmp_path / value / "manifest.json").touch()
+        elif option == "--config":
+            (tmp_path / value).touch()
+    context = parsed(words)
     options = context.params
     if options.get("suite"):
         read_suite(options["suite"])
