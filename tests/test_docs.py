@@ -45,7 +45,7 @@ def test_a_command_of_the_papers_page_parses(text, tmp_path, monkeypatch):
         if option in ("-c", "--checkpoint"):
             (tmp_path / value).mkdir(parents=True, exist_ok=True)
             (tmp_path / value / "manifest.json").touch()
-        elif option == "--config":
+        elif option in ("--config", "--data"):
             (tmp_path / value).touch()
     context = parsed(words)
     options = context.params

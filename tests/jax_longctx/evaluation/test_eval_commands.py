@@ -86,7 +86,7 @@ def test_programs_may_be_of_one_layer(run, loads, small, tmp_path, by_layer):
     )
 
 
-def test_a_job_does_not_convert_the_demos_model(loads, tmp_path, monkeypatch):
+def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(demo, "MODEL_FOLDER", tmp_path / "demo-model")
     monkeypatch.setattr(demo, "prepare_model", lambda folder, terminal: made.append(folder))
