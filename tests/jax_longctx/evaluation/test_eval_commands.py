@@ -89,7 +89,13 @@ def test_programs_may_be_of_one_layer(run, loads, small, tmp_path, by_layer):
 def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(demo, "MODEL_FOLDER", tmp_path / "demo-model")
-    monkeypatch.setattr(demo, "prepare_model", lambda folder, terminal: made.append(folder))
+
+    def prepare(folder, terminal):
+        made.append(folder)
+        folder.mkdir()
+        (folder / "manifest.json").touch()
+
+    monkeypatch.setattr(demo, "prepare_model", prepare)
     part = {"methods": ["full"], "tasks": ["small"], "lengths": [64], "trials": 1}
     config = parse_config({"run": {"checkpoint": "demo"}, "part": [part]})
     monkeypatch.setattr(processes, "process", lambda: 1)
