@@ -64,7 +64,22 @@ def compile_decode(
 ) -> jax.stages.Compiled:
     """A block of greedy decode steps of the kinds that an answer's `steps` are, or its first."""
     variants = tuple(step_variant(setup.method, step) for step in steps or (1,))
-    state = programs.DecodeState(
+    values = jax.ShapeDtypeStruct((3,), jnp.float32)
+    return programs.decode_block.lower(
+        setup,
+        abstract_params(setup),
+        sharded_caches(setup, batch, slots),
+        abstract_state(batch),
+        _ints(batch),
+        _ints(COLUMNS),
+        values,
+        (COLUMNS, variants, Sampling().static()),
+    ).compile()
+
+
+def abstract_state(batch: int) -> programs.DecodeState:
+    """Where a greedy answer stands."""
+    return programs.DecodeState(
         token=_ints(batch),
         done=jax.ShapeDtypeStruct((batch,), bool),
         count=_ints(batch),
@@ -74,17 +89,6 @@ def compile_decode(
         finite=jax.ShapeDtypeStruct((batch,), jnp.bool_),
         keys=jax.ShapeDtypeStruct((2 * batch,), jnp.uint32),
     )
-    values = jax.ShapeDtypeStruct((3,), jnp.float32)
-    return programs.decode_block.lower(
-        setup,
-        abstract_params(setup),
-        sharded_caches(setup, batch, slots),
-        state,
-        _ints(batch),
-        _ints(COLUMNS),
-        values,
-        (COLUMNS, variants, Sampling().static()),
-    ).compile()
 
 
 def compile_segment(

@@ -11,7 +11,11 @@ from jax_longctx.engine.footprint import answering_caches
 from jax_longctx.methods import make_method
 from jax_longctx.planning.compiled import count_collectives
 from jax_longctx.sharding import make_mesh, tree_shardings
-from tests.jax_longctx.engine.lowering import abstract_params, no_persistent_cache
+from tests.jax_longctx.engine.lowering import (
+    abstract_params,
+    abstract_state,
+    no_persistent_cache,
+)
 from tests.support import tiny_config
 
 pytestmark = [pytest.mark.optimized, pytest.mark.thorough]
@@ -75,25 +79,14 @@ def prefill(setup):
 def decode(setup):
     """The compiled block of decode steps, and bytes of the caches on a device."""
     _, caches = answering_caches(setup, 1, CONTEXT, RESERVE)
-    each = jax.ShapeDtypeStruct
-    state = programs.DecodeState(
-        token=each((1,), jnp.int32),
-        done=each((1,), jnp.bool_),
-        count=each((1,), jnp.int32),
-        limit=each((1,), jnp.int32),
-        stops=each((2,), jnp.int32),
-        seen=None,
-        finite=each((1,), jnp.bool_),
-        seed=each((), jnp.uint32),
-    )
     static = (32, (step_variant(setup.method, 1),), Sampling().static())
-    values = each((3,), jnp.float32), static
-    total = each((1,), jnp.int32)
+    values = jax.ShapeDtypeStruct((3,), jnp.float32), static
+    total = jax.ShapeDtypeStruct((1,), jnp.int32)
     lowered = programs.decode_block.lower(
         setup,
         abstract_params(setup),
         placed(setup, caches),
-        state,
+        abstract_state(1),
         total,
         total.update(shape=(32,)),
         *values,
