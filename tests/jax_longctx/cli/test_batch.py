@@ -350,7 +350,7 @@ def test_damage_between_two_runs_is_refused_or_computed_again(
 
 def test_an_output_that_is_a_folder_is_refused(run, loads, given, tmp_path):
     result = run("batch", given, tmp_path, "-c", "m")
-    assert result.exit_code == 2 and "name a file" in result.stderr
+    assert result.exit_code == 2 and "is a folder; name a file" in result.stderr
     assert not loads
 
 

@@ -1,5 +1,6 @@
 """The real thing on a tiny checkpoint: convert, ask, export, and what damage looks like."""
 
+import dataclasses
 import json
 import shutil
 
@@ -10,6 +11,8 @@ import tokenizers
 from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
+from jax_longctx.models.checkpoint import read_manifest
+from jax_longctx.models.storage import describe_files
 from tests.checkpoints_convert.tiny import random_state, write_checkpoint
 from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
 
@@ -86,7 +89,7 @@ def test_corrupt_parameters(run, checkpoint, tmp_path):
     refused(run("generate", "The", "-c", damaged), "damaged")
 
 
-def test_a_tokenizer_that_was_changed(run, checkpoint, tmp_path):
+def test_wrong_tokenizer(run, checkpoint, tmp_path):
     wrong = tmp_path / "wrong"
     shutil.copytree(checkpoint, wrong)
     path = str(wrong / "tokenizer" / "tokenizer.json")
@@ -95,6 +98,12 @@ def test_a_tokenizer_that_was_changed(run, checkpoint, tmp_path):
     backend.add_tokens([f"<|more {index}|>" for index in range(301 - known)])
     backend.save(path)
     refused(run("generate", "The", "-c", wrong), "tokenizer.json is damaged")
+    # As if it had been written so.
+    manifest = read_manifest(wrong)
+    files = describe_files(wrong / "tokenizer")
+    whole = dataclasses.replace(manifest, tokenizer_files=files)
+    (wrong / "manifest.json").write_text(whole.to_json())
+    refused(run("generate", "The", "-c", wrong), "wrong tokenizer: its ids reach 300")
 
 
 def test_mesh_that_does_not_divide_the_model(run, checkpoint):
