@@ -20,8 +20,9 @@ from tests.support import tiny_config, tiny_engine
 
 # One layer: in the next one tokens differ by what stands before them.
 CONFIG = tiny_config(num_layers=1, model_dim=64, head_dim=16, max_position=1024)
-# Of each row: context, question, answer. The lone tokens of an answer come to be ranked, too.
-LENGTHS = [(600, 5, 4), (331, 5, 4), (600, 5, 4), (493, 5, 4)]
+# Of each row: context, question, answer. The answer's first tokens, read alone, leave the local
+# part and are ranked, too.
+LENGTHS = [(600, 5, 72), (331, 5, 72), (600, 5, 72), (493, 5, 72)]
 RANKS_KEYS = reattention.Rules(g=4, w=64, m=8, k=4, kept=8, c=64)
 # Each head ranks means of three keys. Those of equal tokens are sums in different orders.
 RANKS_UNITS = infllm.Rules(i0=4, w=40, bs=8, kb=4, r=3, x=40, each_head=True)
@@ -40,7 +41,7 @@ def read(method, rows, mesh=(1, 1, 1)):
     """Every row's logits [tokens, V], in order."""
     engine = tiny_engine(method, config=CONFIG, mesh=make_mesh(*mesh))
     pieces = [[] for _ in rows[0]]
-    for step in steps(engine, *rows):
+    for step in steps(engine, *rows, reserve=128):
         for piece, logits, valid in zip(pieces, step.logits, step.valid, strict=True):
             piece.append(logits[:valid])
     return [np.concatenate(piece) for piece in pieces]
