@@ -1,14 +1,33 @@
-"""Settings of a frozen dataclass from text: what `--set key=value` means."""
+"""What a user sets, checked without JAX: names, `--set key=value`, TOML files, meshes, sampling.
 
+`parse_settings` reads a dataclass's fields from text, `from_toml` a dataclass of sections from a
+parsed file; both convert by the fields' annotations.
+"""
+
+import dataclasses
 import difflib
+import math
+import tomllib
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
-from jax_longctx.errors import ConfigError
+from jax_longctx.errors import ConfigError, InputError
 
-__all__ = ["check_name", "look_up", "parse_settings", "parse_value", "type_name"]
+MESH_AXES = ("data", "seq", "tensor")
+# Of a repetition penalty: beyond it a product with a logit could leave float32's range.
+MOST_PENALTY = 1e6
+SEEDS = 2**64
+
+_NOUNS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+}
 
 
 def look_up[T](table: Mapping[str, T], name: str, noun: str) -> T:
@@ -24,6 +43,19 @@ def check_name(table: Collection[str], name: str, noun: str) -> None:
     near = difflib.get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"unknown {noun} {name!r}; known: {', '.join(table)}{hint}")
+
+
+def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
+    """`["budget=512"]`, as `--set` gives it, -> `{"budget": "512"}`; InputError where it is not."""
+    settings: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise InputError(f"--set {pair!r} is not understood; expected KEY=VALUE")
+        if key in settings:
+            raise InputError(f"--set {key} is given twice; give it once")
+        settings[key] = value
+    return settings
 
 
 def parse_settings(
@@ -48,40 +80,204 @@ def parse_settings(
             known = ", ".join(names) or "none"
             raise ConfigError(f"{noun} {name!r} has no setting {key!r}; it has: {known}")
         try:
-            values[key] = parse_value(str(text), hints[key])
-        except ValueError as error:
-            raise ConfigError(f"{name}: setting {key}={text}: {error}") from None
+            values[key] = _convert(str(text), hints[key], text=True)
+        except _WrongError as error:
+            expected, _ = error.args
+            raise ConfigError(f"{name}: setting {key}={text}: expected {expected}") from None
     return values
 
 
-def parse_value(text: str, hint: Any) -> Any:
-    """`text` as a value of the annotated type; ValueError says what was expected."""
+def read_toml(path: Path) -> dict[str, Any]:
+    """The parsed file. Raises InputError when it cannot be read or is no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # TOML and UTF-8
+        raise InputError(f"{path} is not TOML: {error}") from error
+
+
+def from_toml[T](kind: type[T], given: Mapping[str, Any], name: str = "") -> T:
+    """The dataclass `kind` of a parsed file, or of its section `name`.
+
+    A field that is a dataclass is a section, which may be left out, and a tuple of dataclasses the
+    tables [[field]].
+
+    Raises:
+      ConfigError: a section or key is missing, unknown or of the wrong type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
+    hints = typing.get_type_hints(kind)
+    sections = {key: {} for key in fields if dataclasses.is_dataclass(hints[key])}
+    before = f"[{name}] " if name else ""
+    noun = "section" if len(sections) == len(fields) else f"{before}key"
+    for key in given:
+        check_name(fields, key, noun)
+    values: dict[str, Any] = {**sections, **given}
+    for key, field in fields.items():
+        optional = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
+        if key not in values and not optional:
+            raise ConfigError(f"config: {before}needs {key}")
+    for key, value in values.items():
+        hint, (part, *_) = hints[key], (*typing.get_args(hints[key]), None)
+        if key in sections and not isinstance(value, Mapping):
+            raise ConfigError(f"config: {key} must be a section [{key}], got {value!r}")
+        try:
+            if key in sections:
+                values[key] = from_toml(hint, value, key)
+            elif dataclasses.is_dataclass(part) and isinstance(value, list):
+                values[key] = tuple(from_toml(typing.cast(Any, part), item, key) for item in value)
+            else:
+                values[key] = _convert(value, hint)
+        except _WrongError as error:
+            expected, found = error.args
+            raise ConfigError(f"config: {before}{key} must be {expected}, got {found!r}") from None
+    return kind(**values)
+
+
+class _WrongError(ValueError):
+    """What was expected in words, and what was found."""
+
+
+def _convert(value: Any, hint: Any, *, text: bool = False) -> Any:
+    """The value as one of the annotated type, or what the text says of it.
+
+    Of a TOML value a whole number is taken for a float, a list for a tuple and a text for a path;
+    nothing else changes.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union) and type(None) in args:
-        if text.lower() == "none":
+        # TOML has no null: a value that is given is of the other type.
+        if text and value.lower() == "none":
             return None
         (inner,) = (arg for arg in args if arg is not type(None))
-        return parse_value(text, inner)
+        return _convert(value, inner, text=text)
     if origin is Literal:
         for choice in args:
-            if text == str(choice):
+            if value == (str(choice) if text else choice):
                 return choice
-        raise ValueError(f"expected one of {', '.join(map(str, args))}")
-    if hint is bool:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        raise ValueError("expected true or false")
-    if hint in (int, float):
+        raise _WrongError(f"one of {', '.join(map(str, args))}", value)
+    if origin is tuple and not text:
+        endless = args[-1] is ...
+        kinds = args[:1] * len(value) if endless and isinstance(value, list) else args
+        if not isinstance(value, list) or len(value) != len(kinds):
+            raise _WrongError("a list" if endless else f"a list of {len(args)}", value)
+        return tuple(_convert(item, kind) for item, kind in zip(value, kinds, strict=True))
+    if hint not in _NOUNS:
+        raise TypeError(f"settings of type {hint} cannot be read")
+    found = value
+    if text and hint is bool:
+        found = {"true": True, "false": False}.get(value.lower())
+    elif text or (hint, type(value)) in ((float, int), (Path, str)):
         try:
-            return hint(text)
+            found = hint(value)
         except ValueError:
-            noun = "a whole number" if hint is int else "a number"
-            raise ValueError(f"expected {noun}") from None
-    if hint is str:
-        return text
-    raise TypeError(f"settings of type {hint} cannot be given as text")
+            found = None
+    if type(found) is hint or (hint is Path and isinstance(found, Path)):
+        return found
+    raise _WrongError(_NOUNS[hint], value)
 
 
 def type_name(hint: Any) -> str:
     """`int`, `float | None`, `Literal['max', 'mean']`."""
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`"data=1,seq=2,tensor=4"` -> sizes for `make_mesh`; axes left out are 1."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in MESH_AXES or not value.isdigit() or name in sizes:
+            raise ConfigError(
+                f"mesh {text!r} is not understood at {part!r}; expected e.g. data=1,seq=2,tensor=4"
+            )
+        sizes[name] = int(value)
+    return sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+      temperature: divides the logits; 0 is greedy (and ignores top_k, top_p and seed).
+      top_k: only the k most likely tokens; 0 is all.
+      top_p: only the smallest set of most likely tokens whose probability reaches p; 1 is all.
+      repetition_penalty: divides positive and multiplies negative logits of tokens that the
+        prompt or the answer already holds (Keskar et al. 2019, section 4.1); 1 is off.
+      seed: of the random draws. One seed for all rows: each row draws by its place, equal prompts
+        draw differently. A tuple with a seed for each row: a row draws by its own seed alone,
+        wherever it stands.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int | tuple[int, ...] = 0
+
+    def __post_init__(self) -> None:
+        seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
+        least, most = 1 / MOST_PENALTY, MOST_PENALTY
+        # NaN fails every comparison.
+        checks = {
+            "temperature": (0 <= self.temperature < math.inf, "at least 0 and finite"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 is off)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "repetition_penalty": (
+                least <= self.repetition_penalty <= most,
+                f"from {least:g} to {most:,.0f}",
+            ),
+            "seed": (
+                len(seeds) > 0 and all(0 <= seed < SEEDS for seed in seeds),
+                "from 0 to 2^64 - 1, or a tuple with one for each row",
+            ),
+        }
+        for name, (good, expected) in checks.items():
+            if not good:
+                raise InputError(f"{name} must be {expected}, got {getattr(self, name)}")
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0
+
+    def at(self, places: Iterable[tuple[int, ...]]) -> "Sampling":
+        """The same sampling for rows that stand at these places of the input.
+
+        A place is the index of the input's row and, where it holds several, of the question:
+        (row,) and (row, 0) are one place. The rows of a call stand at (0,), (1,) ... unless told.
+        """
+        if isinstance(self.seed, tuple):
+            raise InputError("every row has a seed of its own already; give one seed or places")
+        return dataclasses.replace(self, seed=tuple(_derived(self.seed, at) for at in places))
+
+    def of_rows(self, rows: int) -> "Sampling":
+        """The same sampling with a seed for each of `rows` rows.
+
+        Raises:
+          InputError: it has seeds already, and not as many.
+        """
+        if not isinstance(self.seed, tuple):
+            return self.at((row,) for row in range(rows))
+        if len(self.seed) != rows:
+            raise InputError(
+                f"{rows} rows need as many seeds, {len(self.seed)} given; or give one for all"
+            )
+        return self
+
+    def static(self) -> tuple[bool, int, bool, bool]:
+        """What decides the program: (greedy, top_k, uses top_p, uses the penalty)."""
+        import numpy as np
+
+        # A p that rounds to 1 in float32 leaves nothing out.
+        return self.temperature == 0, self.top_k, bool(np.float32(self.top_p) < 1), self.penalised
+
+
+def _derived(seed: int, place: tuple[int, ...]) -> int:
+    """The seed of the request at `place`: 64 bits, so that equal ones need billions of requests."""
+    import numpy as np
+
+    index, question = (*place, 0)[:2]
+    words = (seed % 2**32, seed >> 32, index % 2**32, index >> 32, question)
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])

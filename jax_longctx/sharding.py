@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_longctx.errors import ConfigError
+from jax_longctx.settings import MESH_AXES, parse_mesh
 
 __all__ = [
     "MESH_AXES",
@@ -36,8 +37,6 @@ __all__ = [
     "tree_shardings",
     "tree_specs",
 ]
-
-MESH_AXES = ("data", "seq", "tensor")
 
 # A mesh without devices stands for one in what is only planned.
 AnyMesh = Mesh | AbstractMesh
@@ -114,19 +113,6 @@ def make_mesh(
         )
     grid = np.array(found[:need]).reshape(data, seq, tensor)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """`"data=1,seq=2,tensor=4"` -> sizes for `make_mesh`; axes left out are 1."""
-    sizes: dict[str, int] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        name, _, value = part.partition("=")
-        if name not in MESH_AXES or not value.isdigit() or name in sizes:
-            raise ConfigError(
-                f"mesh {text!r} is not understood at {part!r}; expected e.g. data=1,seq=2,tensor=4"
-            )
-        sizes[name] = int(value)
-    return sizes
 
 
 def check_divisible(mesh: AnyMesh, **sizes: int) -> None:

@@ -10,19 +10,15 @@ and `[pattern]`, `[optimizer]`, `[loop]` with the fields of `Pattern`, `Optimize
 """
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.errors import ConfigError
-from jax_longctx.typed_toml import check_names, read_toml, section
+from jax_longctx.settings import from_toml, read_toml
 from train_cpt.attention import Pattern
 from train_cpt.forward import Remat
 from train_cpt.loop import LoopConfig
 from train_cpt.step import Float32OrHalf, OptimizerConfig
-
-__all__ = ["DataConfig", "RunConfig", "RunOptions", "parse_config", "read_config"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,15 +84,7 @@ def read_config(path: Path) -> RunConfig:
 
 def parse_config(fields: Mapping[str, Any]) -> RunConfig:
     """The configuration of a parsed file; raises ConfigError as `read_config` does."""
-    sections = {field.name: field.type for field in dataclasses.fields(RunConfig)}
-    check_names(fields, sections, "section")
-    parsed = {}
-    for name, kind in typing.get_type_hints(RunConfig).items():
-        given = fields.get(name, {})
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"config: {name} must be a section [{name}], got {given!r}")
-        parsed[name] = section(name, kind, given)
-    return RunConfig(**parsed)
+    return from_toml(RunConfig, fields)
 
 
 def _as_json(value: Any) -> Any:

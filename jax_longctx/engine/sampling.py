@@ -10,105 +10,14 @@ block of the decode loop. The same logits give the same tokens. Logits that diff
 those of two batch shapes do, give the same tokens but where two candidates are that close.
 """
 
-import dataclasses
-import math
-from collections.abc import Iterable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jax_longctx.errors import InputError
+from jax_longctx.settings import Sampling
 
 __all__ = ["Sampling", "choose", "row_keys", "sampling_values"]
-
-# Beyond it a product with a logit could leave float32's range.
-MOST_PENALTY = 1e6
-SEEDS = 2**64
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How tokens are drawn.
-
-    Attributes:
-      temperature: divides the logits; 0 is greedy (and ignores top_k, top_p and seed).
-      top_k: only the k most likely tokens; 0 is all.
-      top_p: only the smallest set of most likely tokens whose probability reaches p; 1 is all.
-      repetition_penalty: divides positive and multiplies negative logits of tokens that the
-        prompt or the answer already holds (Keskar et al. 2019, section 4.1); 1 is off.
-      seed: of the random draws. One seed for all rows: each row draws by its place, equal prompts
-        draw differently. A tuple with a seed for each row: a row draws by its own seed alone,
-        wherever it stands.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int | tuple[int, ...] = 0
-
-    def __post_init__(self) -> None:
-        seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
-        least, most = 1 / MOST_PENALTY, MOST_PENALTY
-        # NaN fails every comparison.
-        checks = {
-            "temperature": (0 <= self.temperature < math.inf, "at least 0 and finite"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 is off)"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "repetition_penalty": (
-                least <= self.repetition_penalty <= most,
-                f"from {least:g} to {most:,.0f}",
-            ),
-            "seed": (
-                len(seeds) > 0 and all(0 <= seed < SEEDS for seed in seeds),
-                "from 0 to 2^64 - 1, or a tuple with one for each row",
-            ),
-        }
-        for name, (good, expected) in checks.items():
-            if not good:
-                raise InputError(f"{name} must be {expected}, got {getattr(self, name)}")
-
-    @property
-    def penalised(self) -> bool:
-        return self.repetition_penalty != 1.0
-
-    def at(self, places: Iterable[tuple[int, ...]]) -> "Sampling":
-        """The same sampling for rows that stand at these places of the input.
-
-        A place is the index of the input's row and, where it holds several, of the question:
-        (row,) and (row, 0) are one place. The rows of a call stand at (0,), (1,) ... unless told.
-        """
-        if isinstance(self.seed, tuple):
-            raise InputError("every row has a seed of its own already; give one seed or places")
-        return dataclasses.replace(self, seed=tuple(_derived(self.seed, at) for at in places))
-
-    def of_rows(self, rows: int) -> "Sampling":
-        """The same sampling with a seed for each of `rows` rows.
-
-        Raises:
-          InputError: it has seeds already, and not as many.
-        """
-        if not isinstance(self.seed, tuple):
-            return self.at((row,) for row in range(rows))
-        if len(self.seed) != rows:
-            raise InputError(
-                f"{rows} rows need as many seeds, {len(self.seed)} given; or give one for all"
-            )
-        return self
-
-    def static(self) -> tuple[bool, int, bool, bool]:
-        """What decides the program: (greedy, top_k, uses top_p, uses the penalty)."""
-        # A p that rounds to 1 in float32 leaves nothing out.
-        return self.temperature == 0, self.top_k, bool(np.float32(self.top_p) < 1), self.penalised
-
-
-def _derived(seed: int, place: tuple[int, ...]) -> int:
-    """The seed of the request at `place`: 64 bits, so that equal ones need billions of requests."""
-    index, question = (*place, 0)[:2]
-    words = (seed % 2**32, seed >> 32, index % 2**32, index >> 32, question)
-    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
 
 def row_keys(sampling: Sampling, rows: int) -> UInt32[np.ndarray, " W"]:

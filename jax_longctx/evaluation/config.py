@@ -26,10 +26,7 @@ from jax_longctx.evaluation.published import PUBLISHED
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import check_method
-from jax_longctx.settings import check_name
-from jax_longctx.typed_toml import check_names, read_toml, section
-
-__all__ = ["Cell", "EvalConfig", "Part", "RunOptions", "parse_config", "read_config"]
+from jax_longctx.settings import check_name, from_toml, read_toml
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +120,8 @@ class EvalConfig:
     published: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_names(dict.fromkeys(self.published), {t.paper: 0 for t in PUBLISHED}, "published")
+        for name in self.published:
+            check_name([table.paper for table in PUBLISHED], name, "paper in published")
 
     def cells(self) -> list[Cell]:
         """Each once, with the most trials that a part asks for; by length, method and task."""
@@ -157,19 +155,11 @@ def read_config(path: Path) -> EvalConfig:
 
 def parse_config(fields: Mapping[str, Any]) -> EvalConfig:
     """The configuration of a parsed file; raises ConfigError as `read_config` does."""
-    check_names(fields, {field.name: 0 for field in dataclasses.fields(EvalConfig)}, "key")
-    run, parts = fields.get("run", {}), fields.get("part", [])
-    if not isinstance(run, Mapping):
-        raise ConfigError(f"config: run must be a section [run], got {run!r}")
+    parts = fields.get("part", [])
     tables = isinstance(parts, list) and all(isinstance(part, Mapping) for part in parts)
     if not tables or not parts:
         raise ConfigError("config: expected at least one [[part]] of methods, tasks and lengths")
-    head = {key: value for key, value in fields.items() if key not in ("run", "part")}
-    return EvalConfig(
-        run=section("run", RunOptions, run),
-        part=tuple(section("part", Part, part) for part in _completed(parts)),
-        **dataclasses.asdict(section("head", _Head, head)),
-    )
+    return from_toml(EvalConfig, {**fields, "part": list(_completed(parts))})
 
 
 def _completed(parts: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -178,12 +168,3 @@ def _completed(parts: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for part in parts:
         whole = {**whole, "name": "part", **part}
         yield whole
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Head:
-    """The keys before the sections."""
-
-    title: str = EvalConfig.title
-    about: str = EvalConfig.about
-    published: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 import jax_longctx
 from jax_longctx.cli.main import app
+from tests.checkpoints_convert.tiny import random_state, write_checkpoint
 from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
 
 
@@ -57,6 +58,25 @@ def loads(tiny, tmp_path_factory, monkeypatch):
 
     monkeypatch.setattr(jax_longctx, "load", load, raising=False)
     return calls
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    """A Hugging Face directory with the tiny model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("source") / "hf"
+    config = hf_config(vocab_size=300)
+    write_checkpoint(folder, config, random_state(config))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(source, tmp_path_factory):
+    """The same, converted."""
+    folder = tmp_path_factory.mktemp("converted") / "model"
+    result = CliRunner().invoke(app, ["convert", str(source), str(folder)])
+    assert result.exit_code == 0, result.output
+    return folder
 
 
 @pytest.fixture

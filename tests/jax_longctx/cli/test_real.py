@@ -5,34 +5,11 @@ import json
 import shutil
 
 import numpy as np
-import pytest
 import safetensors.numpy
 import tokenizers
-from typer.testing import CliRunner
 
-from jax_longctx.cli.main import app
 from jax_longctx.models.checkpoint import read_manifest
 from jax_longctx.models.storage import describe_files
-from tests.checkpoints_convert.tiny import random_state, write_checkpoint
-from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """A Hugging Face directory with the tiny model and its tokenizer."""
-    folder = tmp_path_factory.mktemp("source") / "hf"
-    config = hf_config(vocab_size=300)
-    write_checkpoint(folder, config, random_state(config))
-    write_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def checkpoint(source, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("converted") / "model"
-    result = CliRunner().invoke(app, ["convert", str(source), str(folder)])
-    assert result.exit_code == 0, result.output
-    return folder
 
 
 def refused(result, message):
