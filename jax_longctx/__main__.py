@@ -8,9 +8,9 @@ __all__ = ["main"]
 def main() -> None:
     """The console script."""
     try:
-        from jax_longctx.cli import ending
+        from jax_longctx.cli import process
 
-        ending.install()
+        process.install()
     except KeyboardInterrupt:
         # The handler that says so was not there yet.
         os.write(2, b"interrupted\n")

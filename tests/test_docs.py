@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from jax_longctx.cli.eval_run import _chosen
+from jax_longctx.cli.eval import Choice
 from jax_longctx.cli.main import app
 from jax_longctx.evaluation.runner import check_config
 from jax_longctx.evaluation.specs import Spec
@@ -53,7 +53,7 @@ def test_a_command_of_the_papers_page_parses(text, tmp_path, monkeypatch):
         read_suite(options["suite"])
     if context.info_name == "run":
         names = ("config", "methods", "tasks", "lengths", "trials")
-        check_config(_chosen(*(options[name] for name in names)))
+        check_config(Choice(**{name: options[name] for name in names}).read())
     for method in options.get("methods") or ():
         spec = Spec.parse(method)
         make_method(spec.name, spec.at(8192))

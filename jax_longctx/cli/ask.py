@@ -1,91 +1,144 @@
-"""`jax-longctx ask`: one or many questions over one long text."""
+"""`jax-longctx ask`: one or many questions over one long text.
 
+The context (everything up to and including the document) is read once; each question is asked of
+that same context. A method that must know the question while it reads gets one reading a question.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jax_longctx.cli import options
-from jax_longctx.cli.answers import answer_options
-from jax_longctx.cli.inputs import read_text
-from jax_longctx.cli.request import Request
-from jax_longctx.cli.results import check_folder
-from jax_longctx.cli.terminal import Terminal
+from jax_longctx.cli import options, process
+from jax_longctx.cli.terminal import (
+    Terminal,
+    check_argument,
+    check_folder,
+    closing_note,
+    read_text,
+)
+from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.memory import shown_bytes
 
-__all__ = ["ask"]
+if TYPE_CHECKING:
+    from jax_longctx.api import LongContext
+    from jax_longctx.engine import Context
+    from jax_longctx.text import Tokenizer
 
-_CONTEXT = "Context"
-
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="FILE QUESTION",
-        help="The text (UTF-8; - for stdin) and what to ask of it. --load-context stands for the "
-        "text, --completion for the questions.",
-        show_default=False,
-    ),
-]
-Completion = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--completion",
-        metavar="STEM",
-        help="Instead of a question: the words an answer starts with, which the model continues, "
-        "without chat template. The surest way to ask a small model; may be repeated.",
-        rich_help_panel=_CONTEXT,
-    ),
-]
-Chat = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--no-chat",
-        help="The checkpoint's chat template, or a plain 'Question: ... Answer:'. The template is "
-        "used where there is one.",
-        rich_help_panel=_CONTEXT,
-        show_default=False,
-    ),
-]
-SaveContext = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Keep the context, once read, in a new folder: later questions start at once.",
-        rich_help_panel=_CONTEXT,
-    ),
-]
-LoadContext = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        exists=True,
-        file_okay=False,
-        help="Ask of a saved context (same checkpoint, method and settings); give no FILE.",
-        rich_help_panel=_CONTEXT,
-    ),
-]
+# Written beside a saved context: whether it was laid out as a chat.
+PROMPT_FILE = "prompt.json"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of what.
+
+    Attributes:
+      words: the document and the questions; a saved context stands for the document.
+      completion: stems to be continued, in place of questions.
+
+    Raises:
+      InputError: the words and options do not go together.
+    """
+
+    PANEL = "Context"
+
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE QUESTION",
+            help="The text (UTF-8; - for stdin) and what to ask of it. --load-context stands for "
+            "the text, --completion for the questions.",
+            show_default=False,
+        ),
+    ] = None
+    completion: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STEM",
+            help="Instead of a question: the words an answer starts with, which the model "
+            "continues, without chat template. The surest way to ask a small model; may be "
+            "repeated.",
+        ),
+    ] = None
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="The checkpoint's chat template, or a plain 'Question: ... Answer:'. The template "
+            "is used where there is one.",
+            show_default=False,
+        ),
+    ] = None
+    save_context: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep the context, once read, in a new folder: later questions start at once.",
+        ),
+    ] = None
+    load_context: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="Ask of a saved context (same checkpoint, method and settings); give no FILE.",
+        ),
+    ] = None
+
+    @property
+    def file(self) -> str | None:
+        """The document; None where a saved context stands for it."""
+        return None if self.load_context is not None else (self.words or [""])[0]
+
+    @property
+    def questions(self) -> list[str]:
+        """Questions, or stems to be continued."""
+        return self.completion or self._asked
+
+    @property
+    def _asked(self) -> list[str]:
+        words = self.words or []
+        return words if self.load_context is not None else words[1:]
+
+    def __post_init__(self) -> None:
+        words, save, load = self.words or [], self.save_context, self.load_context
+        if load is not None and save is not None:
+            raise InputError("--save-context and --load-context exclude each other; give one")
+        if load is not None and words and os.path.isfile(words[0]):
+            raise InputError(
+                f"{words[0]} is a file, but --load-context stands for the text; give questions only"
+            )
+        if load is None and not words:
+            raise InputError("no FILE given; expected FILE QUESTION... (- reads stdin)")
+        if save is not None and save.exists():
+            raise InputError(f"{save} exists; choose another name for --save-context")
+        if self.completion and self._asked:
+            raise InputError(
+                f"question {self._asked[0]!r} and --completion exclude each other; give one of them"
+            )
+        if self.completion and self.chat:
+            raise InputError("--completion is without chat template; leave out --chat")
+        if not self.questions:
+            raise InputError("no question given; add QUESTION, or --completion STEM")
+        if not all(question.strip() for question in self.questions):
+            raise InputError("a question is empty; write what to ask of the text")
+        for question in self.questions:
+            check_argument("a question", question)
+
+
+@options.command
 def ask(
-    words: Words = None,
-    *,
-    checkpoint: options.Checkpoint,
-    method: options.MethodName = None,
-    settings: options.Settings = None,
-    dtype: options.Dtype = None,
-    mesh: options.MeshSizes = None,
-    chunk: options.Chunk = 512,
-    by_layer: options.ByLayer = False,
-    completion: Completion = None,
-    chat: Chat = None,
-    save_context: SaveContext = None,
-    load_context: LoadContext = None,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    repetition_penalty: options.Penalty = 1.0,
-    seed: options.Seed = 0,
-    stop: options.Stop = None,
+    request: Request,
+    model: options.ModelChoice,
+    method: options.MethodChoice,
+    answers: options.AnswerOptions,
     as_json: options.AsJson = False,
 ) -> None:
     """Ask one or many questions over one long text.
@@ -107,17 +160,160 @@ def ask(
 
         jax-longctx ask "And why?" -c llama3 --load-context read
     """
-    request = Request.parse(words or [], completion or [], chat, save_context, load_context)
-    if request.save is not None:
-        check_folder(request.save.absolute().parent, "--save-context")
+    if request.save_context is not None:
+        check_folder(request.save_context.absolute().parent, "--save-context")
     document = None if request.file is None else read_text(request.file)
-    choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk, by_layer)
     terminal = Terminal(as_json=as_json)
-    answers = answer_options(
-        terminal, max_tokens, stop, temperature, top_k, top_p, repetition_penalty, seed
-    )
-    model = choice.open(terminal)
-    # Late: it brings tokenizers and templates.
-    from jax_longctx.cli.session import Session
+    Session(model.open(terminal, method), request, answers, terminal).run(document)
 
-    Session(model, request, answers, terminal).run(document)
+
+class Session:
+    """One document, its context, and the questions asked of it."""
+
+    def __init__(
+        self,
+        model: "LongContext",
+        request: Request,
+        answers: options.AnswerOptions,
+        terminal: Terminal,
+    ):
+        self.model, self.request, self.answers, self.terminal = model, request, answers, terminal
+        self.rereads = model.engine.method.info.needs_question
+        if self.rereads and (request.save_context or request.load_context):
+            raise InputError(
+                "this method reads the text for each question; there is no context to save or load"
+            )
+        self.unsaved: CheckpointError | None = None
+        self.chat = _chosen_chat(model.tokenizer, request)
+        # Late: it brings tokenizers and templates.
+        from jax_longctx.text import chat_layout, plain_layout
+
+        stem = bool(request.completion)
+        self.layout = chat_layout(model.tokenizer) if self.chat else plain_layout(stem=stem)
+
+    def run(self, document: str | None) -> None:
+        """Reads the document, or loads its context, and answers every question."""
+        questions = [self.layout.question(question) for question in self.request.questions]
+        if self.rereads and len(questions) > 1:
+            self.terminal.note(
+                f"this method needs the question while it reads: the text is read "
+                f"{len(questions)} times, once for each question"
+            )
+        context, seconds = None, None
+        with self.terminal.warnings():
+            for number, question in enumerate(questions):
+                if context is None or self.rereads:
+                    context, seconds = self._context(document, questions, question)
+                keep = number + 1 < len(questions) and not self.rereads
+                self._answer(context, number, question, seconds, keep=keep)
+                if not self.rereads:
+                    seconds = None
+        if self.unsaved is not None:
+            raise self.unsaved
+
+    def _context(
+        self, document: str | None, questions: list[str], question: str
+    ) -> tuple["Context", float | None]:
+        """The context, and the seconds it took to read; None when it was loaded."""
+        if document is None:
+            assert self.request.load_context is not None
+            with self.terminal.waiting("loading the context"):
+                return self.model.load_context(self.request.load_context), None
+        longest = max(len(self.model.tokenizer.encode(text)) for text in questions)
+        reserve = longest + self.answers.max_tokens
+        save = self.request.save_context
+        if save is not None:
+            self._check_space(save, document, reserve)
+        begun = time.perf_counter()
+        with self.terminal.progress("reading") as update:
+            context = self.model.prefill(
+                self.layout.context(document),
+                reserve=reserve,
+                questions=question if self.rereads else None,
+                progress=lambda now: update(now.done, now.total),
+            )
+        seconds = time.perf_counter() - begun
+        if save is not None:
+            self._save(context, save)
+        return context, seconds
+
+    def _check_space(self, folder: Path, document: str, reserve: int) -> None:
+        """A full disk is told before the text is read."""
+        tokens = len(self.model.tokenizer.encode(self.layout.context(document), bos=True))
+        needed = self.model.footprint(tokens, reserve=reserve).kept
+        free = shutil.disk_usage(folder.absolute().parent).free
+        if needed > free:
+            raise CheckpointError(
+                f"the context takes {shown_bytes(needed)}, the disk of {folder} has "
+                f"{shown_bytes(free)} free; free some, or name another for --save-context"
+            )
+
+    def _save(self, context: "Context", folder: Path) -> None:
+        """Keeps the context. Where that fails, what it was read for comes first: the answers."""
+        try:
+            with self.terminal.waiting("saving the context"):
+                self.model.save_context(context, folder)
+                if process.is_leader():
+                    _write_prompt(folder, self.chat)
+        except CheckpointError as error:
+            self.unsaved = error
+        else:
+            self.terminal.note(f"context saved to {folder}")
+
+    def _answer(
+        self, context: "Context", number: int, question: str, prefill: float | None, keep: bool
+    ) -> None:
+        """Question `number`, laid out as `question`; its draws follow from its number."""
+        asked, how = self.request.questions[number], self.answers.arguments()
+        how["sampling"] = self.answers.sampling.at([(0, number)])
+        if len(self.request.questions) > 1 and not self.terminal.as_json:
+            self.terminal.note(f"> {asked}")
+        # Streamed text shows that work goes on; JSON needs a sign of it.
+        with self.terminal.waiting("answering", when=self.terminal.as_json):
+            answer = self.terminal.stream(
+                lambda on_text: self.model.ask(
+                    context, question, keep=keep, on_text=on_text, **how
+                ),
+            )
+        length, cache = context.lengths[0], context.answering_bytes
+        self.terminal.note(closing_note(answer, length, prefill, cache))
+        if self.terminal.as_json:
+            tokens = {"context": length, "question": len(self.model.tokenizer.encode(question))}
+            record = self.answers.record(
+                self.model, answer, tokens, prefill or 0.0, {"cache_bytes": cache}
+            )
+            self.terminal.record({"question": asked, **record})
+
+
+def _chosen_chat(tokenizer: "Tokenizer", request: Request) -> bool:
+    """Whether the prompt is a chat: as asked for, as the saved context is, or where possible."""
+    load, chat = request.load_context, False if request.completion else request.chat
+    saved = None if load is None else _read_prompt(load)
+    if saved is None:
+        return tokenizer.has_chat if chat is None else chat
+    if chat is not None and chat != saved:
+        was = "in the chat template" if saved else "without chat template"
+        raise InputError(f"{load} was read {was}; ask that way, or read the text again")
+    return saved
+
+
+def _write_prompt(folder: Path, chat: bool) -> None:
+    partial = folder / f"{PROMPT_FILE}.partial"
+    try:
+        partial.write_text(json.dumps({"chat": chat}), encoding="utf-8")
+        os.replace(partial, folder / PROMPT_FILE)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be written: {error.strerror}") from error
+
+
+def _read_prompt(folder: Path) -> bool | None:
+    """Whether a saved context is a chat; None where it was saved from Python."""
+    try:
+        value: Any = json.loads((folder / PROMPT_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / PROMPT_FILE} is damaged: {error}") from error
+    if not isinstance(value, dict) or not isinstance(value.get("chat"), bool):
+        raise CheckpointError(f"{folder / PROMPT_FILE} does not say whether it is a chat")
+    return value["chat"]

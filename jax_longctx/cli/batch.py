@@ -5,87 +5,68 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jax_longctx.cli import ending, options
-from jax_longctx.cli.answers import answer_options, per_second
-from jax_longctx.cli.results import check_file
-from jax_longctx.cli.terminal import Terminal
+from jax_longctx.cli import options, process
+from jax_longctx.cli.terminal import Terminal, check_file, per_second
 from jax_longctx.errors import InputError
 
 if TYPE_CHECKING:
     from jax_longctx.batch import BatchProgress
 
-__all__ = ["batch"]
-
 _BATCH = "Batch"
 
-Source = Annotated[
-    Path,
-    typer.Argument(
-        metavar="IN.jsonl",
-        exists=True,
-        dir_okay=False,
-        help='Rows: {"prompt": ...}, or {"context": ..., "question": ...}, with "file" in place of '
-        'the context and "questions" as you like; an "id" comes back. Files are relative to the '
-        "folder of IN.jsonl, and may be any that can be read (see --files-under).",
-        show_default=False,
-    ),
-]
-Output = Annotated[
-    Path,
-    typer.Argument(
-        metavar="OUT.jsonl",
-        help="One line for each row, in the same order: answer, or error.",
-        show_default=False,
-    ),
-]
-Rows = Annotated[
-    int,
-    typer.Option(
-        help="Most rows that are computed together; fewer where memory asks for it.",
-        rich_help_panel=_BATCH,
-    ),
-]
-FilesUnder = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help='Refuse rows whose "file" is not in this folder, links followed. Give it where others '
-        "write the rows: answers show what is in the files.",
-        rich_help_panel=_BATCH,
-    ),
-]
-Chat = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--no-chat",
-        help="The checkpoint's chat template for questions, or a plain 'Question: ... Answer:'. "
-        "The template is used where there is one; prompts are continued as they are.",
-        rich_help_panel=_BATCH,
-        show_default=False,
-    ),
-]
 
-
+@options.command
 def batch(
-    source: Source,
-    output: Output,
-    *,
-    checkpoint: options.Checkpoint,
-    method: options.MethodName = None,
-    settings: options.Settings = None,
-    dtype: options.Dtype = None,
-    mesh: options.MeshSizes = None,
-    chunk: options.Chunk = 512,
-    rows: Rows = 8,
-    chat: Chat = None,
-    files_under: FilesUnder = None,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    repetition_penalty: options.Penalty = 1.0,
-    seed: options.Seed = 0,
-    stop: options.Stop = None,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN.jsonl",
+            exists=True,
+            dir_okay=False,
+            help='Rows: {"prompt": ...}, or {"context": ..., "question": ...}, with "file" in '
+            'place of the context and "questions" as you like; an "id" comes back. Files are '
+            "relative to the folder of IN.jsonl, and may be any that can be read (see "
+            "--files-under).",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT.jsonl",
+            help="One line for each row, in the same order: answer, or error.",
+            show_default=False,
+        ),
+    ],
+    model: Annotated[options.ModelChoice, options.Only("checkpoint", "dtype", "mesh", "chunk")],
+    method: options.MethodChoice,
+    answers: options.AnswerOptions,
+    rows: Annotated[
+        int,
+        typer.Option(
+            help="Most rows that are computed together; fewer where memory asks for it.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = 8,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="The checkpoint's chat template for questions, or a plain 'Question: ... "
+            "Answer:'. The template is used where there is one; prompts are continued as they are.",
+            rich_help_panel=_BATCH,
+            show_default=False,
+        ),
+    ] = None,
+    files_under: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help='Refuse rows whose "file" is not in this folder, links followed. Give it where '
+            "others write the rows: answers show what is in the files.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = None,
 ) -> None:
     """Answer many prompts or questions, from JSON lines to JSON lines.
 
@@ -102,15 +83,12 @@ def batch(
     if source.resolve() == output.resolve():
         raise InputError(f"IN.jsonl and OUT.jsonl are both {source}; choose another output")
     check_file(output, "OUT.jsonl")
-    choice = options.ModelChoice(checkpoint, method, settings, mesh, dtype, chunk)
     terminal = Terminal()
-    answers = answer_options(
-        terminal, max_tokens, stop, temperature, top_k, top_p, repetition_penalty, seed
-    )
-    from jax_longctx.batch import BatchOptions, run_batch
+    with terminal.starting():
+        from jax_longctx.batch import BatchOptions, run_batch
 
     wanted = BatchOptions(rows=rows, chat=chat, files_under=files_under, **answers.arguments())
-    model = choice.open(terminal)
+    loaded = model.open(terminal, method)
     newest: list[BatchProgress] = []
     bar = terminal.progress("answering", "rows", lambda: _moment(newest))
     with terminal.warnings(), bar as update:
@@ -121,11 +99,11 @@ def batch(
             newest[:] = [now]
             update(now.done, now.total - now.before)
 
-        outcome = run_batch(model, source, output, wanted, progress=progress)
+        outcome = run_batch(loaded, source, output, wanted, progress=progress)
     if outcome is not None:
         terminal.note(_closing(outcome, output))
     if outcome is not None and outcome.errors:
-        raise typer.Exit(ending.PARTLY)
+        raise typer.Exit(process.PARTLY)
 
 
 def _moment(newest: list["BatchProgress"]) -> str:

@@ -1,47 +1,37 @@
 """`jax-longctx bench`: measured times beside a baseline and a roofline, from one run."""
 
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Annotated, Any
 
-import rich.console
 import rich.table
 import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.bench_kernels import kernels
-from jax_longctx.cli.results import check_file, hand_over
-from jax_longctx.cli.start import starting
-from jax_longctx.cli.terminal import Terminal
-
-__all__ = ["bench_app"]
+from jax_longctx.cli.terminal import table
+from jax_longctx.errors import InputError
+from jax_longctx.memory import shown_bytes
+from jax_longctx.settings import MESH_AXES, parse_mesh
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure on this device, as ratios in one run.")
-
-
-@bench_app.callback()
-def _bench() -> None:
-    """Measure on this device, as ratios in one run."""
-
-
 bench_app.command()(kernels)
+
+Layers = Annotated[
+    int | None, "Time so many layers, and one, and scale; all of the shape's if not."
+]
+Runs = Annotated[int, typer.Option(min=1, help="Runs; the median counts.")]
 
 
 @bench_app.command()
+@options.command
 def e2e(
+    output: options.Output,
     model: options.Preset = "llama-3.1-8b",
-    context: Annotated[
-        list[int] | None, typer.Option(help="Context length in tokens; repeat for several.")
-    ] = None,
-    chunk: Annotated[int, typer.Option(help="Tokens a prefill pass takes.")] = 8192,
-    runs: Annotated[int, typer.Option(help="Runs; the median counts.")] = 3,
-    peer: Annotated[
-        bool, typer.Option(help="Also run transformers (needs PyTorch with CUDA).")
-    ] = True,
-    compiled: Annotated[
-        bool, typer.Option(help="Also transformers' compiled decode over a static cache.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
-    as_json: options.AsJson = False,
+    context: Annotated[list[int] | None, "Context length in tokens; repeat for several."] = None,
+    chunk: Annotated[int, "Tokens a prefill pass takes."] = 8192,
+    runs: Runs = 3,
+    peer: Annotated[bool, "Also run transformers (needs PyTorch with CUDA)."] = True,
+    compiled: Annotated[bool, "Also transformers' compiled decode over a static cache."] = False,
 ) -> None:
     """Time to first token and time a decode step, full attention, random bfloat16 weights.
 
@@ -55,9 +45,8 @@ def e2e(
 
         jax-longctx bench e2e --model llama-3.2-1b --context 8192 --no-peer
     """
-    check_file(out)
-    terminal = Terminal(as_json=as_json)
-    with starting(terminal):
+    terminal = output.terminal()
+    with terminal.starting():
         from jax_longctx.bench.e2e import run
 
     result = run(
@@ -69,33 +58,256 @@ def e2e(
         peer_options=("--compile",) if compiled else (),
         say=terminal.note,
     )
-    hand_over(terminal, result, out, _show)
+    output.hand_over(result, _end_to_end)
 
 
-def _show(result: dict[str, Any]) -> None:
-    table = rich.table.Table(box=None, header_style="bold", pad_edge=False)
-    for header in ("what", "context", "time", "against", "its time", "ours / its"):
-        table.add_column(header, justify="left" if header in ("what", "against") else "right")
+def _end_to_end(result: dict[str, Any]) -> Iterable[Any]:
+    made = table(("what", "context", "time", "against", "its time", "ours / its"), ())
+    made.columns[3].justify = "left"
     for row in result["rows"]:
+        cells = row["what"], f"{row['context']:,}", _time(row["seconds"], 0.1)
         if row["baseline_seconds"] is None:
-            table.add_row(row["what"], f"{row['context']:,}", _time(row["seconds"]), "-", "-", "-")
-            continue
-        table.add_row(
-            row["what"],
-            f"{row['context']:,}",
-            _time(row["seconds"]),
-            row["baseline"],
-            _time(row["baseline_seconds"]),
-            f"{row['ratio']:.2f}",
-        )
-    console = rich.console.Console()
-    console.print(table)
-    console.print(
+            made.add_row(*cells, "-", "-", "-")
+        else:
+            its = _time(row["baseline_seconds"], 0.1)
+            made.add_row(*cells, row["baseline"], its, f"{row['ratio']:.2f}")
+    yield made
+    yield (
         f"{result['device']}, {result['model']} in bfloat16, batch 1, chunk {result['chunk']:,}, "
-        f"jax {result['jax']}; copy {result['copy_bandwidth'] / 1e12:.2f} TB/s",
-        highlight=False,
+        f"jax {result['jax']}; copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
     )
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"
+@bench_app.command()
+@options.command
+def decode(
+    output: options.Output,
+    methods: Annotated[
+        list[str],
+        options.methods_option("A method and its settings; repeat for several."),
+    ],
+    model: options.Preset = "llama-3.1-8b",
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="BATCHxCONTEXT", help="E.g. 3x131072; repeat for several."),
+    ] = None,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of 32 steps that are timed.")] = 5,
+    layers: Layers = None,
+    random_cache: Annotated[
+        bool, "Draw the cache at random instead of reading a context (append-only methods)."
+    ] = False,
+) -> None:
+    """Time a decode step of methods beside full attention's, random bfloat16 weights.
+
+    The prediction is the ratio of bytes read a step, weights included.
+
+    [bold]Example[/bold]
+
+        jax-longctx bench decode -m refreshkv:schedule=fixed,stride=10 --case 3x131072
+    """
+    expected = "BATCHxCONTEXT, as 3x131072"
+    sizes = [_case(text, "x", expected) for text in cases or ["1x32768"]]
+    terminal = output.terminal()
+    with terminal.starting():
+        from jax_longctx.bench.decode import run
+
+    result = run(
+        model=model,
+        methods=_named(methods),
+        cases=[(batch, context) for batch, context in sizes],
+        blocks=blocks,
+        random_cache=random_cache,
+        layers=layers,
+        say=terminal.note,
+    )
+    output.hand_over(result, _steps)
+
+
+def _named(methods: list[str]) -> list[tuple[str, dict[str, str]]]:
+    return [(spec.name, dict(spec.settings)) for spec in options.parse_specs(methods)]
+
+
+def _case(text: str, between: str, expected: str, optional: bool = False) -> list[int]:
+    """`"3x131072"` -> `[3, 131072]`; the second number may be left out where it is `optional`."""
+    numbers = text.split(between)
+    if not (
+        all(number.isdigit() and int(number) for number in numbers)
+        and (len(numbers) == 2 or (optional and len(numbers) == 1))
+    ):
+        raise InputError(f"--case {text!r} is not understood; expected {expected}")
+    return [int(number) for number in numbers]
+
+
+def _steps(result: dict[str, Any]) -> Iterable[Any]:
+    made = table(
+        ("method", "batch x context", "step", "of roofline", "faster", "predicted", "peak"), ()
+    )
+    for row in result["rows"]:
+        cells = _name(row), f"{row['batch']} x {row['context']:,}"
+        if "failed" in row:
+            made.add_row(*cells, row["failed"])
+            continue
+        made.add_row(
+            *cells,
+            f"{row['seconds'] * 1e3:.2f} ms",
+            f"{row['seconds'] / row['roofline_seconds']:.2f}x",
+            f"{row['speedup']:.2f}x",
+            f"{row['predicted_speedup']:.2f}x",
+            shown_bytes(row["peak"]),
+        )
+    yield made
+    yield (
+        f"{result['device']}, {result['model']} in bfloat16, {_layers(result['layers'])}; "
+        f"jax {result['jax']}; copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
+    )
+
+
+def _layers(layers: dict[str, int]) -> str:
+    """What a table's last line says of them; `layers` has `timed` and `of`."""
+    if layers["timed"] == layers["of"]:
+        return f"all {layers['of']} layers"
+    return (
+        f"{layers['timed']} layers and 1 timed, scaled to {layers['of']}: a layer's time is "
+        f"their difference, the rest fixed"
+    )
+
+
+@bench_app.command()
+@options.command
+def prefill(
+    output: options.Output,
+    methods: Annotated[
+        list[str],
+        options.methods_option(
+            "A method and its settings; repeat for several. The first is what the others' speed "
+            "is told against."
+        ),
+    ],
+    model: options.Preset = "llama-3.1-8b",
+    cases: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--case",
+            metavar="TOKENS[:BLOCK]",
+            help="Tokens of context, question and answer, and Star's block; repeat for several.",
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None, options.mesh_option("Devices, e.g. seq=4; all along seq unless given.")
+    ] = None,
+    layers: Layers = None,
+    runs: Runs = 3,
+    blocks: Annotated[
+        int, typer.Option(min=0, help="Blocks of 32 decode steps that are timed; 0 times none.")
+    ] = 2,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens a pass takes of a shard.")] = 8192,
+) -> None:
+    """Time to first token of methods over several devices, random bfloat16 weights.
+
+    Beside each time stands what the method's FLOPs on the busiest device take at the rates of
+    projections and of attention that are measured in the same run.
+
+    [bold]Example[/bold]
+
+        jax-longctx bench prefill -m ring -m ring:order=zigzag -m star
+            -m star:anchor_kv=broadcast --case 131072:32768 --mesh seq=4 --layers 8
+    """
+    expected, cases = (
+        "TOKENS or TOKENS:BLOCK, as 131072:32768",
+        cases or ["32768:8192", "131072:32768"],
+    )
+    sizes = [_case(text, ":", expected, optional=True) for text in cases]
+    terminal = output.terminal()
+    with terminal.starting():
+        import jax
+
+        from jax_longctx.bench.prefill import Case, run
+        from jax_longctx.sharding import make_mesh
+
+    along = {"seq": len(jax.devices())} if mesh is None else parse_mesh(mesh)
+    data, seq, tensor = (along.get(axis, 1) for axis in MESH_AXES)
+    result = run(
+        model=model,
+        methods=_named(methods),
+        cases=[Case(*case) for case in sizes],
+        mesh=make_mesh(data, seq, tensor),
+        layers=layers,
+        runs=runs,
+        blocks=blocks,
+        chunk=chunk,
+        say=terminal.note,
+    )
+    output.hand_over(result, _first_tokens)
+
+
+def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
+    rates, merge = result["rates"], result["rates"]["merge"]
+    devices = ", ".join(f"{axis}={size}" for axis, size in result["mesh"].items())
+    yield from (_times(result), "\nbusiest device:", _work(result), "")
+    yield (
+        f"{result['device']} {devices}, {result['model']} in bfloat16, "
+        f"{_layers(result['layers'])}; chunk {result['chunk']:,}, median of {result['runs']}, "
+        f"jax {result['jax']}"
+    )
+    received = rates["received"]
+    yield (
+        f"rates: linear {_rate(rates['linear'])}, attention {_rate(rates['attention'])} (causal, "
+        f"{rates['square']:,} tokens)"
+        + (f"; from a neighbour {received / 1e9:,.1f} GB/s" if received else "")
+    )
+    if merge:
+        yield (
+            f"a decode step's merge in a layer: {merge['by_sum'] * 1e6:.1f} us by pmax and psum, "
+            f"{merge['by_gather'] * 1e6:.1f} us by one all-gather; {merge['used']} is used"
+        )
+
+
+def _times(result: dict[str, Any]) -> rich.table.Table:
+    first = result["rows"][0]["method"]
+    rows = []
+    for row in result["rows"]:
+        cells = [_name(row), f"{row['tokens']:,}"]
+        if "failed" in row:
+            rows.append([*cells, row["failed"]])
+            continue
+        rows.append(
+            [
+                *cells,
+                _time(row["first_token"]),
+                f"{row['speedup']:.2f}x",
+                _time(row["step"]) if "step" in row else "-",
+                f"{row['merge_share']:.1%}" if "merge_share" in row else "-",
+            ]
+        )
+    return table(("method", "tokens", "first token", f"{first} / this", "step", "merging"), rows)
+
+
+def _work(result: dict[str, Any]) -> rich.table.Table:
+    rows = [
+        [
+            _name(row),
+            f"{row['tokens']:,}",
+            f"{row['linear'] / 1e12:,.4g}",
+            f"{row['attention'] / 1e12:,.4g}",
+            f"{row['received'] / 1e9:,.3g} GB",
+            _time(row["model_seconds"]),
+            f"{row['of_model']:.2f}",
+        ]
+        for row in result["rows"]
+        if "failed" not in row
+    ]
+    headers = ("linear TFLOP", "attention TFLOP", "received", "takes", "time / that")
+    return table(("method", "tokens", *headers), rows)
+
+
+def _name(row: dict[str, Any]) -> str:
+    return " ".join([row["method"], *(f"{key}={value}" for key, value in row["settings"].items())])
+
+
+def _rate(flops: float) -> str:
+    return f"{flops / 1e12:,.3g} TFLOP/s"
+
+
+def _time(seconds: float, least: float = 1) -> str:
+    """In seconds from `least` on, in milliseconds below."""
+    return f"{seconds:.2f} s" if seconds >= least else f"{seconds * 1e3:.2f} ms"

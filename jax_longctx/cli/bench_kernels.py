@@ -5,10 +5,8 @@ from typing import Annotated
 
 import typer
 
-from jax_longctx.cli import options, processes
-from jax_longctx.cli.results import check_folder, check_matplotlib, hand_over
-from jax_longctx.cli.start import starting
-from jax_longctx.cli.terminal import Terminal
+from jax_longctx.cli import options, process
+from jax_longctx.cli.terminal import Terminal, check_folder, check_matplotlib, save
 from jax_longctx.errors import InputError
 
 __all__ = ["kernels"]
@@ -50,7 +48,7 @@ def kernels(
     if out is not None:
         check_matplotlib("--out")
     terminal = Terminal(as_json=as_json)
-    with starting(terminal):
+    with terminal.starting():
         from jax_longctx.bench.kernels import run
         from jax_longctx.bench.kernels_report import markdown, plot
 
@@ -58,11 +56,15 @@ def kernels(
         _tune(terminal, only=only, shrink=shrink, repeats=repeats)
     result = run(only=only, shrink=shrink, repeats=repeats, say=terminal.note)
     record = None
-    if out is not None and processes.is_leader():
+    if out is not None and process.is_leader():
         (out / "kernels.md").write_text(markdown(result), encoding="utf-8")
         plot(result, out / "kernels.png")
         record = out / "kernels.json"
-    hand_over(terminal, result, record, lambda result: terminal.write(markdown(result)))
+    save(result, record)
+    if as_json:
+        terminal.record(result)
+    else:
+        terminal.write(markdown(result))
 
 
 def _tune(terminal: Terminal, *, only: str, shrink: int, repeats: int) -> None:
@@ -84,7 +86,7 @@ def _tune(terminal: Terminal, *, only: str, shrink: int, repeats: int) -> None:
         )
     for operation, entries in found.items():
         table.setdefault(operation, {}).update(entries)
-    if processes.is_leader():
+    if process.is_leader():
         tuning.write(path, kind, table)
     count = sum(len(entries) for entries in found.values())
     terminal.note(f"{count} configurations written to {path}")

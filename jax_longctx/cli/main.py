@@ -1,7 +1,7 @@
 """`jax-longctx`: the subcommands, and what every one of them does with errors.
 
 What a person can act on is one line `error: ...` on stderr; a fault of the library shows its
-traceback. `ending.CODES` are the exit codes. JAX is imported by the subcommand that needs it, once
+traceback. `process.CODES` are the exit codes. JAX is imported by the subcommand that needs it, once
 names and files are checked: help and refusals come at once.
 """
 
@@ -15,27 +15,19 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from jax_longctx.cli import ending, processes
+from jax_longctx.cli import process
 from jax_longctx.cli.ask import ask
 from jax_longctx.cli.batch import batch
 from jax_longctx.cli.bench import bench_app
-from jax_longctx.cli.bench_decode import decode
-from jax_longctx.cli.bench_prefill import prefill
 from jax_longctx.cli.convert import convert
 from jax_longctx.cli.demo import demo
 from jax_longctx.cli.eval import eval_app
-from jax_longctx.cli.eval_agreement import agreement
-from jax_longctx.cli.eval_papers import citrus_overlap, resa_spectrum
-from jax_longctx.cli.eval_perplexity import perplexity
-from jax_longctx.cli.eval_resa import resa_errors
 from jax_longctx.cli.generate import generate
 from jax_longctx.cli.lm_eval import lm_eval
 from jax_longctx.cli.methods import methods
 from jax_longctx.cli.plan import plan
 from jax_longctx.cli.train import train_app
 from jax_longctx.errors import LongctxError
-
-__all__ = ["app", "main"]
 
 # A full disk, and a quota or a limit that is reached, are no faults of the program.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -46,12 +38,12 @@ class CommandLine(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with ending.unwinding():
+            with process.unwinding():
                 result = super().invoke(ctx)
                 sys.stdout.flush()
                 return result
         except LongctxError as error:
-            raise _ended(f"error: {error}", ending.REFUSED) from error
+            raise _ended(f"error: {error}", process.REFUSED) from error
         except (typer.Exit, typer.Abort):
             raise
         except typer.TyperException as error:
@@ -64,28 +56,28 @@ class CommandLine(typer.core.TyperGroup):
             shown = f"error: {message}; see '{where.command_path} --help'"
             raise _ended(shown, error.exit_code) from error
         except KeyboardInterrupt as error:
-            raise _ended("interrupted", ending.INTERRUPTED) from error
+            raise _ended("interrupted", process.INTERRUPTED) from error
         except Exception as error:
             if isinstance(error, OSError) and error.errno in FULL:
                 what = error.filename or "a file"
                 shown = f"error: {what} could not be written: {error.strerror}; free some space"
-                raise _ended(shown, ending.REFUSED) from error
-            # Of a job's process any fault must end the others too: see `processes.leave`.
-            if processes.process() is None:
+                raise _ended(shown, process.REFUSED) from error
+            # Of a job's process any fault must end the others too: see `process.leave_job`.
+            if process.number() is None:
                 raise
             lost = _lost_process(error)
             if lost is None:
                 traceback.print_exc()
-                processes.leave(ending.FAULT)
-            raise _ended(f"error: {lost}", ending.FAULT) from error
+                process.leave_job(process.FAULT)
+            raise _ended(f"error: {lost}", process.FAULT) from error
 
 
 def _ended(message: str, code: int) -> typer.Exit:
-    number = processes.process()
+    number = process.number()
     who = f"process {number}: " if number else ""
     typer.echo(who + " ".join(message.split()), err=True)
     if number is not None:
-        processes.leave(code)
+        process.leave_job(code)
     return typer.Exit(code)
 
 
@@ -105,7 +97,7 @@ app = typer.Typer(
     "Convert a Llama-family checkpoint once ([bold]convert[/bold]), choose a long-context method "
     "([bold]methods[/bold]), and ask ([bold]ask[/bold]). Each command's --help has examples.",
     epilog="Exit codes: "
-    + "; ".join(f"{code} {what}" for code, what in ending.CODES.items())
+    + "; ".join(f"{code} {what}" for code, what in process.CODES.items())
     + ".",
     rich_markup_mode="rich",
     no_args_is_help=True,
@@ -149,9 +141,10 @@ def _job(
             rich_help_panel=_JOB,
         ),
     ] = None,
-    process: Annotated[
+    index: Annotated[
         int | None,
         typer.Option(
+            "--process",
             metavar="I",
             envvar="JAX_PROCESS_ID",
             help="The number of this process, from 0, which prints and writes.",
@@ -163,7 +156,7 @@ def _job(
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = None,
 ) -> None:
-    processes.join(coordinator, count, process)
+    process.join(coordinator, count, index)
 
 
 for _command in (ask, generate, batch, plan, convert, methods, demo):
@@ -173,19 +166,12 @@ app.command(
     "lm-eval",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )(lm_eval)
-bench_app.command()(decode)
-bench_app.command()(prefill)
 app.add_typer(bench_app, name="bench")
-eval_app.command()(perplexity)
-eval_app.command()(agreement)
-eval_app.command("resa-errors")(resa_errors)
-eval_app.command("citrus-overlap")(citrus_overlap)
-eval_app.command("resa-spectrum")(resa_spectrum)
 app.add_typer(eval_app, name="eval")
 app.add_typer(train_app, name="train")
 
 
 def main() -> None:
     """The command line in a process of its own."""
-    ending.install()
-    ending.run(app)
+    process.install()
+    process.run(app)

@@ -3,50 +3,45 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import rich.console
-import rich.table
 import typer
+from rich.text import Text
 
 from jax_longctx.cli import options
-from jax_longctx.cli.start import starting
-from jax_longctx.cli.terminal import Terminal
+from jax_longctx.cli.terminal import Terminal, table
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import METHODS, describe, make_method
 from jax_longctx.models.presets import preset
-
-__all__ = ["methods"]
+from jax_longctx.settings import parse_pairs
 
 # Tokens kept free for question and answer in the figures shown.
 RESERVE = 256
 
-Name = Annotated[
-    str | None,
-    typer.Argument(
-        callback=options.checked_method,
-        autocompletion=options.method_names,
-        help="One method, with its settings; all of them unless given.",
-    ),
-]
-Checkpoint = Annotated[
-    Path | None,
-    typer.Option(
-        "--checkpoint",
-        "-c",
-        metavar="DIR",
-        callback=options.checked_checkpoint,
-        help="The model's shape from here.",
-    ),
-]
 
-
+@options.command
 def methods(
-    name: Name = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            callback=options.checked_method,
+            autocompletion=options.method_names,
+            help="One method, with its settings; all of them unless given.",
+        ),
+    ] = None,
     settings: options.Settings = None,
     model: options.Preset = "llama-3.1-8b",
-    checkpoint: Checkpoint = None,
-    context: Annotated[int, typer.Option(help="Tokens of context, for the memory shown.")] = 32768,
-    batch: Annotated[int, typer.Option(help="Rows, for the memory shown.")] = 1,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            "--checkpoint",
+            "-c",
+            metavar="DIR",
+            callback=options.checked_checkpoint,
+            help="The model's shape from here.",
+        ),
+    ] = None,
+    context: Annotated[int, "Tokens of context, for the memory shown."] = 32768,
+    batch: Annotated[int, "Rows, for the memory shown."] = 1,
     dtype: options.Dtype = "bfloat16",
     as_json: options.AsJson = False,
 ) -> None:
@@ -69,11 +64,16 @@ def methods(
         raise InputError(f"--context and --batch must be at least 1, got {context} and {batch}")
     terminal = Terminal(as_json=as_json)
     described = []
-    with starting(terminal):
-        config = _shape(model, checkpoint)
+    with terminal.starting():
+        if checkpoint is None:
+            config = preset(model)
+        else:
+            from jax_longctx.models.checkpoint import read_manifest
+
+            config = read_manifest(checkpoint).config
         for each in [name] if name is not None else METHODS:
             entry = describe(each)
-            method = make_method(each, options.parse_settings(settings or ()))
+            method = make_method(each, parse_pairs(settings or ()))
             measured = {"context": context, "batch": batch, "dtype": dtype}
             memory = _memory(config, method, context, batch, dtype or "bfloat16")
             described.append(entry | {"memory": measured | memory})
@@ -81,21 +81,13 @@ def methods(
         for entry in described:
             terminal.record(entry)
     elif name is not None:
-        _show_one(described[0])
+        terminal.show(*_one(described[0]))
     else:
-        _show_all(described)
         shape = model if checkpoint is None else checkpoint
-        rich.console.Console(highlight=False).print(
-            f"\nmemory: {shape}, {dtype}, {batch} x {context:,} tokens of context", markup=False
+        terminal.show(
+            *_all(described),
+            f"\nmemory: {shape}, {dtype}, {batch} x {context:,} tokens of context",
         )
-
-
-def _shape(model: str, checkpoint: Path | None) -> Any:
-    if checkpoint is not None:
-        from jax_longctx.models.checkpoint import read_manifest
-
-        return read_manifest(checkpoint).config
-    return preset(model)
 
 
 def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> dict[str, Any]:
@@ -118,22 +110,28 @@ def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> d
     return {f"{key}_bytes": value for key, value in dataclasses.asdict(found).items()}
 
 
-def _show_all(described: list[dict[str, Any]]) -> None:
+def _all(described: list[dict[str, Any]]) -> list[Any]:
     """What each costs, and below it, for lines of 80 characters hold no more, what each does."""
-    costs, summaries = (
-        rich.table.Table(box=None, header_style="bold", padding=(0, 1, 0, 0)) for _ in range(2)
+    headers = ("method", "changes", "asks\nfirst", "keeps\nall")
+    sizes = ("peak", "kept", "answering", "read\na step")
+    rows = [
+        (
+            entry["name"],
+            entry["phase"],
+            _yes(entry["needs_question"]),
+            _yes(entry["keeps_all"]),
+            *_sizes(entry["memory"]),
+        )
+        for entry in described
+    ]
+    costs = table((*headers, *sizes), rows, left=len(headers))
+    costs.padding = (0, 1, 0, 0)
+    summaries = table(
+        ("method", "what it does"), [(e["name"], e["summary"]) for e in described], left=2
     )
-    for header in ("method", "changes", "asks\nfirst", "keeps\nall"):
-        costs.add_column(header, no_wrap=True)
-    for header in ("peak", "kept", "answering", "read\na step"):
-        costs.add_column(header, justify="right", no_wrap=True)
-    summaries.add_column("method", no_wrap=True)
-    summaries.add_column("what it does")
-    for entry in described:
-        answers = (_yes(entry["needs_question"]), _yes(entry["keeps_all"]))
-        costs.add_row(entry["name"], entry["phase"], *answers, *_sizes(entry["memory"]))
-        summaries.add_row(entry["name"], entry["summary"])
-    rich.console.Console(highlight=False).print(costs, "", summaries, sep="\n")
+    for column in (*costs.columns, summaries.columns[0]):
+        column.no_wrap = True
+    return [costs, "", summaries]
 
 
 def _sizes(memory: dict[str, Any]) -> list[str]:
@@ -141,27 +139,24 @@ def _sizes(memory: dict[str, Any]) -> list[str]:
     return [shown_bytes(memory[f"{n}_bytes"]) if f"{n}_bytes" in memory else "-" for n in names]
 
 
-def _show_one(entry: dict[str, Any]) -> None:
-    console = rich.console.Console(highlight=False)
-    table = rich.table.Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for key, value in entry.items():
-        if key not in ("settings", "memory"):
-            table.add_row(key.replace("_", " "), _yes(value) if value in (True, False) else value)
-    memory = entry["memory"]
+def _one(entry: dict[str, Any]) -> list[Any]:
+    rows = [
+        (key.replace("_", " "), _yes(value) if value in (True, False) else value)
+        for key, value in entry.items()
+        if key not in ("settings", "memory")
+    ]
+    memory, settings = entry["memory"], entry["settings"]
     if "refused" in memory:
-        table.add_row("memory", memory["refused"])
+        rows.append(("memory", memory["refused"]))
     else:
         what = ("at the peak of prefill", "kept after prefill", "while answering", "read a step")
-        for label, size in zip(what, _sizes(memory), strict=True):
-            table.add_row(label, size)
-        table.add_row("for", f"{memory['batch']} x {memory['context']:,} tokens of context")
-    console.print(table)
-    settings = entry["settings"]
-    console.print("\nsettings (--set KEY=VALUE)" if settings else "\nno settings", style="bold")
-    for key, about in settings.items():
-        console.print(f"  {key}: {about['type']} = {about['default']}", markup=False)
+        rows += zip(what, _sizes(memory), strict=True)
+        rows.append(("for", f"{memory['batch']} x {memory['context']:,} tokens of context"))
+    about = table(("", ""), rows, left=2)
+    about.show_header, about.columns[0].no_wrap, about.columns[0].style = False, True, "bold"
+    heading = "\nsettings (--set KEY=VALUE)" if settings else "\nno settings"
+    lines = [f"  {key}: {about['type']} = {about['default']}" for key, about in settings.items()]
+    return [about, Text(heading, style="bold"), *lines]
 
 
 def _yes(value: bool) -> str:

@@ -5,20 +5,17 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import rich.console
-import rich.table
 import typer
+from rich.text import Text
 
 from jax_longctx.cli import options
-from jax_longctx.cli.start import starting
-from jax_longctx.cli.terminal import Terminal
+from jax_longctx.cli.terminal import Terminal, table
 from jax_longctx.memory import shown_bytes
 from jax_longctx.planning.targets import parse_target
+from jax_longctx.settings import parse_mesh
 
 if TYPE_CHECKING:
     from jax_longctx.planning.plan import Plan, PlanRequest
-
-__all__ = ["plan"]
 
 ARITHMETIC = "arithmetic over shapes"
 COMPILED = (
@@ -27,28 +24,19 @@ COMPILED = (
 )
 ROOFLINE = "arithmetic over the constants above; not measured"
 
-Model = Annotated[
-    str,
-    typer.Option(
-        help="A published model's name, a Hugging Face config.json or its folder, or a "
-        "converted checkpoint."
-    ),
-]
-TargetName = Annotated[
-    str,
-    typer.Option(help="v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8, h200x8 (any number), or cpu."),
-]
 
-
+@options.command
 def plan(
-    *,
-    model: Model = "llama-3.1-8b",
-    target: TargetName,
-    context: Annotated[int, typer.Option(help="Tokens of context.")] = 131072,
-    batch: Annotated[int, typer.Option(help="Rows that are read together.")] = 1,
-    reserve: Annotated[int, typer.Option(help="Tokens of question and answer.")] = 256,
-    method: options.MethodName = None,
-    settings: options.Settings = None,
+    target: Annotated[str, "v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8, h200x8 (any number), or cpu."],
+    method: options.MethodChoice,
+    model: Annotated[
+        str,
+        "A published model's name, a Hugging Face config.json or its folder, or a converted "
+        "checkpoint.",
+    ] = "llama-3.1-8b",
+    context: Annotated[int, "Tokens of context."] = 131072,
+    batch: Annotated[int, "Rows that are read together."] = 1,
+    reserve: Annotated[int, "Tokens of question and answer."] = 256,
     dtype: options.Dtype = "bfloat16",
     mesh: options.MeshSizes = None,
     chunk: options.Chunk = 512,
@@ -76,13 +64,13 @@ def plan(
     # Nothing is computed: no device is looked for, and libtpu is left to the compiler.
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
     config = _config(model, terminal)
-    with starting(terminal):
+    with terminal.starting():
         from jax_longctx.methods import make_method
         from jax_longctx.planning.plan import PlanRequest
 
         request = PlanRequest(
             config=config,
-            method=make_method(method or "full", options.parse_settings(settings or ())),
+            method=method.make() or make_method("full"),
             target=devices,
             context=context,
             batch=batch,
@@ -94,7 +82,7 @@ def plan(
     if as_json:
         terminal.record(record)
     else:
-        _show(record)
+        terminal.show(*_shown(record))
 
 
 def _planned(
@@ -102,7 +90,6 @@ def _planned(
 ) -> dict[str, Any]:
     from jax_longctx.methods import settings_of
     from jax_longctx.planning.plan import make_plan, propose_mesh
-    from jax_longctx.sharding import parse_mesh
 
     with terminal.waiting("planning"):
         sizes = parse_mesh(mesh) if mesh is not None else propose_mesh(request)
@@ -149,7 +136,7 @@ def _config(model: str, terminal: Terminal) -> Any:
     path = Path(model)
     if not path.exists():
         return preset(model)
-    with starting(terminal):
+    with terminal.starting():
         from checkpoints_convert import read_config
         from jax_longctx.models.checkpoint import read_manifest
 
@@ -193,33 +180,28 @@ def _as_record(
     }
 
 
-def _show(record: dict[str, Any]) -> None:
-    console = rich.console.Console(highlight=False)
+def _shown(record: dict[str, Any]) -> list[Any]:
     mesh = ",".join(f"{axis}={size}" for axis, size in record["mesh"].items())
     proposed = " (proposed)" if record["mesh_proposed"] else ""
-    console.print(
-        f"{record['model']}, {record['dtype']}, {record['method']}, {record['batch']} x "
-        f"{record['context']:,} tokens, chunks of {record['chunk']:,}\n"
-        f"{record['target']}, {record['devices']} devices; --mesh {mesh}{proposed}",
-        markup=False,
-    )
-    table = rich.table.Table(box=None, show_header=False, pad_edge=False)
-    for justify in ("left", "right", "left"):
-        table.add_column(justify=justify)
-    for row in (*_memory_rows(record), *_work_rows(record), *_compiled_rows(record)):
-        table.add_row(*row)
-    console.print(table)
-    console.print(_verdict(record), markup=False)
+    rows = [*_memory_rows(record), *_work_rows(record), *_compiled_rows(record)]
+    numbers = table(("", "", ""), rows)
+    numbers.show_header, numbers.columns[2].justify = False, "left"
     c = record["constants"]
     source = " (data sheet)" if c["data_sheet"] else ""
-    console.print(
+    constants = (
         f"constants: {c['flops'] / 1e12:.3g} TFLOP/s, {c['bandwidth'] / 1e12:.3g} TB/s{source}; "
         f"assumed: link {c['link'] / 1e9:.0f} GB/s, {c['latency'] * 1e6:.0f} us a collective; "
         f"reached {c['linear_share']:.0%} in projections, {c['attention_share']:.0%} in prefill "
-        f"attention, {c['bandwidth_share']:.0%} of the bandwidth in decode",
-        markup=False,
-        style="dim",
+        f"attention, {c['bandwidth_share']:.0%} of the bandwidth in decode"
     )
+    return [
+        f"{record['model']}, {record['dtype']}, {record['method']}, {record['batch']} x "
+        f"{record['context']:,} tokens, chunks of {record['chunk']:,}",
+        f"{record['target']}, {record['devices']} devices; --mesh {mesh}{proposed}",
+        numbers,
+        _verdict(record),
+        Text(constants, style="dim"),
+    ]
 
 
 def _memory_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:

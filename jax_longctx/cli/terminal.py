@@ -1,28 +1,35 @@
-"""What the commands show: answers on stdout; progress and notes on stderr; or JSON lines.
+"""What the commands read and hand over: texts, answers, progress and notes, tables, files.
 
-With `json=True` stdout carries one JSON object a line and nothing else.
+Answers go to stdout, progress and notes to stderr; with `as_json` stdout carries one JSON object a
+line and nothing else. What cannot be read or written is one line, before any work.
 """
 
 import contextlib
+import importlib.util
 import json
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import rich.console
+import rich.table
 from rich.cells import cell_len
 from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 
-from jax_longctx.cli import ending, processes
-from jax_longctx.errors import TrainedLengthWarning
-from jax_longctx.memory import memory_used, shown_bytes
+from jax_longctx.cli import process
+from jax_longctx.errors import InputError, TrainedLengthWarning
+from jax_longctx.memory import memory_used, peak_memory, shown_bytes
 
-__all__ = ["Terminal", "Update"]
+if TYPE_CHECKING:
+    from jax_longctx.api import Answer
 
 Update = Callable[[int, int], None]
+OnText = Callable[[int, str], None]
 
 # Seconds between progress lines where stderr is a file or a pipe.
 LINE_EVERY = 10.0
@@ -41,7 +48,7 @@ class Terminal:
 
     def __init__(self, *, as_json: bool = False):
         self.as_json = as_json
-        self._silent = not processes.is_leader()
+        self._silent = not process.is_leader()
         self._console = rich.console.Console(
             stderr=True, highlight=False, soft_wrap=True, quiet=self._silent
         )
@@ -51,10 +58,28 @@ class Terminal:
         """A line for the person at the terminal."""
         self._console.print(text, markup=False, style="dim")
 
-    def line(self, text: str) -> None:
-        """A note where stderr is a file or a pipe: on a terminal `waiting` shows the same."""
-        if not self._console.is_terminal:
-            self.note(text)
+    def show(self, *parts: Any) -> None:
+        """Tables and lines below each other, on stdout."""
+        if not self._silent:
+            rich.console.Console(highlight=False).print(*parts, sep="\n", markup=False)
+
+    def records(
+        self, records: list[dict[str, Any]], shown: Callable[[list[dict[str, Any]]], str]
+    ) -> None:
+        """A JSON object for each, or the text that `shown` makes of all."""
+        for record in records if self.as_json else ():
+            self.record(record)
+        self.write(shown(records))
+
+    @contextlib.contextmanager
+    def starting(self, doing: str = "starting") -> Iterator[None]:
+        """Shows `doing` while JAX is imported, inside; a line where stderr is no terminal."""
+        if "jax" not in sys.modules:
+            process.hide_absent_tpu()
+            if not self._console.is_terminal:
+                self.note(doing)
+        with self.waiting(doing):
+            yield
 
     @contextlib.contextmanager
     def warnings(self) -> Iterator[None]:
@@ -79,8 +104,17 @@ class Terminal:
         sys.stdout.write(text.translate(_CONTROLS) if self._guard else text)
         sys.stdout.flush()
 
-    def record(self, record: dict[str, Any]) -> None:
-        """One JSON object as one line of stdout."""
+    def stream(self, answered: Callable[[OnText], list["Answer"]]) -> "Answer":
+        """Runs `answered(on_text)` for one row and streams its text to stdout."""
+        try:
+            (answer,) = answered(lambda row, text: self.write(text))
+        finally:
+            # Also when interrupted: what follows starts on a line of its own.
+            self.write("\n")
+        return answer
+
+    def record(self, record: Any) -> None:
+        """One JSON value as one line of stdout."""
         if self._silent:
             return
         sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -99,7 +133,7 @@ class Terminal:
             yield self._lines(doing, unit, detail)
             return
         row = _Row(self._console, unit, detail)
-        with Progress(row, console=self._console, transient=True) as bar, ending.bar_shown():
+        with Progress(row, console=self._console, transient=True) as bar, process.bar_shown():
             task = bar.add_task(doing, total=None)
 
             def update(done: int, total: int) -> None:
@@ -117,7 +151,7 @@ class Terminal:
             yield
             return
         row = _Row(self._console)
-        with Progress(row, console=self._console, transient=True) as bar, ending.bar_shown():
+        with Progress(row, console=self._console, transient=True) as bar, process.bar_shown():
             bar.add_task(doing, total=None)
             yield
 
@@ -211,3 +245,140 @@ def _rate(done: int, seconds: float, unit: str) -> str:
         return f"{shown_bytes(int(rate))}/s"
     # Of what takes seconds each, the first digits count.
     return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
+
+
+def per_second(count: int, seconds: float) -> float:
+    """A rate; 0 where no time passed."""
+    return count / seconds if seconds > 0 else 0.0
+
+
+def closing_note(answer: "Answer", context: int, prefill: float | None, cache: int | None) -> str:
+    """Where time and memory went, in one line. `prefill` None: the context was read before."""
+    # The first token's time is its own; the rate is that of the others.
+    rate = per_second(len(answer.tokens) - 1, answer.decode_seconds)
+    parts = [f"context {context:,} tokens"]
+    if prefill is not None:
+        parts.append(f"read in {prefill:.1f} s ({per_second(context, prefill):,.0f} tokens/s)")
+    parts.append(f"first token after {answer.first_token_seconds:.2f} s")
+    parts.append(f"{len(answer.tokens):,} tokens at {rate:,.1f} tokens/s")
+    if cache is not None:
+        parts.append(f"cache {shown_bytes(cache)}")
+    parts.append(f"peak memory {shown_bytes(peak_memory())}")
+    return "; ".join(parts)
+
+
+def read_text(source: str) -> str:
+    """The text of a file, or of stdin for "-"; a byte order mark is dropped.
+
+    Of several processes the first reads it, for all: a launcher may give stdin to it alone.
+
+    Raises:
+      InputError: it cannot be read, is not UTF-8, or is empty.
+    """
+    if process.number() is None:
+        return _read(source)
+    from jax_longctx.engine.distributed import from_leader
+
+    return from_leader(lambda: _read(source))
+
+
+def _read(source: str) -> str:
+    name = "stdin" if source == "-" else source
+    if source == "-" and sys.stdin is None:
+        raise InputError("stdin is closed; pipe a text in, or give a text file")
+    try:
+        raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"{name} cannot be read: {error.strerror}; give a text file, or - for stdin"
+        ) from error
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is not UTF-8 text (byte {error.start} is 0x{raw[error.start]:02x}); "
+            f"convert it first, e.g. with iconv -t utf-8"
+        ) from error
+    if not text.strip():
+        raise InputError(f"{name} is empty; give a text")
+    return text
+
+
+def check_argument(name: str, text: str) -> str:
+    """A text from the command line. Raises InputError when its bytes are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # Python carries bytes that do not decode as half surrogate pairs.
+        raise InputError(f"{name} is not UTF-8 text; check the terminal's encoding") from error
+    return text
+
+
+def check_file(out: Path | None, option: str = "--out") -> None:
+    """InputError where the file could not be written once the work is done; makes its folder."""
+    if out is None:
+        return
+    if out.is_dir():
+        raise InputError(f"{option} {out} is a folder; name a file")
+    _check_writable(out.parent, f"{option} {out}")
+
+
+def check_folder(out: Path | None, option: str = "--out") -> None:
+    """The same for a folder that files go to, which is made where it is not there."""
+    if out is not None:
+        _check_writable(out, f"{option} {out}")
+
+
+def _check_writable(folder: Path, what: str) -> None:
+    """InputError unless a file can be made there; of a job's processes the first tries it."""
+    if not process.is_leader():
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Permissions do not tell of read-only and of virtual file systems.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{what}: nothing can be written to the folder {folder}: {error.strerror}; name another"
+        ) from error
+
+
+def check_plot(plot: Path | None, option: str) -> None:
+    """`check_file` of a picture, which also needs matplotlib."""
+    check_file(plot, option)
+    if plot is not None:
+        check_matplotlib(option)
+
+
+def check_matplotlib(what: str) -> None:
+    """InputError where it is missing: before hours of work rather than after them."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(f"{what} needs matplotlib; run: pip install 'jax-longctx[eval]'")
+
+
+def save(record: Any, out: Path | None) -> None:
+    """Writes JSON, whole or not at all; of a job's processes only the first does.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
+    if out is None or not process.is_leader():
+        return
+    text = json.dumps(record, indent=1)
+    partial = out.with_name(out.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(out)
+    except OSError as error:
+        raise InputError(f"{out} could not be written: {error.strerror}") from error
+
+
+def table(headers: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> rich.table.Table:
+    """A table whose first `left` columns are words, and the others numbers."""
+    made = rich.table.Table(box=None, header_style="bold", pad_edge=False)
+    for index, header in enumerate(headers):
+        made.add_column(header, justify="left" if index < left else "right")
+    for row in rows:
+        made.add_row(*row)
+    return made

@@ -1,6 +1,7 @@
 """`jax-longctx train`: continued pretraining, its plots and speed, and what it did for methods."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,13 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from jax_longctx.cli import options
-from jax_longctx.cli.results import check_file, check_plot, save
-from jax_longctx.cli.start import starting
-from jax_longctx.cli.terminal import Terminal
+from jax_longctx.cli.terminal import Terminal, check_file, check_plot, save
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
-
-__all__ = ["train_app"]
+from jax_longctx.settings import parse_mesh
 
 train_app = typer.Typer(
     no_args_is_help=True, help="Continue the pretraining of a checkpoint on long texts."
@@ -25,7 +23,7 @@ train_app = typer.Typer(
 def _starting(terminal: Terminal) -> Iterator[None]:
     """`starting`, which also says which extra is missing, where a package is."""
     try:
-        with starting(terminal):
+        with terminal.starting():
             yield
     except ModuleNotFoundError as error:
         raise InputError(
@@ -106,6 +104,7 @@ def _moment(line: dict[str, Any]) -> str:
 
 
 @train_app.command()
+@options.command
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Folders of training runs.")],
     out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("loss.png"),
@@ -125,33 +124,38 @@ def _checkpoints(folders: list[Path]) -> list[Path]:
     return folders
 
 
-Checkpoints = Annotated[
-    list[Path],
-    typer.Option(
-        "--checkpoint",
-        "-c",
-        metavar="DIR",
-        callback=_checkpoints,
-        help="Converted or trained; repeat to compare.",
-    ),
-]
-Data = Annotated[Path, typer.Option(exists=True, help="The prepared data set.", show_default=False)]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What `train_cpt.evaluate.evaluate` scores, and how; the fields are its parameters."""
+
+    split: Annotated[str, "train, dev or test."] = "test"
+    tail: Annotated[int, typer.Option(min=1, help="Last tokens of a text that are scored.")] = 50
+    count: Annotated[int, typer.Option("--texts", min=1, help="Texts, at even distances.")] = 200
+    batch: Annotated[int, typer.Option(min=1, help="Texts that are read together.")] = 8
+    chunk: options.Chunk = 512
+    dtype: options.Dtype = None
+    mesh: options.MeshSizes = ""
 
 
 @train_app.command()
+@options.command
 def evaluate(
-    *,
-    checkpoints: Checkpoints,
-    data: Data,
+    checkpoints: Annotated[
+        list[Path],
+        typer.Option(
+            "--checkpoint",
+            "-c",
+            metavar="DIR",
+            callback=_checkpoints,
+            help="Converted or trained; repeat to compare.",
+        ),
+    ],
+    data: Annotated[
+        Path, typer.Option(exists=True, help="The prepared data set.", show_default=False)
+    ],
+    scoring: Scoring,
     methods: options.MethodSpecs = None,
-    split: Annotated[str, typer.Option(help="train, dev or test.")] = "test",
-    tail: Annotated[int, typer.Option(min=1, help="Last tokens of a text that are scored.")] = 50,
-    texts: Annotated[int, typer.Option(min=1, help="Texts, at even distances.")] = 200,
-    batch: Annotated[int, typer.Option(min=1, help="Texts that are read together.")] = 8,
-    chunk: options.Chunk = 512,
-    dtype: options.Dtype = None,
-    mesh: options.MeshSizes = None,
-    out: Annotated[Path | None, typer.Option(help="Write every text's loss to this JSON.")] = None,
+    out: Annotated[Path | None, "Write every text's loss to this JSON."] = None,
 ) -> None:
     """Perplexity of texts' last tokens under inference methods, before and after training.
 
@@ -170,32 +174,23 @@ def evaluate(
         from train_cpt.data import SPLITS
         from train_cpt.evaluate import evaluate as run
         from train_cpt.evaluate import markdown
-    if split not in SPLITS:
-        raise InputError(f"--split must be one of {', '.join(SPLITS)}, got {split!r}")
+    if scoring.split not in SPLITS:
+        known = ", ".join(SPLITS)
+        raise InputError(f"--split must be one of {known}, got {scoring.split!r}")
     with contextlib.ExitStack() as bars:
 
         def watch(doing: str) -> Any:
             bars.close()
             return bars.enter_context(terminal.progress(doing, "tokens"))
 
-        result = run(
-            checkpoints,
-            methods or ["full"],
-            data,
-            split=split,
-            tail=tail,
-            count=texts,
-            batch=batch,
-            chunk=chunk,
-            dtype=dtype,
-            mesh=mesh or "",
-            watch=watch,
-        )
+        how = dataclasses.asdict(scoring)
+        result = run(checkpoints, methods or ["full"], data, watch=watch, **how)
     save(result, out)
     terminal.write(markdown(result))
 
 
 @train_app.command()
+@options.command
 def collect(
     folders: Annotated[
         list[Path], typer.Argument(help="Folders of manuals, or of installed Python packages.")
@@ -220,19 +215,18 @@ def collect(
 
 
 @train_app.command()
+@options.command
 def bench(
+    output: Annotated[options.Output, options.Only("out")],
     model: options.Preset = "llama-3.2-1b",
     length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 8192,
     rows: Annotated[int, typer.Option(min=1, help="Texts of a step, over all devices.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Steps; the median counts.")] = 5,
-    tail: Annotated[int, typer.Option(help="Last tokens that attend sparsely.")] = 0,
-    remat: Annotated[str, typer.Option(help="What layers keep: none, dots or full.")] = "none",
-    loss_chunk: Annotated[int, typer.Option(help="Tokens whose logits are held.")] = 2048,
+    tail: Annotated[int, "Last tokens that attend sparsely."] = 0,
+    remat: Annotated[str, "What layers keep: none, dots or full."] = "none",
+    loss_chunk: Annotated[int, "Tokens whose logits are held."] = 2048,
     mesh: options.MeshSizes = None,
-    peer: Annotated[
-        bool, typer.Option(help="Also run transformers and PyTorch on one GPU.")
-    ] = True,
-    out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
+    peer: Annotated[bool, "Also run transformers and PyTorch on one GPU."] = True,
 ) -> None:
     """Tokens a second, MFU and peak memory of a training step, random weights.
 
@@ -243,10 +237,9 @@ def bench(
 
         jax-longctx train bench --model llama-3.2-1b --length 8192 --rows 4
     """
-    check_file(out)
-    terminal = Terminal()
+    terminal = output.terminal()
     with _starting(terminal):
-        from jax_longctx.sharding import make_mesh, parse_mesh
+        from jax_longctx.sharding import make_mesh
         from train_cpt.attention import Pattern
         from train_cpt.bench import run
         from train_cpt.step import OptimizerConfig, Setup
@@ -274,7 +267,7 @@ def bench(
         with_peer=peer,
         say=terminal.note,
     )
-    save(result, out)
+    output.save(result)
     _show(result, terminal)
 
 

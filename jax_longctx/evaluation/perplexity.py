@@ -33,35 +33,7 @@ from jax_longctx.engine.forced import States, Through, forced_states
 from jax_longctx.engine.likelihood import gathered
 from jax_longctx.errors import InputError
 
-__all__ = ["PROTOCOLS", "Protocol", "Scores", "perplexity", "score_texts", "windows"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Protocol:
-    """What is scored of a text, and how it is fed.
-
-    Attributes:
-      through: as `forced_states` takes it.
-      length: tokens of a text, the scored ones among them.
-      score: how many of the last tokens are scored; None for all but the first.
-      window: scored tokens that a point of a curve over positions has.
-      stream: whether texts may run on from one document to the next.
-    """
-
-    through: Through
-    length: int
-    score: int | None
-    window: int
-    stream: bool = False
-
-
-PROTOCOLS = {
-    "P1": Protocol(through="decode", length=16384, score=256, window=16),
-    "P2": Protocol(through="decode", length=16384, score=50, window=10),
-    "P3": Protocol(through="context", length=65536, score=None, window=8192, stream=True),
-    "P4": Protocol(through="context", length=65536, score=None, window=4096, stream=True),
-    "P5": Protocol(through="question", length=16384, score=256, window=16),
-}
+__all__ = ["Scores", "perplexity", "score_texts", "windows"]
 
 
 @dataclasses.dataclass(frozen=True)

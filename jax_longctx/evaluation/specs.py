@@ -1,11 +1,10 @@
-"""Methods and tasks as the command line and suites write them: `name:key=value,...`."""
+"""Methods and tasks as the command line and suites write them, and protocols of perplexity."""
 
 import dataclasses
 import re
+from typing import Literal
 
 from jax_longctx.errors import InputError
-
-__all__ = ["Spec"]
 
 # A share of the length: "L/8", or all of it.
 _SHARE = re.compile(r"L(?:/(\d+))?")
@@ -13,7 +12,7 @@ _SHARE = re.compile(r"L(?:/(\d+))?")
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A name and settings as text.
+    """A name and settings as text: `name:key=value,...`.
 
     A setting `L/8` is an eighth of the prompt's length, in tokens.
     """
@@ -50,3 +49,31 @@ class Spec:
                 raise InputError(f"{key}={value} of {self.name} is no share of a length")
             values[key] = str(length // int(share[1] or 1)) if share else value
         return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """What is scored of a text, and how it is fed.
+
+    Attributes:
+      through: as `engine.forced_states` takes it.
+      length: tokens of a text, the scored ones among them.
+      score: how many of the last tokens are scored; None for all but the first.
+      window: scored tokens that a point of a curve over positions has.
+      stream: whether texts may run on from one document to the next.
+    """
+
+    through: Literal["decode", "context", "question"]
+    length: int
+    score: int | None
+    window: int
+    stream: bool = False
+
+
+PROTOCOLS = {
+    "P1": Protocol(through="decode", length=16384, score=256, window=16),
+    "P2": Protocol(through="decode", length=16384, score=50, window=10),
+    "P3": Protocol(through="context", length=65536, score=None, window=8192, stream=True),
+    "P4": Protocol(through="context", length=65536, score=None, window=4096, stream=True),
+    "P5": Protocol(through="question", length=16384, score=256, window=16),
+}

@@ -119,7 +119,7 @@ def test_a_trained_checkpoint_is_compared_under_methods(folder):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("rows", "rose", r"error: config: unknown [loop] key 'rose'; known: rows, "),
+        ("rows", "rose", r"error: unknown [loop] key 'rose'; known: rows, "),
         ("/model", "/gone", "is not a converted checkpoint"),
         ("length = 16", "length = 17", "holds windows of 16 tokens, the run asks for 17"),
         ("/data", "/other", "no training text: of 5 documents 0 have the 99 tokens"),

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_longctx.cli.eval import parse_method
-from jax_longctx.cli.options import parse_settings
+from jax_longctx.cli.options import parse_specs
 from jax_longctx.methods import make_method
 
 
@@ -79,7 +78,7 @@ def test_the_ablations_of_the_readme_have_one_scope():
     readme = Path(__file__).parents[3].joinpath("README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"jax-longctx eval passkey[^`]*ablations\.json[^`]*", readme)
     specs = re.findall(r"-m (\S+)", command)
-    methods = [make_method(name, parse_settings(pairs)) for name, pairs in map(parse_method, specs)]
+    methods = [make_method(spec.name, dict(spec.settings)) for spec in parse_specs(specs)]
     assert len(set(methods)) == len(methods) == 12
     assert {method.scope_size for method in methods} == {8192}
     changed = {

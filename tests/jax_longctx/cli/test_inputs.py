@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_longctx.cli.inputs import read_text
+from jax_longctx.cli.terminal import read_text
 from jax_longctx.errors import InputError
 
 

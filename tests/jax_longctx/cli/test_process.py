@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from jax_longctx.cli import ending
+from jax_longctx.cli.process import CODES
 
 # A process of the command line with one more command, which says on stdout that it has begun.
 # Ctrl-C is heard also where the tests run in the background of a script.
 STAND_IN = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from jax_longctx.cli import ending
-ending.install()
+from jax_longctx.cli import process
+process.install()
 import atexit, gc, hashlib, sys, threading, time, weakref
 import jax_longctx.errors
 from jax_longctx.cli.main import app, main
@@ -202,7 +202,7 @@ def test_ctrl_c_ends_whatever_is_under_way(body):
 def test_a_second_ctrl_c_does_not_wait():
     # The first one is given a minute here.
     code = code_of(SLOW_TO_UNWIND).replace(
-        "ending.install()", "ending.GRACE = 60; ending.install()"
+        "process.install()", "process.GRACE = 60; process.install()"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=-1)
     assert process.stdout is not None
@@ -229,9 +229,9 @@ def test_ctrl_c_while_the_command_line_is_imported():
 
 
 def test_ctrl_c_stays_ignored_in_the_background():
-    code = "from jax_longctx.cli import ending; import signal; ending.install(); print(1)"
+    code = "from jax_longctx.cli import process; import signal; process.install(); print(1)"
     ignoring = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {code}"
-    ending_in = f"{ignoring}; ending.run(lambda: signal.raise_signal(signal.SIGINT))"
+    ending_in = f"{ignoring}; process.run(lambda: signal.raise_signal(signal.SIGINT))"
     done = subprocess.run([sys.executable, "-c", ending_in], capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -283,9 +283,10 @@ def test_a_disk_that_fills_up_below_stdout(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", ["ask - Who? -c none", "generate -c none"])
-def test_closed_stdin_is_one_line(arguments):
-    done = shell(f'"$PYTHON" -m jax_longctx {arguments} <&-')
+@pytest.mark.parametrize("arguments", ["ask - Who?", "generate"])
+def test_closed_stdin_is_one_line(arguments, tmp_path):
+    (tmp_path / "manifest.json").touch()
+    done = shell(f'"$PYTHON" -m jax_longctx {arguments} -c "$MODEL" <&-', MODEL=str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert "stdin is closed; pipe a text in" in done.stderr or "no prompt given" in done.stderr
@@ -294,7 +295,7 @@ def test_closed_stdin_is_one_line(arguments):
 def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
     """What prints to stdout or stderr by number must not write into a checkpoint."""
     code = (
-        "from jax_longctx.cli import ending; ending.install(); import os, sys; "
+        "from jax_longctx.cli import process; process.install(); import os, sys; "
         "print(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY))"
     )
     line = f'"$PYTHON" -c "{code}" "$FILE" <&- 2>&-'
@@ -324,11 +325,12 @@ def test_our_own_faults_show_a_traceback():
 def test_every_exit_code_is_in_the_help():
     done = subprocess.run(longctx("--help"), capture_output=True, text=True, check=True)
     shown = " ".join(done.stdout.split())
-    assert all(f"{code} {what}" in shown for code, what in ending.CODES.items())
+    assert all(f"{code} {what}" in shown for code, what in CODES.items())
 
 
-def test_prompt_that_is_no_utf8():
-    done = subprocess.run(longctx("generate", b"key \xff", "-c", "x"), capture_output=True)
+def test_prompt_that_is_no_utf8(tmp_path):
+    (tmp_path / "manifest.json").touch()
+    done = subprocess.run(longctx("generate", b"key \xff", "-c", tmp_path), capture_output=True)
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: the prompt is not UTF-8")
     assert done.stderr.count(b"\n") == 1

@@ -9,7 +9,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from jax_longctx.cli import processes
+from jax_longctx.cli import process
 from jax_longctx.cli.main import app
 from tests.checkpoints_convert.tiny import random_state, write_checkpoint
 from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
@@ -159,7 +159,7 @@ def test_options_that_do_not_go_together(run, options, message):
 
 def test_one_process_joins_nothing(run):
     assert run("--processes", "1", "methods", "--help").exit_code == 0
-    assert processes.process() is None and processes.is_leader()
+    assert process.number() is None and process.is_leader()
 
 
 STEP = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_PROCID": "0"}
@@ -180,7 +180,7 @@ STEP = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_PROCID": "0"}
     ],
 )
 def test_launchers_that_start_several(variables, several):
-    assert processes.announced(variables) is several
+    assert process.announced(variables) is several
 
 
 def test_the_job_is_joined_as_the_launcher_says(run, monkeypatch):

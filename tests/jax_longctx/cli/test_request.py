@@ -2,23 +2,25 @@
 
 import pytest
 
-from jax_longctx.cli.request import Request
+from jax_longctx.cli.ask import Request
 from jax_longctx.errors import InputError
 
 
 def parse(words=(), stems=(), chat=None, save=None, load=None):
-    return Request.parse(list(words), list(stems), chat, save, load)
+    return Request(
+        words=list(words), completion=list(stems), chat=chat, save_context=save, load_context=load
+    )
 
 
 def test_file_and_questions():
     request = parse(["book.txt", "Who?", "Why?"])
     assert (request.file, request.questions) == ("book.txt", ["Who?", "Why?"])
-    assert (request.stems, request.chat) == (False, None)
+    assert request.chat is None
 
 
 def test_stems_take_the_place_of_questions():
     request = parse(["book.txt"], ["The key is"])
-    assert (request.questions, request.stems, request.chat) == (["The key is"], True, False)
+    assert (request.file, request.questions) == ("book.txt", ["The key is"])
 
 
 def test_saved_context_takes_the_place_of_the_file(tmp_path):

@@ -5,21 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from jax_longctx.cli import processes, results
-from jax_longctx.cli.terminal import Terminal
+from jax_longctx.cli import process, terminal
+from jax_longctx.cli.options import Output
 from jax_longctx.errors import InputError
 
 
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize("leads", [True, False])
 def test_the_first_process_alone_writes_and_shows(tmp_path, monkeypatch, capsys, leads, as_json):
-    monkeypatch.setattr(processes, "is_leader", lambda: leads)
-    out, shown = tmp_path / "found.json", []
+    monkeypatch.setattr(process, "is_leader", lambda: leads)
+    out = tmp_path / "found.json"
     found = {"seconds": 1.5}
-    results.hand_over(Terminal(as_json=as_json), found, out, shown.append)
-    assert shown == ([found] if leads and not as_json else [])
+    Output(out=out, as_json=as_json).hand_over(found, lambda result: [f"in {result['seconds']} s"])
     printed = capsys.readouterr().out
-    assert (json.loads(printed) if printed else None) == (found if leads and as_json else None)
+    assert printed == ("" if not leads else json.dumps(found) + "\n" if as_json else "in 1.5 s\n")
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"] * leads
     if leads:
         assert json.loads(out.read_text()) == found
@@ -29,30 +28,30 @@ def test_a_file_is_replaced_whole(tmp_path):
     out = tmp_path / "found.json"
     out.write_text("before")
     with pytest.raises(TypeError):
-        results.hand_over(Terminal(), {"bad": object()}, out, print)
+        Output(out=out).hand_over({"bad": object()}, lambda result: [result])
     assert out.read_text() == "before"
 
 
-@pytest.mark.parametrize("check", [results.check_file, results.check_folder])
+@pytest.mark.parametrize("check", [terminal.check_file, terminal.check_folder])
 def test_where_nothing_can_be_written_is_named_before_the_work(check, tmp_path):
     check(None)
     (tmp_path / "file").write_text("")
     for folder, why in ((tmp_path / "file" / "more", "Not a directory"), (Path("/proc"), "")):
-        out = folder / "found.json" if check is results.check_file else folder
+        out = folder / "found.json" if check is terminal.check_file else folder
         with pytest.raises(InputError, match=f"to the folder {folder}: {why}"):
             check(out, "--where")
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path, monkeypatch):
-    results.check_file(tmp_path / "a" / "b" / "found.json")
-    results.check_folder(tmp_path / "c" / "d")
+    terminal.check_file(tmp_path / "a" / "b" / "found.json")
+    terminal.check_folder(tmp_path / "c" / "d")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "c", "d"]
     with pytest.raises(InputError, match="is a folder; name a file"):
-        results.check_file(tmp_path / "a")
+        terminal.check_file(tmp_path / "a")
     # Of several processes the first looks, on whose machine it is written.
-    monkeypatch.setattr(processes, "is_leader", lambda: False)
-    results.check_folder(Path("/proc"))
-    results.check_file(tmp_path / "e" / "found.json")
+    monkeypatch.setattr(process, "is_leader", lambda: False)
+    terminal.check_folder(Path("/proc"))
+    terminal.check_file(tmp_path / "e" / "found.json")
     assert not (tmp_path / "e").exists()
 
 
@@ -115,4 +114,4 @@ def test_no_command_loads_a_model_for_a_file_it_cannot_write(
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "found.json.partial").mkdir()
     with pytest.raises(InputError, match=r"found\.json could not be written: Is a directory"):
-        results.save({}, tmp_path / "found.json")
+        terminal.save({}, tmp_path / "found.json")

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from jax_longctx.cli.start import TPU_NODES, hide_absent_tpu
+from jax_longctx.cli.process import TPU_NODES, hide_absent_tpu
 
 COMMAND = Path(sys.executable).parent / "jax-longctx"
 # Runs command lines in one process, in which importing what takes seconds fails.
@@ -61,6 +61,14 @@ COMMANDS = [
 ]
 REFUSED = [
     ("ask text Who? -c model -m snapkw", "unknown method 'snapkw'"),
+    ("ask text Who? -c model -m snapkv --set budget", "--set 'budget' is not understood"),
+    ("ask text Who? -c model --set budget=64", "name the method with --method"),
+    ("ask text Who? -c model --mesh rows=2", "mesh 'rows=2' is not understood"),
+    ("ask text Who? -c model --max-tokens 0", "--max-tokens must be at least 1, got 0"),
+    ("ask text Who? -c model --stop=", "a stop string is empty"),
+    ("ask text Who? -c model --temperature -1", "temperature must be at least 0"),
+    ("generate hello -c model --top-p 0", "top_p must be above 0"),
+    ("batch text out.jsonl -c model --seed -1", "--seed must be at least 0"),
     ("ask nowhere Who? -c model", "nowhere cannot be read"),
     ("ask Who? -c model --load-context nowhere", "'nowhere' does not exist"),
     ("ask text Who? -c nowhere", "nowhere is not a converted checkpoint"),
@@ -86,6 +94,11 @@ REFUSED = [
     ("eval passkey -c model -m full -m snapkw:budget=64", "unknown method 'snapkw'"),
     ("eval passkey -c model --text nowhere", "nowhere cannot be read"),
     ("eval perplexity -c model -m snapkw", "unknown method 'snapkw'"),
+    ("eval perplexity -c model --protocol P9", "--protocol 'P9' is not one of P1, P2"),
+    ("eval perplexity -c model --question Why?", "--question is for P3 and P4"),
+    ("eval run -c model --mesh x=2 -t passkey --length 64 -o out", "mesh 'x=2' is not"),
+    ("bench prefill -m ring --mesh rows=2", "mesh 'rows=2' is not understood"),
+    ("bench decode -m full --case 3", "--case '3' is not understood"),
     ("eval perplexity -c model --text nowhere", "'nowhere' does not exist"),
     ("eval agreement -c model -m snapkw", "unknown method 'snapkw'"),
     ("eval resa-errors -c model --text nowhere", "'nowhere' does not exist"),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_longctx.cli import demo, eval_run, processes
+from jax_longctx.cli import demo, process
+from jax_longctx.cli import eval as eval_module
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation import runner, suite
@@ -98,12 +99,12 @@ def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypa
     monkeypatch.setattr(demo, "prepare_model", prepare)
     part = {"methods": ["full"], "tasks": ["small"], "lengths": [64], "trials": 1}
     config = parse_config({"run": {"checkpoint": "demo"}, "part": [part]})
-    monkeypatch.setattr(processes, "process", lambda: 1)
+    monkeypatch.setattr(process, "number", lambda: 1)
     with pytest.raises(InputError, match=r"demo-model is not there; run jax-longctx demo once"):
-        eval_run._open(config, Terminal())
+        eval_module._open(config, Terminal())
     assert made == loads == []
-    monkeypatch.setattr(processes, "process", lambda: None)
-    eval_run._open(config, Terminal())
+    monkeypatch.setattr(process, "number", lambda: None)
+    eval_module._open(config, Terminal())
     assert made == [tmp_path / "demo-model"] and len(loads) == 1
 
 

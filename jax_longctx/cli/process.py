@@ -1,4 +1,7 @@
-"""How a command's process ends: at Ctrl-C, where an output cannot be written, and when it is done.
+"""A command's process: what precedes JAX, the job it may be one of, and how it ends.
+
+A job has many processes, started once a host (or a device) by Slurm, Open MPI, GKE or by hand;
+every process runs the same command, and the first alone shows and writes anything.
 
 At Ctrl-C the process ends with code 130 and one line. While a command runs, `KeyboardInterrupt`
 unwinds it, so that files under temporary names are removed. Python delivers that exception late
@@ -21,10 +24,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import NoReturn, TextIO
 
-__all__ = ["CODES", "bar_shown", "guarded", "install", "leave", "name_process", "run", "unwinding"]
+from jax_longctx.errors import InputError
 
 DONE, FAULT, REFUSED, PARTLY = 0, 1, 2, 3
 INTERRUPTED, READER_GONE = 130, 141
@@ -43,6 +47,17 @@ GRACE = 1.0
 ERASE = b"\r\x1b[2K\x1b[?25h"
 # The C handler writes the signal's number to the pipe, Python's handler this.
 BEGIN = b"b"
+
+# Seconds without a sign of life after which a process of a job counts as dead: the others end too.
+HEARTBEAT = 20
+# Seconds that a job's processes wait for each other at the start.
+START = 300
+AUTO = "auto"
+
+# What the drivers of TPUs make, up to v4 and from v5e on.
+TPU_NODES = ("accel*", "vfio/[0-9]*")
+# Set by whoever wants a TPU, or chooses in JAX's place.
+CHOSEN = ("JAX_PLATFORMS", "JAX_FORCE_TPU_INIT")
 
 
 class _State:
@@ -111,16 +126,6 @@ def bar_shown() -> Iterator[None]:
         _State.bars -= 1
 
 
-def name_process(number: int) -> None:
-    """Of several processes all but the first say who they are."""
-    _State.who = f"process {number}: " if number else ""
-
-
-def guarded(stream: TextIO) -> TextIO:
-    """The same stream, which ends the process where it cannot be written."""
-    return _Guarded(stream)
-
-
 def leave(code: int = INTERRUPTED, line: str = "interrupted") -> NoReturn:
     """Ends the process now, with one line on stderr."""
     _State.last_word.acquire()
@@ -181,11 +186,11 @@ def _guard_outputs() -> None:
         os.write(1, b"")
     except OSError as error:
         leave(REFUSED, _unwritable(error))
-    sys.stdout = guarded(sys.stdout)
+    sys.stdout = _Guarded(sys.stdout)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")
     else:
-        sys.stderr = guarded(sys.stderr)
+        sys.stderr = _Guarded(sys.stderr)
 
 
 def _hold_standard_descriptors() -> int:
@@ -265,3 +270,117 @@ def _end() -> None:
         with contextlib.suppress(ValueError):
             stream.flush()
     os._exit(_State.code)
+
+
+def announced(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher's variables say that this is one of several processes.
+
+    Slurm (a step, as srun starts them), Open MPI, and TPU workers on GKE.
+    """
+
+    def count(name: str) -> int:
+        value = environment.get(name, "")
+        return int(value) if value.isdigit() else 0
+
+    step = "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment
+    workers = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
+    return (
+        (step and count("SLURM_NTASKS") > 1)
+        or count("OMPI_COMM_WORLD_SIZE") > 1
+        or count("MEGASCALE_NUM_SLICES") > 1
+        or len((workers or "").split(",")) > 1
+    )
+
+
+def join(coordinator: str | None, processes: str | None, process: int | None) -> None:
+    """Joins the job that the options, or a launcher's variables, speak of; one process otherwise.
+
+    Raises:
+      InputError: the options do not go together, or the others were not found.
+    """
+    given = (coordinator, processes, process)
+    if processes == "1" or (given == (None, None, None) and not announced(os.environ)):
+        return
+    count = None
+    if processes is not None and processes != AUTO:
+        if not processes.isdigit() or int(processes) < 1:
+            raise InputError(f"--processes is {processes!r}; expected a number, or {AUTO}")
+        count = int(processes)
+        if coordinator is None or process is None:
+            raise InputError("--processes N goes with --coordinator HOST:PORT and --process I")
+        if not 0 <= process < count:
+            raise InputError(f"--process must be from 0 to {count - 1}, got {process}")
+    elif processes is None and given != (None, None, None):
+        raise InputError("--coordinator and --process go with --processes N")
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
+        raise InputError(f"--coordinator is {coordinator!r}; expected HOST:PORT")
+    hide_absent_tpu()
+    if not process:
+        # The first, or one that does not know its number yet.
+        print("waiting for the job's processes", file=sys.stderr, flush=True)
+    import jax
+
+    try:
+        # What is None JAX finds out from the launcher.
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            process,
+            initialization_timeout=START,
+            heartbeat_timeout_seconds=HEARTBEAT,
+        )
+    except (ValueError, RuntimeError) as error:
+        # jaxlib's errors are RuntimeErrors; the first line says what happened.
+        first = str(error).strip().splitlines()[0]
+        raise InputError(f"the processes of the job did not find each other: {first}") from error
+    if jax.process_count() > 1:
+        # Of several processes all but the first say who they are.
+        index = jax.process_index()
+        _State.who = f"process {index}: " if index else ""
+        _keep_stdout()
+
+
+def _keep_stdout() -> None:
+    """Leaves stdout to answers: what Gloo and NCCL print there goes to stderr."""
+    sys.stdout.flush()
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = _Guarded(os.fdopen(answers, "w", encoding="utf-8", errors="replace"))
+
+
+def number() -> int | None:
+    """The number of this process where there are several, else None."""
+    jax = sys.modules.get("jax")
+    # Before `join`, and without it, nothing may start a backend.
+    if jax is None or not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return None
+    return jax.process_index()
+
+
+def is_leader() -> bool:
+    """Whether this process prints and writes."""
+    return not number()
+
+
+def leave_job(code: int) -> NoReturn:
+    """Ends one of several processes at once, which ends the others.
+
+    The orderly way waits for all of them, and they may be waiting for this one.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def hide_absent_tpu(devices: Path = Path("/dev")) -> None:
+    """Makes JAX take libtpu as not installed where there is no TPU and nobody asks for one.
+
+    JAX loads libtpu wherever it is installed, and without a TPU libtpu logs errors at length.
+    `JAX_PLATFORMS=cpu` would hide GPUs too.
+    """
+    if any(map(os.environ.get, CHOSEN)):
+        return
+    if not any(node for pattern in TPU_NODES for node in devices.glob(pattern)):
+        # Importing libtpu sets it, also for the processes that one starts.
+        os.environ.pop("TPU_LIBRARY_PATH", None)
+        sys.modules.setdefault("libtpu", None)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,462 @@
+"""`jax-longctx eval` on plain texts: perplexity, agreement with full attention, papers' figures."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jax_longctx.cli import options, process
+from jax_longctx.cli.terminal import Terminal, check_plot, read_text, table
+from jax_longctx.errors import InputError
+from jax_longctx.evaluation.specs import PROTOCOLS, Protocol, Spec
+
+if TYPE_CHECKING:
+    from jax_longctx.api import LongContext
+    from jax_longctx.engine import Engine
+
+INSTRUCTION = "\n\nQuestion: What does the text above say, and about what?\nAnswer:"
+
+Model = Annotated[options.ModelChoice, options.Only("checkpoint", "dtype", "mesh", "chunk")]
+Weights = Annotated[options.ModelChoice, options.Only("checkpoint", "dtype")]
+File = Annotated[options.Output, options.Only("out")]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--text",
+        exists=True,
+        dir_okay=False,
+        allow_dash=True,
+        help="Text to read; repeat for several. The help texts of Python unless given.",
+    ),
+]
+Count = Annotated[int, typer.Option(min=1, help="Texts, at even distances.")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What is scored of which texts."""
+
+    protocol: Annotated[
+        str,
+        "P1: the last 256 tokens decoded; P2: the last 50; P3, P4: a stream, every token as it is "
+        "read; P5: the last 256 tokens as a question.",
+    ] = "P1"
+    text: Texts = None
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a text; the protocol's unless given.")
+    ] = None
+    score: Annotated[
+        int | None,
+        typer.Option(min=1, help="Last tokens that are scored; the protocol's unless given."),
+    ] = None
+    texts: Count = 1
+    batch: Annotated[int, typer.Option(min=1, help="Texts that are read together.")] = 1
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Scored tokens of a point of the curve.")
+    ] = None
+    question: Annotated[
+        list[str] | None,
+        "P3, P4: what methods that need a question at prefill read for; one run each.",
+    ] = None
+    ahead: Annotated[
+        bool,
+        typer.Option(
+            "--ahead",
+            help="P3 to P5: score methods whose chunks choose together by the chunk, marked; "
+            "else token by token.",
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.protocol not in PROTOCOLS:
+            known = ", ".join(PROTOCOLS)
+            raise InputError(f"--protocol {self.protocol!r} is not one of {known}")
+        if self.question and self.kind.through != "context":
+            raise InputError("--question is for P3 and P4; in the others the text's own tokens ask")
+
+    @property
+    def kind(self) -> Protocol:
+        return PROTOCOLS[self.protocol]
+
+
+@options.command
+def perplexity(
+    model: Model,
+    scoring: Scoring,
+    output: options.Output,
+    methods: options.MethodSpecs = None,
+    plot: Annotated[Path | None, "Write a PNG: perplexity by position."] = None,
+) -> None:
+    """Perplexity of long texts under each method, against full attention on the same texts.
+
+    Texts are cut from what is given, each beginning with the beginning-of-text token; P1 and P2
+    count the scored tokens in the length.
+
+    [bold]Examples[/bold]
+
+        jax-longctx eval perplexity -c smollm2 -m full -m snapkv:budget=512 --length 4096
+
+        jax-longctx eval perplexity -c smollm2 --protocol P3 -m streaming-llm -m citrus-standard
+    """
+    check_plot(plot, "--plot")
+    chosen = options.parse_specs(methods)
+    terminal, kind = output.terminal(), scoring.kind
+    loaded = model.open(terminal, chosen[0])
+    from jax_longctx.evaluation import perplexity_report
+
+    plans = _plans(_engines(loaded, chosen), chosen, scoring)
+    length = scoring.length or kind.length
+    tokens = _cut(loaded, scoring.text, scoring.texts, length, join=kind.stream)
+    runs: list[dict[str, Any]] = []
+    for engine, spec, asked in plans:
+        loaded.engine = engine
+        facts = {**options.run_facts(loaded), "given": dict(spec.settings), "question": asked}
+        found = _score(loaded, tokens, scoring, facts, terminal)
+        runs.append({**facts, "protocol": scoring.protocol, **found})
+        output.save({"runs": runs})
+    if plot is not None and process.is_leader():
+        perplexity_report.plot(runs, plot)
+    terminal.records(runs, perplexity_report.markdown)
+
+
+def _engines(model: "LongContext", chosen: list[Spec]) -> list["Engine"]:
+    """An engine of each method; all are made before any runs."""
+    from jax_longctx.evaluation.compute import engine_of
+    from jax_longctx.methods import make_method
+
+    return [engine_of(model, make_method(spec.name, dict(spec.settings))) for spec in chosen]
+
+
+def _cut(
+    model: "LongContext", files: list[Path] | None, count: int, length: int, *, join: bool = False
+) -> Any:
+    """`[n, T]` token ids; `join` lets a text run on from one file to the next."""
+    from jax_longctx.evaluation.haystack import python_topics
+    from jax_longctx.evaluation.texts import cut_texts
+
+    encode = model.tokenizer.encode
+    read = [read_text(str(file)) for file in files] if files else [python_topics()]
+    documents = [encode(part) for part in read]
+    if join:
+        documents = [[token for document in documents for token in document]]
+    return cut_texts(documents, count=count, length=length, lead=encode("", bos=True))
+
+
+def _plans(
+    engines: list["Engine"], chosen: list[Spec], scoring: Scoring
+) -> list[tuple["Engine", Spec, str]]:
+    """Engine, method and question of every run."""
+    plans = []
+    for engine, spec in zip(engines, chosen, strict=True):
+        reads_for = engine.method.info.needs_question and scoring.kind.through == "context"
+        if reads_for and not scoring.question:
+            raise InputError(f"{spec.name} reads a text for a question: give one with --question")
+        questions = (scoring.question or []) if reads_for else [""]
+        plans += [(engine, spec, asked) for asked in questions]
+    return plans
+
+
+def _score(
+    model: "LongContext", tokens: Any, scoring: Scoring, facts: dict[str, Any], terminal: Terminal
+) -> dict[str, Any]:
+    from jax_longctx.evaluation.perplexity import score_texts, windows
+
+    kind = scoring.kind
+    with terminal.progress(facts["method"]) as update:
+        found = score_texts(
+            model.engine,
+            tokens,
+            through=kind.through,
+            score=scoring.score or kind.score,
+            batch=scoring.batch,
+            question=model.tokenizer.encode(facts["question"]),
+            ahead=scoring.ahead,
+            progress=update,
+        )
+    count, length = tokens.shape
+    scored, window = found.losses.shape[1], scoring.window or kind.window
+    return {
+        "length": length,
+        "score": scored,
+        "texts": count,
+        "batch": scoring.batch,
+        "through": found.through,
+        "ahead": found.ahead,
+        "means": found.losses.mean(1, dtype="float64").tolist(),
+        "windows": windows(found.losses, first=length - scored, window=window),
+        "read_seconds": found.read_seconds,
+        "score_seconds": found.score_seconds,
+    }
+
+
+@options.command
+def agreement(
+    model: Model,
+    output: options.Output,
+    methods: options.MethodSpecs = None,
+    text: Texts = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 2048,
+    score: Annotated[int, typer.Option(min=1, help="Last tokens that are scored.")] = 64,
+    asked: Annotated[
+        int, typer.Option(min=1, help="Tokens before the scored ones that are the question.")
+    ] = 1,
+    texts: Count = 3,
+    batch: Annotated[int, typer.Option(min=1, help="Rows that are read together.")] = 8,
+    attention: Annotated[
+        bool,
+        "Also what is attended; each layer's weights cost a pass over the text for every head-dim "
+        "tokens of it.",
+    ] = True,
+    queries: Annotated[
+        int, typer.Option(min=1, help="Newest scored tokens whose attention is looked at.")
+    ] = 16,
+    top: Annotated[int, typer.Option(min=1, help="k of the recall of full attention's best.")] = 64,
+) -> None:
+    """What a method predicts and attends, against full attention on the same texts.
+
+    The last tokens of every text are decoded one by one. KL is of full attention's next-token
+    distribution to the method's; mass and recall are of full attention's weights.
+
+    [bold]Example[/bold]
+
+        jax-longctx eval agreement -c smollm2 -m snapkv:budget=256 -m quest:budget=256
+    """
+    chosen = options.parse_specs(methods)
+    terminal = output.terminal()
+    loaded = model.open(terminal, chosen[0])
+    from jax_longctx.evaluation.agreement import attention_agreement, divergences, scored_states
+    from jax_longctx.evaluation.agreement_report import markdown
+
+    full, *engines = _engines(loaded, [Spec("full"), *chosen])
+    tokens = _cut(loaded, text, texts, length)
+    how = {"score": score, "asked": asked}
+    # Of more queries than are scored there would be nothing to look at.
+    sizes = {"queries": min(queries, score), "top": top}
+    with terminal.waiting("full attention's predictions"):
+        exact = scored_states(full, tokens, batch=batch, **how)
+    runs: list[dict[str, Any]] = []
+    for engine, spec in zip(engines, chosen, strict=True):
+        loaded.engine = engine
+        facts = {**options.run_facts(loaded), "given": dict(spec.settings), "length": length}
+        with terminal.waiting(f"{spec.name}'s predictions"):
+            states = scored_states(engine, tokens, batch=batch, **how)
+            kl, same = divergences(full, exact, states)
+        means = {"kl": kl.mean(1, dtype="float64").tolist(), "same": same.mean(1).tolist()}
+        runs.append({**facts, **how, **sizes, "attention": None, **means})
+    output.save({"runs": runs})
+    if attention:
+        with terminal.progress("attention", "texts") as update:
+            found = attention_agreement(
+                full, engines, tokens, progress=update, batch=batch, **how, **sizes
+            )
+        for run, records in zip(runs, found, strict=True):
+            run["attention"] = records
+            if records is None:
+                name = run["method"]
+                terminal.note(f"{name} reads a text in parts side by side: no weights shown")
+        output.save({"runs": runs})
+    terminal.records(runs, markdown)
+
+
+@options.command
+def citrus_overlap(
+    model: Weights,
+    output: File,
+    text: Texts = None,
+    texts: Count = 20,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the first context.")] = 200,
+    top: Annotated[
+        list[int] | None,
+        "k, tokens that are kept; repeat for several. 25, 50, 100 unless given.",
+    ] = None,
+    instruction: Annotated[str, "What is asked of the text."] = INSTRUCTION,
+) -> None:
+    """Do a text and an instruction look at the same tokens? (CItruS, Fig. 3)
+
+    The share of the k tokens that matter most to a piece of text which also matter most to an
+    instruction, and, beside the paper, to another piece of text, all of as many tokens.
+
+    [bold]Example[/bold]
+
+        jax-longctx eval citrus-overlap -c smollm2 --texts 50 --top 50
+    """
+    terminal = output.terminal()
+    loaded = model.open(terminal)
+    from jax_longctx.evaluation.overlap import importance, intersections
+
+    asked = loaded.tokenizer.encode(instruction)
+    # Three pieces of one text: the first context, and two that follow far behind it.
+    length = 4 * (tokens + len(asked))
+    rows = _cut(loaded, text, texts, length).tolist()
+    counts = top or [25, 50, 100]
+    ratios: dict[int, list[Any]] = {count: [] for count in counts}
+    with terminal.progress("overlap", "texts") as update:
+        for done, row in enumerate(rows, start=1):
+            first, size = row[:tokens], len(asked)
+            followers = [row[-size:], asked, row[-2 * size : -size]]
+            near, told, other = (importance(loaded.engine, first, part) for part in followers)
+            for count in counts:
+                pair = [intersections(near, part, count) for part in (told, other)]
+                ratios[count].append(pair)
+            update(done, len(rows))
+    import numpy as np
+
+    # [texts, (instruction, text), layers] -> means by layer.
+    means = {count: np.mean(found, axis=0) for count, found in ratios.items()}
+    by_layer = {str(count): found.tolist() for count, found in means.items()}
+    record = {"tokens": tokens, "texts": len(rows), "instruction": instruction}
+    output.save({**record, "by_layer": by_layer})
+    terminal.write(_overlaps(means, tokens) + f"\n\n{len(rows)} texts of {tokens} tokens.\n")
+
+
+def _overlaps(means: dict[int, Any], tokens: int) -> str:
+    """A line for each k and third of the layers."""
+    lines = ["| k | layers | text and instruction | text and other text | chance |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for count, found in means.items():
+        layers = found.shape[1]
+        borders = sorted({layers * third // 3 for third in range(4)})
+        for start, stop in itertools.pairwise(borders):
+            told, other = found[:, start:stop].mean(1)
+            lines.append(
+                f"| {count} | {start}-{stop - 1} | {told:.3f} | {other:.3f} "
+                f"| {count / tokens:.3f} |"
+            )
+    return "\n".join(lines)
+
+
+@options.command
+def resa_spectrum(
+    model: Weights,
+    output: File,
+    text: Texts = None,
+    texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 3,
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option("--length", help="Tokens of a text; repeat. 512, 1024, 2048 unless given."),
+    ] = None,
+) -> None:
+    """How nearly attention logits are of rank one, by length. (RESA, Figs. 2 and 4)
+
+    The first singular value, its share of their sum (the paper: 40-50%), and the cosine between
+    its right vector and the mean query's logits, which RESA estimates by; all heads and layers.
+
+    [bold]Example[/bold]
+
+        jax-longctx eval resa-spectrum -c smollm2 --length 1024 --length 4096
+    """
+    terminal = output.terminal()
+    loaded = model.open(terminal)
+    import numpy as np
+
+    from jax_longctx.evaluation.spectrum import spectrum
+
+    wanted = sorted(lengths or [512, 1024, 2048])
+    cut = {length: _cut(loaded, text, texts, length) for length in wanted}
+    records, lines = [], ["| tokens | first singular value | its share, % | cosine to the prior |"]
+    lines.append("| --- | --- | --- | --- |")
+    for length, rows in cut.items():
+        with terminal.waiting(f"{texts} texts of {length:,} tokens"):
+            found = [spectrum(loaded.engine, row) for row in rows.tolist()]
+        means = {name: np.mean([one[name] for one in found], axis=0) for name in found[0]}
+        records.append({"length": length, **{name: x.tolist() for name, x in means.items()}})
+        first, share, prior = (means[name].mean() for name in ("first", "share", "prior"))
+        lines.append(f"| {length:,} | {first:,.1f} | {100 * share:.1f} | {prior:.3f} |")
+    output.save({"texts": texts, "lengths": records})
+    terminal.write("\n".join(lines) + f"\n\nMeans over layers, heads and {texts} texts.\n")
+
+
+@options.command
+def resa_errors(
+    model: Weights,
+    output: File,
+    selectors: Annotated[
+        list[str] | None,
+        typer.Option("--selector", help="quest, arkvale or ideal; all three unless given."),
+    ] = None,
+    ratios: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--ratio", help="Share of the prompt selected; 0.025, 0.05, 0.1 unless given."
+        ),
+    ] = None,
+    texts: Annotated[int, typer.Option(min=1, help="Texts, cut from one at even distances.")] = 3,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each text.")] = 2048,
+    queries: Annotated[int, typer.Option(min=1, help="Last tokens of each that query.")] = 64,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            allow_dash=True,
+            help="Text to read; the help texts of Python unless given.",
+        ),
+    ] = None,
+) -> None:
+    """Errors of attention scores and outputs of RESA, and of its selectors alone (lambda 0).
+
+    Over all layers; the first 4 and last 64 tokens are read beside the budget.
+
+    [bold]Example[/bold]
+
+        jax-longctx eval resa-errors -c smollm2 --selector quest --ratio 0.05
+    """
+    terminal = output.terminal()
+    loaded = model.open(terminal)
+    from jax_longctx.evaluation.haystack import python_topics
+    from jax_longctx.evaluation.resa_errors import attention_errors
+    from jax_longctx.methods import make_method
+
+    ids = loaded.tokenizer.encode(python_topics() if text is None else read_text(str(text)))
+    if texts * tokens > len(ids):
+        raise InputError(
+            f"{texts} texts of {tokens:,} tokens need {texts * tokens:,}, the text has "
+            f"{len(ids):,}; ask for fewer or give a longer --text"
+        )
+    cut = [ids[i * (len(ids) // texts) :][:tokens] for i in range(texts)]
+    records: list[dict[str, Any]] = []
+    for selector in selectors or ["quest", "arkvale", "ideal"]:
+        methods = [
+            make_method("resa", {"selector": selector, "ratio": ratio})
+            for ratio in ratios or [0.025, 0.05, 0.1]
+        ]
+        with terminal.waiting(f"{selector}: {texts} texts of {tokens:,} tokens"):
+            records += attention_errors(loaded.engine, cut, methods, queries=queries)
+    output.hand_over(records, _errors)
+
+
+def _errors(records: list[dict[str, Any]]) -> Iterable[Any]:
+    made = table(
+        ("selector", "ratio", "lambda", "score error", "below", "output error", "below"), ()
+    )
+    plain: dict[Any, dict[str, Any]] = {}
+    for record in records:
+        settings = record["settings"]
+        key = settings["selector"], settings["ratio"]
+        if settings["lam"] == 0:
+            plain[key] = record
+        made.add_row(
+            settings["selector"],
+            f"{settings['ratio']:.1%}",
+            f"{settings['lam']:.2f}",
+            f"{record['score_error']:.3f}",
+            _layers_below(record, plain.get(key), 0),
+            f"{record['output_error']:.3f}",
+            _layers_below(record, plain.get(key), 1),
+        )
+    yield made
+    yield (
+        f"{records[0]['queries']} queries in each layer; below: layers whose error is below the "
+        "selector's alone"
+    )
+
+
+def _layers_below(record: dict[str, Any], plain: dict[str, Any] | None, which: int) -> str:
+    """`28/30`: in how many layers the score's (0) or the output's (1) error is smaller."""
+    if plain is None or record is plain:
+        return ""
+    pairs = list(zip(record["by_layer"], plain["by_layer"], strict=True))
+    return f"{sum(mine[which] < alone[which] for mine, alone in pairs)}/{len(pairs)}"
