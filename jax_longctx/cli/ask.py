@@ -10,11 +10,10 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from jax_longctx.cli import options, process
+from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import (
     Terminal,
     check_argument,
@@ -48,49 +47,34 @@ class Request:
 
     PANEL = "Context"
 
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="FILE QUESTION",
-            help="The text (UTF-8; - for stdin) and what to ask of it. --load-context stands for "
-            "the text, --completion for the questions.",
-            show_default=False,
-        ),
-    ] = None
-    completion: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="STEM",
-            help="Instead of a question: the words an answer starts with, which the model "
-            "continues, without chat template. The surest way to ask a small model; may be "
-            "repeated.",
-        ),
-    ] = None
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="The checkpoint's chat template, or a plain 'Question: ... Answer:'. The template "
-            "is used where there is one.",
-            show_default=False,
-        ),
-    ] = None
-    save_context: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Keep the context, once read, in a new folder: later questions start at once.",
-        ),
-    ] = None
-    load_context: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            exists=True,
-            file_okay=False,
-            help="Ask of a saved context (same checkpoint, method and settings); give no FILE.",
-        ),
-    ] = None
+    words: list[str] | None = argument(
+        "The text (UTF-8; - for stdin) and what to ask of it. --load-context stands for "
+        "the text, --completion for the questions.",
+        metavar="FILE QUESTION",
+        show_default=False,
+    )
+    completion: list[str] | None = option(
+        "Instead of a question: the words an answer starts with, which the model "
+        "continues, without chat template. The surest way to ask a small model; may be "
+        "repeated.",
+        metavar="STEM",
+    )
+    chat: bool | None = option(
+        "The checkpoint's chat template, or a plain 'Question: ... Answer:'. The template "
+        "is used where there is one.",
+        "--chat/--no-chat",
+        show_default=False,
+    )
+    save_context: Path | None = option(
+        "Keep the context, once read, in a new folder: later questions start at once.",
+        metavar="DIR",
+    )
+    load_context: Path | None = option(
+        "Ask of a saved context (same checkpoint, method and settings); give no FILE.",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+    )
 
     @property
     def file(self) -> str | None:
@@ -139,7 +123,7 @@ def ask(
     model: options.ModelChoice,
     method: options.MethodChoice,
     answers: options.AnswerOptions,
-    as_json: options.AsJson = False,
+    as_json: bool = options.as_json(),
 ) -> None:
     """Ask one or many questions over one long text.
 

@@ -1,11 +1,12 @@
 """`jax-longctx batch`: many prompts and questions, JSON lines in, JSON lines out."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from jax_longctx.cli import options, process
+from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import Terminal, check_file, per_second
 from jax_longctx.errors import InputError
 
@@ -17,56 +18,45 @@ _BATCH = "Batch"
 
 @options.command
 def batch(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="IN.jsonl",
-            exists=True,
-            dir_okay=False,
-            help='Rows: {"prompt": ...}, or {"context": ..., "question": ...}, with "file" in '
-            'place of the context and "questions" as you like; an "id" comes back. Files are '
-            "relative to the folder of IN.jsonl, and may be any that can be read (see "
-            "--files-under).",
-            show_default=False,
-        ),
-    ],
-    output: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT.jsonl",
-            help="One line for each row, in the same order: answer, or error.",
-            show_default=False,
-        ),
-    ],
-    model: Annotated[options.ModelChoice, options.Only("checkpoint", "dtype", "mesh", "chunk")],
+    *,
+    source: Path = argument(
+        'Rows: {"prompt": ...}, or {"context": ..., "question": ...}, with "file" in '
+        'place of the context and "questions" as you like; an "id" comes back. Files are '
+        "relative to the folder of IN.jsonl, and may be any that can be read (see "
+        "--files-under).",
+        default=...,
+        metavar="IN.jsonl",
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+    ),
+    output: Path = argument(
+        "One line for each row, in the same order: answer, or error.",
+        default=...,
+        metavar="OUT.jsonl",
+        show_default=False,
+    ),
+    model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk"),
     method: options.MethodChoice,
     answers: options.AnswerOptions,
-    rows: Annotated[
-        int,
-        typer.Option(
-            help="Most rows that are computed together; fewer where memory asks for it.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = 8,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="The checkpoint's chat template for questions, or a plain 'Question: ... "
-            "Answer:'. The template is used where there is one; prompts are continued as they are.",
-            rich_help_panel=_BATCH,
-            show_default=False,
-        ),
-    ] = None,
-    files_under: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help='Refuse rows whose "file" is not in this folder, links followed. Give it where '
-            "others write the rows: answers show what is in the files.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = None,
+    rows: int = option(
+        "Most rows that are computed together; fewer where memory asks for it.",
+        default=8,
+        rich_help_panel=_BATCH,
+    ),
+    chat: bool | None = option(
+        "The checkpoint's chat template for questions, or a plain 'Question: ... "
+        "Answer:'. The template is used where there is one; prompts are continued as they are.",
+        "--chat/--no-chat",
+        rich_help_panel=_BATCH,
+        show_default=False,
+    ),
+    files_under: str | None = option(
+        'Refuse rows whose "file" is not in this folder, links followed. Give it where '
+        "others write the rows: answers show what is in the files.",
+        metavar="DIR",
+        rich_help_panel=_BATCH,
+    ),
 ) -> None:
     """Answer many prompts or questions, from JSON lines to JSON lines.
 

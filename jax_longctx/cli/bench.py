@@ -1,37 +1,43 @@
 """`jax-longctx bench`: measured times beside a baseline and a roofline, from one run."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Any
 
 import rich.table
 import typer
 
 from jax_longctx.cli import options
 from jax_longctx.cli.bench_kernels import kernels
+from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import table
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.settings import MESH_AXES, parse_mesh
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure on this device, as ratios in one run.")
-bench_app.command()(kernels)
+bench_app.command()(options.command(kernels))
 
-Layers = Annotated[
-    int | None, "Time so many layers, and one, and scale; all of the shape's if not."
-]
-Runs = Annotated[int, typer.Option(min=1, help="Runs; the median counts.")]
+
+def _layers() -> Any:
+    return option("Time so many layers, and one, and scale; all of the shape's if not.")
+
+
+def _runs() -> Any:
+    return option("Runs; the median counts.", default=3, min=1)
 
 
 @bench_app.command()
 @options.command
 def e2e(
     output: options.Output,
-    model: options.Preset = "llama-3.1-8b",
-    context: Annotated[list[int] | None, "Context length in tokens; repeat for several."] = None,
-    chunk: Annotated[int, "Tokens a prefill pass takes."] = 8192,
-    runs: Runs = 3,
-    peer: Annotated[bool, "Also run transformers (needs PyTorch with CUDA)."] = True,
-    compiled: Annotated[bool, "Also transformers' compiled decode over a static cache."] = False,
+    model: str = options.shape(),
+    context: list[int] | None = option("Context length in tokens; repeat for several."),
+    chunk: int = option("Tokens a prefill pass takes.", default=8192),
+    runs: int = _runs(),
+    peer: bool = option("Also run transformers (needs PyTorch with CUDA).", default=True),
+    compiled: bool = option(
+        "Also transformers' compiled decode over a static cache.", default=False
+    ),
 ) -> None:
     """Time to first token and time a decode step, full attention, random bfloat16 weights.
 
@@ -82,20 +88,19 @@ def _end_to_end(result: dict[str, Any]) -> Iterable[Any]:
 @options.command
 def decode(
     output: options.Output,
-    methods: Annotated[
-        list[str],
-        options.methods_option("A method and its settings; repeat for several."),
-    ],
-    model: options.Preset = "llama-3.1-8b",
-    cases: Annotated[
-        list[str] | None,
-        typer.Option("--case", metavar="BATCHxCONTEXT", help="E.g. 3x131072; repeat for several."),
-    ] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="Blocks of 32 steps that are timed.")] = 5,
-    layers: Layers = None,
-    random_cache: Annotated[
-        bool, "Draw the cache at random instead of reading a context (append-only methods)."
-    ] = False,
+    methods: list[str] = options.methods(
+        "A method and its settings; repeat for several.", default=...
+    ),
+    model: str = options.shape(),
+    cases: list[str] | None = option(
+        "E.g. 3x131072; repeat for several.", "--case", metavar="BATCHxCONTEXT"
+    ),
+    blocks: int = option("Blocks of 32 steps that are timed.", default=5, min=1),
+    layers: int | None = _layers(),
+    random_cache: bool = option(
+        "Draw the cache at random instead of reading a context (append-only methods).",
+        default=False,
+    ),
 ) -> None:
     """Time a decode step of methods beside full attention's, random bfloat16 weights.
 
@@ -157,12 +162,12 @@ def _steps(result: dict[str, Any]) -> Iterable[Any]:
         )
     yield made
     yield (
-        f"{result['device']}, {result['model']} in bfloat16, {_layers(result['layers'])}; "
+        f"{result['device']}, {result['model']} in bfloat16, {_layers_said(result['layers'])}; "
         f"jax {result['jax']}; copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
     )
 
 
-def _layers(layers: dict[str, int]) -> str:
+def _layers_said(layers: dict[str, int]) -> str:
     """What a table's last line says of them; `layers` has `timed` and `of`."""
     if layers["timed"] == layers["of"]:
         return f"all {layers['of']} layers"
@@ -176,31 +181,24 @@ def _layers(layers: dict[str, int]) -> str:
 @options.command
 def prefill(
     output: options.Output,
-    methods: Annotated[
-        list[str],
-        options.methods_option(
-            "A method and its settings; repeat for several. The first is what the others' speed "
-            "is told against."
-        ),
-    ],
-    model: options.Preset = "llama-3.1-8b",
-    cases: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--case",
-            metavar="TOKENS[:BLOCK]",
-            help="Tokens of context, question and answer, and Star's block; repeat for several.",
-        ),
-    ] = None,
-    mesh: Annotated[
-        str | None, options.mesh_option("Devices, e.g. seq=4; all along seq unless given.")
-    ] = None,
-    layers: Layers = None,
-    runs: Runs = 3,
-    blocks: Annotated[
-        int, typer.Option(min=0, help="Blocks of 32 decode steps that are timed; 0 times none.")
-    ] = 2,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens a pass takes of a shard.")] = 8192,
+    methods: list[str] = options.methods(
+        "A method and its settings; repeat for several. The first is what the others' speed "
+        "is told against.",
+        default=...,
+    ),
+    model: str = options.shape(),
+    cases: list[str] | None = option(
+        "Tokens of context, question and answer, and Star's block; repeat for several.",
+        "--case",
+        metavar="TOKENS[:BLOCK]",
+    ),
+    mesh: str | None = options.mesh("Devices, e.g. seq=4; all along seq unless given."),
+    layers: int | None = _layers(),
+    runs: int = _runs(),
+    blocks: int = option(
+        "Blocks of 32 decode steps that are timed; 0 times none.", default=2, min=0
+    ),
+    chunk: int = option("Tokens a pass takes of a shard.", default=8192, min=1),
 ) -> None:
     """Time to first token of methods over several devices, random bfloat16 weights.
 
@@ -246,7 +244,7 @@ def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
     yield from (_times(result), "\nbusiest device:", _work(result), "")
     yield (
         f"{result['device']} {devices}, {result['model']} in bfloat16, "
-        f"{_layers(result['layers'])}; chunk {result['chunk']:,}, median of {result['runs']}, "
+        f"{_layers_said(result['layers'])}; chunk {result['chunk']:,}, median of {result['runs']}, "
         f"jax {result['jax']}"
     )
     received = rates["received"]

@@ -32,7 +32,7 @@ def kernels(
             "table, in the folder that JAX_LONGCTX_TUNING names or else in the package's.",
         ),
     ] = False,
-    as_json: options.AsJson = False,
+    as_json: bool = options.as_json(),
 ) -> None:
     """Time every kernel on this device, random bfloat16 inputs.
 

@@ -1,37 +1,28 @@
 """`jax-longctx convert`: checkpoints in and out."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from jax_longctx.cli import options
+from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import CheckpointError, InputError
 
 
 @options.command
 def convert(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="A Hugging Face directory or hub id, or a GGUF file; with --to-hf a converted "
-            "checkpoint.",
-            show_default=False,
-        ),
-    ],
-    destination: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
-    dtype: Annotated[
-        str | None,
-        options.dtype_option(
-            "float32, bfloat16 or float16; the source's unless given. Two bytes halve disk and "
-            "memory; on a CPU float32 is the fastest."
-        ),
-    ] = None,
-    to_hf: Annotated[
-        bool,
-        typer.Option("--to-hf", help="The other way: Hugging Face safetensors, bit for bit."),
-    ] = False,
+    source: str = argument(
+        "A Hugging Face directory or hub id, or a GGUF file; with --to-hf a converted checkpoint.",
+        default=...,
+        show_default=False,
+    ),
+    destination: Path = argument("The folder to write.", default=..., show_default=False),
+    dtype: str | None = options.dtype(
+        "float32, bfloat16 or float16; the source's unless given. Two bytes halve disk and "
+        "memory; on a CPU float32 is the fastest."
+    ),
+    to_hf: bool = option(
+        "The other way: Hugging Face safetensors, bit for bit.", "--to-hf", default=False
+    ),
 ) -> None:
     """Convert a checkpoint, once, to what the other commands load.
 
@@ -49,7 +40,7 @@ def convert(
     if to_hf and dtype is not None:
         raise InputError("--to-hf writes the checkpoint's own dtype; leave out --dtype")
     if to_hf:
-        options.checked_checkpoint(Path(source))
+        options.check_checkpoint(Path(source))
     elif not (Path(source).expanduser().exists() or _is_hub_id(source)):
         raise CheckpointError(
             f"{source} does not exist; expected a Hugging Face directory, a GGUF file, "

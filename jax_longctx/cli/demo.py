@@ -14,11 +14,12 @@ import importlib.util
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from jax_longctx.cli import options, process
+from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, closing_note
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import NOISE, Haystack, python_topics
@@ -42,17 +43,17 @@ FAR_METHOD = "dynamic-ntk"
 @options.command
 def demo(
     method: options.MethodChoice,
-    folder: Annotated[
-        Path, typer.Option("--model-dir", help="Where the model is converted to, once.")
-    ] = MODEL_FOLDER,
-    tokens: Annotated[int, "Length of a text in tokens."] = 6000,
-    depth: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Where the passkey is hidden: 0 start, 1 end.")
-    ] = 0.5,
-    seed: Annotated[int | None, "Fixes passkeys and texts; new ones each run unless given."] = None,
-    far_tokens: Annotated[
-        int, "Length of the last text, read by dynamic-ntk; 0 for none."
-    ] = 16_384,
+    folder: Path = option(
+        "Where the model is converted to, once.", "--model-dir", default=MODEL_FOLDER
+    ),
+    tokens: int = option("Length of a text in tokens.", default=6000),
+    depth: float = option(
+        "Where the passkey is hidden: 0 start, 1 end.", default=0.5, min=0.0, max=1.0
+    ),
+    seed: int | None = option("Fixes passkeys and texts; new ones each run unless given."),
+    far_tokens: int = option(
+        "Length of the last text, read by dynamic-ntk; 0 for none.", default=16_384
+    ),
 ) -> None:
     """Hide passkeys in long texts and have a small model find them.
 

@@ -5,12 +5,13 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 import typer.core
 
 from jax_longctx.cli import eval_texts, options, process
+from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import (
     Terminal,
     check_file,
@@ -48,57 +49,43 @@ eval_app.command("resa-errors")(eval_texts.resa_errors)
 eval_app.command("citrus-overlap")(eval_texts.citrus_overlap)
 eval_app.command("resa-spectrum")(eval_texts.resa_spectrum)
 
-Folder = Annotated[
-    Path | None,
-    typer.Option(
+
+def _folder() -> Any:
+    return option(
+        "Where rows and report go. A run that was ended goes on there, and one with more methods, "
+        "tasks, lengths or trials adds to it.",
         "--output",
         "-o",
         metavar="DIR",
-        help="Where rows and report go. A run that was ended goes on there, and one with more "
-        "methods, tasks, lengths or trials adds to it.",
-    ),
-]
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overrides:
     """Options that win over a file's or suite's `[run]`; None where they were not given."""
 
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--checkpoint",
-            "-c",
-            metavar="DIR",
-            help="Converted checkpoint; [bold]demo[/bold] is the demo's model. A suite or file may "
-            "name its own.",
-        ),
-    ] = None
-    batch: Annotated[
-        int | None, "Rows that are computed together; fewer where memory asks for it."
-    ] = None
-    chunk: Annotated[int | None, "Tokens read in one pass."] = None
-    dtype: options.Dtype = None
-    mesh: options.MeshSizes = None
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="The checkpoint's chat template around each prompt; plain completion unless "
-            "given.",
-            show_default=False,
-        ),
-    ] = None
-    seed: Annotated[int | None, "Of the prompts."] = None
-    by_layer: Annotated[
-        bool | None,
-        typer.Option(
-            "--by-layer/--whole",
-            help="Compile one layer in place of all: ready sooner, slower from then on. All unless "
-            "given.",
-            show_default=False,
-        ),
-    ] = None
+    checkpoint: str | None = option(
+        "Converted checkpoint; [bold]demo[/bold] is the demo's model. A suite or file may "
+        "name its own.",
+        "--checkpoint",
+        "-c",
+        metavar="DIR",
+    )
+    batch: int | None = option("Rows that are computed together; fewer where memory asks for it.")
+    chunk: int | None = option("Tokens read in one pass.")
+    dtype: str | None = options.dtype()
+    mesh: str | None = options.mesh()
+    chat: bool | None = option(
+        "The checkpoint's chat template around each prompt; plain completion unless given.",
+        "--chat/--no-chat",
+        show_default=False,
+    )
+    seed: int | None = option("Of the prompts.")
+    by_layer: bool | None = option(
+        "Compile one layer in place of all: ready sooner, slower from then on. All unless given.",
+        "--by-layer/--whole",
+        show_default=False,
+    )
 
     def over(self, config: "EvalConfig") -> "EvalConfig":
         """The configuration with these in place of its own."""
@@ -110,36 +97,26 @@ class Overrides:
 class Choice:
     """What is evaluated: a file, or one part as options."""
 
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="TOML", help="A file that says all of it, in place of the options."),
-    ] = None
-    methods: Annotated[
-        list[str] | None,
-        options.methods_option(
-            "A method and its settings, L/8 for an eighth of the length; repeat for several. "
-            "Exact attention unless given."
-        ),
-    ] = None
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--task",
-            "-t",
-            metavar="NAME[:KEY=VALUE,...]",
-            help="A task and its settings; repeat for several. [bold]jax-longctx eval tasks[/bold] "
-            "lists them.",
-        ),
-    ] = None
-    lengths: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--length",
-            metavar="TOKENS",
-            help="Of a prompt, room for the answer included; repeat for several.",
-        ),
-    ] = None
-    trials: Annotated[int | None, "Prompts of each task and length; 20 unless given."] = None
+    config: Path | None = option(
+        "A file that says all of it, in place of the options.", metavar="TOML"
+    )
+    methods: list[str] | None = options.methods(
+        "A method and its settings, L/8 for an eighth of the length; repeat for several. "
+        "Exact attention unless given."
+    )
+    tasks: list[str] | None = option(
+        "A task and its settings; repeat for several. [bold]jax-longctx eval tasks[/bold] "
+        "lists them.",
+        "--task",
+        "-t",
+        metavar="NAME[:KEY=VALUE,...]",
+    )
+    lengths: list[int] | None = option(
+        "Of a prompt, room for the answer included; repeat for several.",
+        "--length",
+        metavar="TOKENS",
+    )
+    trials: int | None = option("Prompts of each task and length; 20 unless given.")
 
     def read(self) -> "EvalConfig":
         """The file's configuration, or that of the options."""
@@ -170,15 +147,11 @@ class Choice:
 @options.command
 def _eval(
     context: typer.Context,
-    given: Annotated[Overrides, options.Only("checkpoint", "batch", "chat", "dtype", "mesh")],
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Run a suite in place of a command; [bold]eval suites[/bold] lists them.",
-        ),
-    ] = None,
-    output: Folder = None,
+    given: Overrides = only("checkpoint", "batch", "chat", "dtype", "mesh"),
+    suite: str | None = option(
+        "Run a suite in place of a command; [bold]eval suites[/bold] lists them.", metavar="NAME"
+    ),
+    output: Path | None = _folder(),
 ) -> None:
     """Score methods on tasks with known answers.
 
@@ -207,8 +180,8 @@ def _eval(
 def run(
     choice: Choice,
     overrides: Overrides,
-    output: Folder = None,
-    as_json: options.AsJson = False,
+    output: Path | None = _folder(),
+    as_json: bool = options.as_json(),
 ) -> None:
     """Run methods on tasks and lengths, and write rows and a report.
 
@@ -232,7 +205,7 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal) -> None:
         raise InputError("no model given; name one with --checkpoint")
     parse_mesh(config.run.mesh or "")
     if config.run.checkpoint != DEMO:
-        options.checked_checkpoint(Path(config.run.checkpoint))
+        options.check_checkpoint(Path(config.run.checkpoint))
     check_matplotlib("the report")
     with terminal.starting():
         from jax_longctx.evaluation.runner import check_config, run_eval
@@ -261,18 +234,14 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal) -> None:
 @eval_app.command()
 @options.command
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", exists=True, help="A run's --output.")],
-    more: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[DIR ...]", help="Other runs, whose rows join the report."),
-    ] = None,
-    perplexity: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="JSON",
-            help="What eval perplexity --out wrote, for tables and curves; repeat for several.",
-        ),
-    ] = None,
+    folder: Path = argument("A run's --output.", default=..., metavar="DIR", exists=True),
+    more: list[Path] | None = argument(
+        "Other runs, whose rows join the report.", metavar="[DIR ...]"
+    ),
+    perplexity: list[Path] | None = option(
+        "What eval perplexity --out wrote, for tables and curves; repeat for several.",
+        metavar="JSON",
+    ),
 ) -> None:
     """Write the report of rows that are there, also of a run that is not finished.
 
@@ -410,33 +379,29 @@ def tasks() -> None:
             terminal.write(f"    {key}: {setting['type']} = {setting['default']!r}\n")
 
 
-Heatmap = Annotated[Path | None, "Write a PNG: share found by length and depth."]
 DEFAULT_LENGTHS = [4096, 8192]
+
+
+def _heatmap() -> Any:
+    return option("Write a PNG: share found by length and depth.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trials:
     """The prompts of `eval passkey`."""
 
-    lengths: Annotated[
-        list[int] | None, typer.Option("--length", help="Tokens of a prompt; repeat for several.")
-    ] = None
-    depths: Annotated[
-        int | None, typer.Option(min=1, help="Depths from 0 to 1, evenly spaced; 10 unless given.")
-    ] = None
-    depth: Annotated[
-        list[float] | None,
-        typer.Option(min=0, max=1, help="A depth from 0 to 1, in place of --depths; repeat."),
-    ] = None
-    trials: Annotated[int, typer.Option(min=1, help="Trials of each length and method.")] = 50
-    batch: Annotated[int, typer.Option(min=1, help="Rows that are read together.")] = 1
-    text: Annotated[
-        Path | None, "Text to hide the key in; the help texts of Python unless given."
-    ] = None
-    noise: Annotated[
-        bool, typer.Option("--noise", help="Hide the key in five short sentences, repeated.")
-    ] = False
-    seed: Annotated[int, "Of the prompts."] = 0
+    lengths: list[int] | None = option("Tokens of a prompt; repeat for several.", "--length")
+    depths: int | None = option("Depths from 0 to 1, evenly spaced; 10 unless given.", min=1)
+    depth: list[float] | None = option(
+        "A depth from 0 to 1, in place of --depths; repeat.", min=0, max=1
+    )
+    trials: int = option("Trials of each length and method.", default=50, min=1)
+    batch: int = option("Rows that are read together.", default=1, min=1)
+    text: Path | None = option("Text to hide the key in; the help texts of Python unless given.")
+    noise: bool = option(
+        "Hide the key in five short sentences, repeated.", "--noise", default=False
+    )
+    seed: int = option("Of the prompts.", default=0)
 
     def __post_init__(self) -> None:
         if self.depth and self.depths is not None:
@@ -468,10 +433,10 @@ class Trials:
 def passkey(
     model: options.ModelChoice,
     trials: Trials,
-    methods: options.MethodSpecs = None,
-    out: Annotated[Path | None, "Write every answer to this JSON file, as they come."] = None,
-    heatmap: Heatmap = None,
-    as_json: options.AsJson = False,
+    methods: list[str] | None = options.methods(),
+    out: Path | None = option("Write every answer to this JSON file, as they come."),
+    heatmap: Path | None = _heatmap(),
+    as_json: bool = options.as_json(),
 ) -> None:
     """How often a number hidden in a long text is found.
 
@@ -498,8 +463,8 @@ def passkey(
 @eval_app.command()
 @options.command
 def table(
-    files: Annotated[list[Path], typer.Argument(help="Results that --out wrote.")],
-    heatmap: Heatmap = None,
+    files: list[Path] = argument("Results that --out wrote.", default=...),
+    heatmap: Path | None = _heatmap(),
 ) -> None:
     """One table, and one heatmap, of several results.
 

@@ -4,11 +4,10 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from jax_longctx.cli import options, process
+from jax_longctx.cli.options import only, option
 from jax_longctx.cli.terminal import Terminal, check_plot, read_text, table
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import PROTOCOLS, Protocol, Spec
@@ -19,56 +18,45 @@ if TYPE_CHECKING:
 
 INSTRUCTION = "\n\nQuestion: What does the text above say, and about what?\nAnswer:"
 
-Model = Annotated[options.ModelChoice, options.Only("checkpoint", "dtype", "mesh", "chunk")]
-Weights = Annotated[options.ModelChoice, options.Only("checkpoint", "dtype")]
-File = Annotated[options.Output, options.Only("out")]
-Texts = Annotated[
-    list[Path] | None,
-    typer.Option(
+
+def _files() -> Any:
+    return option(
+        "Text to read; repeat for several. The help texts of Python unless given.",
         "--text",
         exists=True,
         dir_okay=False,
         allow_dash=True,
-        help="Text to read; repeat for several. The help texts of Python unless given.",
-    ),
-]
-Count = Annotated[int, typer.Option(min=1, help="Texts, at even distances.")]
+    )
+
+
+def _count(default: int) -> Any:
+    return option("Texts, at even distances.", default=default, min=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring:
     """What is scored of which texts."""
 
-    protocol: Annotated[
-        str,
+    protocol: str = option(
         "P1: the last 256 tokens decoded; P2: the last 50; P3, P4: a stream, every token as it is "
         "read; P5: the last 256 tokens as a question.",
-    ] = "P1"
-    text: Texts = None
-    length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a text; the protocol's unless given.")
-    ] = None
-    score: Annotated[
-        int | None,
-        typer.Option(min=1, help="Last tokens that are scored; the protocol's unless given."),
-    ] = None
-    texts: Count = 1
-    batch: Annotated[int, typer.Option(min=1, help="Texts that are read together.")] = 1
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Scored tokens of a point of the curve.")
-    ] = None
-    question: Annotated[
-        list[str] | None,
-        "P3, P4: what methods that need a question at prefill read for; one run each.",
-    ] = None
-    ahead: Annotated[
-        bool,
-        typer.Option(
-            "--ahead",
-            help="P3 to P5: score methods whose chunks choose together by the chunk, marked; "
-            "else token by token.",
-        ),
-    ] = False
+        default="P1",
+    )
+    text: list[Path] | None = _files()
+    length: int | None = option("Tokens of a text; the protocol's unless given.", min=1)
+    score: int | None = option("Last tokens that are scored; the protocol's unless given.", min=1)
+    texts: int = _count(1)
+    batch: int = option("Texts that are read together.", default=1, min=1)
+    window: int | None = option("Scored tokens of a point of the curve.", min=1)
+    question: list[str] | None = option(
+        "P3, P4: what methods that need a question at prefill read for; one run each."
+    )
+    ahead: bool = option(
+        "P3 to P5: score methods whose chunks choose together by the chunk, marked; "
+        "else token by token.",
+        "--ahead",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -84,11 +72,12 @@ class Scoring:
 
 @options.command
 def perplexity(
-    model: Model,
+    *,
+    model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk"),
     scoring: Scoring,
     output: options.Output,
-    methods: options.MethodSpecs = None,
-    plot: Annotated[Path | None, "Write a PNG: perplexity by position."] = None,
+    methods: list[str] | None = options.methods(),
+    plot: Path | None = option("Write a PNG: perplexity by position."),
 ) -> None:
     """Perplexity of long texts under each method, against full attention on the same texts.
 
@@ -194,26 +183,23 @@ def _score(
 
 @options.command
 def agreement(
-    model: Model,
+    *,
+    model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk"),
     output: options.Output,
-    methods: options.MethodSpecs = None,
-    text: Texts = None,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 2048,
-    score: Annotated[int, typer.Option(min=1, help="Last tokens that are scored.")] = 64,
-    asked: Annotated[
-        int, typer.Option(min=1, help="Tokens before the scored ones that are the question.")
-    ] = 1,
-    texts: Count = 3,
-    batch: Annotated[int, typer.Option(min=1, help="Rows that are read together.")] = 8,
-    attention: Annotated[
-        bool,
+    methods: list[str] | None = options.methods(),
+    text: list[Path] | None = _files(),
+    length: int = option("Tokens of a text.", default=2048, min=1),
+    score: int = option("Last tokens that are scored.", default=64, min=1),
+    asked: int = option("Tokens before the scored ones that are the question.", default=1, min=1),
+    texts: int = _count(3),
+    batch: int = option("Rows that are read together.", default=8, min=1),
+    attention: bool = option(
         "Also what is attended; each layer's weights cost a pass over the text for every head-dim "
         "tokens of it.",
-    ] = True,
-    queries: Annotated[
-        int, typer.Option(min=1, help="Newest scored tokens whose attention is looked at.")
-    ] = 16,
-    top: Annotated[int, typer.Option(min=1, help="k of the recall of full attention's best.")] = 64,
+        default=True,
+    ),
+    queries: int = option("Newest scored tokens whose attention is looked at.", default=16, min=1),
+    top: int = option("k of the recall of full attention's best.", default=64, min=1),
 ) -> None:
     """What a method predicts and attends, against full attention on the same texts.
 
@@ -263,16 +249,15 @@ def agreement(
 
 @options.command
 def citrus_overlap(
-    model: Weights,
-    output: File,
-    text: Texts = None,
-    texts: Count = 20,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the first context.")] = 200,
-    top: Annotated[
-        list[int] | None,
-        "k, tokens that are kept; repeat for several. 25, 50, 100 unless given.",
-    ] = None,
-    instruction: Annotated[str, "What is asked of the text."] = INSTRUCTION,
+    model: options.ModelChoice = only("checkpoint", "dtype"),
+    output: options.Output = only("out"),
+    text: list[Path] | None = _files(),
+    texts: int = _count(20),
+    tokens: int = option("Tokens of the first context.", default=200, min=1),
+    top: list[int] | None = option(
+        "k, tokens that are kept; repeat for several. 25, 50, 100 unless given."
+    ),
+    instruction: str = option("What is asked of the text.", default=INSTRUCTION),
 ) -> None:
     """Do a text and an instruction look at the same tokens? (CItruS, Fig. 3)
 
@@ -330,14 +315,13 @@ def _overlaps(means: dict[int, Any], tokens: int) -> str:
 
 @options.command
 def resa_spectrum(
-    model: Weights,
-    output: File,
-    text: Texts = None,
-    texts: Annotated[int, typer.Option(min=1, help="Texts of each length.")] = 3,
-    lengths: Annotated[
-        list[int] | None,
-        typer.Option("--length", help="Tokens of a text; repeat. 512, 1024, 2048 unless given."),
-    ] = None,
+    model: options.ModelChoice = only("checkpoint", "dtype"),
+    output: options.Output = only("out"),
+    text: list[Path] | None = _files(),
+    texts: int = option("Texts of each length.", default=3, min=1),
+    lengths: list[int] | None = option(
+        "Tokens of a text; repeat. 512, 1024, 2048 unless given.", "--length"
+    ),
 ) -> None:
     """How nearly attention logits are of rank one, by length. (RESA, Figs. 2 and 4)
 
@@ -371,30 +355,23 @@ def resa_spectrum(
 
 @options.command
 def resa_errors(
-    model: Weights,
-    output: File,
-    selectors: Annotated[
-        list[str] | None,
-        typer.Option("--selector", help="quest, arkvale or ideal; all three unless given."),
-    ] = None,
-    ratios: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--ratio", help="Share of the prompt selected; 0.025, 0.05, 0.1 unless given."
-        ),
-    ] = None,
-    texts: Annotated[int, typer.Option(min=1, help="Texts, cut from one at even distances.")] = 3,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each text.")] = 2048,
-    queries: Annotated[int, typer.Option(min=1, help="Last tokens of each that query.")] = 64,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            allow_dash=True,
-            help="Text to read; the help texts of Python unless given.",
-        ),
-    ] = None,
+    model: options.ModelChoice = only("checkpoint", "dtype"),
+    output: options.Output = only("out"),
+    selectors: list[str] | None = option(
+        "quest, arkvale or ideal; all three unless given.", "--selector"
+    ),
+    ratios: list[float] | None = option(
+        "Share of the prompt selected; 0.025, 0.05, 0.1 unless given.", "--ratio"
+    ),
+    texts: int = option("Texts, cut from one at even distances.", default=3, min=1),
+    tokens: int = option("Tokens of each text.", default=2048, min=2),
+    queries: int = option("Last tokens of each that query.", default=64, min=1),
+    text: Path | None = option(
+        "Text to read; the help texts of Python unless given.",
+        exists=True,
+        dir_okay=False,
+        allow_dash=True,
+    ),
 ) -> None:
     """Errors of attention scores and outputs of RESA, and of its selectors alone (lambda 0).
 

@@ -1,11 +1,9 @@
 """`jax-longctx generate`: plain completion of a prompt."""
 
 import sys
-from typing import Annotated
-
-import typer
 
 from jax_longctx.cli import options
+from jax_longctx.cli.options import argument
 from jax_longctx.cli.terminal import Terminal, check_argument, closing_note, read_text
 from jax_longctx.errors import InputError
 
@@ -15,15 +13,12 @@ def generate(
     model: options.ModelChoice,
     method: options.MethodChoice,
     answers: options.AnswerOptions,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            help="The text to continue; - reads stdin (its last line break is dropped), which is "
-            "also read when PROMPT is left out and stdin is not a terminal.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: options.AsJson = False,
+    prompt: str | None = argument(
+        "The text to continue; - reads stdin (its last line break is dropped), which is "
+        "also read when PROMPT is left out and stdin is not a terminal.",
+        show_default=False,
+    ),
+    as_json: bool = options.as_json(),
 ) -> None:
     """Continue a prompt, of any length, without chat template.
 

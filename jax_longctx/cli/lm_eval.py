@@ -1,18 +1,16 @@
 """`jax-longctx lm-eval`: lm-evaluation-harness's own command line, with our model in its table."""
 
 import sys
-from typing import Annotated
 
-import typer
-
+from jax_longctx.cli import options
+from jax_longctx.cli.options import argument
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import ConfigError
 
 
+@options.command
 def lm_eval(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="...", help="As lm_eval takes them.")
-    ] = None,
+    arguments: list[str] | None = argument("As lm_eval takes them.", metavar="..."),
 ) -> None:
     """Run lm-evaluation-harness with --model jax-longctx: any of its tasks under any method.
 

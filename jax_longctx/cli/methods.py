@@ -1,12 +1,12 @@
 """`jax-longctx methods`: what each method does and costs, from its own metadata and caches."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.text import Text
 
 from jax_longctx.cli import options
+from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Terminal, table
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import shown_bytes
@@ -20,30 +20,23 @@ RESERVE = 256
 
 @options.command
 def methods(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            callback=options.checked_method,
-            autocompletion=options.method_names,
-            help="One method, with its settings; all of them unless given.",
-        ),
-    ] = None,
-    settings: options.Settings = None,
-    model: options.Preset = "llama-3.1-8b",
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            "--checkpoint",
-            "-c",
-            metavar="DIR",
-            callback=options.checked_checkpoint,
-            help="The model's shape from here.",
-        ),
-    ] = None,
-    context: Annotated[int, "Tokens of context, for the memory shown."] = 32768,
-    batch: Annotated[int, "Rows, for the memory shown."] = 1,
-    dtype: options.Dtype = "bfloat16",
-    as_json: options.AsJson = False,
+    name: str | None = argument(
+        "One method, with its settings; all of them unless given.",
+        **options.ONE_METHOD,
+    ),
+    settings: list[str] | None = options.settings(),
+    model: str = options.shape(),
+    checkpoint: Path | None = option(
+        "The model's shape from here.",
+        "--checkpoint",
+        "-c",
+        metavar="DIR",
+        callback=options.checked(options.check_checkpoint),
+    ),
+    context: int = option("Tokens of context, for the memory shown.", default=32768),
+    batch: int = option("Rows, for the memory shown.", default=1),
+    dtype: str | None = options.dtype(default="bfloat16"),
+    as_json: bool = options.as_json(),
 ) -> None:
     """List the long-context methods: what each changes, and what its caches cost.
 

@@ -9,7 +9,7 @@ import functools
 import inspect
 import platform
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,34 +29,46 @@ if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
 
 
-class Only:
-    """Beside a parameter's dataclass: the fields that are options, where not all are."""
+def option(help: str, *names: str, default: Any = None, **how: Any) -> Any:
+    """A field, or a command's own parameter, that is an option; `how` is as typer takes it.
 
-    def __init__(self, *names: str):
-        self.names = names
+    A default of `...` is for one that must be given.
+    """
+    return _field(typer.Option(*names, help=help, **how), default)
+
+
+def argument(help: str, default: Any = None, **how: Any) -> Any:
+    """A field, or a command's own parameter, that is an argument."""
+    return _field(typer.Argument(help=help, **how), default)
+
+
+def only(*names: str) -> Any:
+    """Of a dataclass that is a parameter, the fields that are options, where not all are."""
+    return dataclasses.field(metadata={"only": names})
+
+
+def _field(mark: Any, default: Any) -> Any:
+    default = dataclasses.MISSING if default is ... else default
+    return dataclasses.field(default=default, metadata={"mark": mark})
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """The function as typer takes it: a parameter that is a dataclass becomes its fields' options.
 
-    A field's annotation carries typer's option or argument, as a plain parameter's does, or its
-    help alone. `PANEL` of a dataclass is the heading of its options in the help.
+    `PANEL` of a dataclass is the heading of its options in the help.
     """
     groups: dict[str, tuple[Any, list[str]]] = {}
     flat: list[inspect.Parameter] = []
     for given in inspect.signature(function, eval_str=True).parameters.values():
-        kind, *marks = _parts(given.annotation)
+        kind: Any = given.annotation
         if not dataclasses.is_dataclass(kind):
-            flat.append(_parameter(given.name, given.annotation, given.default))
+            flat.append(_parameter(given.name, kind, given.default))
             continue
-        (only,) = [mark.names for mark in marks if isinstance(mark, Only)] or [()]
-        hints = typing.get_type_hints(kind, include_extras=True)
-        fields = [each for each in dataclasses.fields(kind) if not only or each.name in only]
+        metadata = getattr(given.default, "metadata", {})
+        fields = [each for each in dataclasses.fields(kind) if _is_in(each.name, metadata)]
+        hints, panel = typing.get_type_hints(kind), getattr(kind, "PANEL", None)
         groups[given.name] = kind, [each.name for each in fields]
-        flat += [
-            _parameter(each.name, hints[each.name], each.default, getattr(kind, "PANEL", None))
-            for each in fields
-        ]
+        flat += [_parameter(each.name, hints[each.name], each, panel) for each in fields]
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
@@ -72,150 +84,121 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _parts(annotation: Any) -> tuple[Any, ...]:
-    """Of `Annotated[kind, *marks]` the kind and the marks."""
-    is_marked = typing.get_origin(annotation) is Annotated
-    return typing.get_args(annotation) if is_marked else (annotation,)
+def _is_in(name: str, metadata: Mapping[str, Any]) -> bool:
+    return name in metadata.get("only", (name,))
 
 
-def _parameter(
-    name: str, annotation: Any, default: Any, panel: str | None = None
-) -> inspect.Parameter:
-    """A keyword whose annotation has an option of typer's."""
-    kind, *marks = _parts(annotation)
-    if marks:
-        (mark,) = marks
-        option = typer.Option(help=mark) if isinstance(mark, str) else copy.copy(mark)
-        if isinstance(option, OptionInfo):
-            option.rich_help_panel = panel
-        annotation = Annotated[kind, option]
-    default = inspect.Parameter.empty if default is dataclasses.MISSING else default
-    how = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, how, default=default, annotation=annotation)
+def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> inspect.Parameter:
+    """A keyword as typer takes it; what is not of `option` or `argument` stays as it is."""
+    if isinstance(field, dataclasses.Field):
+        mark = copy.copy(field.metadata["mark"])
+        if isinstance(mark, OptionInfo):
+            mark.rich_help_panel = mark.rich_help_panel or panel
+        kind, field = Annotated[kind, mark], field.default
+    default = inspect.Parameter.empty if field is dataclasses.MISSING else field
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def checked_checkpoint(folder: Path | None) -> Path | None:
+def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """What typer calls with an option's value: `check` raises where it does not like it."""
+
+    def callback(value: Any) -> Any:
+        if value is not None:
+            check(value)
+        return value
+
+    return callback
+
+
+def check_checkpoint(folder: Path) -> None:
     """CheckpointError where there is none; what it holds is checked when it is loaded."""
-    if folder is not None and not (folder / "manifest.json").is_file():
+    if not (folder / "manifest.json").is_file():
         raise CheckpointError(
             f"{folder} is not a converted checkpoint (no manifest.json); "
             f"make one: jax-longctx convert SOURCE DESTINATION"
         )
-    return folder
 
 
-def method_names(incomplete: str) -> list[str]:
-    """Those that begin so, for the shell's completion."""
-    return [name for name in METHODS if name.startswith(incomplete)]
-
-
-def checked_method(name: str | None) -> str | None:
-    """ConfigError where there is no method of that name."""
-    if name is not None:
-        check_method(name)
-    return name
-
-
-def checked_methods(specs: list[str] | None) -> list[str] | None:
-    """ConfigError where one of `NAME:KEY=VALUE,...` names no method."""
-    for spec in specs or ():
-        check_method(Spec.parse(spec).name)
-    return specs
-
-
-def _checked_preset(name: str) -> str:
-    preset(name)
-    return name
-
-
-def _checked_dtype(name: str | None) -> str | None:
+def _check_dtype(name: str) -> None:
     known = ("float32", "bfloat16", "float16")
-    if name is not None and name not in known:
+    if name not in known:
         raise ConfigError(f"--dtype {name!r} is not one of {', '.join(known)}")
-    return name
 
 
-def _checked_mesh(sizes: str | None) -> str | None:
-    parse_mesh(sizes or "")
-    return sizes
+def parse_specs(specs: list[str] | None) -> list[Spec]:
+    """What `--method` gives, its names checked; full attention where it gives none."""
+    parsed = [Spec.parse(text) for text in specs or ["full"]]
+    for spec in parsed:
+        check_method(spec.name)
+    return parsed
 
 
-def _checked_settings(pairs: list[str] | None) -> list[str] | None:
-    parse_pairs(pairs or ())
-    return pairs
+def _named(table: Iterable[str]) -> Callable[[str], list[str]]:
+    """What a shell completes a name to."""
+    return lambda incomplete: [name for name in table if name.startswith(incomplete)]
 
 
-def dtype_option(help: str) -> Any:
-    """`--dtype`, checked."""
-    return typer.Option("--dtype", metavar="DTYPE", callback=_checked_dtype, help=help)
+ONE_METHOD = {"callback": checked(check_method), "autocompletion": _named(METHODS)}
 
 
-def mesh_option(help: str) -> Any:
-    """`--mesh`, checked but for the devices that there are."""
-    return typer.Option("--mesh", metavar="SIZES", callback=_checked_mesh, help=help)
+def methods(
+    help: str = "A method and its settings; repeat for several. Exact attention unless given.",
+    default: Any = None,
+) -> Any:
+    """`--method NAME:KEY=VALUE,...`: `list[str] | None`."""
+    how: dict[str, Any] = {"callback": checked(parse_specs), "autocompletion": _named(METHODS)}
+    metavar = "NAME[:KEY=VALUE,...]"
+    return option(help, "--method", "-m", default=default, metavar=metavar, **how)
 
 
-def methods_option(help: str) -> Any:
-    """`--method NAME:KEY=VALUE,...`, whose names are checked."""
-    return typer.Option(
-        "--method",
-        "-m",
-        metavar="NAME[:KEY=VALUE,...]",
-        callback=checked_methods,
-        autocompletion=method_names,
-        help=help,
+def settings() -> Any:
+    """`--set KEY=VALUE`: `list[str] | None`."""
+    return option(
+        "A setting of the method; may be repeated. [bold]jax-longctx methods NAME[/bold] lists "
+        "them.",
+        "--set",
+        metavar="KEY=VALUE",
+        callback=checked(parse_pairs),
     )
 
 
-MethodSpecs = Annotated[
-    list[str] | None,
-    methods_option(
-        "A method and its settings; repeat for several. Exact attention unless given.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        callback=_checked_settings,
-        help="A setting of the method; may be repeated. "
-        "[bold]jax-longctx methods NAME[/bold] lists them.",
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    dtype_option(
-        "float32, bfloat16 or float16, for weights and cache; the checkpoint's unless given. "
-        "Two bytes halve the memory; on a CPU float32 is the fastest."
-    ),
-]
-Preset = Annotated[
-    str,
-    typer.Option(
-        callback=_checked_preset,
-        autocompletion=lambda incomplete: [n for n in PRESETS if n.startswith(incomplete)],
-        help="Shape of a published model.",
-    ),
-]
-MeshSizes = Annotated[
-    str | None,
-    mesh_option(
-        "Devices, e.g. data=1,seq=2,tensor=4: tensor splits weights and heads, seq the "
-        "cache of one long text, data the rows of a batch. One device unless given."
-    ),
-]
-Chunk = Annotated[
-    int,
-    "Tokens read in one pass. Larger is faster on an accelerator, smaller needs less memory; the "
-    "answer stays the same.",
-]
-AsJson = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="One JSON object a line on stdout, nothing else.", show_default=False
-    ),
-]
+def dtype(
+    help: str = "float32, bfloat16 or float16, for weights and cache; the checkpoint's unless "
+    "given. Two bytes halve the memory; on a CPU float32 is the fastest.",
+    default: str | None = None,
+) -> Any:
+    """`--dtype`: `str | None`."""
+    return option(help, default=default, metavar="DTYPE", callback=checked(_check_dtype))
+
+
+def mesh(
+    help: str = "Devices, e.g. data=1,seq=2,tensor=4: tensor splits weights and heads, seq the "
+    "cache of one long text, data the rows of a batch. One device unless given.",
+    default: str | None = None,
+) -> Any:
+    """`--mesh`: `str | None`, checked but for the devices that there are."""
+    return option(help, default=default, metavar="SIZES", callback=checked(parse_mesh))
+
+
+def chunk() -> Any:
+    """`--chunk`: `int`."""
+    return option(
+        "Tokens read in one pass. Larger is faster on an accelerator, smaller needs less memory; "
+        "the answer stays the same.",
+        default=512,
+    )
+
+
+def shape(default: str = "llama-3.1-8b") -> Any:
+    """`--model`: `str`."""
+    how: dict[str, Any] = {"callback": checked(preset), "autocompletion": _named(PRESETS)}
+    return option("Shape of a published model.", default=default, **how)
+
+
+def as_json() -> Any:
+    """`--json`: `bool`."""
+    help = "One JSON object a line on stdout, nothing else."
+    return option(help, "--json", default=False, show_default=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,19 +207,15 @@ class MethodChoice:
 
     PANEL = "Model and method"
 
-    method: Annotated[
-        str | None,
-        typer.Option(
-            "--method",
-            "-m",
-            metavar="NAME",
-            callback=checked_method,
-            autocompletion=method_names,
-            help="Long-context method; [bold]jax-longctx methods[/bold] says what each buys. "
-            "Exact attention unless given.",
-        ),
-    ] = None
-    settings: Settings = None
+    method: str | None = option(
+        "Long-context method; [bold]jax-longctx methods[/bold] says what each buys. "
+        "Exact attention unless given.",
+        "--method",
+        "-m",
+        metavar="NAME",
+        **ONE_METHOD,
+    )
+    settings: list[str] | None = settings()
 
     def __post_init__(self) -> None:
         if self.settings and self.method is None:
@@ -254,31 +233,27 @@ class ModelChoice:
 
     PANEL = "Model and method"
 
-    checkpoint: Annotated[
-        Path,
-        typer.Option(
-            "--checkpoint",
-            "-c",
-            metavar="DIR",
-            help="Converted checkpoint (see [bold]jax-longctx convert[/bold]).",
-        ),
-    ]
-    dtype: Dtype = None
-    mesh: MeshSizes = None
-    chunk: Chunk = 512
-    by_layer: Annotated[
-        bool,
-        typer.Option(
-            "--by-layer",
-            help="Compile one layer in place of all: ready sooner and slower from then on, for few "
-            "and short texts.",
-        ),
-    ] = False
+    checkpoint: Path = option(
+        "Converted checkpoint (see [bold]jax-longctx convert[/bold]).",
+        "--checkpoint",
+        "-c",
+        default=...,
+        metavar="DIR",
+    )
+    dtype: str | None = dtype()
+    mesh: str | None = mesh()
+    chunk: int = chunk()
+    by_layer: bool = option(
+        "Compile one layer in place of all: ready sooner and slower from then on, for few "
+        "and short texts.",
+        "--by-layer",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
             raise InputError(f"--chunk must be at least 1 token, got {self.chunk}")
-        checked_checkpoint(self.checkpoint)
+        check_checkpoint(self.checkpoint)
 
     def open(self, terminal: Terminal, method: MethodChoice | Spec | None = None) -> "LongContext":
         """The checkpoint with method and mesh; what costs nothing is checked first."""
@@ -306,24 +281,23 @@ class AnswerOptions:
 
     PANEL = "Answer"
 
-    max_tokens: Annotated[int, "Longest answer in tokens."] = 128
-    temperature: Annotated[float, "0 takes the likeliest token; higher is more varied."] = 0.0
-    top_k: Annotated[int, "Draw from the k likeliest tokens only; 0 is all."] = 0
-    top_p: Annotated[
-        float, "Draw from the likeliest tokens that together reach probability p; 1 is all."
-    ] = 1.0
-    repetition_penalty: Annotated[
-        float, "Above 1 makes tokens that were used already less likely; 1 is off."
-    ] = 1.0
-    seed: Annotated[
-        int,
+    max_tokens: int = option("Longest answer in tokens.", default=128)
+    temperature: float = option("0 takes the likeliest token; higher is more varied.", default=0.0)
+    top_k: int = option("Draw from the k likeliest tokens only; 0 is all.", default=0)
+    top_p: float = option(
+        "Draw from the likeliest tokens that together reach probability p; 1 is all.", default=1.0
+    )
+    repetition_penalty: float = option(
+        "Above 1 makes tokens that were used already less likely; 1 is off.", default=1.0
+    )
+    seed: int = option(
         "Of the draws. A prompt draws by this and its place (the line of a batch, the number of a "
         "question), whatever is computed beside it.",
-    ] = 0
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated."),
-    ] = None
+        default=0,
+    )
+    stop: list[str] | None = option(
+        "End the answer before this text; may be repeated.", metavar="TEXT"
+    )
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -377,8 +351,8 @@ class AnswerOptions:
 class Output:
     """Where a measurement goes: a file, and a table or JSON on stdout, from one process."""
 
-    out: Annotated[Path | None, "Write everything to this JSON file."] = None
-    as_json: AsJson = False
+    out: Path | None = option("Write everything to this JSON file.")
+    as_json: bool = as_json()
 
     def __post_init__(self) -> None:
         check_file(self.out)
@@ -398,11 +372,6 @@ class Output:
             terminal.record(result)
         else:
             terminal.show(*shown(result))
-
-
-def parse_specs(specs: list[str] | None) -> list[Spec]:
-    """What `--method` gives; full attention where it gives none."""
-    return [Spec.parse(text) for text in specs or ["full"]]
 
 
 def run_facts(model: "LongContext") -> dict[str, Any]:

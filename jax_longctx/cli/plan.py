@@ -3,12 +3,12 @@
 import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.text import Text
 
 from jax_longctx.cli import options
+from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, table
 from jax_longctx.memory import shown_bytes
 from jax_longctx.planning.targets import parse_target
@@ -27,26 +27,28 @@ ROOFLINE = "arithmetic over the constants above; not measured"
 
 @options.command
 def plan(
-    target: Annotated[str, "v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8, h200x8 (any number), or cpu."],
+    *,
+    target: str = option(
+        "v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8, h200x8 (any number), or cpu.", default=...
+    ),
     method: options.MethodChoice,
-    model: Annotated[
-        str,
+    model: str = option(
         "A published model's name, a Hugging Face config.json or its folder, or a converted "
         "checkpoint.",
-    ] = "llama-3.1-8b",
-    context: Annotated[int, "Tokens of context."] = 131072,
-    batch: Annotated[int, "Rows that are read together."] = 1,
-    reserve: Annotated[int, "Tokens of question and answer."] = 256,
-    dtype: options.Dtype = "bfloat16",
-    mesh: options.MeshSizes = None,
-    chunk: options.Chunk = 512,
-    compiles: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="Compile the programs for the target, here, and say what they hold."
-        ),
-    ] = False,
-    as_json: options.AsJson = False,
+        default="llama-3.1-8b",
+    ),
+    context: int = option("Tokens of context.", default=131072),
+    batch: int = option("Rows that are read together.", default=1),
+    reserve: int = option("Tokens of question and answer.", default=256),
+    dtype: str | None = options.dtype(default="bfloat16"),
+    mesh: str | None = options.mesh(),
+    chunk: int = options.chunk(),
+    compiles: bool = option(
+        "Compile the programs for the target, here, and say what they hold.",
+        "--compile",
+        default=False,
+    ),
+    as_json: bool = options.as_json(),
 ) -> None:
     """Plan a model, a method and a context for devices that need not be here.
 

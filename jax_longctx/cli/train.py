@@ -4,11 +4,12 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from jax_longctx.cli import options
+from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import Terminal, check_file, check_plot, save
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
@@ -32,18 +33,16 @@ def _starting(terminal: Terminal) -> Iterator[None]:
 
 
 @train_app.callback(invoke_without_command=True)
+@options.command
 def train(
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help="The run as TOML: \\[run], \\[data], \\[optimizer], \\[pattern], \\[loop].",
-            show_default=False,
-        ),
-    ] = None,
+    config: Path | None = option(
+        "The run as TOML: \\[run], \\[data], \\[optimizer], \\[pattern], \\[loop].",
+        "--config",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+    ),
 ) -> None:
     """Continue the pretraining of a checkpoint on long texts.
 
@@ -106,8 +105,8 @@ def _moment(line: dict[str, Any]) -> str:
 @train_app.command()
 @options.command
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of training runs.")],
-    out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("loss.png"),
+    runs: list[Path] = argument("Folders of training runs.", default=...),
+    out: Path = option("The PNG to write.", default=Path("loss.png")),
 ) -> None:
     """Plot the losses of one or several runs, also while they are running."""
     check_plot(out, "--out")
@@ -120,7 +119,7 @@ def plot(
 
 def _checkpoints(folders: list[Path]) -> list[Path]:
     for folder in folders:
-        options.checked_checkpoint(folder)
+        options.check_checkpoint(folder)
     return folders
 
 
@@ -128,34 +127,31 @@ def _checkpoints(folders: list[Path]) -> list[Path]:
 class Scoring:
     """What `train_cpt.evaluate.evaluate` scores, and how; the fields are its parameters."""
 
-    split: Annotated[str, "train, dev or test."] = "test"
-    tail: Annotated[int, typer.Option(min=1, help="Last tokens of a text that are scored.")] = 50
-    count: Annotated[int, typer.Option("--texts", min=1, help="Texts, at even distances.")] = 200
-    batch: Annotated[int, typer.Option(min=1, help="Texts that are read together.")] = 8
-    chunk: options.Chunk = 512
-    dtype: options.Dtype = None
-    mesh: options.MeshSizes = ""
+    split: str = option("train, dev or test.", default="test")
+    tail: int = option("Last tokens of a text that are scored.", default=50, min=1)
+    count: int = option("Texts, at even distances.", "--texts", default=200, min=1)
+    batch: int = option("Texts that are read together.", default=8, min=1)
+    chunk: int = options.chunk()
+    dtype: str | None = options.dtype()
+    mesh: str | None = options.mesh(default="")
 
 
 @train_app.command()
 @options.command
 def evaluate(
-    checkpoints: Annotated[
-        list[Path],
-        typer.Option(
-            "--checkpoint",
-            "-c",
-            metavar="DIR",
-            callback=_checkpoints,
-            help="Converted or trained; repeat to compare.",
-        ),
-    ],
-    data: Annotated[
-        Path, typer.Option(exists=True, help="The prepared data set.", show_default=False)
-    ],
+    *,
+    checkpoints: list[Path] = option(
+        "Converted or trained; repeat to compare.",
+        "--checkpoint",
+        "-c",
+        default=...,
+        metavar="DIR",
+        callback=_checkpoints,
+    ),
+    data: Path = option("The prepared data set.", default=..., exists=True, show_default=False),
     scoring: Scoring,
-    methods: options.MethodSpecs = None,
-    out: Annotated[Path | None, "Write every text's loss to this JSON."] = None,
+    methods: list[str] | None = options.methods(),
+    out: Path | None = option("Write every text's loss to this JSON."),
 ) -> None:
     """Perplexity of texts' last tokens under inference methods, before and after training.
 
@@ -192,10 +188,10 @@ def evaluate(
 @train_app.command()
 @options.command
 def collect(
-    folders: Annotated[
-        list[Path], typer.Argument(help="Folders of manuals, or of installed Python packages.")
-    ],
-    out: Annotated[Path, typer.Option(help="The JSON lines to write.")],
+    folders: list[Path] = argument(
+        "Folders of manuals, or of installed Python packages.", default=...
+    ),
+    out: Path = option("The JSON lines to write.", default=...),
 ) -> None:
     """Collect English that this machine has on it, to train on without a download.
 
@@ -217,16 +213,16 @@ def collect(
 @train_app.command()
 @options.command
 def bench(
-    output: Annotated[options.Output, options.Only("out")],
-    model: options.Preset = "llama-3.2-1b",
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 8192,
-    rows: Annotated[int, typer.Option(min=1, help="Texts of a step, over all devices.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Steps; the median counts.")] = 5,
-    tail: Annotated[int, "Last tokens that attend sparsely."] = 0,
-    remat: Annotated[str, "What layers keep: none, dots or full."] = "none",
-    loss_chunk: Annotated[int, "Tokens whose logits are held."] = 2048,
-    mesh: options.MeshSizes = None,
-    peer: Annotated[bool, "Also run transformers and PyTorch on one GPU."] = True,
+    output: options.Output = only("out"),
+    model: str = options.shape("llama-3.2-1b"),
+    length: int = option("Tokens of a text.", default=8192, min=2),
+    rows: int = option("Texts of a step, over all devices.", default=4, min=1),
+    steps: int = option("Steps; the median counts.", default=5, min=1),
+    tail: int = option("Last tokens that attend sparsely.", default=0),
+    remat: str = option("What layers keep: none, dots or full.", default="none"),
+    loss_chunk: int = option("Tokens whose logits are held.", default=2048),
+    mesh: str | None = options.mesh(),
+    peer: bool = option("Also run transformers and PyTorch on one GPU.", default=True),
 ) -> None:
     """Tokens a second, MFU and peak memory of a training step, random weights.
 
