@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_longctx.cli import options, process
+from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import (
     Terminal,
@@ -20,6 +20,7 @@ from jax_longctx.cli.terminal import (
     check_folder,
     closing_note,
     read_text,
+    save,
 )
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.memory import shown_bytes
@@ -167,7 +168,7 @@ class Session:
             raise InputError(
                 "this method reads the text for each question; there is no context to save or load"
             )
-        self.unsaved: CheckpointError | None = None
+        self.unsaved: CheckpointError | InputError | None = None
         self.chat = _chosen_chat(model.tokenizer, request)
         # Late: it brings tokenizers and templates.
         from jax_longctx.text import chat_layout, plain_layout
@@ -205,9 +206,9 @@ class Session:
                 return self.model.load_context(self.request.load_context), None
         longest = max(len(self.model.tokenizer.encode(text)) for text in questions)
         reserve = longest + self.answers.max_tokens
-        save = self.request.save_context
-        if save is not None:
-            self._check_space(save, document, reserve)
+        folder = self.request.save_context
+        if folder is not None:
+            self._check_space(folder, document, reserve)
         begun = time.perf_counter()
         with self.terminal.progress("reading") as update:
             context = self.model.prefill(
@@ -217,8 +218,8 @@ class Session:
                 progress=lambda now: update(now.done, now.total),
             )
         seconds = time.perf_counter() - begun
-        if save is not None:
-            self._save(context, save)
+        if folder is not None:
+            self._save(context, folder)
         return context, seconds
 
     def _check_space(self, folder: Path, document: str, reserve: int) -> None:
@@ -237,9 +238,8 @@ class Session:
         try:
             with self.terminal.waiting("saving the context"):
                 self.model.save_context(context, folder)
-                if process.is_leader():
-                    _write_prompt(folder, self.chat)
-        except CheckpointError as error:
+                save({"chat": self.chat}, folder / PROMPT_FILE)
+        except (CheckpointError, InputError) as error:
             self.unsaved = error
         else:
             self.terminal.note(f"context saved to {folder}")
@@ -279,15 +279,6 @@ def _chosen_chat(tokenizer: "Tokenizer", request: Request) -> bool:
         was = "in the chat template" if saved else "without chat template"
         raise InputError(f"{load} was read {was}; ask that way, or read the text again")
     return saved
-
-
-def _write_prompt(folder: Path, chat: bool) -> None:
-    partial = folder / f"{PROMPT_FILE}.partial"
-    try:
-        partial.write_text(json.dumps({"chat": chat}), encoding="utf-8")
-        os.replace(partial, folder / PROMPT_FILE)
-    except OSError as error:
-        raise CheckpointError(f"{folder} could not be written: {error.strerror}") from error
 
 
 def _read_prompt(folder: Path) -> bool | None:

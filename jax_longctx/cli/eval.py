@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,23 +254,22 @@ def report(
     check_matplotlib("the report")
     terminal = Terminal()
     with terminal.starting():
+        from jax_longctx.evaluation.perplexity_rows import perplexity_rows
         from jax_longctx.evaluation.report import read_about
         from jax_longctx.evaluation.rows import read_rows
 
     rows = read_rows(folder, *(more or ()))
-    rows += [row for file in perplexity or () for row in _perplexity(file)]
+    for file in perplexity or ():
+        rows += _read(file, "perplexity", perplexity_rows)
     _report(folder, rows, read_about(folder), terminal)
 
 
-def _perplexity(file: Path) -> list[dict[str, Any]]:
-    """The rows of what `eval perplexity` wrote."""
-    from jax_longctx.evaluation.perplexity_rows import perplexity_rows
-
+def _read(file: Path, command: str, rows: Callable[[Any], list[Any]]) -> list[Any]:
+    """The rows, for each of its runs, of a file that `eval command --out` wrote."""
     try:
-        runs = json.loads(read_text(str(file)))["runs"]
-        return [row for run in runs for row in perplexity_rows(run)]
+        return [row for run in json.loads(read_text(str(file)))["runs"] for row in rows(run)]
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} holds no results of eval perplexity: {error}") from error
+        raise InputError(f"{file} holds no results of eval {command}: {error}") from error
 
 
 @eval_app.command()
@@ -305,14 +304,9 @@ def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
             raise InputError(
                 f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
             )
-    choice = options.ModelChoice(
-        checkpoint=checkpoint,
-        mesh=config.run.mesh,
-        dtype=config.run.dtype,
-        chunk=config.run.chunk,
-        by_layer=config.run.by_layer,
-    )
-    return choice.open(terminal)
+    names = ("mesh", "dtype", "chunk", "by_layer")
+    how: dict[str, Any] = {name: getattr(config.run, name) for name in names}
+    return options.ModelChoice(checkpoint=checkpoint, **how).open(terminal)
 
 
 def _facts(model: "LongContext", config: "EvalConfig") -> dict[str, Any]:
@@ -473,12 +467,7 @@ def table(
         jax-longctx eval table full.json citrus.json --heatmap passkey.png
     """
     check_plot(heatmap, "--heatmap")
-    runs = []
-    for file in files:
-        try:
-            runs.extend(json.loads(read_text(str(file)))["runs"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{file} holds no results of eval passkey: {error}") from error
+    runs = [run for file in files for run in _read(file, "passkey", lambda run: [run])]
     _report_passkeys(runs, heatmap, Terminal())
 
 

@@ -5,7 +5,6 @@ import sys
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument
 from jax_longctx.cli.terminal import Terminal
-from jax_longctx.errors import ConfigError
 
 
 @options.command
@@ -26,13 +25,9 @@ def lm_eval(
         jax-longctx lm-eval --model jax-longctx --batch_size 4 --apply_chat_template
         --model_args checkpoint=smollm2,method=citrus,budget=1024,dtype=bfloat16 --tasks gsm8k
     """
-    with Terminal().starting():
-        try:
-            from lm_eval.__main__ import cli_evaluate
-        except ImportError as error:
-            raise ConfigError(
-                "lm-evaluation-harness is not installed; pip install 'jax-longctx[harness]'"
-            ) from error
+    with Terminal().starting(extra="harness"):
+        from lm_eval.__main__ import cli_evaluate
+
         # Its import puts the model into the harness's table.
         import jax_longctx.evaluation.lm_harness  # noqa: F401
 

@@ -5,17 +5,18 @@ traceback. `process.CODES` are the exit codes. JAX is imported by the subcommand
 names and files are checked: help and refusals come at once.
 """
 
+import dataclasses
 import errno
 import platform
 import sys
 import traceback
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 import typer.core
 
-from jax_longctx.cli import process
+from jax_longctx.cli import options, process
 from jax_longctx.cli.ask import ask
 from jax_longctx.cli.batch import batch
 from jax_longctx.cli.bench import bench_app
@@ -25,6 +26,7 @@ from jax_longctx.cli.eval import eval_app
 from jax_longctx.cli.generate import generate
 from jax_longctx.cli.lm_eval import lm_eval
 from jax_longctx.cli.methods import methods
+from jax_longctx.cli.options import option
 from jax_longctx.cli.plan import plan
 from jax_longctx.cli.train import train_app
 from jax_longctx.errors import LongctxError
@@ -106,9 +108,6 @@ app = typer.Typer(
 )
 
 
-_JOB = "Many processes (before the command; each process is started with the same command)"
-
-
 def _version(wanted: bool | None) -> None:
     if wanted:
         releases = {name: metadata.version(name) for name in ("jax-longctx", "jax")}
@@ -119,44 +118,37 @@ def _version(wanted: bool | None) -> None:
         raise typer.Exit
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """The job that the process is one of; a launcher's variables say it too."""
+
+    PANEL = "Many processes (before the command; each process is started with the same command)"
+
+    coordinator: str | None = option(
+        "Where process 0 can be reached.", metavar="HOST:PORT", envvar="JAX_COORDINATOR_ADDRESS"
+    )
+    processes: str | None = option(
+        "Processes of the job. Found out under Slurm, Open MPI and GKE; auto asks JAX to find out, "
+        "also on TPU VMs; 1 is this one alone.",
+        metavar="N",
+        envvar="JAX_NUM_PROCESSES",
+    )
+    process: int | None = option(
+        "The number of this process, from 0, which prints and writes.",
+        metavar="I",
+        envvar="JAX_PROCESS_ID",
+    )
+
+
 @app.callback()
+@options.command
 def _job(
-    coordinator: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            envvar="JAX_COORDINATOR_ADDRESS",
-            help="Where process 0 can be reached.",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    count: Annotated[
-        str | None,
-        typer.Option(
-            "--processes",
-            metavar="N",
-            envvar="JAX_NUM_PROCESSES",
-            help="Processes of the job. Found out under Slurm, Open MPI and GKE; auto asks JAX to "
-            "find out, also on TPU VMs; 1 is this one alone.",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    index: Annotated[
-        int | None,
-        typer.Option(
-            "--process",
-            metavar="I",
-            envvar="JAX_PROCESS_ID",
-            help="The number of this process, from 0, which prints and writes.",
-            rich_help_panel=_JOB,
-        ),
-    ] = None,
-    version: Annotated[
-        bool | None,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
-    ] = None,
+    job: Job,
+    version: bool | None = option(
+        "Show the version.", "--version", callback=_version, is_eager=True
+    ),
 ) -> None:
-    process.join(coordinator, count, index)
+    process.join(job.coordinator, job.processes, job.process)
 
 
 for _command in (ask, generate, batch, plan, convert, methods, demo):

@@ -67,42 +67,37 @@ def plan(
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
     config = _config(model, terminal)
     with terminal.starting():
-        from jax_longctx.methods import make_method
-        from jax_longctx.planning.plan import PlanRequest
+        from jax_longctx.methods import make_method, settings_of
+        from jax_longctx.planning.plan import PlanRequest, make_plan, propose_mesh
 
+        chosen = method.make() or make_method("full")
+        sizes = {"context": context, "batch": batch, "reserve": reserve, "chunk": chunk}
         request = PlanRequest(
-            config=config,
-            method=method.make() or make_method("full"),
-            target=devices,
-            context=context,
-            batch=batch,
-            reserve=reserve,
-            chunk=chunk,
-            dtype=dtype or "bfloat16",
+            config=config, method=chosen, target=devices, dtype=dtype or "bfloat16", **sizes
         )
-    record = {"model": model, **_planned(request, mesh, compiles, terminal)}
+    with terminal.waiting("planning"):
+        made = make_plan(request, propose_mesh(request) if mesh is None else parse_mesh(mesh))
+    compiled = None
+    if compiles:
+        made, compiled = _compile(request, made, terminal)
+    record = {
+        "model": model,
+        **settings_of(chosen),
+        "target": devices.name,
+        "devices": devices.count,
+        "mesh": made.mesh,
+        "mesh_proposed": mesh is None,
+        **sizes,
+        "dtype": request.dtype,
+        "constants": dataclasses.asdict(devices.chip),
+        **_figures(made, ARITHMETIC if compiled is None else COMPILED),
+        "compiled": compiled,
+    }
+    record["method"] = record.pop("name")
     if as_json:
         terminal.record(record)
     else:
         terminal.show(*_shown(record))
-
-
-def _planned(
-    request: "PlanRequest", mesh: str | None, compiles: bool, terminal: Terminal
-) -> dict[str, Any]:
-    from jax_longctx.methods import settings_of
-    from jax_longctx.planning.plan import make_plan, propose_mesh
-
-    with terminal.waiting("planning"):
-        sizes = parse_mesh(mesh) if mesh is not None else propose_mesh(request)
-        made = make_plan(request, sizes)
-    compiled = None
-    if compiles:
-        made, compiled = _compile(request, made, terminal)
-    record = _as_record(request, made, settings_of(request.method), proposed=mesh is None)
-    if compiled is not None:
-        record["memory_bytes"]["source"] = COMPILED
-    return {**record, "compiled": compiled}
 
 
 def _compile(
@@ -147,38 +142,21 @@ def _config(model: str, terminal: Terminal) -> Any:
     return read_config(path / "config.json" if path.is_dir() else path)
 
 
-def _as_record(
-    request: "PlanRequest", made: "Plan", chosen: dict[str, Any], *, proposed: bool
-) -> dict[str, Any]:
-    memory = {
-        "weights": made.weights,
-        "cache": made.cache,
-        "temporaries": made.temporaries,
-        "available": made.memory,
-        "fits": made.fits,
-        "largest_context": made.largest,
-    }
+def _figures(made: "Plan", source: str) -> dict[str, Any]:
+    """`source` is that of the bytes of memory."""
     return {
-        "method": chosen["name"],
-        "settings": chosen["settings"],
-        "target": request.target.name,
-        "devices": request.target.count,
-        "mesh": made.mesh,
-        "mesh_proposed": proposed,
-        "context": request.context,
-        "batch": request.batch,
-        "reserve": request.reserve,
-        "chunk": request.chunk,
-        "dtype": request.dtype,
-        "constants": dataclasses.asdict(request.target.chip),
-        "memory_bytes": memory | {"source": ARITHMETIC},
+        "memory_bytes": {
+            "weights": made.weights,
+            "cache": made.cache,
+            "temporaries": made.temporaries,
+            "available": made.memory,
+            "fits": made.fits,
+            "largest_context": made.largest,
+            "source": source,
+        },
         "prefill": dataclasses.asdict(made.prefill) | {"source": ARITHMETIC},
         "decode_step": dataclasses.asdict(made.decode) | {"source": ARITHMETIC},
-        "seconds": {
-            "first_token": made.first_token,
-            "token": made.step,
-            "source": ROOFLINE,
-        },
+        "seconds": {"first_token": made.first_token, "token": made.step, "source": ROOFLINE},
     }
 
 
@@ -219,18 +197,14 @@ def _memory_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def _work_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
-    for name, label in (("prefill", "prefill"), ("decode_step", "a decode step")):
-        work = record[name]
+    for label, work in (("prefill", record["prefill"]), ("a decode step", record["decode_step"])):
         flops = work["linear"] + work["attention"]
         share = work["attention"] / flops if flops else 0.0
-        rows.append(
-            (
-                f"{label}, each device",
-                f"{_flops(flops)}",
-                f"{share:.0%} attention; reads {shown_bytes(int(work['read']))}, receives "
-                f"{shown_bytes(int(work['received']))} in {work['collectives']:,} collectives",
-            )
+        about = (
+            f"{share:.0%} attention; reads {shown_bytes(int(work['read']))}, receives "
+            f"{shown_bytes(int(work['received']))} in {work['collectives']:,} collectives"
         )
+        rows.append((f"{label}, each device", _flops(flops), about))
     seconds = record["seconds"]
     return [
         *rows,
@@ -260,7 +234,7 @@ def _verdict(record: dict[str, Any]) -> str:
     bound = (
         "memory does not bound the context"
         if largest is None
-        else (f"the largest context that fits is about {largest:,} tokens")
+        else f"the largest context that fits is about {largest:,} tokens"
     )
     if compiled is None:
         return f"{'fits' if memory['fits'] else f'{context:,} tokens do not fit'}; {bound}"

@@ -72,14 +72,23 @@ class Terminal:
         self.write(shown(records))
 
     @contextlib.contextmanager
-    def starting(self, doing: str = "starting") -> Iterator[None]:
-        """Shows `doing` while JAX is imported, inside; a line where stderr is no terminal."""
+    def starting(self, doing: str = "starting", extra: str | None = None) -> Iterator[None]:
+        """Shows `doing` while JAX is imported, inside; a line where stderr is no terminal.
+
+        Raises InputError where a package of the `extra` that is needed is not there.
+        """
         if "jax" not in sys.modules:
             process.hide_absent_tpu()
             if not self._console.is_terminal:
                 self.note(doing)
-        with self.waiting(doing):
-            yield
+        try:
+            with self.waiting(doing):
+                yield
+        except ModuleNotFoundError as error:
+            if extra is None:
+                raise
+            install = f"pip install 'jax-longctx[{extra}]'"
+            raise InputError(f"the package {error.name} is missing; {install}") from error
 
     @contextlib.contextmanager
     def warnings(self) -> Iterator[None]:

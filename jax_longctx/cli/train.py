@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,6 @@ from jax_longctx.settings import parse_mesh
 train_app = typer.Typer(
     no_args_is_help=True, help="Continue the pretraining of a checkpoint on long texts."
 )
-
-
-@contextlib.contextmanager
-def _starting(terminal: Terminal) -> Iterator[None]:
-    """`starting`, which also says which extra is missing, where a package is."""
-    try:
-        with terminal.starting():
-            yield
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"training needs the package {error.name}; install it: pip install 'jax-longctx[train]'"
-        ) from error
 
 
 @train_app.callback(invoke_without_command=True)
@@ -63,7 +50,7 @@ def train(
         # A subcommand follows; without one there is help.
         return
     terminal = Terminal()
-    with _starting(terminal):
+    with terminal.starting(extra="train"):
         from train_cpt.config import read_config
         from train_cpt.run import run_config
     settings = read_config(config)
@@ -111,16 +98,10 @@ def plot(
     """Plot the losses of one or several runs, also while they are running."""
     check_plot(out, "--out")
     terminal = Terminal()
-    with _starting(terminal):
+    with terminal.starting(extra="train"):
         from train_cpt.metrics import plot_losses
     plot_losses(runs, out)
     terminal.note(f"{out} written")
-
-
-def _checkpoints(folders: list[Path]) -> list[Path]:
-    for folder in folders:
-        options.check_checkpoint(folder)
-    return folders
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +127,7 @@ def evaluate(
         "-c",
         default=...,
         metavar="DIR",
-        callback=_checkpoints,
+        callback=options.checked(lambda folders: list(map(options.check_checkpoint, folders))),
     ),
     data: Path = option("The prepared data set.", default=..., exists=True, show_default=False),
     scoring: Scoring,
@@ -166,13 +147,12 @@ def evaluate(
     """
     check_file(out)
     terminal = Terminal()
-    with _starting(terminal):
+    with terminal.starting(extra="train"):
         from train_cpt.data import SPLITS
         from train_cpt.evaluate import evaluate as run
         from train_cpt.evaluate import markdown
     if scoring.split not in SPLITS:
-        known = ", ".join(SPLITS)
-        raise InputError(f"--split must be one of {known}, got {scoring.split!r}")
+        raise InputError(f"--split must be one of {', '.join(SPLITS)}, got {scoring.split!r}")
     with contextlib.ExitStack() as bars:
 
         def watch(doing: str) -> Any:
@@ -203,7 +183,7 @@ def collect(
     """
     check_file(out)
     terminal = Terminal()
-    with _starting(terminal):
+    with terminal.starting(extra="train"):
         from train_cpt.manuals import collect as run
     with terminal.progress("collecting", "folders") as update:
         documents, characters = run(folders, out, progress=update)
@@ -234,7 +214,7 @@ def bench(
         jax-longctx train bench --model llama-3.2-1b --length 8192 --rows 4
     """
     terminal = output.terminal()
-    with _starting(terminal):
+    with terminal.starting(extra="train"):
         from jax_longctx.sharding import make_mesh
         from train_cpt.attention import Pattern
         from train_cpt.bench import run
