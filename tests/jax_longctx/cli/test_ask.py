@@ -8,6 +8,8 @@ import signal
 
 import pytest
 
+from jax_longctx.cli.ask import Request
+from jax_longctx.errors import InputError
 from jax_longctx.text import chat_layout, plain_layout
 
 
@@ -240,3 +242,53 @@ def test_a_text_beyond_the_trained_length_is_told_before_it_is_read(
     record = json.loads(result.stdout)
     count = sum(record["tokens"].values())
     assert record["warning"].startswith(f"{count} tokens are more than the 32 ")
+
+
+def request_of(words=(), stems=(), chat=None, save=None, load=None):
+    return Request(
+        words=list(words), completion=list(stems), chat=chat, save_context=save, load_context=load
+    )
+
+
+def test_file_and_questions():
+    request = request_of(["book.txt", "Who?", "Why?"])
+    assert (request.file, request.questions) == ("book.txt", ["Who?", "Why?"])
+    assert request.chat is None
+
+
+def test_stems_take_the_place_of_questions():
+    request = request_of(["book.txt"], ["The key is"])
+    assert (request.file, request.questions) == ("book.txt", ["The key is"])
+
+
+def test_saved_context_takes_the_place_of_the_file(tmp_path):
+    request = request_of(["Who?"], load=tmp_path)
+    assert (request.file, request.questions) == (None, ["Who?"])
+
+
+def test_refusals(tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("text")
+    cases = [
+        (lambda: request_of(), "no FILE given"),
+        (lambda: request_of(["book.txt"]), "no question given"),
+        (lambda: request_of(["book.txt", "Who?", " "]), "a question is empty"),
+        (lambda: request_of(["book.txt"], [""]), "a question is empty"),
+        (lambda: request_of(["book.txt", "Who?"], ["The key is"]), "exclude each other"),
+        (lambda: request_of(["book.txt"], ["The key is"], chat=True), "leave out --chat"),
+        (
+            lambda: request_of(["b", "q"], save=tmp_path / "new", load=tmp_path),
+            "exclude each other",
+        ),
+        (lambda: request_of(["b", "q"], save=tmp_path), "exists; choose another name"),
+        (lambda: request_of([str(book), "q"], load=tmp_path), "is a file, but --load-context"),
+        (lambda: request_of(["book.txt", "Who\udcff?"]), "a question is not UTF-8"),
+        (lambda: request_of(load=tmp_path), "no question given"),
+    ]
+    for call, message in cases:
+        with pytest.raises(InputError, match=message):
+            call()
+
+
+def test_a_question_too_long_for_a_file_name_is_a_question(tmp_path):
+    assert request_of(["why? " * 2000], load=tmp_path).file is None

@@ -1,0 +1,86 @@
+"""The adapter: a command's options are the fields of the dataclasses that its function takes."""
+
+import dataclasses
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from jax_longctx.cli import options
+from jax_longctx.cli.options import argument, only, option
+from jax_longctx.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cooked:
+    PANEL = "Kitchen"
+
+    dish: str = option("What it is.", "--dish", "-d", default=...)
+    minutes: int = option("How long.", default=5, min=1)
+    salted: bool = option("With salt.", default=True)
+    sides: list[str] | None = option("Beside it; may be repeated.", "--side")
+
+    def __post_init__(self):
+        if self.dish == "stone":
+            raise InputError("a stone is no dish")
+
+
+@options.command
+def cook(
+    cooked: Cooked,
+    guests: list[str] = argument("Who eats.", default=...),
+    table: int = option("Its number.", default=1),
+):
+    """Cook for guests."""
+    print(json.dumps([dataclasses.asdict(cooked), guests, table]))
+
+
+@options.command
+def serve(cooked: Cooked = only("dish")):
+    print(json.dumps(dataclasses.asdict(cooked)))
+
+
+@pytest.fixture
+def invoke():
+    app = typer.Typer()
+    app.command()(cook)
+    app.command()(serve)
+    return lambda *args: CliRunner().invoke(app, list(args))
+
+
+def test_fields_are_options_and_the_dataclass_comes_whole(invoke):
+    found = invoke("cook", "-d", "soup", "Ann", "Bob", "--no-salted", "--side", "a", "--side", "b")
+    cooked = {"dish": "soup", "minutes": 5, "salted": False, "sides": ["a", "b"]}
+    assert json.loads(found.stdout) == [cooked, ["Ann", "Bob"], 1]
+
+
+def test_names_types_and_bounds_are_checked_as_of_any_option(invoke):
+    for args, message in [
+        (("cook", "Ann"), "Missing option '--dish' / '-d'"),
+        (("cook", "Ann", "-d", "soup", "--minutes", "0"), "greater than or equal to 1"),
+        (("cook", "Ann", "-d", "soup", "--minutes", "few"), "a valid integer"),
+        (("cook", "-d", "soup"), "Missing argument"),
+    ]:
+        result = invoke(*args)
+        said = " ".join(result.output.replace("│", " ").split())
+        assert result.exit_code == 2 and message in said, said
+
+
+def test_the_dataclass_refuses_what_its_fields_together_do_not_allow(invoke):
+    assert isinstance(invoke("cook", "Ann", "-d", "stone").exception, InputError)
+
+
+def test_only_some_fields_may_be_options(invoke):
+    assert json.loads(invoke("serve", "-d", "soup").stdout)["minutes"] == 5
+    assert invoke("serve", "-d", "soup", "--minutes", "3").exit_code == 2
+
+
+def test_help_is_of_the_fields_below_their_heading(invoke):
+    shown = invoke("cook", "--help").stdout
+    assert "Cook for guests." in shown
+    kitchen = shown[shown.index("Kitchen") :]
+    for text in ("--dish", "-d", "What it is.", "--minutes", "--no-salted", "--side"):
+        assert text in kitchen
+    assert "--table" in shown[: shown.index("Kitchen")] and "Who eats." in shown
+    assert "--minutes" not in invoke("serve", "--help").stdout
