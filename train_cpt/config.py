@@ -10,6 +10,7 @@ and `[pattern]`, `[optimizer]`, `[loop]` with the fields of `Pattern`, `Optimize
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON, paths as text."""
-        return {
-            part.name: {
-                name: _as_json(value)
-                for name, value in dataclasses.asdict(getattr(self, part.name)).items()
-            }
-            for part in dataclasses.fields(self)
-        }
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
 
 def read_config(path: Path) -> RunConfig:
@@ -85,9 +80,3 @@ def read_config(path: Path) -> RunConfig:
 def parse_config(fields: Mapping[str, Any]) -> RunConfig:
     """The configuration of a parsed file; raises ConfigError as `read_config` does."""
     return from_toml(RunConfig, fields)
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_as_json(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -96,7 +96,13 @@ def perplexity(
     loaded = model.open(terminal, chosen[0])
     from jax_longctx.evaluation import perplexity_report
 
-    plans = _plans(_engines(loaded, chosen), chosen, scoring)
+    plans: list[tuple[Any, Spec, str]] = []
+    for engine, spec in zip(_engines(loaded, chosen), chosen, strict=True):
+        reads_for = engine.method.info.needs_question and kind.through == "context"
+        if reads_for and not scoring.question:
+            raise InputError(f"{spec.name} reads a text for a question: give one with --question")
+        questions = (scoring.question or []) if reads_for else [""]
+        plans += [(engine, spec, asked) for asked in questions]
     length = scoring.length or kind.length
     tokens = _cut(loaded, scoring.text, scoring.texts, length, join=kind.stream)
     runs: list[dict[str, Any]] = []
@@ -132,20 +138,6 @@ def _cut(
     if join:
         documents = [[token for document in documents for token in document]]
     return cut_texts(documents, count=count, length=length, lead=encode("", bos=True))
-
-
-def _plans(
-    engines: list["Engine"], chosen: list[Spec], scoring: Scoring
-) -> list[tuple["Engine", Spec, str]]:
-    """Engine, method and question of every run."""
-    plans = []
-    for engine, spec in zip(engines, chosen, strict=True):
-        reads_for = engine.method.info.needs_question and scoring.kind.through == "context"
-        if reads_for and not scoring.question:
-            raise InputError(f"{spec.name} reads a text for a question: give one with --question")
-        questions = (scoring.question or []) if reads_for else [""]
-        plans += [(engine, spec, asked) for asked in questions]
-    return plans
 
 
 def _score(

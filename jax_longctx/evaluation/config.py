@@ -17,6 +17,7 @@ Parts may overlap: a row is computed once.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -126,21 +127,16 @@ class EvalConfig:
     def cells(self) -> list[Cell]:
         """Each once, with the most trials that a part asks for; by length, method and task."""
         trials: dict[tuple[int, Spec, Spec], int] = {}
-        for length, method, task, count in self._asked():
-            trials[length, method, task] = max(count, trials.get((length, method, task), 0))
+        for part in self.part:
+            methods, tasks = map(Spec.parse, part.methods), map(Spec.parse, part.tasks)
+            for key in itertools.product(part.lengths, methods, tasks):
+                trials[key] = max(part.trials, trials.get(key, 0))
         lengths, methods = (list(dict.fromkeys(key[i] for key in trials)) for i in (0, 1))
         ordered = sorted(trials, key=lambda key: (lengths.index(key[0]), methods.index(key[1])))
         return [
             Cell(method, task, length, trials[length, method, task])
             for length, method, task in ordered
         ]
-
-    def _asked(self) -> Iterator[tuple[int, Spec, Spec, int]]:
-        for part in self.part:
-            for length in part.lengths:
-                for method in map(Spec.parse, part.methods):
-                    for task in map(Spec.parse, part.tasks):
-                        yield length, method, task, part.trials
 
 
 def read_config(path: Path) -> EvalConfig:
