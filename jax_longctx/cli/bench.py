@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-import rich.table
 import typer
 
 from jax_longctx.cli import options
@@ -68,15 +67,16 @@ def e2e(
 
 
 def _end_to_end(result: dict[str, Any]) -> Iterable[Any]:
-    made = table(("what", "context", "time", "against", "its time", "ours / its"), ())
-    made.columns[3].justify = "left"
+    rows = []
     for row in result["rows"]:
-        cells = row["what"], f"{row['context']:,}", _time(row["seconds"], 0.1)
-        if row["baseline_seconds"] is None:
-            made.add_row(*cells, "-", "-", "-")
-        else:
+        cells = [row["what"], f"{row['context']:,}", _time(row["seconds"], 0.1)]
+        against = ["-", "-", "-"]
+        if row["baseline_seconds"] is not None:
             its = _time(row["baseline_seconds"], 0.1)
-            made.add_row(*cells, row["baseline"], its, f"{row['ratio']:.2f}")
+            against = [row["baseline"], its, f"{row['ratio']:.2f}"]
+        rows.append([*cells, *against])
+    made = table(("what", "context", "time", "against", "its time", "ours / its"), rows)
+    made.columns[3].justify = "left"
     yield made
     yield (
         f"{result['device']}, {result['model']} in bfloat16, batch 1, chunk {result['chunk']:,}, "
@@ -144,23 +144,17 @@ def _case(text: str, between: str, expected: str, optional: bool = False) -> lis
 
 
 def _steps(result: dict[str, Any]) -> Iterable[Any]:
-    made = table(
-        ("method", "batch x context", "step", "of roofline", "faster", "predicted", "peak"), ()
-    )
+    rows = []
     for row in result["rows"]:
-        cells = _name(row), f"{row['batch']} x {row['context']:,}"
+        cells = [_name(row), f"{row['batch']} x {row['context']:,}"]
         if "failed" in row:
-            made.add_row(*cells, row["failed"])
+            rows.append([*cells, row["failed"]])
             continue
-        made.add_row(
-            *cells,
-            f"{row['seconds'] * 1e3:.2f} ms",
-            f"{row['seconds'] / row['roofline_seconds']:.2f}x",
-            f"{row['speedup']:.2f}x",
-            f"{row['predicted_speedup']:.2f}x",
-            shown_bytes(row["peak"]),
-        )
-    yield made
+        ratios = row["seconds"] / row["roofline_seconds"], row["speedup"], row["predicted_speedup"]
+        shown = [f"{ratio:.2f}x" for ratio in ratios]
+        rows.append([*cells, f"{row['seconds'] * 1e3:.2f} ms", *shown, shown_bytes(row["peak"])])
+    headers = ("method", "batch x context", "step", "of roofline", "faster", "predicted", "peak")
+    yield table(headers, rows)
     yield (
         f"{result['device']}, {result['model']} in bfloat16, {_layers_said(result['layers'])}; "
         f"jax {result['jax']}; copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
@@ -239,18 +233,34 @@ def prefill(
 
 
 def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
+    times, work = [], []
+    for row in result["rows"]:
+        cells = [_name(row), f"{row['tokens']:,}"]
+        if "failed" in row:
+            times.append([*cells, row["failed"]])
+            continue
+        step = _time(row["step"]) if "step" in row else "-"
+        merging = f"{row['merge_share']:.1%}" if "merge_share" in row else "-"
+        times.append([*cells, _time(row["first_token"]), f"{row['speedup']:.2f}x", step, merging])
+        flops = [f"{row[kind] / 1e12:,.4g}" for kind in ("linear", "attention")]
+        ratio = [_time(row["model_seconds"]), f"{row['of_model']:.2f}"]
+        work.append([*cells, *flops, f"{row['received'] / 1e9:,.3g} GB", *ratio])
+    first = result["rows"][0]["method"]
+    yield table(("method", "tokens", "first token", f"{first} / this", "step", "merging"), times)
+    yield "\nbusiest device:"
+    headers = ("linear TFLOP", "attention TFLOP", "received", "takes", "time / that")
+    yield table(("method", "tokens", *headers), work)
     rates, merge = result["rates"], result["rates"]["merge"]
     devices = ", ".join(f"{axis}={size}" for axis, size in result["mesh"].items())
-    yield from (_times(result), "\nbusiest device:", _work(result), "")
     yield (
-        f"{result['device']} {devices}, {result['model']} in bfloat16, "
-        f"{_layers_said(result['layers'])}; chunk {result['chunk']:,}, median of {result['runs']}, "
-        f"jax {result['jax']}"
+        f"\n{result['device']} {devices}, {result['model']} in bfloat16, "
+        f"{_layers_said(result['layers'])}; chunk {result['chunk']:,}, median of "
+        f"{result['runs']}, jax {result['jax']}"
     )
+    linear, attention = (f"{rates[kind] / 1e12:,.3g} TFLOP/s" for kind in ("linear", "attention"))
     received = rates["received"]
     yield (
-        f"rates: linear {_rate(rates['linear'])}, attention {_rate(rates['attention'])} (causal, "
-        f"{rates['square']:,} tokens)"
+        f"rates: linear {linear}, attention {attention} (causal, {rates['square']:,} tokens)"
         + (f"; from a neighbour {received / 1e9:,.1f} GB/s" if received else "")
     )
     if merge:
@@ -260,50 +270,8 @@ def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
         )
 
 
-def _times(result: dict[str, Any]) -> rich.table.Table:
-    first = result["rows"][0]["method"]
-    rows = []
-    for row in result["rows"]:
-        cells = [_name(row), f"{row['tokens']:,}"]
-        if "failed" in row:
-            rows.append([*cells, row["failed"]])
-            continue
-        rows.append(
-            [
-                *cells,
-                _time(row["first_token"]),
-                f"{row['speedup']:.2f}x",
-                _time(row["step"]) if "step" in row else "-",
-                f"{row['merge_share']:.1%}" if "merge_share" in row else "-",
-            ]
-        )
-    return table(("method", "tokens", "first token", f"{first} / this", "step", "merging"), rows)
-
-
-def _work(result: dict[str, Any]) -> rich.table.Table:
-    rows = [
-        [
-            _name(row),
-            f"{row['tokens']:,}",
-            f"{row['linear'] / 1e12:,.4g}",
-            f"{row['attention'] / 1e12:,.4g}",
-            f"{row['received'] / 1e9:,.3g} GB",
-            _time(row["model_seconds"]),
-            f"{row['of_model']:.2f}",
-        ]
-        for row in result["rows"]
-        if "failed" not in row
-    ]
-    headers = ("linear TFLOP", "attention TFLOP", "received", "takes", "time / that")
-    return table(("method", "tokens", *headers), rows)
-
-
 def _name(row: dict[str, Any]) -> str:
     return " ".join([row["method"], *(f"{key}={value}" for key, value in row["settings"].items())])
-
-
-def _rate(flops: float) -> str:
-    return f"{flops / 1e12:,.3g} TFLOP/s"
 
 
 def _time(seconds: float, least: float = 1) -> str:
