@@ -12,22 +12,23 @@ from jaxtyping import Bool, Float, Int
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
-def check_heads(q: Array, k: Array, v: Array, *, kv_axis: int) -> None:
-    """Raise ValueError unless q [B,T,N,H] fits k and v, whose kv heads stand on `kv_axis`."""
-    fits = (
-        q.ndim == k.ndim == 4
-        and k.shape == v.shape
-        and q.dtype == k.dtype == v.dtype
-        and k.shape[0] == q.shape[0]
-        and k.shape[3] == q.shape[3]
-        and min(k.shape) > 0
-        and q.shape[2] % k.shape[kv_axis] == 0
+def check_heads(operation: str, q: Array, *caches: Array, kv_axis: int = 1) -> None:
+    """Raise ValueError unless q [B,...,N,H] fits the caches, whose kv heads stand on `kv_axis`."""
+    fits = all(
+        q.ndim in (3, 4)
+        and x.ndim == 4
+        and x.shape == caches[0].shape
+        and x.dtype == q.dtype
+        and (x.shape[0], x.shape[3]) == (q.shape[0], q.shape[-1])
+        and min(q.shape + x.shape) > 0
+        and q.shape[-2] % x.shape[kv_axis] == 0
+        for x in caches
     )
     if not fits:
+        shown = " and ".join(f"{x.dtype}{x.shape}" for x in caches)
         raise ValueError(
-            f"attention: q {q.dtype}{q.shape} does not fit k {k.dtype}{k.shape} and "
-            f"v {v.dtype}{v.shape}; expected one dtype, batch and head dim, no empty axis, and "
-            "query heads a multiple of kv heads"
+            f"{operation}: q {q.dtype}{q.shape} does not fit {shown} of the cache; expected one "
+            "dtype, batch and head dim, no empty axis, and query heads a multiple of kv heads"
         )
 
 

@@ -19,8 +19,6 @@ from jax_longctx.cli import ending, processes
 from jax_longctx.cli.ask import ask
 from jax_longctx.cli.batch import batch
 from jax_longctx.cli.bench import bench_app
-from jax_longctx.cli.bench_decode import decode
-from jax_longctx.cli.bench_prefill import prefill
 from jax_longctx.cli.convert import convert
 from jax_longctx.cli.demo import demo
 from jax_longctx.cli.eval import eval_app
@@ -173,8 +171,6 @@ app.command(
     "lm-eval",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )(lm_eval)
-bench_app.command()(decode)
-bench_app.command()(prefill)
 app.add_typer(bench_app, name="bench")
 eval_app.command()(perplexity)
 eval_app.command()(agreement)

@@ -1,11 +1,17 @@
 """Attention mass by its definition, every probability materialised in float32; for tests only."""
 
+from typing import Literal
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
 from pallas_kernels.common import group_heads
+
+# How mass is reduced over the query heads that share a kv head ("first" is the group's lowest head
+# alone), and before that over a head's queries.
+OverGroup = Literal["sum", "max", "first"]
+OverQueries = Literal["sum", "max"]
 
 
 def attention_mass(

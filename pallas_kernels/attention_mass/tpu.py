@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
+from pallas_kernels.attention_mass.reference import OverGroup, OverQueries
 from pallas_kernels.common import group_heads
 from pallas_kernels.tpu_common import (
     SUBLANES,
@@ -43,7 +43,6 @@ from pallas_kernels.tpu_common import (
     key_spec,
     matmul,
     slots_minor,
-    unsupported_keys,
 )
 
 _LOG2_E = math.log2(math.e)
@@ -53,11 +52,6 @@ _TILE_ROWS = 2048
 _PART_ROWS = 256
 _LOGITS = 2**18
 _KEYS = 4096
-
-
-def unsupported(q: Array) -> str | None:
-    """Why the kernel cannot run these arguments, or None."""
-    return unsupported_keys(q)
 
 
 @dataclass(frozen=True, kw_only=True)

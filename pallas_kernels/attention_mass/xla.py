@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
+from pallas_kernels.attention_mass.reference import OverGroup, OverQueries
 from pallas_kernels.common import group_heads
 
 # Float32 logits of a block; 4 to 64 MB and 256 to 2048 keys differ less than two runs on a CPU.

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.prefill_attention.reference import cache_attention as decode_attention
 
-__all__ = ["attend_logits", "decode_attention", "decode_logits"]
+__all__ = ["attend_logits", "attend_with_logits", "decode_attention", "decode_logits"]
 
 
 def decode_logits(
@@ -35,3 +35,11 @@ def attend_logits(
     p_BNS = jnp.exp(logits - jnp.where(some_BN1, lse_BN[..., None], 0.0))
     out_BNH = jnp.einsum("BNS,BNSH->BNH", p_BNS, v_BNSH, precision="highest")
     return out_BNH.astype(v.dtype)[:, None], lse_BN[:, None]
+
+
+def attend_with_logits(
+    q: Array, k: Array, v: Array, lengths: Array, *, scale: float
+) -> tuple[Array, ...]:
+    """Both halves."""
+    logits = decode_logits(q, k, lengths, scale=scale)
+    return *attend_logits(logits, v), logits

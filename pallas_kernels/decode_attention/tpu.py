@@ -36,16 +36,10 @@ from pallas_kernels.tpu_common import (
     key_spec,
     matmul,
     slots_minor,
-    unsupported_keys,
 )
 
 # Bytes of one buffer of a key block: the copy then takes a few times a grid step's fixed cost.
 _BLOCK_BYTES = 2**20
-
-
-def unsupported(q: Array) -> str | None:
-    """Why the kernel cannot run these arguments, or None."""
-    return unsupported_keys(q)
 
 
 def decode_attention(

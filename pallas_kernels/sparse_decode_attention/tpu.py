@@ -33,12 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from pallas_kernels.sparse_decode_attention.lists import (
-    entries_of_flat_lists,
-    entries_of_lists,
-    results_of,
-    rows_of,
-)
+from pallas_kernels.sparse_decode_attention.lists import entries_of, results_of, rows_of
 from pallas_kernels.tpu_common import (
     SCALARS,
     SUBLANES,
@@ -74,92 +69,34 @@ def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
-    pages: Int[Array, "B X C"],
+    pages: Int[Array, "B ..."],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
     *,
+    heads: Int[Array, "B E"] | None = None,
     page_size: int,
     scale: float,
     prior_query: Float[Array, "B 1 N H"] | None = None,
     block: int | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Array, ...]:
-    """Slot s counts where its page is listed and start[b] <= s < stop[b].
+    """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`.
 
     Args:
       block: list entries of a block; None takes as many as make a few hundred slots.
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
-    _check(q, k, pages, page_size)
-    entries = entries_of_lists(pages, k.shape[1], k.shape[2] // page_size)
-    rows = rows_of(q, prior_query, pages.shape[1])
-    how: dict[str, Any] = dict(
-        page_size=page_size, scale=scale, group=None, block=block, interpret=interpret
-    )
-    return results_of(*_attend_lists(rows, k, v, entries, start, stop, **how), q)
-
-
-def flat_sparse_decode_attention(
-    q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    heads: Int[Array, "B E"],
-    pages: Int[Array, "B E"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    *,
-    page_size: int,
-    scale: float,
-    prior_query: Float[Array, "B 1 N H"] | None = None,
-    block: int | None = None,
-    interpret: pltpu.InterpretParams | bool = False,
-) -> tuple[Array, ...]:
-    """Slot s of kv head k counts where (k, s // page_size) is listed and start <= s < stop.
-
-    Args:
-      block, interpret: as in `sparse_decode_attention`.
-    """
-    _check(q, k, pages, page_size)
-    entries = entries_of_flat_lists(heads, pages, k.shape[1], k.shape[2] // page_size)
-    rows = rows_of(q, prior_query, 1)
-    group = q.shape[2] // k.shape[1]
-    how: dict[str, Any] = dict(
-        page_size=page_size, scale=scale, group=group, block=block, interpret=interpret
-    )
-    return results_of(*_attend_lists(rows, k, v, entries, start, stop, **how), q)
-
-
-def _check(q: Array, k: Array, entries: Array, page_size: int) -> None:
-    reason = unsupported(q, k, entries, page_size)
+    reason = unsupported(q, k, pages, page_size)
     if reason is not None:
         raise NotImplementedError(f"sparse_decode_attention: {reason}")
-
-
-def _attend_lists(
-    q: Float[Array, "B X M H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    entries: Int[Array, "B X C"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    *,
-    page_size: int,
-    scale: float,
-    group: int | None,
-    block: int | None,
-    interpret: pltpu.InterpretParams | bool,
-) -> tuple[Float[Array, "B X M H"], Float[Array, "B X M"]]:
-    """The attention of every list's query rows to its entries.
-
-    Args:
-      group: query heads of a kv head in a flat list; None for lists of one head.
-    """
-    (batch, lists, length), (_, kv_heads, slots, head_dim) = entries.shape, k.shape
+    kv_heads, slots, head_dim = k.shape[1:]
+    pages_of_head = slots // page_size
+    entries = entries_of(heads, pages, kv_heads, pages_of_head)
+    batch, lists, length = entries.shape
     block = block or min(max(_BLOCK // page_size, 1), length)
     blocks = -(-length // block)
     spare = [(0, 0), (0, 0), (0, blocks * block - length)]
     entries = jnp.pad(entries, spare, constant_values=-1)
-    pages_of_head = slots // page_size
     owner_BXC, page_BXC = jnp.divmod(entries, pages_of_head)
     slots_BXCZ = page_BXC[..., None] * page_size + jnp.arange(page_size)
     start_B111, stop_B111 = (x[:, None, None, None] for x in (start, stop))
@@ -169,16 +106,18 @@ def _attend_lists(
     # The kernel knows an entry of -1 by its slots, which stand before slot 0.
     scalars = (entries, used_BX, whole_BXJ, jnp.maximum(start, 0), stop)
 
-    reader_BXC1 = (owner_BXC if group is not None else jnp.zeros_like(owner_BXC))[..., None]
+    reader_BXC1 = (owner_BXC if heads is not None else jnp.zeros_like(owner_BXC))[..., None]
     reader_BXCZ = jnp.where(held_BXCZ, reader_BXC1, -1).astype(jnp.float32)
     # One axis of all slots of a row, as entries number their pages.
     k, v = (x.reshape(batch, kv_heads * slots, head_dim) for x in (k, v))
+    group = None if heads is None else q.shape[2] // kv_heads
     job = _Job(page_size, scale, pages_of_head, kv_heads, group)
-    out_BXMH, lse_BXM1 = _call(q, k, blocks, block, job, interpret)(
+    rows = rows_of(q, prior_query, lists)
+    out_BXMH, lse_BXM1 = _call(rows, k, blocks, block, job, interpret)(
         *(x.reshape(-1).astype(jnp.int32) for x in scalars),
-        *(q, reader_BXCZ.reshape(batch, lists, 1, -1), k, v),
+        *(rows, reader_BXCZ.reshape(batch, lists, 1, -1), k, v),
     )
-    return out_BXMH, lse_BXM1[..., 0]
+    return results_of(out_BXMH, lse_BXM1[..., 0], q)
 
 
 @dataclass(frozen=True)
