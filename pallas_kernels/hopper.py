@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Shaped
 
-from pallas_kernels.common import MASKED
+from pallas_kernels.common import MASKED, Queries
 from pallas_kernels.lse import merge
 
 _logger = logging.getLogger("pallas_kernels")
@@ -134,7 +134,7 @@ def add_product(acc: Array, x: Array, y: Any, interpreted: bool) -> Array:
     return pl.run_state(multiply)(start)
 
 
-def pack_rows(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K R H"]:
+def pack_rows(q: Queries, kv_heads: int) -> Float[Array, "B K R H"]:
     """The queries of every kv head as rows t * G + g; with one query this moves nothing."""
     b, t, n, h = q.shape
     q_BTKGH = q.reshape(b, t, kv_heads, n // kv_heads, h)
@@ -149,10 +149,7 @@ def unpack_rows(x: Shaped[Array, "B K R *H"], queries: int) -> Shaped[Array, "B 
 
 
 def full(
-    shape: tuple[int, ...],
-    value: float,
-    dtype: Any = jnp.float32,
-    layout: Any = plgpu.Layout.WGMMA,
+    shape: tuple[int, ...], value: float, dtype: Any = jnp.float32, layout: Any = plgpu.Layout.WGMMA
 ) -> Array:
     """A constant in registers, laid out as a wgmma's result or, of one axis, as its reduction."""
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)

@@ -33,6 +33,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.attention_mass.reference import OverGroup, OverQueries
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
 
 # Columns of a wgmma's result that one thread quad holds side by side: sums are kept for each.
 _LANES = 8
@@ -77,14 +78,14 @@ def unsupported(q: Array, k: Array, squares: bool) -> str | None:
 
 
 def attention_mass(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    lse: Float[Array, "B T N"],
-    lengths: Int[Array, " B"],
+    q: Queries,
+    k: Cache,
+    lse: PerQuery,
+    lengths: PerRow,
     *,
     scale: float,
-    valid: Int[Array, " B"],
-    causal_start: Int[Array, " B"] | None,
+    valid: PerRow,
+    causal_start: PerRow | None,
     over_group: OverGroup,
     over_queries: OverQueries,
     squares: bool = False,
@@ -122,11 +123,7 @@ def attention_mass(
 
 
 def _rows(
-    q: Float[Array, "B T N H"],
-    lse: Float[Array, "B T N"],
-    valid: Int[Array, " B"],
-    causal_start: Int[Array, " B"] | None,
-    job: _Job,
+    q: Queries, lse: PerQuery, valid: PerRow, causal_start: PerRow | None, job: _Job
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Int[Array, "X R"]]:
     """Query rows of every kv head, head by head, each part padded to whole tiles.
 
@@ -157,8 +154,8 @@ def _mass(
     q: Float[Array, "X R H"],
     lse: Float[Array, "X R"],
     last: Int[Array, "X R"],
-    k: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
+    k: Cache,
+    lengths: PerRow,
     job: _Job,
     interpret: Any,
 ) -> Float[Array, "B K S"]:

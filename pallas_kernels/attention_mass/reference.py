@@ -4,9 +4,9 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from pallas_kernels.common import group_heads
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
 
 # How mass is reduced over the query heads that share a kv head ("first" is the group's lowest head
 # alone), and before that over a head's queries.
@@ -15,14 +15,14 @@ OverQueries = Literal["sum", "max"]
 
 
 def attention_mass(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    lse: Float[Array, "B T N"],
-    lengths: Int[Array, " B"],
+    q: Queries,
+    k: Cache,
+    lse: PerQuery,
+    lengths: PerRow,
     *,
     scale: float,
-    valid: Int[Array, " B"],
-    causal_start: Int[Array, " B"] | None,
+    valid: PerRow,
+    causal_start: PerRow | None,
     over_group: OverGroup,
     over_queries: OverQueries,
     squares: bool,

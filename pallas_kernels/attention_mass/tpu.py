@@ -23,7 +23,6 @@ about 1900 cycles, the rest 690.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,18 +31,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
+from pallas_kernels import tpu_common as tpu
 from pallas_kernels.attention_mass.reference import OverGroup, OverQueries
-from pallas_kernels.common import group_heads
-from pallas_kernels.tpu_common import (
-    SUBLANES,
-    as_stored,
-    key_block,
-    key_spec,
-    matmul,
-    slots_minor,
-)
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
 
 _LOG2_E = math.log2(math.e)
 # Rows (queries times heads) of a tile and of the part whose logits are made at once; those logits;
@@ -66,14 +58,14 @@ class _Options:
 
 
 def attention_mass(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    lse: Float[Array, "B T N"],
-    lengths: Int[Array, " B"],
+    q: Queries,
+    k: Cache,
+    lse: PerQuery,
+    lengths: PerRow,
     *,
     scale: float,
-    valid: Int[Array, " B"],
-    causal_start: Int[Array, " B"] | None,
+    valid: PerRow,
+    causal_start: PerRow | None,
     over_group: OverGroup,
     over_queries: OverQueries,
     squares: bool,
@@ -115,75 +107,49 @@ def attention_mass(
         over_queries=over_queries,
         squares=squares,
     )
-    scalars = (x.astype(jnp.int32) for x in (lengths, valid, causal_start))
-    arrays = q_BKGTH, lse_BKGT1, as_stored(k)
-    sums = _call(options, tile, slots, head_dim, interpret)(*scalars, *arrays)
+
+    def visited(b, h, j, i, lengths, valid, causal_start):
+        return b, h, jnp.minimum(j, jnp.maximum(pl.cdiv(lengths[b], block) - 1, 0))
+
+    def by_queries(b, h, j, i, *_):
+        return b, h, 0, i, 0
+
+    outputs = 2 if squares else 1
+    pairs = q_BKGTH.size // head_dim * slots
+    sums = tpu.call(
+        partial(_kernel, options=options),
+        (lengths, valid, causal_start),
+        (q_BKGTH, lse_BKGT1, tpu.as_stored(k)),
+        grid=(batch, kv_heads, -(-slots // block), q_BKGTH.shape[3] // tile),
+        parallel=3,
+        in_specs=[
+            pl.BlockSpec((1, 1, groups, tile, head_dim), by_queries),
+            pl.BlockSpec((1, 1, groups, tile, 1), by_queries),
+            tpu.key_spec(head_dim, block, visited),
+        ],
+        out_specs=[pl.BlockSpec((1, 1, 1, block), lambda b, h, j, i, *_: (b, h, 0, j))] * outputs,
+        out_shape=[jax.ShapeDtypeStruct((batch, kv_heads, 1, slots), jnp.float32)] * outputs,
+        scratch=[pltpu.VMEM((groups, block), jnp.float32), pltpu.VMEM((1, block), jnp.float32)],
+        cost=(
+            2 * pairs * head_dim,
+            pairs,
+            k.size * k.dtype.itemsize + 4 * outputs * k.size // head_dim,
+        ),
+        interpret=interpret,
+        name="attention_mass",
+    )
     mass_BKS, *squares_BKS = (x.reshape(batch, kv_heads, slots) for x in sums)
     return mass_BKS, squares_BKS[0] if squares else None
 
 
 def _blocks(groups: int, queries: int, slots: int) -> tuple[int, int, int]:
     """Queries of a tile and of a part of it, and keys of a block."""
-    multiple = SUBLANES[2]
+    multiple = tpu.SUBLANES[2]
     part = max(_PART_ROWS // groups // multiple, 1) * multiple
     part = min(part, -(-queries // multiple) * multiple)
     tiles = -(-queries // (max(_TILE_ROWS // groups // part, 1) * part))
     tile = -(-queries // (tiles * part)) * part
-    return tile, part, key_block(slots, min(_LOGITS // (groups * part), _KEYS))
-
-
-def _call(
-    options: _Options,
-    tile: int,
-    slots: int,
-    head_dim: int,
-    interpret: pltpu.InterpretParams | bool,
-) -> Callable[..., list[Array]]:
-    """The kernel as a function of the three prefetched scalars of every row and q, lse and k."""
-    block = options.block
-
-    def run(lengths, valid, causal_start, q_BKGTH, lse_BKGT1, k):
-        batch, kv_heads, groups, queries, _ = q_BKGTH.shape
-
-        def visited(b, h, j, i, lengths, valid, causal_start):
-            return b, h, jnp.minimum(j, jnp.maximum(pl.cdiv(lengths[b], block) - 1, 0))
-
-        def by_queries(b, h, j, i, *_):
-            return b, h, 0, i, 0
-
-        out_spec = pl.BlockSpec((1, 1, 1, block), lambda b, h, j, i, *_: (b, h, 0, j))
-        outputs = 2 if options.squares else 1
-        pairs = q_BKGTH.size // head_dim * slots
-        return pl.pallas_call(
-            partial(_kernel, options=options),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=3,
-                grid=(batch, kv_heads, -(-slots // block), queries // tile),
-                in_specs=[
-                    pl.BlockSpec((1, 1, groups, tile, head_dim), by_queries),
-                    pl.BlockSpec((1, 1, groups, tile, 1), by_queries),
-                    key_spec(head_dim, block, visited),
-                ],
-                out_specs=[out_spec] * outputs,
-                scratch_shapes=[
-                    pltpu.VMEM((groups, block), jnp.float32),
-                    pltpu.VMEM((1, block), jnp.float32),
-                ],
-            ),
-            out_shape=[jax.ShapeDtypeStruct((batch, kv_heads, 1, slots), jnp.float32)] * outputs,
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
-            ),
-            cost_estimate=pl.CostEstimate(
-                flops=2 * pairs * head_dim,
-                transcendentals=pairs,
-                bytes_accessed=k.size * k.dtype.itemsize + 4 * outputs * k.size // head_dim,
-            ),
-            interpret=interpret,
-            name="attention_mass",
-        )(lengths, valid, causal_start, q_BKGTH, lse_BKGT1, k)
-
-    return run
+    return tile, part, tpu.key_block(slots, min(_LOGITS // (groups * part), _KEYS))
 
 
 def _kernel(
@@ -237,7 +203,7 @@ def _add_part(options: _Options, q, lse, k, heads, squared, start, ahead) -> Non
     groups, head_dim = q.shape[2], q.shape[4]
     rows = pl.ds(pl.multiple_of(start, options.part), options.part)
     q_RH = q[0, 0, :, rows].reshape(groups * options.part, head_dim)
-    logits_RZ = matmul(q_RH, k[0, 0], (1, 0 if slots_minor(head_dim) else 1))
+    logits_RZ = tpu.matmul(q_RH, k[0, 0], (1, 0 if tpu.slots_minor(head_dim) else 1))
     logits_GTZ = logits_RZ.reshape(groups, options.part, options.block)
     p_GTZ = jnp.exp2(logits_GTZ * (options.scale * _LOG2_E) - lse[0, 0, :, rows])
     if ahead is not None:

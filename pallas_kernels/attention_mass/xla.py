@@ -19,7 +19,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.attention_mass.reference import OverGroup, OverQueries
-from pallas_kernels.common import group_heads
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
 
 # Float32 logits of a block; 4 to 64 MB and 256 to 2048 keys differ less than two runs on a CPU.
 _LOGIT_BYTES = 16 * 2**20
@@ -28,14 +28,14 @@ _MAX_KEYS = 4096  # with few queries a block of keys, which the loop copies, out
 
 
 def attention_mass(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    lse: Float[Array, "B T N"],
-    lengths: Int[Array, " B"],
+    q: Queries,
+    k: Cache,
+    lse: PerQuery,
+    lengths: PerRow,
     *,
     scale: float,
-    valid: Int[Array, " B"],
-    causal_start: Int[Array, " B"] | None,
+    valid: PerRow,
+    causal_start: PerRow | None,
     over_group: OverGroup,
     over_queries: OverQueries,
     squares: bool,
@@ -90,7 +90,7 @@ def _causal(
     p: Float[Array, "B K G T C"],
     queries: Int[Array, " T"],
     slots: Int[Array, " C"],
-    causal_start: Int[Array, " B"],
+    causal_start: PerRow,
 ) -> Float[Array, "B K G T C"]:
     seen_BTC = slots <= (causal_start[:, None] + queries)[..., None]
     return jnp.where(seen_BTC[:, None, None], p, 0.0)
@@ -129,9 +129,9 @@ def _stream(
     options: _Options,
     q: Float[Array, "B K G T H"],
     lse: Float[Array, "B K G T"],
-    k: Float[Array, "B K S H"],
+    k: Cache,
     filled: Int[Array, ""],
-    causal_start: Int[Array, " B"] | None,
+    causal_start: PerRow | None,
 ) -> tuple[Array, ...]:
     """Sums [B,K,G,S] and [B,K,S] over the queries, block by block, of the first `filled` slots."""
     (b, kv_heads, groups, queries, _), slots = q.shape, k.shape[2]

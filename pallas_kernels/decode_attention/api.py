@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import check_heads
+from pallas_kernels.common import Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.tpu_common import unsupported_keys
 
@@ -57,8 +57,8 @@ def decode_attention(
         tpu=dispatch.Kernel(tpu.decode_attention, lambda: unsupported_keys(q)),
         reference=reference.decode_attention,
     )
-    windowed = dict(window=window, query_start=query_start, slot_start=slot_start)
-    return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale, **windowed)
+    given = Window.of(window, query_start, slot_start)
+    return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale, window=given)
 
 
 def decode_logits(

@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.common import window_start
+from pallas_kernels.common import Attended, Cache, PerQuery, PerRow, Queries, Window
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that find place in shared memory
@@ -128,34 +128,29 @@ def unsupported_logits(q: Array, k: Array) -> str | None:
 
 
 def decode_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
+    q: Queries,
+    k: Cache,
+    v: Cache,
+    lengths: PerRow,
     *,
     scale: float,
-    window: int | None = None,
-    query_start: Int[Array, " B"] | None = None,
-    slot_start: Int[Array, ""] | int = 0,
+    window: Window | None = None,
     interpret: Any = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Every query of row b sees the slots below lengths[b], and within the window if there is one.
-
-    Slot s stands at position slot_start + s, query t at query_start[b] + t.
-    """
+) -> Attended:
+    """Every query of row b sees the slots below lengths[b], within the window if there is one."""
     low_B = jnp.zeros_like(lengths)
     if window is not None:
         # The first slot that query 0 sees; query t sees from t slots later.
-        low_B = window_start(query_start) - slot_start - window + 1
+        low_B = window.query_start - window.slot_start - window.size + 1
     out, lse, _ = _attention(q, k, v, low_B, lengths, scale, interpret, windowed=window is not None)
     return out, lse
 
 
 def attend_with_logits(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
+    k: Cache,
+    v: Cache,
+    lengths: PerRow,
     *,
     scale: float,
     interpret: Any = None,
@@ -180,7 +175,7 @@ def _attention(
     *,
     windowed: bool = False,
     logits: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
+) -> tuple[Queries, PerQuery, Any]:
     """Output, log-sum-exp, and the logits [B,N,S] if they are asked for."""
     batch, kv_heads, slots, head_dim = k.shape
     job = _Job(
@@ -207,7 +202,7 @@ def _attention(
     return out, lse, logits_BKGS.reshape(batch, q.shape[2], slots)
 
 
-def _plan(low: Int[Array, " B"], high: Int[Array, " B"], job: _Job) -> Int[Array, "Q 4"]:
+def _plan(low: PerRow, high: PerRow, job: _Job) -> Int[Array, "Q 4"]:
     """A line a row: its first step among the steps of all rows and heads, its slots, its steps.
 
     The steps of a head are those to begin it and its blocks. The last line holds the number of all
@@ -223,11 +218,7 @@ def _plan(low: Int[Array, " B"], high: Int[Array, " B"], job: _Job) -> Int[Array
 
 
 def _partials(
-    q: Float[Array, "B K R H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    plan: Int[Array, "Q 4"],
-    job: _Job,
+    q: Float[Array, "B K R H"], k: Cache, v: Cache, plan: Int[Array, "Q 4"], job: _Job
 ) -> Sequence[Array]:
     """The attention of every worker to its piece of every head it visits.
 

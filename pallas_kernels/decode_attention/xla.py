@@ -21,14 +21,17 @@ bytes of k, or of v, and 4 N S of logits.
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from pallas_kernels.common import (
     MASKED,
+    Attended,
+    Cache,
+    PerRow,
+    Queries,
+    Window,
     group_heads,
     ungroup_heads,
-    window_start,
-    within_window,
 )
 
 # Queries beyond which the scores are no longer small beside the cache.
@@ -39,20 +42,16 @@ BLOCK = 2048
 
 
 def decode_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
+    q: Queries,
+    k: Cache,
+    v: Cache,
+    lengths: PerRow,
     *,
     scale: float,
-    window: int | None = None,
-    query_start: Int[Array, " B"] | None = None,
-    slot_start: Int[Array, ""] | int = 0,
+    window: Window | None = None,
     block: int = BLOCK,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Attended:
     """Every query of row b sees the slots below lengths[b], and within the window if there is one.
-
-    Slot s stands at position slot_start + s, query t at query_start[b] + t.
 
     Args:
       block: slots of one part of the second matmul, lowered to a divisor of S.
@@ -63,8 +62,7 @@ def decode_attention(
     slots_S = jnp.arange(k.shape[2])
     seen_BTS = (slots_S < lengths[:, None])[:, None]
     if window is not None:
-        position_BT = window_start(query_start)[:, None] + jnp.arange(q.shape[1])
-        seen_BTS = seen_BTS & within_window(slots_S, position_BT, slot_start, window)
+        seen_BTS = seen_BTS & window.sees(slots_S, jnp.arange(q.shape[1]))
     seen_BKGTS = seen_BTS[:, None, None]
 
     q_BKGTH = group_heads(q, k.shape[1])
@@ -83,9 +81,7 @@ def decode_attention(
     return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKGT)
 
 
-def _scores(
-    q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], scale: float
-) -> Float[Array, "B K G T S"]:
+def _scores(q: Float[Array, "B K G T H"], k: Cache, scale: float) -> Float[Array, "B K G T S"]:
     """scale q.k in float32 over the whole capacity."""
     # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
     q_BKRH = q.reshape(*k.shape[:2], -1, k.shape[3])
@@ -100,7 +96,7 @@ def _divisor(slots: int, block: int) -> int:
 
 
 def _weighted_values(
-    weights: Float[Array, "B K G T S"], v: Float[Array, "B K S H"], block: int
+    weights: Float[Array, "B K G T S"], v: Cache, block: int
 ) -> Float[Array, "B K P G T H"]:
     """Weights x values, summed within each of the P blocks of slots."""
     w_BKGTPZ = weights.reshape(*weights.shape[:4], -1, block)
@@ -109,11 +105,7 @@ def _weighted_values(
 
 
 def decode_logits(
-    q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
+    q: Float[Array, "B 1 N H"], k: Cache, lengths: PerRow, *, scale: float
 ) -> Float[Array, "B N S"]:
     """scale q.k of every head and slot, -inf at and beyond lengths[b]."""
     k = lax.optimization_barrier(k)  # as in decode_attention: no second append on CPU
@@ -124,7 +116,7 @@ def decode_logits(
 
 
 def attend_logits(
-    logits: Float[Array, "B N S"], v: Float[Array, "B K S H"], *, block: int = BLOCK
+    logits: Float[Array, "B N S"], v: Cache, *, block: int = BLOCK
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """The softmax of the logits times the values, in v's dtype, and its log-sum-exp."""
     v = lax.optimization_barrier(v)

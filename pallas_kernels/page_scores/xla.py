@@ -17,14 +17,16 @@ from functools import partial
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
+
+from pallas_kernels.common import PerRow
 
 
 def page_scores(
     q: Float[Array, "B N H"],
     upper: Float[Array, "B K P H"],
     lower: Float[Array, "B K P H"],
-    pages: Int[Array, " B"],
+    pages: PerRow,
 ) -> Float[Array, "B N P"]:
     """Sum over d of max(q_d upper_d, q_d lower_d); -inf from page pages[b] on."""
     b, n, h = q.shape

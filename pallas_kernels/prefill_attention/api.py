@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import check_heads
+from pallas_kernels.common import Window, check_heads
 from pallas_kernels.prefill_attention import gpu, reference, tpu, xla
 
 
@@ -60,14 +60,14 @@ def cache_attention(
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
     """
     check_heads("cache_attention", q, k, v)
-    windowed = dict(window=window, query_start=query_start, slot_start=slot_start)
+    given = Window.of(window, query_start, slot_start)
     run = dispatch.select(
         "cache_attention",
         implementation,
         dispatch.shape_class(q, k.shape[1], window),
-        xla=partial(xla.cache_attention, **windowed),
+        xla=partial(xla.cache_attention, window=given),
         gpu=dispatch.Kernel(gpu.cache_attention, lambda: gpu.unsupported_cache(q, window)),
         tpu=dispatch.Kernel(tpu.cache_attention, lambda: tpu.unsupported_cache(q, k, window)),
-        reference=partial(reference.cache_attention, **windowed),
+        reference=partial(reference.cache_attention, window=given),
     )
     return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale)

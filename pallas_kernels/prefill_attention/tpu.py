@@ -21,16 +21,20 @@ when causal); published splash and flash figures are 75-89% of peak on v5p, a th
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash,
-)
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_mask_info as mask_info,
-)
-from jaxtyping import Float, Int
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+from jaxtyping import Float
 
-from pallas_kernels.common import blank_rows, largest_divisor, split_tail
+from pallas_kernels.common import (
+    Attended,
+    Cache,
+    PerRow,
+    Queries,
+    blank_rows,
+    largest_divisor,
+    split_tail,
+)
 from pallas_kernels.lse import merge
 
 _LANES = 128
@@ -65,14 +69,14 @@ def unsupported_cache(q: Array, k: Array, window: int | None) -> str | None:
 
 
 def causal_attention(
-    q: Float[Array, "B T N H"],
+    q: Queries,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
     scale: float,
     window: int | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     batch, tokens, heads, _ = q.shape
     q_heads = _fold_queries(q, scale)
@@ -95,14 +99,8 @@ def causal_attention(
 
 
 def cache_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: float, interpret: bool = False
+) -> Attended:
     """Every query of row b sees the slots below lengths[b]."""
     block = largest_divisor(k.shape[2], _BLOCKS)
     if block is None:
@@ -153,12 +151,7 @@ def _whole_blocks(
 
 
 def _one_block(
-    q_heads: Array,
-    k: Array,
-    v: Array,
-    lengths: Array,
-    q_shape: tuple[int, ...],
-    interpret: bool,
+    q_heads: Array, k: Array, v: Array, lengths: Array, q_shape: tuple[int, ...], interpret: bool
 ) -> tuple[Array, Array]:
     """Attend folded queries to one block [B,K,Z,H] whose first lengths[b] slots are valid."""
     kernel = splash.SplashAttentionKernel(
@@ -204,7 +197,7 @@ def _kernel_options(query_block: int, key_block: int, head_dim: int, interpret: 
     )
 
 
-def _fold(x: Float[Array, "B K S H"]) -> Array:
+def _fold(x: Cache) -> Array:
     """Rows and heads as one axis, [B*K,S,H]."""
     return x.reshape(-1, *x.shape[2:])
 
@@ -213,7 +206,7 @@ def _pad_tokens(x: Float[Array, "X T H"], tokens: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, tokens - x.shape[1]), (0, 0)))
 
 
-def _fold_queries(q: Float[Array, "B T N H"], scale: float) -> Array:
+def _fold_queries(q: Queries, scale: float) -> Array:
     """Scaled queries [B*N,T',H], T' a whole number of query blocks."""
     block = _query_block(q.shape[1])
     scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)

@@ -16,9 +16,18 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from pallas_kernels.common import MASKED, group_heads, ungroup_heads, window_start, within_window
+from pallas_kernels.common import (
+    MASKED,
+    Attended,
+    Cache,
+    PerRow,
+    Queries,
+    Window,
+    group_heads,
+    ungroup_heads,
+)
 
 # Keys in a block, and how many bytes of float32 scores one block of queries and keys may have:
 # measured on CPU (64 to 512 queries, 256 to 1024 keys); both within 10% of the best around here.
@@ -32,13 +41,13 @@ Range = Callable[[Array], tuple[Array | int, Array | int]]
 
 
 def causal_attention(
-    q: Float[Array, "B T N H"],
+    q: Queries,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
     scale: float,
     window: int | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     key_block = min(_KEY_BLOCK, q.shape[1])
     query_block = _query_block(q.shape, key_block)
@@ -57,20 +66,9 @@ def causal_attention(
 
 
 def cache_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    window: int | None = None,
-    query_start: Int[Array, " B"] | None = None,
-    slot_start: Int[Array, ""] | int = 0,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Every query of row b sees the slots below lengths[b], and within the window if there is one.
-
-    Slot s stands at position slot_start + s, query t at query_start[b] + t.
-    """
+    q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: float, window: Window | None = None
+) -> Attended:
+    """Every query of row b sees the slots below lengths[b], within the window if there is one."""
     key_block = min(_KEY_BLOCK, k.shape[2])
     query_block = _query_block(q.shape, key_block)
     last = (jnp.max(lengths) + key_block - 1) // key_block
@@ -79,13 +77,12 @@ def cache_attention(
         held_B1C = (slots_C < lengths[:, None])[:, None]
         if window is None:
             return held_B1C
-        position_BT = window_start(query_start)[:, None] + queries_T
-        return held_B1C & within_window(slots_C, position_BT, slot_start, window)
+        return held_B1C & window.sees(slots_C, queries_T)
 
     def blocks(start: Array) -> tuple[Array | int, Array]:
         if window is None:
             return 0, last
-        oldest = jnp.min(window_start(query_start)) + start - window + 1 - slot_start
+        oldest = jnp.min(window.query_start) + start - window.size + 1 - window.slot_start
         return jnp.maximum(oldest, 0) // key_block, last
 
     return _stream(q, k, v, lengths, visible, blocks, key_block, query_block, scale)

@@ -33,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
+from pallas_kernels.common import Cache, PerRow
 from pallas_kernels.sparse_decode_attention.lists import entries_of, results_of, rows_of
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
@@ -91,11 +92,11 @@ def unsupported(q: Array, k: Array, lists: int, page_size: int, priors: int) -> 
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Cache,
+    v: Cache,
     pages: Int[Array, "B ..."],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
+    start: PerRow,
+    stop: PerRow,
     *,
     heads: Int[Array, "B E"] | None = None,
     page_size: int,
@@ -139,8 +140,8 @@ def sparse_decode_attention(
 
 def _partials(
     q: Float[Array, "B X M H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Cache,
+    v: Cache,
     entries: Int[Array, "B X E"],
     bounds: Int[Array, "B 2"],
     job: _Job,

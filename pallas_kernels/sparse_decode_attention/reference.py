@@ -4,14 +4,16 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from pallas_kernels.common import Cache, PerRow
+
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Cache,
+    v: Cache,
     pages: Int[Array, "B ..."],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
+    start: PerRow,
+    stop: PerRow,
     *,
     heads: Int[Array, "B E"] | None = None,
     page_size: int,

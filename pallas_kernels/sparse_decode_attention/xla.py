@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.common import MASKED
+from pallas_kernels.common import MASKED, Cache, PerRow
 from pallas_kernels.sparse_decode_attention.lists import rows_of
 
 # Bytes of gathered keys and values of one block of entries.
@@ -47,11 +47,11 @@ class Partial(NamedTuple):
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Cache,
+    v: Cache,
     pages: Int[Array, "B ..."],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
+    start: PerRow,
+    stop: PerRow,
     *,
     heads: Int[Array, "B E"] | None = None,
     page_size: int,
@@ -134,11 +134,7 @@ def _over_blocks(part: Callable[..., Partial], lists: tuple[Array, ...], block: 
 
 
 def _slots_of(
-    pages: Int[Array, "B ..."],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    page_size: int,
-    slots: int,
+    pages: Int[Array, "B ..."], start: PerRow, stop: PerRow, page_size: int, slots: int
 ) -> tuple[Int[Array, "B ... Z"], Bool[Array, "B ... Z"]]:
     """The slots of every page, within [0, S), and which of them count."""
     slots_BAZ = pages[..., None] * page_size + jnp.arange(page_size)

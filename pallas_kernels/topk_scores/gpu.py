@@ -59,6 +59,7 @@ from jaxlib.mlir.dialects import arith
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
 
 # Keys of a tile, and of a block whose best score alone is ranked. A thread of a wgmma holds columns
 # c and c + 1 of every 8: with the keys of a tile laid out block-minor, the maximum over a block is
@@ -111,11 +112,11 @@ def unsupported(q: Array, k: Array, count: int, tile_best: int | None) -> str | 
 
 
 def topk_scores(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    tolerance: Float[Array, "B T N"],
+    q: Queries,
+    k: Cache,
+    start: PerRow,
+    stop: PerRow,
+    tolerance: PerQuery,
     *,
     count: int,
     tile_best: int | None = None,
@@ -153,9 +154,9 @@ def topk_scores(
 
 def _best_keys(
     q: Float[Array, "B K R H"],
-    k: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
+    k: Cache,
+    start: PerRow,
+    stop: PerRow,
     tolerance: Float[Array, "B K R"],
     blocks: Int[Array, "B K R C"],
     interpret: Any,
@@ -203,7 +204,7 @@ def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ..
 
 def _best_blocks(
     q: Float[Array, "B K R H"],
-    k: Float[Array, "B K S H"],
+    k: Cache,
     bounds: Int[Array, "B 2"],
     tolerance: Float[Array, "B K R"],
     job: _Job,
@@ -397,10 +398,7 @@ def _insert(
 
 
 def _block_scores(
-    q: Float[Array, "B K R H"],
-    k: Float[Array, "B K S H"],
-    blocks: Int[Array, "B K R C"],
-    interpret: Any,
+    q: Float[Array, "B K R H"], k: Cache, blocks: Int[Array, "B K R C"], interpret: Any
 ) -> Float[Array, "B K R C Z"]:
     """Dot products of every query with the 16 keys of each of its blocks, in float32.
 
@@ -493,7 +491,7 @@ def _rescore_kernel(
 
 def _best_of_few(
     q: Float[Array, "B K R H"],
-    k: Float[Array, "B K S H"],
+    k: Cache,
     bounds: Int[Array, "B 2"],
     tolerance: Float[Array, "B K R"],
     job: _Job,

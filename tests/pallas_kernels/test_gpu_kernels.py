@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass import reference as mass_reference
+from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.select_large_k import gpu as select_gpu
@@ -72,7 +73,8 @@ def _decode(case: Case, interpret: Any) -> None:
     options = dict(scale=case.head_dim**-0.5, **dict(case.options))
     if "window" in options:
         # The third row's window begins blocks after its last slot.
-        options |= dict(query_start=lengths.at[2].add(900) + 2, slot_start=1)
+        start = lengths.at[2].add(900) + 2
+        options["window"] = Window(size=options["window"], query_start=start, slot_start=1)
     expected = decode_reference.decode_attention(*_exact(q, k, v), lengths, **options)
     beyond = (jnp.arange(case.slots) >= lengths[:, None])[:, None, :, None]
     k, v = (jnp.where(beyond, jnp.asarray(3e4, x.dtype), x) for x in (k, v))

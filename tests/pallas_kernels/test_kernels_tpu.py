@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass import tpu as mass_tpu
+from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
@@ -81,7 +82,8 @@ def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim: 
     q, k, v = _random("float32", (6, 2, 6, head_dim), cache, cache)
     # The last row's queries stand beyond the reach of every slot.
     behind = jnp.array([0, 0, 3, 10, 99, 101], jnp.int32)
-    options = dict(scale=0.3, window=100, slot_start=40, query_start=40 + lengths + behind)
+    window = Window(size=100, slot_start=40, query_start=40 + lengths + behind)
+    options = dict(scale=0.3, window=window)
     expected = jax.jit(partial(decode_reference.decode_attention, **options))(q, k, v, lengths)
     assert np.all(np.isneginf(expected[1][5]))
     k, v = (_spoil(x, lengths, jnp.nan) for x in (k, v))
