@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import gpu, reference, tpu, xla
-from pallas_kernels.attention_mass.reference import OverGroup, OverQueries
+from pallas_kernels.attention_mass.reference import OverGroup, OverQueries, Reduction
 from pallas_kernels.common import check_heads
 from pallas_kernels.tpu_common import unsupported_keys
 
@@ -96,11 +96,7 @@ def attention_mass(
         reference=reference.attention_mass,
     )
     batch, queries = q.shape[:2]
-    mass, squared = run(
-        q,
-        k,
-        lse,
-        jnp.clip(lengths, 0, k.shape[2]),
+    how = Reduction(
         scale=scale,
         valid=jnp.full((batch,), queries) if valid is None else jnp.clip(valid, 0, queries),
         causal_start=causal_start,
@@ -108,4 +104,5 @@ def attention_mass(
         over_queries=over_queries,
         squares=squares,
     )
+    mass, squared = run(q, k, lse, jnp.clip(lengths, 0, k.shape[2]), how)
     return mass if squared is None else (mass, squared)

@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.attention_mass.reference import OverGroup, OverQueries
+from pallas_kernels.attention_mass.reference import Masses, Reduction
 from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
 
 # Columns of a wgmma's result that one thread quad holds side by side: sums are kept for each.
@@ -58,10 +58,7 @@ class _Job:
     parts: int  # runs of query rows that are reduced on their own before they are combined
     queries: int  # rows of a step
     steps: int  # of a part
-    over_parts: OverGroup
-    over_queries: OverQueries
-    causal: bool
-    scale: float
+    how: Reduction
 
     @property
     def items(self) -> int:
@@ -78,30 +75,19 @@ def unsupported(q: Array, k: Array, squares: bool) -> str | None:
 
 
 def attention_mass(
-    q: Queries,
-    k: Cache,
-    lse: PerQuery,
-    lengths: PerRow,
-    *,
-    scale: float,
-    valid: PerRow,
-    causal_start: PerRow | None,
-    over_group: OverGroup,
-    over_queries: OverQueries,
-    squares: bool = False,
-    interpret: Any = None,
-) -> tuple[Float[Array, "B K S"], None]:
+    q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Reduction, interpret: Any = None
+) -> Masses:
     """The mass of every slot below its row's length and 0 elsewhere; see the door's docstring."""
-    if squares:
-        raise NotImplementedError(f"attention_mass: {unsupported(q, k, squares)}")
+    if how.squares:
+        raise NotImplementedError(f"attention_mass: {unsupported(q, k, how.squares)}")
     batch, queries = q.shape[:2]
     kv_heads = k.shape[1]
-    if over_group == "first":
+    if how.over_group == "first":
         group = q.shape[2] // kv_heads
         q, lse = q[:, :, ::group], lse[:, :, ::group]
     group = q.shape[2] // kv_heads
     # Sums of sums need no border between a group's heads: they are one run of rows.
-    parts = 1 if over_group == over_queries == "sum" else group
+    parts = 1 if how.over_group == how.over_queries == "sum" else group
     rows = queries * group // parts
     tile = next((n for n in _FEW_QUERIES if n >= rows), _QUERIES)
     job = _Job(
@@ -113,17 +99,14 @@ def attention_mass(
         parts=parts,
         queries=tile,
         steps=pl.cdiv(rows, tile),
-        over_parts=over_group,
-        over_queries=over_queries,
-        causal=causal_start is not None,
-        scale=scale,
+        how=how,
     )
-    rows = _rows(q, lse, valid, causal_start, job)
+    rows = _rows(q, lse, job)
     return _mass(*rows, k, lengths.astype(jnp.int32), job, interpret), None
 
 
 def _rows(
-    q: Queries, lse: PerQuery, valid: PerRow, causal_start: PerRow | None, job: _Job
+    q: Queries, lse: PerQuery, job: _Job
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Int[Array, "X R"]]:
     """Query rows of every kv head, head by head, each part padded to whole tiles.
 
@@ -131,12 +114,13 @@ def _rows(
     last slot that they see.
     """
     queries = q.shape[1]
-    counted_BT1 = (jnp.arange(queries) < valid[:, None])[..., None]
+    counted_BT1 = (jnp.arange(queries) < job.how.valid[:, None])[..., None]
     counts_BTN = counted_BT1 & (lse > -jnp.inf)
     # What does not count may hold anything, NaN as well.
     q = jnp.where(counts_BTN[..., None], q, 0)
     lse = jnp.where(counts_BTN, lse * hopper.LOG2_E, jnp.inf)
-    start = jnp.full((job.batch,), job.slots) if causal_start is None else causal_start
+    start = job.how.causal_start
+    start = jnp.full((job.batch,), job.slots) if start is None else start
     last = jnp.broadcast_to((start[:, None] + jnp.arange(queries))[..., None], lse.shape)
     padded = job.steps * job.queries
 
@@ -172,7 +156,9 @@ def _mass(
             last=plgpu.SMEM(row.shape, jnp.int32),
             keys_ready=plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=2),
             keys_free=plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=2),
-            ready=plgpu.Barrier(num_arrivals=3 if job.causal else 2, num_barriers=_STAGES),
+            ready=plgpu.Barrier(
+                num_arrivals=3 if job.how.causal_start is not None else 2, num_barriers=_STAGES
+            ),
             free=plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
         ),
         grid=(min(hopper.processors(), job.items),),
@@ -255,7 +241,11 @@ def _fetch(refs, k_ref, scratch, job: _Job, row, head, tile, filled, before) -> 
             def _():
                 plgpu.barrier_wait(scratch["free"].at[slot])
 
-            names = ("queries", "lse", "last") if job.causal else ("queries", "lse")
+            names = (
+                ("queries", "lse", "last")
+                if job.how.causal_start is not None
+                else ("queries", "lse")
+            )
             for ref, name in zip(refs, names, strict=False):
                 source = ref.at[head, pl.ds(i * queries, queries)]
                 ready = scratch["ready"].at[slot]
@@ -278,7 +268,7 @@ def _sum(out_ref, scratch, warpgroup, job: _Job, row, head, tile, filled, before
         def add_part(part, total):
             step = (before * job.parts + part) * job.steps
             one = _reduce_queries(scratch, keys, first, step, job)
-            return jnp.maximum(total, one) if job.over_parts == "max" else total + one
+            return jnp.maximum(total, one) if job.how.over_group == "max" else total + one
 
         total = hopper.full((hopper.ROWS,), 0.0, layout=column)
         total = lax.fori_loop(0, job.parts, add_part, total)
@@ -294,7 +284,7 @@ def _sum(out_ref, scratch, warpgroup, job: _Job, row, head, tile, filled, before
 
 def _reduce_queries(scratch, keys, first, begin, job: _Job) -> Array:
     """The sum or maximum of the 64 keys' probabilities over one part of the query rows."""
-    combine = jnp.maximum if job.over_queries == "max" else jnp.add
+    combine = jnp.maximum if job.how.over_queries == "max" else jnp.add
     queries = job.queries
 
     def step(i, kept):
@@ -303,9 +293,9 @@ def _reduce_queries(scratch, keys, first, begin, job: _Job) -> Array:
         s = hopper.product(keys, scratch["queries"].at[slot].transpose((1, 0)))
         across = plgpu.Layout.WGMMA.reduce(0)
         lse = plgpu.load(scratch["lse"].at[slot], layout=across)
-        exponent = s * (job.scale * hopper.LOG2_E) - lax.broadcast_in_dim(lse, s.shape, [1])
+        exponent = s * (job.how.scale * hopper.LOG2_E) - lax.broadcast_in_dim(lse, s.shape, [1])
         p = jnp.exp2(exponent)
-        if job.causal:
+        if job.how.causal_start is not None:
             last = plgpu.load(scratch["last"].at[slot], layout=across)
             seen = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
             p = jnp.where(seen + first <= lax.broadcast_in_dim(last, s.shape, [1]), p, 0.0)
@@ -315,4 +305,4 @@ def _reduce_queries(scratch, keys, first, begin, job: _Job) -> Array:
         return kept
 
     kept = lax.fori_loop(0, job.steps, step, hopper.full((hopper.ROWS, _LANES), 0.0))
-    return kept.max(axis=1) if job.over_queries == "max" else kept.sum(axis=1)
+    return kept.max(axis=1) if job.how.over_queries == "max" else kept.sum(axis=1)

@@ -23,7 +23,6 @@ about 1900 cycles, the rest 690.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -31,10 +30,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float
 
 from pallas_kernels import tpu_common as tpu
-from pallas_kernels.attention_mass.reference import OverGroup, OverQueries
+from pallas_kernels.attention_mass.reference import Masses, Reduction
 from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
 
 _LOG2_E = math.log2(math.e)
@@ -46,33 +44,17 @@ _LOGITS = 2**18
 _KEYS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    scale: float
-    block: int  # keys
-    part: int  # queries whose logits are made at once; a tile of queries has a whole number
-    causal: bool
-    over_group: OverGroup
-    over_queries: OverQueries
-    squares: bool
-
-
 def attention_mass(
     q: Queries,
     k: Cache,
     lse: PerQuery,
     lengths: PerRow,
+    how: Reduction,
     *,
-    scale: float,
-    valid: PerRow,
-    causal_start: PerRow | None,
-    over_group: OverGroup,
-    over_queries: OverQueries,
-    squares: bool,
     blocks: tuple[int, int, int] | None = None,
     interpret: pltpu.InterpretParams | bool = False,
-) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]:
-    """See `api.attention_mass`; lengths within 0..S, valid within 0..T, squares None if unasked.
+) -> Masses:
+    """See `api.attention_mass`; lengths within 0..S.
 
     Args:
       blocks: queries of a tile and of its parts, multiples of 16, and keys of a block, a multiple
@@ -80,33 +62,22 @@ def attention_mass(
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
     (batch, queries, _, head_dim), (_, kv_heads, slots, _) = q.shape, k.shape
-    counted_BT1 = (jnp.arange(queries) < valid[:, None])[..., None]
+    counted_BT1 = (jnp.arange(queries) < how.valid[:, None])[..., None]
     lse = jnp.where(counted_BT1 & (lse > -jnp.inf), lse * _LOG2_E, jnp.inf)
     q_BKGTH = group_heads(jnp.where(counted_BT1[..., None], q, 0), kv_heads)
     lse_BKGT1 = group_heads(lse[..., None], kv_heads)
-    if over_group == "first" and not squares:
+    if how.over_group == "first" and not how.squares:
         q_BKGTH, lse_BKGT1 = q_BKGTH[:, :, :1], lse_BKGT1[:, :, :1]
     groups = q_BKGTH.shape[2]
     tile, part, block = blocks or _blocks(groups, queries, slots)
     spare = [(0, 0)] * 3 + [(0, -queries % tile), (0, 0)]
     q_BKGTH = jnp.pad(q_BKGTH, spare)
     lse_BKGT1 = jnp.pad(lse_BKGT1, spare, constant_values=jnp.inf)
-    causal = causal_start is not None
-    if causal_start is None:
-        causal_start = jnp.zeros_like(lengths)
-    else:
+    causal_start = jnp.zeros_like(lengths)
+    if how.causal_start is not None:
+        causal_start = how.causal_start
         # No query sees more: what lies behind is not fetched.
-        lengths = jnp.clip(causal_start + valid, 0, lengths)
-
-    options = _Options(
-        scale=scale,
-        block=block,
-        part=part,
-        causal=causal,
-        over_group=over_group,
-        over_queries=over_queries,
-        squares=squares,
-    )
+        lengths = jnp.clip(causal_start + how.valid, 0, lengths)
 
     def visited(b, h, j, i, lengths, valid, causal_start):
         return b, h, jnp.minimum(j, jnp.maximum(pl.cdiv(lengths[b], block) - 1, 0))
@@ -114,11 +85,11 @@ def attention_mass(
     def by_queries(b, h, j, i, *_):
         return b, h, 0, i, 0
 
-    outputs = 2 if squares else 1
+    outputs = 2 if how.squares else 1
     pairs = q_BKGTH.size // head_dim * slots
     sums = tpu.call(
-        partial(_kernel, options=options),
-        (lengths, valid, causal_start),
+        partial(_kernel, how=how, part=part),
+        (lengths, how.valid, causal_start),
         (q_BKGTH, lse_BKGT1, tpu.as_stored(k)),
         grid=(batch, kv_heads, -(-slots // block), q_BKGTH.shape[3] // tile),
         parallel=3,
@@ -139,7 +110,7 @@ def attention_mass(
         name="attention_mass",
     )
     mass_BKS, *squares_BKS = (x.reshape(batch, kv_heads, slots) for x in sums)
-    return mass_BKS, squares_BKS[0] if squares else None
+    return mass_BKS, squares_BKS[0] if how.squares else None
 
 
 def _blocks(groups: int, queries: int, slots: int) -> tuple[int, int, int]:
@@ -160,11 +131,12 @@ def _kernel(
     lse,  # [1, 1, G, T, 1] in base 2
     k,  # [1, 1, Z, H], or [1, 1, H, Z] for narrow heads
     *rest,  # outputs, each [1, 1, 1, Z]; the sums over queries, [G, Z] and [1, Z]
-    options: _Options,
+    how: Reduction,
+    part: int,  # queries whose logits are made at once; a tile has a whole number of parts
 ):
     *outs, heads, squared = rest
     b, j, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    block, part, tile = options.block, options.part, q.shape[3]
+    block, tile = squared.shape[1], q.shape[3]
     key_start = j * block
 
     @pl.when(i == 0)
@@ -174,8 +146,8 @@ def _kernel(
 
     def add_part(at: Array, _: None) -> None:
         ahead = causal_start[b] + i * tile + at * part - key_start
-        probabilities = partial(_add_part, options, q, lse, k, heads, squared, at * part)
-        if not options.causal:
+        probabilities = partial(_add_part, how, part, q, lse, k, heads, squared, at * part)
+        if how.causal_start is None:
             probabilities(None)
             return
         # Query t of the part sees the keys up to ahead + t of the block.
@@ -184,7 +156,7 @@ def _kernel(
 
     # The parts before `first` end before the block begins.
     first = 0
-    if options.causal:
+    if how.causal_start is not None:
         first = jnp.maximum(key_start - causal_start[b] - i * tile, 0) // part
     last = jnp.clip(pl.cdiv(valid[b] - i * tile, part), 0, tile // part)
     pl.when(key_start < lengths[b])(lambda: lax.fori_loop(first, last, add_part, None))
@@ -192,27 +164,27 @@ def _kernel(
     @pl.when(i == pl.num_programs(3) - 1)
     def _():
         reduce = {"sum": jnp.sum, "max": jnp.max, "first": lambda x, **_: x[:1]}
-        sums = [reduce[options.over_group](heads[...], axis=0, keepdims=True), squared[...]]
+        sums = [reduce[how.over_group](heads[...], axis=0, keepdims=True), squared[...]]
         held = key_start + lax.broadcasted_iota(jnp.int32, (1, block), 1) < lengths[b]
         for out, x in zip(outs, sums, strict=False):
             out[0, 0] = jnp.where(held, x, 0)
 
 
-def _add_part(options: _Options, q, lse, k, heads, squared, start, ahead) -> None:
+def _add_part(how: Reduction, part: int, q, lse, k, heads, squared, start, ahead) -> None:
     """Add what the queries from `start` on give a block of keys; `ahead` as in `_kernel`."""
     groups, head_dim = q.shape[2], q.shape[4]
-    rows = pl.ds(pl.multiple_of(start, options.part), options.part)
-    q_RH = q[0, 0, :, rows].reshape(groups * options.part, head_dim)
+    rows = pl.ds(pl.multiple_of(start, part), part)
+    q_RH = q[0, 0, :, rows].reshape(groups * part, head_dim)
     logits_RZ = tpu.matmul(q_RH, k[0, 0], (1, 0 if tpu.slots_minor(head_dim) else 1))
-    logits_GTZ = logits_RZ.reshape(groups, options.part, options.block)
-    p_GTZ = jnp.exp2(logits_GTZ * (options.scale * _LOG2_E) - lse[0, 0, :, rows])
+    logits_GTZ = logits_RZ.reshape(groups, part, squared.shape[1])
+    p_GTZ = jnp.exp2(logits_GTZ * (how.scale * _LOG2_E) - lse[0, 0, :, rows])
     if ahead is not None:
         back = (lax.broadcasted_iota(jnp.int32, p_GTZ.shape, axis) for axis in (2, 1))
         p_GTZ = jnp.where(next(back) - next(back) <= ahead, p_GTZ, 0)
-    if options.over_queries == "sum":
+    if how.over_queries == "sum":
         heads[...] += jnp.sum(p_GTZ, axis=1)
     else:
         heads[...] = jnp.maximum(heads[...], jnp.max(p_GTZ, axis=1))
-    if options.squares:
+    if how.squares:
         mean_TZ = jnp.sum(p_GTZ, axis=0) * (1 / groups)
         squared[...] += jnp.sum(mean_TZ * mean_TZ, axis=0, keepdims=True)

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass import reference as mass_reference
+from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
@@ -133,15 +134,15 @@ def _mass(case: Case, interpret: Any) -> None:
         causal_start=lengths - case.queries if causal else None,
         scale=case.head_dim**-0.5,
         valid=jnp.arange(case.queries, case.queries - case.rows, -1),
-        squares=False,
     )
-    expected, _ = mass_reference.attention_mass(q, k, lse, lengths, **options)
+    how = Reduction(**options)
+    expected, _ = mass_reference.attention_mass(q, k, lse, lengths, how)
     # Queries that do not count and slots beyond the length may hold anything.
     counts = (jnp.arange(case.queries) < options["valid"][:, None])[..., None, None]
     q = jnp.where(counts, q, jnp.nan)
     beyond = (jnp.arange(case.slots) >= lengths[:, None])[:, None, :, None]
     k = jnp.where(beyond, jnp.asarray(3e4, k.dtype), k)
-    run = jax.jit(partial(mass_gpu.attention_mass, interpret=interpret, **options))
+    run = jax.jit(partial(mass_gpu.attention_mass, how=how, interpret=interpret))
     mass, squares = run(q.astype(case.dtype), k, lse, lengths)
     assert squares is None
     np.testing.assert_allclose(mass, expected, atol=1e-5, rtol=1e-4)

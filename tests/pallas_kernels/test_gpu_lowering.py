@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import hopper
 from pallas_kernels.attention_mass import gpu as mass_gpu
+from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
@@ -26,8 +27,10 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
     q, k, v = case.arrays()
     one, bound = q[:, :1], jnp.array([1000], jnp.int32)
     exact = jnp.zeros(q.shape[:3])
-    options = dict(scale=0.1, valid=bound, causal_start=bound, squares=False)
-    mass = partial(mass_gpu.attention_mass, **options, over_group="max", over_queries="max")
+    how = Reduction(
+        scale=0.1, valid=bound, causal_start=bound, over_group="max", over_queries="max"
+    )
+    mass = partial(mass_gpu.attention_mass, how=how)
     sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
     pages = jnp.zeros((1, 2, 20), jnp.int32)
     heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]

@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass import tpu as mass_tpu
+from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import tpu as decode_tpu
@@ -209,17 +210,18 @@ def test_attention_mass(
         (7, queries, kv_heads * groups),
     )
     lse = lse.astype("float32").at[5, 0, 0].set(-jnp.inf)
-    options = dict(squares=False, over_group="sum", over_queries="sum") | options
+    options = dict(options)
     # Rows that begin before, at and behind a block's edge, and one whose queries see every slot.
     start = jnp.array([0, 0, 100, 110, 128, 200, 300], jnp.int32)
     options["causal_start"] = start if options.pop("causal", False) else None
     options |= dict(scale=head_dim**-0.5, valid=valid)
-    expected = jax.jit(partial(mass_reference.attention_mass, **options))(q, k, lse, lengths)
+    how = Reduction(**options)
+    expected = jax.jit(partial(mass_reference.attention_mass, how=how))(q, k, lse, lengths)
     padding = jnp.arange(queries) >= valid[:, None]
     q = jnp.where(padding[..., None, None], jnp.nan, q)
     lse = jnp.where(padding[..., None], jnp.nan, lse)
     k = _spoil(k, lengths, jnp.nan)
-    run = partial(mass_tpu.attention_mass, blocks=(32, 16, BLOCK), interpret=INTERPRET, **options)
+    run = partial(mass_tpu.attention_mass, how=how, blocks=(32, 16, BLOCK), interpret=INTERPRET)
     for found, wanted in zip(jax.jit(run)(q, k, lse, lengths), expected, strict=True):
         assert (found is None) == (wanted is None)
         if wanted is not None:
