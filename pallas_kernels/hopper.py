@@ -155,6 +155,32 @@ def full(
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
+def iota(shape: tuple[int, ...], axis: int) -> Array:
+    """The indices along an axis, laid out as a wgmma's result."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def outputs(shape: tuple[int, ...], *dtypes: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a kernel returns: arrays of one shape."""
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes)
+
+
+def copy_ahead(steps: Array, free: Any, stages: int, copy: Callable[[Array, Array], None]) -> None:
+    """Call copy(step, slot) for each step, once its slot of the ring is free, until all is used."""
+
+    @pl.loop(0, steps)
+    def _step(i):
+        slot = lax.rem(i, stages)
+
+        @pl.when(i >= stages)
+        def _():
+            plgpu.barrier_wait(free.at[slot])
+
+        copy(i, slot)
+
+    drain(free, steps, stages)
+
+
 def drain(free: Any, steps: Array, stages: int) -> None:
     """Wait until the last of `steps` copies into a ring of `stages` have been used."""
 

@@ -297,7 +297,7 @@ def _reduce_queries(scratch, keys, first, begin, job: _Job) -> Array:
         p = jnp.exp2(exponent)
         if job.how.causal_start is not None:
             last = plgpu.load(scratch["last"].at[slot], layout=across)
-            seen = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
+            seen = hopper.iota(s.shape, 0)
             p = jnp.where(seen + first <= lax.broadcast_in_dim(last, s.shape, [1]), p, 0.0)
         plgpu.barrier_arrive(scratch["free"].at[slot])
         for lane in range(0, queries, _LANES):

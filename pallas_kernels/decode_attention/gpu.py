@@ -403,13 +403,14 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
 
 def _mask(s: Array, slot: Array, piece: _Piece, job: _Job) -> Array:
     """-inf where a column's slot, counted from `slot`, is not seen by the row's query."""
-    column = functools.partial(
-        plgpu.broadcasted_iota, jnp.int32, s.shape, layout=plgpu.Layout.WGMMA
-    )
-    slots = column(1) + slot
+    slots = hopper.iota(s.shape, 1) + slot
     seen = slots < piece.high
     if job.windowed:
-        low = piece.low if job.rows == job.group else piece.low + lax.div(column(0), job.group)
+        low = (
+            piece.low
+            if job.rows == job.group
+            else piece.low + lax.div(hopper.iota(s.shape, 0), job.group)
+        )
         seen = seen & (slots >= low)
     return jnp.where(seen, s, -jnp.inf)
 

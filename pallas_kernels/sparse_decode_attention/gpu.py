@@ -300,10 +300,10 @@ def _mask_own_head(s: Array, *, step: Array, bounds: tuple, job: _Job, ids: Any)
     # Of -1 the head is 0 and the page -1.
     pages = [entry - head * job.pages_of_head for entry, head in zip(entries, heads, strict=True)]
     slot = _slots(s.shape, pages, job)
-    row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
+    row = hopper.iota(s.shape, 0)
     queries = job.group * job.kv_heads
     row_head = lax.div(jnp.where(row >= queries, row - queries, row), job.group)
-    column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+    column = hopper.iota(s.shape, 1)
     head = jnp.full_like(column, 0) + heads[0]
     for j in range(1, job.pages):
         head = jnp.where(column >= j * job.page_size, heads[j], head)
@@ -313,7 +313,7 @@ def _mask_own_head(s: Array, *, step: Array, bounds: tuple, job: _Job, ids: Any)
 
 def _slots(shape: tuple[int, ...], pages: list[Array], job: _Job) -> Array:
     """The slot of every column of a block."""
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    column = hopper.iota(shape, 1)
     slot = column
     for j, page in enumerate(pages):
         mine = column >= j * job.page_size

@@ -80,6 +80,13 @@ _STEP, _GROUP, _RESCORE_STAGES = hopper.ROWS // _BLOCK, 8, 4
 # Elementwise operations of the compiler's own are private to JAX (as of 0.11.2).
 _POINTWISE = hasattr(FragmentedArray, "_pointwise")
 
+# A kv head's queries, a number for each, and what is found for each: scores and numbers; lists of
+# both in registers, the best first.
+Rows = Float[Array, "B K R H"]
+Tolerances = Float[Array, "B K R"]
+Ranked = tuple[Float[Array, "*R C"], Int[Array, "*R C"]]
+Lists = list[tuple[Array, ...]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
@@ -91,7 +98,7 @@ class _Job:
     dtype: Any
     count: int
     splits: int
-    interpreted: bool
+    interpret: Any
     row_tiles: int = 1
     warpgroups: int = 1
 
@@ -138,29 +145,29 @@ def topk_scores(
         count=count,
         # Where the rows leave processors idle, the keys are cut too.
         splits=min(max(hopper.processors() // (heads * row_tiles), 1), k.shape[2] // _TILE),
-        interpreted=interpret is not None,
+        interpret=interpret,
         row_tiles=row_tiles,
         warpgroups=warpgroups,
     )
     bounds = jnp.stack([start, stop], axis=1).astype(jnp.int32)
     if rows <= _QUERIES:
-        values, slots = _best_of_few(q_BKRH, k, bounds, tolerance_BKR, job, interpret)
+        values, slots = _best_of_few(q_BKRH, k, bounds, tolerance_BKR, job)
     else:
-        values, ids = _best_blocks(q_BKRH, k, bounds, tolerance_BKR, job, interpret)
+        values, ids = _best_blocks(q_BKRH, k, bounds, tolerance_BKR, job)
         _, ids = _choose(values, ids, count, tolerance_BKR)
         values, slots = _best_keys(q_BKRH, k, start, stop, tolerance_BKR, ids, interpret)
     return hopper.unpack_rows(values, q.shape[1]), hopper.unpack_rows(slots, q.shape[1])
 
 
 def _best_keys(
-    q: Float[Array, "B K R H"],
+    q: Rows,
     k: Cache,
     start: PerRow,
     stop: PerRow,
-    tolerance: Float[Array, "B K R"],
+    tolerance: Tolerances,
     blocks: Int[Array, "B K R C"],
     interpret: Any,
-) -> tuple[Float[Array, "B K R C"], Int[Array, "B K R C"]]:
+) -> Ranked:
     """The best keys of the listed blocks, as many as there are blocks; -1 lists none."""
     scores = _block_scores(q, k, jnp.maximum(blocks, 0), interpret)
     slots = blocks[..., None] * _BLOCK + jnp.arange(_BLOCK)
@@ -174,7 +181,7 @@ def _best_keys(
 
 def _choose(
     values: Float[Array, "*R E"], ids: Int[Array, "*R E"], count: int, tolerance: Float[Array, "*R"]
-) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
+) -> Ranked:
     """The best entries in order, ties to the lowest id; -1 where there is nothing above -inf.
 
     As many passes as entries are asked for: one small kernel each, where a sort takes longer.
@@ -203,13 +210,8 @@ def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ..
 
 
 def _best_blocks(
-    q: Float[Array, "B K R H"],
-    k: Cache,
-    bounds: Int[Array, "B 2"],
-    tolerance: Float[Array, "B K R"],
-    job: _Job,
-    interpret: Any,
-) -> tuple[Float[Array, "B K R E"], Int[Array, "B K R E"]]:
+    q: Rows, k: Cache, bounds: Int[Array, "B 2"], tolerance: Tolerances, job: _Job
+) -> Ranked:
     """Lists of blocks for every query, their best scores and numbers, that hold the best."""
     rows, padded = q.shape[2], job.row_tiles * job.tile_rows
     spare = (0, 0), (0, 0), (0, padded - rows)
@@ -220,10 +222,7 @@ def _best_blocks(
     warpgroups = job.warpgroups
     kernel = plgpu.kernel(
         functools.partial(_blocks_kernel, job=job),
-        out_type=(
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.int32),
-        ),
+        out_type=hopper.outputs(shape, jnp.float32, jnp.int32),
         scratch_types=dict(
             q_tiles=hopper.tiled(warpgroups, hopper.ROWS, job.head_dim, dtype=job.dtype),
             ring=hopper.tiled(_STAGES, _TILE, job.head_dim, dtype=job.dtype),
@@ -236,7 +235,7 @@ def _best_blocks(
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
+        interpret=job.interpret,
     )
     lists = kernel(bounds, q, k, tolerance)
     flat = job.batch, job.kv_heads, padded, -1
@@ -245,29 +244,29 @@ def _best_blocks(
 
 
 def _blocks_kernel(
-    bounds_ref,
-    q_ref,
-    k_ref,
-    tolerance_ref,
-    value_ref,
-    block_ref,
-    *,
-    job: _Job,
-    q_tiles,
-    ring,
-    **barriers,
+    bounds_ref, q_ref, k_ref, tolerance_ref, *out_refs, job: _Job, q_tiles, ring, **barriers
 ) -> None:
     head, split = lax.axis_index("head"), lax.axis_index("split")
     warpgroup = lax.axis_index("warpgroup")
     more, fewer = hopper.registers(job.warpgroups)
     row = lax.div(head, job.kv_heads)
     where = row, lax.rem(head, job.kv_heads)
-    (low, high), begin, end = _run_of_split(bounds_ref, row, split, job)
+    bounds, begin, end = _run_of_split(bounds_ref, row, split, job)
 
     @pl.when(warpgroup == job.warpgroups)
     def _copies():
         plgpu.set_max_registers(fewer, action="decrease")
-        _fetch_tiles(k_ref.at[where], ring, barriers, begin, end)
+        keys = k_ref.at[where]
+
+        def copy(i, slot):
+            for key in range(_BLOCK):
+                plgpu.copy_gmem_to_smem(
+                    keys.at[begin + i, :, key],
+                    ring.at[slot, pl.ds(key * _LANES, _LANES)],
+                    barriers["ready"].at[slot],
+                )
+
+        hopper.copy_ahead(end - begin, barriers["free"], _STAGES, copy)
 
     @pl.when(warpgroup < job.warpgroups)
     def _rank():
@@ -279,10 +278,24 @@ def _blocks_kernel(
         column = plgpu.Layout.WGMMA.reduce(1)
         tolerance = plgpu.load(tolerance_ref.at[(*where, rows)], layout=column, optimized=False)
         tolerance = lax.broadcast_in_dim(tolerance, (hopper.ROWS, _LANES), [0])
-        lists = _best(q_tile, ring, barriers, begin, end, (low, high), tolerance, job)
-        for j, (value, block) in enumerate(lists):
-            value_ref[head, split, j, rows] = value
-            block_ref[head, split, j, rows] = block
+        lane = hopper.iota((hopper.ROWS, _LANES), 1)
+        empty = hopper.full(lane.shape, -jnp.inf), hopper.full(lane.shape, -1, jnp.int32)
+
+        def step(i, lists):
+            slot = lax.rem(i, _STAGES)
+            plgpu.barrier_wait(barriers["ready"].at[slot])
+            s = hopper.product(q_tile, ring.at[slot].transpose((1, 0)))
+            plgpu.barrier_arrive(barriers["free"].at[slot])
+            first = (begin + i) * _TILE
+            inside = (first >= bounds[0]) & (first + _TILE <= bounds[1])
+            s = lax.cond(inside, lambda s: s, lambda s: _mask(s, first, bounds), s)
+            return _insert(lists, _fold(s, job), lane + (begin + i) * _LANES, tolerance)
+
+        # Per query and lane of a tile the best blocks.
+        lists = lax.fori_loop(0, end - begin, step, [empty] * job.count)
+        for j, found in enumerate(lists):
+            for ref, x in zip(out_refs, found, strict=True):
+                ref[head, split, j, rows] = x
 
 
 def _run_of_split(bounds_ref, row, split, job: _Job) -> tuple[tuple[Array, Array], Array, Array]:
@@ -295,49 +308,8 @@ def _run_of_split(bounds_ref, row, split, job: _Job) -> tuple[tuple[Array, Array
     return (low, high), begin, first + jnp.minimum((split + 1) * share, tiles)
 
 
-def _fetch_tiles(k_ref, ring, barriers, begin, end) -> None:
-    @pl.loop(0, end - begin)
-    def _step(i):
-        slot = lax.rem(i, _STAGES)
-
-        @pl.when(i >= _STAGES)
-        def _():
-            plgpu.barrier_wait(barriers["free"].at[slot])
-
-        for key in range(_BLOCK):
-            plgpu.copy_gmem_to_smem(
-                k_ref.at[begin + i, :, key],
-                ring.at[slot, pl.ds(key * _LANES, _LANES)],
-                barriers["ready"].at[slot],
-            )
-
-    hopper.drain(barriers["free"], end - begin, _STAGES)
-
-
-def _best(
-    q_tile, ring, barriers, begin, end, bounds, tolerance: Array, job: _Job
-) -> list[tuple[Array, Array]]:
-    """The running lists after all tiles: per query and lane of a tile the best blocks."""
-    shape = hopper.ROWS, _LANES
-    lane = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    empty = hopper.full(shape, -jnp.inf), hopper.full(shape, -1, jnp.int32)
-
-    def step(i, lists):
-        slot = lax.rem(i, _STAGES)
-        plgpu.barrier_wait(barriers["ready"].at[slot])
-        s = hopper.product(q_tile, ring.at[slot].transpose((1, 0)))
-        plgpu.barrier_arrive(barriers["free"].at[slot])
-        first = (begin + i) * _TILE
-        inside = (first >= bounds[0]) & (first + _TILE <= bounds[1])
-        s = lax.cond(inside, lambda s: s, lambda s: _mask(s, first, bounds), s)
-        best = _fold(s, job)
-        return _insert(lists, best, lane + (begin + i) * _LANES, tolerance)
-
-    return lax.fori_loop(0, end - begin, step, [empty] * job.count)
-
-
 def _mask(s: Array, first: Array, bounds: tuple[Array, Array]) -> Array:
-    column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+    column = hopper.iota(s.shape, 1)
     # Column c is key c // 8 of block c % 8.
     slot = first + (column & (_LANES - 1)) * _BLOCK + (column >> (_LANES.bit_length() - 1))
     return jnp.where((slot >= bounds[0]) & (slot < bounds[1]), s, -jnp.inf)
@@ -347,7 +319,7 @@ def _fold(s: Array, job: _Job) -> Array:
     """The best score of each of the tile's blocks, [64,8]; NaN loses to every number."""
     shape = hopper.ROWS, _LANES
     columns = [slice(first, first + _LANES) for first in range(0, _TILE, _LANES)]
-    if job.interpreted or not _POINTWISE:
+    if job.interpret is not None or not _POINTWISE:
         best = hopper.full(shape, -jnp.inf)
         for column in columns:
             best = jnp.where(s[:, column] > best, s[:, column], best)
@@ -369,9 +341,7 @@ def _fold(s: Array, job: _Job) -> Array:
     return jnp.where(best > -jnp.inf, best, -jnp.inf)
 
 
-def _insert(
-    lists: list[tuple[Array, Array]], value: Array, number: Array, tolerance: Array
-) -> list[tuple[Array, Array]]:
+def _insert(lists: Lists, value: Array, number: Array, tolerance: Array) -> Lists:
     """Put (value, number) behind the last listed one that it does not beat by the tolerance.
 
     There is a list, kept sorted, for every place of an array in registers. Compares and selects
@@ -388,17 +358,13 @@ def _insert(
         if j:
             new_value = jnp.where(better[j - 1], lists[j - 1][0], value)
             new_number = jnp.where(better[j - 1], lists[j - 1][1], number)
-        result.append(
-            (
-                jnp.where(better[j], new_value, listed),
-                jnp.where(better[j], new_number, its_number),
-            )
-        )
+        new = (new_value, listed), (new_number, its_number)
+        result.append(tuple(jnp.where(better[j], x, old) for x, old in new))
     return result
 
 
 def _block_scores(
-    q: Float[Array, "B K R H"], k: Cache, blocks: Int[Array, "B K R C"], interpret: Any
+    q: Rows, k: Cache, blocks: Int[Array, "B K R C"], interpret: Any
 ) -> Float[Array, "B K R C Z"]:
     """Dot products of every query with the 16 keys of each of its blocks, in float32.
 
@@ -450,31 +416,21 @@ def _rescore_kernel(
         plgpu.barrier_wait(loaded.at[0])
         keys = k_ref.at[lax.div(head, sizes["kv_heads"]), lax.rem(head, sizes["kv_heads"])]
 
-        @pl.loop(0, steps)
-        def _step(i):
-            slot = lax.rem(i, _RESCORE_STAGES)
-
-            @pl.when(i >= _RESCORE_STAGES)
-            def _():
-                plgpu.barrier_wait(free.at[slot])
-
+        def copy(i, slot):
             for j in range(_STEP):
                 n = i * _STEP + j
                 block = ids[lax.div(n, hopper.ROWS), lax.rem(n, hopper.ROWS)]
                 place = ring.at[slot, pl.ds(j * _BLOCK, _BLOCK)]
                 plgpu.copy_gmem_to_smem(keys.at[block], place, ready.at[slot])
 
-        hopper.drain(free, steps, _RESCORE_STAGES)
+        hopper.copy_ahead(steps, free, _RESCORE_STAGES, copy)
 
     @pl.when(role == 0)
     def _scores():
         plgpu.copy_gmem_to_smem(q_ref.at[tile], queries, loaded.at[1])
         plgpu.barrier_wait(loaded.at[1])
         shape = hopper.ROWS, _GROUP
-        key, column = (
-            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-            for axis in (0, 1)
-        )
+        key, column = (hopper.iota(shape, axis) for axis in (0, 1))
         shift = count.bit_length() - 1
 
         @pl.loop(0, steps)
@@ -490,13 +446,8 @@ def _rescore_kernel(
 
 
 def _best_of_few(
-    q: Float[Array, "B K R H"],
-    k: Cache,
-    bounds: Int[Array, "B 2"],
-    tolerance: Float[Array, "B K R"],
-    job: _Job,
-    interpret: Any,
-) -> tuple[Float[Array, "B K R C"], Int[Array, "B K R C"]]:
+    q: Rows, k: Cache, bounds: Int[Array, "B 2"], tolerance: Tolerances, job: _Job
+) -> Ranked:
     """Scores and slots of the `count` best keys of every query, best first; R at most 8.
 
     As the door has it: ties to the lowest slot, -inf and -1 where there are fewer, NaN absent.
@@ -509,10 +460,7 @@ def _best_of_few(
     shape = heads, job.splits, job.count, _QUERIES
     kernel = plgpu.kernel(
         functools.partial(_few_kernel, job=job),
-        out_type=(
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.int32),
-        ),
+        out_type=hopper.outputs(shape, jnp.float32, jnp.int32),
         scratch_types=dict(
             queries=hopper.tiled(_QUERIES, head_dim, dtype=q.dtype),
             ring=hopper.tiled(_STAGES, _TILE, head_dim, dtype=k.dtype),
@@ -524,7 +472,7 @@ def _best_of_few(
         grid_names=("head", "split"),
         num_threads=2,
         thread_name="role",
-        interpret=interpret,
+        interpret=job.interpret,
     )
     found = kernel(bounds, q, k, tolerances)
     values, slots = (
@@ -538,7 +486,7 @@ def _ranked(
     slots: Int[Array, "*R E"],
     count: int,
     tolerance: Float[Array, "*R"],
-) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
+) -> Ranked:
     """The first `count` by the best value that each ties with, then by slot; -1 is no slot."""
     above = (values + tolerance[..., None])[..., :, None]
     tied = jnp.where(values[..., None, :] <= above, values[..., None, :], -jnp.inf)
@@ -556,43 +504,25 @@ def _ranked(
 
 
 def _few_kernel(
-    bounds_ref,
-    q_ref,
-    k_ref,
-    tolerance_ref,
-    value_ref,
-    slot_ref,
-    *,
-    job: _Job,
-    queries,
-    ring,
-    ready,
-    free,
-    loaded,
+    bounds_ref, q_ref, k_ref, tolerance_ref, *out_refs, job: _Job, queries, ring, **barriers
 ) -> None:
     head, split = lax.axis_index("head"), lax.axis_index("split")
     role = lax.axis_index("role")
     more, fewer = hopper.registers(1)
     row = lax.div(head, job.kv_heads)
     bounds, begin, end = _run_of_split(bounds_ref, row, split, job)
+    ready, free, loaded = (barriers[name] for name in ("ready", "free", "loaded"))
 
     @pl.when(role == 1)
     def _copies():
         plgpu.set_max_registers(fewer, action="decrease")
         keys = k_ref.at[row, lax.rem(head, job.kv_heads)]
 
-        @pl.loop(0, end - begin)
-        def _step(i):
-            place = lax.rem(i, _STAGES)
-
-            @pl.when(i >= _STAGES)
-            def _():
-                plgpu.barrier_wait(free.at[place])
-
+        def copy(i, place):
             tile = keys.at[pl.ds((begin + i) * _TILE, _TILE)]
             plgpu.copy_gmem_to_smem(tile, ring.at[place], ready.at[place])
 
-        hopper.drain(free, end - begin, _STAGES)
+        hopper.copy_ahead(end - begin, free, _STAGES, copy)
 
     @pl.when(role == 0)
     def _rank():
@@ -602,42 +532,30 @@ def _few_kernel(
         across = plgpu.Layout.WGMMA.reduce(0)
         tolerance = plgpu.load(tolerance_ref.at[head], layout=across, optimized=False)
         tolerance = lax.broadcast_in_dim(tolerance, (hopper.ROWS, _QUERIES), [1])
-        lists = _lists(queries, ring, (ready, free), (begin, end), bounds, tolerance, job.count)
-        for j, (value, slot) in enumerate(_merged(lists, tolerance)):
-            value_ref[head, split, j] = value
-            slot_ref[head, split, j] = slot
+        shape = hopper.ROWS, _QUERIES
+        key = hopper.iota(shape, 0)
+        empty = hopper.full(shape, -jnp.inf), hopper.full(shape, -1, jnp.int32)
+
+        def step(i, lists):
+            place = lax.rem(i, _STAGES)
+            plgpu.barrier_wait(ready.at[place])
+            halves = [pl.ds(half * hopper.ROWS, hopper.ROWS) for half in range(_HALVES)]
+            scores = [hopper.product(ring.at[place, x], queries.transpose((1, 0))) for x in halves]
+            plgpu.barrier_arrive(free.at[place])
+            for half, score in enumerate(scores):
+                slot = key + (begin + i) * _TILE + half * hopper.ROWS
+                score = jnp.where((slot >= bounds[0]) & (slot < bounds[1]), score, -jnp.inf)
+                lists = _insert(lists, score, slot, tolerance)
+            return lists
+
+        # Each place's best scores among the split's tiles, and their slots.
+        lists = lax.fori_loop(0, end - begin, step, [empty] * job.count)
+        for j, found in enumerate(_merged(lists, tolerance)):
+            for ref, x in zip(out_refs, found, strict=True):
+                ref[head, split, j] = x
 
 
-def _lists(
-    queries, ring, barriers, run, bounds, tolerance: Array, count: int
-) -> list[tuple[Array, Array]]:
-    """Each place's best scores among the tiles of `run`, and their slots."""
-    shape = hopper.ROWS, _QUERIES
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-    empty = hopper.full(shape, -jnp.inf), hopper.full(shape, -1, jnp.int32)
-    (ready, free), (begin, end) = barriers, run
-
-    def step(i, lists):
-        place = lax.rem(i, _STAGES)
-        plgpu.barrier_wait(ready.at[place])
-        scores = [
-            hopper.product(
-                ring.at[place, pl.ds(half * hopper.ROWS, hopper.ROWS)],
-                queries.transpose((1, 0)),
-            )
-            for half in range(_HALVES)
-        ]
-        plgpu.barrier_arrive(free.at[place])
-        for half, score in enumerate(scores):
-            slot = row + (begin + i) * _TILE + half * hopper.ROWS
-            score = jnp.where((slot >= bounds[0]) & (slot < bounds[1]), score, -jnp.inf)
-            lists = _insert(lists, score, slot, tolerance)
-        return lists
-
-    return lax.fori_loop(0, end - begin, step, [empty] * count)
-
-
-def _merged(lists: list[tuple[Array, Array]], tolerance: Array) -> list[tuple[Array, Array]]:
+def _merged(lists: Lists, tolerance: Array) -> Lists:
     """The best of all places' lists in order, [8] scores and slots each, as many as a list has."""
     shape = hopper.ROWS, _QUERIES
     merged = []
@@ -649,10 +567,7 @@ def _merged(lists: list[tuple[Array, Array]], tolerance: Array) -> list[tuple[Ar
         its_value = jnp.where(gone, value, -jnp.inf).max(axis=0)
         merged.append((its_value, jnp.where(its_value > -jnp.inf, lowest, -1)))
         lists = [
-            (
-                jnp.where(gone, lists[j + 1][0], lists[j][0]),
-                jnp.where(gone, lists[j + 1][1], lists[j][1]),
-            )
+            tuple(jnp.where(gone, x, y) for x, y in zip(lists[j + 1], lists[j], strict=True))
             for j in range(left)
         ]
     return merged
