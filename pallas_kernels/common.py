@@ -3,35 +3,75 @@
 Letters: B batch, T queries, S slots, N query heads, K kv heads, G = N / K, H head dim, R rows.
 """
 
+from dataclasses import dataclass, field
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+# The arrays of an attention by their axes: queries or outputs, a number a query (its log-sum-exp),
+# keys or values, a number a row of the batch; and what an attention returns.
+Queries = Float[Array, "B T N H"]
+PerQuery = Float[Array, "B T N"]
+Cache = Float[Array, "B K S H"]
+PerRow = Int[Array, " B"]
+Attended = tuple[Queries, PerQuery]
+
 # Large enough that exp(MASKED - m) is 0 for every real score m, and unlike -inf it never makes NaN.
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
-def check_heads(q: Array, k: Array, v: Array, *, kv_axis: int) -> None:
-    """Raise ValueError unless q [B,T,N,H] fits k and v, whose kv heads stand on `kv_axis`."""
-    fits = (
-        q.ndim == k.ndim == 4
-        and k.shape == v.shape
-        and q.dtype == k.dtype == v.dtype
-        and k.shape[0] == q.shape[0]
-        and k.shape[3] == q.shape[3]
-        and min(k.shape) > 0
-        and q.shape[2] % k.shape[kv_axis] == 0
+def check_heads(operation: str, q: Array, *caches: Array, kv_axis: int = 1) -> None:
+    """Raise ValueError unless q [B,...,N,H] fits the caches, whose kv heads stand on `kv_axis`."""
+    fits = all(
+        q.ndim in (3, 4)
+        and x.ndim == 4
+        and x.shape == caches[0].shape
+        and x.dtype == q.dtype
+        and (x.shape[0], x.shape[3]) == (q.shape[0], q.shape[-1])
+        and min(q.shape + x.shape) > 0
+        and q.shape[-2] % x.shape[kv_axis] == 0
+        for x in caches
     )
     if not fits:
+        shown = " and ".join(f"{x.dtype}{x.shape}" for x in caches)
         raise ValueError(
-            f"attention: q {q.dtype}{q.shape} does not fit k {k.dtype}{k.shape} and "
-            f"v {v.dtype}{v.shape}; expected one dtype, batch and head dim, no empty axis, and "
-            "query heads a multiple of kv heads"
+            f"{operation}: q {q.dtype}{q.shape} does not fit {shown} of the cache; expected one "
+            "dtype, batch and head dim, no empty axis, and query heads a multiple of kv heads"
         )
 
 
-def group_heads(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T H"]:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Only slots less than `size` before a query are seen.
+
+    Slot s stands at position slot_start + s, query t of row b at query_start[b] + t.
+    """
+
+    size: int = field(metadata=dict(static=True))
+    query_start: PerRow
+    slot_start: Int[Array, ""] | int = 0
+
+    @staticmethod
+    def of(
+        size: int | None, query_start: PerRow | None, slot_start: Int[Array, ""] | int
+    ) -> "Window | None":
+        """None without a size. Raises ValueError where the first queries' positions are missing."""
+        if size is None:
+            return None
+        if query_start is None:
+            raise ValueError("attention: a window needs query_start, the first query's position")
+        return Window(size=size, query_start=query_start, slot_start=slot_start)
+
+    def sees(self, slots: Int[Array, " C"], queries: Int[Array, " T"]) -> Bool[Array, "B T C"]:
+        """Whether each of the queries sees each of the slots."""
+        position_BT = self.query_start[:, None] + queries
+        return position_BT[:, :, None] - (self.slot_start + slots) < self.size
+
+
+def group_heads(q: Queries, kv_heads: int) -> Float[Array, "B K G T H"]:
     """Give every kv head its group of query heads; query head n reads kv head n // G."""
     b, t, n, h = q.shape
     q_BTKGH = q.reshape(b, t, kv_heads, n // kv_heads, h)
@@ -45,33 +85,14 @@ def ungroup_heads(x: Float[Array, "B K G T *H"]) -> Float[Array, "B T N *H"]:
     return x_BTKG.reshape(b, t, k * g, *rest)
 
 
-def window_start(query_start: Int[Array, " B"] | None) -> Int[Array, " B"]:
-    """The first queries' positions, which a window cannot do without."""
-    if query_start is None:
-        raise ValueError("attention: a window needs query_start, the first query's position")
-    return query_start
-
-
-def within_window(
-    slots: Int[Array, " C"],
-    query_positions: Int[Array, "B T"],
-    slot_start: Int[Array, ""] | int,
-    window: int,
-) -> Bool[Array, "B T C"]:
-    """Whether slot s, standing at position slot_start + s, is less than `window` back."""
-    return query_positions[:, :, None] - (slot_start + slots) < window
-
-
-def block_of_rows(x: Float[Array, "B K S H"], block_B: Int[Array, " B"], size: int) -> Array:
+def block_of_rows(x: Cache, block_B: PerRow, size: int) -> Array:
     """Block number block_B[b] of `size` slots of every row, [B,K,size,H]; S % size == 0."""
     return jax.vmap(lambda row, i: lax.dynamic_slice_in_dim(row, i * size, size, axis=1))(
         x, block_B
     )
 
 
-def split_tail(
-    k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], lengths: Int[Array, " B"], size: int
-) -> tuple[Array, Array, Array, Array]:
+def split_tail(k: Cache, v: Cache, lengths: PerRow, size: int) -> tuple[Array, Array, Array, Array]:
     """Cut every row at its last whole block, so that garbage in v never meets a matmul.
 
     A masked slot has weight 0, and 0 x NaN is NaN, so values beyond a row's length have to be
@@ -96,9 +117,7 @@ def largest_divisor(size: int, choices: tuple[int, ...]) -> int | None:
     return next((c for c in choices if size % c == 0), None)
 
 
-def blank_rows(
-    out: Float[Array, "B T N H"], lse: Float[Array, "B T N"], empty_B: Bool[Array, " B"]
-) -> tuple[Array, Array]:
+def blank_rows(out: Queries, lse: PerQuery, empty_B: Bool[Array, " B"]) -> tuple[Array, Array]:
     """Out 0 and log-sum-exp -inf for the batch rows that see nothing."""
     empty_B11 = empty_B[:, None, None]
     return jnp.where(empty_B11[..., None], 0, out), jnp.where(empty_B11, -jnp.inf, lse)

@@ -8,14 +8,25 @@ and the log says why where it does not.
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
 _logger = logging.getLogger("pallas_kernels")
 
-# Implementations by the platform whose devices alone can run them.
-KERNELS = ("gpu", "tpu")
+
+class Kernel(NamedTuple):
+    """An implementation that only devices of the platform of its name can run.
+
+    Attributes:
+      unsupported: gives the reason why it cannot run these arguments, or None where it can.
+      held_back: why it runs only where it is asked for, or None where it need not.
+    """
+
+    run: Callable[..., Any]
+    unsupported: Callable[[], str | None]
+    held_back: str | None = None
 
 
 def platform() -> str:
@@ -24,27 +35,15 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def device_kind() -> str:
-    """The kind of device traced for, as JAX names it."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.devices()[0].device_kind if device is None else device.device_kind
-
-
 def select(
-    operation: str,
-    asked: str | None,
-    unsupported: Mapping[str, Callable[[], str | None]],
-    shape_class: str,
-    held_back: Mapping[str, str | None] | None = None,
-) -> str:
-    """The name of the implementation to run.
+    operation: str, asked: str | None, shapes: str, **implementations: Callable[..., Any] | Kernel
+) -> Callable[..., Any]:
+    """The implementation to run.
 
     Args:
-      asked: what the caller insists on, or None.
-      unsupported: for every implementation a function giving the reason why it cannot run these
-        arguments, or None where it can.
-      shape_class: what the log shows of the arguments; one line is logged for each.
-      held_back: why an implementation runs only where it is asked for, or None where it need not.
+      asked: the name of the one that the caller insists on, or None.
+      shapes: what the log shows of the arguments; one line is logged for each.
+      implementations: functions that run anywhere, `xla` among them, and the platforms' `Kernel`s.
 
     Raises:
       NotImplementedError: the asked-for implementation cannot run this.
@@ -52,36 +51,33 @@ def select(
     """
     on = platform()
     if asked is not None:
-        if asked not in unsupported:
+        if asked not in implementations:
             raise ValueError(
-                f"{operation}: no implementation {asked!r}; there are {', '.join(unsupported)}"
+                f"{operation}: no implementation {asked!r}; there are {', '.join(implementations)}"
             )
-        reason = _reason(asked, on, unsupported)
-        if reason is not None:
-            raise NotImplementedError(f"{operation}: {asked!r} cannot run {shape_class}: {reason}")
-        chosen, why = asked, "asked for"
+        chosen, why, found = asked, "asked for", implementations[asked]
+        if isinstance(found, Kernel):
+            needs = f"it needs platform {asked}, this program is for {on}"
+            reason = found.unsupported() if asked == on else needs
+            if reason is not None:
+                raise NotImplementedError(f"{operation}: {asked!r} cannot run {shapes}: {reason}")
     else:
-        chosen, why = "xla", "no kernel for this platform"
-        if on in unsupported:
-            reason = (held_back or {}).get(on) or _reason(on, on, unsupported)
+        chosen, why, found = "xla", "no kernel for this platform", implementations.get(on)
+        if isinstance(found, Kernel):
+            reason = found.held_back or found.unsupported()
             chosen, why = (on, "preferred") if reason is None else ("xla", f"not {on}: {reason}")
-    _log_once(operation, on, shape_class, chosen, why)
-    return chosen
-
-
-def _reason(name: str, on: str, unsupported: Mapping[str, Callable[[], str | None]]) -> str | None:
-    if name in KERNELS and name != on:
-        return f"it needs platform {name}, this program is for {on}"
-    return unsupported[name]()
+    _log_once(operation, on, shapes, chosen, why)
+    found = implementations[chosen]
+    return found.run if isinstance(found, Kernel) else found
 
 
 @functools.cache
-def _log_once(operation: str, on: str, shape_class: str, chosen: str, why: str) -> None:
-    _logger.info("%s on %s, %s: %s (%s)", operation, on, shape_class, chosen, why)
+def _log_once(operation: str, on: str, shapes: str, chosen: str, why: str) -> None:
+    _logger.info("%s on %s, %s: %s (%s)", operation, on, shapes, chosen, why)
 
 
-def shape_class(q: jax.Array, kv_heads: int, window: int | None) -> str:
+def shape_class(q: jax.Array, kv_heads: int, window: int | None = None) -> str:
     """What the log and errors show of an attention's arguments."""
-    _, _, heads, head_dim = q.shape
+    heads, head_dim = q.shape[-2:]
     local = "" if window is None else f", window {window}"
     return f"{q.dtype} {heads} heads of {head_dim} over {kv_heads} kv heads{local}"

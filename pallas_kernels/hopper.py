@@ -1,10 +1,17 @@
-"""What the Mosaic GPU kernels share: which devices and arrays they take, and their work's split.
+"""What the Mosaic GPU kernels share: which devices and arrays they take, and streaming attention.
 
 The kernels are written for NVIDIA's Hopper (compute capability 9.0): asynchronous bulk copies into
 shared memory (TMA) and matrix products by warpgroups (wgmma). 16-bit operands, float32 results.
+
+Streaming attention takes up to 64 query rows. The rows of one kv head's group stand together in one
+wgmma, so that keys and values are read once for the whole group; a wgmma takes 64 rows, of which
+one query of a group uses G.
 """
 
+import functools
+import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +20,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Shaped
+
+from pallas_kernels.common import MASKED, Queries
+from pallas_kernels.lse import merge
+
+_logger = logging.getLogger("pallas_kernels")
 
 CAPABILITY = "9.0"
 HEAD_DIMS = (64, 128)
@@ -26,6 +38,16 @@ LOG2_E = math.log2(math.e)
 _TRANSFORMS: tuple[Any, Any] = plgpu.TilingTransform, plgpu.SwizzleTransform
 # Streaming multiprocessors of an H100 or H200 (SXM), for programs lowered where there is no GPU.
 _PROCESSORS = 132
+# GPUs of that capability by name, for programs lowered for a GPU that is not there.
+_NAMES = ("H100", "H200", "H800", "H20", "GH200")
+# Columns of the result that leave together, and the rows of the buffer through which they do.
+COLUMNS = 32
+_OUT_ROWS = 80
+# Parts that are merged without a reduction.
+_FEW_PARTS = 8
+
+# Weighted values [64,H], largest logit (in units of log 2) and sum of weights [64], in registers.
+Carry = tuple[Array, Array, Array]
 
 
 def unsupported(q: Array) -> str | None:
@@ -41,20 +63,45 @@ def unsupported(q: Array) -> str | None:
 
 
 def unsupported_device() -> str | None:
-    """Why no Hopper kernel runs on this device, or None."""
-    capability = getattr(_device(), "compute_capability", CAPABILITY)
-    if capability != CAPABILITY:
-        return f"compute capability {capability}, the kernel is for {CAPABILITY} (Hopper)"
-    return None
+    """Why no Hopper kernel runs on the GPU traced for, or None; a warning says it once."""
+    kind, capability = _device_kind(), compute_capability()
+    if capability == CAPABILITY:
+        return None
+    _warn_once(kind, capability)
+    return f"compute capability {capability}, the kernel is for {CAPABILITY} (Hopper)"
+
+
+def compute_capability() -> str:
+    """Of the GPU traced for, as "9.0"; "unknown" for one that is not here and no Hopper by name."""
+    kind, gpu = _device_kind(), _local()
+    if gpu is not None and gpu.device_kind == kind:
+        return str(gpu.compute_capability)
+    return CAPABILITY if set(_NAMES) & set(kind.upper().split()) else "unknown"
 
 
 def processors() -> int:
     """Streaming multiprocessors of the GPU, or of an H100 where the program is for another host."""
-    return getattr(_device(), "core_count", None) or _PROCESSORS
+    return getattr(_local(), "core_count", None) or _PROCESSORS
 
 
-def _device() -> Any:
+def _local() -> Any:
     return next((d for d in jax.devices() if d.platform == "gpu"), None)
+
+
+def _device_kind() -> str:
+    """The GPU traced for, as JAX names it: the mesh's, else this host's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.devices()[0] if device is None else device).device_kind
+
+
+@functools.cache
+def _warn_once(kind: str, capability: str) -> None:
+    _logger.warning(
+        "attention_mass, attend_with_logits, decode_attention, select_large_k, "
+        "sparse_decode_attention and topk_scores have no kernel for %s (compute capability %s), "
+        "only for %s (Hopper): their XLA forms run, which are slower",
+        *(kind, capability, CAPABILITY),
+    )
 
 
 def tiled(*shape: int, dtype: Any) -> Any:
@@ -75,8 +122,10 @@ def product(x: Any, y: Any) -> Float[Array, "M N"]:
     return pl.run_scoped(multiply, acc)
 
 
-def add_product(acc: Array, x: Array, y: Any) -> Array:
+def add_product(acc: Array, x: Array, y: Any, interpreted: bool) -> Array:
     """acc + x @ y, with x in registers and y in shared memory."""
+    if interpreted:  # JAX's interpreter knows wgmma of shared memory alone
+        return acc + jnp.dot(x, y[...], preferred_element_type=jnp.float32)
 
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, x, y)
@@ -85,7 +134,7 @@ def add_product(acc: Array, x: Array, y: Any) -> Array:
     return pl.run_state(multiply)(start)
 
 
-def pack_rows(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K R H"]:
+def pack_rows(q: Queries, kv_heads: int) -> Float[Array, "B K R H"]:
     """The queries of every kv head as rows t * G + g; with one query this moves nothing."""
     b, t, n, h = q.shape
     q_BTKGH = q.reshape(b, t, kv_heads, n // kv_heads, h)
@@ -100,13 +149,36 @@ def unpack_rows(x: Shaped[Array, "B K R *H"], queries: int) -> Shaped[Array, "B 
 
 
 def full(
-    shape: tuple[int, ...],
-    value: float,
-    dtype: Any = jnp.float32,
-    layout: Any = plgpu.Layout.WGMMA,
+    shape: tuple[int, ...], value: float, dtype: Any = jnp.float32, layout: Any = plgpu.Layout.WGMMA
 ) -> Array:
     """A constant in registers, laid out as a wgmma's result or, of one axis, as its reduction."""
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def iota(shape: tuple[int, ...], axis: int) -> Array:
+    """The indices along an axis, laid out as a wgmma's result."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def outputs(shape: tuple[int, ...], *dtypes: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a kernel returns: arrays of one shape."""
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes)
+
+
+def copy_ahead(steps: Array, free: Any, stages: int, copy: Callable[[Array, Array], None]) -> None:
+    """Call copy(step, slot) for each step, once its slot of the ring is free, until all is used."""
+
+    @pl.loop(0, steps)
+    def _step(i):
+        slot = lax.rem(i, stages)
+
+        @pl.when(i >= stages)
+        def _():
+            plgpu.barrier_wait(free.at[slot])
+
+        copy(i, slot)
+
+    drain(free, steps, stages)
 
 
 def drain(free: Any, steps: Array, stages: int) -> None:
@@ -123,3 +195,150 @@ def registers(warpgroups: int) -> tuple[int, int]:
     Together they may take the 65,536 of a multiprocessor; a wrong sum waits for ever.
     """
     return {1: (232, 40), 2: (232, 40), 3: (160, 32)}[warpgroups]
+
+
+def nothing_attended(head_dim: int) -> Carry:
+    """Nothing attended yet."""
+    rows = ROWS, plgpu.Layout.WGMMA.reduce(1)
+    return (
+        full((ROWS, head_dim), 0.0),
+        full(rows[:1], MASKED, layout=rows[1]),
+        full(rows[:1], 0.0, layout=rows[1]),
+    )
+
+
+def attend(
+    carry: Carry,
+    q: Any,
+    keys: Any,
+    values: Any,
+    *,
+    scale: float,
+    mask: Callable[[Array], Array],
+    scored: Callable[[], None],
+    interpreted: bool,
+) -> Carry:
+    """Attend to a block.
+
+    Args:
+      q, keys, values: [64,H] and [block,H] in shared memory; rows of q that are not wanted may
+        hold anything.
+      mask: what makes logits that are not seen -inf.
+      scored: called when the keys are read, to return only when the values are there.
+    """
+    acc, top, total = carry
+    s = product(q, keys.transpose((1, 0)))
+    scored_keys = mask(s * (scale * LOG2_E))
+    new_top = jnp.maximum(top, scored_keys.max(axis=1))
+    shrink = jnp.exp2(top - new_top)
+    p = jnp.exp2(scored_keys - lax.broadcast_in_dim(new_top, s.shape, [0]))
+    total = total * shrink + p.sum(axis=1)
+    acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
+    p = p.astype(q.dtype)
+    scored()
+    return add_product(acc, p, values, interpreted), new_top, total
+
+
+def attended(carry: Carry) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
+    """The mean of the values and the natural log-sum-exp; 0 and -inf where nothing was seen."""
+    acc, top, total = carry
+    some = total > 0
+    total = jnp.where(some, total, 1.0)
+    out = acc / lax.broadcast_in_dim(total, acc.shape, [0])
+    return out, jnp.where(some, top / LOG2_E + jnp.log(total), -jnp.inf)
+
+
+def pad_rows(q: Float[Array, "*B R H"]) -> Float[Array, "X R8 H"]:
+    """Query rows in whole tiles, leading axes as one. Copies of fewer rows come out wrong.
+
+    Without a tiling of ours JAX 0.11.2 infers tiles of as many rows as are copied, under a swizzle
+    that needs 8.
+    """
+    q = q.reshape(-1, *q.shape[-2:])
+    return jnp.pad(q, ((0, 0), (0, -q.shape[1] % TILE_ROWS), (0, 0)))
+
+
+def out_scratch(rows: int, most: int = _OUT_ROWS) -> dict[str, Any]:
+    """The shared memory that `write` needs for results of which the first `rows` count.
+
+    In `most` rows as many pieces of 64 find place that overlap but for the first rows of each.
+    """
+    windows = max(w for w in (4, 2, 1) if w == 1 or ROWS + (w - 1) * rows <= most)
+    return dict(
+        out_tile=tiled(ROWS + (windows - 1) * rows, COLUMNS, dtype=jnp.float32),
+        lse_tile=plgpu.SMEM((ROWS,), jnp.float32),
+    )
+
+
+def write_attended(
+    out: Array, lse: Array, out_ref: Any, lse_ref: Any, *, out_tile, lse_tile
+) -> None:
+    """Begin to write the first rows of `out` [64,H], as many as `out_ref` has, and all of `lse`.
+
+    `written` waits for it; the next call, as long as it must.
+    """
+    write_rows(out, out_ref, out_tile)
+    # The copies before this piece's have left, and with them that of its last log-sum-exps.
+    lse_tile[...] = lse
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(lse_tile, lse_ref)
+
+
+def write_rows(x: Array, ref: Any, tile: Any) -> None:
+    """Begin to write the first rows of x [64,M], as many as `ref` [R,M] has.
+
+    Registers go to shared memory by 64 rows. Where few of them count, pieces of columns stand so
+    close that each leaves the rows that count of those before it, and none has to wait until
+    another has left.
+    """
+    rows, all_columns = ref.shape
+    windows = (tile.shape[0] - ROWS) // rows + 1
+    for first in range(0, all_columns, windows * COLUMNS):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        columns = range(first, min(first + windows * COLUMNS, all_columns), COLUMNS)
+        for i, column in enumerate(columns):
+            place = tile.at[pl.ds(i * rows, ROWS)]
+            place[...] = x[:, column : column + COLUMNS]
+            # All warps: what one leaves here must not come after the next piece's rows that count.
+            plgpu.commit_smem()
+        for i, column in enumerate(columns):
+            plgpu.copy_smem_to_gmem(
+                tile.at[pl.ds(i * rows, rows)], ref.at[:, pl.ds(column, COLUMNS)]
+            )
+
+
+def written() -> None:
+    """Wait until all that was written is there: before the kernel ends."""
+    plgpu.wait_smem_to_gmem(0)
+
+
+def merge_parts(
+    out: Float[Array, "*B R H"], lse: Float[Array, "*B R"], axis: int
+) -> tuple[Float[Array, "*C R H"], Float[Array, "*C R"]]:
+    """Merge the attentions that lie along `axis`; -inf marks those without a part.
+
+    Outputs without a part must be finite. Few are merged one after another, elementwise, which XLA
+    fuses with what follows; many in one reduction.
+    """
+    parts = out.shape[axis]
+    if parts <= _FEW_PARTS:
+        each = [[lax.index_in_dim(x, i, axis, False) for x in (out, lse)] for i in range(parts)]
+        return merge([(one, its_lse) for one, its_lse in each])
+    out, top, total = lax.reduce(
+        (out, jnp.broadcast_to(lse[..., None], out.shape), jnp.ones_like(out)),
+        (jnp.float32(0), jnp.float32(MASKED), jnp.float32(0)),
+        _merge_two,
+        (axis,),
+    )
+    lse = jnp.where(top > MASKED, top + jnp.log(total), -jnp.inf)
+    return out, lse[..., 0]
+
+
+def _merge_two(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Two attentions as one: mean, largest log-sum-exp and sum in units of it."""
+    out, top, total = zip(one, other, strict=True)
+    new_top = jnp.maximum(*top)
+    weights = [n * jnp.exp(x - new_top) for n, x in zip(total, top, strict=True)]
+    new_total = weights[0] + weights[1]
+    mean = (out[0] * weights[0] + out[1] * weights[1]) / jnp.maximum(new_total, 1.0)
+    return mean, new_top, new_total

@@ -6,7 +6,7 @@ the lanes would be padded, so XLA lays it out with the slots minor; asking for a
 the cache. Kernels are then handed [B,K,H,S], which is the same bytes, and a block is [H,Z].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
-from pallas_kernels.common import MASKED
+from pallas_kernels.common import MASKED, Cache
 
 LANES = 128
 # Rows of a tile by the size of a number: packed numbers share a vector's rows.
@@ -42,7 +42,7 @@ def slots_minor(head_dim: int) -> bool:
     return head_dim < LANES
 
 
-def as_stored(x: Float[Array, "B K S H"]) -> Array:
+def as_stored(x: Cache) -> Array:
     """The cache with its axes as they lie in memory: [B,K,S,H], or [B,K,H,S] for narrow heads."""
     return jnp.swapaxes(x, 2, 3) if slots_minor(x.shape[3]) else x
 
@@ -72,6 +72,51 @@ def key_block(slots: int, most: int) -> int:
     most = max(LANES, most // LANES * LANES)
     blocks = -(-slots // most)
     return -(-slots // (blocks * LANES)) * LANES
+
+
+def call(
+    kernel: Callable[..., None],
+    scalars: Sequence[Array],
+    arrays: Sequence[Array],
+    *,
+    grid: tuple[int, ...],
+    parallel: int,
+    cost: tuple[int, int, int],
+    interpret: pltpu.InterpretParams | bool,
+    name: str,
+    in_specs: Sequence[Any],
+    out_specs: Sequence[Any],
+    out_shape: Sequence[Any],
+    scratch: Sequence[Any],
+    **params: Any,
+) -> list[Array]:
+    """Run a kernel whose integer scalars are prefetched.
+
+    Args:
+      parallel: so many axes of the grid, the first, may be split over a chip's cores; along the
+        others steps follow each other in order.
+      cost: operations, transcendentals and bytes, for the compiler's schedule.
+    """
+    in_order = len(grid) - parallel
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * parallel + ("arbitrary",) * in_order, **params
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=cost[0], transcendentals=cost[1], bytes_accessed=cost[2]
+        ),
+        interpret=interpret,
+        name=name,
+    )(*(x.astype(jnp.int32) for x in scalars), *arrays)
 
 
 def matmul(x: Array, y: Array, contract: tuple[int, int]) -> Array:
@@ -104,12 +149,7 @@ class Softmax(NamedTuple):
         self.acc[...] = jnp.zeros_like(self.acc)
 
     def add(
-        self,
-        scores: Float[Array, "R Z"],
-        seen: Array | None,
-        values: Array,
-        *,
-        minor: bool,
+        self, scores: Float[Array, "R Z"], seen: Array | None, values: Array, *, minor: bool
     ) -> None:
         """Add a block: its scores, which of them count (None: all), and its values.
 

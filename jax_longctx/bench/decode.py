@@ -18,24 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.bench.layers import check_layers, cut, first_layers, scaled
+from jax_longctx.bench.timing import TOO_MUCH, Shape, copy_bandwidth, scaled, streamed
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import Method
 from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.engine.footprint import footprint
-from jax_longctx.errors import CapacityError
 from jax_longctx.methods import make_method
 from jax_longctx.methods.full import Full
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import init_params
-from jax_longctx.models.presets import preset
 from jax_longctx.planning.work import weight_bytes
 from jax_longctx.sharding import make_mesh, tree_shardings
-from pallas_kernels.bench import copy_bandwidth
-
-__all__ = ["run"]
 
 # The question's one token, the short first blocks, and whole blocks that are timed.
 WARM = 1 + sum(FIRST_BLOCKS)
@@ -79,35 +72,11 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
     return Context(rows, batch, slots, reserve, total, filled)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Bench:
-    """What all cases of a run have in common: `params` of the `layers` that are timed."""
-
-    config: ModelConfig
-    params: Any
-    layers: int
-    chunk: int
-    blocks: int
-    random_cache: bool
-
-    def engine(self, method: Method, layers: int) -> Engine:
-        """The method on the first layers."""
-        config, params = first_layers(self.config, self.params, layers)
-        return Engine(config, params, method, make_mesh(), chunk=self.chunk)
-
-
 def step_seconds(engine: Engine, context: Context) -> float:
     """Seconds of a decode step, all rows together: the median of the blocks that have room."""
     question = [[1]] * context.batch
     stream = engine.stream(context, question, max_tokens=context.reserve - 1, keep=False)
-    times = []
-    previous = time.perf_counter()
-    for block in stream:
-        now = time.perf_counter()
-        if len(block[0]) == BLOCK:
-            times.append((now - previous) / BLOCK)
-        previous = now
-    return statistics.median(times)
+    return statistics.median(streamed(time.perf_counter(), stream)[1])
 
 
 def run(
@@ -126,14 +95,11 @@ def run(
     A case that does not fit the memory is recorded as such.
 
     Args:
-      layers: that are timed; all of the shape's unless given (see `layers`).
+      layers: that are timed; all of the shape's unless given (see `timing`).
     """
-    config, mesh = preset(model), make_mesh()
-    timed = check_layers(config, layers)
+    shape = Shape.make(model, make_mesh(), layers, chunk, say)
     bandwidth = copy_bandwidth()
-    say(f"copy {bandwidth / 1e12:.2f} TB/s; making weights ...")
-    params = init_params(cut(config, timed), mesh, dtype=jnp.bfloat16)
-    bench = _Bench(config, params, timed, chunk, blocks, random_cache)
+    say(f"copy {bandwidth / 1e12:.2f} TB/s")
     made = [("full", {}, Full())]
     made += [(name, settings, make_method(name, settings)) for name, settings in methods]
     rows = []
@@ -143,7 +109,7 @@ def run(
             say(f"{name}, {batch} x {length:,} ...")
             row: dict[str, Any] = {"method": name, "settings": settings}
             row |= {"batch": batch, "context": length}
-            row |= _case(bench, method, batch, length)
+            row |= _case(shape, method, batch, length, blocks, random_cache)
             if "seconds" in row:
                 row["roofline_seconds"] = row["bytes"] / bandwidth
                 full = full or row
@@ -153,32 +119,26 @@ def run(
                     f"  {row['seconds'] * 1e3:.2f} ms, {row['speedup']:.2f}x full attention's speed"
                 )
             rows.append(row)
-    return {
-        "model": model,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "copy_bandwidth": bandwidth,
-        "layers": {"timed": timed, "of": config.num_layers},
-        "rows": rows,
-    }
+    return {"model": model, **shape.facts(), "copy_bandwidth": bandwidth, "rows": rows}
 
 
-def _case(bench: _Bench, method: Method, batch: int, length: int) -> dict[str, Any]:
+def _case(
+    shape: Shape, method: Method, batch: int, length: int, blocks: int, random_cache: bool
+) -> dict[str, Any]:
     """A step's seconds and bytes, of all layers of the shape; why it failed, where it did."""
-    config, reserve = bench.config, 1 + WARM + bench.blocks * BLOCK
-    setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.bfloat16), bench.chunk)
+    config, reserve, setup = shape.config, 1 + WARM + blocks * BLOCK, shape.setup(method)
     found = footprint(setup, batch=batch, context=length, reserve=reserve)
-    seconds = {}
+
+    def measure(engine: Engine) -> float:
+        if random_cache:
+            return step_seconds(engine, random_context(engine, batch, length, reserve))
+        draw = np.random.default_rng(length).integers(0, config.vocab_size, length)
+        rows = [list(map(int, draw))] * batch
+        return step_seconds(engine, engine.prefill(rows, reserve=reserve))
+
     try:
-        for layers in [bench.layers, *([1] if bench.layers < config.num_layers else [])]:
-            engine = bench.engine(method, layers)
-            if bench.random_cache:
-                context = random_context(engine, batch, length, reserve)
-            else:
-                draw = np.random.default_rng(length).integers(0, config.vocab_size, length)
-                context = engine.prefill([list(map(int, draw))] * batch, reserve=reserve)
-            seconds[layers] = step_seconds(engine, context)
-    except (CapacityError, jax.errors.JaxRuntimeError) as error:
+        seconds = shape.times(method, measure)
+    except TOO_MUCH as error:
         return {"failed": str(error).splitlines()[0]}
     row = scaled("seconds", seconds, config.num_layers) | dataclasses.asdict(found)
     # Of an embedding table a step reads one row; a tied one is its head too.

@@ -16,20 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jax_longctx.bench.timing import Shape, copy_bandwidth, device_facts, streamed
 from jax_longctx.engine import Engine, Sampling
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import InputError
 from jax_longctx.methods.full import Full
-from jax_longctx.models.llama import init_params
-from jax_longctx.models.presets import PRESETS, preset
+from jax_longctx.models.presets import PRESETS
 from jax_longctx.sharding import make_mesh
-from pallas_kernels.bench import copy_bandwidth
-
-__all__ = ["Row", "run"]
-
 
 PEER_STEPS = {"transformers sdpa": "decode_step", "transformers compiled": "compiled_step"}
 
@@ -50,47 +45,20 @@ class Row:
         return self.seconds / self.baseline_seconds if self.baseline_seconds else None
 
 
-def decode_bytes(params: Any, tied: bool, cache_bytes_per_token: int, context: int) -> int:
-    """Bytes one decode step of one row must read."""
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    if not tied:
-        weights -= params["embed"]["table"].nbytes
-    return weights + cache_bytes_per_token * context
-
-
-def _median(runs: int, measure: Callable[[], float]) -> float:
-    return statistics.median(measure() for _ in range(runs))
-
-
 def _measure(engine: Engine, context: int, steps: int, runs: int) -> tuple[float, float, int]:
     """Seconds to the first token, seconds a decode step, and cache bytes a token."""
     rng = np.random.default_rng(context)
     tokens = [int(t) for t in rng.integers(0, engine.config.vocab_size, context)]
-    decode: list[float] = []
-    bytes_per_token = 0
-
-    def first_token() -> float:
-        nonlocal bytes_per_token
+    found, bytes_per_token = [], 0
+    for _ in range(1 + runs):  # the first warms up
         begun = time.perf_counter()
         prefilled = engine.prefill([tokens[:-1]], reserve=1 + steps)
         stream = engine.stream(prefilled, [tokens[-1:]], sampling=Sampling(), max_tokens=steps)
-        next(stream)
-        seconds = time.perf_counter() - begun
-        previous = begun + seconds
-        for block in stream:
-            now = time.perf_counter()
-            # Whole blocks only: the shorter first ones show more of the host.
-            if len(block[0]) == BLOCK:
-                decode.append((now - previous) / BLOCK)
-            previous = now
-        assert prefilled.caches is not None
+        found.append(streamed(begun, stream))
         bytes_per_token = prefilled.resident_bytes // prefilled.slots
-        return seconds
-
-    first_token()
-    decode.clear()
-    seconds = _median(runs, first_token)
-    return seconds, statistics.median(decode), bytes_per_token
+    decode = [each for _, times in found[1:] for each in times]
+    first = statistics.median(first for first, _ in found[1:])
+    return first, statistics.median(decode), bytes_per_token
 
 
 def peer(model: str, contexts: Sequence[int], steps: int, options: Sequence[str]) -> dict[str, Any]:
@@ -125,17 +93,19 @@ def run(
     if with_peer:
         say("transformers (sdpa) ...")
         baseline = peer(model, contexts, steps, peer_options)
-    config = preset(model)
-    mesh = make_mesh()
+    shape = Shape.make(model, make_mesh(), None, chunk, say)
     bandwidth = copy_bandwidth()
-    say(f"copy {bandwidth / 1e12:.2f} TB/s; making weights ...")
-    params = init_params(config, mesh, dtype=jnp.bfloat16)
-    engine = Engine(config, params, Full(), mesh, chunk=chunk)
+    say(f"copy {bandwidth / 1e12:.2f} TB/s")
+    # A step reads every weight but, where it is not the head too, the embedding table.
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(shape.params))
+    if not shape.config.tie_embeddings:
+        weights -= shape.params["embed"]["table"].nbytes
+    engine = shape.engine(Full())
     rows: list[Row] = []
     for context in contexts:
         say(f"{context:,} tokens ...")
         first, step, per_token = _measure(engine, context, steps, runs)
-        need = decode_bytes(params, config.tie_embeddings, per_token, context)
+        need = weights + per_token * context
         theirs = baseline.get(str(context), {})
         rows += [
             Row("first token", context, first, "transformers sdpa", theirs.get("first_token")),
@@ -146,11 +116,9 @@ def run(
             for name, key in PEER_STEPS.items()
             if key in theirs
         ]
-    device = jax.devices()[0]
     return {
         "model": model,
-        "device": device.device_kind,
-        "jax": jax.__version__,
+        **device_facts(),
         "chunk": chunk,
         "copy_bandwidth": bandwidth,
         "rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows],

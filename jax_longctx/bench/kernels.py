@@ -1,35 +1,35 @@
 """The kernels one by one: what the door picks, its XLA form and a library, beside both rooflines.
 
-Every case is timed on the device in compiled loops (`pallas_kernels.bench.measure`), random inputs,
-bfloat16, 32 query heads over 8 kv heads of 128. A case's floor is the larger of its operations over
-the rate of a large matmul and its fewest bytes over the bandwidth of a copy, both measured in the
-same run; `share` is that floor over the time.
+Every case is timed on the device in compiled loops (`timing.measure`), random inputs, bfloat16, 32
+query heads over 8 kv heads of 128. A case's floor is the larger of its operations over the rate of
+a large matmul and its fewest bytes over the bandwidth of a copy, both measured in the same run;
+`share` is that floor over the time.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_longctx.bench.timing import copy_bandwidth, device_facts, measure
 from jax_longctx.contract import LayerContext
 from jax_longctx.methods.residual import Background, combine, prior_of
 from jax_longctx.methods.sparse_decode import Selected
 from jax_longctx.models.config import RopeConfig
 from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import attention_mass
-from pallas_kernels.bench import copy_bandwidth, measure
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.page_scores import page_scores
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.prefill_attention import gpu as cudnn
 from pallas_kernels.select_large_k import select_large_k
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
-
-__all__ = ["FAULTS", "Case", "cases", "loop_seconds", "run"]
 
 N, K, H = 32, 8, 128
 SCALE = H**-0.5
@@ -40,8 +40,7 @@ _RAGGED = (1.0, 0.01, 0.3, 0.05, 0.95, 0.004, 0.73, 0.18)
 _RESA_BUDGET = 500
 Step = Callable[..., Any]
 # What lowering, compiling and running a kernel raise; a mistake of this program's own is none.
-FAULTS = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
-Pair = tuple[Array, Array]
+_FAULTS = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Case:
     shape: str
     operations: int
     moved: int
-    inputs: Callable[[], tuple[Array, ...]]
+    inputs: Callable[[], tuple[Any, ...]]
     steps: dict[str, Step]
 
     @property
@@ -72,15 +71,16 @@ def cases(shrink: int = 1) -> list[Case]:
     def slots(size: int) -> int:
         return max(size // shrink // 2048, 1) * 2048
 
+    listed, budget = (max(n // PAGE // shrink, 1) for n in (4096, _RESA_BUDGET))
     found = [_decode(b, slots(s)) for b, s in ((1, 32768), (1, 131072), (8, 16384))]
     found += [_decode(8, slots(16384), [max(int(slots(16384) * part), 1) for part in _RAGGED])]
+    found += [_causal(slots(tokens)) for tokens in (8192, 32768)]
+    found += [_chunk(slots(8192), filled, slots(32768)) for filled in (0.5, 0.997)]
     found += [_topk(t, slots(s)) for t, s in ((1, 131072), (512, 8192), (512, 131072))]
     found += [_topk(512, slots(2**20), with_others=False)]
     found += [_mass(t, slots(131072)) for t in (1, 32, 512)]
-    entries = max(4096 // PAGE // shrink, 1)
-    found += [_sparse(b, slots(131072), entries) for b in (1, 16)]
-    entries = max(_RESA_BUDGET // PAGE // shrink, 1)
-    found += [_resa(b, slots(131072), entries) for b in (1, 16)]
+    found += [_sparse(b, slots(131072), listed) for b in (1, 16)]
+    found += [_resa(b, slots(131072), budget) for b in (1, 16)]
     found += [_page_scores(8, slots(131072)), _select(slots(131072))]
     # Of shapes that shrinking has made equal the first.
     return list({case.name: case for case in reversed(found)}.values())[::-1]
@@ -101,25 +101,15 @@ def run(
     bandwidth, rate = copy_bandwidth(2**31 // shrink), _matmul_rate(8192 // min(shrink, 16))
     chosen = [case for case in cases(shrink) if only in case.name]
     rows = [row for case in chosen for row in _rows(case, bandwidth, rate, repeats, say)]
-    return {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "copy_bandwidth": bandwidth,
-        "matmul_rate": rate,
-        "rows": rows,
-    }
-
-
-def loop_seconds() -> float:
-    """What a timing loop takes at least: what the host does around it differs by some 50 us."""
-    return 0.0 if dispatch.platform() == "cpu" else 5e-3
+    return {**device_facts(), "copy_bandwidth": bandwidth, "matmul_rate": rate, "rows": rows}
 
 
 def _rows(
     case: Case, bandwidth: float, rate: float, repeats: int, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     floor = max(case.operations / rate, case.moved / bandwidth)
-    least = loop_seconds()
+    # What a timing loop takes at least: what the host does around it differs by some 50 us.
+    least = 0.0 if dispatch.platform() == "cpu" else 5e-3
     inputs = case.inputs()
     for name, step in case.steps.items():
         say(f"{case.name}: {name}")
@@ -127,7 +117,7 @@ def _rows(
         row |= dict(operations=case.operations, moved=case.moved, floor_seconds=floor)
         try:
             timing = measure(step, *inputs, repeats=repeats, least=least)
-        except FAULTS as error:  # one kernel's fault must not cost the figures of the others
+        except _FAULTS as error:  # one kernel's fault must not cost the figures of the others
             yield row | dict(failed=f"{type(error).__name__}: {error}"[:500])
             continue
         share = floor / timing.seconds if timing.seconds else None
@@ -151,20 +141,14 @@ def _cache(batch: int, slots: int) -> tuple[Array, Array]:
 
 
 def _steps(run: Callable[..., Any], **library: Step) -> dict[str, Step]:
-    """Ours as the door picks it, the XLA form, and libraries; run(implementation, i, *inputs)."""
-    return {"ours": partial(run, None), "xla": partial(run, "xla"), **library}
+    """Ours as the door picks it, the XLA form, and libraries; run(implementation, i, *inputs).
 
-
-def _held_back(run: Callable[..., Any]) -> dict[str, Step]:
-    """A GPU's kernel that the door does not pick."""
-    return {"held back": partial(run, "gpu")} if dispatch.platform() == "gpu" else {}
-
-
-def _cudnn_steps(run: Step) -> dict[str, Step]:
-    """cuDNN where it can run."""
+    cuDNN only where it can run.
+    """
     q: Any = jax.ShapeDtypeStruct((1, 1, N, H), jnp.bfloat16)
-    usable = dispatch.platform() == "gpu" and cudnn.unsupported_causal(q) is None
-    return {"cudnn": run} if usable else {}
+    if dispatch.platform() != "gpu" or cudnn.unsupported_causal(q) is not None:
+        library.pop("cudnn", None)
+    return {"ours": partial(run, None), "xla": partial(run, "xla"), **library}
 
 
 def _decode(batch: int, slots: int, lengths: Sequence[int] | None = None) -> Case:
@@ -173,8 +157,13 @@ def _decode(batch: int, slots: int, lengths: Sequence[int] | None = None) -> Cas
     def run(implementation: str | None, _: Array, q: Array, k: Array, v: Array, n: Array) -> Any:
         return decode_attention(q, k, v, n, scale=SCALE, implementation=implementation)
 
-    def library(_: Array, q: Array, k: Array, v: Array, n: Array) -> Any:
-        return cudnn.cache_attention(q, k, v, n, scale=SCALE)
+    def einsum(_: Array, q: Array, k: Array, v: Array, n: Array) -> Any:
+        """What one would write first: einsum, softmax, einsum."""
+        q = q.reshape(batch, K, N // K, H)
+        scores = jnp.einsum("BKGH,BKSH->BKGS", q, k, preferred_element_type=jnp.float32) * SCALE
+        seen = jnp.arange(slots) < n[:, None, None, None]
+        weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1).astype(v.dtype)
+        return jnp.einsum("BKGS,BKSH->BKGH", weights, v)
 
     return Case(
         operation="decode_attention",
@@ -186,7 +175,47 @@ def _decode(batch: int, slots: int, lengths: Sequence[int] | None = None) -> Cas
             *_cache(batch, slots),
             jnp.array(filled, jnp.int32),
         ),
-        steps=_steps(run, **_cudnn_steps(library)),
+        steps=_steps(
+            run, einsum=einsum, cudnn=lambda _, *x: cudnn.cache_attention(*x, scale=SCALE)
+        ),
+    )
+
+
+def _causal(tokens: int) -> Case:
+    def run(implementation: str | None, _: Array, q: Array, k: Array, v: Array) -> Any:
+        return causal_attention(q, k, v, scale=SCALE, implementation=implementation)
+
+    return Case(
+        operation="causal_attention",
+        shape=f"{tokens}",
+        operations=2 * tokens**2 * N * H,
+        moved=2 * tokens * (N + K) * H * 2,
+        inputs=lambda: (
+            _random(0, 1, tokens, N, H),
+            *(_random(seed, 1, tokens, K, H) for seed in (1, 2)),
+        ),
+        steps=_steps(run),
+    )
+
+
+def _chunk(queries: int, filled: float, slots: int) -> Case:
+    """A chunk against a cache of which a part is filled."""
+    length = int(filled * slots)
+
+    def run(implementation: str | None, _: Array, q: Array, k: Array, v: Array, n: Array) -> Any:
+        return cache_attention(q, k, v, n, scale=SCALE, implementation=implementation)
+
+    return Case(
+        operation="cache_attention",
+        shape=f"{queries} x {length} of {slots}",
+        operations=4 * queries * length * N * H,
+        moved=2 * (queries * N + length * K) * H * 2,
+        inputs=lambda: (
+            _random(0, 1, queries, N, H),
+            *_cache(1, slots),
+            jnp.array([length], jnp.int32),
+        ),
+        steps=_steps(run),
     )
 
 
@@ -251,31 +280,19 @@ def _sparse(batch: int, slots: int, entries: int) -> Case:
         # Other pages every time: one selection's would stay in the L2 cache.
         listed = (listed + i * 4099) % pages
         stop = jnp.full((batch,), slots, jnp.int32)
-        return sparse_decode_attention(
-            q,
-            k,
-            v,
-            listed,
-            stop * 0,
-            stop,
-            page_size=PAGE,
-            scale=SCALE,
-            implementation=implementation,
-        )
-
-    def inputs() -> tuple[Array, ...]:
-        return (
-            _random(0, batch, 1, N, H),
-            *_cache(batch, slots),
-            _page_lists(batch, pages, entries),
-        )
+        how: dict[str, Any] = dict(page_size=PAGE, scale=SCALE, implementation=implementation)
+        return sparse_decode_attention(q, k, v, listed, stop * 0, stop, **how)
 
     return Case(
         operation="sparse_decode_attention",
         shape=f"{batch} x {entries * PAGE} of {slots}",
         operations=4 * batch * entries * PAGE * N * H,
         moved=2 * batch * entries * PAGE * K * H * 2,
-        inputs=inputs,
+        inputs=lambda: (
+            _random(0, batch, 1, N, H),
+            *_cache(batch, slots),
+            _page_lists(batch, pages, entries),
+        ),
         steps=_steps(run),
     )
 
@@ -298,7 +315,9 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
         mean_BKP = jnp.mean(scores_BNP.reshape(batch, K, -1, pages), axis=2)
         return select_large_k(mean_BKP, entries, size=entries)
 
-    def run(resa: bool, i: Array, q: Array, kv: Pair, given: Any, background: Background) -> Any:
+    def run(
+        resa: bool, i: Array, q: Array, kv: tuple[Array, Array], given: Any, background: Background
+    ) -> Any:
         """`given`: pages, or the bounds that they are selected by."""
         listed = select(q, given) if isinstance(given, tuple) else given
         # Other pages every time: one selection's would stay in the L2 cache.
@@ -313,28 +332,28 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
         everything = jnp.zeros((batch, N), jnp.bool)
         return combine(chosen, prior, everything, lam=1.0, literal=False)
 
-    def whole(resa: bool) -> Step:
-        return lambda i, q, kv, listed, bounds, known: run(resa, i, q, kv, bounds, known)
-
-    def attention(resa: bool) -> Step:
-        return lambda i, q, kv, listed, bounds, known: run(resa, i, q, kv, listed, known)
-
-    def inputs() -> tuple[Any, ...]:
-        q, listed = _random(0, batch, 1, N, H), _page_lists(batch, pages, entries)
-        bounds = _page_bounds(batch, pages)
-        return q, _cache(batch, slots), listed, bounds, _background(batch, slots)
+    def step(resa: bool, selects: bool) -> Step:
+        return lambda i, q, kv, listed, bounds, known: run(
+            resa, i, q, kv, bounds if selects else listed, known
+        )
 
     return Case(
         operation="resa_step",
         shape=f"{batch} x {entries * PAGE} of {slots}",
         operations=4 * batch * (entries * PAGE + pages) * N * H,
         moved=4 * batch * (entries * PAGE + pages) * K * H,
-        inputs=inputs,
+        inputs=lambda: (
+            _random(0, batch, 1, N, H),
+            _cache(batch, slots),
+            _page_lists(batch, pages, entries),
+            _page_bounds(batch, pages),
+            _background(batch, slots),
+        ),
         steps={
-            "ours": whole(True),
-            "without RESA": whole(False),
-            "its attention": attention(True),
-            "attention without RESA": attention(False),
+            "ours": step(True, True),
+            "without RESA": step(False, True),
+            "its attention": step(True, False),
+            "attention without RESA": step(False, False),
         },
     )
 
@@ -368,16 +387,13 @@ def _page_scores(batch: int, slots: int) -> Case:
         filled = jnp.full((batch,), pages, jnp.int32)
         return page_scores(q, high, low, filled, implementation=implementation)
 
-    def inputs() -> tuple[Array, ...]:
-        return _random(0, batch, N, H), *_page_bounds(batch, pages)
-
     return Case(
         operation="page_scores",
         shape=f"{batch} x {pages} pages",
         operations=4 * batch * pages * N * H,
         moved=batch * pages * (2 * K * H * 2 + N * 4),
-        inputs=inputs,
-        steps=_steps(run, **_held_back(run)),
+        inputs=lambda: (_random(0, batch, N, H), *_page_bounds(batch, pages)),
+        steps=_steps(run),
     )
 
 
@@ -393,7 +409,84 @@ def _select(slots: int) -> Case:
         operations=0,
         moved=K * (slots + size) * 4,
         inputs=lambda: (_random(0, K, slots, dtype=jnp.float32),),
-        steps=_steps(
-            run, **_held_back(run), **{"lax.top_k": lambda _, scores: lax.top_k(scores, size)}
-        ),
+        steps=_steps(run, **{"lax.top_k": lambda _, scores: lax.top_k(scores, size)}),
     )
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A table of all runs: time and spread, rate, share of the floor, and ours over the others."""
+    lines = [
+        f"{result['device']}, jax {result['jax']}: copy "
+        f"{result['copy_bandwidth'] / 1e12:.3g} TB/s, matmul "
+        f"{result['matmul_rate'] / 1e12:.3g} TFLOP/s; bfloat16, 32 heads over 8 kv heads of 128.",
+        "",
+        "| operation | shape | run | ms (least - most) | TFLOP/s | TB/s | of roofline | vs ours |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    ours = {
+        (row["operation"], row["shape"]): row["seconds"]
+        for row in result["rows"]
+        if row["run"] == "ours" and "failed" not in row
+    }
+    for row in result["rows"]:
+        lines.append("| " + " | ".join(_cells(row, ours)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict[str, Any], ours: dict[tuple[str, str], float]) -> list[str]:
+    cells = [row["operation"], row["shape"], row["run"]]
+    if "failed" in row:
+        return [*cells, row["failed"].splitlines()[0].replace("|", "/")[:80], "-", "-", "-", "-"]
+    seconds = row["seconds"]
+    time = f"{seconds * 1e3:.4f} ({row['least'] * 1e3:.4f} - {row['most'] * 1e3:.4f})"
+    base = ours.get((row["operation"], row["shape"]))
+    if not seconds:
+        return [*cells, time, "-", "-", "-", "-"]
+    return [
+        *cells,
+        time,
+        f"{row['operations'] / seconds / 1e12:.3g}",
+        f"{row['moved'] / seconds / 1e12:.3g}",
+        f"{row['share']:.0%}",
+        f"{seconds / base:.2f}x" if base else "-",
+    ]
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Rates over operations a byte, under the lines of the measured copy and matmul."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    bandwidth, peak = result["copy_bandwidth"], result["matmul_rate"]
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    rows = [row for row in result["rows"] if row.get("seconds") and row["operations"]]
+    intensities = [row["operations"] / row["moved"] for row in rows] or [1.0]
+    ends = min(intensities) / 2, max(*intensities, 2 * peak / bandwidth)
+    knee = [ends[0], peak / bandwidth, ends[1]]
+    roof = [min(x * bandwidth, peak) / 1e12 for x in knee]
+    axes.plot(knee, roof, color="black", label="copy and matmul, measured")
+    names = dict.fromkeys(["ours", *(row["run"] for row in rows)])
+    markers = {name: "osD^vP*X"[i % 8] for i, name in enumerate(names)}
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r["operation"] for r in rows))}
+    for row in rows:
+        axes.plot(
+            row["operations"] / row["moved"],
+            row["operations"] / row["seconds"] / 1e12,
+            markers[row["run"]],
+            color=colours[row["operation"]],
+            fillstyle="full" if row["run"] == "ours" else "none",
+        )
+    for name, colour in colours.items():
+        axes.plot([], [], "o", color=colour, label=name)
+    for name, marker in markers.items():
+        filled = "full" if name == "ours" else "none"
+        axes.plot([], [], marker, color="grey", fillstyle=filled, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+    axes.set_title(f"{result['device']}, bfloat16")
+    axes.legend(fontsize="small")
+    axes.grid(True, which="both", alpha=0.2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

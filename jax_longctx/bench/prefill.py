@@ -7,7 +7,7 @@ without attention, and `attention`, of a causal square; nothing of what travels 
 them: what a device receives from its neighbour a second, and the time of one decode step's merges
 by either way (`contract.merging`), a chain of them on its own.
 
-With fewer layers than the shape has, a method is timed with those and with one (see `layers`).
+With fewer layers than the shape has, a method is timed with those and with one (see `timing`).
 """
 
 import dataclasses
@@ -24,20 +24,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_longctx.bench.decode import WARM
-from jax_longctx.bench.layers import check_layers, cut, first_layers, scaled
+from jax_longctx.bench.timing import TOO_MUCH, Shape, scaled, streamed
 from jax_longctx.contract import merging
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.engine import BLOCK, SPARE
-from jax_longctx.errors import CapacityError, InputError
+from jax_longctx.errors import InputError
 from jax_longctx.methods import make_method
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import init_params, param_infos
-from jax_longctx.models.presets import preset
+from jax_longctx.models.llama import param_infos
 from jax_longctx.planning.work import prefill_work
 from jax_longctx.sharding import logical_sharding, logical_spec
 from pallas_kernels.prefill_attention import causal_attention
-
-__all__ = ["Case", "run"]
 
 # Merges in the chain that is timed, and calls queued in a timed loop.
 CHAIN = 16
@@ -50,34 +46,6 @@ class Case:
 
     tokens: int
     block: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Bench:
-    """What all measurements of a run have in common.
-
-    Attributes:
-      layers: that are timed; all of the shape's in `config`.
-      blocks: of decode steps that are timed.
-    """
-
-    config: ModelConfig
-    params: Any
-    mesh: Mesh
-    layers: int
-    runs: int
-    blocks: int
-    chunk: int
-
-    @property
-    def answer(self) -> int:
-        """Tokens of an answer."""
-        return WARM + self.blocks * BLOCK if self.blocks else 1
-
-    def engine(self, method: Any, layers: int) -> Engine:
-        """The method on the first layers of the shape."""
-        config, params = first_layers(self.config, self.params, layers)
-        return Engine(config, params, method, self.mesh, chunk=self.chunk)
 
 
 def run(
@@ -97,35 +65,34 @@ def run(
     Raises:
       InputError: more layers than the shape has, or a case shorter than its answer.
     """
-    config = preset(model)
-    timed = check_layers(config, layers)
     # Settings are checked before anything is made.
     made = [[(name, *_made(name, own, case)) for name, own in methods] for case in cases]
-    say("making weights ...")
-    params = init_params(cut(config, timed), mesh, dtype=jnp.bfloat16)
-    bench = Bench(config, params, mesh, timed, runs, blocks, chunk)
-    least = bench.answer + 2 + SPARE
+    shape = Shape.make(model, mesh, layers, chunk, say)
+    answer = WARM + blocks * BLOCK if blocks else 1
+    least = answer + 2 + SPARE
     for case in cases:
         if case.tokens < least:
             raise InputError(f"--case {case.tokens}: question and answer need {least} tokens")
     say("rates ...")
-    rates = _rates(bench, max(case.tokens for case in cases))
+    rates = _rates(shape, max(case.tokens for case in cases), runs)
     rows = []
     for case, chosen in zip(cases, made, strict=True):
         begun: list[dict[str, Any]] = []
         for name, settings, method in chosen:
             say(f"{name} {settings or ''}, {case.tokens:,} tokens ...")
             row = {"method": name, "settings": settings, "tokens": case.tokens, "block": case.block}
-            begun.append(row | _row(bench, method, case, rates, begun))
+            row |= _row(shape, method, case.tokens - answer - 1 - SPARE, answer, runs, rates)
+            base = next((other for other in begun if "first_token" in other), row)
+            if "first_token" in row:
+                row["speedup"] = base["first_token"] / row["first_token"]
+            begun.append(row)
             say(f"  {begun[-1].get('first_token', begun[-1].get('failed'))}")
         rows += begun
     return {
         "model": model,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **shape.facts(),
         "mesh": dict(mesh.shape),
         "chunk": chunk,
-        "layers": {"timed": timed, "of": config.num_layers},
         "runs": runs,
         "rates": rates,
         "rows": rows,
@@ -143,21 +110,31 @@ def _made(name: str, settings: dict[str, str], case: Case) -> tuple[dict[str, st
 
 
 def _row(
-    bench: Bench, method: Any, case: Case, rates: dict[str, Any], before: list[dict[str, Any]]
+    shape: Shape, method: Any, context: int, answer: int, runs: int, rates: dict[str, Any]
 ) -> dict[str, Any]:
-    """Times and FLOPs of a case; `before` are the rows of the methods named before."""
-    context = case.tokens - bench.answer - 1 - SPARE
-    whole = bench.config.num_layers
+    """Times and FLOPs of a case; why it failed, where it did."""
+    draw = np.random.default_rng(context).integers(0, shape.config.vocab_size, context)
+    tokens = [int(token) for token in draw]
+
+    def measure(engine: Engine) -> tuple[list[float], list[float]]:
+        """Seconds to the first token of every run, and a step of every block."""
+        found = []
+        for _ in range(1 + runs):  # the first warms up
+            begun = time.perf_counter()
+            prefilled = engine.prefill([tokens], reserve=1 + answer)
+            stream = engine.stream(prefilled, [tokens[-1:]], max_tokens=answer, keep=False)
+            found.append(streamed(begun, stream))
+        return [first for first, _ in found[1:]], [each for _, all_ in found[1:] for each in all_]
+
     try:
-        measured = {bench.layers: _measure(bench, method, bench.layers, context)}
-        if bench.layers < whole:
-            measured[1] = _measure(bench, method, 1, context)
-    except (CapacityError, jax.errors.JaxRuntimeError) as error:
+        measured = shape.times(method, measure)
+    except TOO_MUCH as error:
         return {"failed": str(error).splitlines()[0]}
+    whole = shape.config.num_layers
     first = {n: statistics.median(times) for n, (times, _) in measured.items()}
-    setup = programs.Setup(bench.config, method, bench.mesh, jnp.dtype(jnp.bfloat16), bench.chunk)
-    rows = bench.mesh.shape["data"]
-    work = prefill_work(setup, batch=rows, context=context, reserve=1 + bench.answer)
+    work = prefill_work(
+        shape.setup(method), batch=shape.mesh.shape["data"], context=context, reserve=1 + answer
+    )
     by_flops = work.linear / rates["linear"] + work.attention / rates["attention"]
     row: dict[str, Any] = {
         "context": context,
@@ -169,9 +146,7 @@ def _row(
     }
     row |= scaled("first_token", first, whole)
     row["of_model"] = row["first_token"] / by_flops
-    base = next((other for other in before if "first_token" in other), row)
-    row["speedup"] = base["first_token"] / row["first_token"]
-    if bench.blocks:
+    if answer > 1:
         steps = {n: statistics.median(found) for n, (_, found) in measured.items()}
         row |= scaled("step", steps, whole)
         if rates["merge"]:
@@ -179,40 +154,16 @@ def _row(
     return row
 
 
-def _measure(
-    bench: Bench, method: Any, layers: int, context: int
-) -> tuple[list[float], list[float]]:
-    """Seconds to the first token of every run, and a step of every block; a run before warms up."""
-    engine = bench.engine(method, layers)
-    draw = np.random.default_rng(context).integers(0, bench.config.vocab_size, context)
-    row = [int(token) for token in draw]
-    first, steps = [], []
-    for index in range(1 + bench.runs):
-        begun = time.perf_counter()
-        prefilled = engine.prefill([row], reserve=1 + bench.answer)
-        stream = engine.stream(prefilled, [row[-1:]], max_tokens=bench.answer, keep=False)
-        next(stream)
-        previous = time.perf_counter()
-        if index:
-            first.append(previous - begun)
-        for block in stream:
-            now = time.perf_counter()
-            if index and len(block[0]) == BLOCK:
-                steps.append((now - previous) / BLOCK)
-            previous = now
-    return first, steps
-
-
-def _rates(bench: Bench, tokens: int) -> dict[str, Any]:
+def _rates(shape: Shape, tokens: int, runs: int) -> dict[str, Any]:
     """FLOP/s and bytes/s of each device, and seconds of a merge."""
-    shards = bench.mesh.shape["seq"]
+    shards = shape.mesh.shape["seq"]
     square = max(tokens // shards, 1)
     return {
-        "linear": _linear_rate(bench),
-        "attention": _attention_rate(bench, square),
+        "linear": _linear_rate(shape, runs),
+        "attention": _attention_rate(shape, square, runs),
         "square": square,
-        "received": _link_rate(bench, square) if shards > 1 else None,
-        "merge": _merge_seconds(bench) if shards > 1 else None,
+        "received": _link_rate(shape, square, runs) if shards > 1 else None,
+        "merge": _merge_seconds(shape, runs) if shards > 1 else None,
     }
 
 
@@ -227,10 +178,10 @@ def _timed(run: Callable[[], Any], runs: int) -> float:
     return statistics.median(times)
 
 
-def _linear_rate(bench: Bench) -> float:
+def _linear_rate(shape: Shape, runs: int) -> float:
     """Two layers over a chunk of tokens on each device, queries passed on as attention's output."""
-    engine = bench.engine(make_method("full", {}), 2)
-    shards, rows = bench.mesh.shape["seq"], bench.mesh.shape["data"]
+    engine = shape.engine(make_method("full", {}), 2)
+    shards, rows = shape.mesh.shape["seq"], shape.mesh.shape["data"]
 
     def attend(layer: int, q: Any, k: Any, v: Any, cache: Any) -> tuple[Any, Any]:
         # Keys and values are made too, and as good as nothing is done with them.
@@ -240,24 +191,23 @@ def _linear_rate(bench: Bench) -> float:
     def layers(params: Any, tokens: Any) -> Any:
         return programs.model_of(engine.config, params).hidden(tokens, (None, None), attend)[0]
 
-    sharding = logical_sharding(bench.mesh, ("batch", "tokens"))
-    make = functools.partial(jnp.zeros, (rows, shards * bench.chunk), jnp.int32)
+    sharding = logical_sharding(shape.mesh, ("batch", "tokens"))
+    make = functools.partial(jnp.zeros, (rows, shards * shape.chunk), jnp.int32)
     tokens = jax.jit(make, out_shardings=sharding)()
     weights = sum(
         math.prod(info.shape)
         for path, info in param_infos(engine.config).items()
         if path.startswith("layers.") and len(info.shape) > 1
     )
-    seconds = _timed(lambda: layers(engine.params, tokens), bench.runs)
-    return 2 * weights / bench.mesh.shape["tensor"] * bench.chunk / seconds
+    seconds = _timed(lambda: layers(engine.params, tokens), runs)
+    return 2 * weights / shape.mesh.shape["tensor"] * shape.chunk / seconds
 
 
-def _sharded(bench: Bench, body: Callable[..., Any], *shape: int) -> Callable[[], Any]:
-    """`body` on random arrays of a local `shape` with heads second to last, one on each device."""
-    mesh = bench.mesh
+def _sharded(mesh: Mesh, body: Callable[..., Any], *sizes: int) -> Callable[[], Any]:
+    """`body` on random arrays of a local `sizes` with heads second to last, one on each device."""
     spec = logical_spec(("batch", "tokens", "heads", None))
-    sizes = (mesh.shape["data"], mesh.shape["seq"], mesh.shape["tensor"], 1)
-    whole = tuple(size * parts for size, parts in zip(shape, sizes, strict=True))
+    split = (mesh.shape["data"], mesh.shape["seq"], mesh.shape["tensor"], 1)
+    whole = tuple(size * parts for size, parts in zip(sizes, split, strict=True))
 
     def draw(key: Any) -> Any:
         return jax.random.normal(key, whole, jnp.bfloat16)
@@ -269,8 +219,8 @@ def _sharded(bench: Bench, body: Callable[..., Any], *shape: int) -> Callable[[]
     return lambda: compiled(x)
 
 
-def _attention_rate(bench: Bench, square: int) -> float:
-    config, parts = bench.config, bench.mesh.shape["tensor"]
+def _attention_rate(shape: Shape, square: int, runs: int) -> float:
+    config, parts = shape.config, shape.mesh.shape["tensor"]
     heads, kv_heads, width = (
         config.num_heads // parts,
         config.num_kv_heads // parts,
@@ -281,27 +231,27 @@ def _attention_rate(bench: Bench, square: int) -> float:
         kv = x[:, :, :kv_heads]
         return causal_attention(x, kv, kv, scale=width**-0.5)[0]
 
-    seconds = _timed(_sharded(bench, body, 1, square, heads, width), bench.runs)
+    seconds = _timed(_sharded(shape.mesh, body, 1, square, heads, width), runs)
     return 4 * heads * width * square * (square + 1) / 2 / seconds
 
 
-def _link_rate(bench: Bench, square: int) -> float:
+def _link_rate(shape: Shape, square: int, runs: int) -> float:
     """Bytes a second that a device receives of its neighbour's keys."""
-    shards = bench.mesh.shape["seq"]
-    kv_heads, width = bench.config.num_kv_heads // bench.mesh.shape["tensor"], bench.config.head_dim
+    shards = shape.mesh.shape["seq"]
+    kv_heads, width = shape.config.num_kv_heads // shape.mesh.shape["tensor"], shape.config.head_dim
     onward = [(s, (s + 1) % shards) for s in range(shards)]
 
     def body(x: Any) -> Any:
         return jax.lax.ppermute(x, "seq", onward)
 
-    seconds = _timed(_sharded(bench, body, 1, square, kv_heads, width), bench.runs)
+    seconds = _timed(_sharded(shape.mesh, body, 1, square, kv_heads, width), runs)
     return 2 * square * kv_heads * width / seconds
 
 
-def _merge_seconds(bench: Bench) -> dict[str, Any]:
+def _merge_seconds(shape: Shape, runs: int) -> dict[str, Any]:
     """Seconds of one merge of a decode step, by either way, and which of them is used."""
-    shape = (1, 1, bench.config.num_heads // bench.mesh.shape["tensor"], bench.config.head_dim)
-    shards = bench.mesh.shape["seq"]
+    sizes = (1, 1, shape.config.num_heads // shape.mesh.shape["tensor"], shape.config.head_dim)
+    shards = shape.mesh.shape["seq"]
 
     def chain(merge: Callable[..., Any], times: int) -> Callable[[Any], Any]:
         def body(x: Any) -> Any:
@@ -317,10 +267,10 @@ def _merge_seconds(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, merge in (("by_sum", merging.by_sum), ("by_gather", merging.by_gather)):
         one, many = (
-            _timed(_sharded(bench, chain(merge, times), *shape), max(bench.runs, 5))
+            _timed(_sharded(shape.mesh, chain(merge, times), *sizes), max(runs, 5))
             for times in (1, 1 + CHAIN)
         )
         found[name] = max(many - one, 0.0) / CHAIN
-    sizes = {"size": shape[2], "width": shape[3], "itemsize": 2, "shards": shards}
-    found["used"] = merging.choose(**sizes).__name__
+    used = merging.choose(size=sizes[2], width=sizes[3], itemsize=2, shards=shards)
+    found["used"] = used.__name__
     return found

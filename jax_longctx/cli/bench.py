@@ -1,20 +1,19 @@
 """`jax-longctx bench`: measured times beside a baseline and a roofline, from one run."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from jax_longctx.cli import options
-from jax_longctx.cli.bench_kernels import kernels
+from jax_longctx.cli import options, process
 from jax_longctx.cli.options import option
-from jax_longctx.cli.terminal import table
+from jax_longctx.cli.terminal import Terminal, check_folder, check_matplotlib, save, table
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.settings import MESH_AXES, parse_mesh
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure on this device, as ratios in one run.")
-bench_app.command()(options.command(kernels))
 
 
 def _layers() -> Any:
@@ -23,6 +22,41 @@ def _layers() -> Any:
 
 def _runs() -> Any:
     return option("Runs; the median counts.", default=3, min=1)
+
+
+@bench_app.command()
+@options.command
+def kernels(
+    only: str = option("Run the cases whose name holds this, e.g. 'topk_scores'.", default=""),
+    shrink: int = option("Take 1/N of the slots, to try it on a small device.", default=1, min=1),
+    repeats: int = option("Timed loops; the median counts.", default=20, min=1),
+    out: Path | None = option("Write kernels.json, kernels.md and kernels.png to this folder."),
+    as_json: bool = options.as_json(),
+) -> None:
+    """Time every kernel on this device, random bfloat16 inputs.
+
+    The roofline is what a large copy and a large matmul reach in the same run.
+
+    [bold]Example[/bold]
+
+        jax-longctx bench kernels --only decode_attention --out results
+    """
+    check_folder(out)
+    if out is not None:
+        check_matplotlib("--out")
+    terminal = Terminal(as_json=as_json)
+    with terminal.starting():
+        from jax_longctx.bench.kernels import markdown, plot, run
+
+    result = run(only=only, shrink=shrink, repeats=repeats, say=terminal.note)
+    if out is not None and process.is_leader():
+        (out / "kernels.md").write_text(markdown(result), encoding="utf-8")
+        plot(result, out / "kernels.png")
+        save(result, out / "kernels.json")
+    if as_json:
+        terminal.record(result)
+    else:
+        terminal.write(markdown(result))
 
 
 @bench_app.command()

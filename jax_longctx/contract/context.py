@@ -56,10 +56,6 @@ class LayerContext:
         """Sum over the shards of the heads (each shard has already reduced its own)."""
         return jax.lax.psum(x, "tensor")
 
-    def pmax_heads(self, x: Array) -> Array:
-        """Maximum over the shards of the heads."""
-        return jax.lax.pmax(x, "tensor")
-
     def gather_heads(self, x: Array, axis: int) -> Array:
         """The shards' arrays concatenated along `axis`, on every shard of the heads."""
         return jax.lax.all_gather(x, "tensor", axis=axis, tiled=True)

@@ -7,7 +7,6 @@ query alone (TOVA, RefreshKV), with squares (RoCo). Implementations: `xla` on ev
 `gpu` and `tpu` (Mosaic), `reference` for tests.
 """
 
-from collections.abc import Callable
 from typing import Literal, overload
 
 import jax.numpy as jnp
@@ -16,8 +15,9 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import gpu, reference, tpu, xla
-from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
+from pallas_kernels.attention_mass.reference import OverGroup, OverQueries, Reduction
 from pallas_kernels.common import check_heads
+from pallas_kernels.tpu_common import unsupported_keys
 
 
 @overload
@@ -85,14 +85,18 @@ def attention_mass(
         group's mean probability (RoCo), whatever the mass is reduced by.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
     """
-    check_heads(q, k, k, kv_axis=1)
-    run = _implementation(q, k, squares, implementation)
+    check_heads("attention_mass", q, k)
+    run = dispatch.select(
+        "attention_mass",
+        implementation,
+        dispatch.shape_class(q, k.shape[1]),
+        xla=xla.attention_mass,
+        gpu=dispatch.Kernel(gpu.attention_mass, lambda: gpu.unsupported(q, k, squares)),
+        tpu=dispatch.Kernel(tpu.attention_mass, lambda: unsupported_keys(q)),
+        reference=reference.attention_mass,
+    )
     batch, queries = q.shape[:2]
-    mass, squared = run(
-        q,
-        k,
-        lse,
-        jnp.clip(lengths, 0, k.shape[2]),
+    how = Reduction(
         scale=scale,
         valid=jnp.full((batch,), queries) if valid is None else jnp.clip(valid, 0, queries),
         causal_start=causal_start,
@@ -100,25 +104,5 @@ def attention_mass(
         over_queries=over_queries,
         squares=squares,
     )
+    mass, squared = run(q, k, lse, jnp.clip(lengths, 0, k.shape[2]), how)
     return mass if squared is None else (mass, squared)
-
-
-def _implementation(q: Array, k: Array, squares: bool, asked: str | None) -> Callable[..., tuple]:
-    """The function that runs, picked by platform and shape unless asked for by name."""
-    name = dispatch.select(
-        "attention_mass",
-        asked,
-        {
-            "xla": lambda: None,
-            "gpu": lambda: gpu.unsupported(q, k, squares),
-            "tpu": lambda: tpu.unsupported(q),
-            "reference": lambda: None,
-        },
-        dispatch.shape_class(q, k.shape[1], None),
-    )
-    return {
-        "xla": xla.attention_mass,
-        "gpu": gpu.attention_mass,
-        "tpu": tpu.attention_mass,
-        "reference": reference.attention_mass,
-    }[name]

@@ -32,8 +32,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
-from pallas_kernels.tuning import configured, shape_class
+from pallas_kernels.attention_mass.reference import Masses, Reduction
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
 
 # Columns of a wgmma's result that one thread quad holds side by side: sums are kept for each.
 _LANES = 8
@@ -41,20 +41,9 @@ _LANES = 8
 _FEW_QUERIES = (32, 64)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Warpgroups of 64 keys, query rows of a step, steps in flight."""
-
-    warpgroups: int = 3
-    queries: int = 128
-    stages: int = 2
-
-
-# What `bench kernels --tune` tries, the default first.
-CONFIGS = tuple(
-    Config(warpgroups=n, queries=queries, stages=stages)
-    for n, queries, stages in ((3, 128, 2), (2, 128, 2), (2, 128, 3), (3, 64, 3), (3, 64, 4))
-)
+# Warpgroups of 64 keys, keys of one work item, query rows of a step at most, steps in flight.
+_WARPGROUPS, _QUERIES, _STAGES = 3, 128, 2
+_TILE = hopper.ROWS * _WARPGROUPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,22 +56,13 @@ class _Job:
     head_dim: int
     dtype: Any
     parts: int  # runs of query rows that are reduced on their own before they are combined
-    steps: int  # query tiles of a part
-    over_parts: OverGroup
-    over_queries: OverQueries
-    causal: bool
-    scale: float
-    workers: int
-    config: Config
-
-    @property
-    def tile(self) -> int:
-        """Keys of one work item."""
-        return hopper.ROWS * self.config.warpgroups
+    queries: int  # rows of a step
+    steps: int  # of a part
+    how: Reduction
 
     @property
     def items(self) -> int:
-        return self.batch * self.kv_heads * pl.cdiv(self.slots, self.tile)
+        return self.batch * self.kv_heads * pl.cdiv(self.slots, _TILE)
 
 
 def unsupported(q: Array, k: Array, squares: bool) -> str | None:
@@ -95,39 +75,21 @@ def unsupported(q: Array, k: Array, squares: bool) -> str | None:
 
 
 def attention_mass(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    lse: Float[Array, "B T N"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    valid: Int[Array, " B"],
-    causal_start: Int[Array, " B"] | None,
-    over_group: OverGroup,
-    over_queries: OverQueries,
-    squares: bool = False,
-    config: Config | None = None,
-    interpret: Any = None,
-) -> tuple[Float[Array, "B K S"], None]:
+    q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Reduction, interpret: Any = None
+) -> Masses:
     """The mass of every slot below its row's length and 0 elsewhere; see the door's docstring."""
-    if squares:
-        raise NotImplementedError(f"attention_mass: {unsupported(q, k, squares)}")
+    if how.squares:
+        raise NotImplementedError(f"attention_mass: {unsupported(q, k, how.squares)}")
     batch, queries = q.shape[:2]
     kv_heads = k.shape[1]
-    if config is None:
-        heads, each = batch * kv_heads, queries * q.shape[2] // kv_heads
-        shapes = dict(head_dim=k.shape[3], rows=each, heads=heads, slots=k.shape[2])
-        config = configured("attention_mass", shape_class(**shapes), CONFIGS)
-    if over_group == "first":
+    if how.over_group == "first":
         group = q.shape[2] // kv_heads
         q, lse = q[:, :, ::group], lse[:, :, ::group]
     group = q.shape[2] // kv_heads
     # Sums of sums need no border between a group's heads: they are one run of rows.
-    parts = 1 if over_group == over_queries == "sum" else group
+    parts = 1 if how.over_group == how.over_queries == "sum" else group
     rows = queries * group // parts
-    tile = next((n for n in _FEW_QUERIES if n >= rows), config.queries)
-    tile = min(tile, config.queries)
-    config = Config(warpgroups=config.warpgroups, queries=tile, stages=config.stages)
+    tile = next((n for n in _FEW_QUERIES if n >= rows), _QUERIES)
     job = _Job(
         batch=batch,
         kv_heads=kv_heads,
@@ -135,24 +97,16 @@ def attention_mass(
         head_dim=k.shape[3],
         dtype=k.dtype,
         parts=parts,
+        queries=tile,
         steps=pl.cdiv(rows, tile),
-        over_parts=over_group,
-        over_queries=over_queries,
-        causal=causal_start is not None,
-        scale=scale,
-        workers=hopper.processors(),
-        config=config,
+        how=how,
     )
-    rows = _rows(q, lse, valid, causal_start, job)
+    rows = _rows(q, lse, job)
     return _mass(*rows, k, lengths.astype(jnp.int32), job, interpret), None
 
 
 def _rows(
-    q: Float[Array, "B T N H"],
-    lse: Float[Array, "B T N"],
-    valid: Int[Array, " B"],
-    causal_start: Int[Array, " B"] | None,
-    job: _Job,
+    q: Queries, lse: PerQuery, job: _Job
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Int[Array, "X R"]]:
     """Query rows of every kv head, head by head, each part padded to whole tiles.
 
@@ -160,14 +114,15 @@ def _rows(
     last slot that they see.
     """
     queries = q.shape[1]
-    counted_BT1 = (jnp.arange(queries) < valid[:, None])[..., None]
+    counted_BT1 = (jnp.arange(queries) < job.how.valid[:, None])[..., None]
     counts_BTN = counted_BT1 & (lse > -jnp.inf)
     # What does not count may hold anything, NaN as well.
     q = jnp.where(counts_BTN[..., None], q, 0)
     lse = jnp.where(counts_BTN, lse * hopper.LOG2_E, jnp.inf)
-    start = jnp.full((job.batch,), job.slots) if causal_start is None else causal_start
+    start = job.how.causal_start
+    start = jnp.full((job.batch,), job.slots) if start is None else start
     last = jnp.broadcast_to((start[:, None] + jnp.arange(queries))[..., None], lse.shape)
-    padded = job.steps * job.config.queries
+    padded = job.steps * job.queries
 
     def arrange(x: Array, fill: float) -> Array:
         x_BNT = jnp.swapaxes(x, 1, 2)
@@ -183,31 +138,32 @@ def _mass(
     q: Float[Array, "X R H"],
     lse: Float[Array, "X R"],
     last: Int[Array, "X R"],
-    k: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
+    k: Cache,
+    lengths: PerRow,
     job: _Job,
     interpret: Any,
 ) -> Float[Array, "B K S"]:
-    stages, warpgroups = job.config.stages, job.config.warpgroups
-    row = plgpu.SMEM((stages, job.config.queries), jnp.float32)
-    keys = hopper.tiled(2, warpgroups, hopper.ROWS, job.head_dim, dtype=job.dtype)
-    padded = pl.cdiv(job.slots, job.tile) * job.tile
+    row = plgpu.SMEM((_STAGES, job.queries), jnp.float32)
+    keys = hopper.tiled(2, _WARPGROUPS, hopper.ROWS, job.head_dim, dtype=job.dtype)
+    padded = pl.cdiv(job.slots, _TILE) * _TILE
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=jax.ShapeDtypeStruct((job.batch * job.kv_heads, padded), jnp.float32),
         scratch_types=dict(
             keys=keys,
-            queries=hopper.tiled(stages, job.config.queries, job.head_dim, dtype=job.dtype),
+            queries=hopper.tiled(_STAGES, job.queries, job.head_dim, dtype=job.dtype),
             lse=row,
             last=plgpu.SMEM(row.shape, jnp.int32),
-            keys_ready=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
-            keys_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
-            ready=plgpu.Barrier(num_arrivals=3 if job.causal else 2, num_barriers=stages),
-            free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            keys_ready=plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=2),
+            keys_free=plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=2),
+            ready=plgpu.Barrier(
+                num_arrivals=3 if job.how.causal_start is not None else 2, num_barriers=_STAGES
+            ),
+            free=plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
         ),
-        grid=(min(job.workers, job.items),),
+        grid=(min(hopper.processors(), job.items),),
         grid_names=("worker",),
-        num_threads=warpgroups + 1,
+        num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -218,18 +174,18 @@ def _mass(
 
 def _kernel(lengths_ref, q_ref, lse_ref, last_ref, k_ref, out_ref, *, job: _Job, **scratch):
     warpgroup = lax.axis_index("warpgroup")
-    more, fewer = hopper.registers(job.config.warpgroups)
+    more, fewer = hopper.registers(_WARPGROUPS)
 
-    @pl.when(warpgroup == job.config.warpgroups)
+    @pl.when(warpgroup == _WARPGROUPS)
     def _copies():
         plgpu.set_max_registers(fewer, action="decrease")
         refs = q_ref, lse_ref, last_ref
         work = functools.partial(_fetch, refs, k_ref, scratch, job)
         items = _each_item(lengths_ref, job, work)
         hopper.drain(scratch["keys_free"], items, 2)
-        hopper.drain(scratch["free"], items * (job.parts * job.steps), job.config.stages)
+        hopper.drain(scratch["free"], items * (job.parts * job.steps), _STAGES)
 
-    @pl.when(warpgroup < job.config.warpgroups)
+    @pl.when(warpgroup < _WARPGROUPS)
     def _sums():
         plgpu.set_max_registers(more, action="increase")
         _each_item(lengths_ref, job, functools.partial(_sum, out_ref, scratch, warpgroup, job))
@@ -241,7 +197,7 @@ def _each_item(lengths_ref, job: _Job, work: Callable) -> Array:
     Returns the number of items with keys.
     """
     worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
-    tiles = pl.cdiv(job.slots, job.tile)
+    tiles = pl.cdiv(job.slots, _TILE)
 
     def item(i, before):
         index = worker + i * workers
@@ -249,7 +205,7 @@ def _each_item(lengths_ref, job: _Job, work: Callable) -> Array:
         row = lax.div(head, job.kv_heads)
         filled = lengths_ref[row]
         work(row, head, tile, filled, before)
-        return before + (tile * job.tile < filled).astype(jnp.int32)
+        return before + (tile * _TILE < filled).astype(jnp.int32)
 
     count = lax.div(job.items - 1 - worker, workers) + 1
     return lax.fori_loop(0, count, item, jnp.int32(0))
@@ -257,10 +213,10 @@ def _each_item(lengths_ref, job: _Job, work: Callable) -> Array:
 
 def _fetch(refs, k_ref, scratch, job: _Job, row, head, tile, filled, before) -> None:
     """Copy the item's keys, and all its head's queries tile by tile."""
-    stages, queries = job.config.stages, job.config.queries
+    queries = job.queries
     steps = job.parts * job.steps
 
-    @pl.when(tile * job.tile < filled)
+    @pl.when(tile * _TILE < filled)
     def _():
         half = lax.rem(before, 2)
 
@@ -268,8 +224,8 @@ def _fetch(refs, k_ref, scratch, job: _Job, row, head, tile, filled, before) -> 
         def _():
             plgpu.barrier_wait(scratch["keys_free"].at[half])
 
-        for part in range(job.config.warpgroups):
-            slots = pl.ds(tile * job.tile + part * hopper.ROWS, hopper.ROWS)
+        for part in range(_WARPGROUPS):
+            slots = pl.ds(tile * _TILE + part * hopper.ROWS, hopper.ROWS)
             plgpu.copy_gmem_to_smem(
                 k_ref.at[row, lax.rem(head, job.kv_heads), slots],
                 scratch["keys"].at[half, part],
@@ -279,13 +235,17 @@ def _fetch(refs, k_ref, scratch, job: _Job, row, head, tile, filled, before) -> 
         @pl.loop(0, steps)
         def _step(i):
             step = before * steps + i
-            slot = lax.rem(step, stages)
+            slot = lax.rem(step, _STAGES)
 
-            @pl.when(step >= stages)
+            @pl.when(step >= _STAGES)
             def _():
                 plgpu.barrier_wait(scratch["free"].at[slot])
 
-            names = ("queries", "lse", "last") if job.causal else ("queries", "lse")
+            names = (
+                ("queries", "lse", "last")
+                if job.how.causal_start is not None
+                else ("queries", "lse")
+            )
             for ref, name in zip(refs, names, strict=False):
                 source = ref.at[head, pl.ds(i * queries, queries)]
                 ready = scratch["ready"].at[slot]
@@ -295,11 +255,11 @@ def _fetch(refs, k_ref, scratch, job: _Job, row, head, tile, filled, before) -> 
 def _sum(out_ref, scratch, warpgroup, job: _Job, row, head, tile, filled, before) -> None:
     """The mass of the warpgroup's 64 keys of the item."""
     del row
-    first = tile * job.tile + warpgroup * hopper.ROWS
+    first = tile * _TILE + warpgroup * hopper.ROWS
     rows = pl.ds(first, hopper.ROWS)
     column = plgpu.Layout.WGMMA.reduce(1)
 
-    @pl.when(tile * job.tile < filled)
+    @pl.when(tile * _TILE < filled)
     def _():
         half = lax.rem(before, 2)
         keys = scratch["keys"].at[half, warpgroup]
@@ -308,7 +268,7 @@ def _sum(out_ref, scratch, warpgroup, job: _Job, row, head, tile, filled, before
         def add_part(part, total):
             step = (before * job.parts + part) * job.steps
             one = _reduce_queries(scratch, keys, first, step, job)
-            return jnp.maximum(total, one) if job.over_parts == "max" else total + one
+            return jnp.maximum(total, one) if job.how.over_group == "max" else total + one
 
         total = hopper.full((hopper.ROWS,), 0.0, layout=column)
         total = lax.fori_loop(0, job.parts, add_part, total)
@@ -317,27 +277,27 @@ def _sum(out_ref, scratch, warpgroup, job: _Job, row, head, tile, filled, before
         # Beyond the length lies anything finite, whose exponential may be infinite.
         out_ref[head, rows] = jnp.where(slot < filled, total, 0.0)
 
-    @pl.when(tile * job.tile >= filled)
+    @pl.when(tile * _TILE >= filled)
     def _():
         out_ref[head, rows] = hopper.full((hopper.ROWS,), 0.0, layout=column)
 
 
 def _reduce_queries(scratch, keys, first, begin, job: _Job) -> Array:
     """The sum or maximum of the 64 keys' probabilities over one part of the query rows."""
-    combine = jnp.maximum if job.over_queries == "max" else jnp.add
-    queries = job.config.queries
+    combine = jnp.maximum if job.how.over_queries == "max" else jnp.add
+    queries = job.queries
 
     def step(i, kept):
-        slot = lax.rem(begin + i, job.config.stages)
+        slot = lax.rem(begin + i, _STAGES)
         plgpu.barrier_wait(scratch["ready"].at[slot])
         s = hopper.product(keys, scratch["queries"].at[slot].transpose((1, 0)))
         across = plgpu.Layout.WGMMA.reduce(0)
         lse = plgpu.load(scratch["lse"].at[slot], layout=across)
-        exponent = s * (job.scale * hopper.LOG2_E) - lax.broadcast_in_dim(lse, s.shape, [1])
+        exponent = s * (job.how.scale * hopper.LOG2_E) - lax.broadcast_in_dim(lse, s.shape, [1])
         p = jnp.exp2(exponent)
-        if job.causal:
+        if job.how.causal_start is not None:
             last = plgpu.load(scratch["last"].at[slot], layout=across)
-            seen = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
+            seen = hopper.iota(s.shape, 0)
             p = jnp.where(seen + first <= lax.broadcast_in_dim(last, s.shape, [1]), p, 0.0)
         plgpu.barrier_arrive(scratch["free"].at[slot])
         for lane in range(0, queries, _LANES):
@@ -345,4 +305,4 @@ def _reduce_queries(scratch, keys, first, begin, job: _Job) -> Array:
         return kept
 
     kept = lax.fori_loop(0, job.steps, step, hopper.full((hopper.ROWS, _LANES), 0.0))
-    return kept.max(axis=1) if job.over_queries == "max" else kept.sum(axis=1)
+    return kept.max(axis=1) if job.how.over_queries == "max" else kept.sum(axis=1)

@@ -1,43 +1,56 @@
 """Attention mass by its definition, every probability materialised in float32; for tests only."""
 
+from dataclasses import dataclass
+from typing import Literal
+
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
-from pallas_kernels.common import group_heads
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
+
+# How mass is reduced over the query heads that share a kv head ("first" is the group's lowest head
+# alone), and before that over a head's queries.
+OverGroup = Literal["sum", "max", "first"]
+OverQueries = Literal["sum", "max"]
+# Of every slot its mass, and its squares where they are asked for.
+Masses = tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]
 
 
-def attention_mass(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    lse: Float[Array, "B T N"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    valid: Int[Array, " B"],
-    causal_start: Int[Array, " B"] | None,
-    over_group: OverGroup,
-    over_queries: OverQueries,
-    squares: bool,
-) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]:
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """Which queries count, and how their probabilities are reduced; see `api.attention_mass`.
+
+    Attributes:
+      valid: within 0..T.
+    """
+
+    scale: float
+    valid: PerRow
+    causal_start: PerRow | None = None
+    over_group: OverGroup = "sum"
+    over_queries: OverQueries = "sum"
+    squares: bool = False
+
+
+def attention_mass(q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Reduction) -> Masses:
     """p[b,n,t,s] = exp(scale q.k - lse[b,t,n]) where seen and 0 elsewhere, reduced by its axes."""
     queries_T, slots_S = jnp.arange(q.shape[1]), jnp.arange(k.shape[2])
-    counted_BT1 = (queries_T < valid[:, None])[..., None]
+    counted_BT1 = (queries_T < how.valid[:, None])[..., None]
     seen_BTS = counted_BT1 & (slots_S < lengths[:, None, None])
-    if causal_start is not None:
-        seen_BTS &= slots_S <= (causal_start[:, None] + queries_T)[..., None]
+    if how.causal_start is not None:
+        seen_BTS &= slots_S <= (how.causal_start[:, None] + queries_T)[..., None]
     q_BKGTH = group_heads(q, k.shape[1]).astype(jnp.float32)
     lse_BKGT = group_heads(lse[..., None], k.shape[1])[..., 0]
-    logits_BKGTS = scale * jnp.einsum(
+    logits_BKGTS = how.scale * jnp.einsum(
         "BKGTH,BKSH->BKGTS", q_BKGTH, k.astype(jnp.float32), precision="highest"
     )
     seen_BKGTS = seen_BTS[:, None, None] & (lse_BKGT > -jnp.inf)[..., None]
     p_BKGTS = jnp.where(seen_BKGTS, jnp.exp(logits_BKGTS - lse_BKGT[..., None]), 0.0)
-    per_head_BKGS = p_BKGTS.sum(3) if over_queries == "sum" else p_BKGTS.max(3)
+    per_head_BKGS = p_BKGTS.sum(3) if how.over_queries == "sum" else p_BKGTS.max(3)
     mass_BKS = {
         "sum": per_head_BKGS.sum(2),
         "max": per_head_BKGS.max(2),
         "first": per_head_BKGS[:, :, 0],
-    }[over_group]
-    return mass_BKS, jnp.sum(p_BKGTS.mean(2) ** 2, axis=2) if squares else None
+    }[how.over_group]
+    return mass_BKS, jnp.sum(p_BKGTS.mean(2) ** 2, axis=2) if how.squares else None

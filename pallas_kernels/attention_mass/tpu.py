@@ -23,8 +23,6 @@ about 1900 cycles, the rest 690.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -32,19 +30,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Int
 
-from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
-from pallas_kernels.common import group_heads
-from pallas_kernels.tpu_common import (
-    SUBLANES,
-    as_stored,
-    key_block,
-    key_spec,
-    matmul,
-    slots_minor,
-    unsupported_keys,
-)
+from pallas_kernels import tpu_common as tpu
+from pallas_kernels.attention_mass.reference import Masses, Reduction
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
 
 _LOG2_E = math.log2(math.e)
 # Rows (queries times heads) of a tile and of the part whose logits are made at once; those logits;
@@ -55,38 +44,17 @@ _LOGITS = 2**18
 _KEYS = 4096
 
 
-def unsupported(q: Array) -> str | None:
-    """Why the kernel cannot run these arguments, or None."""
-    return unsupported_keys(q)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    scale: float
-    block: int  # keys
-    part: int  # queries whose logits are made at once; a tile of queries has a whole number
-    causal: bool
-    over_group: OverGroup
-    over_queries: OverQueries
-    squares: bool
-
-
 def attention_mass(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    lse: Float[Array, "B T N"],
-    lengths: Int[Array, " B"],
+    q: Queries,
+    k: Cache,
+    lse: PerQuery,
+    lengths: PerRow,
+    how: Reduction,
     *,
-    scale: float,
-    valid: Int[Array, " B"],
-    causal_start: Int[Array, " B"] | None,
-    over_group: OverGroup,
-    over_queries: OverQueries,
-    squares: bool,
     blocks: tuple[int, int, int] | None = None,
     interpret: pltpu.InterpretParams | bool = False,
-) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]:
-    """See `api.attention_mass`; lengths within 0..S, valid within 0..T, squares None if unasked.
+) -> Masses:
+    """See `api.attention_mass`; lengths within 0..S.
 
     Args:
       blocks: queries of a tile and of its parts, multiples of 16, and keys of a block, a multiple
@@ -94,102 +62,65 @@ def attention_mass(
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
     (batch, queries, _, head_dim), (_, kv_heads, slots, _) = q.shape, k.shape
-    counted_BT1 = (jnp.arange(queries) < valid[:, None])[..., None]
+    counted_BT1 = (jnp.arange(queries) < how.valid[:, None])[..., None]
     lse = jnp.where(counted_BT1 & (lse > -jnp.inf), lse * _LOG2_E, jnp.inf)
     q_BKGTH = group_heads(jnp.where(counted_BT1[..., None], q, 0), kv_heads)
     lse_BKGT1 = group_heads(lse[..., None], kv_heads)
-    if over_group == "first" and not squares:
+    if how.over_group == "first" and not how.squares:
         q_BKGTH, lse_BKGT1 = q_BKGTH[:, :, :1], lse_BKGT1[:, :, :1]
     groups = q_BKGTH.shape[2]
     tile, part, block = blocks or _blocks(groups, queries, slots)
     spare = [(0, 0)] * 3 + [(0, -queries % tile), (0, 0)]
     q_BKGTH = jnp.pad(q_BKGTH, spare)
     lse_BKGT1 = jnp.pad(lse_BKGT1, spare, constant_values=jnp.inf)
-    causal = causal_start is not None
-    if causal_start is None:
-        causal_start = jnp.zeros_like(lengths)
-    else:
+    causal_start = jnp.zeros_like(lengths)
+    if how.causal_start is not None:
+        causal_start = how.causal_start
         # No query sees more: what lies behind is not fetched.
-        lengths = jnp.clip(causal_start + valid, 0, lengths)
+        lengths = jnp.clip(causal_start + how.valid, 0, lengths)
 
-    options = _Options(
-        scale=scale,
-        block=block,
-        part=part,
-        causal=causal,
-        over_group=over_group,
-        over_queries=over_queries,
-        squares=squares,
+    def visited(b, h, j, i, lengths, valid, causal_start):
+        return b, h, jnp.minimum(j, jnp.maximum(pl.cdiv(lengths[b], block) - 1, 0))
+
+    def by_queries(b, h, j, i, *_):
+        return b, h, 0, i, 0
+
+    outputs = 2 if how.squares else 1
+    pairs = q_BKGTH.size // head_dim * slots
+    sums = tpu.call(
+        partial(_kernel, how=how, part=part),
+        (lengths, how.valid, causal_start),
+        (q_BKGTH, lse_BKGT1, tpu.as_stored(k)),
+        grid=(batch, kv_heads, -(-slots // block), q_BKGTH.shape[3] // tile),
+        parallel=3,
+        in_specs=[
+            pl.BlockSpec((1, 1, groups, tile, head_dim), by_queries),
+            pl.BlockSpec((1, 1, groups, tile, 1), by_queries),
+            tpu.key_spec(head_dim, block, visited),
+        ],
+        out_specs=[pl.BlockSpec((1, 1, 1, block), lambda b, h, j, i, *_: (b, h, 0, j))] * outputs,
+        out_shape=[jax.ShapeDtypeStruct((batch, kv_heads, 1, slots), jnp.float32)] * outputs,
+        scratch=[pltpu.VMEM((groups, block), jnp.float32), pltpu.VMEM((1, block), jnp.float32)],
+        cost=(
+            2 * pairs * head_dim,
+            pairs,
+            k.size * k.dtype.itemsize + 4 * outputs * k.size // head_dim,
+        ),
+        interpret=interpret,
+        name="attention_mass",
     )
-    scalars = (x.astype(jnp.int32) for x in (lengths, valid, causal_start))
-    arrays = q_BKGTH, lse_BKGT1, as_stored(k)
-    sums = _call(options, tile, slots, head_dim, interpret)(*scalars, *arrays)
     mass_BKS, *squares_BKS = (x.reshape(batch, kv_heads, slots) for x in sums)
-    return mass_BKS, squares_BKS[0] if squares else None
+    return mass_BKS, squares_BKS[0] if how.squares else None
 
 
 def _blocks(groups: int, queries: int, slots: int) -> tuple[int, int, int]:
     """Queries of a tile and of a part of it, and keys of a block."""
-    multiple = SUBLANES[2]
+    multiple = tpu.SUBLANES[2]
     part = max(_PART_ROWS // groups // multiple, 1) * multiple
     part = min(part, -(-queries // multiple) * multiple)
     tiles = -(-queries // (max(_TILE_ROWS // groups // part, 1) * part))
     tile = -(-queries // (tiles * part)) * part
-    return tile, part, key_block(slots, min(_LOGITS // (groups * part), _KEYS))
-
-
-def _call(
-    options: _Options,
-    tile: int,
-    slots: int,
-    head_dim: int,
-    interpret: pltpu.InterpretParams | bool,
-) -> Callable[..., list[Array]]:
-    """The kernel as a function of the three prefetched scalars of every row and q, lse and k."""
-    block = options.block
-
-    def run(lengths, valid, causal_start, q_BKGTH, lse_BKGT1, k):
-        batch, kv_heads, groups, queries, _ = q_BKGTH.shape
-
-        def visited(b, h, j, i, lengths, valid, causal_start):
-            return b, h, jnp.minimum(j, jnp.maximum(pl.cdiv(lengths[b], block) - 1, 0))
-
-        def by_queries(b, h, j, i, *_):
-            return b, h, 0, i, 0
-
-        out_spec = pl.BlockSpec((1, 1, 1, block), lambda b, h, j, i, *_: (b, h, 0, j))
-        outputs = 2 if options.squares else 1
-        pairs = q_BKGTH.size // head_dim * slots
-        return pl.pallas_call(
-            partial(_kernel, options=options),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=3,
-                grid=(batch, kv_heads, -(-slots // block), queries // tile),
-                in_specs=[
-                    pl.BlockSpec((1, 1, groups, tile, head_dim), by_queries),
-                    pl.BlockSpec((1, 1, groups, tile, 1), by_queries),
-                    key_spec(head_dim, block, visited),
-                ],
-                out_specs=[out_spec] * outputs,
-                scratch_shapes=[
-                    pltpu.VMEM((groups, block), jnp.float32),
-                    pltpu.VMEM((1, block), jnp.float32),
-                ],
-            ),
-            out_shape=[jax.ShapeDtypeStruct((batch, kv_heads, 1, slots), jnp.float32)] * outputs,
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
-            ),
-            cost_estimate=pl.CostEstimate(
-                flops=2 * pairs * head_dim,
-                transcendentals=pairs,
-                bytes_accessed=k.size * k.dtype.itemsize + 4 * outputs * k.size // head_dim,
-            ),
-            interpret=interpret,
-            name="attention_mass",
-        )(lengths, valid, causal_start, q_BKGTH, lse_BKGT1, k)
-
-    return run
+    return tile, part, tpu.key_block(slots, min(_LOGITS // (groups * part), _KEYS))
 
 
 def _kernel(
@@ -200,11 +131,12 @@ def _kernel(
     lse,  # [1, 1, G, T, 1] in base 2
     k,  # [1, 1, Z, H], or [1, 1, H, Z] for narrow heads
     *rest,  # outputs, each [1, 1, 1, Z]; the sums over queries, [G, Z] and [1, Z]
-    options: _Options,
+    how: Reduction,
+    part: int,  # queries whose logits are made at once; a tile has a whole number of parts
 ):
     *outs, heads, squared = rest
     b, j, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    block, part, tile = options.block, options.part, q.shape[3]
+    block, tile = squared.shape[1], q.shape[3]
     key_start = j * block
 
     @pl.when(i == 0)
@@ -214,8 +146,8 @@ def _kernel(
 
     def add_part(at: Array, _: None) -> None:
         ahead = causal_start[b] + i * tile + at * part - key_start
-        probabilities = partial(_add_part, options, q, lse, k, heads, squared, at * part)
-        if not options.causal:
+        probabilities = partial(_add_part, how, part, q, lse, k, heads, squared, at * part)
+        if how.causal_start is None:
             probabilities(None)
             return
         # Query t of the part sees the keys up to ahead + t of the block.
@@ -224,7 +156,7 @@ def _kernel(
 
     # The parts before `first` end before the block begins.
     first = 0
-    if options.causal:
+    if how.causal_start is not None:
         first = jnp.maximum(key_start - causal_start[b] - i * tile, 0) // part
     last = jnp.clip(pl.cdiv(valid[b] - i * tile, part), 0, tile // part)
     pl.when(key_start < lengths[b])(lambda: lax.fori_loop(first, last, add_part, None))
@@ -232,27 +164,27 @@ def _kernel(
     @pl.when(i == pl.num_programs(3) - 1)
     def _():
         reduce = {"sum": jnp.sum, "max": jnp.max, "first": lambda x, **_: x[:1]}
-        sums = [reduce[options.over_group](heads[...], axis=0, keepdims=True), squared[...]]
+        sums = [reduce[how.over_group](heads[...], axis=0, keepdims=True), squared[...]]
         held = key_start + lax.broadcasted_iota(jnp.int32, (1, block), 1) < lengths[b]
         for out, x in zip(outs, sums, strict=False):
             out[0, 0] = jnp.where(held, x, 0)
 
 
-def _add_part(options: _Options, q, lse, k, heads, squared, start, ahead) -> None:
+def _add_part(how: Reduction, part: int, q, lse, k, heads, squared, start, ahead) -> None:
     """Add what the queries from `start` on give a block of keys; `ahead` as in `_kernel`."""
     groups, head_dim = q.shape[2], q.shape[4]
-    rows = pl.ds(pl.multiple_of(start, options.part), options.part)
-    q_RH = q[0, 0, :, rows].reshape(groups * options.part, head_dim)
-    logits_RZ = matmul(q_RH, k[0, 0], (1, 0 if slots_minor(head_dim) else 1))
-    logits_GTZ = logits_RZ.reshape(groups, options.part, options.block)
-    p_GTZ = jnp.exp2(logits_GTZ * (options.scale * _LOG2_E) - lse[0, 0, :, rows])
+    rows = pl.ds(pl.multiple_of(start, part), part)
+    q_RH = q[0, 0, :, rows].reshape(groups * part, head_dim)
+    logits_RZ = tpu.matmul(q_RH, k[0, 0], (1, 0 if tpu.slots_minor(head_dim) else 1))
+    logits_GTZ = logits_RZ.reshape(groups, part, squared.shape[1])
+    p_GTZ = jnp.exp2(logits_GTZ * (how.scale * _LOG2_E) - lse[0, 0, :, rows])
     if ahead is not None:
         back = (lax.broadcasted_iota(jnp.int32, p_GTZ.shape, axis) for axis in (2, 1))
         p_GTZ = jnp.where(next(back) - next(back) <= ahead, p_GTZ, 0)
-    if options.over_queries == "sum":
+    if how.over_queries == "sum":
         heads[...] += jnp.sum(p_GTZ, axis=1)
     else:
         heads[...] = jnp.maximum(heads[...], jnp.max(p_GTZ, axis=1))
-    if options.squares:
+    if how.squares:
         mean_TZ = jnp.sum(p_GTZ, axis=0) * (1 / groups)
         squared[...] += jnp.sum(mean_TZ * mean_TZ, axis=0, keepdims=True)

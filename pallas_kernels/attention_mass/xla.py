@@ -12,14 +12,12 @@ Temporaries: a block of float32 logits of at most `_LOGIT_BYTES`, and copies of 
 2 T S N H operations, half of attention's; with one query the bytes of k over the bandwidth.
 """
 
-from dataclasses import dataclass
-
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention_mass.kinds import OverGroup, OverQueries
-from pallas_kernels.common import group_heads
+from pallas_kernels.attention_mass.reference import Masses, OverGroup, Reduction
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
 
 # Float32 logits of a block; 4 to 64 MB and 256 to 2048 keys differ less than two runs on a CPU.
 _LOGIT_BYTES = 16 * 2**20
@@ -27,54 +25,34 @@ _MIN_KEYS = 128
 _MAX_KEYS = 4096  # with few queries a block of keys, which the loop copies, outgrows its logits
 
 
-def attention_mass(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    lse: Float[Array, "B T N"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    valid: Int[Array, " B"],
-    causal_start: Int[Array, " B"] | None,
-    over_group: OverGroup,
-    over_queries: OverQueries,
-    squares: bool,
-) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]:
-    """See `api.attention_mass`; lengths within 0..S, valid within 0..T, squares None if unasked."""
+def attention_mass(q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Reduction) -> Masses:
+    """See `api.attention_mass`; lengths within 0..S."""
     queries, slots = q.shape[1], k.shape[2]
-    counted_BT1 = (jnp.arange(queries) < valid[:, None])[..., None]
+    counted_BT1 = (jnp.arange(queries) < how.valid[:, None])[..., None]
     lse = jnp.where(counted_BT1 & (lse > -jnp.inf), lse, jnp.inf)
     q = jnp.where(counted_BT1[..., None], q, 0)
-    if causal_start is not None:
-        lengths = jnp.clip(causal_start + valid, 0, lengths)
+    if how.causal_start is not None:
+        lengths = jnp.clip(how.causal_start + how.valid, 0, lengths)
     q_BKGTH = group_heads(q, k.shape[1])
     lse_BKGT = group_heads(lse[..., None], k.shape[1])[..., 0]
-    if over_group == "first" and not squares:
+    if how.over_group == "first" and not how.squares:
         q_BKGTH, lse_BKGT = q_BKGTH[:, :, :1], lse_BKGT[:, :, :1]
-    options = _Options(scale=scale, over_queries=over_queries, squares=squares)
     if queries == 1:
         # Without the barrier XLA on CPU computes the caller's append once more for this reader.
         k = lax.optimization_barrier(k)
-        p_BKGTS = _probabilities(options, q_BKGTH, lse_BKGT, k)
-        if causal_start is not None:
-            p_BKGTS = _causal(p_BKGTS, jnp.arange(1), jnp.arange(slots), causal_start)
-        sums = _over_queries(options, p_BKGTS)
+        p_BKGTS = _probabilities(how, q_BKGTH, lse_BKGT, k)
+        if how.causal_start is not None:
+            p_BKGTS = _causal(p_BKGTS, jnp.arange(1), jnp.arange(slots), how.causal_start)
+        sums = _over_queries(how, p_BKGTS)
     else:
-        sums = _stream(options, q_BKGTH, lse_BKGT, k, jnp.max(lengths), causal_start)
+        sums = _stream(how, q_BKGTH, lse_BKGT, k, jnp.max(lengths))
     held_B1S = (jnp.arange(slots) < lengths[:, None])[:, None]
-    mass_BKS = jnp.where(held_B1S, _over_group(over_group, sums[0]), 0.0)
-    return mass_BKS, jnp.where(held_B1S, sums[1], 0.0) if squares else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    scale: float
-    over_queries: OverQueries
-    squares: bool
+    mass_BKS = jnp.where(held_B1S, _over_group(how.over_group, sums[0]), 0.0)
+    return mass_BKS, jnp.where(held_B1S, sums[1], 0.0) if how.squares else None
 
 
 def _probabilities(
-    options: _Options,
+    how: Reduction,
     q: Float[Array, "B K G T H"],
     lse: Float[Array, "B K G T"],
     k: Float[Array, "B K C H"],
@@ -82,7 +60,7 @@ def _probabilities(
     # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
     q_BKRH = q.reshape(*k.shape[:2], -1, k.shape[3])
     logits_BKRC = jnp.einsum("BKRH,BKCH->BKRC", q_BKRH, k, preferred_element_type=jnp.float32)
-    logits_BKGTC = options.scale * logits_BKRC.reshape(*q.shape[:4], k.shape[2])
+    logits_BKGTC = how.scale * logits_BKRC.reshape(*q.shape[:4], k.shape[2])
     return jnp.exp(logits_BKGTC - lse[..., None])
 
 
@@ -90,16 +68,16 @@ def _causal(
     p: Float[Array, "B K G T C"],
     queries: Int[Array, " T"],
     slots: Int[Array, " C"],
-    causal_start: Int[Array, " B"],
+    causal_start: PerRow,
 ) -> Float[Array, "B K G T C"]:
     seen_BTC = slots <= (causal_start[:, None] + queries)[..., None]
     return jnp.where(seen_BTC[:, None, None], p, 0.0)
 
 
-def _over_queries(options: _Options, p: Float[Array, "B K G T C"]) -> tuple[Array, ...]:
+def _over_queries(how: Reduction, p: Float[Array, "B K G T C"]) -> tuple[Array, ...]:
     """The sums that live on: [B,K,G,C] of probabilities and, if asked, [B,K,C] of squares."""
-    per_head_BKGC = jnp.sum(p, axis=3) if options.over_queries == "sum" else jnp.max(p, axis=3)
-    if not options.squares:
+    per_head_BKGC = jnp.sum(p, axis=3) if how.over_queries == "sum" else jnp.max(p, axis=3)
+    if not how.squares:
         return (per_head_BKGC,)
     return per_head_BKGC, jnp.sum(jnp.square(jnp.mean(p, axis=2)), axis=2)
 
@@ -126,19 +104,18 @@ def _power_below(number: int) -> int:
 
 
 def _stream(
-    options: _Options,
+    how: Reduction,
     q: Float[Array, "B K G T H"],
     lse: Float[Array, "B K G T"],
-    k: Float[Array, "B K S H"],
+    k: Cache,
     filled: Int[Array, ""],
-    causal_start: Int[Array, " B"] | None,
 ) -> tuple[Array, ...]:
     """Sums [B,K,G,S] and [B,K,S] over the queries, block by block, of the first `filled` slots."""
     (b, kv_heads, groups, queries, _), slots = q.shape, k.shape[2]
     query_block, key_block = _blocks(b * kv_heads * groups, queries, slots)
     empty = [jnp.zeros((b, kv_heads, groups, slots), jnp.float32)]
-    empty += [jnp.zeros((b, kv_heads, slots), jnp.float32)] * options.squares
-    combine = (jnp.add if options.over_queries == "sum" else jnp.maximum, jnp.add)
+    empty += [jnp.zeros((b, kv_heads, slots), jnp.float32)] * how.squares
+    combine = (jnp.add if how.over_queries == "sum" else jnp.maximum, jnp.add)
 
     def keys(j: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         # The last block is moved back to end with S: its overlap is computed twice, alike.
@@ -153,15 +130,15 @@ def _stream(
             lse_BKGT = lax.dynamic_slice_in_dim(lse, start, query_block, axis=3)
             lse_BKGT = jnp.where(queries_T >= i * query_block, lse_BKGT, jnp.inf)
             q_BKGTH = lax.dynamic_slice_in_dim(q, start, query_block, axis=3)
-            p_BKGTC = _probabilities(options, q_BKGTH, lse_BKGT, k_BKCH)
-            if causal_start is not None:
-                p_BKGTC = _causal(p_BKGTC, queries_T, slots_C, causal_start)
-            parts = _over_queries(options, p_BKGTC)
+            p_BKGTC = _probabilities(how, q_BKGTH, lse_BKGT, k_BKCH)
+            if how.causal_start is not None:
+                p_BKGTC = _causal(p_BKGTC, queries_T, slots_C, how.causal_start)
+            parts = _over_queries(how, p_BKGTC)
             return tuple(f(x, y) for f, x, y in zip(combine, sums, parts, strict=False))
 
         first: Array | int = 0
-        if causal_start is not None:
-            first = jnp.maximum(key_start - jnp.max(causal_start), 0) // query_block
+        if how.causal_start is not None:
+            first = jnp.maximum(key_start - jnp.max(how.causal_start), 0) // query_block
         nothing = tuple(jnp.zeros((*x.shape[:-1], key_block), jnp.float32) for x in totals)
         sums = lax.fori_loop(first, -(-queries // query_block), some_queries, nothing)
         return tuple(

@@ -1,6 +1,10 @@
 """Dense attention of one or a few queries to a long cache, whole or with its logits kept."""
 
-from pallas_kernels.decode_attention.api import decode_attention
-from pallas_kernels.decode_attention.logits import attend_logits, attend_with_logits, decode_logits
+from pallas_kernels.decode_attention.api import (
+    attend_logits,
+    attend_with_logits,
+    decode_attention,
+    decode_logits,
+)
 
 __all__ = ["attend_logits", "attend_with_logits", "decode_attention", "decode_logits"]

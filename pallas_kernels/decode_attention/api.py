@@ -1,7 +1,14 @@
 """Dense attention of one or a few queries to a long cache, bound by reading the cache once.
 
-Same arguments and result as `prefill_attention.cache_attention`, tuned for few queries.
-Implementations: `xla` on every platform, `gpu` and `tpu` (Mosaic), `reference` for tests.
+`decode_attention` has the arguments and result of `prefill_attention.cache_attention`, and is made
+for few queries. One query's attention also comes in two halves with the logits between them.
+RefreshKV's full step needs the query's output and its score for every key, to choose the partial
+cache by; so do TOVA and H2O while they decode. `decode_logits` reads the keys once and
+`attend_logits` the values once; scores are made of the logits and the log-sum-exp. Both at once are
+`attend_with_logits`.
+
+Implementations: `xla` on every platform, `gpu` (Mosaic; not of one half), `tpu` (Mosaic; of
+`decode_attention`), `reference` for tests.
 """
 
 import jax.numpy as jnp
@@ -9,8 +16,9 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import check_heads
+from pallas_kernels.common import Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
+from pallas_kernels.tpu_common import unsupported_keys
 
 
 def decode_attention(
@@ -34,34 +42,94 @@ def decode_attention(
         slots less than `window` before a query are seen.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
     """
-    check_heads(q, k, v, kv_axis=1)
-    unsupported = xla.unsupported(q)
-    if unsupported is not None:
-        raise NotImplementedError(f"decode_attention: {unsupported}")
-    name = dispatch.select(
+    check_heads("decode_attention", q, k, v)
+    if q.shape[1] > xla.MAX_QUERIES:
+        raise NotImplementedError(
+            f"decode_attention: {q.shape[1]} queries, at most {xla.MAX_QUERIES}: use "
+            "cache_attention"
+        )
+    run = dispatch.select(
         "decode_attention",
         implementation,
-        {
-            "xla": lambda: None,
-            "gpu": lambda: gpu.unsupported(q, k),
-            "tpu": lambda: tpu.unsupported(q),
-            "reference": lambda: None,
-        },
         dispatch.shape_class(q, k.shape[1], window),
+        xla=xla.decode_attention,
+        gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k)),
+        tpu=dispatch.Kernel(tpu.decode_attention, lambda: unsupported_keys(q)),
+        reference=reference.decode_attention,
     )
-    run = {
-        "xla": xla.decode_attention,
-        "gpu": gpu.decode_attention,
-        "tpu": tpu.decode_attention,
-        "reference": reference.decode_attention,
-    }[name]
-    return run(
-        q,
-        k,
-        v,
-        jnp.clip(lengths, 0, k.shape[2]),
-        scale=scale,
-        window=window,
-        query_start=query_start,
-        slot_start=slot_start,
+    given = Window.of(window, query_start, slot_start)
+    return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale, window=given)
+
+
+def decode_logits(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    implementation: str | None = None,
+) -> Float[Array, "B N S"]:
+    """scale q.k in float32 for the slots below lengths[b]; -inf for the others, whatever they hold.
+
+    Args:
+      implementation: "xla" or "reference"; None is "xla".
+    """
+    check_heads("decode_logits", q, k)
+    named = dict(xla=xla.decode_logits, reference=reference.decode_logits)
+    shapes = dispatch.shape_class(q, k.shape[1])
+    run = dispatch.select("decode_logits", implementation, shapes, **named)
+    return run(q, k, lengths, scale=scale)
+
+
+def attend_logits(
+    logits: Float[Array, "B N S"],
+    v: Float[Array, "B K S H"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
+    """The values weighted by the softmax of the logits, in v's dtype, and its log-sum-exp.
+
+    A slot whose logit is -inf is not seen, and its value may be anything finite. A head that sees
+    nothing has output 0 and log-sum-exp -inf.
+
+    Args:
+      logits: float32, from `decode_logits` and changed as a method likes.
+      implementation: "xla" or "reference"; None is "xla".
+
+    Raises:
+      ValueError: the heads of the logits are no multiple of those of v.
+    """
+    heads, kv_heads = logits.shape[1], v.shape[1]
+    if heads % kv_heads:
+        raise ValueError(f"attend_logits: {heads} heads of logits over {kv_heads} kv heads")
+    named = dict(xla=xla.attend_logits, reference=reference.attend_logits)
+    shapes = f"{v.dtype} {heads} heads of {v.shape[3]} over {kv_heads} kv heads"
+    return dispatch.select("attend_logits", implementation, shapes, **named)(logits, v)
+
+
+def attend_with_logits(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
+    """`attend_logits` of `decode_logits`: output in v's dtype, log-sum-exp, logits.
+
+    The logits of slots at and beyond lengths[b] may be anything; what lies there must be finite.
+
+    Args:
+      implementation: "xla", "gpu" or "reference"; None picks by platform and shape.
+    """
+    check_heads("attend_with_logits", q, k, v)
+    run = dispatch.select(
+        "attend_with_logits",
+        implementation,
+        dispatch.shape_class(q, k.shape[1]),
+        xla=xla.attend_with_logits,
+        gpu=dispatch.Kernel(gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k)),
+        reference=reference.attend_with_logits,
     )
+    return run(q, k, v, lengths, scale=scale)

@@ -3,14 +3,13 @@
 All filled blocks of 128 slots of all rows and kv heads form one list, of which every worker (one
 block of threads a multiprocessor) takes an equal run, whatever the rows' lengths are: a worker may
 end one head and begin the next. To begin a head takes time too and counts as a block, or workers
-with many short rows would be the last. The mean and log-sum-exp of each piece are merged by a small
-reduction (split attention as in Flash-Decoding). One warpgroup copies blocks of keys and values by
-TMA into rings in shared memory, three blocks deep, and the next head's queries beside those in use,
-and does not stop where a head ends; the other computes, and does not wait for what it writes. The
-queries of a kv head's group are the rows of one wgmma, so that keys and values
-are read once for all of them; of its 64 rows one query of a group fills G, which costs tensor core
-time that nothing waits for. Empty capacity is not read; slots beyond a length must hold finite
-values.
+with many short rows would be the last. A second launch merges the mean and log-sum-exp of each
+piece (split attention as in Flash-Decoding). One warpgroup copies blocks of keys and values by TMA
+into rings in shared memory, three blocks deep, and the next head's queries beside those in use, and
+does not stop where a head ends; the other computes, and does not wait for what it writes. The
+queries of a kv head's group are the rows of one wgmma, so that keys and values are read once for
+all of them. One query uses G of the 64 rows, which costs tensor core time that nothing waits for.
+Empty capacity is not read; slots beyond a length must hold finite values.
 
 Shared memory: q 16 KiB and 2 for the next one's, rings 192 KiB, 9 KiB on the way out. Registers:
 weighted values [64,H], logits [64,128], float32. Bytes moved: k and v of the filled slots; partial
@@ -37,34 +36,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels import hopper_attention as streaming
-from pallas_kernels.common import window_start
-from pallas_kernels.decode_attention import gpu_merge
-from pallas_kernels.tuning import configured, shape_class
+from pallas_kernels.common import Attended, Cache, PerQuery, PerRow, Queries, Window
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that find place in shared memory
-# Rows of the buffer through which logits leave, and the slots of a block.
-_LOGIT_ROWS, _LOGIT_SLOTS = 96, 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Slots of one step, steps in flight, blocks of threads on a multiprocessor, and how many steps
-    it takes to begin a head."""
-
-    block: int = 128
-    stages: int = 3
-    per_processor: int = 1
-    begin: int = 1
-
-
-# What `bench kernels --tune` tries, the default first.
-CONFIGS = (
-    Config(),
-    *(Config(begin=begin) for begin in (0, 2, 4)),
-    *(Config(block=64, stages=6, begin=begin) for begin in (1, 2)),
-)
+# Slots of one step, steps in flight, and how many steps it takes to begin a head.
+_BLOCK, _STAGES, _BEGIN = 128, 3, 1
+_LOGIT_ROWS = 96  # of the buffer through which logits leave
+# The merge: threads of a block, each with one channel of a row, and pieces that are read at once,
+# all in registers.
+_MERGE_THREADS, _MERGE_MOST = 128, 40
+_MERGE_LAYOUT = plgpu.Layout.WG_STRIDED((_MERGE_THREADS,), vec_size=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +61,9 @@ class _Job:
     dtype: Any
     scale: float
     workers: int
-    config: Config
-    interpreted: bool
-    windowed: bool = False
-    logits: bool = False
+    interpret: Any
+    windowed: bool
+    logits: bool
 
     @property
     def tile_rows(self) -> int:
@@ -91,7 +72,7 @@ class _Job:
 
     def out_scratch(self) -> dict[str, Any]:
         """The shared memory for what is written: a block's logits at once."""
-        return streaming.out_scratch(self.tile_rows, *([_LOGIT_ROWS] if self.logits else []))
+        return hopper.out_scratch(self.tile_rows, *([_LOGIT_ROWS] if self.logits else []))
 
     @property
     def parts(self) -> int:
@@ -141,45 +122,37 @@ def unsupported_logits(q: Array, k: Array) -> str | None:
     rows = q.shape[2] // k.shape[1]
     if rows > hopper.TILE_ROWS:
         return f"logits of {rows} queries for one kv head, at most {hopper.TILE_ROWS}"
-    if k.shape[2] % _LOGIT_SLOTS:
-        return f"{k.shape[2]} slots are not whole blocks of {_LOGIT_SLOTS}"
+    if k.shape[2] % _BLOCK:
+        return f"{k.shape[2]} slots are not whole blocks of {_BLOCK}"
     return unsupported(q, k)
 
 
 def decode_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
+    q: Queries,
+    k: Cache,
+    v: Cache,
+    lengths: PerRow,
     *,
     scale: float,
-    window: int | None = None,
-    query_start: Int[Array, " B"] | None = None,
-    slot_start: Int[Array, ""] | int = 0,
-    config: Config | None = None,
+    window: Window | None = None,
     interpret: Any = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Every query of row b sees the slots below lengths[b], and within the window if there is one.
-
-    Slot s stands at position slot_start + s, query t at query_start[b] + t.
-    """
+) -> Attended:
+    """Every query of row b sees the slots below lengths[b], within the window if there is one."""
     low_B = jnp.zeros_like(lengths)
     if window is not None:
         # The first slot that query 0 sees; query t sees from t slots later.
-        low_B = window_start(query_start) - slot_start - window + 1
-    job = _job(q, k, scale, config, windowed=window is not None, interpreted=interpret is not None)
-    out, lse, _ = _attention(q, k, v, low_B, lengths, job, interpret)
+        low_B = window.query_start - window.slot_start - window.size + 1
+    out, lse, _ = _attention(q, k, v, low_B, lengths, scale, interpret, windowed=window is not None)
     return out, lse
 
 
 def attend_with_logits(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
+    k: Cache,
+    v: Cache,
+    lengths: PerRow,
     *,
     scale: float,
-    config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
     """`decode_attention` and the logits it is made of; anything beyond the lengths.
@@ -187,55 +160,57 @@ def attend_with_logits(
     Of each product the rows of a group leave for global memory while the next block is awaited:
     32 bytes a slot and head beside its 512.
     """
-    job = _job(q, k, scale, config, logits=True, interpreted=interpret is not None)
-    out, lse, logits = _attention(q, k, v, jnp.zeros_like(lengths), lengths, job, interpret)
-    logits_BKGS = logits.reshape(*k.shape[:2], job.tile_rows, -1)[:, :, : job.rows]
-    return out, lse, logits_BKGS.reshape(q.shape[0], q.shape[2], -1)  # [B, K, G, S]
+    low_B = jnp.zeros_like(lengths)
+    return _attention(q, k, v, low_B, lengths, scale, interpret, logits=True)
 
 
-def _job(q: Array, k: Array, scale: float, config: Config | None, **options: bool) -> _Job:
+def _attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    low: Array,
+    high: Array,
+    scale: float,
+    interpret: Any,
+    *,
+    windowed: bool = False,
+    logits: bool = False,
+) -> tuple[Queries, PerQuery, Any]:
+    """Output, log-sum-exp, and the logits [B,N,S] if they are asked for."""
     batch, kv_heads, slots, head_dim = k.shape
-    rows = q.shape[1] * q.shape[2] // kv_heads
-    if config is None:
-        shapes = dict(head_dim=head_dim, rows=rows, heads=batch * kv_heads, slots=slots)
-        config = configured("decode_attention", shape_class(**shapes), CONFIGS)
-    return _Job(
+    job = _Job(
         batch=batch,
         kv_heads=kv_heads,
-        rows=rows,
+        rows=q.shape[1] * q.shape[2] // kv_heads,
         head_dim=head_dim,
         group=q.shape[2] // kv_heads,
         dtype=k.dtype,
         scale=scale,
-        workers=hopper.processors() * config.per_processor,
-        config=config,
-        **options,
+        workers=hopper.processors(),
+        interpret=interpret,
+        windowed=windowed,
+        logits=logits,
     )
-
-
-def _attention(
-    q: Array, k: Array, v: Array, low: Array, high: Array, job: _Job, interpret: Any
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
-    """Output, log-sum-exp, and the logits [B K,R8,S] where the job has them."""
     plan = _plan(low, high, job)
-    out, lse, *logits = _partials(hopper.pack_rows(q, job.kv_heads), k, v, plan, job, interpret)
-    out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype, interpret)
-    return (
-        hopper.unpack_rows(out_BKRH.astype(q.dtype), q.shape[1]),
-        hopper.unpack_rows(lse_BKR, q.shape[1]),
-        logits[0] if logits else None,
-    )
+    out, lse, *found = _partials(hopper.pack_rows(q, kv_heads), k, v, plan, job)
+    out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype)
+    out = hopper.unpack_rows(out_BKRH.astype(q.dtype), q.shape[1])
+    lse = hopper.unpack_rows(lse_BKR, q.shape[1])
+    if not logits:
+        return out, lse, None
+    logits_BKGS = found[0].reshape(batch, kv_heads, job.tile_rows, -1)[:, :, : job.rows]
+    return out, lse, logits_BKGS.reshape(batch, q.shape[2], slots)
 
 
-def _plan(low: Int[Array, " B"], high: Int[Array, " B"], job: _Job) -> Int[Array, "Q 4"]:
+def _plan(low: PerRow, high: PerRow, job: _Job) -> Int[Array, "Q 4"]:
     """A line a row: its first step among the steps of all rows and heads, its slots, its steps.
 
     The steps of a head are those to begin it and its blocks. The last line holds the number of all
     steps.
     """
     # A later query's window begins later: with low below 0 as well.
-    blocks = pl.cdiv(high, job.config.block) - jnp.maximum(low, 0) // job.config.block
-    steps = jnp.where((high > low) & (blocks > 0), job.config.begin + blocks, 0)
+    blocks = pl.cdiv(high, _BLOCK) - jnp.maximum(low, 0) // _BLOCK
+    steps = jnp.where((high > low) & (blocks > 0), _BEGIN + blocks, 0)
     before = jnp.arange(job.batch + 1)[:, None] > jnp.arange(job.batch)
     base = job.kv_heads * jnp.sum(jnp.where(before, steps, 0), axis=1)
     columns = [jnp.pad(x, (0, 1)) for x in (low, high, steps)]
@@ -243,12 +218,7 @@ def _plan(low: Int[Array, " B"], high: Int[Array, " B"], job: _Job) -> Int[Array
 
 
 def _partials(
-    q: Float[Array, "B K R H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    plan: Int[Array, "Q 4"],
-    job: _Job,
-    interpret: Any,
+    q: Float[Array, "B K R H"], k: Cache, v: Cache, plan: Int[Array, "Q 4"], job: _Job
 ) -> Sequence[Array]:
     """The attention of every worker to its piece of every head it visits.
 
@@ -259,8 +229,7 @@ def _partials(
     """
     parts = job.workers + job.batch * job.kv_heads
     logits = job.batch * job.kv_heads, job.tile_rows, k.shape[2]
-    stages = job.config.stages
-    ring = hopper.tiled(stages, job.config.block, job.head_dim, dtype=job.dtype)
+    ring = hopper.tiled(_STAGES, _BLOCK, job.head_dim, dtype=job.dtype)
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
@@ -278,8 +247,8 @@ def _partials(
             planned=plgpu.Barrier(),
             asked=plgpu.Barrier(num_barriers=job.q_tiles),
             answered=plgpu.Barrier(num_barriers=job.q_tiles),
-            ready=(plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
-            free=(plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
+            ready=(plgpu.Barrier(num_barriers=_STAGES), plgpu.Barrier(num_barriers=_STAGES)),
+            free=(plgpu.Barrier(num_barriers=_STAGES), plgpu.Barrier(num_barriers=_STAGES)),
             **job.out_scratch(),
         ),
         grid=(job.workers,),
@@ -287,9 +256,9 @@ def _partials(
         num_threads=2,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
+        interpret=job.interpret,
     )
-    return kernel(plan, streaming.pad_rows(q), k, v)
+    return kernel(plan, hopper.pad_rows(q), k, v)
 
 
 def _kernel(plan_ref, q_ref, k_ref, v_ref, *out_refs, job: _Job, **scratch):
@@ -304,14 +273,14 @@ def _kernel(plan_ref, q_ref, k_ref, v_ref, *out_refs, job: _Job, **scratch):
         pieces, steps = _each_piece(plan, job, work)
         hopper.drain(scratch["answered"], pieces, job.q_tiles)
         for free in scratch["free"]:
-            hopper.drain(free, steps, job.config.stages)
+            hopper.drain(free, steps, _STAGES)
 
     @pl.when(role == 0)
     def _attention():
         plgpu.set_max_registers(208, action="increase")
         plgpu.barrier_wait(planned)
         _each_piece(plan, job, functools.partial(_attend, out_refs, job, scratch))
-        streaming.written()
+        hopper.written()
 
 
 def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
@@ -330,10 +299,10 @@ def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
 
         def head(h: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             start = base + h * steps
-            block = lax.div(jnp.maximum(plan[b, _LOW], 0), job.config.block)
+            block = lax.div(jnp.maximum(plan[b, _LOW], 0), _BLOCK)
             # A head's first steps are those to begin it.
             runs = [
-                jnp.maximum(x - start - job.config.begin, 0)
+                jnp.maximum(x - start - _BEGIN, 0)
                 for x in (jnp.maximum(first, start), jnp.minimum(last, start + steps))
             ]
             pieces, blocks = done
@@ -375,13 +344,13 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     @pl.loop(piece.first, piece.last)
     def _step(j):
         step = piece.ahead + j
-        slot = lax.rem(step, job.config.stages)
-        block = (piece.row, piece.head, pl.ds(j * job.config.block, job.config.block))
+        slot = lax.rem(step, _STAGES)
+        block = (piece.row, piece.head, pl.ds(j * _BLOCK, _BLOCK))
         for ref, ring, full, empty in zip(
             caches, scratch["rings"], scratch["ready"], scratch["free"], strict=True
         ):
 
-            @pl.when(step >= job.config.stages)
+            @pl.when(step >= _STAGES)
             def _(empty=empty):
                 plgpu.barrier_wait(empty.at[slot])
 
@@ -397,7 +366,7 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     plgpu.barrier_wait(scratch["asked"].at[tile])
 
     def step(j, carry):
-        slot = lax.rem(piece.ahead + j, job.config.stages)
+        slot = lax.rem(piece.ahead + j, _STAGES)
         plgpu.barrier_wait(ready[0].at[slot])
 
         def scored():
@@ -405,14 +374,14 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
             plgpu.barrier_wait(ready[1].at[slot])
 
         def masked(s: Array) -> Array:
-            s = _mask(s, j * job.config.block, piece, job)
+            s = _mask(s, j * _BLOCK, piece, job)
             for ref in logits_ref:
-                columns = pl.ds(j * job.config.block, job.config.block)
+                columns = pl.ds(j * _BLOCK, _BLOCK)
                 place = ref.at[piece.row * job.kv_heads + piece.head, :, columns]
-                streaming.write_rows(s * (1 / hopper.LOG2_E), place, scratch["out_tile"])
+                hopper.write_rows(s * (1 / hopper.LOG2_E), place, scratch["out_tile"])
             return s
 
-        carry = streaming.step(
+        carry = hopper.attend(
             carry,
             queries,
             rings[0].at[slot],
@@ -420,27 +389,28 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
             scale=job.scale,
             mask=masked,
             scored=scored,
-            interpreted=job.interpreted,
+            interpreted=job.interpret is not None,
         )
         plgpu.barrier_arrive(free[1].at[slot])
         return carry
 
-    carry = lax.fori_loop(piece.first, piece.last, step, streaming.start(job.head_dim))
+    carry = lax.fori_loop(piece.first, piece.last, step, hopper.nothing_attended(job.head_dim))
     plgpu.barrier_arrive(scratch["answered"].at[tile])
-    out, lse = streaming.finish(carry)
+    out, lse = hopper.attended(carry)
     tiles = {name: scratch[name] for name in job.out_scratch()}
-    streaming.write(out, lse, out_ref.at[piece.part], lse_ref.at[piece.part], **tiles)
+    hopper.write_attended(out, lse, out_ref.at[piece.part], lse_ref.at[piece.part], **tiles)
 
 
 def _mask(s: Array, slot: Array, piece: _Piece, job: _Job) -> Array:
     """-inf where a column's slot, counted from `slot`, is not seen by the row's query."""
-    column = functools.partial(
-        plgpu.broadcasted_iota, jnp.int32, s.shape, layout=plgpu.Layout.WGMMA
-    )
-    slots = column(1) + slot
+    slots = hopper.iota(s.shape, 1) + slot
     seen = slots < piece.high
     if job.windowed:
-        low = piece.low if job.rows == job.group else piece.low + lax.div(column(0), job.group)
+        low = (
+            piece.low
+            if job.rows == job.group
+            else piece.low + lax.div(hopper.iota(s.shape, 0), job.group)
+        )
         seen = seen & (slots >= low)
     return jnp.where(seen, s, -jnp.inf)
 
@@ -451,23 +421,31 @@ def _merged(
     plan: Int[Array, "Q 4"],
     job: _Job,
     dtype: Any,
-    interpret: Any,
 ) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R"]]:
     """Every head's parts by their log-sum-exp; a head without any is 0 and -inf."""
-    heads = job.batch, job.kv_heads
-    if gpu_merge.unsupported(job.head_dim, job.parts) is not None:
-        head = jnp.arange(job.batch * job.kv_heads)[:, None]
-        at_XP, mine_XP = _piece(plan, head, jnp.arange(job.parts), job)
+    heads, parts = job.batch * job.kv_heads, job.parts
+    if job.head_dim == _MERGE_THREADS and parts <= _MERGE_MOST:
+        kernel = plgpu.kernel(
+            functools.partial(_merge_kernel, job=job),
+            out_type=(
+                jax.ShapeDtypeStruct((heads, job.rows, job.head_dim), dtype),
+                jax.ShapeDtypeStruct((heads, job.rows), jnp.float32),
+            ),
+            grid=(heads, job.rows),
+            grid_names=("head", "row"),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            interpret=job.interpret,
+        )
+        out, lse = kernel(plan, out, lse)
+    else:
+        at_XP, mine_XP = _piece(plan, jnp.arange(heads)[:, None], jnp.arange(parts), job)
         mine_XP1 = mine_XP[..., None]
         lse = jnp.where(mine_XP1, lse.at[at_XP, : job.rows].get(mode="clip"), -jnp.inf)
         # Parts that were not written may hold anything.
         out = jnp.where(mine_XP1[..., None], out.at[at_XP, : job.rows].get(mode="clip"), 0.0)
-        out, lse = streaming.merge_parts(out, lse, 1)
-    else:
-        piece = functools.partial(_piece, job=job)
-        shape = job.batch * job.kv_heads, job.rows, job.parts
-        out, lse = gpu_merge.merge_pieces(out, lse, plan, piece, shape, dtype, interpret)
-    return out.reshape(*heads, *out.shape[1:]), lse.reshape(*heads, -1)
+        out, lse = hopper.merge_parts(out, lse, 1)
+    shape = job.batch, job.kv_heads
+    return out.reshape(*shape, *out.shape[1:]), lse.reshape(*shape, -1)
 
 
 def _piece(plan: Any, head: Any, i: Any, job: _Job) -> tuple[Array, Array]:
@@ -479,5 +457,34 @@ def _piece(plan: Any, head: Any, i: Any, job: _Job) -> tuple[Array, Array]:
     worker = lax.div(start, share) + i
     begin = worker * share
     # Where a worker's run ends before the head's first block nothing is written.
-    mine = (begin < start + steps) & (steps > 0) & (begin + share > start + job.config.begin)
+    mine = (begin < start + steps) & (steps > 0) & (begin + share > start + _BEGIN)
     return worker + head, mine
+
+
+def _merge_kernel(plan_ref, out_ref, lse_ref, merged_ref, total_ref, *, job: _Job) -> None:
+    """The pieces of a head's attention as one: a block of threads takes one query row of a head.
+
+    It reads its pieces' log-sum-exps and means, which are few and lie in the L2 cache; their
+    weights never leave registers. XLA's form of the same is four launches: 9 us for 8 heads of 4
+    queries on an H200.
+    """
+    head, row = lax.axis_index("head"), lax.axis_index("row")
+    last = out_ref.shape[0] - 1
+    means, lses = [], []
+    for i in range(job.parts):
+        piece, there = _piece(plan_ref, head, i, job)
+        at = jnp.minimum(piece, last)
+        there = jnp.broadcast_to(there, (_MERGE_THREADS,))
+        mean = plgpu.load(out_ref.at[at, row], layout=_MERGE_LAYOUT)
+        means.append(jnp.where(there, mean, 0.0))
+        its_lse = jnp.broadcast_to(lse_ref[at, row], (_MERGE_THREADS,))
+        lses.append(jnp.where(there, its_lse, -jnp.inf))
+    top = functools.reduce(jnp.maximum, lses)
+    some = top > -jnp.inf
+    top = jnp.where(some, top, 0.0)
+    weights = [jnp.exp(x - top) for x in lses]
+    total = jnp.where(some, functools.reduce(jnp.add, weights), 1.0)
+    weighted = [mean * weight for mean, weight in zip(means, weights, strict=True)]
+    merged = functools.reduce(jnp.add, weighted) / total
+    merged_ref[head, row] = merged.astype(merged_ref.dtype)
+    total_ref[head, row] = jnp.where(some, top + jnp.log(total), -jnp.inf).max()

@@ -3,19 +3,16 @@
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
+from pallas_kernels.common import Cache, PerRow
 from pallas_kernels.prefill_attention.reference import cache_attention as decode_attention
 
-__all__ = ["attend_logits", "decode_attention", "decode_logits"]
+__all__ = ["attend_logits", "attend_with_logits", "decode_attention", "decode_logits"]
 
 
 def decode_logits(
-    q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
+    q: Float[Array, "B 1 N H"], k: Cache, lengths: PerRow, *, scale: float
 ) -> Float[Array, "B N S"]:
     """scale q.k for the slots below lengths[b], -inf for the others."""
     k_BNSH = jnp.repeat(k, q.shape[2] // k.shape[1], axis=1).astype(jnp.float32)
@@ -26,7 +23,7 @@ def decode_logits(
 
 
 def attend_logits(
-    logits: Float[Array, "B N S"], v: Float[Array, "B K S H"]
+    logits: Float[Array, "B N S"], v: Cache
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """Softmax of the logits times v; out 0 and lse -inf where every logit is -inf."""
     v_BNSH = jnp.repeat(v, logits.shape[1] // v.shape[1], axis=1).astype(jnp.float32)
@@ -35,3 +32,11 @@ def attend_logits(
     p_BNS = jnp.exp(logits - jnp.where(some_BN1, lse_BN[..., None], 0.0))
     out_BNH = jnp.einsum("BNS,BNSH->BNH", p_BNS, v_BNSH, precision="highest")
     return out_BNH.astype(v.dtype)[:, None], lse_BN[:, None]
+
+
+def attend_with_logits(
+    q: Array, k: Array, v: Array, lengths: Array, *, scale: float
+) -> tuple[Array, ...]:
+    """Both halves."""
+    logits = decode_logits(q, k, lengths, scale=scale)
+    return *attend_logits(logits, v), logits

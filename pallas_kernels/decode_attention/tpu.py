@@ -17,53 +17,41 @@ query rows all arithmetic takes 680 cycles on v5e, where the copy of keys and va
 3800, and 610 of about 2000 on v6e.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Int
 
-from pallas_kernels.common import group_heads, ungroup_heads, window_start
-from pallas_kernels.tpu_common import (
-    VMEM_BYTES,
-    Softmax,
-    as_stored,
-    key_block,
-    key_spec,
-    matmul,
-    slots_minor,
-    unsupported_keys,
+from pallas_kernels import tpu_common as tpu
+from pallas_kernels.common import (
+    Attended,
+    Cache,
+    PerRow,
+    Queries,
+    Window,
+    group_heads,
+    ungroup_heads,
 )
 
 # Bytes of one buffer of a key block: the copy then takes a few times a grid step's fixed cost.
 _BLOCK_BYTES = 2**20
 
 
-def unsupported(q: Array) -> str | None:
-    """Why the kernel cannot run these arguments, or None."""
-    return unsupported_keys(q)
-
-
 def decode_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
+    q: Queries,
+    k: Cache,
+    v: Cache,
+    lengths: PerRow,
     *,
     scale: float,
-    window: int | None = None,
-    query_start: Int[Array, " B"] | None = None,
-    slot_start: Int[Array, ""] | int = 0,
+    window: Window | None = None,
     block: int | None = None,
     interpret: pltpu.InterpretParams | bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Attended:
     """Every query of row b sees the slots below lengths[b], and within the window if there is one.
-
-    Slot s stands at position slot_start + s, query t at query_start[b] + t.
 
     Args:
       block: slots of a block, a multiple of 128; None takes the heuristic's.
@@ -78,33 +66,11 @@ def decode_attention(
     positions = ()
     if window is not None:
         # The slot that stands at the position p has the number p - slot_start.
-        query_B = window_start(query_start) - slot_start
-        first_B = jnp.clip(query_B - window + 1, 0, lengths) // block
-        steps = min(steps, -(-(window + queries) // block) + 1)
+        query_B = window.query_start - window.slot_start
+        first_B = jnp.clip(query_B - window.size + 1, 0, lengths) // block
+        steps = min(steps, -(-(window.size + queries) // block) + 1)
         query_BT = query_B[:, None] + jnp.arange(queries)
         positions = (jnp.tile(query_BT, (1, rows // queries)).astype(jnp.int32)[..., None],)
-    scalars = (x.astype(jnp.int32) for x in (lengths, first_B, -(-lengths // block)))
-    arrays = q_BKRH, as_stored(k), as_stored(v), *positions
-    kernel = partial(_kernel, scale=scale, block=block, steps=steps, window=window)
-    out_BKRH, lse_BKR1 = _call(kernel, q_BKRH, k, steps, block, positions, interpret)(
-        *scalars, *arrays
-    )
-    grouped = batch, kv_heads, rows // queries, queries
-    out_BKGTH = out_BKRH.reshape(*grouped, head_dim)
-    return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKR1.reshape(grouped))
-
-
-def _call(
-    kernel: Callable[..., None],
-    q: Float[Array, "B K R H"],
-    k: Float[Array, "B K S H"],
-    steps: int,
-    block: int,
-    positions: tuple[Array, ...],
-    interpret: pltpu.InterpretParams | bool,
-) -> Callable[..., list[Array]]:
-    """The kernel as a function of the prefetched scalars, q, k and v as stored, and positions."""
-    batch, kv_heads, rows, head_dim = q.shape
 
     def visited(b, h, j, lengths, first, stop):
         return b, h, jnp.minimum(first[b] + j, jnp.maximum(stop[b] - 1, 0))
@@ -112,35 +78,36 @@ def _call(
     def by_head(b, h, j, *_):
         return b, h, 0, 0
 
-    keys = key_spec(head_dim, block, visited)
-    queries = pl.BlockSpec((1, 1, rows, head_dim), by_head)
-    grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=3,
-        grid=(batch, kv_heads, steps),
-        in_specs=[queries, keys, keys]
-        + [pl.BlockSpec((1, rows, 1), lambda b, *_: (b, 0, 0)) for _ in positions],
-        out_specs=[queries, pl.BlockSpec((1, 1, rows, 1), by_head)],
-        scratch_shapes=Softmax.scratch(rows, head_dim),
-    )
+    keys = tpu.key_spec(head_dim, block, visited)
+    rows_spec = pl.BlockSpec((1, 1, rows, head_dim), by_head)
     visits = batch * kv_heads * steps * block
-    return pl.pallas_call(
-        kernel,
-        grid_spec=grid_spec,
-        out_shape=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32),
-        ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+    out_BKRH, lse_BKR1 = tpu.call(
+        partial(
+            _kernel, scale=scale, block=block, steps=steps, window=window.size if window else None
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * visits * rows * head_dim,
-            transcendentals=visits * rows,
-            bytes_accessed=2 * visits * head_dim * k.dtype.itemsize,
+        (lengths, first_B, -(-lengths // block)),
+        (q_BKRH, tpu.as_stored(k), tpu.as_stored(v), *positions),
+        grid=(batch, kv_heads, steps),
+        parallel=2,
+        in_specs=[rows_spec, keys, keys]
+        + [pl.BlockSpec((1, rows, 1), lambda b, *_: (b, 0, 0)) for _ in positions],
+        out_specs=[rows_spec, pl.BlockSpec((1, 1, rows, 1), by_head)],
+        out_shape=[
+            jax.ShapeDtypeStruct(q_BKRH.shape, q.dtype),
+            jax.ShapeDtypeStruct((*q_BKRH.shape[:3], 1), jnp.float32),
+        ],
+        scratch=tpu.Softmax.scratch(rows, head_dim),
+        cost=(
+            4 * visits * rows * head_dim,
+            visits * rows,
+            2 * visits * head_dim * k.dtype.itemsize,
         ),
         interpret=interpret,
         name="decode_attention",
     )
+    grouped = batch, kv_heads, rows // queries, queries
+    out_BKGTH = out_BKRH.reshape(*grouped, head_dim)
+    return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKR1.reshape(grouped))
 
 
 def _block(slots: int, rows: int, head_dim: int, itemsize: int) -> int:
@@ -148,7 +115,9 @@ def _block(slots: int, rows: int, head_dim: int, itemsize: int) -> int:
     padded = -(-rows // 8) * 8
     # A slot's keys and values twice, its scores, and the weights made of them.
     slot_bytes = 4 * head_dim * itemsize + 3 * padded * 4
-    return key_block(slots, min(_BLOCK_BYTES // (head_dim * itemsize), VMEM_BYTES // slot_bytes))
+    return tpu.key_block(
+        slots, min(_BLOCK_BYTES // (head_dim * itemsize), tpu.VMEM_BYTES // slot_bytes)
+    )
 
 
 def _kernel(
@@ -165,16 +134,16 @@ def _kernel(
     window: int | None,
 ):
     *positions, out, lse, top, total, acc = rest
-    softmax = Softmax(top, total, acc)
+    softmax = tpu.Softmax(top, total, acc)
     b, j = pl.program_id(0), pl.program_id(2)
     at = first[b] + j
-    minor = slots_minor(q.shape[3])
+    minor = tpu.slots_minor(q.shape[3])
 
     pl.when(j == 0)(softmax.clear)
 
     def add_block(cut: bool):
         values = v[0, 0]
-        scores_RZ = scale * matmul(q[0, 0], k[0, 0], (1, 0 if minor else 1))
+        scores_RZ = scale * tpu.matmul(q[0, 0], k[0, 0], (1, 0 if minor else 1))
         slots_1Z = at * block + lax.broadcasted_iota(jnp.int32, (1, block), 1)
         seen = slots_1Z < lengths[b]
         if positions:

@@ -13,18 +13,25 @@ H200 (0.058 ms against 0.050, which is 2.7 TB/s).
 Empty capacity is read too: a loop that stops at the longest row has to slice the cache, which
 copies it: the streaming loop of `prefill_attention/xla.py` takes 3.4 ms on a 2-core CPU, this 1.2
 (8192 slots, 3 kv heads of 64 in float32). Roofline: the bytes of k and v over the bandwidth.
+
+The two halves of one query's attention do the same. The logits and the weights made of them,
+[B,N,S] in float32, are 4 G / H of a bfloat16 cache's bytes together; the roofline of a half is the
+bytes of k, or of v, and 4 N S of logits.
 """
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from pallas_kernels.common import (
     MASKED,
+    Attended,
+    Cache,
+    PerRow,
+    Queries,
+    Window,
     group_heads,
     ungroup_heads,
-    window_start,
-    within_window,
 )
 
 # Queries beyond which the scores are no longer small beside the cache.
@@ -34,28 +41,17 @@ MAX_QUERIES = 16
 BLOCK = 2048
 
 
-def unsupported(q: Array) -> str | None:
-    """Why these arguments are not for this implementation, or None."""
-    if q.shape[1] > MAX_QUERIES:
-        return f"{q.shape[1]} queries, at most {MAX_QUERIES}: use cache_attention"
-    return None
-
-
 def decode_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
+    q: Queries,
+    k: Cache,
+    v: Cache,
+    lengths: PerRow,
     *,
     scale: float,
-    window: int | None = None,
-    query_start: Int[Array, " B"] | None = None,
-    slot_start: Int[Array, ""] | int = 0,
+    window: Window | None = None,
     block: int = BLOCK,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Attended:
     """Every query of row b sees the slots below lengths[b], and within the window if there is one.
-
-    Slot s stands at position slot_start + s, query t at query_start[b] + t.
 
     Args:
       block: slots of one part of the second matmul, lowered to a divisor of S.
@@ -66,18 +62,17 @@ def decode_attention(
     slots_S = jnp.arange(k.shape[2])
     seen_BTS = (slots_S < lengths[:, None])[:, None]
     if window is not None:
-        position_BT = window_start(query_start)[:, None] + jnp.arange(q.shape[1])
-        seen_BTS = seen_BTS & within_window(slots_S, position_BT, slot_start, window)
+        seen_BTS = seen_BTS & window.sees(slots_S, jnp.arange(q.shape[1]))
     seen_BKGTS = seen_BTS[:, None, None]
 
     q_BKGTH = group_heads(q, k.shape[1])
-    scores_BKGTS = jnp.where(seen_BKGTS, scores(q_BKGTH, k, scale), MASKED)
+    scores_BKGTS = jnp.where(seen_BKGTS, _scores(q_BKGTH, k, scale), MASKED)
     top_BKGT = jnp.max(scores_BKGTS, axis=-1)
     weights_BKGTS = jnp.where(seen_BKGTS, jnp.exp(scores_BKGTS - top_BKGT[..., None]), 0.0)
     total_BKGT = jnp.sum(weights_BKGTS, axis=-1)
-    block = divisor(k.shape[2], block)
+    block = _divisor(k.shape[2], block)
     weights_BKGTS = weights_BKGTS.astype(v.dtype)
-    acc_BKGTH = jnp.sum(weighted_values(weights_BKGTS, v, block), axis=2)
+    acc_BKGTH = jnp.sum(_weighted_values(weights_BKGTS, v, block), axis=2)
 
     some_BKGT = total_BKGT > 0
     total_BKGT = jnp.where(some_BKGT, total_BKGT, 1.0)
@@ -86,9 +81,7 @@ def decode_attention(
     return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKGT)
 
 
-def scores(
-    q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], scale: float
-) -> Float[Array, "B K G T S"]:
+def _scores(q: Float[Array, "B K G T H"], k: Cache, scale: float) -> Float[Array, "B K G T S"]:
     """scale q.k in float32 over the whole capacity."""
     # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
     q_BKRH = q.reshape(*k.shape[:2], -1, k.shape[3])
@@ -96,16 +89,53 @@ def scores(
     return scale * scores_BKRS.reshape(*q.shape[:4], k.shape[2])
 
 
-def divisor(slots: int, block: int) -> int:
+def _divisor(slots: int, block: int) -> int:
     """The largest divisor of `slots` up to `block`, or all of it where only tiny ones divide it."""
     best = next(d for d in range(min(block, slots), 0, -1) if slots % d == 0)
     return best if 8 * best >= min(block, slots) else slots
 
 
-def weighted_values(
-    weights: Float[Array, "B K G T S"], v: Float[Array, "B K S H"], block: int
+def _weighted_values(
+    weights: Float[Array, "B K G T S"], v: Cache, block: int
 ) -> Float[Array, "B K P G T H"]:
     """Weights x values, summed within each of the P blocks of slots."""
     w_BKGTPZ = weights.reshape(*weights.shape[:4], -1, block)
     v_BKPZH = v.reshape(*v.shape[:2], -1, block, v.shape[3])
     return jnp.einsum("BKGTPZ,BKPZH->BKPGTH", w_BKGTPZ, v_BKPZH, preferred_element_type=jnp.float32)
+
+
+def decode_logits(
+    q: Float[Array, "B 1 N H"], k: Cache, lengths: PerRow, *, scale: float
+) -> Float[Array, "B N S"]:
+    """scale q.k of every head and slot, -inf at and beyond lengths[b]."""
+    k = lax.optimization_barrier(k)  # as in decode_attention: no second append on CPU
+    scores_BKGTS = _scores(group_heads(q, k.shape[1]), k, scale)
+    scores_BNS = scores_BKGTS.reshape(q.shape[0], q.shape[2], k.shape[2])  # [B, K, G, 1, S]
+    held_B1S = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None]
+    return jnp.where(held_B1S, scores_BNS, -jnp.inf)
+
+
+def attend_logits(
+    logits: Float[Array, "B N S"], v: Cache, *, block: int = BLOCK
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
+    """The softmax of the logits times the values, in v's dtype, and its log-sum-exp."""
+    v = lax.optimization_barrier(v)
+    (b, n, slots), kv_heads = logits.shape, v.shape[1]
+    top_BN1 = jnp.max(logits, axis=-1, keepdims=True)
+    some_BN1 = top_BN1 > -jnp.inf
+    top_BN1 = jnp.where(some_BN1, top_BN1, 0.0)  # -inf - -inf would be NaN
+    weights_BNS = jnp.exp(logits - top_BN1)
+    total_BN1 = jnp.where(some_BN1, jnp.sum(weights_BNS, axis=-1, keepdims=True), 1.0)
+    weights_BKGTS = weights_BNS.reshape(b, kv_heads, -1, 1, slots).astype(v.dtype)
+    acc_BKGTH = jnp.sum(_weighted_values(weights_BKGTS, v, _divisor(slots, block)), axis=2)
+    out_BNH = acc_BKGTH.reshape(b, n, v.shape[3]) / total_BN1  # [B, K, G, 1, H]
+    lse_BN1 = jnp.where(some_BN1, top_BN1 + jnp.log(total_BN1), -jnp.inf)
+    return out_BNH.astype(v.dtype)[:, None], lse_BN1.swapaxes(1, 2)
+
+
+def attend_with_logits(
+    q: Array, k: Array, v: Array, lengths: Array, *, scale: float
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
+    """Both halves."""
+    logits = decode_logits(q, k, lengths, scale=scale)
+    return *attend_logits(logits, v), logits

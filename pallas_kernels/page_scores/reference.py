@@ -2,14 +2,16 @@
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
+
+from pallas_kernels.common import PerRow
 
 
 def page_scores(
     q: Float[Array, "B N H"],
     upper: Float[Array, "B K P H"],
     lower: Float[Array, "B K P H"],
-    pages: Int[Array, " B"],
+    pages: PerRow,
 ) -> Float[Array, "B N P"]:
     """Sum over d of max(q_d upper_d, q_d lower_d); -inf from page pages[b] on."""
     groups = q.shape[1] // upper.shape[1]

@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import check_heads
+from pallas_kernels.common import Window, check_heads
 from pallas_kernels.prefill_attention import gpu, reference, tpu, xla
 
 
@@ -26,24 +26,16 @@ def causal_attention(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """The chunk against itself: token t sees j <= t, and with a window t - j < window."""
-    check_heads(q, k, v, kv_axis=2)
-    name = dispatch.select(
+    check_heads("causal_attention", q, k, v, kv_axis=2)
+    run = dispatch.select(
         "causal_attention",
         implementation,
-        {
-            "xla": lambda: None,
-            "gpu": lambda: gpu.unsupported_causal(q),
-            "tpu": lambda: tpu.unsupported_causal(q),
-            "reference": lambda: None,
-        },
         dispatch.shape_class(q, k.shape[2], window),
+        xla=xla.causal_attention,
+        gpu=dispatch.Kernel(gpu.causal_attention, lambda: gpu.unsupported_causal(q)),
+        tpu=dispatch.Kernel(tpu.causal_attention, lambda: tpu.unsupported_causal(q)),
+        reference=reference.causal_attention,
     )
-    run = {
-        "xla": xla.causal_attention,
-        "gpu": gpu.causal_attention,
-        "tpu": tpu.causal_attention,
-        "reference": reference.causal_attention,
-    }[name]
     return run(q, k, v, scale=scale, window=window)
 
 
@@ -67,23 +59,15 @@ def cache_attention(
         slots less than `window` before a query are seen.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
     """
-    check_heads(q, k, v, kv_axis=1)
-    name = dispatch.select(
+    check_heads("cache_attention", q, k, v)
+    given = Window.of(window, query_start, slot_start)
+    run = dispatch.select(
         "cache_attention",
         implementation,
-        {
-            "xla": lambda: None,
-            "gpu": lambda: gpu.unsupported_cache(q, window),
-            "tpu": lambda: tpu.unsupported_cache(q, k, window),
-            "reference": lambda: None,
-        },
         dispatch.shape_class(q, k.shape[1], window),
+        xla=partial(xla.cache_attention, window=given),
+        gpu=dispatch.Kernel(gpu.cache_attention, lambda: gpu.unsupported_cache(q, window)),
+        tpu=dispatch.Kernel(tpu.cache_attention, lambda: tpu.unsupported_cache(q, k, window)),
+        reference=partial(reference.cache_attention, window=given),
     )
-    windowed = dict(window=window, query_start=query_start, slot_start=slot_start)
-    run = {
-        "xla": partial(xla.cache_attention, **windowed),
-        "gpu": gpu.cache_attention,
-        "tpu": tpu.cache_attention,
-        "reference": partial(reference.cache_attention, **windowed),
-    }[name]
     return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale)

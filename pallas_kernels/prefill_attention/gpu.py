@@ -18,9 +18,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from pallas_kernels.common import blank_rows
+from pallas_kernels.common import Attended, Cache, PerRow, Queries, blank_rows
 
 _HEAD_DIMS = (64, 128)
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -47,13 +47,13 @@ def unsupported_cache(q: Array, window: int | None) -> str | None:
 
 
 def causal_attention(
-    q: Float[Array, "B T N H"],
+    q: Queries,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
     scale: float,
     window: int | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     cudnn = _cudnn()
     out, lse_BNT = cudnn.dot_product_attention(
@@ -69,14 +69,7 @@ def causal_attention(
     return out, jnp.swapaxes(lse_BNT, 1, 2)
 
 
-def cache_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+def cache_attention(q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: float) -> Attended:
     """Every query of row b sees the slots below lengths[b]; slots beyond must be finite."""
     cudnn = _cudnn()
     batch, queries = q.shape[:2]

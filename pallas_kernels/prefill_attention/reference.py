@@ -2,19 +2,19 @@
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
-from pallas_kernels.common import window_start
+from pallas_kernels.common import Attended, Cache, PerRow, Queries, Window
 
 
 def causal_attention(
-    q: Float[Array, "B T N H"],
+    q: Queries,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
     scale: float,
     window: int | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     t = jnp.arange(q.shape[1])
     back_TT = t[:, None] - t
@@ -26,38 +26,26 @@ def causal_attention(
 
 
 def cache_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    window: int | None = None,
-    query_start: Int[Array, " B"] | None = None,
-    slot_start: Int[Array, ""] | int = 0,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Every query of row b sees the slots below lengths[b], and within the window if there is one.
-
-    Slot s stands at position slot_start + s, query t at query_start[b] + t.
-    """
+    q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: float, window: Window | None = None
+) -> Attended:
+    """Every query of row b sees the slots below lengths[b], within the window if there is one."""
     slots_S = jnp.arange(k.shape[2])
     held_B1S = (slots_S < lengths[:, None])[:, None]
     visible_BTS = held_B1S
     if window is not None:
-        position_BT = window_start(query_start)[:, None] + jnp.arange(q.shape[1])
-        visible_BTS = held_B1S & (position_BT[:, :, None] - (slot_start + slots_S) < window)
+        visible_BTS = held_B1S & window.sees(slots_S, jnp.arange(q.shape[1]))
     v = jnp.where(held_B1S[:, 0, None, :, None], v, 0)  # 0 x NaN is NaN
     return masked_attention(q, k, v, visible_BTS, scale=scale)
 
 
 def masked_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    q: Queries,
+    k: Cache,
+    v: Cache,
     visible: Bool[Array, "#B #T S"],
     *,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Attended:
     """Softmax attention over the visible slots; out 0 and lse -inf where there is none."""
     groups = q.shape[2] // k.shape[1]
     k_BNSH = jnp.repeat(k, groups, axis=1).astype(jnp.float32)

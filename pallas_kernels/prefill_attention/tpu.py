@@ -21,16 +21,20 @@ when causal); published splash and flash figures are 75-89% of peak on v5p, a th
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash,
-)
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_mask_info as mask_info,
-)
-from jaxtyping import Float, Int
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+from jaxtyping import Float
 
-from pallas_kernels.common import blank_rows, largest_divisor, split_tail
+from pallas_kernels.common import (
+    Attended,
+    Cache,
+    PerRow,
+    Queries,
+    blank_rows,
+    largest_divisor,
+    split_tail,
+)
 from pallas_kernels.lse import merge
 
 _LANES = 128
@@ -65,14 +69,14 @@ def unsupported_cache(q: Array, k: Array, window: int | None) -> str | None:
 
 
 def causal_attention(
-    q: Float[Array, "B T N H"],
+    q: Queries,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
     scale: float,
     window: int | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     batch, tokens, heads, _ = q.shape
     q_heads = _fold_queries(q, scale)
@@ -95,85 +99,74 @@ def causal_attention(
 
 
 def cache_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: float, interpret: bool = False
+) -> Attended:
     """Every query of row b sees the slots below lengths[b]."""
     block = largest_divisor(k.shape[2], _BLOCKS)
     if block is None:
         raise NotImplementedError(unsupported_cache(q, k, None))
     q_heads = _fold_queries(q, scale)
+    query_block, heads = _query_block(q.shape[1]), q.shape[2]
     whole_B, k_tail, v_tail, tail_B = split_tail(k, v, lengths, block)
-    whole = _whole_blocks(q_heads, k, v, whole_B // block, q.shape, block, interpret)
-    tail = _one_block(q_heads, k_tail, v_tail, tail_B, q.shape, interpret)
-    return merge([blank_rows(*whole, whole_B == 0), blank_rows(*tail, tail_B == 0)])
-
-
-def _whole_blocks(
-    q_heads: Array,
-    k: Array,
-    v: Array,
-    blocks_B: Array,
-    q_shape: tuple[int, ...],
-    block: int,
-    interpret: bool,
-) -> tuple[Array, Array]:
-    """Attend folded queries to the first blocks_B[b] whole blocks of every row's cache."""
-    batch, queries, heads, _ = q_shape
-    # One map serves all heads of a single row; otherwise every folded head has its row's.
-    blocks_X = blocks_B if batch == 1 else jnp.repeat(blocks_B, heads)
+    # The first whole blocks of every row's cache. One map serves all heads of a single row;
+    # otherwise every folded head has its row's.
+    blocks_B = whole_B // block
+    blocks_X = blocks_B if q.shape[0] == 1 else jnp.repeat(blocks_B, heads)
     j = jnp.arange(k.shape[2] // block)
     visited_XJ = j < blocks_X[:, None]
     # Beyond the last visited block the index stays, so that nothing more is fetched.
     fetched_XJ = jnp.minimum(j, jnp.maximum(blocks_X[:, None] - 1, 0))
-    shape = (len(blocks_X), q_heads.shape[1] // _query_block(queries), len(j))
+    shape = (len(blocks_X), q_heads.shape[1] // query_block, len(j))
 
     def over_queries(x_XJ: Array) -> Array:
         return jnp.broadcast_to(x_XJ[:, None], shape).astype(jnp.int32)
 
-    kernel = splash.SplashAttentionKernel(
+    # 0: nothing of a block is seen, 2: everything.
+    kernel = _kernel(
+        query_block, k, block, interpret, over_queries(fetched_XJ), over_queries(2 * visited_XJ)
+    )
+    out_XTH, (lse_XT,) = kernel(q_heads, _fold(k), _fold(v))
+    whole = _unfold(out_XTH, lse_XT, q.shape)
+    # The block that the length cuts through, of which the first slots are valid.
+    kernel = _kernel(query_block, k, block, interpret)
+    q_BNTH = q_heads.reshape(q.shape[0], heads, *q_heads.shape[1:])
+    queries_BT = jnp.zeros((q.shape[0], q_heads.shape[1]), jnp.int32)
+    slots_BZ = jnp.where(jnp.arange(block) < tail_B[:, None], 0, 1)
+    out_BNTH, (lse_BNT,) = jax.vmap(kernel)(
+        q_BNTH, k_tail, v_tail, segment_ids=splash.SegmentIds(queries_BT, slots_BZ)
+    )
+    tail = _unfold(_fold(out_BNTH), lse_BNT.reshape(-1, lse_BNT.shape[2]), q.shape)
+    return merge([blank_rows(*whole, whole_B == 0), blank_rows(*tail, tail_B == 0)])
+
+
+def _kernel(
+    query_block: int,
+    k: Cache,
+    key_block: int,
+    interpret: bool,
+    fetched: Array | None = None,
+    seen: Array | None = None,
+) -> splash.SplashAttentionKernel:
+    """Splash without a mask but, where they are given, the maps of blocks."""
+    return splash.SplashAttentionKernel(
         mask_info.MaskInfo(
-            data_next=over_queries(fetched_XJ),
+            data_next=fetched,
             mask_next=None,
-            block_mask=over_queries(2 * visited_XJ),  # 0: nothing seen, 2: everything
+            block_mask=seen,
             partial_mask_blocks=None,
             q_sequence=None,
         ),
         None,
         None,
-        **_kernel_options(_query_block(queries), block, k.shape[3], interpret),
+        block_sizes=_block_sizes(query_block, key_block, k.shape[3]),
+        is_mqa=False,
+        save_residuals=True,
+        mask_value=splash.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=None,
+        residual_checkpoint_name=None,
+        mask_function=None,
+        interpret=interpret,
     )
-    out_XTH, (lse_XT,) = kernel(q_heads, _fold(k), _fold(v))
-    return _unfold(out_XTH, lse_XT, q_shape)
-
-
-def _one_block(
-    q_heads: Array,
-    k: Array,
-    v: Array,
-    lengths: Array,
-    q_shape: tuple[int, ...],
-    interpret: bool,
-) -> tuple[Array, Array]:
-    """Attend folded queries to one block [B,K,Z,H] whose first lengths[b] slots are valid."""
-    kernel = splash.SplashAttentionKernel(
-        mask_info.MaskInfo(None, None, None, None, None),
-        None,
-        None,
-        **_kernel_options(_query_block(q_shape[1]), k.shape[2], k.shape[3], interpret),
-    )
-    q_BNTH = q_heads.reshape(q_shape[0], q_shape[2], *q_heads.shape[1:])
-    queries_BT = jnp.zeros((q_shape[0], q_heads.shape[1]), jnp.int32)
-    slots_BZ = jnp.where(jnp.arange(k.shape[2]) < lengths[:, None], 0, 1)
-    out_BNTH, (lse_BNT,) = jax.vmap(kernel)(
-        q_BNTH, k, v, segment_ids=splash.SegmentIds(queries_BT, slots_BZ)
-    )
-    return _unfold(_fold(out_BNTH), lse_BNT.reshape(-1, lse_BNT.shape[2]), q_shape)
 
 
 def _query_block(queries: int) -> int:
@@ -191,20 +184,7 @@ def _block_sizes(query_block: int, key_block: int, head_dim: int) -> splash.Bloc
     )
 
 
-def _kernel_options(query_block: int, key_block: int, head_dim: int, interpret: bool) -> dict:
-    return dict(
-        block_sizes=_block_sizes(query_block, key_block, head_dim),
-        is_mqa=False,
-        save_residuals=True,
-        mask_value=splash.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=None,
-        residual_checkpoint_name=None,
-        mask_function=None,
-        interpret=interpret,
-    )
-
-
-def _fold(x: Float[Array, "B K S H"]) -> Array:
+def _fold(x: Cache) -> Array:
     """Rows and heads as one axis, [B*K,S,H]."""
     return x.reshape(-1, *x.shape[2:])
 
@@ -213,7 +193,7 @@ def _pad_tokens(x: Float[Array, "X T H"], tokens: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, tokens - x.shape[1]), (0, 0)))
 
 
-def _fold_queries(q: Float[Array, "B T N H"], scale: float) -> Array:
+def _fold_queries(q: Queries, scale: float) -> Array:
     """Scaled queries [B*N,T',H], T' a whole number of query blocks."""
     block = _query_block(q.shape[1])
     scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)

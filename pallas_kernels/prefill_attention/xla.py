@@ -13,32 +13,55 @@ einsum, softmax, einsum take 594 ms there, since their 151 MB of scores go throu
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from pallas_kernels.common import MASKED, group_heads, ungroup_heads, window_start, within_window
+from pallas_kernels.common import (
+    MASKED,
+    Attended,
+    Cache,
+    PerRow,
+    Queries,
+    Window,
+    group_heads,
+    ungroup_heads,
+)
 
 # Keys in a block, and how many bytes of float32 scores one block of queries and keys may have:
 # measured on CPU (64 to 512 queries, 256 to 1024 keys); both within 10% of the best around here.
 _KEY_BLOCK = 512
 _SCORE_BYTES = 16 * 2**20
 
-# (slots [C], query indices [t]) -> visible [B or 1, t or 1, C]
-Visible = Callable[[Array, Array], Array]
-# first query of a block -> first and last + 1 key block that it has to visit
-Range = Callable[[Array], tuple[Array | int, Array | int]]
+
+@dataclass(frozen=True)
+class _Job:
+    """Sizes of blocks, what is seen, and what has to be visited.
+
+    Attributes:
+      lengths: of the rows, [B]; None where all slots hold finite values.
+      visible: of slots [C] and indices of queries [t], [B or 1, t or 1, C].
+      blocks: of a block's first query, the first key block that it has to visit and the last + 1.
+    """
+
+    key_block: int
+    query_block: int
+    scale: float
+    lengths: Array | None
+    visible: Callable[[Array, Array], Array]
+    blocks: Callable[[Array], tuple[Array | int, Array | int]]
 
 
 def causal_attention(
-    q: Float[Array, "B T N H"],
+    q: Queries,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
     scale: float,
     window: int | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     key_block = min(_KEY_BLOCK, q.shape[1])
     query_block = _query_block(q.shape, key_block)
@@ -53,24 +76,13 @@ def causal_attention(
         return first, (start + query_block - 1) // key_block + 1
 
     k_BKTH, v_BKTH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
-    return _stream(q, k_BKTH, v_BKTH, None, visible, blocks, key_block, query_block, scale)
+    return _stream(q, k_BKTH, v_BKTH, _Job(key_block, query_block, scale, None, visible, blocks))
 
 
 def cache_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    window: int | None = None,
-    query_start: Int[Array, " B"] | None = None,
-    slot_start: Int[Array, ""] | int = 0,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Every query of row b sees the slots below lengths[b], and within the window if there is one.
-
-    Slot s stands at position slot_start + s, query t at query_start[b] + t.
-    """
+    q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: float, window: Window | None = None
+) -> Attended:
+    """Every query of row b sees the slots below lengths[b], within the window if there is one."""
     key_block = min(_KEY_BLOCK, k.shape[2])
     query_block = _query_block(q.shape, key_block)
     last = (jnp.max(lengths) + key_block - 1) // key_block
@@ -79,16 +91,15 @@ def cache_attention(
         held_B1C = (slots_C < lengths[:, None])[:, None]
         if window is None:
             return held_B1C
-        position_BT = window_start(query_start)[:, None] + queries_T
-        return held_B1C & within_window(slots_C, position_BT, slot_start, window)
+        return held_B1C & window.sees(slots_C, queries_T)
 
     def blocks(start: Array) -> tuple[Array | int, Array]:
         if window is None:
             return 0, last
-        oldest = jnp.min(window_start(query_start)) + start - window + 1 - slot_start
+        oldest = jnp.min(window.query_start) + start - window.size + 1 - window.slot_start
         return jnp.maximum(oldest, 0) // key_block, last
 
-    return _stream(q, k, v, lengths, visible, blocks, key_block, query_block, scale)
+    return _stream(q, k, v, _Job(key_block, query_block, scale, lengths, visible, blocks))
 
 
 def _query_block(q_shape: tuple[int, ...], key_block: int) -> int:
@@ -98,36 +109,16 @@ def _query_block(q_shape: tuple[int, ...], key_block: int) -> int:
     return min(t, 2 ** (fits.bit_length() - 1))
 
 
-def _stream(
-    q: Array,
-    k: Array,
-    v: Array,
-    lengths: Array | None,
-    visible: Visible,
-    blocks: Range,
-    key_block: int,
-    query_block: int,
-    scale: float,
-) -> tuple[Array, Array]:
+def _stream(q: Array, k: Array, v: Array, job: _Job) -> tuple[Array, Array]:
     """Attend q [B,T,N,H] to k and v [B,K,S,H] block by block; see the module's docstring."""
     q_BKGTH = group_heads(q, k.shape[1])
-    queries = q.shape[1]
+    queries, query_block = q.shape[1], job.query_block
 
     def attend(i: Array | int, results: tuple[Array, Array]) -> tuple[Array, Array]:
         # The last block is moved back to end with T: its overlap is computed twice, alike.
         start = jnp.minimum(i * query_block, queries - query_block)
         q_block = lax.dynamic_slice_in_dim(q_BKGTH, start, query_block, axis=3)
-        queries_T = start + jnp.arange(query_block)
-        out, lse = _attend_keys(
-            q_block,
-            k,
-            v,
-            lengths,
-            lambda slots_C: visible(slots_C, queries_T),
-            blocks(start),
-            key_block,
-            scale,
-        )
+        out, lse = _attend_keys(q_block, k, v, start, job)
         outs, lses = results
         outs = lax.dynamic_update_slice_in_dim(outs, out.astype(q.dtype), start, axis=3)
         return outs, lax.dynamic_update_slice_in_dim(lses, lse, start, axis=3)
@@ -138,17 +129,11 @@ def _stream(
 
 
 def _attend_keys(
-    q: Array,
-    k: Array,
-    v: Array,
-    lengths: Array | None,
-    visible: Callable[[Array], Array],
-    blocks: tuple[Array | int, Array | int],
-    key_block: int,
-    scale: float,
+    q: Array, k: Array, v: Array, first_query: Array, job: _Job
 ) -> tuple[Array, Array]:
-    """Online softmax of one query block [B,K,G,t,H] over the key blocks of `blocks`."""
-    slots = k.shape[2]
+    """Online softmax of one query block [B,K,G,t,H] over the key blocks that it visits."""
+    slots, key_block = k.shape[2], job.key_block
+    queries_T = first_query + jnp.arange(q.shape[3])
 
     def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = carry
@@ -157,13 +142,13 @@ def _attend_keys(
         slots_C = start + jnp.arange(key_block)
         k_BKCH = lax.dynamic_slice_in_dim(k, start, key_block, axis=2)
         v_BKCH = lax.dynamic_slice_in_dim(v, start, key_block, axis=2)
-        if lengths is not None:  # beyond a row's length lies garbage, and 0 x NaN is NaN
-            held_BC = slots_C < lengths[:, None]
+        if job.lengths is not None:  # beyond a row's length lies garbage, and 0 x NaN is NaN
+            held_BC = slots_C < job.lengths[:, None]
             v_BKCH = jnp.where(held_BC[:, None, :, None], v_BKCH, 0)
-        scores = scale * jnp.einsum(
+        scores = job.scale * jnp.einsum(
             "BKGTH,BKCH->BKGTC", q, k_BKCH, preferred_element_type=jnp.float32
         )
-        seen_BTC = visible(slots_C) & (slots_C >= j * key_block)
+        seen_BTC = job.visible(slots_C, queries_T) & (slots_C >= j * key_block)
         scores = jnp.where(seen_BTC[:, None, None], scores, MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - new_top[..., None])
@@ -182,7 +167,7 @@ def _attend_keys(
         jnp.zeros(rows, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
-    top, total, acc = lax.fori_loop(*blocks, step, empty)
+    top, total, acc = lax.fori_loop(*job.blocks(first_query), step, empty)
     # A row that has seen nothing still has top == MASKED, and weights exp(0) of masked slots.
     some = top > MASKED
     total = jnp.where(some, total, 1.0)

@@ -5,13 +5,11 @@ chosen, +inf always (within k), and -0.0 equals 0.0. Implementations: `xla` on e
 (Mosaic), `reference` (a sort) for tests.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, hopper
 from pallas_kernels.select_large_k import gpu, reference, xla
 
 
@@ -36,31 +34,27 @@ def select_large_k(
     """
     if isinstance(k, int) and k > size:
         raise ValueError(f"select_large_k: k {k} does not fit size {size}")
-    name = _pick("select_large_k", scores, implementation)
-    run = _MODULES[name].select_large_k
-    return run(scores, jnp.minimum(_per_row(scores, k), size), size=size)
+    return _select("select_large_k", scores, k, size, implementation)
 
 
 def select_mask(
     scores: Float[Array, "*R S"], k: Int[Array, "*R"] | int, *, implementation: str | None = None
 ) -> Bool[Array, "*R S"]:
     """Whether a slot is among its row's k best scores; k as in `select_large_k`, but unbounded."""
-    name = _pick("select_mask", scores, implementation)
-    return _MODULES[name].select_mask(scores, _per_row(scores, k))
+    return _select("select_mask", scores, k, None, implementation)
 
 
-_MODULES: dict[str, Any] = {"xla": xla, "gpu": gpu, "reference": reference}
-
-
-def _per_row(scores: Array, k: Array | int) -> Array:
-    return jnp.broadcast_to(jnp.asarray(k, jnp.int32), scores.shape[:-1])
-
-
-def _pick(operation: str, scores: Array, asked: str | None) -> str:
-    return dispatch.select(
+def _select(
+    operation: str, scores: Array, k: Array | int, size: int | None, asked: str | None
+) -> Array:
+    """The slots, `size` of a row, or the mask over all of them if None."""
+    run = dispatch.select(
         operation,
         asked,
-        {"xla": lambda: None, "gpu": gpu.unsupported, "reference": lambda: None},
         f"{scores.shape[-1]} {scores.dtype} scores",
-        held_back={"gpu": gpu.held_back(scores)},
+        xla=xla.select,
+        gpu=dispatch.Kernel(gpu.select, hopper.unsupported_device, gpu.held_back(scores)),
+        reference=reference.select,
     )
+    k = jnp.broadcast_to(jnp.asarray(k, jnp.int32), scores.shape[:-1])
+    return run(scores, k if size is None else jnp.minimum(k, size), size)

@@ -6,14 +6,13 @@ are read again from the L2 cache in every pass), and a pass decides two bits: ea
 keys that reach the three candidates, writes the counts, and after a barrier of the cluster reads
 those of all. A pass has counts of its own, so that one barrier does. The search ends where exactly
 k keys reach a candidate, which with few ties is before the last bits. What is chosen is then found
-as in XLA's form (`words`).
+as in XLA's form.
 
 Work: for each of at most 16 passes 9 operations a key, 64 multiprocessors busy with 8 rows.
 Roofline: reading the scores once, far below the 16 exchanges.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,11 +21,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Float, Int, UInt32
 
-from pallas_kernels import hopper
 from pallas_kernels.select_large_k import xla
-from pallas_kernels.tuning import configured, shape_class
 
 # Blocks of threads of a cluster: as many as every Hopper GPU lets work together.
 _TILES = 8
@@ -38,25 +35,6 @@ _VECTOR, _KEPT = 4, 128
 _SIGN = 1 << 31
 # Counts of a block: 32 bytes, so that no two blocks write to what a cache holds as one.
 _SECTOR = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Whether the border is found by the kernel, or else as in XLA's form."""
-
-    kernel: bool = True
-
-
-# What `bench kernels --tune` tries, the default first.
-CONFIGS = (Config(), Config(kernel=False))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What the kernel knows when it is compiled."""
-
-    chunks: int  # of a block of threads
-    chunk: int  # keys that it holds at once
 
 
 # On an H200, 8 rows: 55 us and XLA's form 145 for 131,072 scores, but 48 and 22 for 32,768. With
@@ -71,25 +49,12 @@ def held_back(scores: Float[Array, "*R S"]) -> str | None:
     return None
 
 
-def unsupported() -> str | None:
-    """Why this kernel cannot run on this device, or None."""
-    return hopper.unsupported_device()
-
-
-def select_mask(
-    scores: Float[Array, "*R S"], k: Int[Array, "*R"], *, interpret: Any = None
-) -> Bool[Array, "*R S"]:
-    """See `api.select_mask`."""
+def select(
+    scores: Float[Array, "*R S"], k: Int[Array, "*R"], size: int | None, *, interpret: Any = None
+) -> Array:
+    """See `xla.select`."""
     border = functools.partial(_kth_best, interpret=interpret)
-    return xla.by_words(xla.ordered(scores), border, k, None)
-
-
-def select_large_k(
-    scores: Float[Array, "*R S"], k: Int[Array, "*R"], *, size: int, interpret: Any = None
-) -> Int[Array, "*R C"]:
-    """See `api.select_large_k`; k at most size."""
-    border = functools.partial(_kth_best, interpret=interpret)
-    return xla.by_words(xla.ordered(scores), border, k, size)
+    return xla.chosen_by(border, xla.ordered(scores), k, size)
 
 
 def _kth_best(
@@ -97,9 +62,6 @@ def _kth_best(
 ) -> UInt32[Array, " R"]:
     """A number that at least k keys reach and at most k pass; 0 where there are fewer keys."""
     rows, slots = key.shape
-    config = configured("select_large_k", shape_class(rows=rows, slots=slots), CONFIGS)
-    if not config.kernel:
-        return xla.kth_best_by_digits(key, k)
     share = pl.cdiv(slots, _TILES)
     chunks = pl.cdiv(share, _THREADS * _KEPT)
     whole = _THREADS * _VECTOR
@@ -109,7 +71,7 @@ def _kth_best(
     key = jnp.pad(key, ((0, 0), (0, spare))) ^ jnp.uint32(_SIGN)
     tiles = lax.bitcast_convert_type(key, jnp.int32).reshape(rows, _TILES, chunks, chunk)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, job=_Job(chunks=chunks, chunk=chunk)),
+        functools.partial(_kernel, chunks=chunks, chunk=chunk),
         out_type=(
             jax.ShapeDtypeStruct((rows, _PASSES, _TILES, _SECTOR), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
@@ -139,16 +101,17 @@ def _fence(_: Any) -> None:
 _order_memory: Any = plgpu.inline_mgpu()(_fence)
 
 
-def _kernel(key_ref, k_ref, counts_ref, border_ref, *, barrier, job: _Job):
+def _kernel(key_ref, k_ref, counts_ref, border_ref, *, barrier, chunks: int, chunk: int):
+    """Find a row's border; a block of threads has `chunks` of `chunk` keys, held one at a time."""
     row, tile = lax.axis_index("row"), lax.axis_index("tile")
     k = k_ref[row]
     values = range(1, 1 << _DIGIT)
 
     def load(i: Array | int) -> Array:
-        layout = plgpu.Layout.WG_STRIDED((job.chunk,), vec_size=_VECTOR)
+        layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=_VECTOR)
         return plgpu.load(key_ref.at[row, tile, i], layout=layout)
 
-    kept = load(0) if job.chunks == 1 else None
+    kept = load(0) if chunks == 1 else None
 
     def count(candidates: list[Array]) -> tuple[Array, ...]:
         """How many of this block's keys reach each candidate."""
@@ -162,7 +125,7 @@ def _kernel(key_ref, k_ref, counts_ref, border_ref, *, barrier, job: _Job):
         def add(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             return tuple(x + y for x, y in zip(sums, of(load(i)), strict=True))
 
-        return lax.fori_loop(0, job.chunks, add, tuple(jnp.int32(0) for _ in candidates))
+        return lax.fori_loop(0, chunks, add, tuple(jnp.int32(0) for _ in candidates))
 
     def decide(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         step, found, _ = state

@@ -12,7 +12,6 @@ Implementations: `xla` on every platform, `gpu` and `tpu` (Mosaic, not with a pr
 would be read beside the keys), `reference` for tests.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -62,15 +61,9 @@ def sparse_decode_attention(
             f"sparse_decode_attention: pages {pages.shape}; expected a list of at least one page "
             f"for each of {k.shape[1]} kv heads or {q.shape[2]} query heads"
         )
-    kernels = {
-        "gpu": lambda: gpu.unsupported(q, k, pages.shape[1], page_size, prior_query is not None),
-        "tpu": lambda: tpu.unsupported(q, k, pages, page_size),
-    }
-    priors = prior, prior_query
-    name = _select("sparse_decode_attention", q, k, v, page_size, priors, implementation, kernels)
-    how: dict[str, Any] = dict(page_size=page_size, scale=scale, **_given(*priors))
-    run = _MODULES[name].sparse_decode_attention
-    return run(q, k, v, pages, start, stop, **how)
+    how: dict[str, Any] = dict(page_size=page_size, scale=scale)
+    how |= dict(prior=prior, prior_query=prior_query, implementation=implementation)
+    return _attend("sparse_decode_attention", q, k, v, None, pages, start, stop, **how)
 
 
 def flat_sparse_decode_attention(
@@ -101,46 +94,29 @@ def flat_sparse_decode_attention(
             f"flat_sparse_decode_attention: heads {heads.shape} and pages {pages.shape}; expected "
             "one shape with at least one entry a row"
         )
-    kernels = {
-        "gpu": lambda: gpu.unsupported(q, k, 1, page_size, prior_query is not None),
-        "tpu": lambda: tpu.unsupported(q, k, pages, page_size),
-    }
-    priors = prior, prior_query
-    name = _select(
-        "flat_sparse_decode_attention", q, k, v, page_size, priors, implementation, kernels
-    )
-    how: dict[str, Any] = dict(page_size=page_size, scale=scale, **_given(*priors))
-    run = _MODULES[name].flat_sparse_decode_attention
-    return run(q, k, v, heads, pages, start, stop, **how)
+    how: dict[str, Any] = dict(page_size=page_size, scale=scale)
+    how |= dict(prior=prior, prior_query=prior_query, implementation=implementation)
+    return _attend("flat_sparse_decode_attention", q, k, v, heads, pages, start, stop, **how)
 
 
-_MODULES: dict[str, Any] = {"xla": xla, "gpu": gpu, "tpu": tpu, "reference": reference}
-
-
-def _given(prior: Array | None, prior_query: Array | None) -> dict[str, Array]:
-    """The prior by its argument's name."""
-    named = dict(prior=prior, prior_query=prior_query)
-    return {name: x for name, x in named.items() if x is not None}
-
-
-def _select(
+def _attend(
     operation: str,
     q: Array,
     k: Array,
     v: Array,
+    heads: Array | None,
+    pages: Array,
+    start: Array,
+    stop: Array,
+    *,
     page_size: int,
-    priors: tuple[Array | None, Array | None],
+    scale: float,
+    prior: Array | None,
+    prior_query: Array | None,
     implementation: str | None,
-    kernels: Mapping[str, Callable[[], str | None]],
-) -> str:
-    """Check what both operations share and name the implementation.
-
-    Args:
-      priors: the prior's logits and its query.
-      kernels: for each platform's kernel why it cannot run these arguments, or None.
-    """
-    prior, prior_query = priors
-    check_heads(q, k, v, kv_axis=1)
+) -> tuple[Array, ...]:
+    """Check what both operations share, and run; `heads` of a flat list alone."""
+    check_heads(operation, q, k, v)
     if q.shape[1] != 1 or page_size < 1:
         raise ValueError(
             f"{operation}: {q.shape[1]} queries a row and pages of {page_size} slots; expected "
@@ -156,12 +132,24 @@ def _select(
             f"{operation}: prior_query {prior_query.dtype}{prior_query.shape}; expected "
             f"{q.dtype}{q.shape}, as q has"
         )
+    without = None
     if prior is not None:
         without = "a prior's logits lie apart from the keys; give prior_query"
-        kernels = {kernel: lambda: without for kernel in kernels}
-    return dispatch.select(
+    lists, priors = 1 if heads is not None else pages.shape[1], prior_query is not None
+    run = dispatch.select(
         operation,
         implementation,
-        {"xla": lambda: None, **kernels, "reference": lambda: None},
-        f"{dispatch.shape_class(q, k.shape[1], None)}, pages of {page_size}",
+        f"{dispatch.shape_class(q, k.shape[1])}, pages of {page_size}",
+        xla=xla.sparse_decode_attention,
+        gpu=dispatch.Kernel(
+            gpu.sparse_decode_attention,
+            lambda: without or gpu.unsupported(q, k, lists, page_size, priors),
+        ),
+        tpu=dispatch.Kernel(
+            tpu.sparse_decode_attention, lambda: without or tpu.unsupported(q, k, pages, page_size)
+        ),
+        reference=reference.sparse_decode_attention,
     )
+    how: dict[str, Any] = dict(heads=heads, page_size=page_size, scale=scale)
+    how |= dict(prior_query=prior_query) | ({} if prior is None else dict(prior=prior))
+    return run(q, k, v, pages, start, stop, **how)

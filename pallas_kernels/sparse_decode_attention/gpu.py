@@ -33,33 +33,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels import hopper_attention as streaming
-from pallas_kernels.sparse_decode_attention.lists import (
-    entries_of_flat_lists,
-    entries_of_lists,
-    results_of,
-    rows_of,
-)
-from pallas_kernels.tuning import configured, shape_class
+from pallas_kernels.common import Cache, PerRow
+from pallas_kernels.sparse_decode_attention.lists import entries_of, results_of, rows_of
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
-BLOCK = 128
+_BLOCK = 128
 _PAGE_SIZES = (8, 16, 32, 64, 128)
 # Page ids of a worker's piece of a list pass through shared memory in lines of 16 bytes, the least
 # that TMA copies, and in as many as one copy takes.
 _ID_LINE, _ID_LINES = 4, 256
 _STAGES = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """The fewest steps of a worker: a shorter piece costs more to merge than it saves."""
-
-    least: int = 1
-
-
-# What `bench kernels --tune` tries, the default first.
-CONFIGS = tuple(Config(least=least) for least in (1, 2, 4, 8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +60,12 @@ class _Job:
     splits: int
     share: int  # steps of a worker at most
     scale: float
-    interpreted: bool
+    interpret: Any
 
     @property
     def pages(self) -> int:
         """Pages of a step."""
-        return BLOCK // self.page_size
+        return _BLOCK // self.page_size
 
     @property
     def tile_rows(self) -> int:
@@ -109,112 +92,69 @@ def unsupported(q: Array, k: Array, lists: int, page_size: int, priors: int) -> 
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    pages: Int[Array, "B X C"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
+    k: Cache,
+    v: Cache,
+    pages: Int[Array, "B ..."],
+    start: PerRow,
+    stop: PerRow,
     *,
+    heads: Int[Array, "B E"] | None = None,
     page_size: int,
     scale: float,
     prior_query: Float[Array, "B 1 N H"] | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """Slot s counts where its page is listed and start[b] <= s < stop[b]."""
-    entries = entries_of_lists(pages, k.shape[1], k.shape[2] // page_size)
-    rows = rows_of(q, prior_query, pages.shape[1])
-    how: dict[str, Any] = dict(page_size=page_size, scale=scale, group=None, interpret=interpret)
-    return results_of(*_attend_lists(rows, k, v, entries, start, stop, **how), q)
-
-
-def flat_sparse_decode_attention(
-    q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    heads: Int[Array, "B E"],
-    pages: Int[Array, "B E"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    *,
-    page_size: int,
-    scale: float,
-    prior_query: Float[Array, "B 1 N H"] | None = None,
-    interpret: Any = None,
-) -> tuple[Array, ...]:
-    """Slot s of kv head k counts where (k, s // page_size) is listed and start <= s < stop."""
-    entries = entries_of_flat_lists(heads, pages, k.shape[1], k.shape[2] // page_size)
-    rows = rows_of(q, prior_query, 1)
-    group = q.shape[2] // k.shape[1]
-    how: dict[str, Any] = dict(page_size=page_size, scale=scale, group=group, interpret=interpret)
-    return results_of(*_attend_lists(rows, k, v, entries, start, stop, **how), q)
-
-
-def _attend_lists(
-    q: Float[Array, "B X M H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    entries: Int[Array, "B X C"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    *,
-    page_size: int,
-    scale: float,
-    group: int | None,
-    interpret: Any,
-) -> tuple[Float[Array, "B X M H"], Float[Array, "B X M"]]:
-    """The attention of every list's query rows to its entries."""
+    """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`."""
+    kv_heads, slots = k.shape[1:3]
+    entries = entries_of(heads, pages, kv_heads, slots // page_size)
     batch, lists, length = entries.shape
-    steps = pl.cdiv(length * page_size, BLOCK)
+    rows = rows_of(q, prior_query, lists)
+    steps = pl.cdiv(length * page_size, _BLOCK)
     # Cut the lists until there is one worker a processor, and the ids of a piece fit.
     splits = max(hopper.processors() // (batch * lists), pl.cdiv(length, _ID_LINE * _ID_LINES), 1)
     # Pieces begin at whole lines of ids.
-    whole = max(1, _ID_LINE * page_size // BLOCK)
-    shapes = dict(head_dim=k.shape[3], lists=batch * lists, page=page_size, pages=length)
-    config = configured("sparse_decode_attention", shape_class(**shapes), CONFIGS)
-    most = min(steps, _ID_LINES * _ID_LINE * page_size // BLOCK)
-    share = max(pl.cdiv(steps, min(splits, steps)), min(config.least, most))
-    share = pl.cdiv(share, whole) * whole
+    whole = max(1, _ID_LINE * page_size // _BLOCK)
+    share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
     job = _Job(
         lists=lists,
-        kv_heads=k.shape[1],
-        pages_of_head=k.shape[2] // page_size,
-        rows=q.shape[2],
-        group=group,
+        kv_heads=kv_heads,
+        pages_of_head=slots // page_size,
+        rows=rows.shape[2],
+        group=None if heads is None else q.shape[2] // kv_heads,
         head_dim=k.shape[3],
         dtype=k.dtype,
         page_size=page_size,
         splits=pl.cdiv(steps, share),
         share=share,
         scale=scale,
-        interpreted=interpret is not None,
+        interpret=interpret,
     )
     widths = (0, 0), (0, 0), (0, job.splits * share * job.pages - length)
     entries = jnp.pad(entries, widths, constant_values=-1)
     bounds = jnp.stack([jnp.maximum(start, 0), stop], axis=1)
-    out, lse = _partials(q, k, v, entries, bounds, job, interpret)
+    out, lse = _partials(rows, k, v, entries, bounds, job)
     if job.splits == 1:
-        return out[:, :, 0], lse[:, :, 0]
-    return streaming.merge_parts(out, lse, 2)
+        return results_of(out[:, :, 0], lse[:, :, 0], q)
+    return results_of(*hopper.merge_parts(out, lse, 2), q)
 
 
 def _partials(
     q: Float[Array, "B X M H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Cache,
+    v: Cache,
     entries: Int[Array, "B X E"],
     bounds: Int[Array, "B 2"],
     job: _Job,
-    interpret: Any,
 ) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
     """The attention of every piece of every list."""
     batch = k.shape[0]
     # One axis of all pages of a row, as entries number them.
     k, v = (x.reshape(batch, -1, job.page_size, job.head_dim) for x in (k, v))
-    q = streaming.pad_rows(q)
+    q = hopper.pad_rows(q)
     # Steps up to the last listed page: the others are not visited.
     listed = jnp.arange(1, entries.shape[2] + 1) * (entries >= 0)
     steps = pl.cdiv(jnp.max(listed, axis=2), job.pages)
-    ring = hopper.tiled(_STAGES, BLOCK, job.head_dim, dtype=job.dtype)
+    ring = hopper.tiled(_STAGES, _BLOCK, job.head_dim, dtype=job.dtype)
     ready = plgpu.Barrier(num_arrivals=job.pages, num_barriers=_STAGES)
     free = plgpu.Barrier(num_barriers=_STAGES)
     parts = batch * job.lists, job.splits
@@ -231,14 +171,14 @@ def _partials(
             ready=(ready, ready),
             free=(free, free),
             loaded=plgpu.Barrier(num_barriers=2),
-            **streaming.out_scratch(job.tile_rows),
+            **hopper.out_scratch(job.tile_rows),
         ),
         grid=parts,
         grid_names=("list", "split"),
         num_threads=2,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
+        interpret=job.interpret,
     )
     ids = entries.reshape(*parts, -1, _ID_LINE)
     out, lse = kernel(steps.reshape(-1), bounds.astype(jnp.int32), ids, q, k, v)
@@ -274,10 +214,10 @@ def _kernel(
         head = lax.div(index * job.kv_heads, job.lists)
         mask = _mask_own_head if job.group is not None else functools.partial(_mask, head=head)
         mask = functools.partial(mask, bounds=bounds, job=job, ids=scratch["ids"])
-        out, lse = streaming.finish(_attend(steps, mask, job, scratch))
-        tiles = {name: scratch[name] for name in streaming.out_scratch(job.tile_rows)}
-        streaming.write(out, lse, out_ref.at[each, split], lse_ref.at[each, split], **tiles)
-        streaming.written()
+        out, lse = hopper.attended(_attend(steps, mask, job, scratch))
+        tiles = {name: scratch[name] for name in hopper.out_scratch(job.tile_rows)}
+        hopper.write_attended(out, lse, out_ref.at[each, split], lse_ref.at[each, split], **tiles)
+        hopper.written()
 
 
 def _fetch(refs: tuple, steps: Array, job: _Job, scratch: dict) -> None:
@@ -308,7 +248,7 @@ def _entry(ids: Any, step: Array, j: int, job: _Job) -> Array:
     return ids[lax.div(n, _ID_LINE), lax.rem(n, _ID_LINE)]
 
 
-def _attend(steps: Array, mask: Callable, job: _Job, scratch: dict) -> streaming.Carry:
+def _attend(steps: Array, mask: Callable, job: _Job, scratch: dict) -> hopper.Carry:
     """The streaming attention after the steps."""
     (k_ring, v_ring), ready, free = scratch["rings"], scratch["ready"], scratch["free"]
 
@@ -320,7 +260,7 @@ def _attend(steps: Array, mask: Callable, job: _Job, scratch: dict) -> streaming
             plgpu.barrier_arrive(free[0].at[slot])
             plgpu.barrier_wait(ready[1].at[slot])
 
-        carry = streaming.step(
+        carry = hopper.attend(
             carry,
             scratch["q_tile"],
             k_ring.at[slot],
@@ -328,12 +268,12 @@ def _attend(steps: Array, mask: Callable, job: _Job, scratch: dict) -> streaming
             scale=job.scale,
             mask=functools.partial(mask, step=i),
             scored=scored,
-            interpreted=job.interpreted,
+            interpreted=job.interpret is not None,
         )
         plgpu.barrier_arrive(free[1].at[slot])
         return carry
 
-    return lax.fori_loop(0, steps, step, streaming.start(job.head_dim))
+    return lax.fori_loop(0, steps, step, hopper.nothing_attended(job.head_dim))
 
 
 def _mask(s: Array, *, step: Array, head: Array, bounds: tuple, job: _Job, ids: Any) -> Array:
@@ -360,10 +300,10 @@ def _mask_own_head(s: Array, *, step: Array, bounds: tuple, job: _Job, ids: Any)
     # Of -1 the head is 0 and the page -1.
     pages = [entry - head * job.pages_of_head for entry, head in zip(entries, heads, strict=True)]
     slot = _slots(s.shape, pages, job)
-    row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
+    row = hopper.iota(s.shape, 0)
     queries = job.group * job.kv_heads
     row_head = lax.div(jnp.where(row >= queries, row - queries, row), job.group)
-    column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+    column = hopper.iota(s.shape, 1)
     head = jnp.full_like(column, 0) + heads[0]
     for j in range(1, job.pages):
         head = jnp.where(column >= j * job.page_size, heads[j], head)
@@ -373,7 +313,7 @@ def _mask_own_head(s: Array, *, step: Array, bounds: tuple, job: _Job, ids: Any)
 
 def _slots(shape: tuple[int, ...], pages: list[Array], job: _Job) -> Array:
     """The slot of every column of a block."""
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    column = hopper.iota(shape, 1)
     slot = column
     for j, page in enumerate(pages):
         mine = column >= j * job.page_size

@@ -11,25 +11,16 @@ from jax import Array
 from jaxtyping import Float, Int
 
 
-def entries_of_lists(
-    pages: Int[Array, "B X C"], kv_heads: int, pages_of_head: int
+def entries_of(
+    heads: Int[Array, "B E"] | None, pages: Array, kv_heads: int, pages_of_head: int
 ) -> Int[Array, "B X C"]:
-    """The entries of lists of a kv or a query head each."""
-    lists = pages.shape[1]
-    heads_X1 = (jnp.arange(lists) * kv_heads // lists)[:, None]
-    return _entries(heads_X1, pages, kv_heads, pages_of_head)
-
-
-def entries_of_flat_lists(
-    heads: Int[Array, "B E"], pages: Int[Array, "B E"], kv_heads: int, pages_of_head: int
-) -> Int[Array, "B 1 E"]:
-    """The entries of one list a row of the batch."""
-    return _entries(heads, pages, kv_heads, pages_of_head)[:, None]
-
-
-def _entries(heads: Array, pages: Array, kv_heads: int, pages_of_head: int) -> Array:
+    """The entries of lists [B,X,C] of a kv or a query head each; of flat ones [B,E] with X = 1."""
+    flat = heads is not None
+    if heads is None:
+        heads = (jnp.arange(pages.shape[1]) * kv_heads // pages.shape[1])[:, None]
     named = (heads >= 0) & (heads < kv_heads) & (pages >= 0) & (pages < pages_of_head)
-    return jnp.where(named, heads * pages_of_head + pages, -1).astype(jnp.int32)
+    entries = jnp.where(named, heads * pages_of_head + pages, -1).astype(jnp.int32)
+    return entries[:, None] if flat else entries
 
 
 def rows_of(

@@ -2,82 +2,53 @@
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
+
+from pallas_kernels.common import Cache, PerRow
 
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    pages: Int[Array, "B X C"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
+    k: Cache,
+    v: Cache,
+    pages: Int[Array, "B ..."],
+    start: PerRow,
+    stop: PerRow,
     *,
+    heads: Int[Array, "B E"] | None = None,
     page_size: int,
     scale: float,
     prior: Float[Array, "B N S"] | None = None,
     prior_query: Float[Array, "B 1 N H"] | None = None,
 ) -> tuple[Array, ...]:
-    """Slot s counts where its page is listed and start[b] <= s < stop[b]."""
-    page_S = jnp.arange(k.shape[2]) // page_size
-    listed_BXS = jnp.any(pages[..., None] == page_S, axis=2)
-    if prior_query is not None:
-        prior = _logits(prior_query, k, scale)
-    return _attend(q, k, v, listed_BXS, start, stop, scale, prior)
+    """Softmax over the listed slots with logits scale q.k, and with the prior's if there is one.
 
-
-def flat_sparse_decode_attention(
-    q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    heads: Int[Array, "B E"],
-    pages: Int[Array, "B E"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    *,
-    page_size: int,
-    scale: float,
-    prior: Float[Array, "B N S"] | None = None,
-    prior_query: Float[Array, "B 1 N H"] | None = None,
-) -> tuple[Array, ...]:
-    """Slot s of kv head k counts where (k, s // page_size) is listed and start <= s < stop."""
-    page_S = jnp.arange(k.shape[2]) // page_size
-    head_BEK1 = heads[:, :, None, None] == jnp.arange(k.shape[1])[:, None]
-    listed_BKS = jnp.any(head_BEK1 & (pages[:, :, None, None] == page_S), axis=1)
-    if prior_query is not None:
-        prior = _logits(prior_query, k, scale)
-    return _attend(q, k, v, listed_BKS, start, stop, scale, prior)
-
-
-def _logits(
-    q: Float[Array, "B 1 N H"], k: Float[Array, "B K S H"], scale: float
-) -> Float[Array, "B N S"]:
-    k_BNSH = jnp.repeat(k, q.shape[2] // k.shape[1], axis=1).astype(jnp.float32)
-    q_BNH = q[:, 0].astype(jnp.float32)
-    return scale * jnp.einsum("BNH,BNSH->BNS", q_BNH, k_BNSH, precision="highest")
-
-
-def _attend(
-    q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    listed: Bool[Array, "B X S"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    scale: float,
-    prior: Float[Array, "B N S"] | None,
-) -> tuple[Array, ...]:
-    """Softmax over the listed slots with logits scale q.k, and with the prior's if there is one."""
-    heads = q.shape[2]
+    Slot s counts where start[b] <= s < stop[b] and its page is listed in `pages` [B,X,C] or, with
+    `heads`, (kv head, page) among the entries [B,E].
+    """
     slots_S = jnp.arange(k.shape[2])
+    page_S = slots_S // page_size
+    if heads is None:
+        listed_BXS = jnp.any(pages[..., None] == page_S, axis=2)
+    else:
+        head_BEK1 = heads[:, :, None, None] == jnp.arange(k.shape[1])[:, None]
+        listed_BXS = jnp.any(head_BEK1 & (pages[:, :, None, None] == page_S), axis=1)
     held_BS = (slots_S >= start[:, None]) & (slots_S < stop[:, None])
-    held_BNS = jnp.repeat(listed & held_BS[:, None], heads // listed.shape[1], axis=1)
-    v_BNSH = jnp.repeat(v, heads // v.shape[1], axis=1).astype(jnp.float32)
+    held_BNS = jnp.repeat(listed_BXS & held_BS[:, None], q.shape[2] // listed_BXS.shape[1], axis=1)
+    k_BNSH, v_BNSH = (
+        jnp.repeat(x, q.shape[2] // x.shape[1], axis=1).astype(jnp.float32) for x in (k, v)
+    )
     v_BNSH = jnp.where(held_BS[:, None, :, None], v_BNSH, 0)  # 0 x NaN is NaN
-    logits_BNS = _logits(q, k, scale)
+
+    def logits_of(query: Array) -> Array:
+        query_BNH = query[:, 0].astype(jnp.float32)
+        return scale * jnp.einsum("BNH,BNSH->BNS", query_BNH, k_BNSH, precision="highest")
+
+    if prior_query is not None:
+        prior = logits_of(prior_query)
     results = []
-    for logits in (logits_BNS,) if prior is None else (logits_BNS, prior):
-        masked_BNS = jnp.where(held_BNS, logits, -jnp.inf)
+    for logits_BNS in (logits_of(q),) if prior is None else (logits_of(q), prior):
+        masked_BNS = jnp.where(held_BNS, logits_BNS, -jnp.inf)
         top_BN1 = jnp.max(masked_BNS, axis=-1, keepdims=True)
         some_BN1 = top_BN1 > -jnp.inf
         top_BN1 = jnp.where(some_BN1, top_BN1, 0)

@@ -21,7 +21,6 @@ two copies takes 14 cycles, to attend to a block and all else 300, so with pages
 bound by starting them, and pages of 64 by their bytes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,21 +32,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from pallas_kernels.sparse_decode_attention.lists import (
-    entries_of_flat_lists,
-    entries_of_lists,
-    results_of,
-    rows_of,
-)
-from pallas_kernels.tpu_common import (
-    SCALARS,
-    SUBLANES,
-    VMEM_BYTES,
-    Softmax,
-    matmul,
-    slots_minor,
-    unsupported_keys,
-)
+from pallas_kernels import tpu_common as tpu
+from pallas_kernels.common import Cache, PerRow
+from pallas_kernels.sparse_decode_attention.lists import entries_of, results_of, rows_of
 
 # Slots of a block: large enough that its copies take longer than a grid step's fixed cost.
 _BLOCK = 1024
@@ -58,108 +45,50 @@ _UNROLLED = 8
 def unsupported(q: Array, k: Array, entries: Array, page_size: int) -> str | None:
     """Why the kernel cannot run these arguments, or None."""
     head_dim, slots = k.shape[3], k.shape[2]
-    rows = SUBLANES.get(k.dtype.itemsize, 1)
-    if slots_minor(head_dim):
+    rows = tpu.SUBLANES.get(k.dtype.itemsize, 1)
+    if tpu.slots_minor(head_dim):
         return f"head dim {head_dim}: slots lie along the lanes, where a page is no whole vector"
     if page_size % rows or slots % page_size:
         return f"pages of {page_size} of {slots} slots are not whole tiles of {rows}"
-    if 4 * page_size * head_dim * k.dtype.itemsize > VMEM_BYTES:
+    if 4 * page_size * head_dim * k.dtype.itemsize > tpu.VMEM_BYTES:
         return f"two buffers of a page of {page_size} slots do not fit vector memory"
-    if entries.size > SCALARS:
-        return f"lists of {entries.size} pages in all, at most {SCALARS} fit scalar memory"
-    return unsupported_keys(q)
+    if entries.size > tpu.SCALARS:
+        return f"lists of {entries.size} pages in all, at most {tpu.SCALARS} fit scalar memory"
+    return tpu.unsupported_keys(q)
 
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    pages: Int[Array, "B X C"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
+    k: Cache,
+    v: Cache,
+    pages: Int[Array, "B ..."],
+    start: PerRow,
+    stop: PerRow,
     *,
+    heads: Int[Array, "B E"] | None = None,
     page_size: int,
     scale: float,
     prior_query: Float[Array, "B 1 N H"] | None = None,
     block: int | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Array, ...]:
-    """Slot s counts where its page is listed and start[b] <= s < stop[b].
+    """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`.
 
     Args:
       block: list entries of a block; None takes as many as make a few hundred slots.
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
-    _check(q, k, pages, page_size)
-    entries = entries_of_lists(pages, k.shape[1], k.shape[2] // page_size)
-    rows = rows_of(q, prior_query, pages.shape[1])
-    how: dict[str, Any] = dict(
-        page_size=page_size, scale=scale, group=None, block=block, interpret=interpret
-    )
-    return results_of(*_attend_lists(rows, k, v, entries, start, stop, **how), q)
-
-
-def flat_sparse_decode_attention(
-    q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    heads: Int[Array, "B E"],
-    pages: Int[Array, "B E"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    *,
-    page_size: int,
-    scale: float,
-    prior_query: Float[Array, "B 1 N H"] | None = None,
-    block: int | None = None,
-    interpret: pltpu.InterpretParams | bool = False,
-) -> tuple[Array, ...]:
-    """Slot s of kv head k counts where (k, s // page_size) is listed and start <= s < stop.
-
-    Args:
-      block, interpret: as in `sparse_decode_attention`.
-    """
-    _check(q, k, pages, page_size)
-    entries = entries_of_flat_lists(heads, pages, k.shape[1], k.shape[2] // page_size)
-    rows = rows_of(q, prior_query, 1)
-    group = q.shape[2] // k.shape[1]
-    how: dict[str, Any] = dict(
-        page_size=page_size, scale=scale, group=group, block=block, interpret=interpret
-    )
-    return results_of(*_attend_lists(rows, k, v, entries, start, stop, **how), q)
-
-
-def _check(q: Array, k: Array, entries: Array, page_size: int) -> None:
-    reason = unsupported(q, k, entries, page_size)
+    reason = unsupported(q, k, pages, page_size)
     if reason is not None:
         raise NotImplementedError(f"sparse_decode_attention: {reason}")
-
-
-def _attend_lists(
-    q: Float[Array, "B X M H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    entries: Int[Array, "B X C"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    *,
-    page_size: int,
-    scale: float,
-    group: int | None,
-    block: int | None,
-    interpret: pltpu.InterpretParams | bool,
-) -> tuple[Float[Array, "B X M H"], Float[Array, "B X M"]]:
-    """The attention of every list's query rows to its entries.
-
-    Args:
-      group: query heads of a kv head in a flat list; None for lists of one head.
-    """
-    (batch, lists, length), (_, kv_heads, slots, head_dim) = entries.shape, k.shape
+    kv_heads, slots, head_dim = k.shape[1:]
+    pages_of_head = slots // page_size
+    entries = entries_of(heads, pages, kv_heads, pages_of_head)
+    batch, lists, length = entries.shape
     block = block or min(max(_BLOCK // page_size, 1), length)
     blocks = -(-length // block)
     spare = [(0, 0), (0, 0), (0, blocks * block - length)]
     entries = jnp.pad(entries, spare, constant_values=-1)
-    pages_of_head = slots // page_size
     owner_BXC, page_BXC = jnp.divmod(entries, pages_of_head)
     slots_BXCZ = page_BXC[..., None] * page_size + jnp.arange(page_size)
     start_B111, stop_B111 = (x[:, None, None, None] for x in (start, stop))
@@ -169,16 +98,53 @@ def _attend_lists(
     # The kernel knows an entry of -1 by its slots, which stand before slot 0.
     scalars = (entries, used_BX, whole_BXJ, jnp.maximum(start, 0), stop)
 
-    reader_BXC1 = (owner_BXC if group is not None else jnp.zeros_like(owner_BXC))[..., None]
+    reader_BXC1 = (owner_BXC if heads is not None else jnp.zeros_like(owner_BXC))[..., None]
     reader_BXCZ = jnp.where(held_BXCZ, reader_BXC1, -1).astype(jnp.float32)
     # One axis of all slots of a row, as entries number their pages.
     k, v = (x.reshape(batch, kv_heads * slots, head_dim) for x in (k, v))
+    group = None if heads is None else q.shape[2] // kv_heads
     job = _Job(page_size, scale, pages_of_head, kv_heads, group)
-    out_BXMH, lse_BXM1 = _call(q, k, blocks, block, job, interpret)(
-        *(x.reshape(-1).astype(jnp.int32) for x in scalars),
-        *(q, reader_BXCZ.reshape(batch, lists, 1, -1), k, v),
+    rows = rows_of(q, prior_query, lists)
+    taken = block * page_size
+
+    def by_list(b, x, j, *_):
+        return b, x, 0, 0
+
+    rows_spec = pl.BlockSpec((1, 1, rows.shape[2], head_dim), by_list)
+    buffer = pltpu.VMEM((2, taken, head_dim), k.dtype)
+    read = batch * lists * blocks * taken
+    out_BXMH, lse_BXM1 = tpu.call(
+        partial(_kernel, job=job),
+        [x.reshape(-1) for x in scalars],
+        (rows, reader_BXCZ.reshape(batch, lists, 1, -1), k, v),
+        grid=(batch, lists, blocks),
+        parallel=1,
+        in_specs=[
+            rows_spec,
+            pl.BlockSpec((1, 1, 1, taken), lambda b, x, j, *_: (b, x, 0, j)),
+            *[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+        ],
+        out_specs=[rows_spec, pl.BlockSpec((1, 1, rows.shape[2], 1), by_list)],
+        out_shape=[
+            jax.ShapeDtypeStruct(rows.shape, jnp.float32),
+            jax.ShapeDtypeStruct((*rows.shape[:3], 1), jnp.float32),
+        ],
+        scratch=[
+            *[buffer, buffer],
+            pltpu.SemaphoreType.DMA((2, 2)),
+            *tpu.Softmax.scratch(rows.shape[2], head_dim),
+        ],
+        cost=(
+            4 * read * rows.shape[2] * head_dim,
+            read * rows.shape[2],
+            2 * read * head_dim * k.dtype.itemsize,
+        ),
+        interpret=interpret,
+        name="sparse_decode_attention",
+        # The ids are within the cache (see above), and checks are two thirds of a copy's start.
+        disable_bounds_checks=True,
     )
-    return out_BXMH, lse_BXM1[..., 0]
+    return results_of(out_BXMH, lse_BXM1[..., 0], q)
 
 
 @dataclass(frozen=True)
@@ -190,61 +156,6 @@ class _Job:
     pages_of_head: int
     kv_heads: int
     group: int | None  # query heads of a kv head in a flat list; None for lists of one head
-
-
-def _call(
-    q: Float[Array, "B X M H"],
-    k: Float[Array, "B KS H"],
-    blocks: int,
-    block: int,
-    job: _Job,
-    interpret: pltpu.InterpretParams | bool,
-) -> Callable[..., list[Array]]:
-    """The kernel as a function of the prefetched scalars, q, the slots' readers, k and v."""
-    batch, lists, rows, head_dim = q.shape
-    slots = block * job.page_size
-
-    def by_list(b, x, j, *_):
-        return b, x, 0, 0
-
-    queries = pl.BlockSpec((1, 1, rows, head_dim), by_list)
-    in_memory = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = pltpu.VMEM((2, slots, head_dim), k.dtype)
-    read = batch * lists * blocks * slots
-    return pl.pallas_call(
-        partial(_kernel, job=job),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(batch, lists, blocks),
-            in_specs=[
-                queries,
-                pl.BlockSpec((1, 1, 1, slots), lambda b, x, j, *_: (b, x, 0, j)),
-                *[in_memory, in_memory],
-            ],
-            out_specs=[queries, pl.BlockSpec((1, 1, rows, 1), by_list)],
-            scratch_shapes=[
-                *[buffer, buffer],
-                pltpu.SemaphoreType.DMA((2, 2)),
-                *Softmax.scratch(rows, head_dim),
-            ],
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct(q.shape, jnp.float32),
-            jax.ShapeDtypeStruct((batch, lists, rows, 1), jnp.float32),
-        ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            # The ids are within the cache (see above), and checks are two thirds of a copy's start.
-            disable_bounds_checks=True,
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * read * rows * head_dim,
-            transcendentals=read * rows,
-            bytes_accessed=2 * read * head_dim * k.dtype.itemsize,
-        ),
-        interpret=interpret,
-        name="sparse_decode_attention",
-    )
 
 
 @dataclass(frozen=True)
@@ -332,7 +243,7 @@ def _kernel(
     block = readers.shape[3] // page_size
     caches = (k, k_buffer), (v, v_buffer)
     work = _Work(b, lists, blocks, block, page_size, pages, used, caches, arrived)
-    running = Softmax(*softmax)
+    running = tpu.Softmax(*softmax)
     step = x * blocks + j
     following = jnp.minimum(step + 1, lists * blocks - 1)
     pl.when((step == 0) & work.is_used(step))(lambda: work.fetch(step))
@@ -353,7 +264,7 @@ def _kernel(
         work.wait(step)
         cut = whole[work.number(step)] == 0
         pl.when(cut)(lambda: lax.fori_loop(0, block, blank, None))
-        scores_RM = job.scale * matmul(q[0, 0], k_buffer[step % 2], (1, 1))
+        scores_RM = job.scale * tpu.matmul(q[0, 0], k_buffer[step % 2], (1, 1))
         running.add(
             scores_RM, _seen(readers[0, 0], q.shape[2], job), v_buffer[step % 2], minor=False
         )

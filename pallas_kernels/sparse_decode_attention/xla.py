@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.common import MASKED
+from pallas_kernels.common import MASKED, Cache, PerRow
 from pallas_kernels.sparse_decode_attention.lists import rows_of
 
 # Bytes of gathered keys and values of one block of entries.
@@ -47,74 +47,45 @@ class Partial(NamedTuple):
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    pages: Int[Array, "B X C"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
+    k: Cache,
+    v: Cache,
+    pages: Int[Array, "B ..."],
+    start: PerRow,
+    stop: PerRow,
     *,
+    heads: Int[Array, "B E"] | None = None,
     page_size: int,
     scale: float,
     prior: Float[Array, "B N S"] | None = None,
     prior_query: Float[Array, "B 1 N H"] | None = None,
     block: int | None = None,
 ) -> tuple[Array, ...]:
-    """Slot s counts where its page is listed and start[b] <= s < stop[b].
-
-    Args:
-      block: list entries gathered at once; None picks by size.
-    """
-    b, _, n, h = q.shape
-    kv_heads, lists = k.shape[1], pages.shape[1]
-    if block is None:
-        block = _block(pages.shape[2], b * lists * page_size * 2 * h * k.dtype.itemsize)
-    # A list serves the R query heads that follow each other; it reads kv head x K / X.
-    q_BXMH = rows_of(q, prior_query, lists)
-    heads_1X1 = (jnp.arange(lists) * kv_heads // lists)[None, :, None]
-
-    def part(pages_BXC: Array) -> Partial:
-        slots_BXCZ, held_BXCZ = _slots_of(pages_BXC, start, stop, page_size, k.shape[2])
-        slots_BXM, held_BXM = (x.reshape(b, lists, -1) for x in (slots_BXCZ, held_BXCZ))
-        k_BXMH, v_BXMH = (_gather(x, heads_1X1, slots_BXM) for x in (k, v))
-        known = None
-        if prior is not None:
-            each_BNM = jnp.repeat(slots_BXM, n // lists, axis=1)
-            known_BNM = _gather(prior, jnp.arange(n)[None, :, None], each_BNM)
-            known = known_BNM.reshape(b, lists, n // lists, -1)
-        return _softmaxes(q_BXMH, n // lists, k_BXMH, v_BXMH, held_BXM, known, scale)
-
-    return _finish(_over_blocks(part, (pages,), block), q)
-
-
-def flat_sparse_decode_attention(
-    q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    heads: Int[Array, "B E"],
-    pages: Int[Array, "B E"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    *,
-    page_size: int,
-    scale: float,
-    prior: Float[Array, "B N S"] | None = None,
-    prior_query: Float[Array, "B 1 N H"] | None = None,
-    block: int | None = None,
-) -> tuple[Array, ...]:
-    """Slot s of kv head k counts where (k, s // page_size) is listed and start <= s < stop.
+    """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`.
 
     Args:
       block: list entries gathered at once; None picks by size.
     """
     b, _, n, h = q.shape
     kv_heads = k.shape[1]
-    groups = n // kv_heads
-    if block is None:
-        partial_bytes = 4 * groups * (1 if prior is prior_query is None else 2)
-        block = _block(pages.shape[1], b * h * (page_size * 2 * k.dtype.itemsize + partial_bytes))
-    q_BKMH = rows_of(q, prior_query, kv_heads)
+    # A list serves the query heads that follow each other; it reads kv head x K / X.
+    lists = kv_heads if heads is not None else pages.shape[1]
+    group = n // lists
+    slot_bytes = page_size * 2 * k.dtype.itemsize
+    q_BXMH = rows_of(q, prior_query, lists)
+    heads_1X1 = (jnp.arange(lists) * kv_heads // lists)[None, :, None]
 
-    def part(heads_BE: Array, pages_BE: Array) -> Partial:
+    def part_of_lists(pages_BXC: Array) -> Partial:
+        slots_BXCZ, held_BXCZ = _slots_of(pages_BXC, start, stop, page_size, k.shape[2])
+        slots_BXM, held_BXM = (x.reshape(b, lists, -1) for x in (slots_BXCZ, held_BXCZ))
+        k_BXMH, v_BXMH = (_gather(x, heads_1X1, slots_BXM) for x in (k, v))
+        known = None
+        if prior is not None:
+            each_BNM = jnp.repeat(slots_BXM, group, axis=1)
+            known_BNM = _gather(prior, jnp.arange(n)[None, :, None], each_BNM)
+            known = known_BNM.reshape(b, lists, group, -1)
+        return _softmaxes(q_BXMH, group, k_BXMH, v_BXMH, held_BXM, known, scale)
+
+    def part_of_entries(heads_BE: Array, pages_BE: Array) -> Partial:
         named_BEK = heads_BE[..., None] == jnp.arange(kv_heads)
         slots_BEZ, held_BEZ = _slots_of(pages_BE, start, stop, page_size, k.shape[2])
         held_BEZ &= jnp.any(named_BEK, axis=-1, keepdims=True)
@@ -122,13 +93,18 @@ def flat_sparse_decode_attention(
         k_BEZH, v_BEZH = (_gather(x, heads_BE1, slots_BEZ) for x in (k, v))
         known = None
         if prior is not None:
-            each_BEG1 = heads_BE1[..., None] * groups + jnp.arange(groups)[:, None]
+            each_BEG1 = heads_BE1[..., None] * group + jnp.arange(group)[:, None]
             known = _gather(prior, each_BEG1, slots_BEZ[:, :, None])
-        q_BEMH = jnp.take_along_axis(q_BKMH, heads_BE1[..., None], axis=1)
-        entries = _softmaxes(q_BEMH, groups, k_BEZH, v_BEZH, held_BEZ, known, scale)
+        q_BEMH = jnp.take_along_axis(q_BXMH, heads_BE1[..., None], axis=1)
+        entries = _softmaxes(q_BEMH, group, k_BEZH, v_BEZH, held_BEZ, known, scale)
         return _sum_by_head(entries, heads_BE1, named_BEK)
 
-    return _finish(_over_blocks(part, (heads, pages), block), q)
+    if heads is None:
+        block = block or _block(pages.shape[2], b * lists * slot_bytes * h)
+        return _finish(_over_blocks(part_of_lists, (pages,), block), q)
+    partial_bytes = 4 * group * (1 if prior is prior_query is None else 2)
+    block = block or _block(pages.shape[1], b * h * (slot_bytes + partial_bytes))
+    return _finish(_over_blocks(part_of_entries, (heads, pages), block), q)
 
 
 def _block(entries: int, entry_bytes: int) -> int:
@@ -158,11 +134,7 @@ def _over_blocks(part: Callable[..., Partial], lists: tuple[Array, ...], block: 
 
 
 def _slots_of(
-    pages: Int[Array, "B ..."],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    page_size: int,
-    slots: int,
+    pages: Int[Array, "B ..."], start: PerRow, stop: PerRow, page_size: int, slots: int
 ) -> tuple[Int[Array, "B ... Z"], Bool[Array, "B ... Z"]]:
     """The slots of every page, within [0, S), and which of them count."""
     slots_BAZ = pages[..., None] * page_size + jnp.arange(page_size)

@@ -10,6 +10,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.common import check_heads
 from pallas_kernels.topk_scores import gpu, reference, tpu, xla
 
 MAX_COUNT = 16
@@ -54,25 +55,21 @@ def topk_scores(
     Raises:
       ValueError: q does not fit k, or count or tile_best is out of range.
     """
-    _check(q, k, count, tile_best)
+    check_heads("topk_scores", q, k)
+    if not 1 <= count <= MAX_COUNT:
+        raise ValueError(f"topk_scores: count {count}; expected 1 to {MAX_COUNT}")
+    if tile_best is not None and tile_best < 1:
+        raise ValueError(f"topk_scores: tile_best {tile_best}; expected at least 1")
     tiles = "" if tile_best is None else f", best of tiles of {tile_best}"
-    name = dispatch.select(
+    run = dispatch.select(
         "topk_scores",
         implementation,
-        {
-            "xla": lambda: None,
-            "gpu": lambda: gpu.unsupported(q, k, count, tile_best),
-            "tpu": lambda: tpu.unsupported(q, tile_best),
-            "reference": lambda: None,
-        },
-        f"{dispatch.shape_class(q, k.shape[1], None)}, {count} best{tiles}",
+        f"{dispatch.shape_class(q, k.shape[1])}, {count} best{tiles}",
+        xla=xla.topk_scores,
+        gpu=dispatch.Kernel(gpu.topk_scores, lambda: gpu.unsupported(q, k, count, tile_best)),
+        tpu=dispatch.Kernel(tpu.topk_scores, lambda: tpu.unsupported(q, tile_best)),
+        reference=reference.topk_scores,
     )
-    run = {
-        "xla": xla.topk_scores,
-        "gpu": gpu.topk_scores,
-        "tpu": tpu.topk_scores,
-        "reference": reference.topk_scores,
-    }[name]
     start, stop = (jnp.clip(x.astype(jnp.int32), 0, k.shape[2]) for x in (start, stop))
     if tolerance is None:
         tolerance = jnp.zeros(q.shape[:3], jnp.float32)
@@ -81,22 +78,3 @@ def topk_scores(
         return values, indices
     padding_BT11 = (jnp.arange(q.shape[1]) >= valid[:, None])[..., None, None]
     return jnp.where(padding_BT11, -jnp.inf, values), jnp.where(padding_BT11, -1, indices)
-
-
-def _check(q: Array, k: Array, count: int, tile_best: int | None) -> None:
-    fits = (
-        q.dtype == k.dtype
-        and q.shape[0] == k.shape[0]
-        and q.shape[3] == k.shape[3]
-        and min(q.shape + k.shape) > 0
-        and q.shape[2] % k.shape[1] == 0
-    )
-    if not fits:
-        raise ValueError(
-            f"topk_scores: q {q.dtype}{q.shape} does not fit k {k.dtype}{k.shape}; expected one "
-            "dtype, batch and head dim, no empty axis, and query heads a multiple of kv heads"
-        )
-    if not 1 <= count <= MAX_COUNT:
-        raise ValueError(f"topk_scores: count {count}; expected 1 to {MAX_COUNT}")
-    if tile_best is not None and tile_best < 1:
-        raise ValueError(f"topk_scores: tile_best {tile_best}; expected at least 1")

@@ -1,10 +1,10 @@
-"""The best keys of every query on Hopper: a matmul that keeps running lists of the best blocks.
+"""The best keys of every query on Hopper: a matmul that keeps running lists of the best.
 
-The keys are cut into blocks of 16. Only the `count` blocks of the largest maxima can hold one of
-the `count` best keys, for each of them holds a key at least as good as all outside (ties: lower
-block, lower slots). So the kernel keeps, for every query, the best blocks and their maxima; the
-keys of those few are scored once more (`gpu_rescore.py`) and ranked exactly. Scores never leave
-registers.
+Many queries. The keys are cut into blocks of 16. Only the `count` blocks of the largest maxima can
+hold one of the `count` best keys, for each of them holds a key at least as good as all outside
+(ties: lower block, lower slots). So the first kernel keeps, for every query, the best blocks and
+their maxima; a second kernel scores the keys of those few once more, and they are ranked exactly.
+Scores never leave registers.
 
 A tile of 128 keys is laid out block-minor in shared memory (column c is key c // 8 of block c % 8),
 so that the maximum over a block is taken elementwise among the registers of one thread: no shuffle,
@@ -17,13 +17,31 @@ of the keys where rows are few. Two warpgroups of 64 rows take turns on the tens
 copies. Shared memory: queries 32 KiB, ring of 5 tiles 160 KiB. Registers: scores [64,128] and
 lists.
 
+Scoring the chosen blocks again: a program takes 64 query rows. Per step the 16 keys of four blocks
+are copied from where they lie (4 KiB each, by block number) and multiplied as the 64 rows of a
+wgmma with a group of 8 queries, of which each row needs one column; the others are dropped. Nothing
+is gathered in global memory. Shared memory: queries 16 KiB, ring of 4 steps 64 KiB. Bytes moved: C
+blocks of 16 keys a query, more of them from the L2 cache the more queries choose alike. On an H200,
+16,384 queries and 4 random blocks each: 0.081 ms for 268 MB, 3.3 TB/s.
+
+A few queries, as while decoding (up to 8 a kv head). One query uses G of the 64 rows of a wgmma, so
+here the queries are its columns, 8 of them, and keys its rows. A thread then holds a few scores of
+every tile, and each place of the [64,8] result keeps its own sorted list of the `count` best
+(score, slot) so far: with no second look at any key. When all keys of a block of threads are
+through, its lists are merged over the 64 rows: of those that tie with the best that stands first in
+any, the lowest slot leaves its list, `count` times. What the splits found is ranked by comparing
+each with each. Grid: heads, and splits of the keys over the processors. One warpgroup copies tiles
+of 128 keys as they lie, the other computes. Shared memory: queries 2 KiB, ring of 5 tiles 160 KiB.
+
 Roofline: tensor cores, 2 T S N H operations, for many queries; the bytes of k for one. On an H200,
 512 queries of 32 heads over 8 kv heads of 128, bfloat16, the 4 best, whole calls: of 8,192 keys
 0.123 ms, 131,072 1.00 ms (550 TFLOP/s, where a matmul of 8192 cubed reaches 650 to 790), 1,048,576
 7.5 ms (585). Of the 1.00 ms the kernel is 0.91 and rescoring 0.08. The lists' upkeep limits it: 1
 best takes 0.89 ms, 8 best 1.28. With 4 tiles in flight instead of 5 the kernel took 1.02 ms; with a
-compare and a select for the maximum (`jnp.maximum` would keep NaN) 0.1 ms more. Of up to
-8 queries a kv head, as while decoding, `gpu_few.py` takes care.
+compare and a select for the maximum (`jnp.maximum` would keep NaN) 0.1 ms more. The kernel for a
+few was checked on an H200, not timed there yet; in its stead the search for many read the 268 MB of
+8 heads and 131,072 keys in 63 us, and took 25 more to choose blocks, score their keys once more and
+rank them, in 15 launches.
 """
 
 import functools
@@ -35,57 +53,58 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.topk_scores import gpu_few
-from pallas_kernels.topk_scores.gpu_rescore import BLOCK, block_scores
-from pallas_kernels.topk_scores.lists import insert
-from pallas_kernels.tuning import configured, shape_class
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
 
-# Keys of a step, and of a block whose best score alone is ranked. A thread of a wgmma holds columns
+# Keys of a tile, and of a block whose best score alone is ranked. A thread of a wgmma holds columns
 # c and c + 1 of every 8: with the keys of a tile laid out block-minor, the maximum over a block is
 # taken among one thread's registers.
-TILE = 128
-_LANES = TILE // BLOCK
-_NO_ID = np.int32(2**31 - 1)
+_TILE, _BLOCK = 128, 16
+_LANES = _TILE // _BLOCK
+_LAST = np.int32(2**31 - 1)
 # Each list entry takes 8 registers of every thread.
 _MAX_COUNT = 8
+# Warpgroups of 64 query rows where there are more rows than that, and tiles of keys in flight.
+_WARPGROUPS, _STAGES = 2, 5
+# Queries of a kv head that are few: the columns of the smallest wgmma.
+_QUERIES = 8
+_HALVES = _TILE // hopper.ROWS
+# Of the second search: blocks whose keys make the 64 rows of a wgmma, queries of its right side, of
+# which a row of the result uses one, and steps in flight.
+_STEP, _GROUP, _RESCORE_STAGES = hopper.ROWS // _BLOCK, 8, 4
+# Elementwise operations of the compiler's own are private to JAX (as of 0.11.2).
+_POINTWISE = hasattr(FragmentedArray, "_pointwise")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Warpgroups of 64 query rows, tiles of keys in flight."""
-
-    warpgroups: int = 2
-    stages: int = 5
-
-
-# What `bench kernels --tune` tries, the default first.
-CONFIGS = tuple(
-    Config(warpgroups=n, stages=stages) for n, stages in ((2, 5), (1, 5), (1, 6), (2, 4), (3, 4))
-)
+# A kv head's queries, a number for each, and what is found for each: scores and numbers; lists of
+# both in registers, the best first.
+Rows = Float[Array, "B K R H"]
+Tolerances = Float[Array, "B K R"]
+Ranked = tuple[Float[Array, "*R C"], Int[Array, "*R C"]]
+Lists = list[tuple[Array, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What the kernel knows when it is compiled."""
+    """What a kernel knows when it is compiled; of a few queries there are no tiles of rows."""
 
     batch: int
     kv_heads: int
-    row_tiles: int
     head_dim: int
     dtype: Any
     count: int
     splits: int
-    config: Config
-    interpreted: bool
+    interpret: Any
+    row_tiles: int = 1
+    warpgroups: int = 1
 
     @property
     def tile_rows(self) -> int:
-        return hopper.ROWS * self.config.warpgroups
+        return hopper.ROWS * self.warpgroups
 
 
 def unsupported(q: Array, k: Array, count: int, tile_best: int | None) -> str | None:
@@ -94,21 +113,20 @@ def unsupported(q: Array, k: Array, count: int, tile_best: int | None) -> str | 
         return "it ranks keys, not tiles' best"
     if count > _MAX_COUNT:
         return f"{count} best, at most {_MAX_COUNT} lists fit the registers"
-    if k.shape[2] % TILE:
-        return f"{k.shape[2]} slots are not a multiple of {TILE}"
+    if k.shape[2] % _TILE:
+        return f"{k.shape[2]} slots are not a multiple of {_TILE}"
     return hopper.unsupported(q)
 
 
 def topk_scores(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    tolerance: Float[Array, "B T N"],
+    q: Queries,
+    k: Cache,
+    start: PerRow,
+    stop: PerRow,
+    tolerance: PerQuery,
     *,
     count: int,
     tile_best: int | None = None,
-    config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
     """The `count` best slots of [start, stop) within [0, S]; see the door's docstring."""
@@ -116,49 +134,43 @@ def topk_scores(
         raise NotImplementedError(f"topk_scores: {unsupported(q, k, count, tile_best)}")
     q_BKRH = hopper.pack_rows(q, k.shape[1])
     tolerance_BKR = hopper.pack_rows(tolerance[..., None], k.shape[1])[..., 0]
-    rows = q_BKRH.shape[2]
-    if rows <= gpu_few.QUERIES:
-        found = gpu_few.best_keys(q_BKRH, k, start, stop, tolerance_BKR, count, interpret)
-        values, slots = (hopper.unpack_rows(x, q.shape[1]) for x in found)
-        return values, slots
-    if config is None:
-        heads = k.shape[0] * k.shape[1]
-        shapes = dict(head_dim=k.shape[3], rows=rows, heads=heads, slots=k.shape[2], best=count)
-        config = configured("topk_scores", shape_class(**shapes), CONFIGS)
-    if rows <= hopper.ROWS:
-        config = Config(warpgroups=1, stages=config.stages)
-    row_tiles = pl.cdiv(rows, hopper.ROWS * config.warpgroups)
-    blocks = k.shape[0] * k.shape[1] * row_tiles
+    rows, heads = q_BKRH.shape[2], k.shape[0] * k.shape[1]
+    warpgroups = _WARPGROUPS if rows > hopper.ROWS else 1
+    row_tiles = pl.cdiv(rows, hopper.ROWS * warpgroups)
     job = _Job(
         batch=k.shape[0],
         kv_heads=k.shape[1],
-        row_tiles=row_tiles,
         head_dim=k.shape[3],
         dtype=k.dtype,
         count=count,
         # Where the rows leave processors idle, the keys are cut too.
-        splits=min(max(hopper.processors() // blocks, 1), k.shape[2] // TILE),
-        config=config,
-        interpreted=interpret is not None,
+        splits=min(max(hopper.processors() // (heads * row_tiles), 1), k.shape[2] // _TILE),
+        interpret=interpret,
+        row_tiles=row_tiles,
+        warpgroups=warpgroups,
     )
-    values, ids = _best_blocks(q_BKRH, k, start, stop, tolerance_BKR, job, interpret)
-    _, ids = _choose(values, ids, count, tolerance_BKR)
-    values, slots = _best_keys(q_BKRH, k, start, stop, tolerance_BKR, ids, interpret)
+    bounds = jnp.stack([start, stop], axis=1).astype(jnp.int32)
+    if rows <= _QUERIES:
+        values, slots = _best_of_few(q_BKRH, k, bounds, tolerance_BKR, job)
+    else:
+        values, ids = _best_blocks(q_BKRH, k, bounds, tolerance_BKR, job)
+        _, ids = _choose(values, ids, count, tolerance_BKR)
+        values, slots = _best_keys(q_BKRH, k, start, stop, tolerance_BKR, ids, interpret)
     return hopper.unpack_rows(values, q.shape[1]), hopper.unpack_rows(slots, q.shape[1])
 
 
 def _best_keys(
-    q: Float[Array, "B K R H"],
-    k: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    tolerance: Float[Array, "B K R"],
+    q: Rows,
+    k: Cache,
+    start: PerRow,
+    stop: PerRow,
+    tolerance: Tolerances,
     blocks: Int[Array, "B K R C"],
     interpret: Any,
-) -> tuple[Float[Array, "B K R C"], Int[Array, "B K R C"]]:
+) -> Ranked:
     """The best keys of the listed blocks, as many as there are blocks; -1 lists none."""
-    scores = block_scores(q, k, jnp.maximum(blocks, 0), interpret)
-    slots = blocks[..., None] * BLOCK + jnp.arange(BLOCK)
+    scores = _block_scores(q, k, jnp.maximum(blocks, 0), interpret)
+    slots = blocks[..., None] * _BLOCK + jnp.arange(_BLOCK)
     low, high = (x[:, None, None, None, None] for x in (start, stop))
     some = (blocks[..., None] >= 0) & (slots >= low) & (slots < high)
     flat = (*blocks.shape[:3], -1)
@@ -169,7 +181,7 @@ def _best_keys(
 
 def _choose(
     values: Float[Array, "*R E"], ids: Int[Array, "*R E"], count: int, tolerance: Float[Array, "*R"]
-) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
+) -> Ranked:
     """The best entries in order, ties to the lowest id; -1 where there is nothing above -inf.
 
     As many passes as entries are asked for: one small kernel each, where a sort takes longer.
@@ -178,7 +190,7 @@ def _choose(
     for _ in range(count):
         value, one, _ = lax.reduce(
             (values, ids, tolerances),
-            (np.float32(-np.inf), _NO_ID, np.float32(0)),
+            (np.float32(-np.inf), _LAST, np.float32(0)),
             _better,
             (values.ndim - 1,),
         )
@@ -198,34 +210,24 @@ def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ..
 
 
 def _best_blocks(
-    q: Float[Array, "B K R H"],
-    k: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    tolerance: Float[Array, "B K R"],
-    job: _Job,
-    interpret: Any,
-) -> tuple[Float[Array, "B K R E"], Int[Array, "B K R E"]]:
+    q: Rows, k: Cache, bounds: Int[Array, "B 2"], tolerance: Tolerances, job: _Job
+) -> Ranked:
     """Lists of blocks for every query, their best scores and numbers, that hold the best."""
     rows, padded = q.shape[2], job.row_tiles * job.tile_rows
     spare = (0, 0), (0, 0), (0, padded - rows)
     q, tolerance = jnp.pad(q, (*spare, (0, 0))), jnp.pad(tolerance, spare)
     # Block-minor: one copy takes key i of each of a tile's 8 blocks.
-    k = k.reshape(*k.shape[:2], -1, _LANES, BLOCK, job.head_dim)
-    bounds = jnp.stack([start, stop], axis=1)
+    k = k.reshape(*k.shape[:2], -1, _LANES, _BLOCK, job.head_dim)
     shape = job.batch * job.kv_heads, job.splits, job.count, padded, _LANES
-    stages, warpgroups = job.config.stages, job.config.warpgroups
+    warpgroups = job.warpgroups
     kernel = plgpu.kernel(
-        functools.partial(_kernel, job=job),
-        out_type=(
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.int32),
-        ),
+        functools.partial(_blocks_kernel, job=job),
+        out_type=hopper.outputs(shape, jnp.float32, jnp.int32),
         scratch_types=dict(
             q_tiles=hopper.tiled(warpgroups, hopper.ROWS, job.head_dim, dtype=job.dtype),
-            ring=hopper.tiled(stages, TILE, job.head_dim, dtype=job.dtype),
-            ready=plgpu.Barrier(num_arrivals=BLOCK, num_barriers=stages),
-            free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            ring=hopper.tiled(_STAGES, _TILE, job.head_dim, dtype=job.dtype),
+            ready=plgpu.Barrier(num_arrivals=_BLOCK, num_barriers=_STAGES),
+            free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_STAGES),
             loaded=plgpu.Barrier(num_barriers=warpgroups),
         ),
         grid=(job.row_tiles, job.batch * job.kv_heads, job.splits),
@@ -233,45 +235,40 @@ def _best_blocks(
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
+        interpret=job.interpret,
     )
-    lists = kernel(bounds.astype(jnp.int32), q, k, tolerance)
+    lists = kernel(bounds, q, k, tolerance)
     flat = job.batch, job.kv_heads, padded, -1
     values, ids = (jnp.moveaxis(x, 3, 1).reshape(flat)[:, :, :rows] for x in lists)
     return values, ids
 
 
-def _kernel(
-    bounds_ref,
-    q_ref,
-    k_ref,
-    tolerance_ref,
-    value_ref,
-    block_ref,
-    *,
-    job: _Job,
-    q_tiles,
-    ring,
-    **barriers,
+def _blocks_kernel(
+    bounds_ref, q_ref, k_ref, tolerance_ref, *out_refs, job: _Job, q_tiles, ring, **barriers
 ) -> None:
     head, split = lax.axis_index("head"), lax.axis_index("split")
     warpgroup = lax.axis_index("warpgroup")
-    more, fewer = hopper.registers(job.config.warpgroups)
+    more, fewer = hopper.registers(job.warpgroups)
     row = lax.div(head, job.kv_heads)
     where = row, lax.rem(head, job.kv_heads)
-    low, high = bounds_ref[row, 0], bounds_ref[row, 1]
-    first = lax.div(low, TILE)
-    tiles = jnp.maximum(lax.div(high + (TILE - 1), TILE) - first, 0)
-    share = lax.div(tiles + (job.splits - 1), job.splits)
-    begin = first + jnp.minimum(split * share, tiles)
-    end = first + jnp.minimum((split + 1) * share, tiles)
+    bounds, begin, end = _run_of_split(bounds_ref, row, split, job)
 
-    @pl.when(warpgroup == job.config.warpgroups)
+    @pl.when(warpgroup == job.warpgroups)
     def _copies():
         plgpu.set_max_registers(fewer, action="decrease")
-        _fetch(k_ref.at[where], ring, barriers, begin, end, job)
+        keys = k_ref.at[where]
 
-    @pl.when(warpgroup < job.config.warpgroups)
+        def copy(i, slot):
+            for key in range(_BLOCK):
+                plgpu.copy_gmem_to_smem(
+                    keys.at[begin + i, :, key],
+                    ring.at[slot, pl.ds(key * _LANES, _LANES)],
+                    barriers["ready"].at[slot],
+                )
+
+        hopper.copy_ahead(end - begin, barriers["free"], _STAGES, copy)
+
+    @pl.when(warpgroup < job.warpgroups)
     def _rank():
         plgpu.set_max_registers(more, action="increase")
         rows = pl.ds(lax.axis_index("rows") * job.tile_rows + warpgroup * hopper.ROWS, hopper.ROWS)
@@ -281,65 +278,48 @@ def _kernel(
         column = plgpu.Layout.WGMMA.reduce(1)
         tolerance = plgpu.load(tolerance_ref.at[(*where, rows)], layout=column, optimized=False)
         tolerance = lax.broadcast_in_dim(tolerance, (hopper.ROWS, _LANES), [0])
-        lists = _best(q_tile, ring, barriers, begin, end, (low, high), tolerance, job)
-        for j, (value, block) in enumerate(lists):
-            value_ref[head, split, j, rows] = value
-            block_ref[head, split, j, rows] = block
+        lane = hopper.iota((hopper.ROWS, _LANES), 1)
+        empty = hopper.full(lane.shape, -jnp.inf), hopper.full(lane.shape, -1, jnp.int32)
+
+        def step(i, lists):
+            slot = lax.rem(i, _STAGES)
+            plgpu.barrier_wait(barriers["ready"].at[slot])
+            s = hopper.product(q_tile, ring.at[slot].transpose((1, 0)))
+            plgpu.barrier_arrive(barriers["free"].at[slot])
+            first = (begin + i) * _TILE
+            inside = (first >= bounds[0]) & (first + _TILE <= bounds[1])
+            s = lax.cond(inside, lambda s: s, lambda s: _mask(s, first, bounds), s)
+            return _insert(lists, _fold(s, job), lane + (begin + i) * _LANES, tolerance)
+
+        # Per query and lane of a tile the best blocks.
+        lists = lax.fori_loop(0, end - begin, step, [empty] * job.count)
+        for j, found in enumerate(lists):
+            for ref, x in zip(out_refs, found, strict=True):
+                ref[head, split, j, rows] = x
 
 
-def _fetch(k_ref, ring, barriers, begin, end, job: _Job) -> None:
-    @pl.loop(0, end - begin)
-    def _step(i):
-        slot = lax.rem(i, job.config.stages)
-
-        @pl.when(i >= job.config.stages)
-        def _():
-            plgpu.barrier_wait(barriers["free"].at[slot])
-
-        for key in range(BLOCK):
-            plgpu.copy_gmem_to_smem(
-                k_ref.at[begin + i, :, key],
-                ring.at[slot, pl.ds(key * _LANES, _LANES)],
-                barriers["ready"].at[slot],
-            )
-
-    hopper.drain(barriers["free"], end - begin, job.config.stages)
-
-
-def _best(
-    q_tile, ring, barriers, begin, end, bounds, tolerance: Array, job: _Job
-) -> list[tuple[Array, Array]]:
-    """The running lists after all tiles: per query and lane of a tile the best blocks."""
-    shape = hopper.ROWS, _LANES
-    lane = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    empty = hopper.full(shape, -jnp.inf), hopper.full(shape, -1, jnp.int32)
-
-    def step(i, lists):
-        slot = lax.rem(i, job.config.stages)
-        plgpu.barrier_wait(barriers["ready"].at[slot])
-        s = hopper.product(q_tile, ring.at[slot].transpose((1, 0)))
-        plgpu.barrier_arrive(barriers["free"].at[slot])
-        first = (begin + i) * TILE
-        inside = (first >= bounds[0]) & (first + TILE <= bounds[1])
-        s = lax.cond(inside, lambda s: s, lambda s: _mask(s, first, bounds), s)
-        best = _fold(s, job)
-        return insert(lists, best, lane + (begin + i) * _LANES, tolerance)
-
-    return lax.fori_loop(0, end - begin, step, [empty] * job.count)
+def _run_of_split(bounds_ref, row, split, job: _Job) -> tuple[tuple[Array, Array], Array, Array]:
+    """The row's bounds, and the split's first tile of keys and the one after its last."""
+    low, high = bounds_ref[row, 0], bounds_ref[row, 1]
+    first = lax.div(low, _TILE)
+    tiles = jnp.maximum(lax.div(high + (_TILE - 1), _TILE) - first, 0)
+    share = lax.div(tiles + (job.splits - 1), job.splits)
+    begin = first + jnp.minimum(split * share, tiles)
+    return (low, high), begin, first + jnp.minimum((split + 1) * share, tiles)
 
 
 def _mask(s: Array, first: Array, bounds: tuple[Array, Array]) -> Array:
-    column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+    column = hopper.iota(s.shape, 1)
     # Column c is key c // 8 of block c % 8.
-    slot = first + (column & (_LANES - 1)) * BLOCK + (column >> (_LANES.bit_length() - 1))
+    slot = first + (column & (_LANES - 1)) * _BLOCK + (column >> (_LANES.bit_length() - 1))
     return jnp.where((slot >= bounds[0]) & (slot < bounds[1]), s, -jnp.inf)
 
 
 def _fold(s: Array, job: _Job) -> Array:
     """The best score of each of the tile's blocks, [64,8]; NaN loses to every number."""
     shape = hopper.ROWS, _LANES
-    columns = [slice(first, first + _LANES) for first in range(0, TILE, _LANES)]
-    if job.interpreted:
+    columns = [slice(first, first + _LANES) for first in range(0, _TILE, _LANES)]
+    if job.interpret is not None or not _POINTWISE:
         best = hopper.full(shape, -jnp.inf)
         for column in columns:
             best = jnp.where(s[:, column] > best, s[:, column], best)
@@ -359,3 +339,235 @@ def _fold(s: Array, job: _Job) -> Array:
 
     best = fold(s)  # pyright: ignore[reportCallIssue]
     return jnp.where(best > -jnp.inf, best, -jnp.inf)
+
+
+def _insert(lists: Lists, value: Array, number: Array, tolerance: Array) -> Lists:
+    """Put (value, number) behind the last listed one that it does not beat by the tolerance.
+
+    There is a list, kept sorted, for every place of an array in registers. Compares and selects
+    alone: the time does not depend on the data. NaN is not put anywhere.
+    """
+    value_less = value - tolerance
+    better = [value_less > listed for listed, _ in lists]
+    # A listed value may be above the one before it, by at most the tolerance.
+    for j in reversed(range(len(lists) - 1)):
+        better[j] &= better[j + 1]
+    result = []
+    for j, (listed, its_number) in enumerate(lists):
+        new_value, new_number = value, number
+        if j:
+            new_value = jnp.where(better[j - 1], lists[j - 1][0], value)
+            new_number = jnp.where(better[j - 1], lists[j - 1][1], number)
+        new = (new_value, listed), (new_number, its_number)
+        result.append(tuple(jnp.where(better[j], x, old) for x, old in new))
+    return result
+
+
+def _block_scores(
+    q: Rows, k: Cache, blocks: Int[Array, "B K R C"], interpret: Any
+) -> Float[Array, "B K R C Z"]:
+    """Dot products of every query with the 16 keys of each of its blocks, in float32.
+
+    Args:
+      blocks: numbers of blocks, each 0 <= n < S / 16.
+    """
+    batch, kv_heads, rows, head_dim = q.shape
+    # A power of two, so that a step has the blocks of whole queries or a query whole steps.
+    count = 1 << (blocks.shape[3] - 1).bit_length()
+    tiles = pl.cdiv(rows, hopper.ROWS)
+    padded = ((0, 0), (0, 0), (0, tiles * hopper.ROWS - rows))
+    q = jnp.pad(q, (*padded, (0, 0))).reshape(-1, hopper.ROWS // _GROUP, _GROUP, head_dim)
+    ids = jnp.pad(blocks, (*padded, (0, count - blocks.shape[3])))
+    ids = ids.reshape(-1, count, hopper.ROWS)
+    k = k.reshape(batch, kv_heads, -1, _BLOCK, head_dim)
+    kernel = plgpu.kernel(
+        functools.partial(_rescore_kernel, kv_heads=kv_heads, tiles=tiles, rows=rows, count=count),
+        out_type=jax.ShapeDtypeStruct((len(q), hopper.ROWS * count * _BLOCK), jnp.float32),
+        scratch_types=dict(
+            ids=plgpu.SMEM(ids.shape[1:], jnp.int32),
+            queries=hopper.tiled(*q.shape[1:], dtype=q.dtype),
+            ring=hopper.tiled(_RESCORE_STAGES, hopper.ROWS, head_dim, dtype=k.dtype),
+            loaded=plgpu.Barrier(num_barriers=2),
+            ready=plgpu.Barrier(num_arrivals=_STEP, num_barriers=_RESCORE_STAGES),
+            free=plgpu.Barrier(num_barriers=_RESCORE_STAGES),
+        ),
+        grid=(len(q),),
+        grid_names=("tile",),
+        num_threads=2,
+        thread_name="role",
+        interpret=interpret,
+    )
+    scores = kernel(ids, q, k).reshape(batch, kv_heads, -1, count, _BLOCK)
+    return scores[:, :, :rows, : blocks.shape[3]]
+
+
+def _rescore_kernel(
+    ids_ref, q_ref, k_ref, out_ref, *, ids, queries, ring, loaded, ready, free, **sizes: int
+) -> None:
+    tile, role = lax.axis_index("tile"), lax.axis_index("role")
+    count = sizes["count"]
+    head, part = lax.div(tile, sizes["tiles"]), lax.rem(tile, sizes["tiles"])
+    rows = jnp.minimum(sizes["rows"] - part * hopper.ROWS, hopper.ROWS)
+    steps = lax.div(rows * count + (_STEP - 1), _STEP)
+
+    @pl.when(role == 1)
+    def _copies():
+        plgpu.copy_gmem_to_smem(ids_ref.at[tile], ids, loaded.at[0])
+        plgpu.barrier_wait(loaded.at[0])
+        keys = k_ref.at[lax.div(head, sizes["kv_heads"]), lax.rem(head, sizes["kv_heads"])]
+
+        def copy(i, slot):
+            for j in range(_STEP):
+                n = i * _STEP + j
+                block = ids[lax.div(n, hopper.ROWS), lax.rem(n, hopper.ROWS)]
+                place = ring.at[slot, pl.ds(j * _BLOCK, _BLOCK)]
+                plgpu.copy_gmem_to_smem(keys.at[block], place, ready.at[slot])
+
+        hopper.copy_ahead(steps, free, _RESCORE_STAGES, copy)
+
+    @pl.when(role == 0)
+    def _scores():
+        plgpu.copy_gmem_to_smem(q_ref.at[tile], queries, loaded.at[1])
+        plgpu.barrier_wait(loaded.at[1])
+        shape = hopper.ROWS, _GROUP
+        key, column = (hopper.iota(shape, axis) for axis in (0, 1))
+        shift = count.bit_length() - 1
+
+        @pl.loop(0, steps)
+        def _step(i):
+            slot = lax.rem(i, _RESCORE_STAGES)
+            group = lax.div(i * _STEP, count * _GROUP)
+            plgpu.barrier_wait(ready.at[slot])
+            s = hopper.product(ring.at[slot], queries.at[group].transpose((1, 0)))
+            plgpu.barrier_arrive(free.at[slot])
+            row = (((key >> (_BLOCK.bit_length() - 1)) + i * _STEP) >> shift) & (_GROUP - 1)
+            mine = jnp.where(column == row, s, 0.0)
+            out_ref[tile, pl.ds(i * hopper.ROWS, hopper.ROWS)] = mine.sum(axis=1)
+
+
+def _best_of_few(
+    q: Rows, k: Cache, bounds: Int[Array, "B 2"], tolerance: Tolerances, job: _Job
+) -> Ranked:
+    """Scores and slots of the `count` best keys of every query, best first; R at most 8.
+
+    As the door has it: ties to the lowest slot, -inf and -1 where there are fewer, NaN absent.
+    """
+    batch, kv_heads, rows, head_dim = q.shape
+    heads = batch * kv_heads
+    spare = (0, 0), (0, 0), (0, _QUERIES - rows)
+    q = jnp.pad(q, (*spare, (0, 0))).reshape(heads, _QUERIES, head_dim)
+    tolerances = jnp.pad(tolerance, spare).reshape(heads, _QUERIES)
+    shape = heads, job.splits, job.count, _QUERIES
+    kernel = plgpu.kernel(
+        functools.partial(_few_kernel, job=job),
+        out_type=hopper.outputs(shape, jnp.float32, jnp.int32),
+        scratch_types=dict(
+            queries=hopper.tiled(_QUERIES, head_dim, dtype=q.dtype),
+            ring=hopper.tiled(_STAGES, _TILE, head_dim, dtype=k.dtype),
+            ready=plgpu.Barrier(num_barriers=_STAGES),
+            free=plgpu.Barrier(num_barriers=_STAGES),
+            loaded=plgpu.Barrier(),
+        ),
+        grid=(heads, job.splits),
+        grid_names=("head", "split"),
+        num_threads=2,
+        thread_name="role",
+        interpret=job.interpret,
+    )
+    found = kernel(bounds, q, k, tolerances)
+    values, slots = (
+        jnp.moveaxis(x, 3, 1).reshape(batch, kv_heads, _QUERIES, -1)[:, :, :rows] for x in found
+    )
+    return _ranked(values, slots, job.count, tolerance)
+
+
+def _ranked(
+    values: Float[Array, "*R E"],
+    slots: Int[Array, "*R E"],
+    count: int,
+    tolerance: Float[Array, "*R"],
+) -> Ranked:
+    """The first `count` by the best value that each ties with, then by slot; -1 is no slot."""
+    above = (values + tolerance[..., None])[..., :, None]
+    tied = jnp.where(values[..., None, :] <= above, values[..., None, :], -jnp.inf)
+    ranks = jnp.max(tied, axis=-1)
+    value, rival = ranks[..., :, None], ranks[..., None, :]
+    slot, its_slot = slots[..., :, None], slots[..., None, :]
+    entry = jnp.arange(values.shape[-1])
+    # Absent ones are alike: their places tell them apart.
+    earlier = (its_slot < slot) | ((its_slot == slot) & (entry < entry[:, None]))
+    ahead = (rival > value) | ((rival == value) & earlier)
+    rank = jnp.sum(ahead, axis=-1, dtype=jnp.int32)[..., None, :]
+    mine = rank == jnp.arange(count)[:, None]
+    best = jnp.sum(jnp.where(mine, values[..., None, :], 0.0), axis=-1)
+    return best, jnp.sum(jnp.where(mine, slots[..., None, :], 0), axis=-1)
+
+
+def _few_kernel(
+    bounds_ref, q_ref, k_ref, tolerance_ref, *out_refs, job: _Job, queries, ring, **barriers
+) -> None:
+    head, split = lax.axis_index("head"), lax.axis_index("split")
+    role = lax.axis_index("role")
+    more, fewer = hopper.registers(1)
+    row = lax.div(head, job.kv_heads)
+    bounds, begin, end = _run_of_split(bounds_ref, row, split, job)
+    ready, free, loaded = (barriers[name] for name in ("ready", "free", "loaded"))
+
+    @pl.when(role == 1)
+    def _copies():
+        plgpu.set_max_registers(fewer, action="decrease")
+        keys = k_ref.at[row, lax.rem(head, job.kv_heads)]
+
+        def copy(i, place):
+            tile = keys.at[pl.ds((begin + i) * _TILE, _TILE)]
+            plgpu.copy_gmem_to_smem(tile, ring.at[place], ready.at[place])
+
+        hopper.copy_ahead(end - begin, free, _STAGES, copy)
+
+    @pl.when(role == 0)
+    def _rank():
+        plgpu.set_max_registers(more, action="increase")
+        plgpu.copy_gmem_to_smem(q_ref.at[head], queries, loaded)
+        plgpu.barrier_wait(loaded)
+        across = plgpu.Layout.WGMMA.reduce(0)
+        tolerance = plgpu.load(tolerance_ref.at[head], layout=across, optimized=False)
+        tolerance = lax.broadcast_in_dim(tolerance, (hopper.ROWS, _QUERIES), [1])
+        shape = hopper.ROWS, _QUERIES
+        key = hopper.iota(shape, 0)
+        empty = hopper.full(shape, -jnp.inf), hopper.full(shape, -1, jnp.int32)
+
+        def step(i, lists):
+            place = lax.rem(i, _STAGES)
+            plgpu.barrier_wait(ready.at[place])
+            halves = [pl.ds(half * hopper.ROWS, hopper.ROWS) for half in range(_HALVES)]
+            scores = [hopper.product(ring.at[place, x], queries.transpose((1, 0))) for x in halves]
+            plgpu.barrier_arrive(free.at[place])
+            for half, score in enumerate(scores):
+                slot = key + (begin + i) * _TILE + half * hopper.ROWS
+                score = jnp.where((slot >= bounds[0]) & (slot < bounds[1]), score, -jnp.inf)
+                lists = _insert(lists, score, slot, tolerance)
+            return lists
+
+        # Each place's best scores among the split's tiles, and their slots.
+        lists = lax.fori_loop(0, end - begin, step, [empty] * job.count)
+        for j, found in enumerate(_merged(lists, tolerance)):
+            for ref, x in zip(out_refs, found, strict=True):
+                ref[head, split, j] = x
+
+
+def _merged(lists: Lists, tolerance: Array) -> Lists:
+    """The best of all places' lists in order, [8] scores and slots each, as many as a list has."""
+    shape = hopper.ROWS, _QUERIES
+    merged = []
+    for left in reversed(range(len(lists))):
+        value, slot = lists[0]
+        best = lax.broadcast_in_dim(value.max(axis=0), shape, [1])
+        lowest = jnp.where(value >= best - tolerance, slot, _LAST).min(axis=0)
+        gone = slot == lax.broadcast_in_dim(lowest, shape, [1])
+        its_value = jnp.where(gone, value, -jnp.inf).max(axis=0)
+        merged.append((its_value, jnp.where(its_value > -jnp.inf, lowest, -1)))
+        lists = [
+            tuple(jnp.where(gone, x, y) for x, y in zip(lists[j + 1], lists[j], strict=True))
+            for j in range(left)
+        ]
+    return merged

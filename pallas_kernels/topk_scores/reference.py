@@ -7,13 +7,15 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
+
 
 def topk_scores(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    tolerance: Float[Array, "B T N"],
+    q: Queries,
+    k: Cache,
+    start: PerRow,
+    stop: PerRow,
+    tolerance: PerQuery,
     *,
     count: int,
     tile_best: int | None = None,
@@ -35,9 +37,7 @@ def topk_scores(
     return values_BTNC, jnp.where(jnp.isneginf(values_BTNC), -1, indices_BTNC)
 
 
-def _best_tied(
-    scores: Float[Array, "B T N S"], tolerance: Float[Array, "B T N"]
-) -> Float[Array, "B T N S"]:
+def _best_tied(scores: Float[Array, "B T N S"], tolerance: PerQuery) -> Float[Array, "B T N S"]:
     """For every score the best one that is at most `tolerance` above it."""
     number = scores.shape[-1]
     ascending_XS = jnp.sort(scores, axis=-1).reshape(-1, number)
@@ -47,10 +47,7 @@ def _best_tied(
 
 
 def _keep_best_of_tiles(
-    scores: Float[Array, "B T N S"],
-    start: Int[Array, " B"],
-    tile: int,
-    tolerance: Float[Array, "B T N"],
+    scores: Float[Array, "B T N S"], start: PerRow, tile: int, tolerance: PerQuery
 ) -> Float[Array, "B T N S"]:
     """-inf for all but the first slot of every tile, from start[b] on, that ties with its best."""
     slots_S = jnp.arange(scores.shape[3])

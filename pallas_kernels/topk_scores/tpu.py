@@ -28,7 +28,6 @@ copy takes about 1900 cycles, matmul and sweep 430.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,16 +39,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from pallas_kernels.tpu_common import (
-    LANES,
-    SUBLANES,
-    as_stored,
-    key_block,
-    key_spec,
-    matmul,
-    slots_minor,
-    unsupported_keys,
-)
+from pallas_kernels import tpu_common as tpu
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
 
 # Query rows of a tile, and how many are few; scores that are made and swept at once, and keys of a
 # block of few rows, where the copy of the keys is what counts.
@@ -71,15 +62,15 @@ def unsupported(q: Array, tile_best: int | None) -> str | None:
     """Why the kernel cannot run these arguments, or None."""
     if tile_best is not None:
         return "tiles are counted from each row's start, which cuts through the blocks"
-    return unsupported_keys(q)
+    return tpu.unsupported_keys(q)
 
 
 def topk_scores(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    tolerance: Float[Array, "B T N"],
+    q: Queries,
+    k: Cache,
+    start: PerRow,
+    stop: PerRow,
+    tolerance: PerQuery,
     *,
     count: int,
     tile_best: int | None = None,
@@ -104,35 +95,16 @@ def topk_scores(
     row_tile = min(row_tile, rows)
     first_B = start // block
     stop_block_B = jnp.where(stop > start, -(-stop // block), first_B)
-    scalars = (x.astype(jnp.int32) for x in (start, stop, first_B, stop_block_B))
-    axis = _key_axis(row_tile)
-    tolerance_BKTG = jnp.moveaxis(tolerance.reshape(q_BTKGH.shape[:-1]), 1, 2)
-    tolerance_BKR = tolerance_BKTG.reshape(q_BKRH.shape[:-1])
-    run = _call(q_BKRH, k, row_tile, block, count, interpret)
-    lists = run(*scalars, q_BKRH, as_stored(k), jnp.expand_dims(tolerance_BKR, 2 + axis))
-    lists_BKRC = (jnp.moveaxis(x, 2 + axis, 3)[..., :count] for x in lists)
-    values, indices = (_by_query(x, q.shape[:3]) for x in lists_BKRC)
-    return jnp.where(values == 0, 0.0, values), indices  # -0 is 0
-
-
-def _call(
-    q: Float[Array, "B K R H"],
-    k: Float[Array, "B K S H"],
-    row_tile: int,
-    block: int,
-    count: int,
-    interpret: pltpu.InterpretParams | bool,
-) -> Callable[..., list[Array]]:
-    """The kernel as a function of the prefetched scalars, q, and k as stored."""
-    (batch, kv_heads, rows, head_dim), slots = q.shape, k.shape[2]
     tiles = -(-rows // row_tile)
     axis = _key_axis(row_tile)
     # Of a list as much as fills its vectors.
-    listed = (-(-count // SUBLANES[4]) * SUBLANES[4], LANES)[axis]
+    listed = (-(-count // tpu.SUBLANES[4]) * tpu.SUBLANES[4], tpu.LANES)[axis]
     scores, all_lists, some_lists = (
         (x, y) if axis == 0 else (y, x)
         for x, y in ((block, row_tile), (listed, rows), (listed, row_tile))
     )
+    tolerance_BKTG = jnp.moveaxis(tolerance.reshape(q_BTKGH.shape[:-1]), 1, 2)
+    tolerance_BKR = tolerance_BKTG.reshape(q_BKRH.shape[:-1])
 
     def visited(b, h, r, j, start, stop, first, stop_block):
         return b, h, jnp.minimum(first[b] + j, jnp.maximum(stop_block[b] - 1, 0))
@@ -142,36 +114,30 @@ def _call(
             (1, 1, *sizes), lambda b, h, r, j, *_: (b, h, r, 0) if axis else (b, h, 0, r)
         )
 
-    best = rows_of(*some_lists)
-    grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=4,
+    lists = tpu.call(
+        partial(_kernel, block=block, count=count),
+        (start, stop, first_B, stop_block_B),
+        (q_BKRH, tpu.as_stored(k), jnp.expand_dims(tolerance_BKR, 2 + axis)),
         grid=(batch, kv_heads, tiles, -(-slots // block)),
+        parallel=3,
         in_specs=[
             pl.BlockSpec((1, 1, row_tile, head_dim), lambda b, h, r, j, *_: (b, h, r, 0)),
-            key_spec(head_dim, block, visited),
+            tpu.key_spec(head_dim, block, visited),
             rows_of(*((row_tile, 1) if axis else (1, row_tile))),
         ],
-        out_specs=[best, best],
-        scratch_shapes=[pltpu.VMEM(scores, jnp.float32)],
-    )
-    return pl.pallas_call(
-        partial(_kernel, block=block, count=count),
-        grid_spec=grid_spec,
+        out_specs=[rows_of(*some_lists)] * 2,
         out_shape=[
             jax.ShapeDtypeStruct((batch, kv_heads, *all_lists), dtype)
             for dtype in (jnp.float32, jnp.int32)
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * q.size * slots,
-            transcendentals=0,
-            bytes_accessed=k.size * k.dtype.itemsize * tiles,
-        ),
+        scratch=[pltpu.VMEM(scores, jnp.float32)],
+        cost=(2 * q.size * slots, 0, k.size * k.dtype.itemsize * tiles),
         interpret=interpret,
         name="topk_scores",
     )
+    lists_BKRC = (jnp.moveaxis(x, 2 + axis, 3)[..., :count] for x in lists)
+    values, indices = (_by_query(x, q.shape[:3]) for x in lists_BKRC)
+    return jnp.where(values == 0, 0.0, values), indices  # -0 is 0
 
 
 def _by_query(x: Float[Array, "B K R C"] | Int[Array, "B K R C"], shape: tuple) -> Array:
@@ -188,17 +154,17 @@ def _key_axis(row_tile: int) -> int:
 
 def _padded(rows: int) -> int:
     """The rows that a tile takes up in whole vectors."""
-    whole = SUBLANES[4] if _key_axis(rows) else LANES
+    whole = tpu.SUBLANES[4] if _key_axis(rows) else tpu.LANES
     return -(-rows // whole) * whole
 
 
 def _blocks(rows: int, slots: int) -> tuple[int, int]:
     """Query rows of a tile, cut evenly, and keys of a block."""
     if rows <= _FEW_ROWS:
-        return rows, key_block(slots, _FEW_ROWS_KEYS)
+        return rows, tpu.key_block(slots, _FEW_ROWS_KEYS)
     tiles = -(-rows // _ROWS)
     row_tile = _padded(-(-rows // tiles))
-    return row_tile, key_block(slots, _SCORES // row_tile)
+    return row_tile, tpu.key_block(slots, _SCORES // row_tile)
 
 
 def _kernel(
@@ -233,13 +199,13 @@ def _kernel(
     def match(cut: bool):
         def make(i: Array, classes: Classes) -> Classes:
             keys = pl.ds(pl.multiple_of(i * part, part), part)
-            minor = slots_minor(q.shape[3])
+            minor = tpu.slots_minor(q.shape[3])
             these = k[0, 0, :, keys] if minor else k[0, 0, keys]
             key_dim = 0 if minor else 1
             x = (
-                matmul(q[0, 0], these, (1, key_dim))
+                tpu.matmul(q[0, 0], these, (1, key_dim))
                 if axis
-                else matmul(these, q[0, 0], (key_dim, 1))
+                else tpu.matmul(these, q[0, 0], (key_dim, 1))
             )
             if cut:
                 slots = at * block + i * part + lax.broadcasted_iota(jnp.int32, x.shape, axis)
@@ -264,7 +230,7 @@ def _kernel(
 
 def _no_classes(rows: int, part: int) -> Classes:
     axis = _key_axis(rows)
-    number = min(max(_STATE // _padded(rows), (SUBLANES[4], LANES)[axis]), part)
+    number = min(max(_STATE // _padded(rows), (tpu.SUBLANES[4], tpu.LANES)[axis]), part)
     shape = (rows, number) if axis else (number, rows)
     nothing = jnp.full(shape, -jnp.inf)
     return nothing, nothing, jnp.full(shape, -1, jnp.int32)

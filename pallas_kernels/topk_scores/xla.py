@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
 from pallas_kernels.topk_scores.merge import tied_top_k
 
 # Bytes of float32 scores that are made at once: of all slots for few queries, and of a block.
@@ -36,11 +37,11 @@ Best = tuple[Array, Array]
 
 
 def topk_scores(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    tolerance: Float[Array, "B T N"],
+    q: Queries,
+    k: Cache,
+    start: PerRow,
+    stop: PerRow,
+    tolerance: PerQuery,
     *,
     count: int,
     tile_best: int | None = None,
@@ -106,9 +107,9 @@ def _nothing(shape: tuple[int, ...]) -> Best:
 
 def _rank_keys(
     q: Float[Array, "B K R H"],
-    k: Float[Array, "B K S H"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
+    k: Cache,
+    start: PerRow,
+    stop: PerRow,
     tolerance: Float[Array, "B K R"],
     count: int,
     tile_best: int | None,
@@ -156,7 +157,7 @@ def _tile(key_block: int, count: int) -> int:
     return max(32, min(128, 2 ** isqrt(key_block // count).bit_length() // 2))
 
 
-def _keys_from(k: Array, first: Int[Array, " B"], size: int) -> Float[Array, "B K C H"]:
+def _keys_from(k: Array, first: PerRow, size: int) -> Float[Array, "B K C H"]:
     """Slots first[b] to first[b] + size of every row, zeros beyond S."""
     held = min(size, k.shape[2])
 
@@ -172,7 +173,7 @@ def _keys_from(k: Array, first: Int[Array, " B"], size: int) -> Float[Array, "B 
 def _merge_block(
     best: Best,
     scores: Float[Array, "B K R C"],
-    first: Int[Array, " 1"] | Int[Array, " B"],
+    first: Int[Array, " 1"] | PerRow,
     tolerance: Float[Array, "B K R"],
     tile: int,
     *,

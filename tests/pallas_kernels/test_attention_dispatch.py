@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, hopper
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import cache_attention, causal_attention, gpu, tpu
+from pallas_kernels.select_large_k import select_large_k
 
 
 def _chunk(
@@ -150,10 +151,49 @@ def test_what_is_held_back_runs_only_where_it_is_asked_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
-    found = {"xla": lambda: None, "gpu": lambda: None}
+    held = dispatch.Kernel(min, lambda: None, held_back="it fails")
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
-        held = {"gpu": "it fails"}
-        assert dispatch.select("sort", None, found, "held", held) == "xla"
-        assert dispatch.select("sort", "gpu", found, "asked", held) == "gpu"
-        assert dispatch.select("sort", None, found, "free", {"gpu": None}) == "gpu"
+        assert dispatch.select("sort", None, "held", xla=max, gpu=held) is max
+        assert dispatch.select("sort", "gpu", "asked", xla=max, gpu=held) is min
+        free = held._replace(held_back=None)
+        assert dispatch.select("sort", None, "free", xla=max, gpu=free) is min
     assert "xla (not gpu: it fails)" in caplog.text
+
+
+def _traced_for(kind: str) -> str:
+    """The program of a decode step and a selection for a GPU of that name, which is not here."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="gpu")
+    q, _ = _chunk(queries=1, dtype="bfloat16")
+    k, lengths = _cache(dtype="bfloat16")
+
+    def run(q: jax.Array, k: jax.Array, lengths: jax.Array) -> tuple:
+        scores = jnp.broadcast_to(q.ravel()[0].astype(jnp.float32), (1, 65536))
+        return decode_attention(q, k, k, lengths, scale=1.0), select_large_k(scores, 5, size=5)
+
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return str(jax.make_jaxpr(run)(q, k, lengths))
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"])
+def test_a_hopper_gpu_gets_its_kernels(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert _traced_for(kind).count("kernel_name") == 2
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_another_gpu_gets_the_xla_forms_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    hopper._warn_once.cache_clear()
+    for _ in range(2):
+        assert "kernel_name" not in _traced_for("NVIDIA B200")
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    for word in ("decode_attention", "NVIDIA B200", "compute capability unknown", "only for 9.0"):
+        assert word in warning
+
+
+def test_the_gpu_at_hand_tells_its_own_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    for capability, reason in (("8.0", "compute capability 8.0"), ("9.0", None)):
+        gpu.compute_capability = capability
+        found = hopper.unsupported_device()
+        assert found is reason is None or (reason and found and reason in found)

@@ -86,3 +86,27 @@ def test_cudnn_runs_what_it_can(_cudnn: None) -> None:
     q, *_ = _inputs("bfloat16")
     assert gpu.unsupported_causal(q) is None
     assert gpu.unsupported_cache(q, None) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_on_a_gpu(head_dim: int, window: int | None) -> None:
+    """The chunk against itself and against ragged rows of a cache, beside the definition."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = (2, 1000, 8, head_dim), *[(2, 1000, 2, head_dim)] * 2, *[(2, 2, 2048, head_dim)] * 2
+    q, k, v, *cache = (
+        jax.random.normal(key, shape).astype("bfloat16")
+        for key, shape in zip(keys, shapes, strict=True)
+    )
+    options = dict(scale=head_dim**-0.5, window=window)
+    pairs = [(gpu.causal_attention, reference.causal_attention, (q, k, v), options)]
+    lengths = jnp.array([0, 1500], jnp.int32)
+    if window is None:
+        cached = q, *cache, lengths
+        options = dict(scale=head_dim**-0.5)
+        pairs.append((gpu.cache_attention, reference.cache_attention, cached, options))
+    for run, definition, arguments, options in pairs:
+        found = jax.jit(partial(run, **options))(*arguments)
+        for x, y in zip(found, definition(*arguments, **options), strict=True):
+            np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)

@@ -9,8 +9,8 @@ from pallas_kernels.decode_attention import (
     attend_logits,
     decode_attention,
     decode_logits,
-    logits_xla,
     reference,
+    xla,
 )
 
 LENGTHS, SLOTS, HEAD_DIM, SCALE = (0, 1, 31, 32, 33, 64), 64, 16, 0.4
@@ -37,7 +37,7 @@ def _clean() -> tuple[jax.Array, jax.Array]:
 @jax.jit
 def _halves(q, k, v, lengths):
     logits = decode_logits(q, k, lengths, scale=SCALE)
-    return logits, *logits_xla.attend_logits(logits, v, block=16)
+    return logits, *xla.attend_logits(logits, v, block=16)
 
 
 @jax.jit

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import xla as decode_xla
 from pallas_kernels.prefill_attention import reference, tpu, xla
 
 # Compiled once for all implementations of a case.
 STATIC = ("scale", "window")
-cache_reference = jax.jit(reference.cache_attention, static_argnames=STATIC)
+cache_reference = jax.jit(reference.cache_attention, static_argnames="scale")
 causal_reference = jax.jit(reference.causal_attention, static_argnames=STATIC)
 
 # The blocks of the implementations are 512 slots: rows that end beside their edges.
@@ -141,7 +142,7 @@ def test_cache_attention(name: str, case: Case) -> None:
     if case.window is not None:
         # The first queries stand 0, 10, ... tokens after the last slot of their row.
         start = case.slot_start + lengths + 10 * jnp.arange(len(LENGTHS))
-        options |= dict(window=case.window, query_start=start, slot_start=case.slot_start)
+        options["window"] = Window(size=case.window, query_start=start, slot_start=case.slot_start)
     expected = cache_reference(q, k, v, lengths, **options)
     attend = jax.jit(partial(CACHE[name], **options))
     # Of both signs, as queries are: whichever slot were seen, some head's scores would soar.
@@ -173,15 +174,15 @@ class _Small:
 
     @functools.cached_property
     def compiled(self) -> dict[str, Callable]:
-        windowed = dict(scale=0.3, window=self.window)
         cache = {
             "reference": reference.cache_attention,
             "xla": xla.cache_attention,
             "decode": partial(decode_xla.decode_attention, block=8),
         }
         causal = {"reference": reference.causal_attention, "xla": xla.causal_attention}
+        windowed = dict(scale=0.3, window=self.window)
         return {
-            **{f"cache-{name}": jax.jit(partial(f, **windowed)) for name, f in cache.items()},
+            **{f"cache-{name}": jax.jit(partial(f, scale=0.3)) for name, f in cache.items()},
             **{f"causal-{name}": jax.jit(partial(f, **windowed)) for name, f in causal.items()},
         }
 
@@ -205,17 +206,15 @@ def test_any_raggedness_streams_like_the_definition(
     q, k, v = _random(case, (2, small.queries, 6, 8), cache, cache)
     fresh_k, fresh_v = (x[:, :, : small.queries].swapaxes(1, 2) for x in (k, v))
     lengths = jnp.minimum(jnp.array(filled, jnp.int32), small.slots)
-    positions = dict(
-        query_start=slot_start + lengths + jnp.array(behind, jnp.int32),
-        slot_start=jnp.array(slot_start, jnp.int32),
-    )
+    start = slot_start + lengths + jnp.array(behind, jnp.int32)
+    window = Window.of(small.window, start, jnp.array(slot_start, jnp.int32))
     run = small.compiled
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "_KEY_BLOCK", 8)
         patch.setattr(xla, "_query_block", lambda shape, _: min(4, shape[1]))
-        expected = run["cache-reference"](q, k, v, lengths, **positions)
-        _assert_close(run["cache-xla"](q, k, v, lengths, **positions), expected, case)
-        _assert_close(run["cache-decode"](q, k, v, lengths, **positions), expected, case)
+        expected = run["cache-reference"](q, k, v, lengths, window=window)
+        _assert_close(run["cache-xla"](q, k, v, lengths, window=window), expected, case)
+        _assert_close(run["cache-decode"](q, k, v, lengths, window=window), expected, case)
         expected = run["causal-reference"](q, fresh_k, fresh_v)
         _assert_close(run["causal-xla"](q, fresh_k, fresh_v), expected, case)
 
@@ -227,7 +226,7 @@ def test_a_window_does_not_visit_the_blocks_outside_it() -> None:
     unseen = (jnp.arange(4096) < 3584)[:, None]  # 7 blocks of 512; the window begins in the 8th
     k, v = (jnp.where(unseen, jnp.nan, x) for x in (k, v))
     lengths = jnp.array([4096], jnp.int32)
-    options = dict(scale=case.scale, window=100, query_start=lengths, slot_start=0)
+    options = dict(scale=case.scale, window=Window(size=100, query_start=lengths))
     result = xla.cache_attention(q, k, v, lengths, **options)
     _assert_close(
         result,

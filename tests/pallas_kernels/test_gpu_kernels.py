@@ -15,10 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass import reference as mass_reference
+from pallas_kernels.attention_mass.reference import Reduction
+from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
-from pallas_kernels.page_scores import gpu as pages_gpu
-from pallas_kernels.page_scores import reference as pages_reference
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_large_k import reference as select_reference
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
@@ -74,7 +74,8 @@ def _decode(case: Case, interpret: Any) -> None:
     options = dict(scale=case.head_dim**-0.5, **dict(case.options))
     if "window" in options:
         # The third row's window begins blocks after its last slot.
-        options |= dict(query_start=lengths.at[2].add(900) + 2, slot_start=1)
+        start = lengths.at[2].add(900) + 2
+        options["window"] = Window(size=options["window"], query_start=start, slot_start=1)
     expected = decode_reference.decode_attention(*_exact(q, k, v), lengths, **options)
     beyond = (jnp.arange(case.slots) >= lengths[:, None])[:, None, :, None]
     k, v = (jnp.where(beyond, jnp.asarray(3e4, x.dtype), x) for x in (k, v))
@@ -133,15 +134,15 @@ def _mass(case: Case, interpret: Any) -> None:
         causal_start=lengths - case.queries if causal else None,
         scale=case.head_dim**-0.5,
         valid=jnp.arange(case.queries, case.queries - case.rows, -1),
-        squares=False,
     )
-    expected, _ = mass_reference.attention_mass(q, k, lse, lengths, **options)
+    how = Reduction(**options)
+    expected, _ = mass_reference.attention_mass(q, k, lse, lengths, how)
     # Queries that do not count and slots beyond the length may hold anything.
     counts = (jnp.arange(case.queries) < options["valid"][:, None])[..., None, None]
     q = jnp.where(counts, q, jnp.nan)
     beyond = (jnp.arange(case.slots) >= lengths[:, None])[:, None, :, None]
     k = jnp.where(beyond, jnp.asarray(3e4, k.dtype), k)
-    run = jax.jit(partial(mass_gpu.attention_mass, interpret=interpret, **options))
+    run = jax.jit(partial(mass_gpu.attention_mass, how=how, interpret=interpret))
     mass, squares = run(q.astype(case.dtype), k, lse, lengths)
     assert squares is None
     np.testing.assert_allclose(mass, expected, atol=1e-5, rtol=1e-4)
@@ -163,40 +164,23 @@ def _sparse(case: Case, interpret: Any) -> None:
     start = jnp.array([-9, 37, 70, 5][: case.rows], jnp.int32)
     stop = jnp.array([case.slots, case.slots - 30, 139, 9][: case.rows], jnp.int32)
     options |= dict(page_size=page_size, scale=case.head_dim**-0.5)
-    lists_of = jnp.asarray(pages), start, stop
-    name = "sparse_decode_attention"
+    listed = jnp.asarray(pages)
     if flat:  # the lists of the kv heads, their entries mixed, absent ones named in either way
-        name = "flat_sparse_decode_attention"
         order = random.permutation(lists * entries)
         heads = np.broadcast_to(np.arange(lists)[:, None], pages.shape).reshape(case.rows, -1)
         pages = pages.reshape(case.rows, -1)
         heads = np.where((pages < 0) & (heads > 0), -1, heads)[:, order]
         pages = np.where(heads < 0, 0, pages[:, order])
-        lists_of = jnp.asarray(heads, jnp.int32), jnp.asarray(pages), start, stop
-    exact = [*_exact(q, k, v), *lists_of]
-    expected = getattr(sparse_reference, name)(*exact, **options)
-    run = jax.jit(partial(getattr(sparse_gpu, name), interpret=interpret, **options))
-    result = run(q, k, v, *lists_of)
+        options["heads"], listed = jnp.asarray(heads, jnp.int32), jnp.asarray(pages)
+    exact = *_exact(q, k, v), listed, start, stop
+    expected = sparse_reference.sparse_decode_attention(*exact, **options)
+    run = jax.jit(partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **options))
+    result = run(q, k, v, listed, start, stop)
     assert np.any(np.isneginf(result[1])) and np.any(np.isfinite(result[1]))
     assert len(result) == len(expected)
     for i in range(0, len(result), 2):
         assert result[i].dtype == (jnp.float32 if i else q.dtype)
         _assert_attention(result[i : i + 2], expected[i : i + 2])
-
-
-def _pages(case: Case, interpret: Any) -> None:
-    """A full row and one that ends within a block; behind it lies NaN."""
-    keys = jax.random.split(jax.random.key(4), 3)
-    q = jax.random.normal(keys[0], (case.rows, case.kv_heads * case.group, case.head_dim))
-    shape = case.rows, case.kv_heads, case.slots, case.head_dim
-    one, other = (jax.random.normal(key, shape).astype(case.dtype) for key in keys[1:])
-    q, upper, lower = q.astype(case.dtype), jnp.maximum(one, other), jnp.minimum(one, other)
-    filled = jnp.array([case.slots, 130, 0][: case.rows], jnp.int32)
-    expected = pages_reference.page_scores(*_exact(q, upper, lower), filled)
-    behind = (jnp.arange(case.slots) >= filled[:, None])[:, None, :, None]
-    upper, lower = (jnp.where(behind, jnp.nan, x).astype(case.dtype) for x in (upper, lower))
-    run = jax.jit(partial(pages_gpu.page_scores, interpret=interpret))
-    np.testing.assert_allclose(run(q, upper, lower, filled), expected, rtol=1e-4, atol=1e-4)
 
 
 def _select(case: Case, interpret: Any) -> None:
@@ -208,8 +192,8 @@ def _select(case: Case, interpret: Any) -> None:
     scores[0, 7] = np.nan
     scores = jnp.asarray(scores[: case.rows])
     k = jnp.array([case.slots // 5, case.slots // 3, case.slots // 2, 0][: case.rows], jnp.int32)
-    expected = select_reference.select_mask(scores, k)
-    run = jax.jit(partial(select_gpu.select_large_k, size=case.slots, interpret=interpret))
+    expected = select_reference.select(scores, k, None)
+    run = jax.jit(partial(select_gpu.select, size=case.slots, interpret=interpret))
     for row, chosen in enumerate(np.asarray(run(scores, k))):
         slots = np.flatnonzero(expected[row])
         np.testing.assert_array_equal(chosen[: len(slots)], slots)
@@ -249,13 +233,12 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     ),
     "sparse-prior": (_sparse, Case(rows=1, group=5, options=SHORT_LISTS + PRIOR)),
     "select": (_select, Case(rows=1, slots=200)),
-    "page-scores": (_pages, Case(rows=2, kv_heads=2, group=4, slots=384)),
     "sparse-flat-prior": (_sparse, Case(rows=2, workers=6, group=3, options=FLAT + PRIOR)),
 }
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
     *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal", "sparse-prior"),
-    *("select", "page-scores", "sparse-flat-prior"),
+    *("select", "sparse-flat-prior"),
 }
 
 # What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.
@@ -282,7 +265,6 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
                 _sparse,
                 replace(_case, options=_options(lists=4, entries=40, page_size=64)),
             ),
-            "page-scores": (_pages, replace(_case, kv_heads=8)),
             "sparse-prior": (
                 _sparse,
                 replace(_case, options=_options(lists=4, entries=100, page_size=16, prior=True)),
@@ -327,7 +309,8 @@ def test_on_a_gpu(name: str) -> None:
     check(case, None)
 
 
-def test_what_the_kernels_leave_to_others() -> None:
+def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "compute_capability", lambda: hopper.CAPABILITY)
     q, k, _ = Case(head_dim=128).arrays()
 
     def reasons(q: jax.Array, k: jax.Array, **given: Any) -> list[str | None]:
@@ -349,11 +332,6 @@ def test_what_the_kernels_leave_to_others() -> None:
     assert "tiles" in str(reasons(q, k, tile_best=128)[1])
     wide = jnp.repeat(q, 33, axis=2)
     assert "at most 64" in str(decode_gpu.unsupported(wide, k))
-    heads, bounds = (jnp.zeros(x, jnp.bfloat16) for x in ((1, 8, 64), (1, 2, 256, 64)))
-    assert pages_gpu.unsupported(heads, bounds) is None
-    assert "whole blocks of 128" in str(pages_gpu.unsupported(heads, bounds[:, :, :250]))
-    assert "4 query heads in groups of 2" in str(pages_gpu.unsupported(heads[:, :4], bounds))
-    assert "float32" in str(pages_gpu.unsupported(*_exact(heads, bounds)))
     many = jnp.zeros((241, 1, 8, 64), jnp.bfloat16)
     assert decode_gpu.unsupported(many, many) == "241 rows, at most 240"
     wide = jnp.repeat(q, 16, axis=2)  # 64 query heads

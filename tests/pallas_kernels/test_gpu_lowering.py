@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import hopper
 from pallas_kernels.attention_mass import gpu as mass_gpu
+from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
-from pallas_kernels.page_scores import gpu as pages_gpu
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.topk_scores import gpu as topk_gpu
@@ -27,8 +27,10 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
     q, k, v = case.arrays()
     one, bound = q[:, :1], jnp.array([1000], jnp.int32)
     exact = jnp.zeros(q.shape[:3])
-    options = dict(scale=0.1, valid=bound, causal_start=bound, squares=False)
-    mass = partial(mass_gpu.attention_mass, **options, over_group="max", over_queries="max")
+    how = Reduction(
+        scale=0.1, valid=bound, causal_start=bound, over_group="max", over_queries="max"
+    )
+    mass = partial(mass_gpu.attention_mass, how=how)
     sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
     pages = jnp.zeros((1, 2, 20), jnp.int32)
     heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]
@@ -37,20 +39,21 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
         "decode-merged": (partial(decode_gpu.decode_attention, scale=0.1), (*heads, bound)),
         "logits": (partial(decode_gpu.attend_with_logits, scale=0.1), (one, k, v, bound)),
         "topk": (partial(topk_gpu.topk_scores, count=4), (q, k, bound * 0, bound, exact)),
+        "topk-plain-max": (partial(topk_gpu.topk_scores, count=2), (q, k, bound * 0, bound, exact)),
         "topk-few": (
             partial(topk_gpu.topk_scores, count=4),
             (one, k, bound * 0, bound, exact[:, :1]),
         ),
         "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
         "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
-        "page-scores": (
-            pages_gpu.page_scores,
-            (jnp.concatenate([one[:, 0]] * 2, axis=1), *[jnp.repeat(k, 2, axis=1)] * 2, bound),
-        ),
-        "select": (partial(select_gpu.select_large_k, size=9), (jnp.zeros((1, 5000)), bound)),
+        "select": (partial(select_gpu.select, size=9), (jnp.zeros((1, 5000)), bound)),
         "sparse-flat-prior": (
-            lambda q, k, v, pages, *bounds: sparse_gpu.flat_sparse_decode_attention(
-                q, k, v, pages[:, 0], pages[:, 1], *bounds, page_size=16, scale=0.1, prior_query=q
+            lambda q, k, v, pages, *bounds: sparse_gpu.sparse_decode_attention(
+                *(q, k, v, pages[:, 1], *bounds),
+                heads=pages[:, 0],
+                page_size=16,
+                scale=0.1,
+                prior_query=q,
             ),
             (one, k, v, pages, bound * 0, bound),
         ),
@@ -60,17 +63,8 @@ def _programs() -> dict[str, tuple[Callable, tuple]]:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "decode",
-            "decode-merged",
-            "logits",
-            "topk",
-            "topk-few",
-            "mass",
-            "sparse",
-            "sparse-flat-prior",
-        ),
-        *("select", "page-scores"),
+        *("decode", "decode-merged", "logits", "topk", "topk-plain-max", "topk-few", "mass"),
+        *("sparse", "sparse-flat-prior", "select"),
     ],
 )
 def test_lowers_for_cuda_within_a_manual_shard_map(
@@ -84,13 +78,15 @@ def test_lowers_for_cuda_within_a_manual_shard_map(
         modules.append(str(module))
 
     monkeypatch.setattr(layout_inference, "infer_layout", record)
+    # As on a JAX without the private operation.
+    monkeypatch.setattr(topk_gpu, "_POINTWISE", name != "topk-plain-max")
     run, args = _programs()[name]
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("data")
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     text = jax.jit(sharded).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     # Both halves of the top-k search are kernels, and the merge of few pieces.
-    kernels = 2 if name in ("topk", "decode-merged") else 1
+    kernels = 2 if name in ("topk", "topk-plain-max", "decode-merged") else 1
     assert text.count("custom_call @mosaic_gpu") == len(modules) == kernels
     for module in modules:
         # Where no tiling is asked for the inference may choose fewer rows, which come out wrong.
@@ -100,13 +96,12 @@ def test_lowers_for_cuda_within_a_manual_shard_map(
         )
 
 
-@pytest.mark.parametrize("config", [decode_gpu.CONFIGS[0], decode_gpu.CONFIGS[-1]], ids=str)
-def test_the_largest_batch_finds_place_in_shared_memory(config: decode_gpu.Config) -> None:
+def test_the_largest_batch_finds_place_in_shared_memory() -> None:
     """Lowering refuses what is too large; the plan has a line a row."""
     rows = decode_gpu._MAX_BATCH
     q = jax.ShapeDtypeStruct((rows, 1, 4, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((rows, 1, 128, 128), jnp.bfloat16)
-    run = partial(decode_gpu.decode_attention, scale=1.0, config=config)
+    run = partial(decode_gpu.decode_attention, scale=1.0)
     lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
     text = jax.jit(run).trace(q, k, k, lengths).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @mosaic_gpu" in text

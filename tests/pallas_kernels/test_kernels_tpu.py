@@ -14,13 +14,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass import tpu as mass_tpu
+from pallas_kernels.attention_mass.reference import Reduction
+from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
 from pallas_kernels.topk_scores import tpu as topk_tpu
-from pallas_kernels.tpu_common import key_block
+from pallas_kernels.tpu_common import key_block, unsupported_keys
 
 INTERPRET = pltpu.InterpretParams()
 BLOCK = 128
@@ -81,7 +83,8 @@ def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim: 
     q, k, v = _random("float32", (6, 2, 6, head_dim), cache, cache)
     # The last row's queries stand beyond the reach of every slot.
     behind = jnp.array([0, 0, 3, 10, 99, 101], jnp.int32)
-    options = dict(scale=0.3, window=100, slot_start=40, query_start=40 + lengths + behind)
+    window = Window(size=100, slot_start=40, query_start=40 + lengths + behind)
+    options = dict(scale=0.3, window=window)
     expected = jax.jit(partial(decode_reference.decode_attention, **options))(q, k, v, lengths)
     assert np.all(np.isneginf(expected[1][5]))
     k, v = (_spoil(x, lengths, jnp.nan) for x in (k, v))
@@ -207,17 +210,18 @@ def test_attention_mass(
         (7, queries, kv_heads * groups),
     )
     lse = lse.astype("float32").at[5, 0, 0].set(-jnp.inf)
-    options = dict(squares=False, over_group="sum", over_queries="sum") | options
+    options = dict(options)
     # Rows that begin before, at and behind a block's edge, and one whose queries see every slot.
     start = jnp.array([0, 0, 100, 110, 128, 200, 300], jnp.int32)
     options["causal_start"] = start if options.pop("causal", False) else None
     options |= dict(scale=head_dim**-0.5, valid=valid)
-    expected = jax.jit(partial(mass_reference.attention_mass, **options))(q, k, lse, lengths)
+    how = Reduction(**options)
+    expected = jax.jit(partial(mass_reference.attention_mass, how=how))(q, k, lse, lengths)
     padding = jnp.arange(queries) >= valid[:, None]
     q = jnp.where(padding[..., None, None], jnp.nan, q)
     lse = jnp.where(padding[..., None], jnp.nan, lse)
     k = _spoil(k, lengths, jnp.nan)
-    run = partial(mass_tpu.attention_mass, blocks=(32, 16, BLOCK), interpret=INTERPRET, **options)
+    run = partial(mass_tpu.attention_mass, how=how, blocks=(32, 16, BLOCK), interpret=INTERPRET)
     for found, wanted in zip(jax.jit(run)(q, k, lse, lengths), expected, strict=True):
         assert (found is None) == (wanted is None)
         if wanted is not None:
@@ -249,19 +253,20 @@ def test_sparse_decode_attention(
     pages[2, 0] = 4, -1, 0, 2, 1  # page 0, cut by the row's stop, stands in for the -1
     starts = jnp.array([0, page_size, -2 * page_size, page_size + 1, 40], jnp.int32)
     stops = jnp.array([slots + 3, slots - page_size, 5, slots - 1, 40], jnp.int32)
-    arguments = jnp.asarray(pages, jnp.int32), starts, stops
+    listed = jnp.asarray(pages, jnp.int32)
     options: dict[str, Any] = dict(page_size=page_size, scale=128**-0.5)
-    name = "sparse_decode_attention"
     if "flat" in form:
-        name, order = "flat_sparse_decode_attention", rng.permutation(lists * 5)
+        order = rng.permutation(lists * 5)
         heads = jnp.broadcast_to(jnp.arange(lists)[:, None], pages.shape).reshape(5, -1)[:, order]
-        arguments = heads, arguments[0].reshape(5, -1)[:, order], starts, stops
+        options["heads"], listed = heads, listed.reshape(5, -1)[:, order]
     if "prior" in form:
         options["prior_query"] = jnp.flip(q, axis=2)
-    expected = jax.jit(partial(getattr(sparse_reference, name), **options))(q, k, v, *arguments)
+    arguments = listed, starts, stops
+    definition = jax.jit(partial(sparse_reference.sparse_decode_attention, **options))
+    expected = definition(q, k, v, *arguments)
     outside = (jnp.arange(slots) < starts[:, None]) | (jnp.arange(slots) >= stops[:, None])
     k, v = (jnp.where(outside[:, None, :, None], jnp.nan, x) for x in (k, v))
-    run = partial(getattr(sparse_tpu, name), block=2, interpret=INTERPRET, **options)
+    run = partial(sparse_tpu.sparse_decode_attention, block=2, interpret=INTERPRET, **options)
     result = jax.jit(run)(q, k, v, *arguments)
     assert len(result) == len(expected) == (4 if "prior" in form else 2)
     for out, lse, *of in zip(result[::2], result[1::2], expected[::2], expected[1::2], strict=True):
@@ -306,11 +311,7 @@ def test_reasons_against_the_sparse_kernel(changes: dict, reason: str | None) ->
 )
 def test_reasons_against_keys(head_dim: int, dtype: str, reason: str | None) -> None:
     q = jnp.ones((1, 1, 1, head_dim), dtype)
-    for found in (
-        decode_tpu.unsupported(q),
-        topk_tpu.unsupported(q, None),
-        mass_tpu.unsupported(q),
-    ):
+    for found in (unsupported_keys(q), topk_tpu.unsupported(q, None)):
         assert found is None if reason is None else reason in str(found)
 
 

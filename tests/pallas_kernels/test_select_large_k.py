@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import dispatch
-from pallas_kernels.select_large_k import gpu, reference, select_large_k, select_mask, xla
+from pallas_kernels import dispatch, hopper
+from pallas_kernels.select_large_k import reference, select_large_k, select_mask, xla
 
 ROWS, SLOTS, SIZE = 2, 13, 9
 
@@ -25,16 +25,16 @@ def _compiled(name: str, size: int = SIZE) -> Callable:
     if name == "mask":
         return jax.jit(select_mask)
     if name == "reference":
-        return jax.jit(functools.partial(reference.select_large_k, size=size))
+        return jax.jit(functools.partial(reference.select, size=size))
     if name == "gpu":
 
         def on_gpu(scores: jax.Array, k: jax.Array) -> jax.Array:
             with mock.patch.object(xla.dispatch, "platform", lambda: "gpu"):
-                return xla.select_large_k(scores, jnp.clip(k, 0, size), size=size)
+                return xla.select(scores, jnp.clip(k, 0, size), size)
 
         return jax.jit(on_gpu)
     compact = {"scatter": xla._by_scatter, "search": xla._by_search}[name]
-    return jax.jit(lambda scores, k: compact(xla.select_mask(scores, k), size))
+    return jax.jit(lambda scores, k: compact(xla.select(scores, k, None), size))
 
 
 def _expected(scores: np.ndarray, k: np.ndarray, size: int) -> np.ndarray:
@@ -162,7 +162,7 @@ def test_selection_for_a_tpu_compiles_without_scatter_or_sort() -> None:
 def test_the_gpu_takes_its_kernel_for_long_rows_alone(monkeypatch: pytest.MonkeyPatch):
     """By what was measured: XLA's form is quicker below 65,536 scores."""
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
-    monkeypatch.setattr(gpu, "unsupported", lambda: None)
+    monkeypatch.setattr(hopper, "compute_capability", lambda: hopper.CAPABILITY)
 
     def kernels(slots: int) -> int:
         scores = jax.ShapeDtypeStruct((2, slots), jnp.float32)

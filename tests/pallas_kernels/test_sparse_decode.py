@@ -142,12 +142,12 @@ def _run(case: Case, module, arrays: tuple[jax.Array, ...], lists: jax.Array):
     options = dict(page_size=case.page_size, scale=case.scale)
     if module is xla:
         options |= dict(block=case.block)
-    flat = case.lists == "flat"
-    name = "flat_sparse_decode_attention" if flat else "sparse_decode_attention"
     bounds = (jnp.array(x, jnp.int32) for x in (STARTS, STOPS))
-    run = jax.jit(partial(getattr(module, name), **options))
+    run = jax.jit(partial(module.sparse_decode_attention, **options))
     given = {None: {}, "logits": dict(prior=prior), "query": dict(prior_query=prior)}[case.prior]
-    return run(q, k, v, *(_flat(lists) if flat else (lists,)), *bounds, **given)
+    if case.lists == "flat":
+        given["heads"], lists = _flat(lists)
+    return run(q, k, v, lists, *bounds, **given)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -172,7 +172,10 @@ def _small(lists: str) -> Callable:
     """Compiled once for all that hypothesis draws; two entries a block."""
     options = dict(page_size=4, scale=0.5, block=2)
     if lists == "flat":
-        return jax.jit(partial(xla.flat_sparse_decode_attention, **options))
+        run = partial(xla.sparse_decode_attention, **options)
+        return jax.jit(
+            lambda q, k, v, heads, *rest, **given: run(q, k, v, *rest, heads=heads, **given)
+        )
     return jax.jit(partial(xla.sparse_decode_attention, **options))
 
 
@@ -286,7 +289,7 @@ def test_partial_results_of_a_head_are_summed_at_the_highest_precision() -> None
     case = CASES["flat"]
     q, k, v, _ = _inputs(case)
     bounds = [jnp.array(x, jnp.int32) for x in (STARTS, STOPS)]
-    run = partial(xla.flat_sparse_decode_attention, page_size=8, scale=0.1)
+    run = partial(flat_sparse_decode_attention, page_size=8, scale=0.1, implementation="xla")
     with jax.default_matmul_precision("default"):
         program = str(jax.make_jaxpr(run)(q, k, v, *_flat(_lists(case)), *bounds))
     assert program.count("Precision.HIGHEST") == 4  # both operands of two sums

@@ -1,7 +1,7 @@
 """`bench kernels` on tiny shapes: what is timed really runs, and the figures follow from it."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,9 @@ from jax.experimental import io_callback
 from typer.testing import CliRunner
 
 from jax_longctx.bench import kernels
-from jax_longctx.bench import kernels_tune as tuning_of
-from jax_longctx.bench.kernels_report import markdown
+from jax_longctx.bench.kernels import markdown
+from jax_longctx.bench.timing import measure
 from jax_longctx.cli.main import app
-from pallas_kernels import tuning
-from pallas_kernels.bench import Timing, measure
 
 
 @pytest.fixture(autouse=True)
@@ -111,57 +109,4 @@ def test_the_runs_of_a_case_agree():
     first, later = (sparse.steps["ours"](jnp.int32(i), *inputs) for i in (0, 1))
     assert not np.array_equal(first[1], later[1])  # other pages every time
     operations = {case.operation for case in found.values()}
-    assert len(operations) == 7 and all("ours" in case.steps for case in found.values())
-
-
-@pytest.fixture
-def tuned(monkeypatch, tmp_path):
-    """The device's table, and a door that has a configuration, of which the second is quicker."""
-    monkeypatch.setenv(tuning.FOLDER_VARIABLE, str(tmp_path))
-    configs = tuning_of.select_large_k.CONFIGS
-
-    def timed(step, *inputs, repeats, least):
-        chosen = step(jnp.int32(0), *inputs)
-        if chosen is configs[0]:
-            return Timing(2e-5, 2e-5, 2e-5, 0)
-        return Timing(1e-5, 1e-5, 1e-5, 0)
-
-    def case():
-        def step(i, scores):
-            shapes = tuning.shape_class(slots=scores.shape[-1])
-            return tuning.configured("select_large_k", shapes, configs)
-
-        found = next(c for c in kernels.cases(64) if c.operation == "select_large_k")
-        return replace(found, steps={"ours": step})
-
-    monkeypatch.setattr(tuning_of, "measure", timed)
-    monkeypatch.setattr(tuning_of, "cases", lambda shrink: [case()])
-    return tmp_path / "cpu.json", configs
-
-
-def test_the_quickest_configuration_is_written_beside_what_the_table_held(tuned):
-    path, configs = tuned
-    other = {"slots 1": tuning.Entry({"x": 1}, 1.0, 1.0)}
-    tuning.write(path, "cpu", {"topk_scores": other})
-    args = ["bench", "kernels", "--tune", "--only", "select_large_k", "--shrink", "64"]
-    result = CliRunner().invoke(app, [*args, "--repeats", "1", "--json"])
-    assert result.exit_code == 0, result.output
-    entry = tuning.Entry(asdict(configs[1]), 1e-5, 2e-5)
-    assert tuning.read(path) == {"topk_scores": other, "select_large_k": {"slots 2048": entry}}
-
-
-def test_a_table_that_cannot_be_read_is_not_written_over(tuned):
-    path, _ = tuned
-    path.write_text("{")
-    result = CliRunner().invoke(app, ["bench", "kernels", "--tune", "--only", "select_large_k"])
-    assert result.exit_code == 2 and path.name in result.output
-    assert path.read_text() == "{"
-
-
-def test_where_no_kernel_runs_nothing_is_tuned(monkeypatch, tmp_path):
-    monkeypatch.setenv(tuning.FOLDER_VARIABLE, str(tmp_path))
-    args = ["bench", "kernels", "--tune", "--only", "select_large_k", "--shrink", "64"]
-    result = CliRunner().invoke(app, [*args, "--repeats", "1"])
-    assert result.exit_code == 2 and "no kernel of this device takes it" in result.output
-    assert "expected a Hopper GPU" in result.output.replace("\n", " ")
-    assert not list(tmp_path.iterdir())
+    assert len(operations) == 9 and all("ours" in case.steps for case in found.values())

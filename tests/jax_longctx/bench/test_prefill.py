@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from jax_longctx.bench import layers, prefill
+from jax_longctx.bench import prefill, timing
 from jax_longctx.cli.main import app
 from jax_longctx.methods import make_method
 from jax_longctx.models import presets
@@ -80,10 +80,10 @@ def test_one_device_merges_nothing_and_a_step_can_be_left_out(tiny_preset):
 
 
 def test_time_is_scaled_from_some_layers_and_one():
-    assert layers.scaled("x", {32: 5.0}, 32) == {"x": 5.0}
+    assert timing.scaled("x", {32: 5.0}, 32) == {"x": 5.0}
     # 3 s fixed and 0.5 s a layer.
     wanted = {"x": 19.0, "x_layer": 0.5, "x_fixed": 3.0}
-    assert layers.scaled("x", {8: 7.0, 1: 3.5}, 32) == pytest.approx(wanted)
+    assert timing.scaled("x", {8: 7.0, 1: 3.5}, 32) == pytest.approx(wanted)
 
 
 def test_a_block_is_for_methods_that_have_one():
