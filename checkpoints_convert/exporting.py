@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,19 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_convert.names import FileTensor, Part, expected_tensors
-from checkpoints_convert.partial import check_destination, write_text
-from checkpoints_convert.sources.safetensors import DTYPE_NAMES
+from checkpoints_convert.huggingface import DTYPE_NAMES
+from checkpoints_convert.names import FileTensor, expected_tensors
+from checkpoints_convert.partial import GROUP, OnProgress, check_destination
 from jax_longctx.errors import CheckpointError
 from jax_longctx.locks import only_writer
 from jax_longctx.models.checkpoint import Manifest, read_manifest, restore, tokenizer_folder
-
-__all__ = ["export"]
-
-# Small parameters are read from Orbax together, up to so many bytes.
-GROUP = 64 << 20
-
-OnProgress = Callable[[int, int], None]
+from jax_longctx.models.storage import write_text
 
 
 def export(
@@ -64,16 +58,14 @@ def export(
             _write_shards(Path(checkpoint), manifest, scratch, shards, progress)
             for name in manifest.tokenizer_files:
                 shutil.copyfile(tokenizer / name, scratch / name)
-            write_text(scratch / "config.json", json.dumps(_hf_config(manifest), indent=2))
+            config = manifest.config.to_hf() | dict(manifest.extras)
+            config["torch_dtype"] = manifest.dtype
+            write_text(scratch / "config.json", json.dumps(config, indent=2))
             scratch.rename(destination)
         except OSError as error:
             raise CheckpointError(f"{destination} could not be written: {error}") from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _hf_config(manifest: Manifest) -> dict[str, Any]:
-    return {**manifest.config.to_hf(), **manifest.extras, "torch_dtype": manifest.dtype}
 
 
 def _dtype(manifest: Manifest, tensor: FileTensor) -> np.dtype:
@@ -84,20 +76,28 @@ def _bytes(manifest: Manifest, tensor: FileTensor) -> int:
     return math.prod(tensor.shape) * _dtype(manifest, tensor).itemsize
 
 
+def _groups(
+    manifest: Manifest, tensors: Sequence[FileTensor], limit: int
+) -> list[list[FileTensor]]:
+    """The tensors in order, in groups of at most `limit` bytes, or of one tensor."""
+    groups: list[list[FileTensor]] = []
+    held = limit
+    for tensor in tensors:
+        size = _bytes(manifest, tensor)
+        if not groups or held + size > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(tensor)
+        held += size
+    return groups
+
+
 def _shards(manifest: Manifest, limit: int) -> dict[str, list[FileTensor]]:
     """Which file holds which tensors, in order."""
-    groups: list[list[FileTensor]] = [[]]
-    filled = 0
-    for tensor in expected_tensors(manifest.config, "hf").values():
-        size = _bytes(manifest, tensor)
-        if groups[-1] and filled + size > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+    groups = _groups(manifest, [*expected_tensors(manifest.config, "hf").values()], limit)
     count = len(groups)
+    if count == 1:
+        return {"model.safetensors": groups[0]}
     return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, 1)}
 
 
@@ -113,10 +113,13 @@ def _write_shards(
     for name, tensors in shards.items():
         with (folder / name).open("wb") as file:
             _write_header(file, manifest, tensors)
-            for batch in _batches(manifest, tensors):
-                arrays = _load(checkpoint, manifest, [tensor.parts[0] for tensor in batch])
+            for batch in _groups(manifest, tensors, GROUP):
+                arrays = restore(checkpoint, manifest, _wanted(manifest, batch))
                 for tensor in batch:
-                    values = tensor.parts[0].to_file(arrays.pop(tensor.parts[0].path))
+                    parts = [
+                        part.to_file(np.asarray(arrays.pop(part.path))) for part in tensor.parts
+                    ]
+                    values = np.concatenate(parts) if len(parts) > 1 else parts[0]
                     file.write(np.ascontiguousarray(values).view(np.uint8).data)
                     done += values.nbytes
                     if progress is not None:
@@ -127,19 +130,6 @@ def _write_shards(
         placed = {tensor.name: name for name, group in shards.items() for tensor in group}
         index = {"metadata": {"total_size": total}, "weight_map": placed}
         write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
-
-
-def _batches(manifest: Manifest, tensors: Sequence[FileTensor]) -> list[list[FileTensor]]:
-    batches: list[list[FileTensor]] = []
-    held = GROUP
-    for tensor in tensors:
-        size = _bytes(manifest, tensor)
-        if held + size > GROUP:
-            batches.append([])
-            held = 0
-        batches[-1].append(tensor)
-        held += size
-    return batches
 
 
 def _write_header(file: BinaryIO, manifest: Manifest, tensors: Sequence[FileTensor]) -> None:
@@ -158,21 +148,13 @@ def _write_header(file: BinaryIO, manifest: Manifest, tensors: Sequence[FileTens
     file.write(struct.pack("<Q", len(text)) + text)
 
 
-def _load(checkpoint: Path, manifest: Manifest, parts: Sequence[Part]) -> dict[str, np.ndarray]:
-    """Parameters in host memory, by path, in the types they are stored in."""
-    device = jax.local_devices(backend="cpu")[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    wanted = {
+def _wanted(manifest: Manifest, tensors: Sequence[FileTensor]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Their parameters in host memory, in the types they are stored in."""
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    return {
         part.path: jax.ShapeDtypeStruct(
-            part.shape, jnp.dtype(manifest.tensors[part.path].dtype), sharding=sharding
+            part.info.shape, jnp.dtype(manifest.tensors[part.path].dtype), sharding=host
         )
-        for part in parts
+        for tensor in tensors
+        for part in tensor.parts
     }
-    tree = restore(checkpoint, manifest, wanted)
-    found: dict[str, np.ndarray] = {}
-    for part in parts:
-        node: Any = tree
-        for name in part.path.split("."):
-            node = node[name]
-        found[part.path] = np.asarray(node)
-    return found

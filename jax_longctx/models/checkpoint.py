@@ -13,25 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 from jax.sharding import Mesh
 
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos
-from jax_longctx.models.storage import Files, check_files, load_arrays, nested, read_sealed, seal
+from jax_longctx.models.storage import Files, check_files, load_arrays, read_sealed, seal
 from jax_longctx.sharding import logical_sharding
-
-__all__ = [
-    "MANIFEST",
-    "PARAMS",
-    "TOKENIZER",
-    "Manifest",
-    "TensorEntry",
-    "load_params",
-    "read_manifest",
-    "restore",
-    "tokenizer_folder",
-]
 
 # 1 had no digests.
 FORMAT = 2
@@ -128,20 +117,20 @@ def load_params(directory: str | Path, mesh: Mesh, dtype: Any = None) -> dict[st
         path: jax.ShapeDtypeStruct(info.shape, target, sharding=logical_sharding(mesh, info.axes))
         for path, info in infos.items()
     }
-    return restore(directory, manifest, wanted)
+    return traverse_util.unflatten_dict(restore(directory, manifest, wanted), sep=".")
 
 
 def restore(
     directory: str | Path, manifest: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, Any]:
-    """Some or all parameters, as nested dicts.
+) -> dict[str, jax.Array]:
+    """Some or all parameters, by dot-joined path.
 
     Raises:
       CheckpointError: the stored arrays are incomplete or damaged.
     """
     folder = Path(directory).absolute() / PARAMS
     check_files(folder, manifest.files, REMEDY)
-    return nested(load_arrays(folder, wanted, REMEDY))
+    return load_arrays(folder, wanted, REMEDY)
 
 
 def tokenizer_folder(directory: str | Path, manifest: Manifest) -> Path:

@@ -5,8 +5,6 @@ from typing import Any
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 
-__all__ = ["PRESETS", "preset"]
-
 _LLAMA_3_1_ROPE = {
     "rope_theta": 500000.0,
     "rope_type": "llama3",

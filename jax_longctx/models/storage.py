@@ -26,20 +26,6 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError
 
-__all__ = [
-    "Files",
-    "bytes_below",
-    "check_files",
-    "describe_files",
-    "load_arrays",
-    "nested",
-    "quiet_orbax",
-    "read_sealed",
-    "seal",
-    "sha256_of",
-    "why_unwritten",
-]
-
 # Every file below a folder: its size, and its SHA-256, which is None where TensorStore checks it.
 type Files = Mapping[str, list[Any]]
 
@@ -107,6 +93,21 @@ def read_sealed(path: Path, version: int, remedy: str) -> dict[str, Any]:
 
 def _digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, and onto the disk."""
+    scratch = partial_of(path)
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def partial_of(path: Path) -> Path:
+    """What a file or a folder is called until it is whole."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def sha256_of(path: Path) -> str:
@@ -262,6 +263,11 @@ def why_unwritten(error: Exception) -> str:
     found = re.search(r"os_error_code='(\d+)'", str(error))
     if found is not None:
         return os.strerror(int(found[1]))
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
@@ -270,15 +276,3 @@ def _await_threads(threads: set[threading.Thread]) -> None:
     end = time.monotonic() + WORKERS
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dot-joined paths as nested dicts."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *folders, leaf = path.split(".")
-        node = tree
-        for name in folders:
-            node = node.setdefault(name, {})
-        node[leaf] = value
-    return tree
