@@ -18,11 +18,8 @@ from typing import Any
 from jax_longctx.errors import ConfigError
 from jax_longctx.typed_toml import check_names, read_toml, section
 from train_cpt.attention import Pattern
-from train_cpt.forward import Remat
 from train_cpt.loop import LoopConfig
-from train_cpt.step import Float32OrHalf, OptimizerConfig
-
-__all__ = ["DataConfig", "RunConfig", "RunOptions", "parse_config", "read_config"]
+from train_cpt.step import Float32OrHalf, OptimizerConfig, Remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

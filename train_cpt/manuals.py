@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jax_longctx.errors import InputError
-from train_cpt.metrics import partial_of
-
-__all__ = ["collect"]
+from jax_longctx.models.storage import partial_of
 
 SUFFIXES = (".txt", ".rst", ".md", ".info")
 # Changes, licences and lists of names are no running text.

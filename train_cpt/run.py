@@ -7,11 +7,9 @@ last step had a lower dev loss than the last.
 
 import contextlib
 import dataclasses
-import hashlib
-import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.locks import only_writer
 from jax_longctx.models.checkpoint import (
     MANIFEST,
     PARAMS,
@@ -30,21 +29,23 @@ from jax_longctx.models.checkpoint import (
     read_manifest,
     tokenizer_folder,
 )
-from jax_longctx.models.storage import describe_files, quiet_orbax
+from jax_longctx.models.storage import (
+    describe_files,
+    partial_of,
+    quiet_orbax,
+    sha256_of,
+    why_unwritten,
+    write_text,
+)
 from jax_longctx.sharding import make_mesh, parse_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
 from train_cpt.attention import check_attention
-from train_cpt.checkpoints import Checkpoints
 from train_cpt.config import RunConfig
-from train_cpt.data import open_windows, prepare
-from train_cpt.documents import document_files, file_record, read_documents
+from train_cpt.data import document_files, file_record, open_windows, prepare, read_documents
 from train_cpt.evaluate import tokenizer_digest
-from train_cpt.loop import CHECKPOINTS, VERSIONS, Outcome, Progress, train
+from train_cpt.loop import CHECKPOINTS, VERSIONS, Checkpoints, Outcome, Progress, any_process, train
 from train_cpt.metrics import PLOT, plot_losses
-from train_cpt.processes import any_process
 from train_cpt.step import Setup
-
-__all__ = ["BEST", "MODEL", "run_config"]
 
 # Below the run's folder: the trained model, and that of the lowest dev loss.
 MODEL, BEST = "model", "best"
@@ -59,8 +60,15 @@ def run_config(
       note: is told in a line what was prepared.
 
     Raises:
-      LongctxError: what is wrong with the configuration, the data, the checkpoint or the run.
+      LongctxError: what is wrong with the configuration, the data, the checkpoint or the run; or
+        another process writes the run's folder.
     """
+    with contextlib.ExitStack() as held:
+        from_leader(lambda: held.enter_context(only_writer(config.run.output.absolute())))
+        return _run(config, note, progress)
+
+
+def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | None) -> Outcome:
     checkpoint = config.run.checkpoint
     manifest = read_manifest(checkpoint)
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
@@ -84,8 +92,8 @@ def run_config(
     )
     facts = {
         **config.to_dict(),
-        "checkpoint": _file_digest(checkpoint / MANIFEST),
-        "data_set": _file_digest(config.data.directory / MANIFEST),
+        "checkpoint": sha256_of(checkpoint / MANIFEST),
+        "data_set": sha256_of(config.data.directory / MANIFEST),
         VERSIONS: _versions(),
     }
     outcome = train(
@@ -148,7 +156,7 @@ def _prepare(
         shares=data.shares,
         sources=map(file_record, files),
     )
-    counts: Mapping[str, int] = made.documents
+    counts = made.documents
     texts = ", ".join(f"{made.windows(split):,} {split}" for split in made.shards)
     note(
         f"{data.directory}: {texts} texts of {made.length:,} tokens from {counts['used']:,} "
@@ -167,7 +175,7 @@ def _write_model(
     """The weights after a step in the dtype they came in, as a checkpoint that loads like any."""
     if not _is_missing(destination):
         return
-    building = destination.with_name(f".{destination.name}.partial")
+    building = partial_of(destination)
 
     def begin() -> None:
         shutil.rmtree(building, ignore_errors=True)
@@ -180,7 +188,7 @@ def _write_model(
         with quiet_orbax():
             ocp.save(str((building / PARAMS).absolute()), params)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{destination} cannot be written: {error!s:.200}") from error
+        raise CheckpointError(f"{destination} cannot be written: {why_unwritten(error)}") from error
     written = dataclasses.replace(
         manifest,
         tensors={
@@ -192,11 +200,7 @@ def _write_model(
 
     def finish() -> None:
         whole = dataclasses.replace(written, files=describe_files(building / PARAMS))
-        (building / MANIFEST).write_text(whole.to_json(), encoding="utf-8")
-        os.replace(building, destination)
+        write_text(building / MANIFEST, whole.to_json())
+        building.replace(destination)
 
     from_leader(finish)
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
