@@ -10,7 +10,6 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ class SourceTensor:
     file: Path
     offset: int
     nbytes: int
-    decode: Callable[[bytearray, int], np.ndarray]
+    decode: Callable[[bytes, int], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,11 +87,11 @@ class HashedFile:
         self._hash = hashlib.sha256()
         self._position = 0
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = path.open("rb")
         except OSError as error:
             raise unreadable(path, error) from error
 
-    def read(self, offset: int, size: int) -> bytearray:
+    def read(self, offset: int, size: int) -> bytes:
         """The bytes `offset` to `offset + size`; offsets only grow from call to call."""
         assert offset >= self._position, "ranges are read in the order of the file"
         while self._position < offset:
@@ -105,7 +104,11 @@ class HashedFile:
             pass
         return self._hash.hexdigest()
 
-    def _next(self, size: int) -> bytearray:
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _next(self, size: int) -> bytes:
         data = self._advance(size)
         if len(data) < size:
             raise CheckpointError(
@@ -114,34 +117,15 @@ class HashedFile:
             )
         return data
 
-    def _advance(self, size: int) -> bytearray:
+    def _advance(self, size: int) -> bytes:
         """Up to `size` bytes; fewer only at the end of the file."""
-        data = bytearray(size)
-        filled = 0
-        with memoryview(data) as view:
-            while filled < size:
-                try:
-                    count = self._file.readinto(view[filled:])
-                except OSError as error:
-                    raise unreadable(self.path, error) from error
-                if not count:
-                    break
-                filled += count
-        del data[filled:]
+        try:
+            data = self._file.read(size)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
         self._hash.update(data)
-        self._position += filled
+        self._position += len(data)
         return data
-
-    def __enter__(self) -> "HashedFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:

@@ -102,7 +102,7 @@ def _tensor(path: Path, entry: Any) -> SourceTensor:
         )
     dtype = np.dtype({"F16": np.float16, "BF16": jnp.bfloat16}.get(kind.name, np.float32))
 
-    def decode(raw: bytearray, rows: int) -> np.ndarray:
+    def decode(raw: bytes, rows: int) -> np.ndarray:
         if kind.name in ("F32", "F16", "BF16"):
             return np.frombuffer(raw, dtype).reshape(rows, -1)
         return dequantize(np.frombuffer(raw, np.uint8).reshape(rows, -1), kind)

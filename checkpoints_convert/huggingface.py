@@ -176,7 +176,19 @@ def read_header(path: Path) -> list[SourceTensor]:
       CheckpointError: no safetensors file, a damaged or truncated one, or weights of a type that
         is not implemented (quantised).
     """
-    header, begin, size = _raw_header(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT
+            size = path.stat().st_size
+            if length >= min(HEADER_LIMIT, size):
+                raise CheckpointError(
+                    f"{path} is not a safetensors file, or truncated in its header ({size} bytes)"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    header, begin = parse_json(raw, f"{path} is not a safetensors file"), 8 + length
     tensors = [
         _tensor(path, name, entry, begin)
         for name, entry in header.items()
@@ -198,23 +210,6 @@ def read_header(path: Path) -> list[SourceTensor]:
     return tensors
 
 
-def _raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header, where the tensors begin, and the file's size."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT
-            size = path.stat().st_size
-            if length >= min(HEADER_LIMIT, size):
-                raise CheckpointError(
-                    f"{path} is not a safetensors file, or truncated in its header ({size} bytes)"
-                )
-            raw = file.read(length)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    return parse_json(raw, f"{path} is not a safetensors file"), 8 + length, size
-
-
 def _tensor(path: Path, name: str, entry: Any, begin: int) -> SourceTensor:
     try:
         shape = tuple(int(size) for size in entry["shape"])
@@ -233,7 +228,7 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> SourceTensor:
             f"{path}: tensor {name} {list(shape)} of type {kind} takes {last - first} bytes"
         )
 
-    def decode(raw: bytearray, rows: int) -> np.ndarray:
+    def decode(raw: bytes, rows: int) -> np.ndarray:
         return np.frombuffer(raw, dtype).reshape(rows, -1)
 
     return SourceTensor(

@@ -6,6 +6,7 @@ and put straight onto their shards; groups of them are written by Orbax. At no t
 than a group and a tensor in memory.
 """
 
+import collections
 import contextlib
 import itertools
 import math
@@ -35,7 +36,7 @@ from jax_longctx.models.checkpoint import (
     TensorEntry,
     read_manifest,
 )
-from jax_longctx.models.llama import check_mesh, param_infos
+from jax_longctx.models.llama import check_mesh
 from jax_longctx.models.storage import bytes_below, describe_files, write_text
 from jax_longctx.sharding import logical_sharding, make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
@@ -157,7 +158,7 @@ def convert(
         except OSError as error:
             raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
         try:
-            hashes = _write_tensors(partial, steps, mesh, opened, progress)
+            hashes = _write_tensors(partial, steps, mesh, progress)
             _write_rest(partial, opened, steps, hashes)
         except Exception as error:
             # Whatever went wrong: nothing is left behind.
@@ -192,10 +193,8 @@ def _check_space(destination: Path, needed: int) -> None:
 
 def _made_from(opened: Source, steps: Sequence[Step]) -> dict[str, Any]:
     """What must be the same for an interrupted conversion to be continued."""
-    files = {}
-    for path in dict.fromkeys(tensor.file for tensor, _, _ in steps):
-        status = path.stat()
-        files[path.name] = [status.st_size, status.st_mtime_ns]
+    status = {tensor.file: tensor.file.stat() for tensor, _, _ in steps}
+    files = {path.name: [found.st_size, found.st_mtime_ns] for path, found in status.items()}
     return {
         "dtype": {tensor.name: dtype.name for tensor, _, dtype in steps},
         "source": {**files, **{path.name: digest for path, digest in opened.read_files.items()}},
@@ -204,21 +203,17 @@ def _made_from(opened: Source, steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def _write_tensors(
-    partial: Partial,
-    steps: Sequence[Step],
-    mesh: Mesh,
-    opened: Source,
-    progress: OnProgress | None,
+    partial: Partial, steps: Sequence[Step], mesh: Mesh, progress: OnProgress | None
 ) -> dict[Path, str]:
     """Writes what is not written yet; the checksum of every file of tensors."""
     total = sum(map(_stored_bytes, steps))
     limit = group_limit(max(map(_stored_bytes, steps)))
-    infos, finished = param_infos(opened.config), partial.finished
+    finished = partial.finished
     group: dict[str, jax.Array] = {}
     held = done = 0
     hashes: dict[Path, str] = {}
     for path, own_steps in itertools.groupby(steps, key=lambda step: step[0].file):
-        with HashedFile(path) as file:
+        with contextlib.closing(HashedFile(path)) as file:
             for tensor, wanted, dtype in own_steps:
                 size = _stored_bytes((tensor, wanted, dtype))
                 if any(part.path not in finished for part in wanted.parts):
@@ -227,8 +222,15 @@ def _write_tensors(
                         group, held = {}, 0
                     array = read_array(file, tensor, dtype)
                     for part in wanted.parts:
-                        sharding = logical_sharding(mesh, infos[part.path].axes)
-                        group[part.path] = _place(part.from_file(array), sharding)
+                        sharding = logical_sharding(mesh, part.info.axes)
+                        view = part.from_file(array)
+                        # Each shard is made contiguous on its own.
+                        group[part.path] = jax.make_array_from_callback(
+                            view.shape,
+                            sharding,
+                            lambda index, v=view: np.ascontiguousarray(v[index]),
+                        )
+                        del view
                     del array
                     held += size
                 done += size
@@ -245,15 +247,6 @@ def group_limit(largest: int) -> int:
     return max(GROUP, largest // 2)
 
 
-def _place(view: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The array on its shards; each shard is made contiguous on its own."""
-
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        return np.ascontiguousarray(view if index is None else view[index])
-
-    return jax.make_array_from_callback(view.shape, sharding, shard)
-
-
 def _write_rest(
     partial: Partial, opened: Source, steps: Sequence[Step], hashes: Mapping[Path, str]
 ) -> None:
@@ -264,9 +257,9 @@ def _write_rest(
     shutil.rmtree(tokenizer, ignore_errors=True)
     tokenizer.mkdir()
     opened.write_tokenizer(tokenizer)
-    bytes_of: dict[str, int] = {}
+    bytes_of: collections.Counter[str] = collections.Counter()
     for step in steps:
-        bytes_of[step[2].name] = bytes_of.get(step[2].name, 0) + _stored_bytes(step)
+        bytes_of[step[2].name] += _stored_bytes(step)
     entries = {
         part.path: TensorEntry(part.info.shape, dtype.name)
         for _, wanted, dtype in steps
@@ -275,7 +268,7 @@ def _write_rest(
     partial.check(entries)
     manifest = Manifest(
         config=opened.config,
-        dtype=max(bytes_of, key=lambda name: bytes_of[name]),
+        dtype=bytes_of.most_common(1)[0][0],
         tensors=entries,
         source=opened.label,
         sources={path.name: digest for path, digest in {**opened.read_files, **hashes}.items()},

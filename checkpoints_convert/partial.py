@@ -23,9 +23,8 @@ from jax_longctx.models.checkpoint import PARAMS, TensorEntry
 from jax_longctx.models.storage import (
     bytes_below,
     partial_of,
-    quiet_orbax,
-    why_unwritten,
     write_text,
+    writing,
 )
 
 SUFFIX = ".partial"
@@ -151,13 +150,11 @@ class Partial:
         # Weights are close to noise: compression takes longer than writing what it saves.
         context.array.saving.use_compression = False
         try:
-            with quiet_orbax(), context:
+            with writing(self.destination), context:
                 yield
-        except (OSError, ValueError) as error:  # the latter when a disk is full
+        except CheckpointError:
             self._settle = SETTLE
-            raise CheckpointError(
-                f"{self.destination} could not be written: {why_unwritten(error)}"
-            ) from error
+            raise
 
     def _check_ours(self) -> None:
         """A folder of that name that is not a partial is somebody's."""

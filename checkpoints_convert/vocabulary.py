@@ -82,20 +82,6 @@ SPLITS = {
 }
 
 
-def splits(path: Path, name: str | None) -> Split:
-    """The way of splitting of that name.
-
-    Raises:
-      CheckpointError: it is not known.
-    """
-    if name not in SPLITS:
-        raise CheckpointError(
-            f"{path}: the tokenizer splits text as {name!r}, which is not implemented "
-            f"(implemented: {', '.join(SPLITS)}); convert the Hugging Face directory instead"
-        )
-    return SPLITS[name]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vocabulary:
     """Tokens by id.
@@ -219,7 +205,12 @@ def _tokenizer_files(
     path: Path, metadata: Mapping[str, Any], said: Mapping[str, Any]
 ) -> dict[str, str]:
     tokens, kind = said["tokens"], said["model"]
-    split = splits(path, said.get("pre")) if kind == "gpt2" else None
+    if kind == "gpt2" and said.get("pre") not in SPLITS:
+        raise CheckpointError(
+            f"{path}: the tokenizer splits text as {said.get('pre')!r}, which is not implemented "
+            f"(implemented: {', '.join(SPLITS)}); convert the Hugging Face directory instead"
+        )
+    split = SPLITS[said["pre"]] if kind == "gpt2" else None
     adds_bos = said.get("add_bos_token", split.bos if split is not None else True)
     special = {
         name: tokens[said[key]]
@@ -236,32 +227,26 @@ def _tokenizer_files(
     else:
         prefix = bool(said.get("add_space_prefix", True))
         tokenizer = sentencepiece(vocabulary, said["scores"], prefix=prefix)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": bool(adds_bos),
+        "add_eos_token": False,
+        **special,
+    }
+    architecture = metadata.get("general.architecture")
+    if (longest := metadata.get(f"{architecture}.context_length")) is not None:
+        config["model_max_length"] = longest
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        config["chat_template"] = template
     files = {
         "tokenizer.json": tokenizer.to_str(pretty=False),
-        "tokenizer_config.json": _tokenizer_config(metadata, special, bool(adds_bos)),
+        "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2),
     }
     ends = [said[key] for key in ENDS if key in said]
     if ends:
         files["generation_config.json"] = json.dumps({"eos_token_id": list(dict.fromkeys(ends))})
     return files
-
-
-def _tokenizer_config(
-    metadata: Mapping[str, Any], special: Mapping[str, str], adds_bos: bool
-) -> str:
-    architecture = metadata.get("general.architecture")
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": adds_bos,
-        "add_eos_token": False,
-        **special,
-    }
-    if (length := metadata.get(f"{architecture}.context_length")) is not None:
-        config["model_max_length"] = length
-    if (template := metadata.get("tokenizer.chat_template")) is not None:
-        config["chat_template"] = template
-    return json.dumps(config, ensure_ascii=False, indent=2)
 
 
 def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:

@@ -107,9 +107,8 @@ def attend_with(config: ModelConfig, mesh: Mesh, pattern: Pattern) -> Attend:
             ahead = jax.lax.axis_index("seq") * length
             at_BT = jnp.broadcast_to(ahead + jnp.arange(length), (batch, length))
             q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
-            if shards == 1:
-                return pattern_attention(pattern, q, k, v, scale=ctx.scale)
-            return _sharded_attention(pattern, q, k, v, ahead, ctx.scale)
+            own = ahead if shards > 1 else None
+            return pattern_attention(pattern, q, k, v, scale=ctx.scale, ahead=own)
 
         # The replication check stays off, as in inference: kernels carry no proof of it.
         run = jax.shard_map(
@@ -131,42 +130,36 @@ def pattern_attention(
     v: Float[Array, "B T K H"],
     *,
     scale: float,
+    ahead: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of rotated queries and keys under the pattern."""
-    prefix = q.shape[1] - pattern.tail
-    first = causal_attention(q[:, :prefix], k[:, :prefix], v[:, :prefix], scale=scale)
+    """Attention of rotated queries and keys under the pattern.
+
+    Args:
+      ahead: of tokens that lie over mesh axis `seq`: how many stand before this device's own.
+    """
+    own = q.shape[1]
+    if ahead is None:
+        prefix = own - pattern.tail
+        first = causal_attention(q[:, :prefix], k[:, :prefix], v[:, :prefix], scale=scale)
+    else:
+        k, v = (jax.lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
+        prefix = k.shape[1] - pattern.tail
+        # The last rows too: on most devices there are none, and all run one program.
+        first = causal_attention(q, k, v, scale=scale, ahead=ahead)
     if pattern.tail == 0:
         return first
-    k_BKTH, v_BKTH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
-    k_BKLH = k_BKTH[:, :, :prefix]
-    chosen_BKC = _choose(pattern, q[:, prefix - 1 : prefix], k_BKLH, scale)
-    last = _tail(q[:, prefix:], k_BKTH, v_BKTH, chosen_BKC, scale)
-    return jnp.concatenate([first, last], axis=1)
-
-
-def _sharded_attention(
-    pattern: Pattern,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    ahead: Int[Array, ""],
-    scale: float,
-) -> Float[Array, "B T N H"]:
-    """`pattern_attention` of a device's own tokens, of which the first is the text's `ahead`-th."""
-    k, v = (jax.lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
-    # The last rows too: on most devices there are none, and all run one program.
-    first = causal_attention(q, k, v, scale=scale, ahead=ahead)
-    if pattern.tail == 0:
-        return first
-    prefix, own = k.shape[1] - pattern.tail, q.shape[1]
-    at_T = prefix - 1 - ahead + jnp.arange(pattern.tail + 1)
-    mine_T = (at_T >= 0) & (at_T < own)
-    rows = jnp.take(q, jnp.clip(at_T, 0, own - 1), axis=1)
-    # Each row is one device's; its gradient is what all devices' outputs give it.
-    rows = jax.lax.psum(jnp.where(mine_T[:, None, None], rows, 0), "seq")
+    rows = q[:, prefix - 1 :]
+    if ahead is not None:
+        at_T = prefix - 1 - ahead + jnp.arange(pattern.tail + 1)
+        mine_T = (at_T >= 0) & (at_T < own)
+        rows = jnp.take(q, jnp.clip(at_T, 0, own - 1), axis=1)
+        # Each row is one device's; its gradient is what all devices' outputs give it.
+        rows = jax.lax.psum(jnp.where(mine_T[:, None, None], rows, 0), "seq")
     k_BKTH, v_BKTH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
     chosen_BKC = _choose(pattern, rows[:, :1], k_BKTH[:, :, :prefix], scale)
     last = _tail(rows[:, 1:], k_BKTH, v_BKTH, chosen_BKC, scale)
+    if ahead is None:
+        return jnp.concatenate([first, last], axis=1)
     of_T = ahead + jnp.arange(own) - prefix
     taken = jnp.take(last, jnp.maximum(of_T, 0), axis=1)
     return jnp.where((of_T >= 0)[:, None, None], taken, first)

@@ -41,7 +41,7 @@ def measure(setup: Setup, length: int, rows: int, steps: int) -> dict[str, Any]:
         loss = float(metrics["loss"])
         times.append(time.perf_counter() - begun)
     seconds = statistics.median(times[1:])
-    rates = step_rates(setup.config, setup.pattern, setup.mesh, setup.dtype, placed.shape, seconds)
+    rates = step_rates(setup, placed.shape, seconds)
     return {
         "rows": rows,
         "remat": setup.remat,
@@ -104,7 +104,7 @@ def run(
     if baseline is not None:
         shape, seconds = (1, rows, length), baseline["seconds"]
         # On one device, whatever our mesh is.
-        rates = step_rates(setup.config, setup.pattern, setup.mesh, setup.dtype, shape, seconds)
+        rates = step_rates(setup, shape, seconds)
         baseline |= {**rates, "mfu": rates["mfu"] * setup.mesh.size}
     return {
         "model": model,

@@ -147,8 +147,10 @@ def prepare(
             rest = len(tokens) % length
             dropped += rest
             windows = np.array(tokens[: len(tokens) - rest], np.int64).reshape(-1, length)
-            writers[split_of(text, shares)].add(windows)
-        shards = {split: writer.finish() for split, writer in writers.items()}
+            writers[split_of(text, shares)].add([*windows])
+        for writer in writers.values():
+            writer.add((), last=True)
+        shards = {split: writer.shards for split, writer in writers.items()}
         if not shards["train"]:
             raise InputError(
                 f"no training text: of {counts['used'] + counts['short']} documents "
@@ -188,21 +190,13 @@ class _Writer:
         self.waiting: list[np.ndarray] = []
         self.shards: list[tuple[str, int, str]] = []
 
-    def add(self, windows: np.ndarray) -> None:
+    def add(self, windows: Sequence[np.ndarray], *, last: bool = False) -> None:
         self.waiting.extend(windows)
-        while len(self.waiting) >= self.rows:
-            self._write(self.waiting[: self.rows])
-            self.waiting = self.waiting[self.rows :]
-
-    def finish(self) -> list[tuple[str, int, str]]:
-        if self.waiting:
-            self._write(self.waiting)
-        return self.shards
-
-    def _write(self, windows: list[np.ndarray]) -> None:
-        name = f"{self.split}-{len(self.shards):05}.npy"
-        np.save(self.folder / name, np.stack(windows).astype(self.dtype))
-        self.shards.append((name, len(windows), sha256_of(self.folder / name)))
+        while len(self.waiting) >= self.rows or (last and self.waiting):
+            own, self.waiting = self.waiting[: self.rows], self.waiting[self.rows :]
+            name = f"{self.split}-{len(self.shards):05}.npy"
+            np.save(self.folder / name, np.stack(own).astype(self.dtype))
+            self.shards.append((name, len(own), sha256_of(self.folder / name)))
 
 
 class Windows:
@@ -239,7 +233,19 @@ def open_windows(directory: Path, split: str, *, length: int, tokenizer: str) ->
         )
     if manifest.tokenizer != tokenizer:
         raise InputError(f"{directory} was made with another tokenizer; prepare the data again")
-    return Windows([_shard(directory / name, digest) for name, _, digest in manifest.shards[split]])
+    shards = []
+    for name, _, digest in manifest.shards[split]:
+        path = directory / name
+        try:
+            found = sha256_of(path)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}; prepare again") from error
+        if found != digest:
+            raise InputError(
+                f"{path} is damaged (SHA-256 {found[:12]}, expected {digest[:12]}); prepare again"
+            )
+        shards.append(np.load(path, mmap_mode="r"))
+    return Windows(shards)
 
 
 def read_manifest(directory: Path) -> DataManifest:
@@ -262,18 +268,6 @@ def read_manifest(directory: Path) -> DataManifest:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is damaged: {error!s:.200}; prepare the data again") from error
-
-
-def _shard(path: Path, digest: str) -> np.ndarray:
-    try:
-        found = sha256_of(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}; prepare again") from error
-    if found != digest:
-        raise InputError(
-            f"{path} is damaged (SHA-256 {found[:12]}, expected {digest[:12]}); prepare again"
-        )
-    return np.load(path, mmap_mode="r")
 
 
 def batches(

@@ -102,19 +102,15 @@ def dev_losses(
     ]
     found = {"dev_loss": float(np.mean(losses))}
     if methods:
-        weights = _inference_weights(setup, params)
+        # The masters in the compute dtype, laid out as inference has them.
+        cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(jnp.dtype(setup.dtype)))
+        weights = jax.jit(cast, out_shardings=inference_shardings(setup))(params)
     for spec in methods:
         engine = Engine(setup.config, weights, parse_method(spec), setup.mesh)
         flat = tokens.reshape(count * rows, -1)
         scores = score_texts(engine, flat, through="decode", score=last, batch=rows)
         found[f"dev_perplexity/{spec}"] = perplexity(scores.losses)
     return found
-
-
-def _inference_weights(setup: Setup, params: Any) -> Any:
-    """The masters in the compute dtype, laid out as inference has them."""
-    cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(jnp.dtype(setup.dtype)))
-    return jax.jit(cast, out_shardings=inference_shardings(setup))(params)
 
 
 def tokenizer_digest(checkpoint: Path) -> str:
@@ -165,7 +161,12 @@ def evaluate(
     # The texts must be of every checkpoint's tokenizer.
     known_as = [tokenizer_digest(checkpoint) for checkpoint in checkpoints]
     opened = [open_windows(data, split, length=length, tokenizer=name) for name in known_as]
-    texts = _spaced(opened[0], count, split)
+    if not 1 <= count <= len(opened[0]):
+        raise InputError(
+            f"the {split} split has {len(opened[0])} texts, asked for {count}; ask for fewer (at "
+            f"least one) or prepare more documents"
+        )
+    texts = np.stack([opened[0][number * len(opened[0]) // count] for number in range(count)])
     runs = []
     for checkpoint in checkpoints:
         manifest = read_manifest(checkpoint)
@@ -191,15 +192,6 @@ def evaluate(
         "jax": jax.__version__,
         "runs": runs,
     }
-
-
-def _spaced(windows: Windows, count: int, split: str) -> np.ndarray:
-    if not 1 <= count <= len(windows):
-        raise InputError(
-            f"the {split} split has {len(windows)} texts, asked for {count}; ask for fewer (at "
-            f"least one) or prepare more documents"
-        )
-    return np.stack([windows[number * len(windows) // count] for number in range(count)])
 
 
 def markdown(result: dict[str, Any]) -> str:

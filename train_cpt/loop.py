@@ -38,11 +38,10 @@ from jax_longctx.memory import peak_memory
 from jax_longctx.models.storage import (
     load_arrays,
     partial_of,
-    quiet_orbax,
     read_sealed,
     seal,
-    why_unwritten,
     write_text,
+    writing,
 )
 from train_cpt.attention import check_attention
 from train_cpt.data import Windows, batches, own_part
@@ -114,32 +113,20 @@ class Best:
     dev_loss: float = float("inf")
 
 
-@dataclasses.dataclass
-class _NewestAndBest:
-    """Orbax's rule of what stays: the newest `keep`, and the best."""
-
-    keep: int
-    best: Best = dataclasses.field(default_factory=Best)
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        newest = len(checkpoints) - self.keep
-        return [
-            number >= newest or info.step == self.best.step
-            for number, info in enumerate(checkpoints)
-        ]
-
-
 class Checkpoints:
     """The checkpoints of one run; a context manager that waits for what is being written.
 
     Args:
       folder: theirs, made if it is not there.
       keep: how many of the newest stay.
+
+    Attributes:
+      best: the best step so far, which stays too.
     """
 
     def __init__(self, folder: Path, keep: int):
-        self.folder, self._rule = folder, _NewestAndBest(keep)
-        options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self._rule)
+        self.folder, self.best, self._keep = folder, Best(), keep
+        options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self)
         handlers: dict[str, Any] = {
             # Zarr 3 has checksums. Weights are close to noise, which does not compress.
             "state": ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
@@ -153,27 +140,21 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._writing():
+        with writing(self.folder):
             self._manager.close()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            with quiet_orbax():
-                yield
-        except (OSError, ValueError) as error:  # the latter when a disk is full
-            raise CheckpointError(
-                f"{self.folder} could not be written: {why_unwritten(error)}"
-            ) from error
 
     @property
     def newest(self) -> int:
         """The step of the newest whole checkpoint; 0 where there is none."""
         return self._manager.latest_step() or 0
 
-    @property
-    def best(self) -> Best:
-        return self._rule.best
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Orbax's question what stays."""
+        newest = len(checkpoints) - self._keep
+        return [
+            number >= newest or info.step == self.best.step
+            for number, info in enumerate(checkpoints)
+        ]
 
     def save(self, step: int, state: TrainState, data: Any) -> None:
         """Begins to save; what the next step overwrites has been copied when this returns."""
@@ -183,19 +164,19 @@ class Checkpoints:
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(_by_path(state)), position=ocp.args.JsonSave(position)
         )
-        with self._writing():
+        with writing(self.folder):
             self._manager.save(step, args=items, force=True)
 
     def offer(self, step: int, dev_loss: float) -> bool:
         """Whether this step is the best so far, which then stays once it is saved."""
         if dev_loss < self.best.dev_loss:
-            self._rule.best = Best(step, dev_loss)
+            self.best = Best(step, dev_loss)
             return True
         return False
 
     def wait(self) -> None:
         """Until what is being saved is whole."""
-        with self._writing():
+        with writing(self.folder):
             self._manager.wait_until_finished()
 
     def restore(self, step: int, setup: Setup, data: Any = None) -> TrainState:
@@ -215,7 +196,7 @@ class Checkpoints:
         target = abstract_state(setup)
         arrays = load_arrays(folder, _by_path(target), remedy)
         if data is not None:
-            self._rule.best = Best(**position["best"]) if position["best"] else Best()
+            self.best = Best(**position["best"]) if position["best"] else Best()
             data.set_state(position["data"])
         return jax.tree.unflatten(jax.tree.structure(target), arrays.values())
 
@@ -317,7 +298,7 @@ def _advance(
     # Reading the numbers waits for the step.
     values = {name: float(value) for name, value in metrics.items()}
     seconds = time.perf_counter() - begun
-    rates = step_rates(setup.config, setup.pattern, setup.mesh, setup.dtype, placed.shape, seconds)
+    rates = step_rates(setup, placed.shape, seconds)
     return state, {"step": number, **values, **rates, "peak_bytes": peak_memory()}
 
 

@@ -28,13 +28,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tensorboardX
-from jax.sharding import Mesh
 
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import param_infos
 from jax_longctx.models.storage import partial_of, write_text
 from train_cpt.attention import Pattern
+from train_cpt.step import Setup
 
 # Dense bfloat16 FLOP/s of one device, as JAX counts devices, from the makers' data sheets.
 DATA_SHEETS = {
@@ -161,20 +161,13 @@ def text_flops(config: ModelConfig, pattern: Pattern, length: int) -> int:
     return 6 * weights * length + 12 * width * config.num_layers * pairs
 
 
-def step_rates(
-    config: ModelConfig,
-    pattern: Pattern,
-    mesh: Mesh,
-    dtype: str,
-    shape: tuple[int, ...],
-    seconds: float,
-) -> dict[str, float]:
+def step_rates(setup: Setup, shape: tuple[int, ...], seconds: float) -> dict[str, float]:
     """Tokens a second and MFU of a step on `shape` = (A, B, T) tokens."""
-    peak, _ = device_peak(mesh.devices.flat[0], dtype)
-    flops = math.prod(shape[:-1]) * text_flops(config, pattern, shape[-1])
+    peak, _ = device_peak(setup.mesh.devices.flat[0], setup.dtype)
+    flops = math.prod(shape[:-1]) * text_flops(setup.config, setup.pattern, shape[-1])
     return {
         "tokens_per_second": round(math.prod(shape) / seconds, 1),
-        "mfu": float(f"{flops / (seconds * mesh.size * peak):.4g}"),
+        "mfu": float(f"{flops / (seconds * setup.mesh.size * peak):.4g}"),
     }
 
 

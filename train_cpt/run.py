@@ -18,7 +18,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.errors import InputError
 from jax_longctx.locks import only_writer
 from jax_longctx.models.checkpoint import (
     MANIFEST,
@@ -29,18 +29,18 @@ from jax_longctx.models.checkpoint import (
     read_manifest,
     tokenizer_folder,
 )
+from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import (
     describe_files,
     partial_of,
-    quiet_orbax,
     sha256_of,
-    why_unwritten,
     write_text,
+    writing,
 )
 from jax_longctx.sharding import make_mesh, parse_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
 from train_cpt.attention import check_attention
-from train_cpt.config import RunConfig
+from train_cpt.config import DataConfig, RunConfig
 from train_cpt.data import document_files, file_record, open_windows, prepare, read_documents
 from train_cpt.evaluate import tokenizer_digest
 from train_cpt.loop import CHECKPOINTS, VERSIONS, Checkpoints, Outcome, Progress, any_process, train
@@ -85,7 +85,7 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
     )
     check_attention(setup.config, setup.mesh, setup.pattern, config.data.length)
     known_as = tokenizer_digest(checkpoint)
-    from_leader(lambda: _prepare(config, tokenizer, known_as, manifest.config.vocab_size, note))
+    from_leader(lambda: _prepare(config.data, tokenizer, known_as, manifest.config, note))
     windows, dev = (
         open_windows(config.data.directory, split, length=config.data.length, tokenizer=known_as)
         for split in ("train", "dev")
@@ -131,14 +131,13 @@ def _versions() -> dict[str, str]:
 
 
 def _prepare(
-    config: RunConfig,
+    data: DataConfig,
     tokenizer: Tokenizer,
     known_as: str,
-    vocab_size: int,
+    model: ModelConfig,
     note: Callable[[str], None],
 ) -> None:
     """Makes the data set where it is not there yet."""
-    data = config.data
     if data.directory.exists():
         return
     if not data.sources:
@@ -151,7 +150,7 @@ def _prepare(
         lambda text: tokenizer.encode(text, bos=True),
         data.directory,
         length=data.length,
-        vocab_size=vocab_size,
+        vocab_size=model.vocab_size,
         tokenizer=known_as,
         shares=data.shares,
         sources=map(file_record, files),
@@ -184,11 +183,8 @@ def _write_model(
 
     from_leader(begin)
     params = jax.tree.map(lambda leaf: leaf.astype(manifest.dtype), params)
-    try:
-        with quiet_orbax():
-            ocp.save(str((building / PARAMS).absolute()), params)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{destination} cannot be written: {why_unwritten(error)}") from error
+    with writing(destination):
+        ocp.save(str((building / PARAMS).absolute()), params)
     written = dataclasses.replace(
         manifest,
         tensors={

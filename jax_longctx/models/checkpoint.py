@@ -110,7 +110,18 @@ def load_params(directory: str | Path, mesh: Mesh, dtype: Any = None) -> dict[st
     """
     manifest = read_manifest(directory)
     infos = param_infos(manifest.config)
-    _check_entries(Path(directory), manifest, {path: info.shape for path, info in infos.items()})
+    said = Path(directory) / MANIFEST
+    for path, info in infos.items():
+        entry = manifest.tensors.get(path)
+        if entry is None:
+            raise CheckpointError(f"{said}: parameter {path} is missing")
+        if entry.shape != info.shape:
+            raise CheckpointError(
+                f"{said}: parameter {path} has shape {list(entry.shape)}, "
+                f"the config says {list(info.shape)}"
+            )
+    if unknown := sorted(set(manifest.tensors) - set(infos)):
+        raise CheckpointError(f"{said}: parameter {unknown[0]} is unknown")
     check_mesh(manifest.config, mesh)
     target = jnp.dtype(manifest.dtype if dtype is None else dtype)
     wanted = {
@@ -142,20 +153,3 @@ def tokenizer_folder(directory: str | Path, manifest: Manifest) -> Path:
     folder = Path(directory) / TOKENIZER
     check_files(folder, manifest.tokenizer_files, REMEDY)
     return folder
-
-
-def _check_entries(
-    directory: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    for path, shape in shapes.items():
-        entry = manifest.tensors.get(path)
-        if entry is None:
-            raise CheckpointError(f"{directory / MANIFEST}: parameter {path} is missing")
-        if entry.shape != shape:
-            raise CheckpointError(
-                f"{directory / MANIFEST}: parameter {path} has shape {list(entry.shape)}, "
-                f"the config says {list(shape)}"
-            )
-    unknown = sorted(set(manifest.tensors) - set(shapes))
-    if unknown:
-        raise CheckpointError(f"{directory / MANIFEST}: parameter {unknown[0]} is unknown")

@@ -16,7 +16,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ def load_arrays(
     index = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#index"}
     spec = {"driver": "zarr3", "fill_missing_data_reads": False}
     loaded: dict[str, jax.Array] = {}
-    reads: collections.deque[tuple[str, _Read]] = collections.deque()
+    reads: collections.deque[tuple[str, int, Callable[[], jax.Array]]] = collections.deque()
     try:
         opened = {
             path: ts.open({**spec, "kvstore": {**index, "path": f"{path}/"}}, context=context)
@@ -185,11 +185,11 @@ def load_arrays(
         for path, store in stores.items():
             _check_store(path, store, wanted[path])
         for path, store in stores.items():
-            reads.append((path, _Read(store, wanted[path])))
-            while sum(read.size for _, read in reads) > AHEAD:
-                path, read = reads.popleft()
-                loaded[path] = read.array()
-        loaded.update((path, read.array()) for path, read in reads)
+            reads.append((path, *_begin_read(store, wanted[path])))
+            while sum(size for _, size, _ in reads) > AHEAD:
+                path, _, array = reads.popleft()
+                loaded[path] = array()
+        loaded.update((path, array()) for path, _, array in reads)
     except (OSError, ValueError) as error:
         # Behind the bracket: where in TensorStore's source it was found, and the whole spec.
         said = str(error).strip().splitlines()[0].split(" [")[0]
@@ -205,38 +205,21 @@ def _check_store(path: str, store: Any, wanted: jax.ShapeDtypeStruct) -> None:
         raise ValueError(f"{path} has no checksums")
 
 
-class _Read:
-    """An array that is being read.
+def _begin_read(store: Any, wanted: jax.ShapeDtypeStruct) -> tuple[int, Callable[[], jax.Array]]:
+    """Begins to read this process's shards: their bytes, and what waits for the array."""
+    source, sharding = ts.cast(store, wanted.dtype), wanted.sharding
+    placed = sharding.addressable_devices_indices_map(wanted.shape)  # pyright: ignore
+    # What several devices hold is read once.
+    indices = {str(index): index for index in placed.values()}
+    reads = {name: source[index].read() for name, index in indices.items()}
+    shard = math.prod(sharding.shard_shape(wanted.shape))  # pyright: ignore
 
-    Attributes:
-      size: bytes that this process reads.
-    """
-
-    def __init__(self, store: Any, wanted: jax.ShapeDtypeStruct):
-        self._wanted = wanted
-        self._shards: dict[str, tuple[Any, list[Any]]] = {}
-        source = ts.cast(store, wanted.dtype)
-        placed = wanted.sharding.addressable_devices_indices_map(wanted.shape)  # pyright: ignore
-        for device, index in placed.items():
-            # What several devices hold is read once.
-            if str(index) not in self._shards:
-                self._shards[str(index)] = source[index].read(), []
-            self._shards[str(index)][1].append(device)
-        shard = wanted.sharding.shard_shape(wanted.shape)  # pyright: ignore
-        self.size = len(self._shards) * math.prod(shard) * wanted.dtype.itemsize
-
-    def array(self) -> jax.Array:
-        """The array, once it has been read."""
-        shards = [
-            jax.device_put(read.result(), device)
-            for read, devices in self._shards.values()
-            for device in devices
-        ]
-        return jax.make_array_from_single_device_arrays(
-            self._wanted.shape,
-            self._wanted.sharding,  # pyright: ignore
-            shards,
+    def array() -> jax.Array:
+        return jax.make_array_from_callback(
+            wanted.shape, sharding, lambda index: reads[str(index)].result()
         )
+
+    return len(reads) * shard * wanted.dtype.itemsize, array
 
 
 @contextlib.contextmanager
@@ -256,6 +239,16 @@ def quiet_orbax() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tells in one line why Orbax could not write `path`; raises CheckpointError then."""
+    try:
+        with quiet_orbax():
+            yield
+    except (OSError, ValueError) as error:  # the latter when a disk is full
+        raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
 
 
 def why_unwritten(error: Exception) -> str:
