@@ -162,25 +162,21 @@ class Reader(gguf.GGUFReader):
         return super()._build_tensor_info(offs, count)
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-        _check_complete(self.path, start_offs, fields, len(self.data))
+        for field in fields:
+            _, name, _, sizes, kind, offset = field.parts
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind[0])]
+            end = start_offs + int(offset[0]) + math.prod(map(int, sizes)) * block_bytes // block
+            if end > len(self.data):
+                raise CheckpointError(
+                    f"{self.path} is truncated: tensor {bytes(name).decode('utf-8', 'replace')} "
+                    f"ends at byte {end}, the file at {len(self.data)}; fetch it again"
+                )
         super()._build_tensors(start_offs, fields)
 
 
 def _check_count(what: str, count: Any) -> None:
     if count > MOST_ENTRIES:
         raise ValueError(f"it says that it holds {count} {what}, expected at most {MOST_ENTRIES}")
-
-
-def _check_complete(path: Path, start: int, fields: list[Any], size: int) -> None:
-    for field in fields:
-        _, name, _, sizes, kind, offset = field.parts
-        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind[0])]
-        end = start + int(offset[0]) + math.prod(map(int, sizes)) * block_bytes // block
-        if end > size:
-            raise CheckpointError(
-                f"{path} is truncated: tensor {bytes(name).decode('utf-8', 'replace')} ends at "
-                f"byte {end}, the file at {size}; fetch it again"
-            )
 
 
 def config_from_metadata(
@@ -197,7 +193,6 @@ def config_from_metadata(
     """
     architecture = str(metadata.get("general.architecture"))
     said = _Said(path, metadata, architecture)
-    window = said.get("attention.sliding_window", None)
     known = dict.fromkeys(name for traits in FAMILIES.values() for name in traits.gguf)
     if architecture not in known:
         raise ConfigError(
@@ -206,6 +201,7 @@ def config_from_metadata(
         )
     # Of families that share the architecture, one has windows (Mistral).
     families = [name for name, traits in FAMILIES.items() if architecture in traits.gguf]
+    window = said.get("attention.sliding_window", None)
     slides = [name for name in families if FAMILIES[name].windows == "all"]
     family = slides[0] if window and slides else families[0]
     heads, width = said.need("attention.head_count"), said.need("embedding_length")

@@ -5,7 +5,7 @@ A run is a folder:
     run.json         what is run, and by which versions; another configuration is refused
     metrics.jsonl    one line a step: loss, gradient norm, learning rate, tokens a second, MFU,
                      peak memory; the dev loss after an evaluation
-    tensorboard/     the same as TensorBoard events
+    tensorboard/     the same as TensorBoard events, for `tensorboard --logdir`
     checkpoints/     Orbax: weights, moments and step count (`state`), and the position in the data
                      and the best step so far (`position`), all with checksums; the newest ones, and
                      the one with the lowest dev loss

@@ -1,9 +1,5 @@
 """A run's metrics: JSON lines, TensorBoard events, a plot, and how fast a step is (MFU).
 
-metrics.jsonl    one line a step; what `read_metrics` gives back
-tensorboard/     the same numbers as events, for `tensorboard --logdir`
-loss.png         the loss over steps, and the dev loss where there were evaluations
-
 MFU = model FLOPs of the step / (its seconds x devices x peak of one device), as in Chowdhery et al.
 2022, "PaLM", appendix B. For a text of T tokens a step has
 

@@ -305,12 +305,12 @@ def hidden_states(
     return model.hidden(tokens, (None,) * len(model.layers), attend)[0]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def cross_entropy(
     hidden: Float[Array, "B T D"],
     table: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
-    *,
     mesh: Mesh,
     chunk: int,
 ) -> Float[Array, ""]:
@@ -332,20 +332,12 @@ def cross_entropy(
       table: the output embedding in any float dtype; its gradient is summed in float32.
       chunk: tokens whose logits `[chunk, V]` each device holds at a time.
     """
-    return _cross_entropy(mesh, chunk, hidden, table, targets, weights)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cross_entropy(
-    mesh: Mesh, chunk: int, hidden: Array, table: Array, targets: Array, weights: Array
-) -> Array:
     return _sharded(mesh, chunk, False, hidden, table, targets, weights)[0]
 
 
-def _forward(
-    mesh: Mesh, chunk: int, hidden: Array, table: Array, targets: Array, weights: Array
-) -> tuple[Array, Any]:
-    loss, *gradients = _sharded(mesh, chunk, True, hidden, table, targets, weights)
+def _forward(*arguments: Any) -> tuple[Array, Any]:
+    *arrays, mesh, chunk = arguments
+    loss, *gradients = _sharded(mesh, chunk, True, *arrays)
     return loss, gradients
 
 
@@ -353,7 +345,7 @@ def _backward(mesh: Mesh, chunk: int, gradients: Any, scale: Array) -> tuple[Any
     return (*((scale * x).astype(x.dtype) for x in gradients), None, None)
 
 
-_cross_entropy.defvjp(_forward, _backward)
+cross_entropy.defvjp(_forward, _backward)
 
 
 def _sharded(mesh: Mesh, chunk: int, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
