@@ -43,6 +43,8 @@ INTERNLM2_NAMES = {
 # Tensors that hold nothing of the model: rotary tables that follow from the config.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rope\.inv_freq|rope_freqs\.weight")
 
+Rows = Callable[[np.ndarray], np.ndarray]
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -54,7 +56,7 @@ class Part:
 
     path: str
     info: ParamInfo
-    rows: Callable[[np.ndarray], np.ndarray] | None = None
+    rows: Rows | None = None
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -102,7 +104,9 @@ def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
         ends = [0, *itertools.accumulate(part.file_shape[0] for part in parts)]
         if len(parts) > 1:
             parts = [
-                part if part.rows else dataclasses.replace(part, rows=_Run(begin, end))
+                part
+                if part.rows
+                else dataclasses.replace(part, rows=functools.partial(_run, begin, end))
                 for part, begin, end in zip(parts, ends, ends[1:], strict=False)
             ]
         tensors[name] = FileTensor(name, (ends[-1], *first[1:]), tuple(parts))
@@ -136,52 +140,32 @@ def naming_of(names: Iterable[str]) -> str:
     return "internlm2" if any(".attention.wqkv." in name for name in names) else "hf"
 
 
-def _reordered(
-    config: ModelConfig, naming: str, kind: str
-) -> Callable[[np.ndarray], np.ndarray] | None:
-    letter = kind.removesuffix("_bias")
+def _reordered(config: ModelConfig, naming: str, kind: str) -> Rows | None:
+    letter, heads, kv_heads = kind.removesuffix("_bias"), config.num_heads, config.num_kv_heads
     if naming == "internlm2" and letter in ("q", "k", "v"):
-        return _Fused(config.num_kv_heads, config.num_heads // config.num_kv_heads, letter)
+        return functools.partial(_fused, kv_heads, heads // kv_heads, letter)
     if naming == "gguf" and config.traits.interleaved and letter in ("q", "k"):
-        return _Paired(config.num_heads if letter == "q" else config.num_kv_heads)
+        return functools.partial(_paired, heads if letter == "q" else kv_heads)
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
+def _run(begin: int, end: int, array: np.ndarray) -> np.ndarray:
     """Rows that follow each other."""
-
-    begin: int
-    end: int
-
-    def __call__(self, array: np.ndarray) -> np.ndarray:
-        return array[self.begin : self.end]
+    return array[begin:end]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fused:
+def _fused(kv_heads: int, group: int, letter: str, array: np.ndarray) -> np.ndarray:
     """The q, k or v rows of InternLM2's `wqkv`."""
-
-    kv_heads: int
-    group: int
-    letter: str
-
-    def __call__(self, array: np.ndarray) -> np.ndarray:
-        rest = array.shape[1:]
-        # [kv heads, G queries + key + value, H, D]
-        split = array.reshape(self.kv_heads, self.group + 2, -1, *rest)
-        at = {"q": slice(0, -2), "k": slice(-2, -1), "v": slice(-1, None)}[self.letter]
-        return split[:, at].reshape(-1, *rest)
+    rest = array.shape[1:]
+    split = array.reshape(
+        kv_heads, group + 2, -1, *rest
+    )  # [kv heads, G queries + key + value, H, D]
+    at = {"q": slice(0, -2), "k": slice(-2, -1), "v": slice(-1, None)}[letter]
+    return split[:, at].reshape(-1, *rest)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Paired:
+def _paired(heads: int, array: np.ndarray) -> np.ndarray:
     """Rows paired for interleaved rotary embedding, back to halves."""
-
-    heads: int
-
-    def __call__(self, array: np.ndarray) -> np.ndarray:
-        rest = array.shape[1:]
-        # [heads, H/2 pairs, first or second, D]
-        split = array.reshape(self.heads, -1, 2, *rest)
-        return split.swapaxes(1, 2).reshape(-1, *rest)
+    rest = array.shape[1:]
+    split = array.reshape(heads, -1, 2, *rest)  # [heads, H/2 pairs, first or second, D]
+    return split.swapaxes(1, 2).reshape(-1, *rest)
