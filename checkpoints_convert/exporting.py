@@ -6,12 +6,13 @@ InternLM2, whose fused projection conversion split, is written as the Llama that
 transformers loads without code from elsewhere.
 """
 
+import dataclasses
 import json
 import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,19 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_convert.names import FileTensor, Part, expected_tensors
-from checkpoints_convert.partial import check_destination, write_text
-from checkpoints_convert.sources.safetensors import DTYPE_NAMES
+from checkpoints_convert.huggingface import DTYPE_NAMES
+from checkpoints_convert.names import FileTensor, expected_tensors
+from checkpoints_convert.partial import GROUP, OnProgress, check_destination
 from jax_longctx.errors import CheckpointError
 from jax_longctx.locks import only_writer
 from jax_longctx.models.checkpoint import Manifest, read_manifest, restore, tokenizer_folder
-
-__all__ = ["export"]
-
-# Small parameters are read from Orbax together, up to so many bytes.
-GROUP = 64 << 20
-
-OnProgress = Callable[[int, int], None]
+from jax_longctx.models.storage import write_text
 
 
 def export(
@@ -55,16 +50,17 @@ def export(
     destination = Path(destination).expanduser().absolute()
     scratch = destination.with_name(destination.name + ".exporting")
     tokenizer = tokenizer_folder(checkpoint, manifest)
-    shards = _shards(manifest, shard_bytes)
     with only_writer(destination):
         check_destination(destination)
         try:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
-            _write_shards(Path(checkpoint), manifest, scratch, shards, progress)
+            _write_shards(checkpoint, manifest, scratch, shard_bytes, progress)
             for name in manifest.tokenizer_files:
                 shutil.copyfile(tokenizer / name, scratch / name)
-            write_text(scratch / "config.json", json.dumps(_hf_config(manifest), indent=2))
+            config = manifest.config.to_hf() | dict(manifest.extras)
+            config["torch_dtype"] = manifest.dtype
+            write_text(scratch / "config.json", json.dumps(config, indent=2))
             scratch.rename(destination)
         except OSError as error:
             raise CheckpointError(f"{destination} could not be written: {error}") from error
@@ -72,51 +68,63 @@ def export(
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _hf_config(manifest: Manifest) -> dict[str, Any]:
-    return {**manifest.config.to_hf(), **manifest.extras, "torch_dtype": manifest.dtype}
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A tensor to write, and the type that it is stored in."""
+
+    tensor: FileTensor
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.tensor.shape) * self.dtype.itemsize
 
 
-def _dtype(manifest: Manifest, tensor: FileTensor) -> np.dtype:
-    return np.dtype(jnp.dtype(manifest.tensors[tensor.parts[0].path].dtype))
-
-
-def _bytes(manifest: Manifest, tensor: FileTensor) -> int:
-    return math.prod(tensor.shape) * _dtype(manifest, tensor).itemsize
-
-
-def _shards(manifest: Manifest, limit: int) -> dict[str, list[FileTensor]]:
-    """Which file holds which tensors, in order."""
-    groups: list[list[FileTensor]] = [[]]
-    filled = 0
-    for tensor in expected_tensors(manifest.config, "hf").values():
-        size = _bytes(manifest, tensor)
-        if groups[-1] and filled + size > limit:
+def _groups(tensors: Sequence[_Stored], limit: int) -> list[list[_Stored]]:
+    """The tensors in order, in groups of at most `limit` bytes, or of one tensor."""
+    groups: list[list[_Stored]] = []
+    held = limit
+    for stored in tensors:
+        if not groups or held + stored.nbytes > limit:
             groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    count = len(groups)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, 1)}
+            held = 0
+        groups[-1].append(stored)
+        held += stored.nbytes
+    return groups
 
 
 def _write_shards(
-    checkpoint: Path,
+    checkpoint: str | Path,
     manifest: Manifest,
     folder: Path,
-    shards: Mapping[str, Sequence[FileTensor]],
+    limit: int,
     progress: OnProgress | None,
 ) -> None:
-    total = sum(_bytes(manifest, tensor) for group in shards.values() for tensor in group)
-    done = 0
-    for name, tensors in shards.items():
+    stored = [
+        _Stored(tensor, np.dtype(jnp.dtype(manifest.tensors[tensor.parts[0].path].dtype)))
+        for tensor in expected_tensors(manifest.config, "hf").values()
+    ]
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    shards, total, done = _groups(stored, limit), sum(one.nbytes for one in stored), 0
+    placed: dict[str, str] = {}
+    for number, tensors in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = name if len(shards) > 1 else "model.safetensors"
+        placed |= dict.fromkeys((one.tensor.name for one in tensors), name)
         with (folder / name).open("wb") as file:
-            _write_header(file, manifest, tensors)
-            for batch in _batches(manifest, tensors):
-                arrays = _load(checkpoint, manifest, [tensor.parts[0] for tensor in batch])
-                for tensor in batch:
-                    values = tensor.parts[0].to_file(arrays.pop(tensor.parts[0].path))
+            _write_header(file, tensors)
+            for batch in _groups(tensors, GROUP):
+                wanted = {
+                    part.path: jax.ShapeDtypeStruct(part.info.shape, one.dtype, sharding=host)
+                    for one in batch
+                    for part in one.tensor.parts
+                }
+                arrays = restore(checkpoint, manifest, wanted)
+                for one in batch:
+                    parts = [
+                        part.to_file(np.asarray(arrays.pop(part.path))) for part in one.tensor.parts
+                    ]
+                    values = np.concatenate(parts) if len(parts) > 1 else parts[0]
                     file.write(np.ascontiguousarray(values).view(np.uint8).data)
                     done += values.nbytes
                     if progress is not None:
@@ -124,55 +132,21 @@ def _write_shards(
             file.flush()
             os.fsync(file.fileno())
     if len(shards) > 1:
-        placed = {tensor.name: name for name, group in shards.items() for tensor in group}
         index = {"metadata": {"total_size": total}, "weight_map": placed}
         write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
-def _batches(manifest: Manifest, tensors: Sequence[FileTensor]) -> list[list[FileTensor]]:
-    batches: list[list[FileTensor]] = []
-    held = GROUP
-    for tensor in tensors:
-        size = _bytes(manifest, tensor)
-        if held + size > GROUP:
-            batches.append([])
-            held = 0
-        batches[-1].append(tensor)
-        held += size
-    return batches
-
-
-def _write_header(file: BinaryIO, manifest: Manifest, tensors: Sequence[FileTensor]) -> None:
+def _write_header(file: BinaryIO, tensors: Sequence[_Stored]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for tensor in tensors:
-        end = at + _bytes(manifest, tensor)
-        header[tensor.name] = {
-            "dtype": DTYPE_NAMES[_dtype(manifest, tensor)],
-            "shape": list(tensor.shape),
+    for stored in tensors:
+        end = at + stored.nbytes
+        header[stored.tensor.name] = {
+            "dtype": DTYPE_NAMES[stored.dtype],
+            "shape": list(stored.tensor.shape),
             "data_offsets": [at, end],
         }
         at = end
     text = json.dumps(header).encode("utf-8")
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
-
-
-def _load(checkpoint: Path, manifest: Manifest, parts: Sequence[Part]) -> dict[str, np.ndarray]:
-    """Parameters in host memory, by path, in the types they are stored in."""
-    device = jax.local_devices(backend="cpu")[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    wanted = {
-        part.path: jax.ShapeDtypeStruct(
-            part.shape, jnp.dtype(manifest.tensors[part.path].dtype), sharding=sharding
-        )
-        for part in parts
-    }
-    tree = restore(checkpoint, manifest, wanted)
-    found: dict[str, np.ndarray] = {}
-    for part in parts:
-        node: Any = tree
-        for name in part.path.split("."):
-            node = node[name]
-        found[part.path] = np.asarray(node)
-    return found

@@ -6,10 +6,14 @@ and put straight onto their shards; groups of them are written by Orbax. At no t
 than a group and a tensor in memory.
 """
 
+import collections
+import contextlib
 import itertools
 import math
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints_convert.names import FileTensor, expected_tensors, infos_of
-from checkpoints_convert.partial import SUFFIX, Partial, check_destination, write_text
-from checkpoints_convert.sources import HashedFile, Source, SourceTensor, open_source, read_array
-from jax_longctx.errors import CheckpointError, ConfigError
+from checkpoints_convert.files import HashedFile, Source, SourceTensor, read_array
+from checkpoints_convert.huggingface import fetch, open_huggingface
+from checkpoints_convert.names import FileTensor, expected_tensors
+from checkpoints_convert.partial import GROUP, SUFFIX, OnProgress, Partial, check_destination
+from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
 from jax_longctx.locks import only_writer
 from jax_longctx.models.checkpoint import (
     MANIFEST,
@@ -32,20 +37,76 @@ from jax_longctx.models.checkpoint import (
     read_manifest,
 )
 from jax_longctx.models.llama import check_mesh
-from jax_longctx.models.storage import bytes_below, describe_files
+from jax_longctx.models.storage import bytes_below, describe_files, write_text
 from jax_longctx.sharding import logical_sharding, make_mesh
-
-__all__ = ["DTYPES", "convert"]
+from jax_longctx.text import Tokenizer, check_vocabulary
 
 DTYPES = ("float32", "bfloat16", "float16")
+HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
-# Parameters are written in groups of at least this many bytes: each group costs Orbax some tens of
-# milliseconds, and an interruption loses at most one.
-GROUP = 64 << 20
-
-OnProgress = Callable[[int, int], None]
 # What is converted: a tensor of the source, what it holds, and the type it is stored in.
 Step = tuple[SourceTensor, FileTensor, np.dtype]
+
+
+def open_source(source: str | Path) -> Source:
+    """A directory, a `.gguf` file, or a hub id (`owner/name`, `owner/name@revision`).
+
+    Everything that can be known without reading the weights is checked here.
+
+    Raises:
+      CheckpointError: not a checkpoint, or an incomplete one.
+      ConfigError: the architecture is not implemented.
+    """
+    path = Path(source).expanduser()
+    if path.is_file() and path.name.endswith(".safetensors"):
+        raise CheckpointError(f"{path}: name its folder, which holds the config and tokenizer")
+    if path.is_file():
+        # The package that reads these files is only needed here.
+        from checkpoints_convert.gguf import open_gguf
+
+        opened = open_gguf(path, str(source))
+    elif path.is_dir():
+        opened = open_huggingface(path, str(source))
+    elif hub := HUB_ID.fullmatch(str(source)):
+        opened = open_huggingface(fetch(hub["name"], hub["revision"]), str(source))
+    else:
+        raise CheckpointError(
+            f"{source} does not exist; expected a Hugging Face directory, a GGUF file, "
+            f"or a hub id such as owner/name"
+        )
+    _check_tokenizer(opened)
+    return opened
+
+
+def _check_tokenizer(source: Source) -> None:
+    """The tokenizer files must be ones that the other commands can load."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            source.write_tokenizer(Path(folder))
+            tokenizer = Tokenizer.load(folder)
+            check_vocabulary(tokenizer, source.config)
+            if tokenizer.has_chat:
+                _check_chat(tokenizer)
+        except OSError as error:
+            raise CheckpointError(
+                f"{source.label}: its tokenizer cannot be read: {error}"
+            ) from error
+        except LongctxError as error:
+            # Of the copies, a person knows the names alone.
+            said = str(error).replace(f"{folder}/", "")
+            raise CheckpointError(f"{source.label}: {said}") from error
+
+
+def _check_chat(tokenizer: Tokenizer) -> None:
+    """Renders the chat template once: one that is damaged would show only at the first question."""
+    # A template may refuse these messages, or want others, and be whole.
+    with contextlib.suppress(InputError):
+        try:
+            tokenizer.chat([{"role": "user", "content": "Hello"}])
+        except ConfigError as error:
+            # Its remedy is for a question.
+            said = str(error).rpartition(";")[0]
+            raise CheckpointError(f"{said}; repair it in the source, or remove it") from error
 
 
 def convert(
@@ -74,54 +135,39 @@ def convert(
       ConfigError: the model is not implemented, or does not divide over the mesh.
       InputError: another process writes the destination.
     """
-    target = None if dtype in (None, "source") else _checked(dtype)
+    given = dtype not in (None, "source")
+    if given and dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one of source, {', '.join(DTYPES)}")
     if jax.process_count() > 1:
         raise ConfigError("a conversion runs in one process; start it on one host")
     mesh = make_mesh() if mesh is None else mesh
     destination = Path(destination).expanduser().absolute()
     with only_writer(destination):
-        _convert(source, destination, target, mesh, progress, resume)
+        check_destination(destination)
+        opened = open_source(source)
+        check_mesh(opened.config, mesh)
+        expected = expected_tensors(opened.config, opened.naming)
+        steps = [
+            (tensor, expected[tensor.name], np.dtype(jnp.dtype(dtype)) if given else tensor.dtype)
+            for tensor in opened.tensors
+        ]
+        made_from = _made_from(opened, steps)
+        _check_space(destination, sum(map(_stored_bytes, steps)))
+        try:
+            partial = Partial(destination, made_from, resume=resume)
+        except OSError as error:
+            raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
+        try:
+            hashes = _write_tensors(partial, steps, mesh, progress)
+            _write_rest(partial, opened, steps, hashes)
+        except Exception as error:
+            # Whatever went wrong: nothing is left behind.
+            partial.discard()
+            if isinstance(error, OSError):
+                said = f"{destination} could not be written: {error}"
+                raise CheckpointError(said) from error
+            raise
     return read_manifest(destination)
-
-
-def _convert(
-    source: str | Path,
-    destination: Path,
-    target: np.dtype | None,
-    mesh: Mesh,
-    progress: OnProgress | None,
-    resume: bool,
-) -> None:
-    check_destination(destination)
-    opened = open_source(source)
-    check_mesh(opened.config, mesh)
-    expected = expected_tensors(opened.config, opened.naming)
-    steps = [
-        (tensor, expected[tensor.name], tensor.dtype if target is None else target)
-        for tensor in opened.tensors
-    ]
-    made_from = _made_from(opened, steps)
-    _check_space(destination, sum(map(_stored_bytes, steps)))
-    try:
-        partial = Partial(destination, made_from, resume=resume)
-    except OSError as error:
-        raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
-    try:
-        hashes = _write_tensors(partial, steps, mesh, opened, progress)
-        _write_rest(partial, opened, steps, hashes)
-    except OSError as error:
-        partial.discard()
-        raise CheckpointError(f"{destination} could not be written: {error}") from error
-    except Exception:
-        # Whatever went wrong, and it is passed on: nothing is left behind.
-        partial.discard()
-        raise
-
-
-def _checked(dtype: str | None) -> np.dtype:
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not one of source, {', '.join(DTYPES)}")
-    return np.dtype(jnp.dtype(dtype))
 
 
 def _stored_bytes(step: Step) -> int:
@@ -147,10 +193,8 @@ def _check_space(destination: Path, needed: int) -> None:
 
 def _made_from(opened: Source, steps: Sequence[Step]) -> dict[str, Any]:
     """What must be the same for an interrupted conversion to be continued."""
-    files = {}
-    for path in dict.fromkeys(tensor.file for tensor, _, _ in steps):
-        status = path.stat()
-        files[path.name] = [status.st_size, status.st_mtime_ns]
+    status = {tensor.file: tensor.file.stat() for tensor, _, _ in steps}
+    files = {path.name: [found.st_size, found.st_mtime_ns] for path, found in status.items()}
     return {
         "dtype": {tensor.name: dtype.name for tensor, _, dtype in steps},
         "source": {**files, **{path.name: digest for path, digest in opened.read_files.items()}},
@@ -159,21 +203,17 @@ def _made_from(opened: Source, steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def _write_tensors(
-    partial: Partial,
-    steps: Sequence[Step],
-    mesh: Mesh,
-    opened: Source,
-    progress: OnProgress | None,
+    partial: Partial, steps: Sequence[Step], mesh: Mesh, progress: OnProgress | None
 ) -> dict[Path, str]:
     """Writes what is not written yet; the checksum of every file of tensors."""
     total = sum(map(_stored_bytes, steps))
     limit = group_limit(max(map(_stored_bytes, steps)))
-    infos, finished = infos_of(opened.config), partial.finished
+    finished = partial.finished
     group: dict[str, jax.Array] = {}
     held = done = 0
     hashes: dict[Path, str] = {}
     for path, own_steps in itertools.groupby(steps, key=lambda step: step[0].file):
-        with HashedFile(path) as file:
+        with contextlib.closing(HashedFile(path)) as file:
             for tensor, wanted, dtype in own_steps:
                 size = _stored_bytes((tensor, wanted, dtype))
                 if any(part.path not in finished for part in wanted.parts):
@@ -182,8 +222,15 @@ def _write_tensors(
                         group, held = {}, 0
                     array = read_array(file, tensor, dtype)
                     for part in wanted.parts:
-                        sharding = logical_sharding(mesh, infos[part.path].axes)
-                        group[part.path] = _place(part.from_file(array), sharding)
+                        sharding = logical_sharding(mesh, part.info.axes)
+                        view = part.from_file(array)
+                        # Each shard is made contiguous on its own.
+                        group[part.path] = jax.make_array_from_callback(
+                            view.shape,
+                            sharding,
+                            lambda index, v=view: np.ascontiguousarray(v[index]),
+                        )
+                        del view
                     del array
                     held += size
                 done += size
@@ -200,15 +247,6 @@ def group_limit(largest: int) -> int:
     return max(GROUP, largest // 2)
 
 
-def _place(view: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The array on its shards; each shard is made contiguous on its own."""
-
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        return np.ascontiguousarray(view if index is None else view[index])
-
-    return jax.make_array_from_callback(view.shape, sharding, shard)
-
-
 def _write_rest(
     partial: Partial, opened: Source, steps: Sequence[Step], hashes: Mapping[Path, str]
 ) -> None:
@@ -219,14 +257,18 @@ def _write_rest(
     shutil.rmtree(tokenizer, ignore_errors=True)
     tokenizer.mkdir()
     opened.write_tokenizer(tokenizer)
-    bytes_of: dict[str, int] = {}
+    bytes_of: collections.Counter[str] = collections.Counter()
     for step in steps:
-        bytes_of[step[2].name] = bytes_of.get(step[2].name, 0) + _stored_bytes(step)
-    entries = dict(_entries(steps))
+        bytes_of[step[2].name] += _stored_bytes(step)
+    entries = {
+        part.path: TensorEntry(part.info.shape, dtype.name)
+        for _, wanted, dtype in steps
+        for part in wanted.parts
+    }
     partial.check(entries)
     manifest = Manifest(
         config=opened.config,
-        dtype=max(bytes_of, key=lambda name: bytes_of[name]),
+        dtype=bytes_of.most_common(1)[0][0],
         tensors=entries,
         source=opened.label,
         sources={path.name: digest for path, digest in {**opened.read_files, **hashes}.items()},
@@ -236,9 +278,3 @@ def _write_rest(
     )
     write_text(partial.folder / MANIFEST, manifest.to_json())
     partial.publish()
-
-
-def _entries(steps: Sequence[Step]) -> Iterator[tuple[str, TensorEntry]]:
-    for _, wanted, dtype in steps:
-        for part in wanted.parts:
-            yield part.path, TensorEntry(part.shape, dtype.name)

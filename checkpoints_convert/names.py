@@ -1,10 +1,12 @@
 """Tensor names and layouts of Hugging Face, InternLM2 and GGUF files, against our parameters.
 
-`LAYOUTS` says how each kind of parameter is laid out in a file: the axes of our array in the
-order the file has them, of which the first `lead` are flattened into the rows (`[out, in]`).
-Reading and writing are the two directions of that one table, so an export gives back every bit.
+Names come from one table a family (`jax_longctx.models.families`), those of GGUF files from them
+through the `gguf` package. The layout follows from a parameter's logical axes: a file has the
+outputs as rows and the inputs as columns (`[out, in]`). Reading and writing are the two directions
+of the same description, so an export gives back every bit.
 
-Two file formats store rows in another order, which `Part.rows` undoes:
+Three things order rows otherwise, which `Part.rows` undoes:
+- A family may keep several parameters in one tensor, one after another.
 - InternLM2 fuses q, k and v: for each kv head its G query heads, then its key, then its value.
 - llama.cpp pairs neighbouring rows of q and k for interleaved rotary embedding, in files of
   architecture llama and internlm2 (not qwen2 and qwen3).
@@ -12,132 +14,30 @@ Two file formats store rows in another order, which `Part.rows` undoes:
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.families import LLAMA_NAMES
 from jax_longctx.models.llama import ParamInfo, param_infos
 
-__all__ = [
-    "FileTensor",
-    "Part",
-    "expected_tensors",
-    "infos_of",
-    "insert",
-    "naming_of",
-    "params_from_hf",
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Our axes in the file's order; the first `lead` of them are the file's rows."""
-
-    order: tuple[int, ...]
-    lead: int
-
-
-LAYOUTS = {
-    "table": Layout((0, 1), 1),
-    "scale": Layout((0,), 1),
-    # [D, heads, H] here, [heads * H, D] in the file.
-    "q": Layout((1, 2, 0), 2),
-    "k": Layout((1, 2, 0), 2),
-    "v": Layout((1, 2, 0), 2),
-    # [N, H, D] here, [D, N * H] in the file.
-    "o": Layout((2, 0, 1), 1),
-    "q_bias": Layout((0, 1), 2),
-    "k_bias": Layout((0, 1), 2),
-    "v_bias": Layout((0, 1), 2),
-    "o_bias": Layout((0,), 1),
-    "gate": Layout((1, 0), 1),
-    "up": Layout((1, 0), 1),
-    "down": Layout((1, 0), 1),
-    "gate_bias": Layout((0,), 1),
-    "up_bias": Layout((0,), 1),
-    "down_bias": Layout((0,), 1),
-}
-
-# Our path -> the file's name; `*` is the layer.
-HF_NAMES = {
-    "embed.table": "model.embed_tokens.weight",
-    "layers.*.attn_norm.scale": "model.layers.*.input_layernorm.weight",
-    "layers.*.attn.q": "model.layers.*.self_attn.q_proj.weight",
-    "layers.*.attn.k": "model.layers.*.self_attn.k_proj.weight",
-    "layers.*.attn.v": "model.layers.*.self_attn.v_proj.weight",
-    "layers.*.attn.o": "model.layers.*.self_attn.o_proj.weight",
-    "layers.*.attn.q_bias": "model.layers.*.self_attn.q_proj.bias",
-    "layers.*.attn.k_bias": "model.layers.*.self_attn.k_proj.bias",
-    "layers.*.attn.v_bias": "model.layers.*.self_attn.v_proj.bias",
-    "layers.*.attn.o_bias": "model.layers.*.self_attn.o_proj.bias",
-    "layers.*.attn.q_norm.scale": "model.layers.*.self_attn.q_norm.weight",
-    "layers.*.attn.k_norm.scale": "model.layers.*.self_attn.k_norm.weight",
-    "layers.*.mlp_norm.scale": "model.layers.*.post_attention_layernorm.weight",
-    "layers.*.mlp.gate": "model.layers.*.mlp.gate_proj.weight",
-    "layers.*.mlp.up": "model.layers.*.mlp.up_proj.weight",
-    "layers.*.mlp.down": "model.layers.*.mlp.down_proj.weight",
-    "layers.*.mlp.gate_bias": "model.layers.*.mlp.gate_proj.bias",
-    "layers.*.mlp.up_bias": "model.layers.*.mlp.up_proj.bias",
-    "layers.*.mlp.down_bias": "model.layers.*.mlp.down_proj.bias",
-    "final_norm.scale": "model.norm.weight",
-    "head.table": "lm_head.weight",
-}
-
+# Our modules -> those of InternLM2's own files.
 INTERNLM2_NAMES = {
-    "embed.table": "model.tok_embeddings.weight",
-    "layers.*.attn_norm.scale": "model.layers.*.attention_norm.weight",
-    "layers.*.attn.q": "model.layers.*.attention.wqkv.weight",
-    "layers.*.attn.k": "model.layers.*.attention.wqkv.weight",
-    "layers.*.attn.v": "model.layers.*.attention.wqkv.weight",
-    "layers.*.attn.o": "model.layers.*.attention.wo.weight",
-    "layers.*.attn.q_bias": "model.layers.*.attention.wqkv.bias",
-    "layers.*.attn.k_bias": "model.layers.*.attention.wqkv.bias",
-    "layers.*.attn.v_bias": "model.layers.*.attention.wqkv.bias",
-    "layers.*.attn.o_bias": "model.layers.*.attention.wo.bias",
-    "layers.*.mlp_norm.scale": "model.layers.*.ffn_norm.weight",
-    "layers.*.mlp.gate": "model.layers.*.feed_forward.w1.weight",
-    "layers.*.mlp.up": "model.layers.*.feed_forward.w3.weight",
-    "layers.*.mlp.down": "model.layers.*.feed_forward.w2.weight",
-    "final_norm.scale": "model.norm.weight",
-    "head.table": "output.weight",
-}
-
-GGUF_NAMES = {
-    "embed.table": "token_embd.weight",
-    "layers.*.attn_norm.scale": "blk.*.attn_norm.weight",
-    "layers.*.attn.q": "blk.*.attn_q.weight",
-    "layers.*.attn.k": "blk.*.attn_k.weight",
-    "layers.*.attn.v": "blk.*.attn_v.weight",
-    "layers.*.attn.o": "blk.*.attn_output.weight",
-    "layers.*.attn.q_bias": "blk.*.attn_q.bias",
-    "layers.*.attn.k_bias": "blk.*.attn_k.bias",
-    "layers.*.attn.v_bias": "blk.*.attn_v.bias",
-    "layers.*.attn.o_bias": "blk.*.attn_output.bias",
-    "layers.*.attn.q_norm.scale": "blk.*.attn_q_norm.weight",
-    "layers.*.attn.k_norm.scale": "blk.*.attn_k_norm.weight",
-    "layers.*.mlp_norm.scale": "blk.*.ffn_norm.weight",
-    "layers.*.mlp.gate": "blk.*.ffn_gate.weight",
-    "layers.*.mlp.up": "blk.*.ffn_up.weight",
-    "layers.*.mlp.down": "blk.*.ffn_down.weight",
-    "layers.*.mlp.gate_bias": "blk.*.ffn_gate.bias",
-    "layers.*.mlp.up_bias": "blk.*.ffn_up.bias",
-    "layers.*.mlp.down_bias": "blk.*.ffn_down.bias",
-    "final_norm.scale": "output_norm.weight",
-    "head.table": "output.weight",
-}
-
-# "gguf-interleaved" is the GGUF whose q and k rows are paired.
-NAMINGS: dict[str, Mapping[str, str]] = {
-    "hf": HF_NAMES,
-    "internlm2": INTERNLM2_NAMES,
-    "gguf": GGUF_NAMES,
-    "gguf-interleaved": GGUF_NAMES,
+    "embed": "model.tok_embeddings",
+    "layers.*.attn_norm": "model.layers.*.attention_norm",
+    **{f"layers.*.attn.{letter}": "model.layers.*.attention.wqkv" for letter in "qkv"},
+    "layers.*.attn.o": "model.layers.*.attention.wo",
+    "layers.*.mlp_norm": "model.layers.*.ffn_norm",
+    "layers.*.mlp.gate": "model.layers.*.feed_forward.w1",
+    "layers.*.mlp.up": "model.layers.*.feed_forward.w3",
+    "layers.*.mlp.down": "model.layers.*.feed_forward.w2",
+    "final_norm": "model.norm",
+    "head": "output",
 }
 
 # Tensors that hold nothing of the model: rotary tables that follow from the config.
@@ -148,31 +48,39 @@ Rows = Callable[[np.ndarray], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of our parameters as it lies in a tensor of a file."""
+    """One of our parameters as it lies in a tensor of a file.
+
+    Attributes:
+      rows: picks and orders the parameter's rows in the file's tensor.
+    """
 
     path: str
-    shape: tuple[int, ...]
-    layout: Layout
+    info: ParamInfo
     rows: Rows | None = None
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Our axes in the file's order: outputs, then inputs."""
+        inputs = self.info.inputs
+        return (*(axis for axis in range(len(self.info.shape)) if axis not in inputs), *inputs)
 
     @property
     def file_shape(self) -> tuple[int, ...]:
         """Shape in the file, once `rows` has picked and ordered the rows."""
-        split = [self.shape[axis] for axis in self.layout.order]
-        lead = math.prod(split[: self.layout.lead])
-        rest = split[self.layout.lead :]
-        return (lead, math.prod(rest)) if rest else (lead,)
+        columns = math.prod(self.info.shape[axis] for axis in self.info.inputs)
+        rows = math.prod(self.info.shape) // columns
+        return (rows, columns) if self.info.inputs else (rows,)
 
     def from_file(self, array: np.ndarray) -> np.ndarray:
         """Our array, as a view of the file's tensor where no rows are reordered."""
         if self.rows is not None:
             array = self.rows(array)
-        split = array.reshape([self.shape[axis] for axis in self.layout.order])
-        return split.transpose(np.argsort(self.layout.order))
+        split = array.reshape([self.info.shape[axis] for axis in self.order])
+        return split.transpose(np.argsort(self.order))
 
     def to_file(self, array: np.ndarray) -> np.ndarray:
-        """The file's tensor, for parameters whose rows are not reordered."""
-        return array.transpose(self.layout.order).reshape(self.file_shape)
+        """The file's rows, for parameters whose rows are not reordered."""
+        return array.transpose(self.order).reshape(self.file_shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,66 +93,46 @@ class FileTensor:
 
 
 def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
-    """What a file of this naming holds for a model, by name."""
-    names, found = NAMINGS[naming], {}
-    for path, info in infos_of(config).items():
-        layer = re.search(r"\d+", path)
-        name = names[re.sub(r"\d+", "*", path, count=1)]
-        name = name.replace("*", layer.group()) if layer else name
-        found.setdefault(name, []).append(_part(config, naming, path, info))
+    """What the files hold for a model, by name; `naming`: "hf", "internlm2" or "gguf"."""
+    found: dict[str, list[Part]] = {}
+    for path, info in param_infos(config).items():
+        part = Part(path, info, _reordered(config, naming, path.split(".")[-1]))
+        found.setdefault(tensor_name(config, naming, path), []).append(part)
     tensors = {}
     for name, parts in found.items():
-        shape = parts[0].file_shape
+        first = parts[0].file_shape
+        ends = [0, *itertools.accumulate(part.file_shape[0] for part in parts)]
         if len(parts) > 1:
-            shape = (sum(part.file_shape[0] for part in parts), *shape[1:])
-        tensors[name] = FileTensor(name, shape, tuple(parts))
+            parts = [
+                part
+                if part.rows
+                else dataclasses.replace(part, rows=functools.partial(_run, begin, end))
+                for part, begin, end in zip(parts, ends, ends[1:], strict=False)
+            ]
+        tensors[name] = FileTensor(name, (ends[-1], *first[1:]), tuple(parts))
     return tensors
 
 
+def tensor_name(config: ModelConfig, naming: str, path: str) -> str:
+    """What a parameter's tensor is called in the files."""
+    suffix = "bias" if path.endswith("_bias") else "weight"
+    module = re.sub(r"(_bias|\.scale|\.table)$", "", path)
+    layer = re.search(r"\d+", module)
+    names = {"hf": config.traits.names, "internlm2": INTERNLM2_NAMES, "gguf": LLAMA_NAMES}[naming]
+    name = names[re.sub(r"\d+", "*", module, count=1)]
+    if layer:
+        name = name.replace("*", layer.group())
+    if naming == "gguf":
+        name = _gguf_names(config.traits.gguf[0], config.num_layers).get_name(name)
+    return f"{name}.{suffix}"
+
+
 @functools.lru_cache(maxsize=4)
-def infos_of(config: ModelConfig) -> Mapping[str, ParamInfo]:
-    """`param_infos`, which traces the whole model, once a model."""
-    return param_infos(config)
+def _gguf_names(architecture: str, layers: int) -> Any:
+    import gguf
 
-
-def _part(config: ModelConfig, naming: str, path: str, info: ParamInfo) -> Part:
-    kind = path.split(".")[-1]
-    rows: Rows | None = None
-    letter = kind.removesuffix("_bias")
-    if naming == "internlm2" and letter in ("q", "k", "v"):
-        rows = _Fused(config.num_kv_heads, config.num_heads // config.num_kv_heads, letter)
-    elif naming == "gguf-interleaved" and letter in ("q", "k"):
-        rows = _Paired(config.num_heads if letter == "q" else config.num_kv_heads)
-    return Part(path, info.shape, LAYOUTS[kind], rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fused:
-    """The q, k or v rows of InternLM2's `wqkv`."""
-
-    kv_heads: int
-    group: int
-    letter: str
-
-    def __call__(self, array: np.ndarray) -> np.ndarray:
-        rest = array.shape[1:]
-        # [kv heads, G queries + key + value, H, D]
-        split = array.reshape(self.kv_heads, self.group + 2, -1, *rest)
-        at = {"q": slice(0, -2), "k": slice(-2, -1), "v": slice(-1, None)}[self.letter]
-        return split[:, at].reshape(-1, *rest)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Paired:
-    """Rows paired for interleaved rotary embedding, back to halves."""
-
-    heads: int
-
-    def __call__(self, array: np.ndarray) -> np.ndarray:
-        rest = array.shape[1:]
-        # [heads, H/2 pairs, first or second, D]
-        split = array.reshape(self.heads, -1, 2, *rest)
-        return split.swapaxes(1, 2).reshape(-1, *rest)
+    (kind,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(kind, layers)
 
 
 def naming_of(names: Iterable[str]) -> str:
@@ -252,23 +140,32 @@ def naming_of(names: Iterable[str]) -> str:
     return "internlm2" if any(".attention.wqkv." in name for name in names) else "hf"
 
 
-def insert(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Puts a value into nested dicts at a dot-joined path."""
-    *folders, leaf = path.split(".")
-    for folder in folders:
-        tree = tree.setdefault(folder, {})
-    tree[leaf] = value
+def _reordered(config: ModelConfig, naming: str, kind: str) -> Rows | None:
+    letter, heads, kv_heads = kind.removesuffix("_bias"), config.num_heads, config.num_kv_heads
+    if naming == "internlm2" and letter in ("q", "k", "v"):
+        return functools.partial(_fused, kv_heads, heads // kv_heads, letter)
+    if naming == "gguf" and config.traits.interleaved and letter in ("q", "k"):
+        return functools.partial(_paired, heads if letter == "q" else kv_heads)
+    return None
 
 
-def params_from_hf(config: ModelConfig, state: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Our nested parameters from a Hugging Face state dict in memory, for small models."""
-    params: dict[str, Any] = {}
-    for name, tensor in expected_tensors(config, naming_of(state)).items():
-        if name not in state:
-            raise CheckpointError(f"the state dict has no tensor {name}")
-        array = np.asarray(state[name])
-        if array.shape != tensor.shape:
-            raise CheckpointError(f"{name} has shape {array.shape}, expected {tensor.shape}")
-        for part in tensor.parts:
-            insert(params, part.path, jnp.asarray(part.from_file(array)))
-    return params
+def _run(begin: int, end: int, array: np.ndarray) -> np.ndarray:
+    """Rows that follow each other."""
+    return array[begin:end]
+
+
+def _fused(kv_heads: int, group: int, letter: str, array: np.ndarray) -> np.ndarray:
+    """The q, k or v rows of InternLM2's `wqkv`."""
+    rest = array.shape[1:]
+    split = array.reshape(
+        kv_heads, group + 2, -1, *rest
+    )  # [kv heads, G queries + key + value, H, D]
+    at = {"q": slice(0, -2), "k": slice(-2, -1), "v": slice(-1, None)}[letter]
+    return split[:, at].reshape(-1, *rest)
+
+
+def _paired(heads: int, array: np.ndarray) -> np.ndarray:
+    """Rows paired for interleaved rotary embedding, back to halves."""
+    rest = array.shape[1:]
+    split = array.reshape(heads, -1, 2, *rest)  # [heads, H/2 pairs, first or second, D]
+    return split.swapaxes(1, 2).reshape(-1, *rest)

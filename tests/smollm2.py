@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.sources.gguf import read_directory
+from checkpoints_convert.gguf import read_directory
 from checkpoints_convert.vocabulary import gguf_tokenizer_files
 
 

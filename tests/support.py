@@ -66,8 +66,8 @@ def engine_from_hf(
     hf_config: dict[str, Any], state: dict[str, np.ndarray], method: Any = None, **options: Any
 ) -> Engine:
     """An engine over a Hugging Face state dict, through the converter's own table of names."""
-    from checkpoints_convert.names import params_from_hf
-    from checkpoints_convert.sources.config import model_config
+    from checkpoints_convert.config import model_config
+    from tests.checkpoints_convert.tiny import params_from_hf
 
     config = model_config(hf_config)
     return Engine(config, params_from_hf(config, state), method or Full(), make_mesh(), **options)

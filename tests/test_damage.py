@@ -21,7 +21,7 @@ from jax_longctx.errors import LongctxError
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 from tests.support import random_rows, tiny_engine
 from tests.train_cpt.tiny_run import LOOP, STEPS, digest, prepare_tiny, run_tiny, tiny_setup
-from train_cpt.checkpoints import Checkpoints
+from train_cpt.loop import Checkpoints
 
 pytestmark = pytest.mark.thorough
 

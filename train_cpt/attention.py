@@ -11,8 +11,8 @@ as if they had been decoded after a prompt of L tokens without a full step. The 
 the functions that inference chooses with; no gradient flows through it, but through the chosen
 keys and values. With S = 0 all is causal: the control.
 
-The first L rows are flash attention (`train_cpt.causal`); the S rows have S (K + S) scores a head.
-No array has L x L or S x L elements.
+The first L rows are flash attention with gradients (`causal_attention`), in memory linear in the
+sequence; the S rows have S (K + S) scores a head. No array has L x L or S x L elements.
 
 Over mesh axis `seq` each device has a run of a text's tokens: their queries, keys and values of the
 layer. Keys and values are gathered for the layer and its gradient, the last S + 1 queries too; no
@@ -20,7 +20,8 @@ device holds all queries, hidden states or logits.
 """
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +34,16 @@ from jax_longctx.methods.observation import check_kernel, pooled_scores, refuse_
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Attend, check_mesh
 from jax_longctx.sharding import logical_spec
+from pallas_kernels import dispatch
 from pallas_kernels.common import MASKED, group_heads, ungroup_heads
 from pallas_kernels.decode_attention import decode_logits
+from pallas_kernels.lse import merge
+from pallas_kernels.prefill_attention import cache_attention, gpu
+from pallas_kernels.prefill_attention import causal_attention as streamed
 from pallas_kernels.select_large_k import select_large_k
-from train_cpt.causal import causal_attention
 
-__all__ = ["Pattern", "attend_with", "check_attention"]
+# Queries and keys of a block of the gradient: its scores take 1 MB for each row and head.
+BLOCK = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,7 @@ def attend_with(config: ModelConfig, mesh: Mesh, pattern: Pattern) -> Attend:
         def local(q: Array, k: Array, v: Array) -> Array:
             batch, length = q.shape[:2]
             ctx = LayerContext(
-                scale=config.head_dim**-0.5,
+                scale=config.softmax_scale,
                 window=None,
                 rope=config.rope,
                 total=jnp.full((batch,), length * shards, jnp.int32),
@@ -102,9 +107,8 @@ def attend_with(config: ModelConfig, mesh: Mesh, pattern: Pattern) -> Attend:
             ahead = jax.lax.axis_index("seq") * length
             at_BT = jnp.broadcast_to(ahead + jnp.arange(length), (batch, length))
             q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
-            if shards == 1:
-                return pattern_attention(pattern, q, k, v, scale=ctx.scale)
-            return _sharded_attention(pattern, q, k, v, ahead, ctx.scale)
+            own = ahead if shards > 1 else None
+            return pattern_attention(pattern, q, k, v, scale=ctx.scale, ahead=own)
 
         # The replication check stays off, as in inference: kernels carry no proof of it.
         run = jax.shard_map(
@@ -126,42 +130,36 @@ def pattern_attention(
     v: Float[Array, "B T K H"],
     *,
     scale: float,
+    ahead: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of rotated queries and keys under the pattern."""
-    prefix = q.shape[1] - pattern.tail
-    first = causal_attention(q[:, :prefix], k[:, :prefix], v[:, :prefix], scale=scale)
+    """Attention of rotated queries and keys under the pattern.
+
+    Args:
+      ahead: of tokens that lie over mesh axis `seq`: how many stand before this device's own.
+    """
+    own = q.shape[1]
+    if ahead is None:
+        prefix = own - pattern.tail
+        first = causal_attention(q[:, :prefix], k[:, :prefix], v[:, :prefix], scale=scale)
+    else:
+        k, v = (jax.lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
+        prefix = k.shape[1] - pattern.tail
+        # The last rows too: on most devices there are none, and all run one program.
+        first = causal_attention(q, k, v, scale=scale, ahead=ahead)
     if pattern.tail == 0:
         return first
-    k_BKTH, v_BKTH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
-    k_BKLH = k_BKTH[:, :, :prefix]
-    chosen_BKC = _choose(pattern, q[:, prefix - 1 : prefix], k_BKLH, scale)
-    last = _tail(q[:, prefix:], k_BKTH, v_BKTH, chosen_BKC, scale)
-    return jnp.concatenate([first, last], axis=1)
-
-
-def _sharded_attention(
-    pattern: Pattern,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    ahead: Int[Array, ""],
-    scale: float,
-) -> Float[Array, "B T N H"]:
-    """`pattern_attention` of a device's own tokens, of which the first is the text's `ahead`-th."""
-    k, v = (jax.lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
-    # The last rows too: on most devices there are none, and all run one program.
-    first = causal_attention(q, k, v, scale=scale, ahead=ahead)
-    if pattern.tail == 0:
-        return first
-    prefix, own = k.shape[1] - pattern.tail, q.shape[1]
-    at_T = prefix - 1 - ahead + jnp.arange(pattern.tail + 1)
-    mine_T = (at_T >= 0) & (at_T < own)
-    rows = jnp.take(q, jnp.clip(at_T, 0, own - 1), axis=1)
-    # Each row is one device's; its gradient is what all devices' outputs give it.
-    rows = jax.lax.psum(jnp.where(mine_T[:, None, None], rows, 0), "seq")
+    rows = q[:, prefix - 1 :]
+    if ahead is not None:
+        at_T = prefix - 1 - ahead + jnp.arange(pattern.tail + 1)
+        mine_T = (at_T >= 0) & (at_T < own)
+        rows = jnp.take(q, jnp.clip(at_T, 0, own - 1), axis=1)
+        # Each row is one device's; its gradient is what all devices' outputs give it.
+        rows = jax.lax.psum(jnp.where(mine_T[:, None, None], rows, 0), "seq")
     k_BKTH, v_BKTH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
     chosen_BKC = _choose(pattern, rows[:, :1], k_BKTH[:, :, :prefix], scale)
     last = _tail(rows[:, 1:], k_BKTH, v_BKTH, chosen_BKC, scale)
+    if ahead is None:
+        return jnp.concatenate([first, last], axis=1)
     of_T = ahead + jnp.arange(own) - prefix
     taken = jnp.take(last, jnp.maximum(of_T, 0), axis=1)
     return jnp.where((of_T >= 0)[:, None, None], taken, first)
@@ -214,3 +212,145 @@ def _tail(
         "BKGSZ,BKZH->BKGSH", p.astype(v.dtype), v_BKZH, preferred_element_type=jnp.float32
     )
     return ungroup_heads(out.astype(q.dtype))
+
+
+def causal_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    scale: float,
+    block: int = BLOCK,
+    ahead: Int[Array, ""] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Token t attends the tokens j <= t; differentiable in q, k and v.
+
+    On NVIDIA GPUs this is cuDNN's flash attention, forward and backward, through
+    `jax.nn.dot_product_attention`. Elsewhere the forward pass is the library's own
+    `pallas_kernels.prefill_attention.causal_attention`, which streams over blocks and cannot be
+    differentiated; its gradient is written out here, as in FlashAttention-2 (Dao 2023, algorithm
+    2). With the log-sum-exp of every row kept from the forward pass, the probabilities of one block
+    of queries and one block of keys are made again,
+
+        P = exp(scale Q K^T - lse)    D = rowsum(dO * O)    dS = P * (dO V^T - D)
+        dV += P^T dO                  dQ += scale dS K      dK += scale dS^T Q
+
+    and forgotten. Blocks above the diagonal are not visited. Temporaries: four blocks of scores,
+    and dK and dV in float32; 10 L^2 N H operations (half of it, causal), 5/2 of the forward pass.
+
+    Where a text lies over several devices (mesh axis `seq`), each has a run of its queries and,
+    gathered for the layer, all of its keys; `ahead` is how many tokens stand before the run. The
+    forward pass merges the run's own attention with that to the keys before it; the gradient is the
+    one above, on GPUs too. The last device of a text has the most to do, twice the average.
+
+    Args:
+      block: queries and keys of one block of the gradient, where cuDNN does not run.
+      ahead: the queries' first is token `ahead` of the keys', of which there are more.
+    """
+    if ahead is not None:
+        return _attention(q, k, v, ahead, scale, min(block, q.shape[1]))
+    if dispatch.platform() == "gpu" and gpu.unsupported_causal(q) is None:
+        return jax.nn.dot_product_attention(
+            q, k, v, scale=scale, is_causal=True, implementation="cudnn"
+        )
+    return _attention(q, k, v, jnp.int32(0), scale, min(block, q.shape[1]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q: Array, k: Array, v: Array, ahead: Array, scale: float, block: int) -> Array:
+    return _forward(q, k, v, ahead, scale, block)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, ahead: Array, scale: float, block: int
+) -> tuple[Array, Any]:
+    if q.shape[1] == k.shape[1]:
+        out, lse = streamed(q, k, v, scale=scale)
+    else:
+        own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, ahead, q.shape[1], 1) for x in (k, v))
+        k_BKSH, v_BKSH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
+        ahead_B = jnp.full((q.shape[0],), ahead, jnp.int32)
+        before = cache_attention(q, k_BKSH, v_BKSH, ahead_B, scale=scale)
+        out, lse = merge([streamed(q, own_k, own_v, scale=scale), before])
+    return out, (q, k, v, ahead, out, lse)
+
+
+def _backward(
+    scale: float, block: int, kept: tuple[Any, ...], dout: Array
+) -> tuple[Array | None, ...]:
+    q, k, v, ahead, out, lse = kept
+    length, keys_length, kv_heads = q.shape[1], k.shape[1], k.shape[2]
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    # Rows that fill the last block up have dout 0: they add nothing to any gradient.
+    q, dout, lse, delta, k, v = (_fill(x, block) for x in (q, dout, lse, delta, k, v))
+    queries = tuple(group_heads(x, kv_heads) for x in (q, dout))
+    rows = tuple(group_heads(x[..., None], kv_heads)[..., 0] for x in (lse, delta))
+    keys = (jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2))
+    zeros = jnp.zeros(keys[0].shape, jnp.float32)
+    blocks = k.shape[1] // block
+    # Of keys, that the first block of queries sees; each next one sees one more.
+    seen = (ahead + 2 * block - 1) // block
+
+    def of_queries(sums: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
+        here = tuple(_block(x, i, block, 3) for x in (*queries, *rows))
+
+        def of_keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            dq, dk, dv = carry
+            pair = tuple(_block(x, j, block, 2) for x in keys)
+            parts = _block_gradient(here, pair, ahead + (i - j) * block, scale)
+            return dq + parts[0], _add(dk, parts[1], j), _add(dv, parts[2], j)
+
+        dq = jnp.zeros(here[0].shape, jnp.float32)
+        stop = jnp.minimum(i + seen, blocks)
+        dq, dk, dv = jax.lax.fori_loop(0, stop, of_keys, (dq, *sums))
+        return (dk, dv), dq.astype(q.dtype)
+
+    numbers = jnp.arange(q.shape[1] // block)
+    (dk, dv), dq = jax.lax.scan(of_queries, (zeros, zeros), numbers)
+    dq = jnp.moveaxis(dq, 0, 3).reshape(queries[0].shape)  # [B, K, G, blocks, block, H]
+    dq = ungroup_heads(dq)[:, :length]
+    dk, dv = (jnp.moveaxis(x, 2, 1)[:, :keys_length].astype(q.dtype) for x in (dk, dv))
+    return dq, dk, dv, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _block_gradient(
+    queries: tuple[Array, ...], keys: tuple[Array, ...], ahead: Array, scale: float
+) -> tuple[Array, Array, Array]:
+    """What one block of queries and one of keys add to dq, dk and dv, in float32.
+
+    `ahead` is how many tokens the first query stands behind the first key.
+    """
+    q, dout, lse, delta = queries
+    k, v = keys
+    f32 = {"preferred_element_type": jnp.float32}
+    block_T = jnp.arange(k.shape[2])
+    seen_TC = block_T[:, None] + ahead >= block_T
+    scores = scale * jnp.einsum("BKGTH,BKCH->BKGTC", q, k, **f32)
+    p = jnp.where(seen_TC, jnp.exp(scores - lse[..., None]), 0.0)
+    dp = jnp.einsum("BKGTH,BKCH->BKGTC", dout, v, **f32)
+    ds = (scale * p * (dp - delta[..., None])).astype(q.dtype)
+    return (
+        jnp.einsum("BKGTC,BKCH->BKGTH", ds, k, **f32),
+        jnp.einsum("BKGTC,BKGTH->BKCH", ds, q, **f32),
+        jnp.einsum("BKGTC,BKGTH->BKCH", p.astype(v.dtype), dout, **f32),
+    )
+
+
+def _add(x: Float[Array, "B K T H"], part: Float[Array, "B K C H"], number: Array) -> Array:
+    """`x` with `part` added to its block of that number."""
+    block = part.shape[2]
+    total = _block(x, number, block, 2) + part
+    return jax.lax.dynamic_update_slice_in_dim(x, total, number * block, axis=2)
+
+
+def _fill(x: Array, block: int) -> Array:
+    """`[B, T, ...]` with zeros up to a whole number of blocks."""
+    more = -x.shape[1] % block
+    return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
+
+
+def _block(x: Array, number: Array, block: int, axis: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, number * block, block, axis)

@@ -21,13 +21,8 @@ from jax_longctx.errors import InputError
 from jax_longctx.memory import peak_memory
 from jax_longctx.models.llama import init_params
 from jax_longctx.models.presets import PRESETS, preset
-from train_cpt.flops import device_peak, step_rates
-from train_cpt.forward import Remat
-from train_cpt.loop import step_program
-from train_cpt.processes import place_texts
-from train_cpt.step import Setup, init_state
-
-__all__ = ["measure", "peer", "run"]
+from train_cpt.metrics import device_peak, step_rates
+from train_cpt.step import Remat, Setup, init_state, place_texts, step_program
 
 
 def measure(setup: Setup, length: int, rows: int, steps: int) -> dict[str, Any]:
@@ -46,7 +41,7 @@ def measure(setup: Setup, length: int, rows: int, steps: int) -> dict[str, Any]:
         loss = float(metrics["loss"])
         times.append(time.perf_counter() - begun)
     seconds = statistics.median(times[1:])
-    rates = step_rates(setup.config, setup.pattern, setup.mesh, setup.dtype, placed.shape, seconds)
+    rates = step_rates(setup, placed.shape, seconds)
     return {
         "rows": rows,
         "remat": setup.remat,
@@ -109,7 +104,7 @@ def run(
     if baseline is not None:
         shape, seconds = (1, rows, length), baseline["seconds"]
         # On one device, whatever our mesh is.
-        rates = step_rates(setup.config, setup.pattern, setup.mesh, setup.dtype, shape, seconds)
+        rates = step_rates(setup, shape, seconds)
         baseline |= {**rates, "mfu": rates["mfu"] * setup.mesh.size}
     return {
         "model": model,

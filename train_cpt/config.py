@@ -17,9 +17,8 @@ from typing import Any
 
 from jax_longctx.settings import from_toml, read_toml
 from train_cpt.attention import Pattern
-from train_cpt.forward import Remat
 from train_cpt.loop import LoopConfig
-from train_cpt.step import Float32OrHalf, OptimizerConfig
+from train_cpt.step import Float32OrHalf, OptimizerConfig, Remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,9 @@
-"""Training texts on disk: documents cut into windows of L + S tokens, stored once, read by Grain.
+"""Training texts: documents cut into windows of L + S tokens, stored once, read by Grain.
+
+A text file is one document; every line of a JSON-lines file is another, and every row of a Parquet
+or Arrow file. A folder that `Dataset.save_to_disk` wrote has a `state.json`, which lists the files
+that count; the splits of a `DatasetDict` are subfolders and are read alike, since texts are split
+anew by their own hash. Files are read a piece at a time.
 
 `prepare` reads documents, drops those that came before and those too short, and cuts the others
 into windows that follow each other; what remains behind the last whole window is dropped and
@@ -18,19 +23,23 @@ its position is a small dict, which the training checkpoint keeps.
 
 import dataclasses
 import hashlib
+import importlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 import grain
+import jax
 import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
 
 from jax_longctx.errors import ConfigError, InputError
-
-__all__ = ["SPLITS", "DataManifest", "Windows", "batches", "open_windows", "prepare", "split_of"]
+from jax_longctx.models.storage import sha256_of
 
 FORMAT = 1
 MANIFEST, SOURCES = "manifest.json", "sources.jsonl"
@@ -39,6 +48,15 @@ SPLITS = ("train", "dev", "test")
 SHARD_BYTES = 256 * 2**20
 # Texts that no run reads through.
 _ENDLESS = 1 << 48
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+LINES_SUFFIXES = (".jsonl", ".ndjson")
+TABLE_SUFFIXES = (".parquet", ".arrow")
+KINDS = (*TEXT_SUFFIXES, *LINES_SUFFIXES, *TABLE_SUFFIXES)
+# What `Dataset.save_to_disk` leaves in its folder.
+STATE = "state.json"
+# Rows of a table that are in memory at once.
+ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,28 +112,51 @@ def prepare(
       encode: text to ids below `vocab_size`.
       length: tokens of a window.
       tokenizer: what `encode` is known by, for the manifest.
-      sources: what is recorded of each file read (`train_cpt.documents.file_record`).
+      sources: what is recorded of each file read (`file_record`).
 
     Raises:
       ConfigError: the length or the shares make no sense.
       InputError: the folder exists already, or no document is long enough for the training split.
     """
-    _check(length, shares, directory)
+    if length < 2:
+        raise ConfigError(f"data: a window needs at least 2 tokens, got {length}")
+    if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+        raise ConfigError(f"data: shares of {', '.join(SPLITS)} must add up to 1, got {shares}")
+    if directory.exists():
+        raise InputError(f"{directory} exists already; nothing was overwritten, name another")
     building = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     building.mkdir(parents=True)
     try:
         dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         rows = max(1, shard_bytes // (length * dtype.itemsize))
         writers = {split: _Writer(building, split, rows, dtype) for split in SPLITS}
-        tally = _Tally()
-        for text, windows in _cut(documents, encode, length, tally):
-            writers[split_of(text, shares)].add(windows)
-        shards = {split: writer.finish() for split, writer in writers.items()}
+        counts = {"used": 0, "short": 0, "repeated": 0}
+        seen, dropped, longest = set(), 0, 0
+        for _, text in documents:
+            digest = _text_digest(text)
+            if digest in seen:
+                counts["repeated"] += 1
+                continue
+            seen.add(digest)
+            tokens = encode(text)
+            longest = max(longest, len(tokens))
+            if len(tokens) < length:
+                counts["short"] += 1
+                continue
+            counts["used"] += 1
+            rest = len(tokens) % length
+            dropped += rest
+            windows = np.array(tokens[: len(tokens) - rest], np.int64).reshape(-1, length)
+            writers[split_of(text, shares)].add([*windows])
+        for writer in writers.values():
+            writer.add((), last=True)
+        shards = {split: writer.shards for split, writer in writers.items()}
         if not shards["train"]:
             raise InputError(
-                f"no training text: of {tally.used + tally.short} documents {tally.used} have the "
-                f"{length} tokens that a window takes (the longest has {tally.longest}), none of "
-                f"them in the training split; give longer documents or a smaller length"
+                f"no training text: of {counts['used'] + counts['short']} documents "
+                f"{counts['used']} have the {length} tokens that a window takes (the longest has "
+                f"{longest}), none of them in the training split; give longer documents or a "
+                f"smaller length"
             )
         manifest = DataManifest(
             length=length,
@@ -123,66 +164,17 @@ def prepare(
             tokenizer=tokenizer,
             shares=shares,
             shards=shards,
-            documents={"used": tally.used, "short": tally.short, "repeated": tally.repeated},
-            dropped_tokens=tally.dropped,
+            documents=counts,
+            dropped_tokens=dropped,
         )
-        _describe(building, manifest, sources)
+        with (building / SOURCES).open("w", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(source)}\n" for source in sources)
+        fields = {"format": FORMAT, **dataclasses.asdict(manifest)}
+        (building / MANIFEST).write_text(json.dumps(fields, indent=1), encoding="utf-8")
         building.rename(directory)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return manifest
-
-
-def _check(length: int, shares: tuple[float, float, float], directory: Path) -> None:
-    if length < 2:
-        raise ConfigError(f"data: a window needs at least 2 tokens, got {length}")
-    if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-        raise ConfigError(f"data: shares of {', '.join(SPLITS)} must add up to 1, got {shares}")
-    if directory.exists():
-        raise InputError(f"{directory} exists already; nothing was overwritten, name another")
-
-
-def _describe(folder: Path, manifest: DataManifest, sources: Iterable[Mapping[str, Any]]) -> None:
-    with (folder / SOURCES).open("w", encoding="utf-8") as file:
-        file.writelines(f"{json.dumps(source)}\n" for source in sources)
-    fields = {"format": FORMAT, **dataclasses.asdict(manifest)}
-    (folder / MANIFEST).write_text(json.dumps(fields, indent=1), encoding="utf-8")
-
-
-@dataclasses.dataclass
-class _Tally:
-    """Documents, and the tokens of used ones that fill no window."""
-
-    used: int = 0
-    short: int = 0
-    repeated: int = 0
-    dropped: int = 0
-    longest: int = 0
-
-
-def _cut(
-    documents: Iterable[tuple[str, str]],
-    encode: Callable[[str], list[int]],
-    length: int,
-    tally: _Tally,
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The text and the windows `[n, length]` of every document that is new and long enough."""
-    seen = set()
-    for _, text in documents:
-        digest = _text_digest(text)
-        if digest in seen:
-            tally.repeated += 1
-            continue
-        seen.add(digest)
-        tokens = encode(text)
-        tally.longest = max(tally.longest, len(tokens))
-        if len(tokens) < length:
-            tally.short += 1
-            continue
-        tally.used += 1
-        tally.dropped += len(tokens) % length
-        whole = len(tokens) - len(tokens) % length
-        yield text, np.array(tokens[:whole], np.int64).reshape(-1, length)
 
 
 def _text_digest(text: str) -> bytes:
@@ -198,26 +190,13 @@ class _Writer:
         self.waiting: list[np.ndarray] = []
         self.shards: list[tuple[str, int, str]] = []
 
-    def add(self, windows: np.ndarray) -> None:
+    def add(self, windows: Sequence[np.ndarray], *, last: bool = False) -> None:
         self.waiting.extend(windows)
-        while len(self.waiting) >= self.rows:
-            self._write(self.waiting[: self.rows])
-            self.waiting = self.waiting[self.rows :]
-
-    def finish(self) -> list[tuple[str, int, str]]:
-        if self.waiting:
-            self._write(self.waiting)
-        return self.shards
-
-    def _write(self, windows: list[np.ndarray]) -> None:
-        name = f"{self.split}-{len(self.shards):05}.npy"
-        np.save(self.folder / name, np.stack(windows).astype(self.dtype))
-        self.shards.append((name, len(windows), _digest(self.folder / name)))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while len(self.waiting) >= self.rows or (last and self.waiting):
+            own, self.waiting = self.waiting[: self.rows], self.waiting[self.rows :]
+            name = f"{self.split}-{len(self.shards):05}.npy"
+            np.save(self.folder / name, np.stack(own).astype(self.dtype))
+            self.shards.append((name, len(own), sha256_of(self.folder / name)))
 
 
 class Windows:
@@ -254,7 +233,19 @@ def open_windows(directory: Path, split: str, *, length: int, tokenizer: str) ->
         )
     if manifest.tokenizer != tokenizer:
         raise InputError(f"{directory} was made with another tokenizer; prepare the data again")
-    return Windows([_shard(directory / name, digest) for name, _, digest in manifest.shards[split]])
+    shards = []
+    for name, _, digest in manifest.shards[split]:
+        path = directory / name
+        try:
+            found = sha256_of(path)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}; prepare again") from error
+        if found != digest:
+            raise InputError(
+                f"{path} is damaged (SHA-256 {found[:12]}, expected {digest[:12]}); prepare again"
+            )
+        shards.append(np.load(path, mmap_mode="r"))
+    return Windows(shards)
 
 
 def read_manifest(directory: Path) -> DataManifest:
@@ -279,20 +270,8 @@ def read_manifest(directory: Path) -> DataManifest:
         raise InputError(f"{path} is damaged: {error!s:.200}; prepare the data again") from error
 
 
-def _shard(path: Path, digest: str) -> np.ndarray:
-    try:
-        found = _digest(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}; prepare again") from error
-    if found != digest:
-        raise InputError(
-            f"{path} is damaged (SHA-256 {found[:12]}, expected {digest[:12]}); prepare again"
-        )
-    return np.load(path, mmap_mode="r")
-
-
 def batches(
-    windows: Windows, *, micro_batches: int, rows: int, seed: int, process: int, processes: int
+    windows: Windows, *, micro_batches: int, rows: int, seed: int, part: tuple[int, int] = (0, 1)
 ) -> Any:
     """An endless Grain iterator of this process's part of each global batch, `[A, B, T]` int32.
 
@@ -301,20 +280,206 @@ def batches(
 
     Args:
       micro_batches: A, into which a global batch is divided.
-      rows: texts of a micro-batch over all processes, of which B = rows / processes come here.
+      rows: texts of a micro-batch over all processes, of which B = rows / parts come here.
+      part: which part of a global batch this process reads, and of how many (`own_part`).
     """
-    if rows % processes:
-        raise ConfigError(f"data: {rows} texts do not divide over {processes} processes")
+    number, parts = part
+    if rows % parts:
+        raise ConfigError(f"data: {rows} texts do not divide over {parts} processes")
     if not len(windows):
         raise InputError("data: this split has no text")
 
     def own_part(batch: np.ndarray) -> np.ndarray:
         whole = batch.reshape(micro_batches, rows, -1)
-        share = rows // processes
-        return whole[:, process * share : (process + 1) * share]
+        share = rows // parts
+        return whole[:, number * share : (number + 1) * share]
 
     source: Any = windows
     # Grain counts batches in floats, and its own endless repeat overflows with batches of one.
     data = grain.MapDataset.source(source).seed(seed).shuffle().repeat(_ENDLESS // len(windows) + 1)
     data = data.batch(micro_batches * rows).map(own_part)
     return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
+
+
+def own_part(mesh: Mesh) -> tuple[int, int]:
+    """(part, parts): which part of a batch's texts this process's devices hold, of how many.
+
+    Processes whose devices share texts (those of one `tensor` group) have the same part.
+
+    Raises:
+      ConfigError: processes do not hold equal runs of the `data` axis.
+    """
+    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    return part_of(jax.process_index(), owners)
+
+
+def part_of(process: int, owners: Int[np.ndarray, "data seq tensor"]) -> tuple[int, int]:
+    """`own_part` of a process, from which process owns each device of the mesh."""
+    own = np.flatnonzero(np.any(owners == process, axis=(1, 2)))
+    shards, width = len(owners), len(own)
+    if not width or shards % width or own[0] % width or own[-1] - own[0] + 1 != width:
+        raise ConfigError(
+            f"process {process} holds shards {own.tolist()} of mesh axis data={shards}; "
+            f"give each process the same number of them, next to each other"
+        )
+    return int(own[0]) // width, shards // width
+
+
+def own_rows(mesh: Mesh, rows: int) -> slice:
+    """Which of a batch's `rows` texts this process's devices hold."""
+    part, parts = own_part(mesh)
+    share = rows // parts
+    return slice(part * share, (part + 1) * share)
+
+
+def document_files(sources: Iterable[Path]) -> list[Path]:
+    """The files of the sources, in a fixed order; folders are searched for all kinds.
+
+    Raises:
+      InputError: a source is missing, a file that is named itself is of another kind, or a
+        `state.json` cannot be read.
+    """
+    found: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            found += _files_below(source)
+        elif not source.exists():
+            raise InputError(
+                f"{source} does not exist; give files or folders of text, JSON lines or Parquet"
+            )
+        elif source.suffix not in KINDS:
+            raise InputError(
+                f"{source} is no kind of document that is read here; expected {', '.join(KINDS)}"
+            )
+        else:
+            found.append(source)
+    return found
+
+
+def read_documents(files: Iterable[Path], field: str = "text") -> Iterator[tuple[str, str]]:
+    """(name, text) of every document of `document_files`.
+
+    Args:
+      field: where a JSON object, or a row, has its text.
+
+    Raises:
+      InputError: a file cannot be read, is damaged, or has no such field of text; pyarrow is
+        missing where there are tables.
+    """
+    for path in files:
+        try:
+            if path.suffix in LINES_SUFFIXES:
+                yield from _lines(path, field)
+            elif path.suffix in TABLE_SUFFIXES:
+                yield from _rows(path, field)
+            else:
+                yield str(path), _read(path)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """Name, size and SHA-256 of a file, JSON-able; raises InputError where it cannot be read."""
+    try:
+        return {"path": str(path), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _files_below(folder: Path) -> list[Path]:
+    states = {path.parent: _listed(path) for path in folder.rglob(STATE)}
+    # Beside the listed files there may be caches of transformations.
+    others = [
+        path
+        for path in folder.rglob("*")
+        if path.suffix in KINDS
+        and path.is_file()
+        and (path.suffix != ".arrow" or path.parent not in states)
+    ]
+    return sorted([*others, *(path for listed in states.values() for path in listed)])
+
+
+def _listed(state: Path) -> list[Path]:
+    """The files of a saved `Dataset`; none where the file is somebody else's."""
+    try:
+        fields = json.loads(state.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{state} cannot be read: {error}") from error
+    entries = fields.get("_data_files", []) if isinstance(fields, dict) else []
+    return [state.parent / entry["filename"] for entry in entries]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start})") from error
+
+
+def _lines(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                value = json.loads(line)
+            except ValueError as error:  # bad UTF-8 too
+                raise InputError(f"{where}: this line is not JSON: {error}") from error
+            text = value.get(field) if isinstance(value, dict) else None
+            if not isinstance(text, str):
+                raise InputError(
+                    f"{where}: expected an object with a text {field!r}; name the field"
+                )
+            yield where, text
+
+
+def _rows(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    """Every row of a Parquet or Arrow file."""
+    arrow = _pyarrow("pyarrow")
+    try:
+        texts = itertools.chain.from_iterable(_columns(path, field))
+        for number, text in enumerate(texts, start=1):
+            if not isinstance(text, str):
+                raise InputError(f"{path}: row {number} has no text {field!r}; drop such rows")
+            yield f"{path}:{number}", text
+    except arrow.ArrowException as error:
+        raise InputError(f"{path} is damaged: {str(error).splitlines()[0]:.200}") from error
+
+
+def _columns(path: Path, field: str) -> Iterator[Sequence[Any]]:
+    """The texts of a file, some rows at a time."""
+    arrow = _pyarrow("pyarrow")
+    if path.suffix == ".parquet":
+        with _pyarrow("pyarrow.parquet").ParquetFile(path) as table:
+            _check_column(path, field, table.schema_arrow, arrow)
+            for batch in table.iter_batches(batch_size=ROWS, columns=[field]):
+                yield batch.column(0).to_pylist()
+        return
+    # Arrow's streaming format, which `datasets` writes.
+    with arrow.memory_map(str(path)) as source, arrow.ipc.open_stream(source) as batches:
+        _check_column(path, field, batches.schema, arrow)
+        for batch in batches:
+            for start in range(0, batch.num_rows, ROWS):
+                yield batch.column(field).slice(start, ROWS).to_pylist()
+
+
+def _check_column(path: Path, field: str, schema: Any, arrow: Any) -> None:
+    """Raises InputError unless there is one column of that name, of text."""
+    if field not in schema.names:
+        raise InputError(
+            f"{path} has no column {field!r} but {', '.join(schema.names)}; name the field"
+        )
+    kind = schema.field(field).type
+    if kind not in (arrow.string(), arrow.large_string(), arrow.string_view()):
+        raise InputError(f"{path}: column {field!r} is of {kind}, expected text; name the field")
+
+
+def _pyarrow(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"Parquet and `datasets` folders need the package {error.name}; install it: "
+            f"pip install 'jax-longctx[parquet]'"
+        ) from error

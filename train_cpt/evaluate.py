@@ -1,29 +1,116 @@
-"""Checkpoints under inference methods on one split of a prepared data set, as a table."""
+"""Losses of texts' last tokens: during training, and of checkpoints under inference methods.
 
-import hashlib
+The comparison of checkpoints is Table 5 of Xu et al. 2025, "RefreshKV", section 6. Of a text of L +
+S tokens the first L are read as a prompt, whose last token is the question; the last S are then fed
+one by one through the method's decode path, each the text's own, whatever the model would have said
+(`jax_longctx.evaluation.perplexity`): S losses a text.
+
+Two checkpoints are compared on the same texts. The perplexity of a method is exp of the mean loss
+over all texts and tokens. How much it fell is in nats a token, and so is by how much more it fell
+than that of the first method; the intervals are of a paired bootstrap over texts: each resample
+takes the same texts for all methods and both checkpoints.
+"""
+
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from jax_longctx.engine import Engine
 from jax_longctx.errors import InputError
+from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.perplexity import perplexity, score_texts
-from jax_longctx.methods import settings_of
+from jax_longctx.evaluation.specs import Spec
+from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.checkpoint import load_params, read_manifest, tokenizer_folder
 from jax_longctx.models.storage import sha256_of
 from jax_longctx.sharding import make_mesh, parse_mesh
 from jax_longctx.text import Tokenizer
-from train_cpt.data import MANIFEST, Windows, open_windows
+from train_cpt.data import MANIFEST, Windows, open_windows, own_rows
 from train_cpt.data import read_manifest as read_data_manifest
-from train_cpt.perplexity import drop_interval, parse_method
-
-__all__ = ["evaluate", "markdown", "tokenizer_digest"]
+from train_cpt.step import Setup, inference_shardings, place_texts, text_losses
 
 Watch = Callable[[str], Callable[[int, int], None]]
+
+
+def parse_method(spec: str) -> Any:
+    """The method of `"refreshkv:schedule=fixed,stride=10"`.
+
+    Raises:
+      InputError: it is not written so.
+      ConfigError: there is no such method, or not with such settings.
+    """
+    parsed = Spec.parse(spec)
+    return make_method(parsed.name, dict(parsed.settings))
+
+
+def drop_interval(
+    before: Float[np.ndarray, " n"],
+    after: Float[np.ndarray, " n"],
+    than: tuple[np.ndarray, np.ndarray] | None = None,
+    seed: int = 0,
+) -> tuple[float, float, float]:
+    """How much the mean loss fell: (estimate, lower, upper), 95% by a bootstrap over texts.
+
+    Args:
+      before, after: mean loss of every text.
+      than: the same of another method; by how much more it fell than that one's.
+    """
+    drops = before - after
+    if than is not None:
+        drops = drops - (than[0] - than[1])
+    return bootstrap(drops, seed)
+
+
+def dev_losses(
+    setup: Setup,
+    params: Any,
+    dev: Windows,
+    *,
+    rows: int,
+    texts: int,
+    last: int = 0,
+    methods: Sequence[str] = (),
+) -> dict[str, float]:
+    """What an evaluation adds to a line of metrics.
+
+    Args:
+      params: float32 masters, as in the training state.
+      rows: texts that are read together.
+      texts: how many are read, rounded down to whole batches.
+      last: tokens of each that are scored; 0 for the pattern's tail, or for all but the first.
+      methods: inference methods that also decode them.
+
+    Returns:
+      `dev_loss`, the mean loss in nats under the training pattern, and `dev_perplexity/METHOD`.
+    """
+    count = min(len(dev), texts) // rows
+    last = last or setup.pattern.tail or len(dev[0]) - 1
+    tokens = np.stack([dev[row] for row in range(count * rows)]).reshape(count, rows, -1)
+    own = tokens[:, own_rows(setup.mesh, rows)]
+    losses = [
+        float(
+            text_losses(setup, params, place_texts(setup.mesh, own[number : number + 1])[0], last)
+        )
+        for number in range(count)
+    ]
+    found = {"dev_loss": float(np.mean(losses))}
+    if methods:
+        # The masters in the compute dtype, laid out as inference has them.
+        cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(jnp.dtype(setup.dtype)))
+        weights = jax.jit(cast, out_shardings=inference_shardings(setup))(params)
+    for spec in methods:
+        engine = Engine(setup.config, weights, parse_method(spec), setup.mesh)
+        flat = tokens.reshape(count * rows, -1)
+        scores = score_texts(engine, flat, through="decode", score=last, batch=rows)
+        found[f"dev_perplexity/{spec}"] = perplexity(scores.losses)
+    return found
 
 
 def tokenizer_digest(checkpoint: Path) -> str:
@@ -54,7 +141,7 @@ def evaluate(
     """Mean losses of the last tokens of texts, by checkpoint and method; JSON-able.
 
     Args:
-      methods: as `train_cpt.perplexity.parse_method` takes them.
+      methods: as `parse_method` takes them.
       count: texts of the split, at even distances.
       batch, chunk: texts, and tokens of each, that are read together.
       dtype: of weights and caches; each checkpoint's own unless given.
@@ -71,7 +158,15 @@ def evaluate(
     sizes: dict[str, Any] = dict(parse_mesh(mesh))
     on = make_mesh(**sizes)
     length = read_data_manifest(data).length
-    texts = _spaced(_opened(checkpoints, data, split, length), count, split)
+    # The texts must be of every checkpoint's tokenizer.
+    known_as = [tokenizer_digest(checkpoint) for checkpoint in checkpoints]
+    opened = [open_windows(data, split, length=length, tokenizer=name) for name in known_as]
+    if not 1 <= count <= len(opened[0]):
+        raise InputError(
+            f"the {split} split has {len(opened[0])} texts, asked for {count}; ask for fewer (at "
+            f"least one) or prepare more documents"
+        )
+    texts = np.stack([opened[0][number * len(opened[0]) // count] for number in range(count)])
     runs = []
     for checkpoint in checkpoints:
         manifest = read_manifest(checkpoint)
@@ -86,7 +181,7 @@ def evaluate(
             runs.append({**names, "settings": settings_of(method)["settings"], "losses": means})
     return {
         "data": str(data),
-        "data_set": hashlib.sha256((data / MANIFEST).read_bytes()).hexdigest(),
+        "data_set": sha256_of(data / MANIFEST),
         "split": split,
         "length": length,
         "tail": tail,
@@ -97,24 +192,6 @@ def evaluate(
         "jax": jax.__version__,
         "runs": runs,
     }
-
-
-def _opened(checkpoints: Sequence[Path], data: Path, split: str, length: int) -> Windows:
-    """The texts, which must be of every checkpoint's tokenizer."""
-    opened = [
-        open_windows(data, split, length=length, tokenizer=tokenizer_digest(checkpoint))
-        for checkpoint in checkpoints
-    ]
-    return opened[0]
-
-
-def _spaced(windows: Windows, count: int, split: str) -> np.ndarray:
-    if not 1 <= count <= len(windows):
-        raise InputError(
-            f"the {split} split has {len(windows)} texts, asked for {count}; ask for fewer (at "
-            f"least one) or prepare more documents"
-        )
-    return np.stack([windows[number * len(windows) // count] for number in range(count)])
 
 
 def markdown(result: dict[str, Any]) -> str:

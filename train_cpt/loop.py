@@ -5,9 +5,10 @@ A run is a folder:
     run.json         what is run, and by which versions; another configuration is refused
     metrics.jsonl    one line a step: loss, gradient norm, learning rate, tokens a second, MFU,
                      peak memory; the dev loss after an evaluation
-    tensorboard/     the same as TensorBoard events
-    checkpoints/     Orbax: weights, moments and step count, and the position in the data; the
-                     newest ones, and the one with the lowest dev loss
+    tensorboard/     the same as TensorBoard events, for `tensorboard --logdir`
+    checkpoints/     Orbax: weights, moments and step count (`state`), and the position in the data
+                     and the best step so far (`position`), all with checksums; the newest ones, and
+                     the one with the lowest dev loss
 
 A run that is killed resumes from its newest whole checkpoint and computes what it would have
 computed, bit for bit: all that a step depends on is in the checkpoint. Lines of steps that are run
@@ -17,36 +18,46 @@ or gradient that is no number stops it before anything is saved, with the batch 
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.memory import peak_memory
+from jax_longctx.models.storage import (
+    load_arrays,
+    partial_of,
+    read_sealed,
+    seal,
+    write_text,
+    writing,
+)
 from train_cpt.attention import check_attention
-from train_cpt.checkpoints import Best, Checkpoints
-from train_cpt.data import Windows, batches
-from train_cpt.dev_loss import dev_losses
-from train_cpt.flops import step_rates
-from train_cpt.metrics import metrics_log, partial_of, replace_file
-from train_cpt.perplexity import parse_method
-from train_cpt.processes import any_process, own_part, place_texts, text_sharding
-from train_cpt.step import Setup, TrainState, abstract_state, init_state, train_step
-
-__all__ = ["CHECKPOINTS", "VERSIONS", "LoopConfig", "Outcome", "step_program", "train"]
+from train_cpt.data import Windows, batches, own_part
+from train_cpt.evaluate import dev_losses, parse_method
+from train_cpt.metrics import metrics_log, step_rates
+from train_cpt.step import (
+    Setup,
+    TrainState,
+    abstract_state,
+    init_state,
+    place_texts,
+    step_program,
+)
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"
+FORMAT, POSITION = 1, "position.json"
 
 # The facts that a run may be taken up with others of.
 VERSIONS = "versions"
@@ -68,7 +79,7 @@ class LoopConfig:
       keep: newest checkpoints that stay, beside the one with the lowest dev loss.
       evaluate_every: steps between evaluations; 0 for none.
       evaluate_texts: texts of the dev split that an evaluation reads at most.
-      evaluate_methods: inference methods (`train_cpt.perplexity.parse_method`) under which an
+      evaluate_methods: inference methods (`train_cpt.evaluate.parse_method`) under which an
         evaluation also decodes these texts' last tokens, those that the dev loss is of.
       evaluate_last: how many tokens that is; 0 for the pattern's tail, or for all where it has
         none.
@@ -92,6 +103,110 @@ class LoopConfig:
                 raise ConfigError(f"loop: {field.name} must be at least {least}, got {value}")
         for spec in self.evaluate_methods:
             parse_method(spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The step with the lowest dev loss so far, and that loss; step 0 before any evaluation."""
+
+    step: int = 0
+    dev_loss: float = float("inf")
+
+
+class Checkpoints:
+    """The checkpoints of one run; a context manager that waits for what is being written.
+
+    Args:
+      folder: theirs, made if it is not there.
+      keep: how many of the newest stay.
+
+    Attributes:
+      best: the best step so far, which stays too.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder, self.best, self._keep = folder, Best(), keep
+        options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self)
+        handlers: dict[str, Any] = {
+            # Zarr 3 has checksums. Weights are close to noise, which does not compress.
+            "state": ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
+            "position": ocp.JsonCheckpointHandler(POSITION),
+        }
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(), options=options, item_handlers=handlers
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with writing(self.folder):
+            self._manager.close()
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest whole checkpoint; 0 where there is none."""
+        return self._manager.latest_step() or 0
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Orbax's question what stays."""
+        newest = len(checkpoints) - self._keep
+        return [
+            number >= newest or info.step == self.best.step
+            for number, info in enumerate(checkpoints)
+        ]
+
+    def save(self, step: int, state: TrainState, data: Any) -> None:
+        """Begins to save; what the next step overwrites has been copied when this returns."""
+        # JSON has no infinity.
+        best = dataclasses.asdict(self.best) if self.best.step else {}
+        position = seal(FORMAT, {"data": data.get_state(), "best": best})
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(_by_path(state)), position=ocp.args.JsonSave(position)
+        )
+        with writing(self.folder):
+            self._manager.save(step, args=items, force=True)
+
+    def offer(self, step: int, dev_loss: float) -> bool:
+        """Whether this step is the best so far, which then stays once it is saved."""
+        if dev_loss < self.best.dev_loss:
+            self.best = Best(step, dev_loss)
+            return True
+        return False
+
+    def wait(self) -> None:
+        """Until what is being saved is whole."""
+        with writing(self.folder):
+            self._manager.wait_until_finished()
+
+    def restore(self, step: int, setup: Setup, data: Any = None) -> TrainState:
+        """The state of a step; `data` is set to its position, and the best step to what it was.
+
+        Raises:
+          CheckpointError: it is damaged.
+        """
+        folder = self.folder / str(step)
+        remedy = f"remove {folder} to go on from the checkpoint before"
+        try:
+            position = read_sealed(folder / "position" / POSITION, FORMAT, remedy)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{error.filename} is missing (earlier versions wrote none); {remedy}"
+            ) from None
+        target = abstract_state(setup)
+        arrays = load_arrays(folder, _by_path(target), remedy)
+        if data is not None:
+            self.best = Best(**position["best"]) if position["best"] else Best()
+            data.set_state(position["data"])
+        return jax.tree.unflatten(jax.tree.structure(target), arrays.values())
+
+
+def _by_path(state: TrainState) -> dict[str, Any]:
+    """The state's arrays by names that its structure gives them, in the order of its leaves."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree.leaves_with_path(state)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +243,13 @@ def train(
     """
     _check(loop, setup, windows, dev)
     from_leader(lambda: _claim(directory, facts))
-    data = _own_batches(loop, setup, windows)
+    data = batches(
+        windows,
+        micro_batches=loop.micro_batches,
+        rows=loop.rows,
+        seed=loop.seed,
+        part=own_part(setup.mesh),
+    )
     with (
         Checkpoints(directory / CHECKPOINTS, loop.keep) as saved,
         _termination() as terminated,
@@ -143,7 +264,15 @@ def train(
             step += 1
             is_best = False
             if _is_due(loop.evaluate_every, step, setup):
-                line |= _evaluate(loop, setup, state, dev)
+                line |= dev_losses(
+                    setup,
+                    state.params,
+                    dev,
+                    rows=loop.rows,
+                    texts=loop.evaluate_texts,
+                    last=loop.evaluate_last,
+                    methods=loop.evaluate_methods,
+                )
                 is_best = saved.offer(step, line["dev_loss"])
             write(line)
             if is_best or _is_due(loop.save_every, step, setup):
@@ -158,13 +287,6 @@ def train(
     return Outcome(step, "done" if done else "terminated", state, best)
 
 
-@functools.lru_cache(maxsize=4)
-def step_program(setup: Setup, shape: tuple[int, ...]) -> Any:
-    """The compiled step: its first run takes no longer than the others."""
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=text_sharding(setup.mesh))
-    return train_step.lower(setup, abstract_state(setup), tokens).compile()
-
-
 def _advance(
     setup: Setup, state: TrainState, tokens: np.ndarray, number: int
 ) -> tuple[TrainState, dict[str, Any]]:
@@ -176,32 +298,8 @@ def _advance(
     # Reading the numbers waits for the step.
     values = {name: float(value) for name, value in metrics.items()}
     seconds = time.perf_counter() - begun
-    rates = step_rates(setup.config, setup.pattern, setup.mesh, setup.dtype, placed.shape, seconds)
+    rates = step_rates(setup, placed.shape, seconds)
     return state, {"step": number, **values, **rates, "peak_bytes": peak_memory()}
-
-
-def _own_batches(loop: LoopConfig, setup: Setup, windows: Windows) -> Any:
-    part, parts = own_part(setup.mesh)
-    return batches(
-        windows,
-        micro_batches=loop.micro_batches,
-        rows=loop.rows,
-        seed=loop.seed,
-        process=part,
-        processes=parts,
-    )
-
-
-def _evaluate(loop: LoopConfig, setup: Setup, state: TrainState, dev: Windows) -> dict[str, float]:
-    return dev_losses(
-        setup,
-        state.params,
-        dev,
-        rows=loop.rows,
-        texts=loop.evaluate_texts,
-        last=loop.evaluate_last,
-        methods=loop.evaluate_methods,
-    )
 
 
 def _is_due(every: int, step: int, setup: Setup) -> bool:
@@ -234,7 +332,7 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
         if directory.exists() and any(entry != partial_of(path) for entry in directory.iterdir()):
             raise InputError(f"{directory} is not empty and no run; name another folder") from None
         directory.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(ours, indent=1))
+        write_text(path, json.dumps(ours, indent=1))
         return
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error!s:.200}") from error
@@ -283,3 +381,10 @@ def _check_finite(
             f"{kept}, the newest checkpoint is {newest}; lower the learning rate or look at the "
             f"batch"
         )
+
+
+def any_process(asked: bool) -> bool:
+    """Whether it is true in any process; all must call this."""
+    if jax.process_count() == 1:
+        return asked
+    return bool(np.any(multihost_utils.process_allgather(np.array(asked))))

@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jax_longctx.errors import InputError
-from train_cpt.metrics import partial_of
-
-__all__ = ["collect"]
+from jax_longctx.models.storage import partial_of
 
 SUFFIXES = (".txt", ".rst", ".md", ".info")
 # Changes, licences and lists of names are no running text.
@@ -57,7 +55,8 @@ def collect(
         for number, folder in enumerate(folders, start=1):
             for name, text in _documents(folder):
                 fresh = _fresh(text, seen)
-                if len(fresh) < least or not _is_english(fresh):
+                words = WORD.findall(fresh[:200_000].lower())
+                if len(fresh) < least or 40 * words.count("the") <= len(words):
                     continue
                 digest = hashlib.sha256(fresh.encode()).hexdigest()
                 file.write(json.dumps({"text": fresh, "from": name, "sha256": digest}) + "\n")
@@ -83,15 +82,11 @@ def _documents(folder: Path) -> Iterator[tuple[str, str]]:
                 continue
             if path.suffix == ".py":
                 docstrings += _docstrings(path)
-            elif _is_manual(path):
+            name = path.name.removesuffix(".gz")
+            if path.suffix != ".py" and name.endswith(SUFFIXES) and not NOT_PROSE.search(name):
                 yield str(path), _manual(path)
         if docstrings:
             yield str(place), "\n\n".join(docstrings)
-
-
-def _is_manual(path: Path) -> bool:
-    name = path.name.removesuffix(".gz")
-    return name.endswith(SUFFIXES) and not NOT_PROSE.search(name)
 
 
 def _manual(path: Path) -> str:
@@ -127,8 +122,3 @@ def _fresh(text: str, seen: set[bytes]) -> str:
             seen.add(digest)
             kept.append(paragraph.strip("\n").encode("utf-8", "replace").decode())
     return "\n\n".join(kept)
-
-
-def _is_english(text: str) -> bool:
-    words = WORD.findall(text[:200_000].lower())
-    return 40 * words.count("the") > len(words)

@@ -7,11 +7,9 @@ last step had a lower dev loss than the last.
 
 import contextlib
 import dataclasses
-import hashlib
-import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.errors import InputError
+from jax_longctx.locks import only_writer
 from jax_longctx.models.checkpoint import (
     MANIFEST,
     PARAMS,
@@ -30,21 +29,23 @@ from jax_longctx.models.checkpoint import (
     read_manifest,
     tokenizer_folder,
 )
-from jax_longctx.models.storage import describe_files, quiet_orbax
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.storage import (
+    describe_files,
+    partial_of,
+    sha256_of,
+    write_text,
+    writing,
+)
 from jax_longctx.sharding import make_mesh, parse_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
 from train_cpt.attention import check_attention
-from train_cpt.checkpoints import Checkpoints
-from train_cpt.config import RunConfig
-from train_cpt.data import open_windows, prepare
-from train_cpt.documents import document_files, file_record, read_documents
+from train_cpt.config import DataConfig, RunConfig
+from train_cpt.data import document_files, file_record, open_windows, prepare, read_documents
 from train_cpt.evaluate import tokenizer_digest
-from train_cpt.loop import CHECKPOINTS, VERSIONS, Outcome, Progress, train
+from train_cpt.loop import CHECKPOINTS, VERSIONS, Checkpoints, Outcome, Progress, any_process, train
 from train_cpt.metrics import PLOT, plot_losses
-from train_cpt.processes import any_process
 from train_cpt.step import Setup
-
-__all__ = ["BEST", "MODEL", "run_config"]
 
 # Below the run's folder: the trained model, and that of the lowest dev loss.
 MODEL, BEST = "model", "best"
@@ -59,8 +60,15 @@ def run_config(
       note: is told in a line what was prepared.
 
     Raises:
-      LongctxError: what is wrong with the configuration, the data, the checkpoint or the run.
+      LongctxError: what is wrong with the configuration, the data, the checkpoint or the run; or
+        another process writes the run's folder.
     """
+    with contextlib.ExitStack() as held:
+        from_leader(lambda: held.enter_context(only_writer(config.run.output.absolute())))
+        return _run(config, note, progress)
+
+
+def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | None) -> Outcome:
     checkpoint = config.run.checkpoint
     manifest = read_manifest(checkpoint)
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
@@ -77,15 +85,15 @@ def run_config(
     )
     check_attention(setup.config, setup.mesh, setup.pattern, config.data.length)
     known_as = tokenizer_digest(checkpoint)
-    from_leader(lambda: _prepare(config, tokenizer, known_as, manifest.config.vocab_size, note))
+    from_leader(lambda: _prepare(config.data, tokenizer, known_as, manifest.config, note))
     windows, dev = (
         open_windows(config.data.directory, split, length=config.data.length, tokenizer=known_as)
         for split in ("train", "dev")
     )
     facts = {
         **config.to_dict(),
-        "checkpoint": _file_digest(checkpoint / MANIFEST),
-        "data_set": _file_digest(config.data.directory / MANIFEST),
+        "checkpoint": sha256_of(checkpoint / MANIFEST),
+        "data_set": sha256_of(config.data.directory / MANIFEST),
         VERSIONS: _versions(),
     }
     outcome = train(
@@ -123,14 +131,13 @@ def _versions() -> dict[str, str]:
 
 
 def _prepare(
-    config: RunConfig,
+    data: DataConfig,
     tokenizer: Tokenizer,
     known_as: str,
-    vocab_size: int,
+    model: ModelConfig,
     note: Callable[[str], None],
 ) -> None:
     """Makes the data set where it is not there yet."""
-    data = config.data
     if data.directory.exists():
         return
     if not data.sources:
@@ -143,12 +150,12 @@ def _prepare(
         lambda text: tokenizer.encode(text, bos=True),
         data.directory,
         length=data.length,
-        vocab_size=vocab_size,
+        vocab_size=model.vocab_size,
         tokenizer=known_as,
         shares=data.shares,
         sources=map(file_record, files),
     )
-    counts: Mapping[str, int] = made.documents
+    counts = made.documents
     texts = ", ".join(f"{made.windows(split):,} {split}" for split in made.shards)
     note(
         f"{data.directory}: {texts} texts of {made.length:,} tokens from {counts['used']:,} "
@@ -167,7 +174,7 @@ def _write_model(
     """The weights after a step in the dtype they came in, as a checkpoint that loads like any."""
     if not _is_missing(destination):
         return
-    building = destination.with_name(f".{destination.name}.partial")
+    building = partial_of(destination)
 
     def begin() -> None:
         shutil.rmtree(building, ignore_errors=True)
@@ -176,11 +183,8 @@ def _write_model(
 
     from_leader(begin)
     params = jax.tree.map(lambda leaf: leaf.astype(manifest.dtype), params)
-    try:
-        with quiet_orbax():
-            ocp.save(str((building / PARAMS).absolute()), params)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{destination} cannot be written: {error!s:.200}") from error
+    with writing(destination):
+        ocp.save(str((building / PARAMS).absolute()), params)
     written = dataclasses.replace(
         manifest,
         tensors={
@@ -192,11 +196,7 @@ def _write_model(
 
     def finish() -> None:
         whole = dataclasses.replace(written, files=describe_files(building / PARAMS))
-        (building / MANIFEST).write_text(whole.to_json(), encoding="utf-8")
-        os.replace(building, destination)
+        write_text(building / MANIFEST, whole.to_json())
+        building.replace(destination)
 
     from_leader(finish)
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

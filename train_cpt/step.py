@@ -13,35 +13,24 @@ warm-up steps, falling linearly, no weight decay.
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import nnx, traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import param_infos
+from jax_longctx.models.llama import Attend, Layer, Llama, model_of, param_infos
 from jax_longctx.sharding import logical_sharding, logical_spec
 from train_cpt.attention import Pattern, attend_with
-from train_cpt.forward import REMATS, Remat, hidden_states, model_of
-from train_cpt.loss import cross_entropy
 
-__all__ = [
-    "OptimizerConfig",
-    "Setup",
-    "TrainState",
-    "abstract_state",
-    "gradients",
-    "init_state",
-    "learning_rate",
-    "make_optimizer",
-    "text_losses",
-    "train_step",
-]
-
+# What a layer keeps for its gradient: all it computes; its matmuls' results; its input alone.
+Remat = Literal["none", "dots", "full"]
 Float32OrHalf = Literal["float32", "bfloat16"]
 
 
@@ -89,7 +78,7 @@ class Setup:
 
     Attributes:
       dtype: of the forward pass.
-      remat: what layers keep for their gradients (see `train_cpt.forward`).
+      remat: what layers keep for their gradients (see `Remat`).
       loss_chunk: tokens whose logits are held at a time on each device.
     """
 
@@ -104,8 +93,8 @@ class Setup:
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"train: dtype must be float32 or bfloat16, got {self.dtype!r}")
-        if self.remat not in REMATS:
-            raise ConfigError(f"train: remat must be of {', '.join(REMATS)}, got {self.remat!r}")
+        if self.remat not in (known := get_args(Remat)):
+            raise ConfigError(f"train: remat must be of {', '.join(known)}, got {self.remat!r}")
         if self.loss_chunk < 1:
             raise ConfigError(f"train: loss_chunk must be at least 1, got {self.loss_chunk}")
 
@@ -162,14 +151,13 @@ def init_state(setup: Setup, params: Any) -> TrainState:
 @functools.lru_cache(maxsize=16)
 def abstract_state(setup: Setup) -> TrainState:
     """Shapes, dtypes and shardings of the state."""
-    params: dict[str, Any] = {}
-    for path, info in param_infos(setup.config).items():
-        sharding = _kept_sharding(setup.mesh, info.shape, info.axes)
-        *folders, leaf = path.split(".")
-        node = params
-        for name in folders:
-            node = node.setdefault(name, {})
-        node[leaf] = jax.ShapeDtypeStruct(info.shape, jnp.float32, sharding=sharding)
+    kept = {
+        path: jax.ShapeDtypeStruct(
+            info.shape, jnp.float32, sharding=_kept_sharding(setup.mesh, info.shape, info.axes)
+        )
+        for path, info in param_infos(setup.config).items()
+    }
+    params = traverse_util.unflatten_dict(kept, sep=".")
     optimizer = make_optimizer(setup.optimizer)
     everywhere = NamedSharding(setup.mesh, PartitionSpec())
 
@@ -198,16 +186,28 @@ def _kept_sharding(
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def inference_shardings(setup: Setup) -> Any:
+    """Where inference has each parameter, as nested dicts."""
+    infos = param_infos(setup.config).items()
+    flat = {path: logical_sharding(setup.mesh, info.axes) for path, info in infos}
+    return traverse_util.unflatten_dict(flat, sep=".")
+
+
+def text_sharding(mesh: Mesh) -> NamedSharding:
+    """Of `[A, B, T]` tokens: the texts divided over `data`."""
+    return NamedSharding(mesh, PartitionSpec(None, "data"))
+
+
+def place_texts(mesh: Mesh, own: Int[np.ndarray, "A b T"]) -> Int[Array, "A B T"]:
+    """The texts of all processes on the devices, of which each gives its own."""
+    return jax.make_array_from_process_local_data(text_sharding(mesh), own)
+
+
 def _loss_sum(setup: Setup, params: Any, tokens: Array, weights: Array) -> Array:
     """Weighted sum of the next-token losses of `[B, T]` texts; the last token predicts nothing."""
-    flat = param_infos(setup.config)
-
-    def ready(path: Any, value: Array) -> Array:
-        axes = flat[".".join(str(entry.key) for entry in path)].axes
-        value = value.astype(setup.dtype)
-        return jax.lax.with_sharding_constraint(value, logical_sharding(setup.mesh, axes))
-
-    model = model_of(setup.config, jax.tree_util.tree_map_with_path(ready, params))
+    used = jax.tree.map(lambda value: value.astype(setup.dtype), params)
+    used = jax.lax.with_sharding_constraint(used, inference_shardings(setup))
+    model = model_of(setup.config, used)
     attend = attend_with(setup.config, setup.mesh, setup.pattern)
     by_token = logical_sharding(setup.mesh, ("batch", "tokens"))
     tokens = jax.lax.with_sharding_constraint(tokens, by_token)
@@ -259,6 +259,13 @@ def train_step(
     return jax.lax.with_sharding_constraint(new, shardings), metrics
 
 
+@functools.lru_cache(maxsize=4)
+def step_program(setup: Setup, shape: tuple[int, ...]) -> Any:
+    """The compiled step: its first run takes no longer than the others."""
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=text_sharding(setup.mesh))
+    return train_step.lower(setup, abstract_state(setup), tokens).compile()
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def text_losses(
     setup: Setup, params: Any, tokens: Int[Array, "B T"], last: Int[Array, ""] | int
@@ -269,3 +276,147 @@ def text_losses(
     counted_T = jnp.arange(length) >= length - 1 - last
     weights = jnp.broadcast_to(counted_T.astype(jnp.float32), (batch, length))
     return _loss_sum(setup, params, tokens, weights) / (batch * jnp.minimum(last, length - 1))
+
+
+class Rematerialised(nnx.Module):
+    """A layer of the model whose forward pass is run again for its gradient."""
+
+    def __init__(self, layer: Layer, remat: Remat):
+        self.layer, self.remat = layer, remat
+
+    def __call__(self, x_BTD: Array, index: int, cache: None, attend: Attend) -> tuple[Array, None]:
+        graph, state = nnx.split(self.layer)
+
+        def run(state: Any, x_BTD: Array) -> Array:
+            return nnx.merge(graph, state)(x_BTD, index, cache, attend)[0]
+
+        kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        policy = kept if self.remat == "dots" else None
+        return jax.checkpoint(run, policy=policy)(state, x_BTD), cache
+
+
+def hidden_states(
+    model: Llama, tokens: Int[Array, "B T"], attend: Attend, remat: Remat = "none"
+) -> Float[Array, "B T D"]:
+    """Final normed hidden states of texts that begin at position 0."""
+    if remat != "none":
+        layers: Any = nnx.List([Rematerialised(layer, remat) for layer in model.layers])
+        model.layers = layers
+    return model.hidden(tokens, (None,) * len(model.layers), attend)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def cross_entropy(
+    hidden: Float[Array, "B T D"],
+    table: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    mesh: Mesh,
+    chunk: int,
+) -> Float[Array, ""]:
+    """Sum over all tokens of weight times -log softmax(table . hidden)[target], in nats.
+
+    Differentiable in `hidden` and `table`; the weights count as constants.
+
+    Logits of 8K tokens over 128K words are 4 GB in float32, their gradient as much again. Here the
+    tokens pass in chunks: a chunk's logits, its loss, and at once its gradients with respect to the
+    hidden states and the output table (the loss is a scalar, so that they only need scaling later).
+    Logits are computed once, not again for the gradient: 6 T D V operations in all. What is kept
+    from the forward pass is the gradients themselves: `[T, D]`, and `[V, D]` in float32.
+
+    Each device runs this on its own tokens and its own part of the vocabulary, inside a `shard_map`
+    manual over every axis: the table's gradient is summed over the devices once, not once a chunk.
+    Softmax and sums are float32; matmuls take the hidden states' dtype.
+
+    Args:
+      table: the output embedding in any float dtype; its gradient is summed in float32.
+      chunk: tokens whose logits `[chunk, V]` each device holds at a time.
+    """
+    return _sharded(mesh, chunk, False, hidden, table, targets, weights)[0]
+
+
+def _forward(*arguments: Any) -> tuple[Array, Any]:
+    *arrays, mesh, chunk = arguments
+    loss, *gradients = _sharded(mesh, chunk, True, *arrays)
+    return loss, gradients
+
+
+def _backward(mesh: Mesh, chunk: int, gradients: Any, scale: Array) -> tuple[Any, ...]:
+    return (*((scale * x).astype(x.dtype) for x in gradients), None, None)
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+def _sharded(mesh: Mesh, chunk: int, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
+    rows, vocabulary = logical_spec(("batch", "tokens")), logical_spec(("vocab", "embed"))
+    hidden = logical_spec(("batch", "tokens", "embed"))
+    outs = (PartitionSpec(), hidden, vocabulary) if differentiate else (PartitionSpec(),)
+    run = jax.shard_map(
+        functools.partial(_local, chunk, differentiate),
+        mesh=mesh,
+        in_specs=(hidden, vocabulary, rows, rows),
+        out_specs=outs,
+        check_vma=False,
+    )
+    return run(*arrays)
+
+
+def _local(
+    chunk: int,
+    differentiate: bool,
+    hidden: Float[Array, "B T D"],
+    table: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+) -> tuple[Array, ...]:
+    """The loss, and if asked for its gradients, of this device's tokens and words."""
+    table_VD = table.astype(hidden.dtype)
+    # Of this device's words, which one is the target; out of range where it is another device's.
+    targets = targets - jax.lax.axis_index("tensor") * table.shape[0]
+    count = targets.size
+    chunk = min(chunk, count)
+    pieces = tuple(
+        jnp.pad(x, ((0, -count % chunk), *((0, 0),) * (x.ndim - 1))).reshape(
+            -1, chunk, *x.shape[1:]
+        )
+        for x in (hidden.reshape(count, -1), targets.reshape(-1), weights.reshape(-1))
+    )
+
+    def step(carry: tuple[Array, ...], piece: tuple[Array, ...]) -> tuple[Any, Any]:
+        loss, *sums = carry
+        part, d_CV = _chunk_loss(table_VD, *piece)
+        if not differentiate:
+            return (loss + part,), None
+        f32 = {"preferred_element_type": jnp.float32}
+        d_CD = jax.lax.psum(jnp.einsum("CV,VD->CD", d_CV, table_VD, **f32), "tensor")
+        dtable = sums[0] + jnp.einsum("CV,CD->VD", d_CV, piece[0], **f32)
+        return (loss + part, dtable), d_CD.astype(hidden.dtype)
+
+    zero = jnp.float32(0)
+    start = (zero, jnp.zeros(table.shape, jnp.float32)) if differentiate else (zero,)
+    (loss, *dtable), d = jax.lax.scan(step, start, pieces)
+    loss = jax.lax.psum(loss, ("data", "seq"))
+    if not differentiate:
+        return (loss,)
+    dhidden = d.reshape(-1, hidden.shape[2])[:count].reshape(hidden.shape)
+    return loss, dhidden, jax.lax.psum(dtable[0], ("data", "seq")).astype(table.dtype)
+
+
+def _chunk_loss(
+    table: Float[Array, "V D"],
+    hidden: Float[Array, "C D"],
+    targets: Int[Array, " C"],
+    weights: Float[Array, " C"],
+) -> tuple[Float[Array, ""], Float[Array, "C V"]]:
+    """The chunk's loss, the same on all shards of the vocabulary, and its gradient by logits."""
+    logits = jnp.einsum("CD,VD->CV", hidden, table, preferred_element_type=jnp.float32)
+    target = targets[:, None] == jnp.arange(table.shape[0])
+    top_C = jax.lax.pmax(jnp.max(logits, axis=1), "tensor")
+    # One collective for both sums.
+    exp_CV = jnp.exp(logits - top_C[:, None])
+    of_target = jnp.sum(jnp.where(target, logits, 0.0), axis=1)
+    total_C, of_target_C = jax.lax.psum((jnp.sum(exp_CV, axis=1), of_target), "tensor")
+    loss = jnp.sum(weights * (top_C + jnp.log(total_C) - of_target_C))
+    gradient = weights[:, None] * (exp_CV / total_C[:, None] - target)
+    return loss, gradient.astype(hidden.dtype)

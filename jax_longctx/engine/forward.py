@@ -47,7 +47,7 @@ class Setup:
 
     def layer_context(self, window: int | None, total: Array) -> LayerContext:
         return LayerContext(
-            scale=self.config.head_dim**-0.5,
+            scale=self.config.softmax_scale,
             window=window,
             rope=self.config.rope,
             total=total,
@@ -149,7 +149,7 @@ def _abstract(config: ModelConfig) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _abstract_layer(config: ModelConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: Layer(config, rngs=nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: Layer(config)))
 
 
 def model_of(config: ModelConfig, params: Any) -> Llama:

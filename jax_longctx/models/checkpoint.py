@@ -13,25 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 from jax.sharding import Mesh
 
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos
-from jax_longctx.models.storage import Files, check_files, load_arrays, nested, read_sealed, seal
+from jax_longctx.models.storage import Files, check_files, load_arrays, read_sealed, seal
 from jax_longctx.sharding import logical_sharding
-
-__all__ = [
-    "MANIFEST",
-    "PARAMS",
-    "TOKENIZER",
-    "Manifest",
-    "TensorEntry",
-    "load_params",
-    "read_manifest",
-    "restore",
-    "tokenizer_folder",
-]
 
 # 1 had no digests.
 FORMAT = 2
@@ -121,27 +110,38 @@ def load_params(directory: str | Path, mesh: Mesh, dtype: Any = None) -> dict[st
     """
     manifest = read_manifest(directory)
     infos = param_infos(manifest.config)
-    _check_entries(Path(directory), manifest, {path: info.shape for path, info in infos.items()})
+    said = Path(directory) / MANIFEST
+    for path, info in infos.items():
+        entry = manifest.tensors.get(path)
+        if entry is None:
+            raise CheckpointError(f"{said}: parameter {path} is missing")
+        if entry.shape != info.shape:
+            raise CheckpointError(
+                f"{said}: parameter {path} has shape {list(entry.shape)}, "
+                f"the config says {list(info.shape)}"
+            )
+    if unknown := sorted(set(manifest.tensors) - set(infos)):
+        raise CheckpointError(f"{said}: parameter {unknown[0]} is unknown")
     check_mesh(manifest.config, mesh)
     target = jnp.dtype(manifest.dtype if dtype is None else dtype)
     wanted = {
         path: jax.ShapeDtypeStruct(info.shape, target, sharding=logical_sharding(mesh, info.axes))
         for path, info in infos.items()
     }
-    return restore(directory, manifest, wanted)
+    return traverse_util.unflatten_dict(restore(directory, manifest, wanted), sep=".")
 
 
 def restore(
     directory: str | Path, manifest: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, Any]:
-    """Some or all parameters, as nested dicts.
+) -> dict[str, jax.Array]:
+    """Some or all parameters, by dot-joined path.
 
     Raises:
       CheckpointError: the stored arrays are incomplete or damaged.
     """
     folder = Path(directory).absolute() / PARAMS
     check_files(folder, manifest.files, REMEDY)
-    return nested(load_arrays(folder, wanted, REMEDY))
+    return load_arrays(folder, wanted, REMEDY)
 
 
 def tokenizer_folder(directory: str | Path, manifest: Manifest) -> Path:
@@ -153,20 +153,3 @@ def tokenizer_folder(directory: str | Path, manifest: Manifest) -> Path:
     folder = Path(directory) / TOKENIZER
     check_files(folder, manifest.tokenizer_files, REMEDY)
     return folder
-
-
-def _check_entries(
-    directory: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    for path, shape in shapes.items():
-        entry = manifest.tensors.get(path)
-        if entry is None:
-            raise CheckpointError(f"{directory / MANIFEST}: parameter {path} is missing")
-        if entry.shape != shape:
-            raise CheckpointError(
-                f"{directory / MANIFEST}: parameter {path} has shape {list(entry.shape)}, "
-                f"the config says {list(shape)}"
-            )
-    unknown = sorted(set(manifest.tensors) - set(shapes))
-    if unknown:
-        raise CheckpointError(f"{directory / MANIFEST}: parameter {unknown[0]} is unknown")

@@ -10,19 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_longctx.errors import ConfigError
+from jax_longctx.models.families import FAMILIES, ROPE_KINDS, Family
 
-__all__ = ["FAMILIES", "ROPE_KINDS", "ModelConfig", "RopeConfig"]
-
-# model_type of a Hugging Face config -> its architecture.
-FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+# Our names of a model's sizes -> those of a Hugging Face config.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "model_dim": "hidden_size",
+    "mlp_dim": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_position": "max_position_embeddings",
 }
-# Flags that add biases, of the families that read them.
-BIAS_FLAGS = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+# These kinds of rotary embedding extend a length that they name; the others scale what was trained.
+NAMED_LENGTH = ("llama3", "yarn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ConfigError(f"family {self.family!r} is unknown; known: {', '.join(FAMILIES)}")
-        sizes = ("vocab_size", "num_layers", "model_dim", "mlp_dim", "num_heads", "num_kv_heads")
-        for name in (*sizes, "head_dim", "max_position"):
+        if self.rope.kind not in self.traits.rope_kinds:
+            raise ConfigError(
+                f"rope type {self.rope.kind!r} is not implemented for family {self.family!r}; "
+                f"implemented: {', '.join(self.traits.rope_kinds)}"
+            )
+        for name in (*SIZES, "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
@@ -117,6 +122,16 @@ class ModelConfig:
             raise ConfigError(f"{len(self.windows)} windows given for {self.num_layers} layers")
         if any(window is not None and window < 1 for window in self.windows):
             raise ConfigError(f"a sliding window must be at least 1 token, got {self.windows}")
+
+    @property
+    def traits(self) -> Family:
+        """The family's entry in the table."""
+        return FAMILIES[self.family]
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention multiplies scores by before its softmax."""
+        return self.traits.softmax_scale(self.head_dim)
 
     @property
     def trained_length(self) -> float:
@@ -142,33 +157,29 @@ class ModelConfig:
           ConfigError: a family, rope type or activation that is not implemented, or a key that is
             missing.
         """
-        family = _need(config, "model_type")
-        activation = _need(config, "hidden_act")
-        if activation != "silu":
-            raise ConfigError(f"hidden_act {activation!r} is not implemented; implemented: silu")
-        heads, width = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-        layers = _size(config, "num_hidden_layers")
-        flags = {name: bool(config.get(name)) for name in BIAS_FLAGS.get(family, ())}
+        family, activation = _need(config, "model_type"), _need(config, "hidden_act")
+        traits = FAMILIES.get(family)
+        if traits is None:
+            raise ConfigError(f"family {family!r} is unknown; known: {', '.join(FAMILIES)}")
+        if activation != traits.activation:
+            raise ConfigError(
+                f"hidden_act {activation!r} is not implemented; implemented: {traits.activation}"
+            )
+        sizes = {ours: _size(config, theirs) for ours, theirs in SIZES.items()}
+        flags = {name: bool(config.get(name)) for name in traits.bias_flags}
         bias = flags.get("attention_bias", False)
         return cls(
             family=family,
-            vocab_size=_size(config, "vocab_size"),
-            num_layers=layers,
-            model_dim=width,
-            mlp_dim=_size(config, "intermediate_size"),
-            num_heads=heads,
-            num_kv_heads=_size(config, "num_key_value_heads"),
-            head_dim=_head_dim(config, width, heads),
+            **sizes,
+            head_dim=_head_dim(config, sizes["model_dim"], sizes["num_heads"]),
             norm_eps=_number(config, "rms_norm_eps"),
             rope=_rope(config),
-            max_position=_size(config, "max_position_embeddings"),
             tie_embeddings=bool(_need(config, "tie_word_embeddings")),
-            windows=_windows(config, family, layers),
-            # Qwen2 has biases on q, k, v and its config does not say so.
-            qkv_bias=bias or family == "qwen2",
+            windows=_windows(config, traits, sizes["num_layers"]),
+            qkv_bias=bias or traits.qkv_bias,
             o_bias=bias,
             mlp_bias=flags.get("mlp_bias", False),
-            qk_norm=family == "qwen3",
+            qk_norm=traits.qk_norm,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -190,25 +201,19 @@ class ModelConfig:
         Raises:
           ConfigError: the family's config has no words for this model (a Llama with windows).
         """
+        biases = {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
         hf: dict[str, Any] = {
             "model_type": self.family,
-            "architectures": [FAMILIES[self.family]],
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.model_dim,
-            "intermediate_size": self.mlp_dim,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
+            "architectures": [self.traits.architecture],
+            **{theirs: getattr(self, ours) for ours, theirs in SIZES.items()},
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
+            "hidden_act": self.traits.activation,
             "rms_norm_eps": self.norm_eps,
-            "max_position_embeddings": self.max_position,
             "tie_word_embeddings": self.tie_embeddings,
             **_rope_to_hf(self.rope),
             **_windows_to_hf(self),
+            **{flag: biases[flag] for flag in self.traits.bias_flags},
         }
-        biases = {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
-        hf |= {flag: biases[flag] for flag in BIAS_FLAGS.get(self.family, ())}
         read = ModelConfig.from_hf(hf)
         if read != self:
             ours, theirs = self.to_dict(), read.to_dict()
@@ -256,61 +261,46 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     if any(isinstance(value, Mapping) for value in said.values()):
         raise ConfigError(f"rope parameters by layer type ({', '.join(said)}) not implemented")
     kind = _need(said, "rope_type")
-    if kind not in ROPE_KINDS:
-        raise ConfigError(
-            f"rope type {kind!r} is not implemented; implemented: {', '.join(ROPE_KINDS)}"
-        )
     if said.get("partial_rotary_factor", 1) != 1:
         raise ConfigError(
             f"partial_rotary_factor={said['partial_rotary_factor']!r} is not implemented; "
             f"implemented: 1"
         )
-    # Only these two kinds extend a length that they name; the others scale what was trained.
-    named = kind in ("llama3", "yarn")
+    # `RopeConfig` refuses a kind that is not known.
+    needed, optional = ROPE_KINDS.get(kind, ((), ()))
     fields: dict[str, Any] = {
-        "kind": kind,
-        "theta": _number(said, "rope_theta"),
-        "trained_length": _size(said, "original_max_position_embeddings")
-        if named
-        else _size(config, "max_position_embeddings"),
+        name: _number(said, name)
+        for name in (*needed, *optional)
+        if name in needed or said.get(name) is not None
     }
-    if kind != "default":
-        fields["factor"] = _number(said, "factor")
-    if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor"):
-            fields[name] = _number(said, name)
     if kind == "yarn":
-        for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
-            if said.get(name) is not None:
-                fields[name] = _number(said, name)
         fields["truncate"] = bool(said.get("truncate", True))
-    return RopeConfig(**fields)
+    if kind in NAMED_LENGTH:
+        length = _size(said, "original_max_position_embeddings")
+    else:
+        length = _size(config, "max_position_embeddings")
+    theta = _number(said, "rope_theta")
+    return RopeConfig(kind=kind, theta=theta, trained_length=length, **fields)
 
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    said: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind != "default":
-        said["factor"] = rope.factor
-    if rope.kind in ("llama3", "yarn"):
+    needed, optional = ROPE_KINDS[rope.kind]
+    settings = {name: getattr(rope, name) for name in (*needed, *optional)}
+    said: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    said["rope_type"] = rope.kind
+    if rope.kind in NAMED_LENGTH:
         said["original_max_position_embeddings"] = rope.trained_length
-    if rope.kind == "llama3":
-        said["low_freq_factor"] = rope.low_freq_factor
-        said["high_freq_factor"] = rope.high_freq_factor
     if rope.kind == "yarn":
-        said |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-        optional = ("attention_factor", "mscale", "mscale_all_dim")
-        said |= {n: getattr(rope, n) for n in optional if getattr(rope, n) is not None}
         said["truncate"] = rope.truncate
     whole = {"rope_theta": rope.theta, "rope_parameters": {"rope_theta": rope.theta, **said}}
     # Version 4 of transformers knows these two alone, and would default the rest in silence.
     return whole if rope.kind == "default" else {**whole, "rope_scaling": said}
 
 
-def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    """Llama has no windows, Mistral one in all layers or in none, Qwen says it layer by layer."""
-    if family == "llama":
+def _windows(config: Mapping[str, Any], traits: Family, layers: int) -> tuple[int | None, ...]:
+    if traits.windows == "none":
         slides = [False] * layers
-    elif family == "mistral":
+    elif traits.windows == "all":
         slides = [config.get("sliding_window") is not None] * layers
     else:
         types = _need(config, "layer_types")
@@ -323,10 +313,8 @@ def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int |
 
 def _windows_to_hf(config: ModelConfig) -> dict[str, Any]:
     window = next((window for window in config.windows if window is not None), None)
-    if config.family == "llama":
-        return {}
-    if config.family == "mistral":
-        return {"sliding_window": window}
+    if config.traits.windows != "by layer":
+        return {} if config.traits.windows == "none" else {"sliding_window": window}
     kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
     return {
         "sliding_window": window,

@@ -15,30 +15,33 @@ sliding window on some, a budget a layer).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.sharding import AnyMesh, check_divisible, logical_sharding
 
-__all__ = [
-    "Attend",
-    "Llama",
-    "ParamInfo",
-    "abstract_model",
-    "check_mesh",
-    "init_params",
-    "param_infos",
-]
-
 # (layer index, q_BTNH, k_BTKH, v_BTKH, that layer's cache) -> (out_BTNH, cache)
 Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
+
+
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) -> Array:
+    """Root-mean-square norm in float32; the scale multiplies after the cast back, as in HF."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return scale * normed.astype(x.dtype)
+
+
+# What families choose from (`jax_longctx.models.families`).
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu}
+NORMS: dict[str, Callable[[Array, Array, float], Array]] = {"rms": rms_norm}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,55 +51,58 @@ class ParamInfo:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
 
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The axes that a matrix contracts; none of a bias or a scale."""
+        first, count = self.axes[0], len(self.axes)
+        if first == "vocab":
+            return (1,)
+        if first == "heads" and count == 3:
+            return (0, 1)
+        return (0,) if first in ("embed", "mlp") and count > 1 else ()
 
-def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int):
-    value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
-    return nnx.Param(value, axes=axes)
 
-
-def _zeros(shape: tuple[int, ...], axes: tuple[str | None, ...]):
+def _param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+    """Only its shape counts: `init_params` makes random values, the loader reads stored ones."""
     return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes)
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm in float32; the scale multiplies after the cast back, as in HF."""
+class Norm(nnx.Module):
+    """The family's norm over the last axis."""
 
-    def __init__(self, size: int, eps: float):
-        self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=(None,))
-        self.eps = eps
+    def __init__(self, size: int, config: ModelConfig):
+        self.scale = _param((size,), (None,))
+        self.kind, self.eps = config.traits.norm, config.norm_eps
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return self.scale[...] * normed.astype(x.dtype)
+        return NORMS[self.kind](x, self.scale[...], self.eps)
 
 
 class Embedding(nnx.Module):
     """A `[V, D]` table: token embedding, or output head."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        shape = (config.vocab_size, config.model_dim)
-        self.table = _param(rngs, shape, ("vocab", "embed"), config.model_dim)
+    def __init__(self, config: ModelConfig):
+        self.table = _param((config.vocab_size, config.model_dim), ("vocab", "embed"))
 
 
 class Attention(nnx.Module):
     """The projections around `attend`; no rotary embedding here."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         d, n, k, h = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim
-        self.q = _param(rngs, (d, n, h), ("embed", "heads", "head_dim"), d)
-        self.k = _param(rngs, (d, k, h), ("embed", "kv_heads", "head_dim"), d)
-        self.v = _param(rngs, (d, k, h), ("embed", "kv_heads", "head_dim"), d)
-        self.o = _param(rngs, (n, h, d), ("heads", "head_dim", "embed"), n * h)
+        self.q = _param((d, n, h), ("embed", "heads", "head_dim"))
+        self.k = _param((d, k, h), ("embed", "kv_heads", "head_dim"))
+        self.v = _param((d, k, h), ("embed", "kv_heads", "head_dim"))
+        self.o = _param((n, h, d), ("heads", "head_dim", "embed"))
         if config.qkv_bias:
-            self.q_bias = _zeros((n, h), ("heads", "head_dim"))
-            self.k_bias = _zeros((k, h), ("kv_heads", "head_dim"))
-            self.v_bias = _zeros((k, h), ("kv_heads", "head_dim"))
+            self.q_bias = _param((n, h), ("heads", "head_dim"))
+            self.k_bias = _param((k, h), ("kv_heads", "head_dim"))
+            self.v_bias = _param((k, h), ("kv_heads", "head_dim"))
         if config.o_bias:
-            self.o_bias = _zeros((d,), ("embed",))
+            self.o_bias = _param((d,), ("embed",))
         if config.qk_norm:
-            self.q_norm = RMSNorm(h, config.norm_eps)
-            self.k_norm = RMSNorm(h, config.norm_eps)
+            self.q_norm = Norm(h, config)
+            self.k_norm = Norm(h, config)
         self.config = config
 
     def project(self, x_BTD: Array) -> tuple[Array, Array, Array]:
@@ -118,36 +124,37 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU."""
+    """A gated MLP: SwiGLU with the activation silu."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         d, f = config.model_dim, config.mlp_dim
-        self.gate = _param(rngs, (d, f), ("embed", "mlp"), d)
-        self.up = _param(rngs, (d, f), ("embed", "mlp"), d)
-        self.down = _param(rngs, (f, d), ("mlp", "embed"), f)
-        self.bias = config.mlp_bias
+        self.gate = _param((d, f), ("embed", "mlp"))
+        self.up = _param((d, f), ("embed", "mlp"))
+        self.down = _param((f, d), ("mlp", "embed"))
+        self.bias, self.activation = config.mlp_bias, config.traits.activation
         if self.bias:
-            self.gate_bias = _zeros((f,), ("mlp",))
-            self.up_bias = _zeros((f,), ("mlp",))
-            self.down_bias = _zeros((d,), ("embed",))
+            self.gate_bias = _param((f,), ("mlp",))
+            self.up_bias = _param((f,), ("mlp",))
+            self.down_bias = _param((d,), ("embed",))
 
     def __call__(self, x_BTD: Array) -> Array:
         gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate[...])
         up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up[...])
         if self.bias:
             gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
-        y_BTD = jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, self.down[...])
+        activated_BTF = ACTIVATIONS[self.activation](gate_BTF)
+        y_BTD = jnp.einsum("BTF,FD->BTD", activated_BTF * up_BTF, self.down[...])
         return y_BTD + self.down_bias[...] if self.bias else y_BTD
 
 
 class Layer(nnx.Module):
     """Pre-norm attention and MLP, each with a residual connection."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.attn_norm = RMSNorm(config.model_dim, config.norm_eps)
-        self.attn = Attention(config, rngs)
-        self.mlp_norm = RMSNorm(config.model_dim, config.norm_eps)
-        self.mlp = MLP(config, rngs)
+    def __init__(self, config: ModelConfig):
+        self.attn_norm = Norm(config.model_dim, config)
+        self.attn = Attention(config)
+        self.mlp_norm = Norm(config.model_dim, config)
+        self.mlp = MLP(config)
 
     def __call__(self, x_BTD: Array, index: int, cache: Any, attend: Attend) -> tuple[Array, Any]:
         with jax.named_scope("attention"):
@@ -159,20 +166,22 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The decoder. Parameters are float32 when initialised; `init_params` and the loader cast."""
+    """The decoder."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         self.config = config
-        self.embed = Embedding(config, rngs)
-        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
-        self.final_norm = RMSNorm(config.model_dim, config.norm_eps)
+        self.embed = Embedding(config)
+        self.layers = nnx.List([Layer(config) for _ in range(config.num_layers)])
+        self.final_norm = Norm(config.model_dim, config)
         if not config.tie_embeddings:
-            self.head = Embedding(config, rngs)
+            self.head = Embedding(config)
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """What the first layer is given."""
         with jax.named_scope("embed"):
-            return self.embed.table[...][tokens]
+            x_BTD = self.embed.table[...][tokens]
+            scale = self.config.traits.embed_scale
+            return x_BTD if scale is None else x_BTD * scale(self.config.model_dim)
 
     def hidden(
         self, tokens: Int[Array, "B T"], caches: Sequence[Any], attend: Attend
@@ -193,22 +202,28 @@ class Llama(nnx.Module):
             return jnp.einsum("...D,VD->...V", x, table_VD, preferred_element_type=jnp.float32)
 
 
+@functools.lru_cache(maxsize=16)
 def abstract_model(config: ModelConfig) -> tuple[Any, Any]:
     """Structure and abstract (shape-only) state of the model; nothing is allocated."""
-    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
-    return nnx.split(model)
+    return nnx.split(nnx.eval_shape(lambda: Llama(config)))
 
 
-def _flat_params(state: Any) -> dict[tuple[Any, ...], Any]:
-    return {path: leaf for path, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Param)}
+def model_of(config: ModelConfig, params: Any) -> Llama:
+    """The module over a nested dict of parameters."""
+    graph, abstract = abstract_model(config)
+    state = jax.tree.map(lambda leaf: leaf, abstract)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
 
 
-def param_infos(config: ModelConfig) -> dict[str, ParamInfo]:
+@functools.lru_cache(maxsize=16)
+def param_infos(config: ModelConfig) -> Mapping[str, ParamInfo]:
     """Shape and logical axes of every parameter, by dot-joined path (`layers.0.attn.q`)."""
     _, state = abstract_model(config)
     return {
         ".".join(map(str, path)): ParamInfo(tuple(leaf.shape), leaf.get_metadata("axes"))
-        for path, leaf in _flat_params(state).items()
+        for path, leaf in nnx.to_flat_state(state)
+        if isinstance(leaf, nnx.Param)
     }
 
 
@@ -230,22 +245,19 @@ def init_params(config: ModelConfig, mesh: Mesh, *, seed: int = 0, dtype: Any = 
     holds float32 copies of everything at once.
     """
     check_mesh(config, mesh)
-    params: dict[str, Any] = {}
+    params: dict[str, Array] = {}
     for index, (path, info) in enumerate(param_infos(config).items()):
         name = path.split(".")[-1]
         kind = "one" if name == "scale" else "zero" if name.endswith("bias") else "normal"
         make = _maker(info, kind, mesh, jnp.dtype(dtype))
-        _insert(params, path.split("."), make(jax.random.key(seed + index)))
-    return params
+        params[path] = make(jax.random.key(seed + index))
+    return traverse_util.unflatten_dict(params, sep=".")
 
 
 # Kept, so that a second model of the same shapes compiles nothing.
 @functools.lru_cache(maxsize=64)
 def _maker(info: ParamInfo, kind: str, mesh: Mesh, dtype: Any) -> Callable[..., Array]:
-    # The contracted size: every axis but the head axes and the last for inputs laid out [in, out].
-    fan_in = info.shape[0] if "vocab" not in info.axes else info.shape[-1]
-    if info.axes[:2] == ("heads", "head_dim"):
-        fan_in = info.shape[0] * info.shape[1]
+    fan_in = math.prod(info.shape[axis] for axis in info.inputs)
 
     def make(key: Array) -> Array:
         if kind != "normal":
@@ -253,9 +265,3 @@ def _maker(info: ParamInfo, kind: str, mesh: Mesh, dtype: Any) -> Callable[..., 
         return (jax.random.normal(key, info.shape, jnp.float32) * fan_in**-0.5).astype(dtype)
 
     return jax.jit(make, out_shardings=logical_sharding(mesh, info.axes))
-
-
-def _insert(tree: dict[str, Any], path: list[str], value: Any) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = value

@@ -22,8 +22,6 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import RopeConfig
 
-__all__ = ["apply_rope", "attention_factor", "rope_angles", "rope_frequencies"]
-
 
 def rope_angles(
     config: RopeConfig, head_dim: int, positions: Int[Array, "B T"], total: Int[Array, " B"]

@@ -16,7 +16,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,6 @@ import tensorstore as ts
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError
-
-__all__ = [
-    "Files",
-    "bytes_below",
-    "check_files",
-    "describe_files",
-    "load_arrays",
-    "nested",
-    "quiet_orbax",
-    "read_sealed",
-    "seal",
-    "sha256_of",
-    "why_unwritten",
-]
 
 # Every file below a folder: its size, and its SHA-256, which is None where TensorStore checks it.
 type Files = Mapping[str, list[Any]]
@@ -109,6 +95,21 @@ def _digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, and onto the disk."""
+    scratch = partial_of(path)
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def partial_of(path: Path) -> Path:
+    """What a file or a folder is called until it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def sha256_of(path: Path) -> str:
     """Of a file's bytes."""
     with path.open("rb") as file:
@@ -174,7 +175,7 @@ def load_arrays(
     index = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#index"}
     spec = {"driver": "zarr3", "fill_missing_data_reads": False}
     loaded: dict[str, jax.Array] = {}
-    reads: collections.deque[tuple[str, _Read]] = collections.deque()
+    reads: collections.deque[tuple[str, int, Callable[[], jax.Array]]] = collections.deque()
     try:
         opened = {
             path: ts.open({**spec, "kvstore": {**index, "path": f"{path}/"}}, context=context)
@@ -184,11 +185,11 @@ def load_arrays(
         for path, store in stores.items():
             _check_store(path, store, wanted[path])
         for path, store in stores.items():
-            reads.append((path, _Read(store, wanted[path])))
-            while sum(read.size for _, read in reads) > AHEAD:
-                path, read = reads.popleft()
-                loaded[path] = read.array()
-        loaded.update((path, read.array()) for path, read in reads)
+            reads.append((path, *_begin_read(store, wanted[path])))
+            while sum(size for _, size, _ in reads) > AHEAD:
+                path, _, array = reads.popleft()
+                loaded[path] = array()
+        loaded.update((path, array()) for path, _, array in reads)
     except (OSError, ValueError) as error:
         # Behind the bracket: where in TensorStore's source it was found, and the whole spec.
         said = str(error).strip().splitlines()[0].split(" [")[0]
@@ -204,38 +205,21 @@ def _check_store(path: str, store: Any, wanted: jax.ShapeDtypeStruct) -> None:
         raise ValueError(f"{path} has no checksums")
 
 
-class _Read:
-    """An array that is being read.
+def _begin_read(store: Any, wanted: jax.ShapeDtypeStruct) -> tuple[int, Callable[[], jax.Array]]:
+    """Begins to read this process's shards: their bytes, and what waits for the array."""
+    source, sharding = ts.cast(store, wanted.dtype), wanted.sharding
+    placed = sharding.addressable_devices_indices_map(wanted.shape)  # pyright: ignore
+    # What several devices hold is read once.
+    indices = {str(index): index for index in placed.values()}
+    reads = {name: source[index].read() for name, index in indices.items()}
+    shard = math.prod(sharding.shard_shape(wanted.shape))  # pyright: ignore
 
-    Attributes:
-      size: bytes that this process reads.
-    """
-
-    def __init__(self, store: Any, wanted: jax.ShapeDtypeStruct):
-        self._wanted = wanted
-        self._shards: dict[str, tuple[Any, list[Any]]] = {}
-        source = ts.cast(store, wanted.dtype)
-        placed = wanted.sharding.addressable_devices_indices_map(wanted.shape)  # pyright: ignore
-        for device, index in placed.items():
-            # What several devices hold is read once.
-            if str(index) not in self._shards:
-                self._shards[str(index)] = source[index].read(), []
-            self._shards[str(index)][1].append(device)
-        shard = wanted.sharding.shard_shape(wanted.shape)  # pyright: ignore
-        self.size = len(self._shards) * math.prod(shard) * wanted.dtype.itemsize
-
-    def array(self) -> jax.Array:
-        """The array, once it has been read."""
-        shards = [
-            jax.device_put(read.result(), device)
-            for read, devices in self._shards.values()
-            for device in devices
-        ]
-        return jax.make_array_from_single_device_arrays(
-            self._wanted.shape,
-            self._wanted.sharding,  # pyright: ignore
-            shards,
+    def array() -> jax.Array:
+        return jax.make_array_from_callback(
+            wanted.shape, sharding, lambda index: reads[str(index)].result()
         )
+
+    return len(reads) * shard * wanted.dtype.itemsize, array
 
 
 @contextlib.contextmanager
@@ -257,11 +241,26 @@ def quiet_orbax() -> Iterator[None]:
             logger.setLevel(level)
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tells in one line why Orbax could not write `path`; raises CheckpointError then."""
+    try:
+        with quiet_orbax():
+            yield
+    except (OSError, ValueError) as error:  # the latter when a disk is full
+        raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
+
+
 def why_unwritten(error: Exception) -> str:
     """What kept Orbax from writing, in a few words: a full disk names a file of Orbax's own."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     if found is not None:
         return os.strerror(int(found[1]))
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
@@ -270,15 +269,3 @@ def _await_threads(threads: set[threading.Thread]) -> None:
     end = time.monotonic() + WORKERS
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dot-joined paths as nested dicts."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *folders, leaf = path.split(".")
-        node = tree
-        for name in folders:
-            node = node.setdefault(name, {})
-        node[leaf] = value
-    return tree

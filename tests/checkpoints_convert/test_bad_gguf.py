@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert import convert
-from checkpoints_convert.sources import open_source
+from checkpoints_convert.importing import open_source
 from jax_longctx.errors import CheckpointError, LongctxError
 from tests.checkpoints_convert.test_gguf import write_gguf
 from tests.checkpoints_convert.tiny import hf_config, random_state

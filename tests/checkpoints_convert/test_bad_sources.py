@@ -269,6 +269,25 @@ def test_tokenizer_files_that_other_commands_would_refuse(source, refused, name,
     refused(f"{source}: ", words)
 
 
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% if %}", "the chat template is not valid at its line 1: "),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ range(10**9) }}", "the chat template "),
+    ],
+)
+def test_chat_templates_that_cannot_be_rendered(source, refused, template, words):
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    refused(f"{source}: ", words, "; repair it in the source, or remove it")
+
+
+def test_a_chat_template_that_refuses_the_messages_is_whole(tmp_path, source):
+    template = "{{ raise_exception('a system message comes first') }}"
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    convert(source, tmp_path / "ours")
+
+
 def test_missing_tokenizer(source, refused):
     (source / "tokenizer.json").unlink()
     refused(source, "no tokenizer")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from checkpoints_convert import read_config
-from checkpoints_convert.sources.config import model_config
+from checkpoints_convert.config import model_config
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.models.config import ModelConfig, RopeConfig
 from jax_longctx.models.presets import PRESETS

@@ -9,14 +9,13 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from checkpoints_convert import convert
-from checkpoints_convert.names import params_from_hf
-from checkpoints_convert.sources.config import model_config
-from checkpoints_convert.sources.gguf_config import llama3_scaling
+from checkpoints_convert.config import model_config
+from checkpoints_convert.gguf import llama3_scaling
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.models.checkpoint import load_params
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.test_names import flat, paired_rows
-from tests.checkpoints_convert.tiny import hf_config, random_state
+from tests.checkpoints_convert.tiny import hf_config, params_from_hf, random_state
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"} | {
     "Qwen3ForCausalLM": "qwen3",
@@ -130,7 +129,7 @@ QUANTISED = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_values(tmp_path, name, monkeypatch):
     """Every stored value is its quantised neighbour, and read in several pieces."""
-    monkeypatch.setattr("checkpoints_convert.sources.base.PIECE", 4 * 64 * 5)
+    monkeypatch.setattr("checkpoints_convert.files.PIECE", 4 * 64 * 5)
     config = hf_config("llama", hidden_size=64, intermediate_size=96)
     state = random_state(config)
     kind = Kind[name]
@@ -161,7 +160,7 @@ def random_blocks(rng, kind, shape):
 
 @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_k_quants(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("checkpoints_convert.sources.base.PIECE", 4 * 256 * 5)
+    monkeypatch.setattr("checkpoints_convert.files.PIECE", 4 * 256 * 5)
     kind, rng = Kind[name], np.random.default_rng(2)
     config = hf_config("qwen2", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
     state = random_state(config)

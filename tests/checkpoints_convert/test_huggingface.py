@@ -9,8 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert import convert, export, read_config
-from checkpoints_convert.names import params_from_hf
-from checkpoints_convert.sources.config import model_config
+from checkpoints_convert.config import model_config
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.checkpoint import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
@@ -19,6 +18,7 @@ from tests.checkpoints_convert.tiny import (
     DTYPES,
     FAMILIES,
     hf_config,
+    params_from_hf,
     random_state,
     same_bits,
     write_checkpoint,
@@ -95,7 +95,7 @@ def test_values_are_cast_to_the_type_asked_for(tmp_path, dtype):
 
 
 def test_pieces_of_a_tensor_are_joined_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoints_convert.sources.base.PIECE", 4 * 32 * 7)
+    monkeypatch.setattr("checkpoints_convert.files.PIECE", 4 * 32 * 7)
     described = hf_config("llama")
     state = random_state(described, "float32")
     source = write_checkpoint(tmp_path / "hf", described, state)

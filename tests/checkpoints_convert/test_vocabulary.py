@@ -17,8 +17,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from checkpoints_convert import convert
-from checkpoints_convert.vocabulary import gguf_tokenizer_files, sentencepiece_files
-from checkpoints_convert.vocabulary.build import SPLITS
+from checkpoints_convert.vocabulary import SPLITS, gguf_tokenizer_files, sentencepiece_files
 from jax_longctx.errors import CheckpointError
 from jax_longctx.text import Tokenizer
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
@@ -276,9 +275,13 @@ def test_tokenizer_model_alone_is_enough(tmp_path, pieces):
 def test_damaged_sentencepiece_models_are_refused(tmp_path, pieces):
     path = tmp_path / "tokenizer.model"
     good = sentencepiece_model(pieces)
-    cases = [(b"", "no pieces"), (good[:-3], "truncated"), (b"\xff" * 40, "not a sentencepiece")]
+    cases = [
+        (b"", "no pieces"),
+        (good[:-3], "not a sentencepiece"),
+        (b"\xff" * 40, "not a sentencepiece"),
+    ]
     cases.append((sentencepiece_model(pieces, model_type=1), "model type is 1"))
-    cases += [(field(1, b""), "not a sentencepiece"), (b"\x80" * 10**6, "more than 64 bits")]
+    cases += [(field(1, b""), "not a sentencepiece"), (b"\x80" * 10**6, "not a sentencepiece")]
     for data, word in cases:
         path.write_bytes(data)
         with pytest.raises(CheckpointError, match=word) as caught:

@@ -4,10 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import tokenizers
+from flax import traverse_util
 from safetensors.numpy import save_file
+
+from checkpoints_convert.names import expected_tensors, naming_of
+from jax_longctx.models.config import ModelConfig
 
 BASE = {
     "vocab_size": 300,
@@ -95,6 +100,16 @@ def random_state(
         name: (rng.standard_normal(shape) / 4).astype(DTYPES[dtype])
         for name, shape in hf_shapes(config).items()
     }
+
+
+def params_from_hf(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Our nested parameters from a Hugging Face state dict in memory."""
+    params = {}
+    for name, tensor in expected_tensors(config, naming_of(state)).items():
+        assert state[name].shape == tensor.shape, name
+        for part in tensor.parts:
+            params[part.path] = jnp.asarray(part.from_file(state[name]))
+    return traverse_util.unflatten_dict(params, sep=".")
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -9,14 +9,20 @@ import pytest
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods.refreshkv import RefreshKV
+from jax_longctx.models.llama import model_of
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.oracles.partial_cache import choose
 from tests.oracle import probabilities
 from tests.support import random_rows, tiny_config, tiny_engine
-from train_cpt.attention import Pattern, attend_with, check_attention, pattern_attention
-from train_cpt.causal import causal_attention
-from train_cpt.forward import hidden_states, model_of
+from train_cpt.attention import (
+    Pattern,
+    attend_with,
+    causal_attention,
+    check_attention,
+    pattern_attention,
+)
+from train_cpt.step import hidden_states
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 8
 SCALE = HEAD_DIM**-0.5

@@ -2,6 +2,11 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,6 +15,7 @@ from typer.testing import CliRunner
 
 import checkpoints_convert
 from jax_longctx.cli.main import app
+from jax_longctx.locks import only_writer
 from jax_longctx.models.checkpoint import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
 from tests.train_cpt.tiny_files import write_tiny
@@ -141,6 +147,45 @@ def test_bad_input_is_one_line_and_nothing_is_overwritten(folder, old, new, mess
     code, said = train(config)
     assert code == 2 and said.startswith("error: ") and message in said, said
     assert written(folder) == before
+
+
+def test_two_runs_into_one_folder(folder):
+    """The second is refused at once, and writes nothing."""
+    before = written(folder)
+    with only_writer(folder / "run"):
+        code, said = train(folder / "run.toml")
+    assert code == 2 and "another process is writing" in said, said
+    assert written(folder) == before
+
+
+def test_a_disk_that_fills_up_is_one_line(folder):
+    """The system refuses to write more than this to a file, as a full disk would."""
+    config = changed(folder, "/run", "/full")
+    code = """
+        import resource, signal, sys
+        from pathlib import Path
+        from jax_longctx.errors import CheckpointError
+        from train_cpt.config import read_config
+        from train_cpt.run import run_config
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+        try:
+            run_config(read_config(Path(sys.argv[1])), note=print)
+        except CheckpointError as error:
+            print(error)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(config)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (said,) = done.stdout.splitlines()
+    assert said == f"{folder / 'full' / 'checkpoints'} could not be written: File too large"
+    assert "Traceback" not in done.stderr
 
 
 def written(folder):

@@ -10,8 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError
-from train_cpt.data import batches, open_windows, prepare, split_of
-from train_cpt.documents import document_files, file_record, read_documents
+from train_cpt.data import (
+    batches,
+    document_files,
+    file_record,
+    open_windows,
+    prepare,
+    read_documents,
+    split_of,
+)
 
 LENGTH = 8
 SHARES = (0.6, 0.2, 0.2)
@@ -212,9 +219,7 @@ def test_batches_go_through_every_epoch_and_their_position_can_be_taken_up(tmp_p
     assert len(windows) == 80
 
     def start(process=0, processes=1, seed=0):
-        return batches(
-            windows, micro_batches=2, rows=4, seed=seed, process=process, processes=processes
-        )
+        return batches(windows, micro_batches=2, rows=4, seed=seed, part=(process, processes))
 
     whole = start()
     taken = [next(whole) for _ in range(15)]
@@ -245,7 +250,7 @@ def test_batches_go_through_every_epoch_and_their_position_can_be_taken_up(tmp_p
 def test_a_batch_of_one_text_never_ends(tmp_path):
     prepared(tmp_path / "data", shares=(1.0, 0.0, 0.0))
     windows = opened(tmp_path / "data")
-    alone = batches(windows, micro_batches=1, rows=1, seed=0, process=0, processes=1)
+    alone = batches(windows, micro_batches=1, rows=1, seed=0, part=(0, 1))
     first, second = ([next(alone).tobytes() for _ in windows] for _ in range(2))
     assert sorted(first) == sorted(second) and first != second
 
@@ -258,6 +263,5 @@ def test_an_empty_split_is_refused(tmp_path):
             micro_batches=1,
             rows=1,
             seed=0,
-            process=0,
-            processes=1,
+            part=(0, 1),
         )

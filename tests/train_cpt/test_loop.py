@@ -27,9 +27,8 @@ from tests.train_cpt.tiny_run import (
     tiny_params,
     tiny_setup,
 )
-from train_cpt.checkpoints import Best
 from train_cpt.data import open_windows
-from train_cpt.loop import LoopConfig, train
+from train_cpt.loop import Best, LoopConfig, train
 from train_cpt.step import text_losses
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.sharding import make_mesh
-from train_cpt.loss import cross_entropy
+from train_cpt.step import cross_entropy
 
 BATCH, LENGTH, WIDTH, WORDS = 2, 6, 8, 38
 

@@ -10,8 +10,7 @@ from tensorboardX.proto import event_pb2
 from jax_longctx.errors import InputError
 from tests.support import tiny_config
 from train_cpt.attention import Pattern
-from train_cpt.flops import device_peak, text_flops
-from train_cpt.metrics import metrics_log, plot_losses, read_metrics
+from train_cpt.metrics import device_peak, metrics_log, plot_losses, read_metrics, text_flops
 
 
 def events_of(directory):

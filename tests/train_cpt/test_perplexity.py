@@ -14,8 +14,7 @@ from jax_longctx.sharding import make_mesh
 from tests.support import random_rows, tiny_config, tiny_engine
 from train_cpt.attention import Pattern
 from train_cpt.data import Windows
-from train_cpt.dev_loss import dev_losses
-from train_cpt.perplexity import drop_interval, parse_method
+from train_cpt.evaluate import dev_losses, drop_interval, parse_method
 from train_cpt.step import OptimizerConfig, Setup, text_losses
 
 LENGTH, TAIL = 22, 5

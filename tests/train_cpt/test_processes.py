@@ -13,8 +13,8 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.models.checkpoint import load_params
 from jax_longctx.sharding import make_mesh
 from tests.train_cpt.tiny_files import run_interrupted, write_tiny
+from train_cpt.data import own_part, own_rows, part_of
 from train_cpt.metrics import read_metrics
-from train_cpt.processes import own_part, own_rows, part_of
 
 ROOT = Path(__file__).parents[2]
 

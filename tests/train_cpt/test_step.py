@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.llama import init_params, model_of
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows, tiny_config
 from tests.train_cpt.tiny_run import tiny_setup
 from train_cpt.attention import Pattern, attend_with
-from train_cpt.forward import hidden_states, model_of
 from train_cpt.step import (
     OptimizerConfig,
     Setup,
     abstract_state,
     gradients,
+    hidden_states,
     init_state,
     learning_rate,
     make_optimizer,

@@ -13,7 +13,8 @@ from jax_longctx.models import presets
 
 @pytest.fixture
 def tiny_preset(monkeypatch):
-    shape = presets._llama(
+    shape = dict(
+        presets.PRESETS["llama-3.1-8b"],
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=4,

@@ -11,37 +11,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.sources.files import read_json
+from checkpoints_convert.files import read_json
 from jax_longctx.errors import ConfigError
-from jax_longctx.models.config import FAMILIES, ModelConfig
-
-__all__ = ["model_config", "read_config"]
+from jax_longctx.models.config import SIZES, ModelConfig
+from jax_longctx.models.families import FAMILIES
 
 # What the computation depends on.
-KEYS = (
-    "attention_bias",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "layer_types",
-    "max_position_embeddings",
-    "max_window_layers",
-    "mlp_bias",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
+KEYS = {
+    *SIZES.values(),
+    *("head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings"),
+    *(flag for family in FAMILIES.values() for flag in family.bias_flags),
+    *("layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
+    *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
     "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "sliding_window",
-    "tie_word_embeddings",
-    "use_sliding_window",
-    "vocab_size",
-)
+}
 
 # Positions and shapes are 32-bit integers.
 LARGEST = 2**31 - 1
@@ -49,8 +32,6 @@ LARGEST = 2**31 - 1
 MOST_LAYERS = 10_000
 
 INTERNLM2 = "internlm2"
-ARCHITECTURES = {name: family for family, name in FAMILIES.items()}
-ARCHITECTURES["InternLM2ForCausalLM"] = INTERNLM2
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -81,29 +62,30 @@ def model_config(described: Mapping[str, Any]) -> ModelConfig:
     if family == INTERNLM2:
         # Once its fused projection is split it is a Llama. Its biases have a flag of another name.
         family, known["attention_bias"] = "llama", described.get("bias", True)
-    if family == "mistral" and known.get("layer_types"):
-        # transformers reads such a file as a model of another family (Ministral).
-        raise ConfigError("layer_types is not part of family 'mistral'")
+    if FAMILIES[family].windows == "all" and known.get("layer_types"):
+        # transformers reads such a Mistral as a model of another family (Ministral).
+        raise ConfigError(f"layer_types is not part of family {family!r}")
     return ModelConfig.from_hf(_with_defaults(family, known))
 
 
 def _family(described: Mapping[str, Any]) -> str:
     """By architecture, or by model_type where no architecture is named; both must agree."""
+    known = {traits.architecture: family for family, traits in FAMILIES.items()}
+    known["InternLM2ForCausalLM"] = INTERNLM2
     family, names = described.get("model_type"), described.get("architectures") or ()
     if not isinstance(names, list | tuple):
         raise ConfigError(f"config.json: 'architectures' must be a list, got {names!r}")
     for name in names:
-        if name not in ARCHITECTURES:
+        if name not in known:
             raise ConfigError(
-                f"architecture {name!r} is not implemented; implemented: {', '.join(ARCHITECTURES)}"
+                f"architecture {name!r} is not implemented; implemented: {', '.join(known)}"
             )
-        if family is not None and family != ARCHITECTURES[name]:
+        if family is not None and family != known[name]:
             raise ConfigError(f"architecture {name!r} contradicts model_type {family!r}")
-        return ARCHITECTURES[name]
-    families = list(ARCHITECTURES.values())
-    if family not in families:
+        return known[name]
+    if not isinstance(family, str) or family not in known.values():
         raise ConfigError(
-            f"model_type {family!r} is not implemented; implemented: {', '.join(families)}"
+            f"model_type {family!r} is not implemented; implemented: {', '.join(known.values())}"
         )
     return family
 

@@ -1,4 +1,8 @@
-"""GGUF metadata -> the entries of a Hugging Face config.
+"""A GGUF file, llama.cpp's format: metadata, tokenizer and (quantised) tensors in one.
+
+The `gguf` package maps the file and reads its directory; the tensors' bytes are then read range by
+range and dequantised a few rows at a time, so neither the file nor a float32 copy of a tensor is
+ever whole in memory.
 
 llama.cpp writes a model's numbers under its architecture's name (`llama.block_count`). Three things
 are not said there and follow from the tensors: tied embeddings (no `output.weight`), biases, and
@@ -11,25 +15,168 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
+import jax.numpy as jnp
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
+from checkpoints_convert.config import model_config
+from checkpoints_convert.files import Source, SourceTensor, check_tensors
+from checkpoints_convert.vocabulary import gguf_tokenizer_files
 from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.models.families import FAMILIES
+from jax_longctx.models.storage import first_line
 
-__all__ = ["INTERLEAVED", "config_from_metadata", "llama3_scaling"]
-
-# Architectures whose q and k rows llama.cpp pairs for interleaved rotary embedding.
-INTERLEAVED = ("llama", "internlm2")
-
-CLASSES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    # Once its fused projection is split, as in GGUF it is, InternLM2 is a Llama.
-    "internlm2": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-}
-
+READABLE = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+)
 # The format's value where a file says nothing (llama.cpp, `rope_freq_base`).
 DEFAULT_THETA = 10000.0
+# Of an array, of the metadata, and of tensors; vocabularies have some 300,000 tokens and merges.
+MOST_ENTRIES = 1 << 21
+
+
+def open_gguf(path: Path, label: str) -> Source:
+    """A GGUF file. Values that were quantised count as float32, in which dequantising is exact.
+
+    Raises:
+      CheckpointError: no GGUF file, or an incomplete or damaged one.
+      ConfigError: the architecture is not implemented.
+    """
+    metadata, found, factors = read_directory(path)
+    shapes = {tensor.name: tensor.shape for tensor in found}
+    described = config_from_metadata(path, metadata, shapes, factors)
+    config = model_config(described)
+    return Source(
+        label=label,
+        config=config,
+        extras={
+            key: described[key] for key in ("bos_token_id", "eos_token_id") if key in described
+        },
+        naming="gguf",
+        tensors=check_tensors(label, found, config, "gguf"),
+        read_files={},
+        tokenizer=gguf_tokenizer_files(path, metadata),
+    )
+
+
+def read_directory(
+    path: Path,
+) -> tuple[dict[str, Any], list[SourceTensor], np.ndarray | None]:
+    """Metadata, tensors in the order of the file, and llama3's rotary factors where stored.
+
+    Raises:
+      CheckpointError: no GGUF file, a truncated one, or one of several parts.
+    """
+    try:
+        reader = Reader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        tensors = [_tensor(path, entry) for entry in reader.tensors]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise CheckpointError(
+            f"{path} is not a GGUF file that can be read: {first_line(error)} "
+            f"(expected a Hugging Face directory or a GGUF file)"
+        ) from error
+    if reader.byte_order != "I":
+        raise CheckpointError(f"{path} has the other byte order; convert it for this machine first")
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise CheckpointError(
+            f"{path} is one of {metadata['split.count']} parts; "
+            f"merge them first (llama-gguf-split --merge)"
+        )
+    factors = None
+    for entry in reader.tensors:
+        if entry.name == "rope_freqs.weight":
+            factors = np.array(entry.data, np.float32).reshape(-1)
+    return metadata, sorted(tensors, key=lambda tensor: tensor.offset), factors
+
+
+def _tensor(path: Path, entry: Any) -> SourceTensor:
+    kind = entry.tensor_type
+    if kind.name not in READABLE:
+        raise CheckpointError(
+            f"{path}: tensor {entry.name} has type {kind.name}; implemented are "
+            f"{', '.join(READABLE)}"
+        )
+    dtype = np.dtype({"F16": np.float16, "BF16": jnp.bfloat16}.get(kind.name, np.float32))
+
+    def decode(raw: bytes, rows: int) -> np.ndarray:
+        if kind.name in ("F32", "F16", "BF16"):
+            return np.frombuffer(raw, dtype).reshape(rows, -1)
+        return dequantize(np.frombuffer(raw, np.uint8).reshape(rows, -1), kind)
+
+    return SourceTensor(
+        name=entry.name,
+        shape=tuple(int(size) for size in reversed(entry.shape)),
+        dtype=dtype,
+        file=path,
+        offset=int(entry.data_offset),
+        nbytes=int(entry.n_bytes),
+        decode=decode,
+    )
+
+
+class Reader(gguf.GGUFReader):
+    """Says where a damaged file ends, and which tensor a truncated one lacks.
+
+    The mapped file is a plain array here: for the package's hundreds of thousands of small
+    slices that is twice as fast as numpy's memmap class.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        super().__init__(path)
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._plain
+
+    @data.setter
+    def data(self, mapped: np.ndarray) -> None:
+        self._plain = mapped.view(np.ndarray)
+
+    def _get(
+        self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None
+    ) -> np.ndarray:
+        # The package would read nothing past the end, as often as a damaged length says.
+        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise ValueError(f"it is truncated or damaged at byte {offset} of its metadata")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: Any) -> Any:
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            kind, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            if kind[0] == gguf.GGUFValueType.ARRAY:
+                raise ValueError("its metadata nests arrays, which no model needs")
+            _check_count("entries of an array", length[0])
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def _build_fields(self, offs: int, count: Any) -> int:
+        _check_count("metadata entries", count)
+        return super()._build_fields(offs, count)
+
+    def _build_tensor_info(self, offs: int, count: Any) -> tuple[int, list[Any]]:
+        _check_count("tensors", count)
+        return super()._build_tensor_info(offs, count)
+
+    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+        for field in fields:
+            _, name, _, sizes, kind, offset = field.parts
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind[0])]
+            end = start_offs + int(offset[0]) + math.prod(map(int, sizes)) * block_bytes // block
+            if end > len(self.data):
+                raise CheckpointError(
+                    f"{self.path} is truncated: tensor {bytes(name).decode('utf-8', 'replace')} "
+                    f"ends at byte {end}, the file at {len(self.data)}; fetch it again"
+                )
+        super()._build_tensors(start_offs, fields)
+
+
+def _check_count(what: str, count: Any) -> None:
+    if count > MOST_ENTRIES:
+        raise ValueError(f"it says that it holds {count} {what}, expected at most {MOST_ENTRIES}")
 
 
 def config_from_metadata(
@@ -45,19 +192,24 @@ def config_from_metadata(
       ConfigError: an architecture or rotary scaling that is not implemented.
     """
     architecture = str(metadata.get("general.architecture"))
-    if architecture not in CLASSES:
+    said = _Said(path, metadata, architecture)
+    known = dict.fromkeys(name for traits in FAMILIES.values() for name in traits.gguf)
+    if architecture not in known:
         raise ConfigError(
             f"{path}: architecture {architecture!r} is not implemented; "
-            f"implemented are {', '.join(CLASSES)}"
+            f"implemented are {', '.join(known)}"
         )
-    said = _Said(path, metadata, architecture)
-    model_type, class_name = CLASSES[architecture]
+    # Of families that share the architecture, one has windows (Mistral).
+    families = [name for name, traits in FAMILIES.items() if architecture in traits.gguf]
+    window = said.get("attention.sliding_window", None)
+    slides = [name for name in families if FAMILIES[name].windows == "all"]
+    family = slides[0] if window and slides else families[0]
     heads, width = said.need("attention.head_count"), said.need("embedding_length")
     if "token_embd.weight" not in shapes:
         raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
     config = {
-        "model_type": model_type,
-        "architectures": [class_name],
+        "model_type": family,
+        "architectures": [FAMILIES[family].architecture],
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": width,
         "intermediate_size": said.need("feed_forward_length"),
@@ -65,7 +217,7 @@ def config_from_metadata(
         "num_attention_heads": heads,
         "num_key_value_heads": said.get("attention.head_count_kv", heads),
         "head_dim": said.get("attention.key_length", width // heads),
-        "hidden_act": "silu",
+        "hidden_act": FAMILIES[family].activation,
         "rms_norm_eps": _decimal(said.need("attention.layer_norm_rms_epsilon", float)),
         "rope_theta": _decimal(said.get("rope.freq_base", DEFAULT_THETA, float)),
         "max_position_embeddings": said.need("context_length"),
@@ -74,8 +226,7 @@ def config_from_metadata(
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
     }
     config["rope_scaling"] = _rope_scaling(said, config, factors)
-    if (window := said.get("attention.sliding_window", None)) and architecture == "llama":
-        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    if family in slides:
         config["sliding_window"] = window
     for key in ("bos_token_id", "eos_token_id"):
         if isinstance(token := metadata.get(f"tokenizer.ggml.{key}"), int):

@@ -1,21 +1,26 @@
-"""What every source gives: a config, tensors that are read piece by piece, and a tokenizer."""
+"""What is converted: a config, tensors that are read once and piece by piece, and a tokenizer.
+
+Files are read front to back by byte ranges, with the checksum on the way.
+"""
 
 import dataclasses
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_convert.names import IGNORED, expected_tensors
-from checkpoints_convert.sources.files import HashedFile
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
 
-__all__ = ["Source", "SourceTensor", "check_tensors", "read_array"]
-
+# Bytes that are skipped at a time, when only the checksum wants them.
+STEP = 8 << 20
 # Bytes of float32 values that are decoded at a time: what reading needs beside the result.
 PIECE = 16 << 20
 
@@ -36,10 +41,11 @@ class SourceTensor:
     file: Path
     offset: int
     nbytes: int
-    decode: Callable[[bytearray, int], np.ndarray]
+    decode: Callable[[bytes, int], np.ndarray]
 
 
-class Source(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
     """A checkpoint to convert.
 
     Attributes:
@@ -47,9 +53,10 @@ class Source(Protocol):
       config: the model.
       extras: entries of the Hugging Face config that `ModelConfig` does not hold and an export
         should give back (token ids).
-      naming: the key of `names.NAMINGS` its tensors follow.
+      naming: of its tensors (see `names.expected_tensors`).
       tensors: in the order of the files.
       read_files: files that were read beside those of the tensors, with their SHA-256.
+      tokenizer: its files by name: the text, or the file to copy.
     """
 
     label: str
@@ -58,10 +65,93 @@ class Source(Protocol):
     naming: str
     tensors: list[SourceTensor]
     read_files: dict[Path, str]
+    tokenizer: Mapping[str, str | Path]
 
     def write_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer files into an empty folder."""
-        ...
+        for name, content in self.tokenizer.items():
+            if isinstance(content, Path):
+                shutil.copyfile(content, folder / name)
+            else:
+                (folder / name).write_text(content, encoding="utf-8")
+
+
+class HashedFile:
+    """A file read front to back by byte ranges; what lies between them is only hashed.
+
+    Ranges are read, not mapped: mapped pages of a whole shard would count as this process's memory.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._hash = hashlib.sha256()
+        self._position = 0
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+    def read(self, offset: int, size: int) -> bytes:
+        """The bytes `offset` to `offset + size`; offsets only grow from call to call."""
+        assert offset >= self._position, "ranges are read in the order of the file"
+        while self._position < offset:
+            self._next(min(STEP, offset - self._position))
+        return self._next(size)
+
+    def finish(self) -> str:
+        """The SHA-256 of the whole file."""
+        while self._advance(STEP):
+            pass
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _next(self, size: int) -> bytes:
+        data = self._advance(size)
+        if len(data) < size:
+            raise CheckpointError(
+                f"{self.path} is truncated: it ends at byte {self._position}, "
+                f"expected at least {self._position - len(data) + size}; fetch it again"
+            )
+        return data
+
+    def _advance(self, size: int) -> bytes:
+        """Up to `size` bytes; fewer only at the end of the file."""
+        try:
+            data = self._file.read(size)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        self._hash.update(data)
+        self._position += len(data)
+        return data
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The one line for a file that the system does not let us read."""
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds."""
+    try:
+        return parse_json(path.read_bytes(), f"{path} is not a JSON file")
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def parse_json(raw: bytes, fault: str) -> dict[str, Any]:
+    """A JSON object; raises CheckpointError, which begins with `fault`, on anything else."""
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except ValueError as error:  # no UTF-8, or no JSON
+        raise CheckpointError(f"{fault}: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{fault}: it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{fault}: it holds a {type(value).__name__}, expected an object")
+    return value
 
 
 def read_array(file: HashedFile, tensor: SourceTensor, dtype: np.dtype) -> np.ndarray:
@@ -114,12 +204,12 @@ def check_tensors(
     tensors: Sequence[SourceTensor],
     config: ModelConfig,
     naming: str,
-    ignore: Callable[[str], bool],
+    left_out: str | None = None,
 ) -> list[SourceTensor]:
     """The tensors to convert: all that the model has, each of its shape, and nothing unknown.
 
     Args:
-      ignore: true for tensors of this source that are left out on purpose.
+      left_out: a tensor that may be there and is not converted.
 
     Raises:
       CheckpointError: a tensor is missing, unknown or of another shape.
@@ -146,9 +236,8 @@ def check_tensors(
             )
     kept = [tensor for tensor in tensors if tensor.name in expected]
     for tensor in tensors:
-        if tensor.name not in expected and not (
-            IGNORED.fullmatch(tensor.name) or ignore(tensor.name)
-        ):
+        known = tensor.name in expected or tensor.name == left_out
+        if not (known or IGNORED.fullmatch(tensor.name)):
             raise CheckpointError(
                 f"{tensor.file}: tensor {tensor.name} {list(tensor.shape)} is unknown: this "
                 f"architecture is not implemented, or the config does not belong to these weights"

@@ -1,0 +1,265 @@
+"""A Hugging Face checkpoint: config.json, safetensors (one file or indexed shards), tokenizer.
+
+A safetensors file is eight bytes of length, a JSON header, then the tensors. It is read here rather
+than through the `safetensors` package because that one maps whole shards into memory; ours reads
+byte ranges and can say which tensor a truncated file lacks.
+
+A hub id is first fetched by `huggingface_hub` into its cache, only the files named here.
+"""
+
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints_convert.config import model_config
+from checkpoints_convert.files import (
+    Source,
+    SourceTensor,
+    check_tensors,
+    parse_json,
+    read_json,
+    unreadable,
+)
+from checkpoints_convert.names import naming_of, tensor_name
+from checkpoints_convert.vocabulary import sentencepiece_files
+from jax_longctx.errors import CheckpointError
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.storage import first_line, sha256_of
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+# Copied beside the parameters, and back on export. The first is the tokenizer itself.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+# Of the config, what an export gives back beside the model itself.
+EXTRAS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# Names that safetensors gives to the types weights can be read from.
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# The format's own limit on headers.
+HEADER_LIMIT = 100 << 20
+
+
+def open_huggingface(folder: Path, label: str) -> Source:
+    """A directory as `save_pretrained` writes it.
+
+    Raises:
+      CheckpointError: the directory or a file in it is incomplete or damaged.
+      ConfigError: the architecture is not implemented.
+    """
+    config_path = folder / "config.json"
+    if not config_path.exists():
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: it has no config.json (expected a Hugging Face "
+            f"directory with config.json, *.safetensors and tokenizer files, or a GGUF file)"
+        )
+    described = read_json(config_path)
+    config = model_config(described)
+    tokenizer = {name: folder / name for name in TOKENIZER_FILES if (folder / name).exists()}
+    if not tokenizer.keys() & {"tokenizer.json", "tokenizer.model"}:
+        raise CheckpointError(
+            f"{folder} has no tokenizer (tokenizer.json or tokenizer.model); "
+            f"put the model's tokenizer files beside its weights"
+        )
+    found = _find_tensors(folder)
+    naming = naming_of(tensor.name for tensor in found)
+    head = tensor_name(config, naming, "head.table") if config.tie_embeddings else None
+    tensors = check_tensors(label, found, config, naming, head)
+    _check_tied_head(config, naming, found, head)
+    read = [config_path, *tokenizer.values()]
+    if (folder / INDEX).exists():
+        read.append(folder / INDEX)
+    try:
+        digests = {path: sha256_of(path) for path in read}
+    except OSError as error:
+        raise unreadable(Path(error.filename or folder), error) from error
+    made = {}
+    if "tokenizer.json" not in tokenizer:
+        made = sentencepiece_files(folder, config.vocab_size)
+    return Source(
+        label=label,
+        config=config,
+        extras={key: described[key] for key in EXTRAS if described.get(key) is not None},
+        naming=naming,
+        tensors=tensors,
+        read_files=digests,
+        tokenizer={**tokenizer, **made},
+    )
+
+
+def _find_tensors(folder: Path) -> list[SourceTensor]:
+    if not (folder / INDEX).exists():
+        if (folder / SINGLE).exists():
+            return read_header(folder / SINGLE)
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f"; {others[0]} is not read, save it as safetensors" if others else ""
+        raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}{hint}")
+    placed = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(placed, dict):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map")
+    tensors: list[SourceTensor] = []
+    for name in sorted({str(file) for file in placed.values()}):
+        path = folder / name
+        if path.name != name:
+            raise CheckpointError(
+                f"{folder / INDEX} places tensors in {name!r}, expected the name of a "
+                f"file in the same folder"
+            )
+        said = [key for key, file in placed.items() if file == name]
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing; it holds {said[0]} and others")
+        shard = {tensor.name: tensor for tensor in read_header(path)}
+        lacking = [key for key in said if key not in shard]
+        if lacking:
+            raise CheckpointError(f"{path} does not hold {lacking[0]}, which {INDEX} says")
+        tensors += [tensor for key, tensor in shard.items() if placed.get(key) == name]
+    return tensors
+
+
+def _check_tied_head(
+    config: ModelConfig, naming: str, tensors: list[SourceTensor], head: str | None
+) -> None:
+    """Checks that a stored tied head, which is left out, equals the embedding."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    stored = by_name.get(head) if head else None
+    embed = by_name[tensor_name(config, naming, "embed.table")]
+    if stored is not None and not _same_bytes(stored, embed):
+        raise CheckpointError(
+            f"{stored.file}: {stored.name} differs from {embed.name}, but the config says "
+            f"tie_word_embeddings; set that to false in config.json if the head is its own"
+        )
+
+
+def _same_bytes(one: SourceTensor, other: SourceTensor) -> bool:
+    if (one.nbytes, one.dtype) != (other.nbytes, other.dtype):
+        return False
+    step = 8 << 20
+    try:
+        with one.file.open("rb") as first, other.file.open("rb") as second:
+            first.seek(one.offset)
+            second.seek(other.offset)
+            for begin in range(0, one.nbytes, step):
+                size = min(step, one.nbytes - begin)
+                if first.read(size) != second.read(size):
+                    return False
+    except OSError as error:
+        raise unreadable(one.file, error) from error
+    return True
+
+
+def read_header(path: Path) -> list[SourceTensor]:
+    """The tensors of a file, in the order they lie in it.
+
+    Raises:
+      CheckpointError: no safetensors file, a damaged or truncated one, or weights of a type that
+        is not implemented (quantised).
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT
+            size = path.stat().st_size
+            if length >= min(HEADER_LIMIT, size):
+                raise CheckpointError(
+                    f"{path} is not a safetensors file, or truncated in its header ({size} bytes)"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    header, begin = parse_json(raw, f"{path} is not a safetensors file"), 8 + length
+    tensors = [
+        _tensor(path, name, entry, begin)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
+    tensors.sort(key=lambda tensor: tensor.offset)
+    at = begin
+    for tensor in tensors:
+        if tensor.offset != at:
+            raise CheckpointError(f"{path}: tensor {tensor.name} does not begin where it should")
+        at = tensor.offset + tensor.nbytes
+        if at > size:
+            raise CheckpointError(
+                f"{path} is truncated: tensor {tensor.name} ends at byte {at}, the file at "
+                f"{size}; fetch it again"
+            )
+    if at != size:
+        raise CheckpointError(f"{path}: {size - at} bytes follow the last tensor")
+    return tensors
+
+
+def _tensor(path: Path, name: str, entry: Any, begin: int) -> SourceTensor:
+    try:
+        shape = tuple(int(size) for size in entry["shape"])
+        first, last = (int(at) for at in entry["data_offsets"])
+        kind = str(entry["dtype"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the header entry of {name} is damaged") from error
+    if kind not in DTYPES:
+        raise CheckpointError(
+            f"{path}: tensor {name} has type {kind}; implemented are {', '.join(DTYPES)} "
+            f"(quantised weights are read from GGUF files)"
+        )
+    dtype = DTYPES[kind]
+    if last - first != math.prod(shape) * dtype.itemsize or not all(shape):
+        raise CheckpointError(
+            f"{path}: tensor {name} {list(shape)} of type {kind} takes {last - first} bytes"
+        )
+
+    def decode(raw: bytes, rows: int) -> np.ndarray:
+        return np.frombuffer(raw, dtype).reshape(rows, -1)
+
+    return SourceTensor(
+        name=name,
+        shape=shape,
+        # Nothing here computes in float64.
+        dtype=np.dtype(np.float32) if kind == "F64" else dtype,
+        file=path,
+        offset=begin + first,
+        nbytes=last - first,
+        decode=decode,
+    )
+
+
+def fetch(repository: str, revision: str | None) -> Path:
+    """A hub repository's files in the local cache, fetched where they are not there yet.
+
+    Raises:
+      CheckpointError: the hub does not answer, or has no such repository.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = ["config.json", SINGLE, INDEX, "model-*.safetensors", *TOKENIZER_FILES]
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repository, revision=revision, allow_patterns=wanted
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{repository} is no local path and could not be fetched from the hub: "
+            f"{first_line(error)}"
+        ) from error
+    return Path(folder)

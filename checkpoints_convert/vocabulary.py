@@ -1,0 +1,319 @@
+"""Tokenizers made from what a checkpoint has: GGUF metadata, or a sentencepiece model.
+
+The `tokenizers` library writes them as a `tokenizer.json`. Checkpoints from before that file (Llama
+2 as first published, InternLM2) have only `tokenizer.model`, a sentencepiece model.
+
+Two families: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM), which differ in how text is split
+before merging, and sentencepiece BPE (Llama 2, Mistral, InternLM2), whose merges follow from the
+pieces and their scores.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import pre_tokenizers as pre
+
+from checkpoints_convert.files import read_json
+from jax_longctx.errors import CheckpointError, LongctxError
+from jax_longctx.models.storage import first_line
+
+# Kinds of tokens: sentencepiece's numbers, which GGUF uses too.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+# The type of a sentencepiece model that is BPE.
+BPE = 2
+
+PREFIX = "tokenizer.ggml."
+SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+# Ids that end an answer: of the text, of a turn, of a message.
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
+_QWEN2 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+    """How a byte-level tokenizer cuts text before merging.
+
+    Attributes:
+      patterns: applied one after another; what they match and what lies between become pieces.
+      whole: a piece that is in the vocabulary is one token, whatever the merges say.
+      bos: texts begin with the beginning-of-text token unless the file says otherwise.
+      nfc: text is brought to Unicode's composed form first.
+    """
+
+    patterns: tuple[str, ...]
+    whole: bool = False
+    bos: bool = False
+    nfc: bool = False
+
+
+_LLAMA3_SPLIT = Split(patterns=(_LLAMA3,), whole=True, bos=True)
+_QWEN2_SPLIT = Split(patterns=(_QWEN2,), nfc=True)
+
+# By the name that llama.cpp gives (`tokenizer.ggml.pre`).
+SPLITS = {
+    "gpt-2": Split(patterns=(_GPT2,)),
+    "smollm": Split(patterns=(r"\p{N}", _GPT2)),
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "llama-bpe": _LLAMA3_SPLIT,
+    "qwen2": _QWEN2_SPLIT,
+    "deepseek-r1-qwen": _QWEN2_SPLIT,
+    "tekken": Split(patterns=(_TEKKEN,), whole=True, bos=True),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Tokens by id.
+
+    Attributes:
+      kinds: of each token (NORMAL, CONTROL ...).
+      bos: id that a text begins with, or None.
+    """
+
+    tokens: Sequence[str]
+    kinds: Sequence[int]
+    bos: int | None
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """Token -> id."""
+        return {token: index for index, token in enumerate(self.tokens)}
+
+    def of_kind(self, kind: int) -> list[str]:
+        """Tokens of one kind."""
+        return [token for token, own in zip(self.tokens, self.kinds, strict=True) if own == kind]
+
+
+def byte_level(vocabulary: Vocabulary, merges: Sequence[str], split: Split) -> Tokenizer:
+    """Byte-level BPE with the merges of the file (`"left right"`)."""
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, pairs, ignore_merges=split.whole))  # pyright: ignore[reportArgumentType]
+    if split.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    cuts = [pre.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    tokenizer.pre_tokenizer = pre.Sequence(
+        [*cuts, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return _finish(tokenizer, vocabulary)
+
+
+def sentencepiece(
+    vocabulary: Vocabulary, scores: Sequence[float], *, prefix: bool = True
+) -> Tokenizer:
+    """Sentencepiece BPE; `prefix`: a text is read as if a space stood before it."""
+    ids = vocabulary.ids
+    unknown = vocabulary.of_kind(UNKNOWN)
+    model = models.BPE(
+        ids,
+        _merges(vocabulary, scores),
+        unk_token=unknown[0] if unknown else None,
+        fuse_unk=True,
+        byte_fallback="<0x00>" in ids,
+    )
+    tokenizer = Tokenizer(model)
+    spaces = [normalizers.Replace(" ", "\u2581")]
+    if prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), *spaces])
+    else:
+        tokenizer.normalizer = normalizers.Sequence(spaces)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] * prefix)])
+    return _finish(tokenizer, vocabulary)
+
+
+def _merges(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way a piece is made of two others, the best scored piece first."""
+    rows = zip(vocabulary.tokens, scores, vocabulary.kinds, strict=True)
+    ids = vocabulary.ids
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, score, kind in rows:
+        if kind != NORMAL:
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                found.append((-score, ids[left], ids[right], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def _finish(tokenizer: Tokenizer, vocabulary: Vocabulary) -> Tokenizer:
+    special = vocabulary.of_kind(CONTROL) + vocabulary.of_kind(UNKNOWN)
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    plain = vocabulary.of_kind(USER_DEFINED)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in plain])
+    if vocabulary.bos is not None:
+        text = vocabulary.tokens[vocabulary.bos]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{text} $A",
+            pair=f"{text} $A {text}:1 $B:1",
+            special_tokens=[(text, vocabulary.bos)],
+        )
+    return tokenizer
+
+
+def gguf_tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
+    """File name -> text, for tokenizer.json and its companions.
+
+    Raises:
+      CheckpointError: the metadata has no tokenizer, a damaged one, or one that is not implemented.
+    """
+    said = {
+        key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)
+    }
+    tokens = said.get("tokens")
+    if not tokens or "model" not in said:
+        raise CheckpointError(f"{path} holds no tokenizer; convert the Hugging Face directory")
+    kind = said["model"]
+    if kind not in ("gpt2", "llama"):
+        raise CheckpointError(
+            f"{path}: a tokenizer of type {kind!r} is not implemented (implemented: gpt2, llama)"
+        )
+    try:
+        return _tokenizer_files(path, metadata, said)
+    except LongctxError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{path}: the tokenizer has no {error.args[0]}") from error
+    except Exception as error:  # the package raises the bare class on any fault in merges or tokens
+        raise CheckpointError(f"{path}: the tokenizer is damaged: {first_line(error)}") from error
+
+
+def _tokenizer_files(
+    path: Path, metadata: Mapping[str, Any], said: Mapping[str, Any]
+) -> dict[str, str]:
+    tokens, kind = said["tokens"], said["model"]
+    if kind == "gpt2" and said.get("pre") not in SPLITS:
+        raise CheckpointError(
+            f"{path}: the tokenizer splits text as {said.get('pre')!r}, which is not implemented "
+            f"(implemented: {', '.join(SPLITS)}); convert the Hugging Face directory instead"
+        )
+    split = SPLITS[said["pre"]] if kind == "gpt2" else None
+    adds_bos = said.get("add_bos_token", split.bos if split is not None else True)
+    special = {
+        name: tokens[said[key]]
+        for name, key in SPECIAL.items()
+        if 0 <= said.get(key, -1) < len(tokens)
+    }
+    vocabulary = Vocabulary(
+        tokens=tokens,
+        kinds=said.get("token_type") or [NORMAL] * len(tokens),
+        bos=said.get("bos_token_id") if adds_bos else None,
+    )
+    if split is not None:
+        tokenizer = byte_level(vocabulary, said["merges"], split)
+    else:
+        prefix = bool(said.get("add_space_prefix", True))
+        tokenizer = sentencepiece(vocabulary, said["scores"], prefix=prefix)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": bool(adds_bos),
+        "add_eos_token": False,
+        **special,
+    }
+    architecture = metadata.get("general.architecture")
+    if (longest := metadata.get(f"{architecture}.context_length")) is not None:
+        config["model_max_length"] = longest
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        config["chat_template"] = template
+    files = {
+        "tokenizer.json": tokenizer.to_str(pretty=False),
+        "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2),
+    }
+    ends = [said[key] for key in ENDS if key in said]
+    if ends:
+        files["generation_config.json"] = json.dumps({"eos_token_id": list(dict.fromkeys(ends))})
+    return files
+
+
+def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
+    """File name -> text, from `tokenizer.model` and the added tokens of `tokenizer_config.json`.
+
+    Args:
+      vocab_size: embeddings the model has, which bound the ids.
+
+    Raises:
+      CheckpointError: the model is damaged, or no BPE model.
+    """
+    path = folder / "tokenizer.model"
+    try:
+        tokens, scores, kinds, prefix = _read_pieces(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, DecodeError) as error:
+        raise CheckpointError(f"{path} is not a sentencepiece BPE model: {error}") from error
+    settings = folder / "tokenizer_config.json"
+    config = read_json(settings) if settings.exists() else {}
+    try:
+        added = config.get("added_tokens_decoder", {})
+        added = [(int(key), str(entry["content"])) for key, entry in added.items()]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{settings}: its added_tokens_decoder is damaged") from error
+    for index, text in added:
+        if not 0 <= index < vocab_size:
+            raise CheckpointError(
+                f"{settings}: wrong tokenizer, its ids reach {index!s:.20} but the model has "
+                f"{vocab_size} embeddings; use the tokenizer files of this model"
+            )
+        # Ids between the model's own and the added ones have no text.
+        for gap in range(len(tokens), index + 1):
+            tokens.append(f"<unused_{gap}>")
+            scores.append(0.0)
+            kinds.append(CONTROL)
+        tokens[index], kinds[index] = text, CONTROL
+    bos = config.get("bos_token", "<s>")
+    bos = bos.get("content") if isinstance(bos, dict) else bos
+    bos_id = tokens.index(bos) if isinstance(bos, str) and bos in tokens else None
+    if not config.get("add_bos_token", True):
+        bos_id = None
+    vocabulary = Vocabulary(tokens=tokens, kinds=kinds, bos=bos_id)
+    try:
+        files = {"tokenizer.json": sentencepiece(vocabulary, scores, prefix=prefix).to_str()}
+    except Exception as error:  # the package raises the bare class on any fault in the pieces
+        raise CheckpointError(f"{path}: the tokenizer is damaged: {first_line(error)}") from error
+    if not settings.exists():
+        said: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        said = {name: text for name, text in said.items() if text in tokens}
+        files["tokenizer_config.json"] = json.dumps({**said, "add_bos_token": bos_id is not None})
+    return files
+
+
+def _read_pieces(data: bytes) -> tuple[list[str], list[float], list[int], bool]:
+    """Pieces, scores, kinds, and whether a text gets a space put before it."""
+    # sentencepiece's own schema; transformers 5 carries it, as made for current protobuf.
+    from transformers.utils import sentencepiece_model_pb2_new as schema
+
+    model: Any = schema.ModelProto.FromString(data)  # pyright: ignore[reportAttributeAccessIssue]
+    if not model.pieces:
+        raise ValueError("it has no pieces")
+    if model.trainer_spec.model_type != BPE:
+        raise ValueError(f"its model type is {model.trainer_spec.model_type}, expected {BPE} (BPE)")
+    return (
+        [piece.piece for piece in model.pieces],
+        [piece.score for piece in model.pieces],
+        [piece.type for piece in model.pieces],
+        model.normalizer_spec.add_dummy_prefix,
+    )
