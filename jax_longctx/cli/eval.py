@@ -1,8 +1,9 @@
 """`jax-longctx eval`: tasks with known answers, over methods and lengths, with intervals."""
 
 import json
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -10,12 +11,10 @@ import typer.core
 from jax_longctx.cli import eval_run, options, processes
 from jax_longctx.cli.inputs import read_text
 from jax_longctx.cli.results import check_file, check_plot, save
+from jax_longctx.cli.start import starting
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import Spec
-
-if TYPE_CHECKING:
-    from jax_longctx.api import LongContext
 
 __all__ = ["eval_app"]
 
@@ -133,19 +132,52 @@ def passkey(
     """
     check_file(out)
     check_plot(heatmap, "--heatmap")
-    at = _depths(depths, depth)
-    chosen = [parse_method(spec) for spec in methods or ["full"]]
-    wanted = lengths or [4096, 8192]
-    if min(wanted) < 64:
-        raise InputError(f"--length must be at least 64 tokens, got {min(wanted)}")
-    source = _source(text, noise)
+    wanted = sorted(lengths or [4096, 8192])
+    if wanted[0] < 64:
+        raise InputError(f"--length must be at least 64 tokens, got {wanted[0]}")
+    if depth and depths is not None:
+        raise InputError("--depths and --depth are two ways to say it; give one")
+    if noise and text is not None:
+        raise InputError("--noise and --text are two texts; give one")
     terminal = Terminal(as_json=as_json)
-    choice = options.ModelChoice(
-        checkpoint, *chosen[0], mesh=mesh, dtype=dtype, chunk=chunk, by_layer=by_layer
-    )
-    model = choice.open(terminal)
-    runs = _runs(model, chosen, sorted(wanted), at, trials, batch, source, seed, terminal, out)
-    _report(runs, heatmap, terminal)
+    with starting(terminal):
+        from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions
+        from jax_longctx.evaluation.rows import read_rows
+        from jax_longctx.evaluation.runner import Progress, check_config, run_eval
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source = "noise" if noise else "topics"
+        if text is not None:
+            # A copy: its path holds nothing that a task's settings would read otherwise.
+            (folder / "text.txt").write_text(read_text(str(text)), encoding="utf-8")
+            source = str(folder / "text.txt")
+        where = f"at={'/'.join(map(str, depth))}" if depth else f"depths={depths or 10}"
+        part = Part(
+            name="passkey",
+            methods=tuple(methods or ["full"]),
+            tasks=(f"passkey:haystack={source},{where}",),
+            lengths=tuple(wanted),
+            trials=trials,
+        )
+        how = RunOptions(seed=seed, batch=batch, chunk=chunk, by_layer=by_layer)
+        config = EvalConfig(run=how, part=(part,))
+        check_config(config)
+        choice = options.ModelChoice(
+            checkpoint, mesh=mesh, dtype=dtype, chunk=chunk, by_layer=by_layer
+        )
+        model = choice.open(terminal)
+        facts = {"checkpoint": str(checkpoint), **options.run_facts(model)}
+        with terminal.progress("passkeys", "trials") as update:
+
+            def show(progress: Progress) -> None:
+                update(progress.done, progress.total)
+                if out is not None and progress.done and processes.is_leader():
+                    save({"rows": read_rows(folder)}, out)
+
+            facts = {key: facts[key] for key in ("checkpoint", "device", "mesh", "versions")}
+            rows = run_eval(model, config, folder, facts=facts, progress=show)
+    if rows is not None:
+        _report(rows, heatmap, terminal)
 
 
 @eval_app.command()
@@ -160,34 +192,19 @@ def table(
         jax-longctx eval table full.json citrus.json --heatmap passkey.png
     """
     check_plot(heatmap, "--heatmap")
-    runs = []
+    rows: list[dict[str, Any]] = []
     for file in files:
         try:
-            runs.extend(json.loads(read_text(str(file)))["runs"])
+            found = json.loads(read_text(str(file)))["rows"]
+            known = {row["label"] for row in rows}
+            # The same method of two files is two lines.
+            rows += [
+                row | {"label": f"{row['label']} ({file.stem})"} if row["label"] in known else row
+                for row in found
+            ]
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{file} holds no results of eval passkey: {error}") from error
-    _report(runs, heatmap, Terminal())
-
-
-def _depths(count: int | None, given: list[float] | None) -> list[float]:
-    """The depths that trials take in turn."""
-    if given and count is not None:
-        raise InputError("--depths and --depth are two ways to say it; give one")
-    count = 10 if count is None else count
-    return given or [i / max(count - 1, 1) for i in range(count)]
-
-
-def _source(text: Path | None, noise: bool) -> str | None:
-    """The text to hide the key in; None for the default."""
-    if noise and text is not None:
-        raise InputError("--noise and --text are two texts; give one")
-    if text is not None:
-        return read_text(str(text))
-    if not noise:
-        return None
-    from jax_longctx.evaluation.haystack import NOISE
-
-    return NOISE
+    _report(rows, heatmap, Terminal())
 
 
 def parse_method(spec: str) -> tuple[str, list[str]]:
@@ -196,50 +213,24 @@ def parse_method(spec: str) -> tuple[str, list[str]]:
     return parsed.name, [f"{key}={value}" for key, value in parsed.settings]
 
 
-def _runs(
-    model: "LongContext",
-    chosen: list[tuple[str, list[str]]],
-    lengths: list[int],
-    depths: list[float],
-    each: int,
-    batch: int,
-    text: str | None,
-    seed: int,
-    terminal: Terminal,
-    out: Path | None,
-) -> list[dict[str, Any]]:
-    """Every method over the same trials; `out` is written anew after each batch."""
-    from jax_longctx.evaluation.compute import engine_of
-    from jax_longctx.evaluation.haystack import Haystack, python_topics
-    from jax_longctx.evaluation.passkey import make_trials
-    from jax_longctx.evaluation.passkey_trials import run_trials
-    from jax_longctx.methods import make_method
+def _report(rows: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:
+    """Every row in JSON mode, else the table by length; and the heat map of all rows."""
+    from jax_longctx.evaluation.plots import heatmaps
+    from jax_longctx.evaluation.tables import lengths_table, table_text
 
-    tokenizer = model.tokenizer
-    haystack = Haystack(text or python_topics(), lambda piece: len(tokenizer.encode(piece)))
-    trials = make_trials(haystack, lengths, depths, each, seed)
-    # Every method is made before any runs: a mistake in the last one shows at once.
-    made = [make_method(name, options.parse_settings(pairs)) for name, pairs in chosen]
-    engines = [engine_of(model, method) for method in made]
-    runs = []
-    for (name, pairs), engine in zip(chosen, engines, strict=True):
-        model.engine, rows = engine, []
-        facts = options.run_facts(model)
-        runs.append({**facts, "given": options.parse_settings(pairs), "seed": seed, "rows": rows})
-        with terminal.progress(name, "trials") as update:
-            for found in run_trials(engine, tokenizer, trials, batch=batch, progress=update):
-                rows.extend(found)
-                save({"runs": runs}, out)
-    return runs
-
-
-def _report(runs: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:
-    from jax_longctx.evaluation import passkey_report as report
-
+    refused = [row["refused"] for row in rows if "refused" in row]
+    if refused:
+        said = f"{len(refused):,} of {len(rows):,} prompts were refused, the first: {refused[0]}"
+        if len(refused) == len(rows):
+            raise InputError(said)
+        terminal.note(said)
+    # One heat map of all, whatever depths and texts they were asked with.
+    rows = [row | {"task_label": "passkey"} for row in rows]
     if heatmap is not None and processes.is_leader():
-        report.heatmap(runs, heatmap)
+        for plot in heatmaps(rows):
+            heatmap.write_bytes(plot.png())
     if terminal.as_json:
-        for run in runs:
-            terminal.record(run)
+        for row in rows:
+            terminal.record(row)
     else:
-        terminal.write(report.markdown(runs))
+        terminal.write(table_text(lengths_table(rows)) + "\n")

@@ -43,7 +43,7 @@ def citrus_overlap(
     check_file(out)
     terminal = Terminal()
     model = options.ModelChoice(checkpoint, dtype=dtype).open(terminal)
-    from jax_longctx.evaluation.overlap import importance, intersections
+    from jax_longctx.studies.attention import importance, intersections
 
     asked = model.tokenizer.encode(instruction)
     # Three pieces of one text: the first context, and two that follow far behind it.
@@ -112,7 +112,7 @@ def resa_spectrum(
     model = options.ModelChoice(checkpoint, dtype=dtype).open(terminal)
     import numpy as np
 
-    from jax_longctx.evaluation.spectrum import spectrum
+    from jax_longctx.studies.attention import spectrum
 
     wanted = sorted(lengths or [512, 1024, 2048])
     cut = {length: texts_of(model, text, texts, length, join=False) for length in wanted}

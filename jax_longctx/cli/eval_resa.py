@@ -56,8 +56,8 @@ def resa_errors(
     terminal = Terminal()
     model = options.ModelChoice(checkpoint, dtype=dtype).open(terminal)
     from jax_longctx.evaluation.haystack import python_topics
-    from jax_longctx.evaluation.resa_errors import attention_errors
     from jax_longctx.methods import make_method
+    from jax_longctx.studies.resa_errors import attention_errors
 
     ids = model.tokenizer.encode(python_topics() if text is None else read_text(str(text)))
     if texts * tokens > len(ids):

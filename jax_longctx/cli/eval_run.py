@@ -361,9 +361,8 @@ def _shown(terminal: Terminal) -> Iterator[Any]:
 
 def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to: Terminal) -> None:
     """Writes the report, and shows its scores."""
-    from jax_longctx.evaluation.markdown import table_text
     from jax_longctx.evaluation.report import write_report
-    from jax_longctx.evaluation.tables import score_table
+    from jax_longctx.evaluation.tables import score_table, table_text
 
     with to.waiting("writing the report"):
         summary = write_report(folder, rows, about)

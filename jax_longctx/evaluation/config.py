@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.evaluation.published import PUBLISHED
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import check_method
 from jax_longctx.settings import check_name
+from jax_longctx.studies.published import PUBLISHED
 from jax_longctx.typed_toml import check_names, read_toml, section
 
 __all__ = ["Cell", "EvalConfig", "Part", "RunOptions", "parse_config", "read_config"]
@@ -113,7 +113,7 @@ class EvalConfig:
 
     Attributes:
       title, about: of the report.
-      published: papers whose own numbers the report sets beside these (`evaluation.published`).
+      published: papers whose own numbers the report sets beside these (`studies.published`).
     """
 
     run: RunOptions
