@@ -23,8 +23,9 @@ from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, closing_note
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import NOISE, Haystack, python_topics
-from jax_longctx.evaluation.passkey import SENTENCE, STEM, is_right
+from jax_longctx.evaluation.metrics import exact_first_int
 from jax_longctx.evaluation.specs import Spec
+from jax_longctx.evaluation.tasks.passkey import SENTENCE, STEM, hide_key
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -101,14 +102,12 @@ def _find(
     haystack = Haystack(source, lambda piece: len(encode(piece)))
 
     def ask(tokens: int) -> bool:
-        key = str(draw.randint(10_000, 99_999))
         # One token is the beginning-of-text token's.
-        sentence, room = SENTENCE.format(key=key), tokens - len(encode(ASKED)) - 1
-        # Where a text ends decides much of what so small a model goes on with.
-        start = draw.randrange(len(haystack.pieces))
-        text, _ = haystack.hide(sentence, tokens=room, depth=depth, start=start)
+        room = tokens - len(encode(ASKED)) - 1
+        key, filled = hide_key(haystack, draw, tokens=room, depth=depth)
+        text = filled.text
         length = len(encode(text, bos=True))
-        before = len(encode(text[: text.index(sentence)], bos=True))
+        before = len(encode(text[: text.index(SENTENCE.format(key=key))], bos=True))
         terminal.note(f"hidden after {before:,} of {length:,} tokens: the pass key is {key}")
         with terminal.progress("reading") as update:
             reading = time.perf_counter()
@@ -123,7 +122,7 @@ def _find(
             (answer,) = model.ask(context, ASKED, max_tokens=ANSWER_TOKENS, stop=("\n", "."))
         terminal.write(f"{STEM.strip()}{answer.text}\n")
         terminal.note(closing_note(answer, length, seconds, context.answering_bytes))
-        found = is_right(answer.text, key)
+        found = bool(exact_first_int(answer.text, key))
         terminal.note(f"passkey {'found' if found else f'NOT found (expected {key})'}")
         return found
 

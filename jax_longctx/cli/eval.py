@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ from jax_longctx.cli.terminal import (
     save,
 )
 from jax_longctx.errors import InputError
-from jax_longctx.evaluation.specs import Spec
 from jax_longctx.settings import parse_mesh
 
 if TYPE_CHECKING:
@@ -260,14 +260,14 @@ def report(
 
     rows = read_rows(folder, *(more or ()))
     for file in perplexity or ():
-        rows += _read(file, "perplexity", perplexity_rows)
+        rows += _read(file, "perplexity", "runs", perplexity_rows)
     _report(folder, rows, read_about(folder), terminal)
 
 
-def _read(file: Path, command: str, rows: Callable[[Any], list[Any]]) -> list[Any]:
-    """The rows, for each of its runs, of a file that `eval command --out` wrote."""
+def _read(file: Path, command: str, key: str, rows: Callable[[Any], list[Any]]) -> list[Any]:
+    """The rows, for each item of its `key`, of a file that `eval command --out` wrote."""
     try:
-        return [row for run in json.loads(read_text(str(file)))["runs"] for row in rows(run)]
+        return [row for item in json.loads(read_text(str(file)))[key] for row in rows(item)]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file} holds no results of eval {command}: {error}") from error
 
@@ -335,9 +335,8 @@ def _shown(terminal: Terminal) -> Iterator[Any]:
 
 def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to: Terminal) -> None:
     """Writes the report, and shows its scores."""
-    from jax_longctx.evaluation.markdown import table_text
     from jax_longctx.evaluation.report import write_report
-    from jax_longctx.evaluation.tables import score_table
+    from jax_longctx.evaluation.tables import score_table, table_text
 
     with to.waiting("writing the report"):
         summary = write_report(folder, rows, about)
@@ -373,9 +372,6 @@ def tasks() -> None:
             terminal.write(f"    {key}: {setting['type']} = {setting['default']!r}\n")
 
 
-DEFAULT_LENGTHS = [4096, 8192]
-
-
 def _heatmap() -> Any:
     return option("Write a PNG: share found by length and depth.")
 
@@ -405,21 +401,17 @@ class Trials:
         if self.noise and self.text is not None:
             raise InputError("--noise and --text are two texts; give one")
 
-    @property
-    def fractions(self) -> list[float]:
-        """The depths that trials take in turn."""
-        count = 10 if self.depths is None else self.depths
-        return self.depth or [i / max(count - 1, 1) for i in range(count)]
+    def task(self, folder: Path) -> str:
+        """The task and its settings. A copy of the text goes to the folder.
 
-    def source(self) -> str | None:
-        """The text to hide the key in; None for the default."""
+        The copy's path holds nothing that a task's settings would read otherwise.
+        """
+        source = "noise" if self.noise else "topics"
         if self.text is not None:
-            return read_text(str(self.text))
-        if not self.noise:
-            return None
-        from jax_longctx.evaluation.haystack import NOISE
-
-        return NOISE
+            (folder / "text.txt").write_text(read_text(str(self.text)), encoding="utf-8")
+            source = str(folder / "text.txt")
+        at = f"at={'/'.join(map(str, self.depth))}" if self.depth else f"depths={self.depths or 10}"
+        return f"passkey:haystack={source},{at}"
 
 
 @eval_app.command()
@@ -447,11 +439,41 @@ def passkey(
     """
     check_file(out)
     check_plot(heatmap, "--heatmap")
-    chosen = options.parse_specs(methods)
-    source = trials.source()
     terminal = Terminal(as_json=as_json)
-    loaded = model.open(terminal, chosen[0])
-    _report_passkeys(_runs(loaded, chosen, trials, source, terminal, out), heatmap, terminal)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        task = trials.task(folder)
+        with terminal.starting():
+            from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions
+            from jax_longctx.evaluation.rows import read_rows
+            from jax_longctx.evaluation.runner import Progress, check_config, run_eval
+        part = Part(
+            name="passkey",
+            methods=tuple(methods or ["full"]),
+            tasks=(task,),
+            lengths=tuple(sorted(trials.lengths or [4096, 8192])),
+            trials=trials.trials,
+        )
+        how = RunOptions(
+            checkpoint=str(model.checkpoint),
+            seed=trials.seed,
+            batch=trials.batch,
+            chunk=model.chunk,
+            by_layer=model.by_layer,
+        )
+        config = EvalConfig(run=how, part=(part,))
+        check_config(config)
+        loaded = model.open(terminal)
+        with terminal.progress("passkeys", "trials") as update:
+
+            def show(progress: Progress) -> None:
+                update(progress.done, progress.total)
+                if out is not None and progress.done and process.is_leader():
+                    save({"rows": read_rows(folder)}, out)
+
+            rows = run_eval(loaded, config, folder, facts=_facts(loaded, config), progress=show)
+    if rows is not None:
+        _report_passkeys(rows, heatmap, terminal)
 
 
 @eval_app.command()
@@ -467,47 +489,31 @@ def table(
         jax-longctx eval table full.json citrus.json --heatmap passkey.png
     """
     check_plot(heatmap, "--heatmap")
-    runs = [run for file in files for run in _read(file, "passkey", lambda run: [run])]
-    _report_passkeys(runs, heatmap, Terminal())
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        known = {row["label"] for row in rows}
+        # The same method of two files is two lines.
+        rows += [
+            row | {"label": f"{row['label']} ({file.stem})"} if row["label"] in known else row
+            for row in _read(file, "passkey", "rows", lambda row: [row | {"label": row["label"]}])
+        ]
+    _report_passkeys(rows, heatmap, Terminal())
 
 
-def _runs(
-    model: "LongContext",
-    chosen: list[Spec],
-    trials: Trials,
-    source: str | None,
-    terminal: Terminal,
-    out: Path | None,
-) -> list[dict[str, Any]]:
-    """Every method over the same trials; `out` is written anew after each batch."""
-    from jax_longctx.evaluation.compute import engine_of
-    from jax_longctx.evaluation.haystack import Haystack, python_topics
-    from jax_longctx.evaluation.passkey import make_trials
-    from jax_longctx.evaluation.passkey_trials import run_trials
-    from jax_longctx.methods import make_method
+def _report_passkeys(rows: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:
+    """Every row in JSON mode, else the table by length; and the heat map of all rows."""
+    from jax_longctx.evaluation.plots import heatmaps
+    from jax_longctx.evaluation.tables import lengths_table, table_text
 
-    tokenizer = model.tokenizer
-    haystack = Haystack(source or python_topics(), lambda piece: len(tokenizer.encode(piece)))
-    lengths = sorted(trials.lengths or DEFAULT_LENGTHS)
-    made = make_trials(haystack, lengths, trials.fractions, trials.trials, trials.seed)
-    # Every method is made before any runs: a mistake in the last one shows at once.
-    engines = [engine_of(model, make_method(each.name, dict(each.settings))) for each in chosen]
-    runs = []
-    for spec, engine in zip(chosen, engines, strict=True):
-        model.engine, rows = engine, []
-        facts = options.run_facts(model)
-        runs.append({**facts, "given": dict(spec.settings), "seed": trials.seed, "rows": rows})
-        with terminal.progress(spec.name, "trials") as update:
-            batches = run_trials(engine, tokenizer, made, batch=trials.batch, progress=update)
-            for found in batches:
-                rows.extend(found)
-                save({"runs": runs}, out)
-    return runs
-
-
-def _report_passkeys(runs: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:
-    from jax_longctx.evaluation import passkey_report as report
-
+    refused = [row["refused"] for row in rows if "refused" in row]
+    if refused:
+        said = f"{len(refused):,} of {len(rows):,} prompts were refused, the first: {refused[0]}"
+        if len(refused) == len(rows):
+            raise InputError(said)
+        terminal.note(said)
+    # One heat map of all, whatever depths and texts they were asked with.
+    rows = [row | {"task_label": "passkey"} for row in rows]
     if heatmap is not None and process.is_leader():
-        report.heatmap(runs, heatmap)
-    terminal.records(runs, report.markdown)
+        for plot in heatmaps(rows):
+            heatmap.write_bytes(plot.png())
+    terminal.records(rows, lambda rows: table_text(lengths_table(rows)) + "\n")

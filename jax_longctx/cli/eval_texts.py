@@ -262,7 +262,7 @@ def citrus_overlap(
     """
     terminal = output.terminal()
     loaded = model.open(terminal)
-    from jax_longctx.evaluation.overlap import importance, intersections
+    from jax_longctx.studies.attention import importance, intersections
 
     asked = loaded.tokenizer.encode(instruction)
     # Three pieces of one text: the first context, and two that follow far behind it.
@@ -328,7 +328,7 @@ def resa_spectrum(
     loaded = model.open(terminal)
     import numpy as np
 
-    from jax_longctx.evaluation.spectrum import spectrum
+    from jax_longctx.studies.attention import spectrum
 
     wanted = sorted(lengths or [512, 1024, 2048])
     cut = {length: _cut(loaded, text, texts, length) for length in wanted}
@@ -376,8 +376,8 @@ def resa_errors(
     terminal = output.terminal()
     loaded = model.open(terminal)
     from jax_longctx.evaluation.haystack import python_topics
-    from jax_longctx.evaluation.resa_errors import attention_errors
     from jax_longctx.methods import make_method
+    from jax_longctx.studies.resa_errors import attention_errors
 
     ids = loaded.tokenizer.encode(python_topics() if text is None else read_text(str(text)))
     if texts * tokens > len(ids):

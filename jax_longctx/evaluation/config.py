@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.evaluation.published import PUBLISHED
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import check_method
 from jax_longctx.settings import check_name, from_toml, read_toml
+from jax_longctx.studies.published import PUBLISHED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class EvalConfig:
 
     Attributes:
       title, about: of the report.
-      published: papers whose own numbers the report sets beside these (`evaluation.published`).
+      published: papers whose own numbers the report sets beside these (`studies.published`).
     """
 
     run: RunOptions

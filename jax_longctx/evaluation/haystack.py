@@ -1,28 +1,18 @@
-"""A text of a given size with a sentence hidden in it; and English that CPython ships."""
+"""Texts of a given number of tokens, with sentences hidden in them; English that CPython ships."""
 
 import bisect
 import dataclasses
 import functools
 import importlib
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jax_longctx.errors import InputError, LengthError
-from jax_longctx.evaluation.fitting import largest
 
-__all__ = [
-    "NOISE",
-    "Filled",
-    "Haystack",
-    "open_haystack",
-    "pieces",
-    "python_topics",
-    "read_file",
-    "read_source",
-    "source_name",
-]
-
+# From so many units, at least, is guessed how many tokens one has.
+_PROBE = 20
 # A text that says nothing, repeated as often as it takes: the easiest to find a sentence in.
 NOISE = "Leaves fall. Rain runs down. The wind turns. Night comes. Then it is day again.\n"
 
@@ -89,11 +79,6 @@ class Haystack:
             count(before + piece) - count(before)
             for before, piece in zip([self.pieces[-1], *self.pieces], self.pieces, strict=False)
         ]
-
-    def hide(self, sentence: str, *, tokens: int, depth: float, start: int = 0) -> tuple[str, int]:
-        """`fill` with one sentence: the text, and about how many of its tokens come before it."""
-        filled = self.fill([(depth, sentence)], tokens=tokens, start=start)
-        return filled.text, filled.before[0]
 
     def fill(
         self,
@@ -214,3 +199,78 @@ def pieces(text: str) -> Iterator[str]:
         yield text[start : border.end()]
         start = border.end()
     yield text[start:]
+
+
+def largest(
+    size: Callable[[int], int], most: int, *, guess: int, each: float, limit: int | None = None
+) -> int:
+    """The greatest `n` from 0 to `limit` with `size(n) <= most`; -1 where there is none.
+
+    Two or three calls suffice when the guess is good. Where `size` falls now and then, as tokens
+    may where pieces join, the result fits and the next greater one does not.
+
+    Args:
+      size: tokens of a text of n units, growing with n.
+      guess: where to begin.
+      each: about how many tokens a unit has: how far to go for what is missing or too much.
+    """
+    low, high = -1, math.inf if limit is None else limit + 1
+    n, known, tried = guess, None, 0
+    while high - low > 1:
+        n = int(min(max(n, low + 1), high - 1))
+        tried += 1
+        if tried % 4 == 0 and high < math.inf:
+            # However badly sizes grow, the rest is halved now and then.
+            n = (low + int(high)) // 2
+        over = size(n) - most
+        if known is not None and (over - known[1]) * (n - known[0]) > 0:
+            each = (over - known[1]) / (n - known[0])
+        known = n, over
+        if over > 0:
+            high = n
+            n -= math.ceil(over / each)
+        else:
+            low = n
+            n += max(1, math.floor(-over / each))
+    return low
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """A text of as many units as fit, and its tokens."""
+
+    units: int
+    text: str
+    tokens: int
+
+
+def most_units(
+    count: Callable[[str], int],
+    text: Callable[[int], str],
+    room: int,
+    *,
+    fewest: int = 1,
+    limit: int | None = None,
+) -> Fitted:
+    """`text` of the most units, from `fewest` to `limit`, that has at most `room` tokens.
+
+    Raises:
+      LengthError: not even `fewest` fit.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(units: int) -> int:
+        sizes[units] = count(text(units))
+        return sizes[units]
+
+    base, each, guess, probe = size(0), 1.0, 0, _PROBE
+    # What a unit has is seen in a few first, and again in a text that is not much of the whole.
+    for _ in range(2):
+        probe = probe if limit is None else min(probe, max(limit, 1))
+        each = max((size(probe) - base) / probe, 1.0)
+        guess = max(int((room - base) / each), 0)
+        probe = max(guess // 8, _PROBE)
+    units = largest(size, room, guess=guess, each=each, limit=limit)
+    if units < fewest:
+        raise LengthError(f"{max(room, 0)} tokens are too few for this task's text; ask for more")
+    return Fitted(units, text(units), sizes[units])

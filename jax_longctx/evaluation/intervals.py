@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
-
-__all__ = ["bootstrap", "mean_interval", "paired_interval", "paired_shares", "wilson"]
+from scipy import stats
 
 RESAMPLES = 5_000
 
@@ -44,14 +43,16 @@ def bootstrap(values: Float[np.ndarray, " n"], seed: int = 0) -> tuple[float, fl
     mean = float(np.mean(values))
     if len(values) == 1:
         return mean, math.nan, math.nan
-    rng = np.random.default_rng(seed)
     # In pieces, so that many values do not take memory for all resamples at once.
-    piece, count = max(1, 1_000_000 // len(values)), len(values)
-    means = [
-        values[rng.integers(0, count, (min(piece, RESAMPLES - begun), count))].mean(axis=1)
-        for begun in range(0, RESAMPLES, piece)
-    ]
-    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    found = stats.bootstrap(
+        (values,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        batch=max(1, 1_000_000 // len(values)),
+        method="percentile",
+        rng=seed,
+    )
+    low, high = found.confidence_interval
     return mean, float(low), float(high)
 
 

@@ -8,22 +8,7 @@ function says which definition it has.
 import re
 import string
 from collections import Counter
-from collections.abc import Collection, Sequence
-
-__all__ = [
-    "best_token_f1",
-    "clean",
-    "common_subsequence",
-    "exact_first_int",
-    "levenshtein",
-    "needlebench",
-    "normalize",
-    "rouge",
-    "selection_recall",
-    "string_match_all",
-    "string_match_part",
-    "token_f1",
-]
+from collections.abc import Sequence
 
 _CONTROL = re.compile("[\x00-\x1f]")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -64,12 +49,14 @@ def rouge(answer: str, gold: str) -> dict[str, float]:
     two texts as one sentence each. No stemming, and punctuation stays with its word. The packages
     differ: `rouge` takes sets of n-grams, `rouge-score` letters and digits only.
     """
+    from rapidfuzz.distance import LCSseq
+
     words, golden = answer.lower().split(), gold.lower().split()
     scores = {}
     for n in (1, 2):
         ours, theirs = _ngrams(words, n), _ngrams(golden, n)
         scores[f"rouge_{n}"] = _f1((ours & theirs).total(), ours.total(), theirs.total())
-    scores["rouge_l"] = _f1(common_subsequence(words, golden), len(words), len(golden))
+    scores["rouge_l"] = _f1(LCSseq.similarity(words, golden), len(words), len(golden))
     return scores
 
 
@@ -79,18 +66,6 @@ def _ngrams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
 
 def _f1(common: int, ours: int, theirs: int) -> float:
     return 200 * common / (ours + theirs) if common else 0.0
-
-
-def common_subsequence(one: Sequence[str], other: Sequence[str]) -> int:
-    """Length of the longest common subsequence of words, or of characters."""
-    row = [0] * (len(other) + 1)
-    for left in one:
-        corner = 0
-        for j, right in enumerate(other):
-            above = row[j + 1]
-            row[j + 1] = corner + 1 if left == right else max(above, row[j])
-            corner = above
-    return row[-1]
 
 
 def normalize(text: str) -> str:
@@ -110,37 +85,14 @@ def best_token_f1(answer: str, outputs: Sequence[str]) -> float:
     return max(token_f1(answer, gold) for gold in outputs)
 
 
-def levenshtein(one: str, other: str) -> int:
-    """Fewest insertions, deletions and substitutions of a character that make one the other."""
-    row = list(range(len(other) + 1))
-    for i, left in enumerate(one, start=1):
-        corner, row[0] = row[0], i
-        for j, right in enumerate(other):
-            above = row[j + 1]
-            row[j + 1] = min(corner + (left != right), above + 1, row[j] + 1)
-            corner = above
-    return row[-1]
-
-
 def needlebench(answer: str, keyword: str, needle: str) -> float:
     """NeedleBench's score: 100 with the keyword, else at most 20 by nearness to the needle.
 
     Nearness is 1 less the edit distance over the longer length, both without white space.
     """
+    from rapidfuzz.distance import Levenshtein
+
     if keyword in answer:
         return 100.0
     ours, theirs = "".join(answer.split()), "".join(needle.split())
-    return 20 * (1 - levenshtein(ours, theirs) / max(len(ours), len(theirs), 1))
-
-
-def selection_recall(needle: Collection[int], attended: Sequence[Collection[int]]) -> float:
-    """The mean share of the needle's tokens in what is attended, over layers, or layers and heads.
-
-    Args:
-      needle: positions of the hidden sentence's tokens; at least one.
-      attended: for each layer, or layer and head, the positions attended when the answer begins;
-        of a method that evicts, those it kept.
-    """
-    wanted = set(needle)
-    shares = [len(wanted & set(positions)) / len(wanted) for positions in attended]
-    return 100 * sum(shares) / len(shares)
+    return 20 * Levenshtein.normalized_similarity(ours, theirs)

@@ -4,6 +4,7 @@ DIR/report.html    everything: no file and no address beside it
 DIR/report.md      the same tables, the plots from DIR/plots/
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -11,16 +12,98 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import InputError
-from jax_longctx.evaluation.markdown import document
-from jax_longctx.evaluation.page import page
-from jax_longctx.evaluation.sections import make_sections
+from jax_longctx.evaluation.plots import Plot, curves, heatmaps, pareto
 from jax_longctx.evaluation.summary import Row, Summary, summarise
-
-__all__ = ["About", "read_about", "write_about", "write_report"]
+from jax_longctx.evaluation.tables import (
+    ENOUGH,
+    TIMES,
+    Table,
+    cost_table,
+    other_tables,
+    plain,
+    published_table,
+    refused_table,
+    score_table,
+    table_text,
+)
+from jax_longctx.studies.published import PUBLISHED
 
 ABOUT = "about.json"
 PICTURES = "plots"
 About = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A heading, how to read what follows, and optional tables and plots."""
+
+    title: str
+    note: str = ""
+    tables: list[Table] = dataclasses.field(default_factory=list)
+    plots: list[Plot] = dataclasses.field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """Its anchor in the page."""
+        return self.title.lower().replace(" ", "-").replace("'", "")
+
+
+def make_sections(
+    rows: Sequence[Row], summary: Summary, published: Sequence[str] = ()
+) -> list[Section]:
+    """Those of a report that have any; `published` names the papers whose figures are shown."""
+    scores = [score_table(group, summary) for group in summary.groups]
+    fronts = [plot for group in summary.groups if (plot := pareto(group)) is not None]
+    theirs = [
+        published_table(table, summary) for table in PUBLISHED if table.paper in set(published)
+    ]
+    sections = [
+        Section(
+            "Scores",
+            "Out of 100, with 95% intervals: Wilson's where every answer is right or wrong, else "
+            "of a bootstrap. Below it, the difference from full attention on the same prompts "
+            "with the interval of the pairs: ▼ or ▲ where that leaves out 0. † full attention is "
+            f"not known to reach {ENOUGH} there, so the column says little about the methods.",
+            # A method's name and its mean alone are no scores.
+            [table for table in scores if len(table.head) > 2],
+        ),
+        Section(
+            "Quality against cost",
+            "Mean score over the tasks against what a method costs. Up and to the left is better; "
+            "the line joins the methods that no other beats in both.",
+            plots=fronts,
+        ),
+        Section(
+            "Costs",
+            "Medians over rows. Bytes are one row's keys, values and what goes with them. Seconds "
+            "are a whole batch's, from batches in which nothing was compiled; \N{EN DASH} where "
+            f"there was none. {TIMES} is a multiple of full attention.",
+            [cost_table(group) for group in summary.groups],
+        ),
+        Section(
+            "By depth",
+            "Mean score by where in the prompt the answer stands, 0% its start.",
+            plots=heatmaps(rows),
+        ),
+        Section(
+            "Further measures",
+            "Means with 95% intervals of a bootstrap.",
+            [table for group in summary.groups for table in other_tables(group)],
+            curves(rows),
+        ),
+        Section(
+            "The papers' own figures",
+            "Figures in italics are theirs, of other models, prompts and texts than ours: what to "
+            "compare is how far apart methods are, not one row with the next.",
+            theirs,
+        ),
+        Section(
+            "Refused",
+            "Prompts that were not answered; none was cut to fit.",
+            [refused_table(summary)] if summary.refused else [],
+        ),
+    ]
+    return [section for section in sections if section.tables or section.plots]
 
 
 def write_about(folder: Path, about: About) -> None:
@@ -43,12 +126,21 @@ def write_report(folder: Path, rows: Sequence[Row], about: About) -> Summary:
     summary = summarise(rows)
     sections = make_sections(rows, summary, about.get("published", ()))
     title, words = about.get("title") or "Evaluation", about.get("about", "")
-    facts = _facts(rows)
     (folder / PICTURES).mkdir(parents=True, exist_ok=True)
     for plot in (plot for section in sections for plot in section.plots):
         _write(folder / PICTURES / plot.file, plot.png())
-    _write(folder / "report.html", page(title, words, facts, sections))
-    _write(folder / "report.md", document(title, words, facts, sections, PICTURES))
+    from jinja2 import Environment, PackageLoader
+
+    facts = {"title": title, "about": words, "facts": _facts(rows), "sections": sections}
+    for name in ("report.html", "report.md"):
+        pages = Environment(
+            loader=PackageLoader("jax_longctx.evaluation"),
+            autoescape=name.endswith(".html"),
+            trim_blocks=name.endswith(".md"),
+            keep_trailing_newline=True,
+        )
+        pages.filters |= {"plain": plain, "text": table_text}
+        _write(folder / name, pages.get_template(name).render(facts, pictures=PICTURES))
     return summary
 
 

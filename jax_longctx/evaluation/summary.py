@@ -9,8 +9,6 @@ import numpy as np
 
 from jax_longctx.evaluation.intervals import bootstrap, mean_interval, paired_interval
 
-__all__ = ["BASE", "Cost", "Estimate", "Group", "Measure", "Score", "Summary", "summarise"]
-
 # The label of the method that the others are compared with.
 BASE = "full"
 SCORE = "score"
@@ -72,7 +70,11 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Everything of one length: scores by (method, task), costs by method."""
+    """Everything of one length: scores by (method, task), costs by method.
+
+    Attributes:
+      settings: `{"name", "settings"}` of each method, by its label.
+    """
 
     length: int
     methods: list[str]
@@ -80,6 +82,7 @@ class Group:
     scores: dict[tuple[str, str], Score]
     costs: dict[str, Cost]
     means: dict[str, float]
+    settings: dict[str, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,6 @@ class Summary:
 
     Attributes:
       metrics: what a task's score means.
-      settings: `{"name", "settings"}` of each method, by its label.
       refused: reasons, by (method, task, length), with the number of prompts.
     """
 
@@ -96,7 +98,6 @@ class Summary:
     methods: list[str]
     tasks: list[str]
     metrics: dict[str, str]
-    settings: dict[str, dict[str, Any]]
     refused: dict[tuple[str, str, int, str], int]
 
 
@@ -113,7 +114,6 @@ def summarise(rows: Sequence[Row]) -> Summary:
         methods=_ordered(row["label"] for row in rows),
         tasks=_ordered(row["task_label"] for row in rows),
         metrics={row["task_label"]: row["metric"] for row in rows},
-        settings={row["label"]: row["method"] for row in rows},
         refused=refused,
     )
 
@@ -135,6 +135,7 @@ def _group(length: int, rows: Sequence[Row]) -> Group:
         scores,
         {method: _cost([row for row in rows if row["label"] == method]) for method in methods},
         _means(methods, tasks, scores),
+        {row["label"]: row["method"] for row in rows},
     )
 
 

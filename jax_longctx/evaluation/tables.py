@@ -1,27 +1,23 @@
-"""The tables of a report, from a summary: text and numbers only, for a page or for Markdown."""
+"""The tables of a report, from a summary: for its page, and as Markdown."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
-from jax_longctx.evaluation.published import PublishedTable
 from jax_longctx.evaluation.specs import Spec
-from jax_longctx.evaluation.summary import BASE, Estimate, Group, Measure, Score, Summary
+from jax_longctx.evaluation.summary import (
+    BASE,
+    Estimate,
+    Group,
+    Measure,
+    Row,
+    Score,
+    Summary,
+    summarise,
+)
 from jax_longctx.memory import shown_bytes
-
-__all__ = [
-    "ENOUGH",
-    "NOTHING",
-    "TIMES",
-    "Cell",
-    "Table",
-    "cost_table",
-    "other_tables",
-    "published_table",
-    "refused_table",
-    "score_table",
-]
+from jax_longctx.methods import make_method, settings_of
+from jax_longctx.studies.published import PublishedTable
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -49,29 +45,32 @@ class Table:
     """Columns and rows; the first cell of a row names it. `note` says how it was made."""
 
     title: str
-    note: str
     head: list[Cell]
     rows: list[list[Cell]]
+    note: str = ""
+
+
+def _name(text: str, *notes: str) -> Cell:
+    return Cell(text, notes, "name")
 
 
 def score_table(group: Group, summary: Summary) -> Table:
     """Methods by tasks at one length."""
     tasks = [task for task in group.tasks if any(_has_score(group, m, task) for m in group.methods)]
     weak = {task for task in tasks if not _is_telling(group.scores.get((BASE, task)))}
-    head = [Cell("method", kind="name"), Cell("mean")]
+    head = [_name("method"), Cell("mean")]
     for task in tasks:
         notes = (_count(group, task), summary.metrics[task], *(["†"] if task in weak else []))
         head.append(Cell(task, tuple(note for note in notes if note)))
     rows = []
     for method in group.methods:
         mean = group.means.get(method)
-        row = [Cell(method, kind="name"), Cell(NOTHING if mean is None else f"{mean:.1f}")]
+        row = [_name(method), Cell(NOTHING if mean is None else f"{mean:.1f}")]
         for task in tasks:
             row.append(_score_cell(group.scores.get((method, task)), task in weak))
         rows.append(row)
     return Table(
         f"At {group.length:,} tokens",
-        "",
         head,
         rows,
     )
@@ -125,7 +124,7 @@ def cost_table(group: Group) -> Table:
         cost = group.costs[method]
         rows.append(
             [
-                Cell(method, kind="name"),
+                _name(method),
                 _bytes(cost.resident, base and base.resident),
                 _bytes(cost.read, base and base.read),
                 _seconds(cost.first_token, base and base.first_token),
@@ -135,8 +134,7 @@ def cost_table(group: Group) -> Table:
         )
     return Table(
         f"At {group.length:,} tokens",
-        "",
-        [Cell("method", kind="name"), *map(Cell, names), Cell("rows a batch")],
+        [_name("method"), *map(Cell, names), Cell("rows a batch")],
         rows,
     )
 
@@ -171,9 +169,9 @@ def other_tables(group: Group) -> list[Table]:
             cells = (group.scores.get((method, task)) for task in tasks)
             found = [None if cell is None else cell.others.get(name) for cell in cells]
             if any(found):
-                rows.append([Cell(method, kind="name"), *map(_measure, found)])
-        head = [Cell("method", kind="name"), *map(Cell, tasks)]
-        tables.append(Table(f"{name} at {group.length:,} tokens", "", head, rows))
+                rows.append([_name(method), *map(_measure, found)])
+        head = [_name("method"), *map(Cell, tasks)]
+        tables.append(Table(f"{name} at {group.length:,} tokens", head, rows))
     return tables
 
 
@@ -185,28 +183,20 @@ def _measure(found: Measure | None) -> Cell:
 
 
 def published_table(published: PublishedTable, summary: Summary) -> Table:
-    """A paper's figures, and below each of its methods ours of the same name."""
+    """A paper's figures, and below each of its methods ours with the very same settings."""
     rows = []
-    for name, (method, values) in published.rows.items():
-        shown = [NOTHING if value is None else f"{value:g}" for value in values]
-        own = Cell(f"{name}, theirs", kind="name")
-        rows.append([own, *(Cell(value, kind="theirs") for value in shown)])
+    for name, theirs in published.rows.items():
+        figures = (Cell(f"{value:g}", kind="theirs") for value in theirs["values"])
+        rows.append([_name(f"{name}, theirs"), *figures])
+        spec = Spec.parse(theirs["method"])
         for group in summary.groups:
+            wanted = settings_of(make_method(spec.name, spec.at(group.length)))
             for label in group.methods:
-                if _is_method(summary.settings[label], Spec.parse(method)):
-                    cells = [_ours(group, label, task) for task in published.tasks]
-                    if any(cell.text != NOTHING for cell in cells):
-                        about = Cell(f"{label}, ours", (f"{group.length:,} tokens",), "name")
-                        rows.append([about, *cells])
-    head = [Cell("method", kind="name"), *map(Cell, published.tasks)]
-    return Table(published.title, published.note, head, rows)
-
-
-def _is_method(own: Mapping[str, Any], wanted: Spec) -> bool:
-    """Whether a run's method has that name, and the settings that are named."""
-    given = own["settings"]
-    same = all(str(given.get(key)) == value for key, value in wanted.settings)
-    return own["name"] == wanted.name and same
+                cells = [_ours(group, label, task) for task in published.tasks]
+                if group.settings[label] == wanted and any(c.text != NOTHING for c in cells):
+                    rows.append([_name(f"{label}, ours", f"{group.length:,} tokens"), *cells])
+    head = [_name("method"), *map(Cell, published.tasks)]
+    return Table(published.title, head, rows, published.note)
 
 
 def _ours(group: Group, label: str, task: str) -> Cell:
@@ -220,20 +210,46 @@ def _ours(group: Group, label: str, task: str) -> Cell:
 def refused_table(summary: Summary) -> Table:
     """Prompts that were not given to a method, and why."""
     rows = [
-        [
-            Cell(method, kind="name"),
-            Cell(task, kind="name"),
-            Cell(f"{length:,}"),
-            Cell(str(count)),
-            Cell(reason, kind="name"),
-        ]
+        [_name(method), _name(task), Cell(f"{length:,}"), Cell(str(count)), _name(reason)]
         for (method, task, length, reason), count in summary.refused.items()
     ]
-    head = [
-        Cell("method", kind="name"),
-        Cell("task", kind="name"),
-        Cell("tokens"),
-        Cell("prompts"),
-        Cell("why", kind="name"),
-    ]
-    return Table("Refused", "", head, rows)
+    head = [_name("method"), _name("task"), Cell("tokens"), Cell("prompts"), _name("why")]
+    return Table("Refused", head, rows)
+
+
+def lengths_table(rows: Sequence[Row]) -> Table:
+    """Methods by lengths, of rows of one task: mean score, interval, and number of prompts."""
+    summary, lines = summarise(rows), []
+    for method in summary.methods:
+        cells = []
+        for group in summary.groups:
+            scores = [score.score for (own, _), score in group.scores.items() if own == method]
+            found = scores[0] if scores else None
+            notes = (*_interval(found, ".0f"), f"n={found.count}") if found else ()
+            cells.append(Cell(f"{found.mean:.0f}" if found else NOTHING, notes))
+        lines.append([_name(method), *cells])
+    head = [_name("method"), *(Cell(f"{group.length:,}") for group in summary.groups)]
+    return Table("", head, lines)
+
+
+def table_text(table: Table) -> str:
+    """Head, rule and rows; a cell's notes follow its figure."""
+    rule = "|".join(["---", *("---:" for _ in table.head[1:])])
+    lines = [_line(table.head), f"|{rule}|", *map(_line, table.rows)]
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[Cell]) -> str:
+    return "| " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _cell(cell: Cell) -> str:
+    figure = f"*{plain(cell.text)}*" if cell.kind == "theirs" else plain(cell.text)
+    return " ".join([figure, *map(plain, cell.notes)])
+
+
+def plain(text: str) -> str:
+    """Text that is no markup of a table."""
+    for sign in "\\|*_`":
+        text = text.replace(sign, f"\\{sign}")
+    return " ".join(text.split())

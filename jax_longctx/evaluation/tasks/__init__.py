@@ -10,10 +10,13 @@ from jax_longctx.evaluation.tasks.files import file_tasks
 from jax_longctx.evaluation.tasks.html_tsv import HtmlTsv
 from jax_longctx.evaluation.tasks.niah import NiahMulti, NiahSingle
 from jax_longctx.evaluation.tasks.passkey import Passkey
-from jax_longctx.evaluation.tasks.ruler_chain import VariableTracking
-from jax_longctx.evaluation.tasks.ruler_niah import ruler_niah_tasks
+from jax_longctx.evaluation.tasks.ruler import (
+    CommonWords,
+    FrequentWords,
+    VariableTracking,
+    ruler_niah_tasks,
+)
 from jax_longctx.evaluation.tasks.ruler_qa import ruler_qa_tasks
-from jax_longctx.evaluation.tasks.ruler_words import CommonWords, FrequentWords
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task
 from jax_longctx.settings import look_up, parse_settings, type_name
 

@@ -13,22 +13,11 @@ Where English runs out the words are invented.
 import dataclasses
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from jax_longctx.evaluation.fitting import most_units
-from jax_longctx.evaluation.tasks.task import (
-    Count,
-    PlainTask,
-    Sample,
-    at_least,
-    context_room,
-    fixed,
-    make_sample,
-    sample_draw,
-)
-from jax_longctx.evaluation.tasks.words import word_stream
-
-__all__ = ["ChainOfKey", "chain_score"]
+from jax_longctx.evaluation.haystack import most_units
+from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, at_least, fixed
+from jax_longctx.evaluation.tasks.words import Growing, word_stream
 
 RULES = (
     "Make a chain of {steps} keys, all of them from the list. Each key is two words with a hyphen "
@@ -55,58 +44,35 @@ class ChainOfKey(PlainTask):
     max_new: int = 128
 
     def __post_init__(self):
+        super().__post_init__()
         at_least(2, steps=self.steps)
-        at_least(1, max_new=self.max_new)
 
-    def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
-        """See `Task`."""
+    def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
+        """A list of keys that make one cycle."""
         rules = RULES.format(steps=self.steps)
         query, prefix = f"\n\n{rules}", f"\n\nA chain of {self.steps} keys:"
-        room = context_room(count, query + prefix, self.max_new, tokens)
-        for index in range(trials):
-            draw = sample_draw(self.name, seed, tokens, index)
-            stream = word_stream(draw)
-            shown = [next(stream) for _ in range(self.steps + 1)]
-            example = EXAMPLE.format(chain=", ".join(_keys(shown)[:-1]))
-            listed = _List(f"{rules}\n\n{example}\n\n", stream, draw.random())
-            # One word more than steps: a chain from any key has its full length.
-            fitted = most_units(count, listed, room, fewest=self.steps + 1)
-            keys = _keys(listed.words(fitted.units))
-            yield make_sample(
-                count,
-                index=index,
-                context=fitted.text,
-                tokens=fitted.tokens,
-                query=query,
-                answer_prefix=prefix,
-                # One chain of the many that are right.
-                outputs=keys[: self.steps],
-                max_new=self.max_new,
-                meta={"keys": len(keys)},
-            )
+        stream = word_stream(draw)
+        shown = [next(stream) for _ in range(self.steps + 1)]
+        example = EXAMPLE.format(chain=", ".join(_keys(shown)[:-1]))
+        order, words = draw.random(), Growing(stream)
+
+        def listed(number: int) -> str:
+            keys = _keys(words(number))
+            random.Random(order).shuffle(keys)
+            lines = "\n".join(LISTED.format(key=key) for key in keys)
+            return f"{rules}\n\n{example}\n\n{lines}"
+
+        # One word more than steps: a chain from any key has its full length.
+        room = self.room(count, query + prefix, tokens)
+        fitted = most_units(count, listed, room, fewest=self.steps + 1)
+        keys = _keys(words(fitted.units))
+        # One chain of the many that are right.
+        chain = keys[: self.steps]
+        return self.made(count, index, fitted, query, prefix, chain, keys=len(keys))
 
     def score(self, answer: str, sample: Sample) -> float:
         """The share of the keys asked for that stand before the first wrong one."""
         return chain_score(answer, _LISTED.findall(sample.context), self.steps)
-
-
-class _List:
-    """The head and so many keys, in a drawn order."""
-
-    def __init__(self, head: str, stream: Iterator[str], order: float):
-        self._head, self._stream, self._order = head, stream, order
-        self._words: list[str] = []
-
-    def words(self, number: int) -> list[str]:
-        """The words of the cycle."""
-        while len(self._words) < number:
-            self._words.append(next(self._stream))
-        return self._words[:number]
-
-    def __call__(self, number: int) -> str:
-        keys = _keys(self.words(number))
-        random.Random(self._order).shuffle(keys)
-        return self._head + "\n".join(LISTED.format(key=key) for key in keys)
 
 
 def _keys(words: Sequence[str]) -> list[str]:

@@ -2,32 +2,183 @@
 
 After LongProc (Ye et al. 2025), which RefreshKV uses: a long page, a long answer, every row of it
 from another place. LongProc's pages are real ones and belong to others; `html_tsv_syn`'s are made
-up (see `html_pages`), so its scores compare with no published ones. `score_table` is LongProc's
-scorer.
+up, so its scores compare with no published ones. `score_table` is LongProc's scorer.
+
+A page writes its records as a table, as nested blocks or as lists. What it says besides is what
+pages are full of: navigation, scripts, advertisements, comments. Names of classes are drawn for
+each page, so that they say nothing; the words for boxes and menus are not used for records, and
+records' elements are used for nothing else.
 """
 
 import csv
 import dataclasses
-import functools
+import html
+import random
 import re
-import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 from jax_longctx.errors import ConfigError, LengthError
-from jax_longctx.evaluation.fitting import most_units
-from jax_longctx.evaluation.tasks.html_pages import Page
-from jax_longctx.evaluation.tasks.task import (
-    Count,
-    PlainTask,
-    Sample,
-    at_least,
-    context_room,
-    fixed,
-    make_sample,
-    sample_draw,
-)
+from jax_longctx.evaluation.haystack import most_units
+from jax_longctx.evaluation.metrics import normalize
+from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, fixed
+from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, VERBS, invented_name
 
-__all__ = ["HtmlTsv", "score_table"]
+# What a blank cell is in a table of results.
+BLANK = "N/A"
+LAYOUTS: tuple[Literal["table", "blocks", "list"], ...] = ("table", "blocks", "list")
+_BLANK_SHARE = 0.04
+# Each column's values; all but `Name` may be left out of a page.
+_COLUMNS: dict[str, Callable[[random.Random], str]] = {
+    "Price": lambda draw: f"${draw.randrange(500, 50_000) / 100:.2f}",
+    "Rating": lambda draw: f"{draw.randrange(10, 51) / 10:.1f}",
+    "City": lambda draw: invented_name(draw),
+    "Date": lambda draw: (
+        f"{draw.randrange(1990, 2025)}-{draw.randrange(1, 13):02}-{draw.randrange(1, 29):02}"
+    ),
+    "SKU": lambda draw: f"{draw.choice(NOUNS)[:2].upper()}-{draw.randrange(1000, 10_000)}",
+    "Stock": lambda draw: str(draw.randrange(0, 900)),
+}
+_NUMBERS = ("Price", "Rating", "Stock")
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """Which rows are asked for: those whose number is below a bound, or at least it."""
+
+    column: str
+    below: bool
+    bound: float
+
+    def holds(self, value: str) -> bool:
+        """Whether a cell's number does; a blank one never does."""
+        if value == BLANK:
+            return False
+        return (float(value.lstrip("$")) < self.bound) == self.below
+
+    def __str__(self) -> str:
+        return f"{self.column} is {'below' if self.below else 'at least'} {self.bound:g}"
+
+
+class Page:
+    """Records of one schema, as many as are asked for, in a page as long as is asked for.
+
+    Attributes:
+      columns: the schema, `Name` first.
+      layout: how records are written.
+      condition: which rows are asked for, where not all.
+    """
+
+    def __init__(self, draw: random.Random, filtered: bool):
+        # Records and the rest are drawn apart: how much there is of one moves nothing of the other.
+        self._draw, self._words = draw, random.Random(draw.random())
+        others = draw.sample(list(_COLUMNS), draw.randrange(2, 6))
+        if filtered and not set(others) & set(_NUMBERS):
+            others[0] = draw.choice(_NUMBERS)
+        self.columns = ["Name", *others]
+        self.layout = draw.choice(LAYOUTS)
+        self.condition = self._drawn_condition() if filtered else None
+        self._classes = draw.sample(range(100, 1000), 20)
+        self._title = f"{draw.choice(ADJECTIVES)} {draw.choice(NOUNS)} shop".title()
+        self._names: set[str] = set()
+        self._records: list[list[str]] = []
+        self._boilerplate: list[str] = []
+
+    def _drawn_condition(self) -> Condition:
+        column = self._draw.choice([name for name in self.columns if name in _NUMBERS])
+        values = sorted(float(_COLUMNS[column](self._draw).lstrip("$")) for _ in range(9))
+        return Condition(column, self._draw.random() < 0.5, values[4])
+
+    def records(self, number: int) -> list[list[str]]:
+        """The cells of the first records of the page."""
+        while len(self._records) < number:
+            name = f"{self._draw.choice(ADJECTIVES)} {self._draw.choice(NOUNS)}".title()
+            if name in self._names:
+                name = f"{name} {len(self._names)}"
+            self._names.add(name)
+            cells = [_COLUMNS[column](self._draw) for column in self.columns[1:]]
+            blank = [self._draw.random() < _BLANK_SHARE for _ in cells]
+            cells = [BLANK if b else cell for b, cell in zip(blank, cells, strict=True)]
+            self._records.append([name, *cells])
+        return self._records[:number]
+
+    def rows(self, number: int) -> list[list[str]]:
+        """The records among them that are asked for."""
+        if self.condition is None:
+            return self.records(number)
+        at = self.columns.index(self.condition.column)
+        return [cells for cells in self.records(number) if self.condition.holds(cells[at])]
+
+    def text(self, number: int, extra: int) -> str:
+        """The page with so many records and pieces of boilerplate, half of these behind."""
+        while len(self._boilerplate) < extra:
+            self._boilerplate.append(self._piece())
+        around = self._boilerplate[:extra]
+        half = (extra + 1) // 2
+        body = "\n".join((*around[:half], self._written(number), *around[half:]))
+        return (
+            f"<!DOCTYPE html>\n<html>\n<head><title>{self._title}</title></head>\n"
+            f"<body>\n{body}\n</body>\n</html>"
+        )
+
+    def _written(self, number: int) -> str:
+        write = {"table": _as_table, "blocks": _as_blocks, "list": _as_list}[self.layout]
+        cells = [
+            ["" if cell == BLANK else html.escape(cell) for cell in cells]
+            for cells in self.records(number)
+        ]
+        return "\n".join(write(self.columns, cells, [f"c{each}" for each in self._classes]))
+
+    def _piece(self) -> str:
+        """One more piece of what pages are full of."""
+        draw = self._words
+        one, two = draw.choice(NOUNS), draw.choice(VERBS)
+        style = f"b{draw.randrange(100, 1000)}"
+        kinds = (
+            f'<nav class="{style}"><a href="/{one}">{one.title()}</a> '
+            f'<a href="/{two}">{two.title()}</a></nav>',
+            f'<script>window.{style} = {{"{one}": {draw.randrange(1000)}}};</script>',
+            f'<aside class="{style}">{two.title()} a {draw.choice(ADJECTIVES)} {one}!</aside>',
+            f"<!-- {two} {one} {draw.randrange(1000)} -->",
+            f'<p class="{style}">We {two} every {one} with care.</p>',
+            f'<img src="/{one}/{draw.randrange(1000)}.png" alt="{one}" class="{style}">',
+        )
+        return draw.choice(kinds)
+
+
+def _as_table(
+    columns: Sequence[str], records: Sequence[Sequence[str]], classes: Sequence[str]
+) -> Iterator[str]:
+    yield f'<table class="{classes[0]}">'
+    yield "<tr>" + "".join(f"<th>{column}</th>" for column in columns) + "</tr>"
+    for cells in records:
+        inner = "".join(
+            f'<td class="{style}">{cell}</td>'
+            for style, cell in zip(classes[2:], cells, strict=False)
+        )
+        yield f'<tr class="{classes[1]}">{inner}</tr>'
+    yield "</table>"
+
+
+def _as_blocks(
+    columns: Sequence[str], records: Sequence[Sequence[str]], classes: Sequence[str]
+) -> Iterator[str]:
+    for name, *cells in records:
+        yield f'<div class="{classes[0]}"><h3 class="{classes[1]}">{name}</h3>'
+        for style, column, cell in zip(classes[2:], columns[1:], cells, strict=False):
+            yield f'<div class="{style}"><b>{column}:</b> <span>{cell}</span></div>'
+        yield "</div>"
+
+
+def _as_list(
+    columns: Sequence[str], records: Sequence[Sequence[str]], classes: Sequence[str]
+) -> Iterator[str]:
+    for cells in records:
+        yield f'<dl class="{classes[0]}">'
+        for style, column, cell in zip(classes[1:], columns, cells, strict=False):
+            yield f'<dt>{column}</dt><dd class="{style}">{cell}</dd>'
+        yield "</dl>"
+
 
 INTRO = "Below is the source of a web page that lists records. It is to be made a table of.\n\n"
 FORMAT = (
@@ -36,7 +187,6 @@ FORMAT = (
     "values as the page has them, currency signs included, without tags. Write nothing else."
 )
 _FENCED = re.compile(r"```tsv([\s\S]*)```")
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,38 +207,34 @@ class HtmlTsv(PlainTask):
     max_new: int = 600
 
     def __post_init__(self):
-        at_least(1, output=self.output, max_new=self.max_new)
+        super().__post_init__()
         if self.max_new < self.output:
             raise ConfigError(
                 f"max_new must be at least output = {self.output}, got {self.max_new}"
             )
 
-    def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
-        """See `Task`."""
-        for index in range(trials):
-            draw = sample_draw(self.name, seed, tokens, index)
-            page = Page(draw, self.filtered)
-            header = "\t".join(page.columns)
-            what = "records" if page.condition is None else f"records whose {page.condition}"
-            query = "\n\n" + FORMAT.format(what=what, columns=", ".join(page.columns))
-            prefix = f"\n\n```tsv\n{header}"
-            room = context_room(count, query + prefix, self.max_new, tokens)
+    def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
+        """A page of as many records as table and prompt have room for, and boilerplate."""
+        page = Page(draw, self.filtered)
+        header = "\t".join(page.columns)
+        what = "records" if page.condition is None else f"records whose {page.condition}"
+        query = "\n\n" + FORMAT.format(what=what, columns=", ".join(page.columns))
+        prefix = f"\n\n```tsv\n{header}"
+        room = self.room(count, query + prefix, tokens)
 
-            records = _most_records(count, page, self.output, room)
-            if not page.rows(records):
-                raise LengthError(f"{tokens} tokens are too few for a record; ask for more")
-            fitted = most_units(count, functools.partial(_source, page, records), room, fewest=0)
-            yield make_sample(
-                count,
-                index=index,
-                context=fitted.text,
-                tokens=fitted.tokens,
-                query=query,
-                answer_prefix=prefix,
-                outputs=(_table([page.columns, *page.rows(records)]),),
-                max_new=self.max_new,
-                meta={"layout": page.layout, "records": records},
-            )
+        def table(number: int) -> str:
+            return "\n".join("\t".join(cells) for cells in [page.columns, *page.rows(number)])
+
+        def source(number: int, extra: int) -> str:
+            return f"{INTRO}```html\n{page.text(number, extra)}\n```"
+
+        rows = most_units(count, table, self.output).units
+        records = most_units(count, lambda n: source(n, 0), room, limit=rows).units
+        if not page.rows(records):
+            raise LengthError(f"{tokens} tokens are too few for a record; ask for more")
+        fitted = most_units(count, lambda extra: source(records, extra), room, fewest=0)
+        meta = {"layout": page.layout, "records": records}
+        return self.made(count, index, fitted, query, prefix, (table(records),), **meta)
 
     def score(self, answer: str, sample: Sample) -> float:
         """F1 of rows, in any order."""
@@ -101,21 +247,6 @@ class HtmlTsv(PlainTask):
 
     def _scores(self, answer: str, sample: Sample) -> dict[str, float]:
         return score_table(sample.answer_prefix.strip() + answer, sample.outputs[0])
-
-
-def _source(page: Page, records: int, extra: int) -> str:
-    """The context: the page with so many records and pieces of boilerplate."""
-    return f"{INTRO}```html\n{page.text(records, extra)}\n```"
-
-
-def _most_records(count: Count, page: Page, output: int, room: int) -> int:
-    """How many records a table of at most `output` tokens, and a page of `room` tokens, have."""
-    rows = most_units(count, lambda n: _table([page.columns, *page.rows(n)]), output).units
-    return most_units(count, lambda n: _source(page, n, 0), room, limit=rows).units
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("\t".join(cells) for cells in rows)
 
 
 def score_table(answer: str, gold: str) -> dict[str, float]:
@@ -147,9 +278,4 @@ def _parsed(text: str) -> list[tuple[str, ...]]:
     if rows and len(rows[-1]) != len(header):
         rows = rows[:-1]
     whole = [row if len(row) == len(header) else ["N/A"] * len(header) for row in rows]
-    return [tuple(map(_normalized, row)) for row in whole]
-
-
-def _normalized(cell: str) -> str:
-    bare = "".join(letter for letter in cell.lower() if letter not in string.punctuation)
-    return "".join(_ARTICLES.sub(" ", bare).split())
+    return [tuple("".join(normalize(cell).split()) for cell in row) for row in whole]

@@ -9,24 +9,13 @@ depths, and are asked for together.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import random
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.evaluation.haystack import open_haystack, source_name
+from jax_longctx.evaluation.haystack import open_haystack
 from jax_longctx.evaluation.metrics import clean, needlebench, rouge, string_match_all
-from jax_longctx.evaluation.tasks.facts import draw_facts
-from jax_longctx.evaluation.tasks.task import (
-    Count,
-    PlainTask,
-    Sample,
-    at_least,
-    context_room,
-    fixed,
-    make_sample,
-    sample_draw,
-)
-
-__all__ = ["NiahMulti", "NiahSingle"]
+from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, at_least, fixed
+from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, invented_name
 
 ONE = (
     "Read the following text closely. Among other things it says where something is kept; "
@@ -36,6 +25,40 @@ SEVERAL = (
     "Read the following text closely. Here and there it says where something is kept; "
     "all of these places will be asked for at the end.\n\n"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """A thing of a place, and where it is kept: `the copper bell of Velmart`, `a mossy chest`."""
+
+    thing: str
+    where: str
+
+    @property
+    def stem(self) -> str:
+        """The sentence up to where it is kept."""
+        return f"The {self.thing} is kept in"
+
+    @property
+    def sentence(self) -> str:
+        """The whole."""
+        return f"{self.stem} the {self.where}."
+
+
+def draw_facts(draw: random.Random, number: int, text: str) -> list[Fact]:
+    """Facts that share no word with each other, kept where `text` says nothing of."""
+    adjectives = draw.sample(ADJECTIVES, 2 * number)
+    nouns = draw.sample(NOUNS, len(NOUNS))
+    # Two words that meet in the text would make an answer that is right by chance.
+    low, facts = text.lower(), []
+    for _ in range(number):
+        first, second = adjectives.pop(), adjectives.pop()
+        thing = f"{first} {nouns.pop()} of {invented_name(draw)}"
+        where = f"{second} {nouns.pop()}"
+        while where in low:
+            where = f"{second} {nouns.pop()}"
+        facts.append(Fact(thing, where))
+    return facts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,43 +77,20 @@ class NiahSingle(PlainTask):
     depths: int = 11
     max_new: int = 32
 
-    def __post_init__(self):
-        at_least(1, depths=self.depths, max_new=self.max_new)
-
-    @property
-    def label(self) -> str:
-        """With the text's name."""
-        return f"{self.name}@{source_name(self.haystack)}"
-
-    def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
-        """See `Task`."""
+    def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
+        """A fact at the depth whose turn it is."""
         haystack = open_haystack(self.haystack, count)
-        for index in range(trials):
-            draw = sample_draw(self.name, seed, tokens, index)
-            (fact,) = draw_facts(draw, 1, haystack.text)
-            query, stem = f"\n\nWhere is the {fact.thing} kept?", f"\n\n{fact.stem} the"
-            depth = (index % self.depths) / max(self.depths - 1, 1)
-            filled = haystack.fill(
-                [(depth, fact.sentence)],
-                tokens=context_room(count, query + stem, self.max_new, tokens),
-                start=draw.randrange(len(haystack.pieces)),
-                head=ONE,
-            )
-            yield make_sample(
-                count,
-                index=index,
-                context=filled.text,
-                tokens=filled.tokens,
-                query=query,
-                answer_prefix=stem,
-                outputs=(fact.where,),
-                max_new=self.max_new,
-                meta={"depth": depth, "at": filled.before[0] / filled.around},
-            )
-
-    def score(self, answer: str, sample: Sample) -> float:
-        """100 where the answer names the place."""
-        return string_match_all(clean(answer), sample.outputs)
+        (fact,) = draw_facts(draw, 1, haystack.text)
+        query, stem = f"\n\nWhere is the {fact.thing} kept?", f"\n\n{fact.stem} the"
+        depth = (index % self.depths) / max(self.depths - 1, 1)
+        filled = haystack.fill(
+            [(depth, fact.sentence)],
+            tokens=self.room(count, query + stem, tokens),
+            start=draw.randrange(len(haystack.pieces)),
+            head=ONE,
+        )
+        at = filled.before[0] / filled.around
+        return self.made(count, index, filled, query, stem, (fact.where,), depth=depth, at=at)
 
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
         """ROUGE of the answer's first line and the place; NeedleBench's score of the sentence."""
@@ -118,50 +118,31 @@ class NiahMulti(PlainTask):
     max_new: int = 250
 
     def __post_init__(self):
+        super().__post_init__()
         at_least(2, needles=self.needles)
-        at_least(1, max_new=self.max_new)
         if self.needles > 50:
             raise ConfigError(f"needles must be at most 50, got {self.needles}")
 
-    @property
-    def label(self) -> str:
-        """With the text's name."""
-        return f"{self.name}@{source_name(self.haystack)}"
-
-    def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
-        """See `Task`."""
+    def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
+        """Facts at all depths."""
         haystack = open_haystack(self.haystack, count)
         depths = [i / (self.needles - 1) for i in range(self.needles)]
-        for index in range(trials):
-            draw = sample_draw(self.name, seed, tokens, index)
-            facts = draw_facts(draw, self.needles, haystack.text)
-            things = [f"the {fact.thing}" for fact in facts]
-            query = (
-                f"\n\nWhere are these kept: {', '.join(things[:-1])}, and {things[-1]}? "
-                "Say it in one sentence for each, in this order."
-            )
-            stem = f"\n\n{facts[0].stem} the"
-            filled = haystack.fill(
-                [(depth, fact.sentence) for depth, fact in zip(depths, facts, strict=True)],
-                tokens=context_room(count, query + stem, self.max_new, tokens),
-                start=draw.randrange(len(haystack.pieces)),
-                head=SEVERAL,
-            )
-            yield make_sample(
-                count,
-                index=index,
-                context=filled.text,
-                tokens=filled.tokens,
-                query=query,
-                answer_prefix=stem,
-                outputs=(fact.where for fact in facts),
-                max_new=self.max_new,
-                meta={"depths": depths, "at": [n / filled.around for n in filled.before]},
-            )
-
-    def score(self, answer: str, sample: Sample) -> float:
-        """The share of the places that the answer names."""
-        return string_match_all(clean(answer), sample.outputs)
+        facts = draw_facts(draw, self.needles, haystack.text)
+        things = [f"the {fact.thing}" for fact in facts]
+        query = (
+            f"\n\nWhere are these kept: {', '.join(things[:-1])}, and {things[-1]}? "
+            "Say it in one sentence for each, in this order."
+        )
+        stem = f"\n\n{facts[0].stem} the"
+        filled = haystack.fill(
+            [(depth, fact.sentence) for depth, fact in zip(depths, facts, strict=True)],
+            tokens=self.room(count, query + stem, tokens),
+            start=draw.randrange(len(haystack.pieces)),
+            head=SEVERAL,
+        )
+        at = [n / filled.around for n in filled.before]
+        places = (fact.where for fact in facts)
+        return self.made(count, index, filled, query, stem, places, depths=depths, at=at)
 
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
         """Whether all are named, and which, by depth in percent."""

@@ -8,29 +8,30 @@ number has always five digits, as CItruS has it.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import random
 
-from jax_longctx.evaluation.haystack import open_haystack, source_name
+from jax_longctx.errors import ConfigError
+from jax_longctx.evaluation.haystack import Filled, Haystack, open_haystack
 from jax_longctx.evaluation.metrics import clean, exact_first_int
-from jax_longctx.evaluation.passkey import SENTENCE, STEM
-from jax_longctx.evaluation.tasks.task import (
-    Count,
-    PlainTask,
-    Sample,
-    at_least,
-    context_room,
-    fixed,
-    make_sample,
-    sample_draw,
-)
+from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, fixed
 
-__all__ = ["Passkey"]
-
+SENTENCE = "The pass key is {key}. Remember it. {key} is the pass key."
+STEM = "\n\nThe pass key is"
 INTRO = (
     "One fact in the following text matters, and nothing else in it does. "
     "Look for it and keep it in mind: it will be asked for at the end.\n\n"
 )
 QUESTION = "\n\nWhat is the pass key?"
+
+
+def hide_key(
+    haystack: Haystack, draw: random.Random, *, tokens: int, depth: float, head: str = ""
+) -> tuple[str, Filled]:
+    """A drawn key, and a text of at most `tokens` tokens, begun at a drawn place, that hides it."""
+    key = str(draw.randint(10_000, 99_999))
+    start = draw.randrange(len(haystack.pieces))
+    needles = [(depth, SENTENCE.format(key=key))]
+    return key, haystack.fill(needles, tokens=tokens, start=start, head=head)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,50 +41,39 @@ class Passkey(PlainTask):
     Attributes:
       haystack: `noise`, `topics` (Python's documentation), or the path of a text.
       depths: how many depths, evenly spaced from the text's start to its end, taken in turn.
+      at: depths from 0 to 1 in place of these, as `0.1/0.9`.
     """
 
     name: str = fixed("passkey")
     metric: str = fixed("first number is the key")
+    published: str = fixed("noise")
 
     haystack: str = "noise"
     depths: int = 11
+    at: str = ""
     max_new: int = 10
 
     def __post_init__(self):
-        at_least(1, depths=self.depths, max_new=self.max_new)
+        super().__post_init__()
+        try:
+            right = all(0 <= depth <= 1 for depth in self._depths())
+        except ValueError:
+            right = False
+        if not right:
+            raise ConfigError(f"at must be depths from 0 to 1, as 0.1/0.9, got {self.at!r}")
 
-    @property
-    def label(self) -> str:
-        """`passkey`, or with a text in place of noise `passkey@topics`."""
-        return (
-            self.name if self.haystack == "noise" else f"{self.name}@{source_name(self.haystack)}"
-        )
+    def _depths(self) -> list[float]:
+        if self.at:
+            return [float(depth) for depth in self.at.split("/")]
+        return [i / max(self.depths - 1, 1) for i in range(self.depths)]
 
-    def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
-        """See `Task`."""
-        haystack = open_haystack(self.haystack, count)
-        room = context_room(count, QUESTION + STEM, self.max_new, tokens)
-        for index in range(trials):
-            draw = sample_draw(self.name, seed, tokens, index)
-            key = str(draw.randint(10_000, 99_999))
-            depth = (index % self.depths) / max(self.depths - 1, 1)
-            filled = haystack.fill(
-                [(depth, SENTENCE.format(key=key))],
-                tokens=room,
-                start=draw.randrange(len(haystack.pieces)),
-                head=INTRO,
-            )
-            yield make_sample(
-                count,
-                index=index,
-                context=filled.text,
-                tokens=filled.tokens,
-                query=QUESTION,
-                answer_prefix=STEM,
-                outputs=(key,),
-                max_new=self.max_new,
-                meta={"depth": depth, "at": filled.before[0] / filled.around},
-            )
+    def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
+        """A key at the depth whose turn it is."""
+        depths, room = self._depths(), self.room(count, QUESTION + STEM, tokens)
+        depth, haystack = depths[index % len(depths)], open_haystack(self.haystack, count)
+        key, filled = hide_key(haystack, draw, tokens=room, depth=depth, head=INTRO)
+        at = filled.before[0] / filled.around
+        return self.made(count, index, filled, QUESTION, STEM, (key,), depth=depth, at=at)
 
     def score(self, answer: str, sample: Sample) -> float:
         """100 where the answer's first number is the key."""

@@ -11,18 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from jax_longctx.errors import ConfigError
-
-__all__ = [
-    "Count",
-    "PlainTask",
-    "Sample",
-    "Task",
-    "at_least",
-    "context_room",
-    "fixed",
-    "make_sample",
-    "sample_draw",
-]
+from jax_longctx.evaluation.haystack import Filled, Fitted, source_name
+from jax_longctx.evaluation.metrics import clean, string_match_all
 
 # Tokens of a text, without special tokens.
 Count = Callable[[str], int]
@@ -117,46 +107,70 @@ class Task(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainTask:
-    """What most tasks have in common: their name is their label, and a score is all there is."""
+    """What most tasks have in common; they say how one sample is drawn.
+
+    Settings that are whole numbers are at least 1.
+
+    Attributes:
+      published: the text of the published task, which the label does not name.
+    """
 
     name: str = fixed("")
     stop: tuple[str, ...] = fixed(())
+    published: str = fixed("")
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = self.__dict__.get(field.name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                at_least(1, **{field.name: value})
+
+    @property
+    def max_new(self) -> int:
+        """Most tokens of an answer."""
+        raise NotImplementedError
 
     @property
     def label(self) -> str:
-        """The name."""
-        return self.name
+        """The name, and behind an @ the text or file where it is not the published one."""
+        source = getattr(self, "haystack", "") or getattr(self, "file", "")
+        return self.name if source in ("", self.published) else f"{self.name}@{source_name(source)}"
+
+    def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
+        """See `Task`. Each prompt has random numbers of its own: no other prompt moves them."""
+        for index in range(trials):
+            draw = random.Random(f"{self.name}/{seed}/{tokens}/{index}")
+            yield self.sample(count, draw, index, tokens)
+
+    def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
+        """The prompt of that index, from its own random numbers."""
+        raise NotImplementedError
+
+    def room(self, count: Count, asked: str, tokens: int) -> int:
+        """How many of a prompt's `tokens` are left for its context."""
+        return tokens - 1 - count(asked) - self.max_new
+
+    def made(
+        self,
+        count: Count,
+        index: int,
+        context: Filled | Fitted,
+        query: str,
+        answer_prefix: str,
+        outputs: Iterable[str],
+        **meta: Any,
+    ) -> Sample:
+        """A sample with its length counted."""
+        length = 1 + context.tokens + count(query + answer_prefix) + self.max_new
+        return Sample(index, context.text, query, answer_prefix, tuple(outputs), length, meta)
+
+    def score(self, answer: str, sample: Sample) -> float:
+        """The share of the right answers that the answer names."""
+        return string_match_all(clean(answer, self.stop), sample.outputs)
 
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
         """None."""
         return {}
-
-
-def context_room(count: Count, asked: str, max_new: int, tokens: int) -> int:
-    """How many of a prompt's `tokens` are left for its context."""
-    return tokens - 1 - count(asked) - max_new
-
-
-def sample_draw(name: str, seed: int, tokens: int, index: int) -> random.Random:
-    """The random numbers of one prompt, its own: no other prompt moves them."""
-    return random.Random(f"{name}/{seed}/{tokens}/{index}")
-
-
-def make_sample(
-    count: Count,
-    *,
-    index: int,
-    context: str,
-    tokens: int,
-    query: str,
-    answer_prefix: str,
-    outputs: Iterable[str],
-    max_new: int,
-    meta: dict[str, Any],
-) -> Sample:
-    """A sample with its length counted; its context has `tokens` tokens."""
-    length = 1 + tokens + count(query + answer_prefix) + max_new
-    return Sample(index, context, query, answer_prefix, tuple(outputs), length, meta)
 
 
 def at_least(least: float, **values: float) -> None:

@@ -5,21 +5,13 @@ the published ones in words, not in kind.
 """
 
 import functools
+import itertools
 import random
 import re
 from collections import Counter
 from collections.abc import Iterator
 
 from jax_longctx.evaluation.haystack import python_topics
-
-__all__ = [
-    "ADJECTIVES",
-    "NOUNS",
-    "VERBS",
-    "invented_name",
-    "vocabulary",
-    "word_stream",
-]
 
 ADJECTIVES = tuple(
     """
@@ -115,6 +107,18 @@ def word_stream(draw: random.Random) -> Iterator[str]:
         if word not in seen:
             seen.add(word)
             yield word
+
+
+class Growing:
+    """As many items of a stream as are asked for, always the same ones first."""
+
+    def __init__(self, stream: Iterator[str]):
+        self._stream, self._found = stream, list[str]()
+
+    def __call__(self, number: int) -> list[str]:
+        """The first `number`."""
+        self._found += itertools.islice(self._stream, max(number - len(self._found), 0))
+        return self._found[:number]
 
 
 def invented_name(draw: random.Random) -> str:

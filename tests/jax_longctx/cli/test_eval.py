@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from jax_longctx.cli.options import parse_specs
+from jax_longctx.evaluation import runner
 from jax_longctx.methods import make_method
+
+STREAMING = "streaming-llm"
 
 
 @pytest.mark.slow
 def test_passkey_scores_every_method_on_the_same_prompts(run, loads, tmp_path):
     out, png, text = tmp_path / "runs.json", tmp_path / "map.png", tmp_path / "text.txt"
     text.write_text("Rain falls. " * 40)
-    args = ["eval", "passkey", "-c", "model", "--length", "160", "--length", "192", "--trials", "3"]
+    args = ["eval", "passkey", "-c", "model", "--length", "512", "--length", "640", "--trials", "3"]
     args += [
         "--depths",
         "3",
@@ -28,27 +31,52 @@ def test_passkey_scores_every_method_on_the_same_prompts(run, loads, tmp_path):
     ]
     result = run(*args, "--text", text, "--out", out, "--heatmap", png)
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("| method | 160 | 192 |\n")
-    assert "`streaming-llm budget=64 chunk=16`" in result.stdout
-    full, streaming = json.loads(out.read_text())["runs"]
-    assert [row["key"] for row in full["rows"]] == [row["key"] for row in streaming["rows"]]
-    assert len(full["rows"]) == 6 and {row["length"] for row in full["rows"]} == {160, 192}
-    assert all(row["tokens"] <= row["length"] for row in full["rows"])
-    assert streaming["settings"]["budget"] == 64
+    assert result.stdout.startswith("| method | 512 | 640 |\n")
+    assert "| streaming-llm budget=64 chunk=16 |" in result.stdout
+    rows = json.loads(out.read_text())["rows"]
+    full, streaming = ([r for r in rows if r["method"]["name"] == n] for n in ("full", STREAMING))
+    keys = [{(r["length"], r["index"]): r["outputs"] for r in of} for of in (full, streaming)]
+    assert keys[0] == keys[1]
+    assert len(full) == 6 and {row["length"] for row in full} == {512, 640}
+    assert all(sum(row["tokens"].values()) <= row["length"] for row in full)
+    assert {row["method"]["settings"]["budget"] for row in streaming} == {64}
+    assert {row["meta"]["depth"] for row in full} == {0.0, 0.5, 1.0}
     assert png.read_bytes()[:4] == b"\x89PNG"
-    again = run("eval", "table", out, out)
-    assert again.stdout.count("`full`") == 2
+    copy = out.rename(tmp_path / "first.json")
+    out.write_text(copy.read_text())
+    again = run("eval", "table", copy, out)
+    assert "| full |" in again.stdout and "| full (runs) |" in again.stdout
+
+
+def answered(work):
+    """What `answer_batch` gives of a batch, in no time."""
+    return [
+        {
+            "answer": " 1",
+            "finish": "length",
+            "tokens": {},
+            "seconds": {"first_token": 1.0, "token": 0.1},
+            "compiled": False,
+            "rows": work.rows,
+            "bytes": {"resident": 1, "read": 1},
+        }
+        for _ in work.contexts
+    ]
 
 
 def test_what_was_answered_before_an_interruption_is_in_the_file(run, loads, tmp_path, monkeypatch):
-    def batches(engine, tokenizer, trials, *, batch, progress):
-        yield [{"length": 160, "depth": 0.0, "right": True}] * batch
-        raise KeyboardInterrupt
+    batches = []
 
-    monkeypatch.setattr("jax_longctx.evaluation.passkey_trials.run_trials", batches)
+    def answer(model, engine, work):
+        batches.append(work)
+        if len(batches) == 2:
+            raise KeyboardInterrupt
+        return answered(work)
+
+    monkeypatch.setattr(runner, "answer_batch", answer)
     out, text = tmp_path / "runs.json", tmp_path / "text.txt"
     text.write_text("Rain falls. " * 40)
-    args = ["eval", "passkey", "-c", "model", "--length", "160", "--batch", "2", "--text", text]
+    args = ["eval", "passkey", "-c", "model", "--length", "512", "--batch", "2", "--text", text]
     assert run(*args, "--by-layer", "--out", out).exit_code == 130
     assert loads[0][1]["by_layer"]
     assert run("eval", "table", out).stdout.count("n=2") == 1
@@ -63,15 +91,22 @@ def test_what_was_answered_before_an_interruption_is_in_the_file(run, loads, tmp
     ],
 )
 def test_trials_take_the_depths_in_turn(run, loads, tmp_path, monkeypatch, options, depths):
-    def batches(engine, tokenizer, trials, *, batch, progress):
-        yield [{"length": 160, "depth": trial.depth, "right": True} for trial in trials]
+    monkeypatch.setattr(runner, "answer_batch", lambda model, engine, work: answered(work))
+    args = ["eval", "passkey", "-c", "model", "--length", "512", "--trials", len(depths) + 1]
+    result = run(*args, "--noise", "--json", *options)
+    assert result.exit_code == 0, result.output
+    rows = sorted(map(json.loads, result.stdout.splitlines()), key=lambda row: row["index"])
+    found = [row["meta"]["depth"] for row in rows]
+    assert found == pytest.approx([*depths, depths[0]])
 
-    monkeypatch.setattr("jax_longctx.evaluation.passkey_trials.run_trials", batches)
-    out = tmp_path / "runs.json"
-    args = ["eval", "passkey", "-c", "model", "--length", "160", "--trials", len(depths) + 1]
-    assert run(*args, "--noise", "--out", out, *options).exit_code == 0
-    (found,) = json.loads(out.read_text())["runs"]
-    assert [row["depth"] for row in found["rows"]] == pytest.approx([*depths, depths[0]])
+
+def test_a_text_may_come_from_stdin_and_a_prompt_be_refused(run, loads, monkeypatch):
+    monkeypatch.setattr(runner, "answer_batch", lambda model, engine, work: answered(work))
+    args = ["eval", "passkey", "-c", "model", "--trials", 1, "--text", "-", "--length"]
+    result = run(*args, 512, stdin="Ducks swim. Geese fly. " * 9)
+    assert result.exit_code == 0 and "n=1" in result.stdout
+    result = run(*args, 64, stdin="Ducks swim. " * 9)
+    assert result.exit_code == 2 and "1 of 1 prompts were refused, the first: " in result.stderr
 
 
 def test_the_ablations_of_the_readme_have_one_scope():

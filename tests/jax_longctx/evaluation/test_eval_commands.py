@@ -112,8 +112,9 @@ def test_a_suite_by_its_name(run, loads, small, tmp_path, monkeypatch):
     folder = tmp_path / "suites"
     folder.mkdir()
     part = 'methods = ["full"]\ntasks = ["small"]\nlengths = [64]\ntrials = 1\n'
-    (folder / "paper_some.toml").write_text(f'title = "Some"\n[[part]]\n{part}')
-    monkeypatch.setattr(suite, "FOLDER", folder)
+    (folder / "some.toml").write_text(f'title = "Some"\n[[part]]\n{part}')
+    monkeypatch.setattr(suite, "PAPERS", folder)
+    monkeypatch.setattr(suite, "FOLDER", tmp_path / "none")
     out = tmp_path / "out"
     result = run("eval", "--suite", "paper:some", "--output", out)
     assert result.exit_code == 2 and "name one with --checkpoint" in result.stderr

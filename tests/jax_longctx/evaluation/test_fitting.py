@@ -3,7 +3,7 @@
 import pytest
 
 from jax_longctx.errors import LengthError
-from jax_longctx.evaluation.fitting import largest, most_units
+from jax_longctx.evaluation.haystack import largest, most_units
 
 
 def counted(size):

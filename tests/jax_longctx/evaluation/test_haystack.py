@@ -12,6 +12,12 @@ def words(text):
     return len(text.split())
 
 
+def hide(haystack, *, tokens, depth, start=0):
+    """A text with one sentence in it, and how many of its tokens come before."""
+    filled = haystack.fill([(depth, NEEDLE)], tokens=tokens, start=start)
+    return filled.text, filled.before[0]
+
+
 def numbered(count):
     return " ".join(f"Sentence {i} stands here." for i in range(count))
 
@@ -19,7 +25,7 @@ def numbered(count):
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("tokens", [100, 1000])
 def test_place_and_size(tokens, depth):
-    text, before = Haystack(numbered(1000), words).hide(NEEDLE, tokens=tokens, depth=depth)
+    text, before = hide(Haystack(numbered(1000), words), tokens=tokens, depth=depth)
     head, _, tail = text.partition(NEEDLE)
     assert words(head) == before
     assert tokens - 4 < words(text) <= tokens
@@ -34,7 +40,7 @@ def test_a_text_is_filled_by_what_its_sentences_have_together():
     def count(text):
         return words(text) + bool(text)
 
-    text, _ = Haystack(numbered(1000), count).hide(NEEDLE, tokens=400, depth=0.5)
+    text, _ = hide(Haystack(numbered(1000), count), tokens=400, depth=0.5)
     assert 400 - 6 < count(text) <= 400
 
 
@@ -42,14 +48,14 @@ def test_a_text_whose_joints_cost_tokens_is_no_longer_than_asked():
     def count(text):
         return words(text) + len(text) // 300
 
-    text, _ = Haystack(numbered(1000), count).hide(NEEDLE, tokens=400, depth=0.5)
+    text, _ = hide(Haystack(numbered(1000), count), tokens=400, depth=0.5)
     assert 400 - 9 < count(text) <= 400
 
 
 @pytest.mark.parametrize("depth", [0.11, 0.37, 0.5, 0.83])
 def test_needle_stands_between_whole_sentences_of_real_text(depth):
     source = python_topics()
-    text, before = Haystack(source, words).hide(NEEDLE, tokens=2000, depth=depth)
+    text, before = hide(Haystack(source, words), tokens=2000, depth=depth)
     head, _, tail = text.partition(f"\n\n{NEEDLE}\n\n")
     assert words(head) == before
     assert source.startswith(head)
@@ -90,7 +96,7 @@ def test_python_ships_enough_prose():
 
 
 def test_a_short_text_starts_over():
-    text, _ = Haystack(numbered(10), words).hide(NEEDLE, tokens=100, depth=0.5, start=7)
+    text, _ = hide(Haystack(numbered(10), words), tokens=100, depth=0.5, start=7)
     head, _, tail = text.partition(NEEDLE)
     numbers = [int(word) for word in (head + tail).split() if word.isdigit()]
     assert numbers == [(7 + i) % 10 for i in range(len(numbers))]
@@ -99,6 +105,6 @@ def test_a_short_text_starts_over():
 
 def test_sizes_that_cannot_be():
     with pytest.raises(LengthError, match="too few"):
-        Haystack(numbered(10), words).hide(NEEDLE, tokens=6, depth=0.5)
+        hide(Haystack(numbered(10), words), tokens=6, depth=0.5)
     with pytest.raises(InputError, match="empty"):
         Haystack(" \n", words)

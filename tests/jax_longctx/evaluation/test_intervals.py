@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.evaluation import intervals
-from jax_longctx.evaluation.intervals import mean_interval, paired_interval, paired_shares
+from jax_longctx.evaluation.intervals import mean_interval, paired_interval, paired_shares, wilson
 
 
 def bootstrap(values):
@@ -15,6 +15,16 @@ def bootstrap(values):
     mean, low, high = intervals.bootstrap(np.array(values))
     assert mean == pytest.approx(np.mean(values))
     return low, high
+
+
+def test_wilson():
+    # 8 of 10: Newcombe 1998, table I's method 3, by hand.
+    assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert wilson(0, 50) == pytest.approx((0.0, 0.0714), abs=1e-4)
+    assert wilson(50, 50) == pytest.approx((0.9286, 1.0), abs=1e-4)
+    for bad in ((1, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError):
+            wilson(*bad)
 
 
 def test_paired_shares_are_those_of_newcombe():

@@ -12,14 +12,14 @@ from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import mean_interval
 from jax_longctx.evaluation.perplexity_rows import perplexity_rows
 from jax_longctx.evaluation.plots import best_of, curves
-from jax_longctx.evaluation.published import PUBLISHED
 from jax_longctx.evaluation.report import read_about, write_about, write_report
 from jax_longctx.evaluation.rows import read_rows
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.summary import summarise
-from jax_longctx.evaluation.tables import TIMES
+from jax_longctx.evaluation.tables import TIMES, lengths_table, table_text
 from jax_longctx.evaluation.tasks import TASKS
-from jax_longctx.methods import make_method
+from jax_longctx.methods import make_method, settings_of
+from jax_longctx.studies.published import PUBLISHED
 
 MIB = 2**20
 
@@ -232,12 +232,16 @@ def test_the_papers_figures_are_marked_as_theirs(page):
 
 
 def test_ours_stand_below_theirs_of_the_same_settings(tmp_path):
-    rows = [
-        row("resa", "niah_multikey_3@topics", 0, 100.0)
-        | {"method": {"name": "resa", "settings": {"selector": "quest"}}},
-        row("resa selector=arkvale", "niah_multikey_3@topics", 0, 0.0)
-        | {"method": {"name": "resa", "settings": {"selector": "arkvale"}}},
-    ]
+    specs = {
+        "resa:ratio=0.025": 100.0,
+        "resa:selector=arkvale,ratio=0.025": 0.0,
+        "resa:selector=arkvale,ratio=0.05": 50.0,
+    }
+    rows = []
+    for spec, score in specs.items():
+        name, settings = (parsed := Spec.parse(spec)).name, parsed.at(1024)
+        made = row(parsed.label, "niah_multikey_3@topics", 0, score)
+        rows.append(made | {"method": settings_of(make_method(name, settings))})
     write_report(tmp_path, rows, {"published": ["resa"]})
     parsed = Page()
     parsed.feed((tmp_path / "report.html").read_text())
@@ -245,10 +249,26 @@ def test_ours_stand_below_theirs_of_the_same_settings(tmp_path):
     names = [line[0][0] for line in table]
     at = names.index("Quest + RESA, theirs")
     assert [cell[0] for cell in table[at]][4] == "40"
-    assert names[at + 1] == "resa, ours" and table[at + 1][4][0] == "100"
+    assert names[at + 1] == "resa ratio=0.025, ours" and table[at + 1][4][0] == "100"
     at = names.index("ArkVale + RESA, theirs")
-    assert names[at + 1] == "resa selector=arkvale, ours" and table[at + 1][4][0] == "0"
-    assert names.count("resa, ours") == names.count("resa selector=arkvale, ours") == 1
+    assert names[at + 1] == "resa selector=arkvale ratio=0.025, ours" and table[at + 1][4][0] == "0"
+    # A run with another ratio is not theirs.
+    assert [name for name in names if "arkvale" in name and name.endswith("ours")] == [
+        "resa selector=arkvale ratio=0.025, ours"
+    ]
+
+
+def test_a_fixed_schedule_is_not_the_papers_adaptive_one(tmp_path):
+    """`qc_stride` is 5 in both: settings that are not named count, too."""
+    rows = []
+    for spec in ("refreshkv:qc_stride=5", "refreshkv:schedule=fixed,stride=10"):
+        parsed = Spec.parse(spec)
+        made = row(parsed.label, "vt", 0, 100.0)
+        rows.append(made | {"method": settings_of(make_method(parsed.name, parsed.at(1024)))})
+    write_report(tmp_path, rows, {"published": ["refreshkv"]})
+    text = (tmp_path / "report.html").read_text()
+    assert "refreshkv qc_stride=5, ours" in text
+    assert "refreshkv schedule=fixed stride=10, ours" not in text
 
 
 def test_pairs_are_the_same_prompts_alone():
@@ -311,11 +331,11 @@ def test_the_best_points():
 def test_published_tables_name_our_methods_and_tasks():
     for table in PUBLISHED:
         assert set(table.tasks) <= set(TASKS)
-        for name, values in table.rows.values():
-            spec = Spec.parse(name)
-            make_method(spec.name, dict(spec.settings))
-            assert len(values) == len(table.tasks)
-            assert all(value is None or 0 <= value <= 100 for value in values)
+        for theirs in table.rows.values():
+            spec = Spec.parse(theirs["method"])
+            make_method(spec.name, spec.at(8192))
+            assert len(theirs["values"]) == len(table.tasks)
+            assert all(0 <= value <= 100 for value in theirs["values"])
 
 
 def test_what_a_report_says_of_its_run_is_kept(tmp_path):
@@ -330,3 +350,16 @@ def test_what_a_report_says_of_its_run_is_kept(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"format": 1, "given": {}}) + "\n")
     with pytest.raises(InputError, match="holds no rows yet"):
         read_rows(tmp_path)
+
+
+def test_a_table_by_length_has_shares_with_wilsons_interval():
+    rows = [row("full", "passkey", i, 100.0 * (i < 2)) for i in range(4)]
+    rows += [row("citrus budget=64", "passkey", i, 100.0 * (i < 2)) for i in range(4)]
+    rows += [row("full", "passkey", 0, 100.0, length=2048), refused("h2o", "passkey", 0, "long")]
+    assert table_text(lengths_table(rows)).splitlines() == [
+        "| method | 1,024 | 2,048 |",
+        "|---|---:|---:|",
+        "| full | 50 [15, 85] n=4 | 100 [21, 100] n=1 |",
+        "| citrus budget=64 | 50 [15, 85] n=4 | \N{EN DASH} |",
+        "| h2o | \N{EN DASH} | \N{EN DASH} |",
+    ]

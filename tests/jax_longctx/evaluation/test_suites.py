@@ -8,11 +8,11 @@ import pytest
 
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation import suite
-from jax_longctx.evaluation.published import PUBLISHED
 from jax_longctx.evaluation.runner import check_config
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.methods import make_method
 from jax_longctx.models.presets import preset
+from jax_longctx.studies.published import PUBLISHED
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,9 +32,15 @@ def test_every_method_and_task_of_a_suite_is_made(name):
 
 def test_suites_are_part_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (pattern,) = project["tool"]["setuptools"]["package-data"]["jax_longctx.evaluation"]
-    found = sorted((ROOT / "jax_longctx" / "evaluation").glob(pattern))
-    assert found and len(found) == len(suite.suites())
+    data = project["tool"]["setuptools"]["package-data"]
+    found = {
+        path.relative_to(ROOT / "jax_longctx").as_posix()
+        for package in ("evaluation", "studies")
+        for pattern in data[f"jax_longctx.{package}"]
+        for path in (ROOT / "jax_longctx" / package).glob(pattern)
+    }
+    assert sum(name.endswith(".toml") for name in found) == len(suite.suites()) + 1
+    assert {"studies/published.toml", "evaluation/templates/report.html"} <= found
 
 
 def test_unknown_suites_are_named():
@@ -153,9 +159,21 @@ def test_resas_table_1_has_its_column_of_questions():
     tables = [table for table in PUBLISHED if table.paper == "resa"]
     assert len(tables) == 2
     for table in tables:
-        assert table.tasks == found["Table 1"].tasks
+        assert tuple(table.tasks) == found["Table 1"].tasks
         assert table.tasks[-1] == "qa_1"
-        assert all(len(values) == len(table.tasks) for _, values in table.rows.values())
+        assert all(len(row["values"]) == len(table.tasks) for row in table.rows.values())
     # Llama-3.1-8B with Quest, without and with RESA.
-    quest, resa = (tables[0].rows[name][1] for name in ("Quest", "Quest + RESA"))
+    quest, resa = (tables[0].rows[name]["values"] for name in ("Quest", "Quest + RESA"))
     assert (quest[-1], resa[-1]) == (86, 87)
+
+
+@pytest.mark.parametrize("table", PUBLISHED, ids=lambda table: table.title)
+def test_published_methods_are_those_of_the_papers_suite(table):
+    """With the very same settings, so that the suite's rows stand below the paper's."""
+    _, found = parts(table.paper)
+    for row in table.rows.values():
+        spec = Spec.parse(row["method"])
+        assert any(
+            spec in map(Spec.parse, part.methods) and set(part.tasks) & set(table.tasks)
+            for part in found.values()
+        ), spec

@@ -5,14 +5,14 @@ import random
 import pytest
 
 from jax_longctx.evaluation.tasks import make_task
-from jax_longctx.evaluation.tasks.babilong import label_score
-from jax_longctx.evaluation.tasks.small_worlds import (
+from jax_longctx.evaluation.tasks.babilong import (
     LABELS,
     PEOPLE,
     RANGES,
     ROOMS,
     THINGS,
     draw_story,
+    label_score,
 )
 from tests.jax_longctx.evaluation.tasks.cases import answer_from, facts
 

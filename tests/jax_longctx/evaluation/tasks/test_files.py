@@ -6,8 +6,13 @@ import pytest
 
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation.tasks import describe, make_task
-from jax_longctx.evaluation.tasks.file_formats import INFINITEBENCH, LEVAL, LONGBENCH
-from jax_longctx.evaluation.tasks.file_scores import SCORES, choice_letters, score_file_answer
+from jax_longctx.evaluation.tasks.files import (
+    INFINITEBENCH,
+    LEVAL,
+    LONGBENCH,
+    SCORES,
+    choice_letters,
+)
 
 
 def words(text: str) -> int:
@@ -154,7 +159,7 @@ def test_infinitebench(tmp_path):
     ],
 )
 def test_scores(metric, answer, outputs, score):
-    assert score_file_answer(metric, answer, outputs, ()) == pytest.approx(score)
+    assert SCORES[metric](answer, outputs, ()) == pytest.approx(score)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import pytest
 
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import make_task
-from jax_longctx.evaluation.tasks.html_pages import LAYOUTS, Condition
-from jax_longctx.evaluation.tasks.html_tsv import score_table
+from jax_longctx.evaluation.tasks.html_tsv import LAYOUTS, Condition, score_table
 from tests.jax_longctx.evaluation.tasks.cases import page_rows, table
 
 

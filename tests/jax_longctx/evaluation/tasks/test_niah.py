@@ -159,7 +159,7 @@ def test_settings_that_cannot_be(name, settings, message):
 
 
 def test_pairs_of_words_come_to_an_end(monkeypatch):
-    monkeypatch.setattr("jax_longctx.evaluation.tasks.ruler_niah.NOUNS", NOUNS[:2])
+    monkeypatch.setattr("jax_longctx.evaluation.tasks.ruler.NOUNS", NOUNS[:2])
     with pytest.raises(LengthError, match="no more keys of two words; set key=uuid"):
         drawn("niah_multikey_2", tokens=9000, trials=1)
 

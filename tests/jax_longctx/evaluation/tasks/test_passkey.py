@@ -1,9 +1,12 @@
 """The number stands where it was asked for, in the text that was asked for."""
 
+import re
+
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation.tasks import make_task
+from jax_longctx.evaluation.tasks.passkey import SENTENCE, STEM
 
 
 def words(text: str) -> int:
@@ -66,3 +69,36 @@ def test_only_the_first_number_counts():
     (sample,) = task.samples(words, tokens=99, trials=1, seed=1)
     key = sample.outputs[0]
     assert [task.score(f" {text}", sample) for text in (key, f"1 {key}", key + "0")] == [100, 0, 0]
+
+
+def test_chosen_depths_are_taken_in_turn():
+    samples = make_task("passkey", {"at": "0.9/0.1"}).samples(words, tokens=400, trials=3, seed=1)
+    assert [sample.meta["depth"] for sample in samples] == [0.9, 0.1, 0.9]
+    for at in ("0.1/1.5", "deep", "0.1//0.2", "nan"):
+        with pytest.raises(ConfigError, match=r"at must be depths from 0 to 1"):
+            make_task("passkey", {"at": at})
+
+
+def test_prompts_hold_a_key_of_their_own_twice():
+    task = make_task("passkey", {"haystack": "topics", "depths": "3"})
+    samples = [
+        sample
+        for tokens in (400, 1500)
+        for sample in task.samples(words, tokens=tokens, trials=6, seed=3)
+    ]
+    keys = [sample.outputs[0] for sample in samples]
+    assert len(set(keys)) == 12
+    starts = {sample.context.partition("\n\n")[2][:40] for sample in samples}
+    assert len(starts) > 8
+    assert all(sample.context.count(key) == 2 for sample, key in zip(samples, keys, strict=True))
+
+
+def test_the_same_seed_gives_the_same_prompts_for_any_number_of_them():
+    task = make_task("passkey")
+    more = list(task.samples(words, tokens=600, trials=4, seed=3))
+    assert more[:2] == list(task.samples(words, tokens=600, trials=2, seed=3))
+    assert more != list(task.samples(words, tokens=600, trials=4, seed=4))
+
+
+def test_stem_begins_the_hidden_sentence():
+    assert re.match(re.escape(STEM.strip()), SENTENCE)

@@ -7,7 +7,7 @@ import pytest
 
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.tasks import make_task
-from jax_longctx.evaluation.tasks.qa_sets import read_questions
+from jax_longctx.evaluation.tasks.ruler_qa import read_questions
 
 
 def words(text: str) -> int:

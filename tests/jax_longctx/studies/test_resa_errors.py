@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jax_longctx.errors import InputError
-from jax_longctx.evaluation.resa_errors import LAMS, attention_errors
 from jax_longctx.methods import Resa
+from jax_longctx.studies.resa_errors import LAMS, attention_errors
 from tests.jax_longctx.methods.oracles.selection import selected
 from tests.oracle import causal_attend, forward, rope, to_numpy
 from tests.support import random_rows, tiny_config, tiny_engine

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.errors import InputError
-from jax_longctx.evaluation.overlap import importance, intersections
-from jax_longctx.evaluation.spectrum import spectrum
+from jax_longctx.studies.attention import importance, intersections, spectrum
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy
 from tests.support import random_rows, tiny_engine
 

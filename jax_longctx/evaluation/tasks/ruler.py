@@ -1,0 +1,399 @@
+"""RULER (Hsieh et al. 2024, section 3 and appendix B): needles, chains of variables, words.
+
+Needle tasks: a needle gives a key (two words, or a UUID) its value (a number of seven digits, or a
+UUID). The text around is noise, running text, or other needles; several keys may be hidden and one
+asked for (multikey), one key may have several values (multivalue), several keys may be asked for
+(multiquery). Depths are drawn without repetition from 40 that are evenly spaced, here by tokens.
+
+`vt`, variable tracking: `VAR A = 12345` stands in the noise, further on `VAR B = VAR A`, and so on;
+all names of the chain are asked for. A solved small one stands before the text as an example, made
+anew for each prompt, as in Star's copy. More chains than one are there to mislead.
+
+`cwe`, common words extraction, numbers a list of words in which ten stand ten times as often as the
+others, after a solved short list. `fwe`, frequent words extraction, draws words of six letters so
+that the i-th most frequent has a share of i^-2 / zeta(2), writes dots for the most frequent, and
+asks for the three behind it.
+
+What differs from the published tasks: the words of prompts, needles, keys and lists, which when
+English runs out are invented; the running text (Python's documentation or the user's, not essays:
+the label names it); prompts are as long as whole sentences, lines or words allow, not multiples of
+500 words or 25 lines, and never longer than what was asked for, the answer's room included.
+"""
+
+import dataclasses
+import math
+import random
+import string
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import scipy.special
+
+from jax_longctx.errors import ConfigError, LengthError
+from jax_longctx.evaluation.haystack import Filled, Fitted, Haystack, most_units, open_haystack
+from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, fixed
+from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, Growing, word_stream
+
+NEEDLE = "A secret {kind} assigned to {key} is: {value}."
+NEEDLES = "needles"
+LEVELS = [round(100 * i / 39) for i in range(40)]
+
+Kind = Literal["words", "number", "uuid"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RulerNiah(PlainTask):
+    """RULER's needles: the values of keys that are hidden in a text.
+
+    Attributes:
+      haystack: `noise`, `topics` (Python's documentation), the path of a text, or `needles`: lines
+        like the needle, with other keys.
+      key, value: what needles are made of.
+      keys: how many keys are hidden; `needles` as haystack hides many more.
+      values: how many values each key has.
+      queries: how many of the keys are asked for.
+      published: the published task's text, for the label: `noise`, `needles` or `essays`.
+    """
+
+    name: str = fixed("niah_single_1")
+    metric: str = fixed("share of the values named")
+    published: str = fixed("noise")
+
+    haystack: str = "noise"
+    key: Literal["words", "uuid"] = "words"
+    value: Literal["number", "uuid"] = "number"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+    max_new: int = 128
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.queries > self.keys:
+            raise ConfigError(f"queries must be at most keys = {self.keys}, got {self.queries}")
+        if self.keys * self.values > len(LEVELS):
+            raise ConfigError(
+                f"keys * values must be at most {len(LEVELS)}, got {self.keys * self.values}"
+            )
+
+    def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
+        """Needles in their text; the first keys drawn are asked for."""
+        single = self.queries * self.values == 1
+        noun, verb = (self.value, "is") if single else (f"{self.value}s", "are")
+        fresh = _Distinct(draw)
+        keys = [fresh(self.key) for _ in range(self.keys)]
+        needles = [(key, fresh(self.value)) for key in keys for _ in range(self.values)]
+        asked = keys[: self.queries]
+        named = _listed(asked)
+        draw.shuffle(needles)
+        query = f"\n\nWhich secret {noun} {verb} assigned to {named} in the text above?"
+        prefix = f"\n\nThe secret {noun} assigned to {named} {verb}:"
+        room = self.room(count, query + prefix, tokens)
+        values = [value for key in asked for k, value in needles if k == key]
+        many = f"one {noun}" if single else "several of them"
+        head = (
+            f"The text below hides secret {self.value}s{', one or more' * single}. Keep them in "
+            f"mind: {many} will be asked for at the end.\n\n"
+        )
+        sentences = [self._sentence(*needle) for needle in needles]
+        if self.haystack == NEEDLES:
+            depths = sorted(draw.random() for _ in needles)
+            text = self._among_needles(count, fresh, head, depths, sentences, room)
+        else:
+            depths = [level / 100 for level in sorted(draw.sample(LEVELS, len(needles)))]
+            haystack = open_haystack(self.haystack, count)
+            text = haystack.fill(
+                list(zip(depths, sentences, strict=True)),
+                tokens=room,
+                start=draw.randrange(len(haystack.pieces)),
+                head=head,
+                inline=self.haystack != "noise",
+            )
+        return self.made(count, index, text, query, prefix, values, keys=asked, depths=depths)
+
+    def _sentence(self, key: str, value: str) -> str:
+        return NEEDLE.format(kind=self.value, key=key, value=value)
+
+    def _among_needles(
+        self,
+        count: Count,
+        fresh: "_Distinct",
+        head: str,
+        depths: Sequence[float],
+        sentences: Sequence[str],
+        room: int,
+    ) -> Fitted:
+        lines: list[str] = []
+
+        def context(number: int) -> str:
+            while len(lines) < number:
+                lines.append(self._sentence(fresh(self.key), fresh(self.value)))
+            chosen = lines[:number]
+            # From the back, so that no sentence moves one that is set in after it.
+            for depth, sentence in reversed(list(zip(depths, sentences, strict=True))):
+                chosen.insert(int(depth * (number + 1)), sentence)
+            return head + "\n".join(chosen)
+
+        return most_units(count, context, room)
+
+
+class _Distinct:
+    """Keys and values of one prompt, no two the same."""
+
+    def __init__(self, draw: random.Random):
+        self._draw = draw
+        self._seen: set[str] = set()
+        # Of all pairs, so many that a new one is soon drawn.
+        self._words = 9 * len(ADJECTIVES) * len(NOUNS) // 10
+
+    def __call__(self, kind: Kind) -> str:
+        while True:
+            text = self._drawn(kind)
+            if text not in self._seen:
+                self._seen.add(text)
+                self._words -= kind == "words"
+                return text
+
+    def _drawn(self, kind: Kind) -> str:
+        if kind == "number":
+            return str(self._draw.randrange(1_000_000, 10_000_000))
+        if kind == "uuid":
+            return str(uuid.UUID(int=self._draw.getrandbits(128), version=4))
+        if self._words == 0:
+            raise LengthError("there are no more keys of two words; set key=uuid, or ask for less")
+        return f"{self._draw.choice(ADJECTIVES)}-{self._draw.choice(NOUNS)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b, and c`."""
+    if len(names) <= 2:
+        return " and ".join(names)
+    return f"{', '.join(names[:-1])}, and {names[-1]}"
+
+
+def ruler_niah_tasks() -> tuple[RulerNiah, ...]:
+    """The eight of the paper's table 6, with its settings."""
+
+    def essays(name: str, **settings: Any) -> RulerNiah:
+        return RulerNiah(name=name, published="essays", haystack="topics", **settings)
+
+    def needles(name: str, **settings: Any) -> RulerNiah:
+        return RulerNiah(name=name, published=NEEDLES, haystack=NEEDLES, **settings)
+
+    return (
+        RulerNiah(),
+        essays("niah_single_2"),
+        essays("niah_single_3", value="uuid"),
+        essays("niah_multikey_1", keys=4),
+        needles("niah_multikey_2"),
+        needles("niah_multikey_3", key="uuid", value="uuid"),
+        essays("niah_multivalue", values=4),
+        essays("niah_multiquery", keys=4, queries=4),
+    )
+
+
+TRACKED = "Variables are assigned in the text below, among words that say nothing. Follow them.\n\n"
+EXAMPLE_TOKENS = 500
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariableTracking(PlainTask):
+    """RULER's variable tracking: the names that a value is handed on to.
+
+    Attributes:
+      chains: how many values are handed on; the first one is asked for.
+      hops: how often each is handed on, to one more variable every time.
+    """
+
+    name: str = fixed("vt")
+    metric: str = fixed("share of the variables named")
+
+    chains: int = 1
+    hops: int = 4
+    max_new: int = 30
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.chains * (self.hops + 1) > 500:
+            raise ConfigError(
+                f"chains * (hops + 1) must be at most 500, got {self.chains * (self.hops + 1)}"
+            )
+
+    def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
+        """An example and the chains behind it."""
+        haystack = open_haystack("noise", count)
+        known, value = draw.sample(range(10_000, 99_999), 2)
+        # The example is never more than a part of a short prompt.
+        size = min(EXAMPLE_TOKENS, tokens // 4)
+        example, names = self._text(haystack, draw, known, 3, size, TRACKED)
+        solved = "".join((example.text, *self._asked(known), " ", " ".join(names)))
+        query, prefix = self._asked(value)
+        room = self.room(count, query + prefix, tokens)
+        text, names = self._text(haystack, draw, value, 5, room, f"{solved}\n\n\n{TRACKED}")
+        return self.made(count, index, text, query, prefix, names, value=value)
+
+    def _asked(self, value: int) -> tuple[str, str]:
+        """The question and the start of its answer."""
+        query = f"\n\nWhich variables hold the value {value} in the text above?"
+        return query, f"\n\n{self.hops + 1} variables hold the value {value}:"
+
+    def _text(
+        self,
+        haystack: Haystack,
+        draw: random.Random,
+        value: int,
+        letters: int,
+        room: int,
+        head: str,
+    ) -> tuple[Filled, list[str]]:
+        """Noise with the chains in it, and the names that hold the value."""
+        names = _names(draw, self.chains * (self.hops + 1), string.ascii_uppercase, letters)
+        others = draw.sample([n for n in range(10_000, 99_999) if n != value], self.chains - 1)
+        statements, asked = [], []
+        for start in (value, *others):
+            chain = [names.pop() for _ in range(self.hops + 1)]
+            asked = asked or chain
+            values = [str(start), *(f"VAR {before}" for before in chain)]
+            lines = [f"VAR {name} = {held}" for name, held in zip(chain, values, strict=False)]
+            # The chains mix; each keeps its order.
+            statements += zip(sorted(draw.random() for _ in lines), lines, strict=True)
+        filled = haystack.fill(
+            sorted(statements),
+            tokens=room,
+            start=draw.randrange(len(haystack.pieces)),
+            head=head,
+        )
+        return filled, asked
+
+
+def _names(draw: random.Random, number: int, letters: str, length: int) -> list[str]:
+    """Distinct names of so many letters."""
+    names: dict[str, None] = {}
+    while len(names) < number:
+        names["".join(draw.choices(letters, k=length))] = None
+    return list(names)
+
+
+LIST = (
+    "In the numbered list of words below, some words come up more often than others. Find them.\n\n"
+)
+COMMON = "\n\nWhich {number} words are the most common in the list above?"
+COMMON_ARE = "\n\nThe {number} most common words in the list are:"
+CODE = (
+    "The text below is in code: its words mean nothing and dots stand for one of them. "
+    "Count how often each word comes up.\n\n"
+)
+FREQUENT = (
+    "\n\nLeaving out the dots, which {number} words come up most often in the coded text above?"
+)
+FREQUENT_ARE = "\n\nThe {number} words that come up most often are:"
+# Shorter lists repeat their words less.
+SHORT = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommonWords(PlainTask):
+    """RULER's common words extraction: the words that a long list repeats most.
+
+    Attributes:
+      words: how many common words there are.
+      common, other: how often the list has a common word and any other; None for the paper's 30 and
+        3, in prompts of less than 4096 tokens 6 and 1.
+    """
+
+    name: str = fixed("cwe")
+    metric: str = fixed("share of the common words named")
+
+    words: int = 10
+    common: int | None = None
+    other: int | None = None
+    max_new: int = 120
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.common is None) != (self.other is None):
+            raise ConfigError("common and other go together: give both or neither")
+        if self.common is not None and self.other is not None and self.common <= self.other:
+            raise ConfigError(f"common must be more than other = {self.other}, got {self.common}")
+
+    def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
+        """A solved list, and one as long as there is room."""
+        short = tokens < SHORT
+        common, other = self.common or (6 if short else 30), self.other or (1 if short else 3)
+        query, prefix = (text.format(number=self.words) for text in (COMMON, COMMON_ARE))
+        stream = word_stream(draw)
+        shown = [next(stream) for _ in range(2 * self.words if short else 4 * self.words)]
+        answer = _numbered(shown[: self.words])
+        example = _common_list(draw, shown, self.words, *((3, 1) if short else (10, 3)))
+        head = f"{LIST}{example}{query}{prefix} {answer}\n\n\n{LIST}"
+        listed = Growing(stream)
+        outputs, order = listed(self.words), draw.random()
+
+        def context(others: int) -> str:
+            chosen = listed(self.words + others)
+            return head + _common_list(random.Random(order), chosen, self.words, common, other)
+
+        room = self.room(count, query + prefix, tokens)
+        fitted = most_units(count, context, room, fewest=self.words)
+        meta = {"words": self.words + fitted.units, "common": common, "other": other}
+        return self.made(count, index, fitted, query, prefix, outputs, **meta)
+
+
+def _common_list(
+    draw: random.Random, words: Sequence[str], number: int, common: int, other: int
+) -> str:
+    """The first `number` words `common` times and the rest `other` times, shuffled and numbered."""
+    repeated = [word for word in words[:number] for _ in range(common)]
+    repeated += [word for word in words[number:] for _ in range(other)]
+    draw.shuffle(repeated)
+    return _numbered(repeated)
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{i}. {word}" for i, word in enumerate(words, start=1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrequentWords(PlainTask):
+    """RULER's frequent words extraction: the words a coded text has most of.
+
+    Attributes:
+      alpha: how fast frequencies fall with rank: as rank to the power of -alpha.
+    """
+
+    name: str = fixed("fwe")
+    metric: str = fixed("share of the frequent words named")
+
+    alpha: float = 2.0
+    max_new: int = 50
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 < self.alpha < math.inf:
+            raise ConfigError(f"alpha must be more than 1, got {self.alpha}")
+
+    def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
+        """A coded text as long as there is room."""
+        query, prefix = FREQUENT.format(number=3), FREQUENT_ARE.format(number=3)
+        coded = _names(draw, max(tokens // 50, 5), string.ascii_lowercase, 6)
+        order, scale = draw.random(), float(scipy.special.zeta(self.alpha))
+        shares = [rank**-self.alpha / scale for rank in range(1, len(coded) + 1)]
+
+        def counts(number: int) -> list[int]:
+            return [math.floor(number * share) for share in shares]
+
+        def context(number: int) -> str:
+            pairs = zip(["...", *coded[1:]], counts(number), strict=True)
+            text = [word for word, times in pairs for _ in range(times)]
+            random.Random(order).shuffle(text)
+            return CODE + " ".join(text)
+
+        fitted = most_units(count, context, self.room(count, query + prefix, tokens))
+        ranks = counts(fitted.units)
+        if ranks[3] == ranks[4]:
+            raise LengthError(
+                f"{tokens} tokens are too few for three words that are more frequent than the "
+                "rest; ask for more"
+            )
+        return self.made(count, index, fitted, query, prefix, coded[1:4], counts=ranks[:5])

@@ -1,0 +1,1 @@
+"""What single papers say and measure: their suites, their figures, their analyses."""
