@@ -31,7 +31,8 @@ from jax_longctx.models.checkpoint import (
     tokenizer_folder,
 )
 from jax_longctx.models.storage import describe_files, quiet_orbax
-from jax_longctx.sharding import make_mesh, parse_mesh
+from jax_longctx.settings import parse_mesh
+from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
 from train_cpt.attention import check_attention
 from train_cpt.checkpoints import Checkpoints
