@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from jax_longctx.errors import LongctxError, TrainedLengthWarning
     from jax_longctx.methods import METHODS, make_method
     from jax_longctx.models.config import ModelConfig
-    from jax_longctx.sharding import make_mesh, parse_mesh
+    from jax_longctx.settings import parse_mesh
+    from jax_longctx.sharding import make_mesh
 
 __all__ = [
     "METHODS",
@@ -48,7 +49,7 @@ _HOME = {
     "load": "api",
     "make_mesh": "sharding",
     "make_method": "methods",
-    "parse_mesh": "sharding",
+    "parse_mesh": "settings",
 }
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.settings import MESH_AXES, parse_mesh
+from jax_longctx.settings import MESH_AXES
 
 __all__ = [
     "MESH_AXES",
@@ -33,7 +33,6 @@ __all__ = [
     "logical_sharding",
     "logical_spec",
     "make_mesh",
-    "parse_mesh",
     "tree_shardings",
     "tree_specs",
 ]

@@ -30,7 +30,8 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.checkpoint import load_params, read_manifest, tokenizer_folder
 from jax_longctx.models.storage import sha256_of
-from jax_longctx.sharding import make_mesh, parse_mesh
+from jax_longctx.settings import parse_mesh
+from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer
 from train_cpt.data import MANIFEST, Windows, open_windows, own_rows
 from train_cpt.data import read_manifest as read_data_manifest

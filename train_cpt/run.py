@@ -37,7 +37,8 @@ from jax_longctx.models.storage import (
     write_text,
     writing,
 )
-from jax_longctx.sharding import make_mesh, parse_mesh
+from jax_longctx.settings import parse_mesh
+from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
 from train_cpt.attention import check_attention
 from train_cpt.config import DataConfig, RunConfig

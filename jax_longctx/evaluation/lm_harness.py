@@ -42,7 +42,8 @@ from jax_longctx.engine import Sampling
 from jax_longctx.engine.forced import Through
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.sharding import make_mesh, parse_mesh
+from jax_longctx.settings import parse_mesh
+from jax_longctx.sharding import make_mesh
 
 __all__ = ["LongctxLM"]
 
