@@ -11,15 +11,12 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from jax_longctx.bench.timing import Shape, copy_bandwidth, device_facts, streamed
-from jax_longctx.engine import Engine, Sampling
+from jax_longctx.bench.timing import Shape, answered, copy_bandwidth, device_facts
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import InputError
 from jax_longctx.methods.full import Full
@@ -43,22 +40,6 @@ class Row:
     def ratio(self) -> float | None:
         """Our time over the baseline's: below 1 is faster."""
         return self.seconds / self.baseline_seconds if self.baseline_seconds else None
-
-
-def _measure(engine: Engine, context: int, steps: int, runs: int) -> tuple[float, float, int]:
-    """Seconds to the first token, seconds a decode step, and cache bytes a token."""
-    rng = np.random.default_rng(context)
-    tokens = [int(t) for t in rng.integers(0, engine.config.vocab_size, context)]
-    found, bytes_per_token = [], 0
-    for _ in range(1 + runs):  # the first warms up
-        begun = time.perf_counter()
-        prefilled = engine.prefill([tokens[:-1]], reserve=1 + steps)
-        stream = engine.stream(prefilled, [tokens[-1:]], sampling=Sampling(), max_tokens=steps)
-        found.append(streamed(begun, stream))
-        bytes_per_token = prefilled.resident_bytes // prefilled.slots
-    decode = [each for _, times in found[1:] for each in times]
-    first = statistics.median(first for first, _ in found[1:])
-    return first, statistics.median(decode), bytes_per_token
 
 
 def peer(model: str, contexts: Sequence[int], steps: int, options: Sequence[str]) -> dict[str, Any]:
@@ -104,7 +85,9 @@ def run(
     rows: list[Row] = []
     for context in contexts:
         say(f"{context:,} tokens ...")
-        first, step, per_token = _measure(engine, context, steps, runs)
+        # The last token is the question.
+        firsts, each, per_token = answered(engine, context - 1, steps, runs, keep=True)
+        first, step = statistics.median(firsts), statistics.median(each)
         need = weights + per_token * context
         theirs = baseline.get(str(context), {})
         rows += [

@@ -154,9 +154,6 @@ def _steps(run: Callable[..., Any], **library: Step) -> dict[str, Step]:
 def _decode(batch: int, slots: int, lengths: Sequence[int] | None = None) -> Case:
     filled = [slots - 7] * batch if lengths is None else list(lengths)
 
-    def run(implementation: str | None, _: Array, q: Array, k: Array, v: Array, n: Array) -> Any:
-        return decode_attention(q, k, v, n, scale=SCALE, implementation=implementation)
-
     def einsum(_: Array, q: Array, k: Array, v: Array, n: Array) -> Any:
         """What one would write first: einsum, softmax, einsum."""
         q = q.reshape(batch, K, N // K, H)
@@ -176,15 +173,14 @@ def _decode(batch: int, slots: int, lengths: Sequence[int] | None = None) -> Cas
             jnp.array(filled, jnp.int32),
         ),
         steps=_steps(
-            run, einsum=einsum, cudnn=lambda _, *x: cudnn.cache_attention(*x, scale=SCALE)
+            lambda how, _, *x: decode_attention(*x, scale=SCALE, implementation=how),
+            einsum=einsum,
+            cudnn=lambda _, *x: cudnn.cache_attention(*x, scale=SCALE),
         ),
     )
 
 
 def _causal(tokens: int) -> Case:
-    def run(implementation: str | None, _: Array, q: Array, k: Array, v: Array) -> Any:
-        return causal_attention(q, k, v, scale=SCALE, implementation=implementation)
-
     return Case(
         operation="causal_attention",
         shape=f"{tokens}",
@@ -194,17 +190,13 @@ def _causal(tokens: int) -> Case:
             _random(0, 1, tokens, N, H),
             *(_random(seed, 1, tokens, K, H) for seed in (1, 2)),
         ),
-        steps=_steps(run),
+        steps=_steps(lambda how, _, *x: causal_attention(*x, scale=SCALE, implementation=how)),
     )
 
 
 def _chunk(queries: int, filled: float, slots: int) -> Case:
     """A chunk against a cache of which a part is filled."""
     length = int(filled * slots)
-
-    def run(implementation: str | None, _: Array, q: Array, k: Array, v: Array, n: Array) -> Any:
-        return cache_attention(q, k, v, n, scale=SCALE, implementation=implementation)
-
     return Case(
         operation="cache_attention",
         shape=f"{queries} x {length} of {slots}",
@@ -215,26 +207,25 @@ def _chunk(queries: int, filled: float, slots: int) -> Case:
             *_cache(1, slots),
             jnp.array([length], jnp.int32),
         ),
-        steps=_steps(run),
+        steps=_steps(lambda how, _, *x: cache_attention(*x, scale=SCALE, implementation=how)),
     )
 
 
 def _topk(queries: int, slots: int, with_others: bool = True) -> Case:
     best = 4
 
-    def run(implementation: str | None, _: Array, q: Array, k: Array) -> Any:
+    def run(how: str | None, _: Array, q: Array, k: Array) -> Any:
         stop = jnp.array([slots], jnp.int32)
-        return topk_scores(q, k, stop * 0, stop, count=best, implementation=implementation)
+        return topk_scores(q, k, stop * 0, stop, count=best, implementation=how)
 
     def library(_: Array, q: Array, k: Array) -> Any:
         """One kv head's scores at a time, in memory, and `lax.top_k`."""
-        q_KRH = jnp.swapaxes(q.reshape(queries, K, N // K, H), 0, 1).reshape(K, -1, H)
 
         def head(pair: tuple[Array, Array]) -> Any:
             scores = jnp.einsum("RH,SH->RS", *pair, preferred_element_type=jnp.float32)
             return lax.top_k(scores, best)
 
-        return lax.map(head, (q_KRH, k[0]))
+        return lax.map(head, (_by_kv_head(q), k[0]))
 
     steps = _steps(run, **{"einsum + lax.top_k": library})
     return Case(
@@ -247,16 +238,13 @@ def _topk(queries: int, slots: int, with_others: bool = True) -> Case:
     )
 
 
+def _by_kv_head(q: Array) -> Array:
+    """The queries [1,T,N,H] as rows [K,R,H]."""
+    return jnp.swapaxes(q.reshape(-1, K, N // K, H), 0, 1).reshape(K, -1, H)
+
+
 def _mass(queries: int, slots: int) -> Case:
-    def run(implementation: str | None, _: Array, q: Array, k: Array, lse: Array) -> Any:
-        filled = jnp.array([slots], jnp.int32)
-        return attention_mass(q, k, lse, filled, scale=SCALE, implementation=implementation)
-
-    def library(_: Array, q: Array, k: Array, lse: Array) -> Any:
-        """The matmul alone, its scores written in bfloat16."""
-        q_KRH = jnp.swapaxes(q.reshape(queries, K, N // K, H), 0, 1).reshape(K, -1, H)
-        return jnp.einsum("KRH,KSH->KRS", q_KRH, k[0])
-
+    filled = jnp.array([slots], jnp.int32)
     return Case(
         operation="attention_mass",
         shape=f"{queries} x {slots}",
@@ -267,21 +255,29 @@ def _mass(queries: int, slots: int) -> Case:
             _random(1, 1, K, slots, H),
             12 + _random(2, 1, queries, N, dtype=jnp.float32),
         ),
-        steps=_steps(run, **{"matmul alone": library}),
+        steps=_steps(
+            lambda how, _, q, k, lse: attention_mass(
+                q, k, lse, filled, scale=SCALE, implementation=how
+            ),
+            # Its scores are written in bfloat16.
+            **{
+                "matmul alone": lambda _, q, k, lse: jnp.einsum(
+                    "KRH,KSH->KRS", _by_kv_head(q), k[0]
+                )
+            },
+        ),
     )
 
 
 def _sparse(batch: int, slots: int, entries: int) -> Case:
     pages = slots // PAGE
 
-    def run(
-        implementation: str | None, i: Array, q: Array, k: Array, v: Array, listed: Array
-    ) -> Any:
+    def run(how: str | None, i: Array, q: Array, k: Array, v: Array, listed: Array) -> Any:
         # Other pages every time: one selection's would stay in the L2 cache.
         listed = (listed + i * 4099) % pages
         stop = jnp.full((batch,), slots, jnp.int32)
-        how: dict[str, Any] = dict(page_size=PAGE, scale=SCALE, implementation=implementation)
-        return sparse_decode_attention(q, k, v, listed, stop * 0, stop, **how)
+        options: dict[str, Any] = dict(page_size=PAGE, scale=SCALE, implementation=how)
+        return sparse_decode_attention(q, k, v, listed, stop * 0, stop, **options)
 
     return Case(
         operation="sparse_decode_attention",
@@ -382,34 +378,29 @@ def _page_bounds(batch: int, pages: int) -> tuple[Array, Array]:
 
 def _page_scores(batch: int, slots: int) -> Case:
     pages = slots // PAGE
-
-    def run(implementation: str | None, _: Array, q: Array, high: Array, low: Array) -> Any:
-        filled = jnp.full((batch,), pages, jnp.int32)
-        return page_scores(q, high, low, filled, implementation=implementation)
-
+    filled = jnp.full((batch,), pages, jnp.int32)
     return Case(
         operation="page_scores",
         shape=f"{batch} x {pages} pages",
         operations=4 * batch * pages * N * H,
         moved=batch * pages * (2 * K * H * 2 + N * 4),
         inputs=lambda: (_random(0, batch, N, H), *_page_bounds(batch, pages)),
-        steps=_steps(run),
+        steps={"ours": lambda _, q, high, low: page_scores(q, high, low, filled)},
     )
 
 
 def _select(slots: int) -> Case:
     size = slots // 8
-
-    def run(implementation: str | None, _: Array, scores: Array) -> Any:
-        return select_large_k(scores, size, size=size, implementation=implementation)
-
     return Case(
         operation="select_large_k",
         shape=f"{K} x {size} of {slots}",
         operations=0,
         moved=K * (slots + size) * 4,
         inputs=lambda: (_random(0, K, slots, dtype=jnp.float32),),
-        steps=_steps(run, **{"lax.top_k": lambda _, scores: lax.top_k(scores, size)}),
+        steps=_steps(
+            lambda how, _, scores: select_large_k(scores, size, size=size, implementation=how),
+            **{"lax.top_k": lambda _, scores: lax.top_k(scores, size)},
+        ),
     )
 
 

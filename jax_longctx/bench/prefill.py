@@ -20,13 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jax_longctx.bench.decode import WARM
-from jax_longctx.bench.timing import TOO_MUCH, Shape, scaled, streamed
+from jax_longctx.bench.timing import TOO_MUCH, Shape, answered, scaled
 from jax_longctx.contract import merging
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import programs
 from jax_longctx.engine.engine import BLOCK, SPARE
 from jax_longctx.errors import InputError
 from jax_longctx.methods import make_method
@@ -113,32 +112,19 @@ def _row(
     shape: Shape, method: Any, context: int, answer: int, runs: int, rates: dict[str, Any]
 ) -> dict[str, Any]:
     """Times and FLOPs of a case; why it failed, where it did."""
-    draw = np.random.default_rng(context).integers(0, shape.config.vocab_size, context)
-    tokens = [int(token) for token in draw]
-
-    def measure(engine: Engine) -> tuple[list[float], list[float]]:
-        """Seconds to the first token of every run, and a step of every block."""
-        found = []
-        for _ in range(1 + runs):  # the first warms up
-            begun = time.perf_counter()
-            prefilled = engine.prefill([tokens], reserve=1 + answer)
-            stream = engine.stream(prefilled, [tokens[-1:]], max_tokens=answer, keep=False)
-            found.append(streamed(begun, stream))
-        return [first for first, _ in found[1:]], [each for _, all_ in found[1:] for each in all_]
-
     try:
-        measured = shape.times(method, measure)
+        measured = shape.times(method, lambda e: answered(e, context, answer, runs, keep=False))
     except TOO_MUCH as error:
         return {"failed": str(error).splitlines()[0]}
     whole = shape.config.num_layers
-    first = {n: statistics.median(times) for n, (times, _) in measured.items()}
+    first = {n: statistics.median(times) for n, (times, _, _) in measured.items()}
     work = prefill_work(
         shape.setup(method), batch=shape.mesh.shape["data"], context=context, reserve=1 + answer
     )
     by_flops = work.linear / rates["linear"] + work.attention / rates["attention"]
     row: dict[str, Any] = {
         "context": context,
-        "measured": {str(n): {"first_token": times} for n, (times, _) in measured.items()},
+        "measured": {str(n): {"first_token": times} for n, (times, _, _) in measured.items()},
         "linear": work.linear,
         "attention": work.attention,
         "received": work.received,
@@ -147,7 +133,7 @@ def _row(
     row |= scaled("first_token", first, whole)
     row["of_model"] = row["first_token"] / by_flops
     if answer > 1:
-        steps = {n: statistics.median(found) for n, (_, found) in measured.items()}
+        steps = {n: statistics.median(found) for n, (_, found, _) in measured.items()}
         row |= scaled("step", steps, whole)
         if rates["merge"]:
             row["merge_share"] = whole * rates["merge"][rates["merge"]["used"]] / row["step"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -124,6 +125,32 @@ def streamed(begun: float, stream: Iterator[list[list[int]]]) -> tuple[float, li
             steps.append((now - previous) / BLOCK)
         previous = now
     return first, steps
+
+
+def answered(
+    engine: Engine, tokens: int, answer: int, runs: int, keep: bool
+) -> tuple[list[float], list[float], int]:
+    """Random text prefilled and continued: seconds of every run, of every step, bytes a token.
+
+    Args:
+      tokens: of the context; the last of them is asked again.
+      keep: whether the context could be asked once more.
+
+    Returns:
+      Seconds to the first token of each run, a step of each whole block, bytes of cache a token.
+    """
+    draw = np.random.default_rng(tokens).integers(0, engine.config.vocab_size, tokens)
+    row = [int(token) for token in draw]
+    found, bytes_per_token = [], 0
+    for index in range(1 + runs):
+        begun = time.perf_counter()
+        prefilled = engine.prefill([row], reserve=1 + answer)
+        if not index:  # this run warms up
+            bytes_per_token = prefilled.resident_bytes // prefilled.slots
+        stream = engine.stream(prefilled, [row[-1:]], max_tokens=answer, keep=keep)
+        found.append(streamed(begun, stream))
+    steps = [step for _, times in found[1:] for step in times]
+    return [first for first, _ in found[1:]], steps, bytes_per_token
 
 
 def device_facts() -> dict[str, str]:

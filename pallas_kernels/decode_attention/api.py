@@ -7,7 +7,7 @@ cache by; so do TOVA and H2O while they decode. `decode_logits` reads the keys o
 `attend_logits` the values once; scores are made of the logits and the log-sum-exp. Both at once are
 `attend_with_logits`.
 
-Implementations: `xla` on every platform, `gpu` (Mosaic; not of one half), `tpu` (Mosaic; of
+Implementations: `xla` on every platform, of one half it alone; `gpu` (Mosaic), `tpu` (Mosaic; of
 `decode_attention`), `reference` for tests.
 """
 
@@ -67,25 +67,14 @@ def decode_logits(
     lengths: Int[Array, " B"],
     *,
     scale: float,
-    implementation: str | None = None,
 ) -> Float[Array, "B N S"]:
-    """scale q.k in float32 for the slots below lengths[b]; -inf for the others, whatever they hold.
-
-    Args:
-      implementation: "xla" or "reference"; None is "xla".
-    """
+    """scale q.k in float32 below lengths[b]; -inf for the other slots, whatever they hold."""
     check_heads("decode_logits", q, k)
-    named = dict(xla=xla.decode_logits, reference=reference.decode_logits)
-    shapes = dispatch.shape_class(q, k.shape[1])
-    run = dispatch.select("decode_logits", implementation, shapes, **named)
-    return run(q, k, lengths, scale=scale)
+    return xla.decode_logits(q, k, lengths, scale=scale)
 
 
 def attend_logits(
-    logits: Float[Array, "B N S"],
-    v: Float[Array, "B K S H"],
-    *,
-    implementation: str | None = None,
+    logits: Float[Array, "B N S"], v: Float[Array, "B K S H"]
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """The values weighted by the softmax of the logits, in v's dtype, and its log-sum-exp.
 
@@ -94,7 +83,6 @@ def attend_logits(
 
     Args:
       logits: float32, from `decode_logits` and changed as a method likes.
-      implementation: "xla" or "reference"; None is "xla".
 
     Raises:
       ValueError: the heads of the logits are no multiple of those of v.
@@ -102,9 +90,7 @@ def attend_logits(
     heads, kv_heads = logits.shape[1], v.shape[1]
     if heads % kv_heads:
         raise ValueError(f"attend_logits: {heads} heads of logits over {kv_heads} kv heads")
-    named = dict(xla=xla.attend_logits, reference=reference.attend_logits)
-    shapes = f"{v.dtype} {heads} heads of {v.shape[3]} over {kv_heads} kv heads"
-    return dispatch.select("attend_logits", implementation, shapes, **named)(logits, v)
+    return xla.attend_logits(logits, v)
 
 
 def attend_with_logits(

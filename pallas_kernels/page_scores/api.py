@@ -2,16 +2,29 @@
 
 With the elementwise maximum and minimum of a page's keys the score is Quest's upper bound of
 every q.k in the page (Tang et al., 2024); with centre plus and minus radius it is
-ArkVale's digest score (Chen et al., 2024). Implementations: `xla` on every platform, `reference`
-for tests.
+ArkVale's digest score (Chen et al., 2024). Plain XLA on every platform: two matmuls over the bounds
+as they are stored.
+
+Where upper >= lower, max(q u, q l) = max(q, 0) u + min(q, 0) l: the sum over coordinates is two
+matmuls whose operands are the bounds themselves. The form over centre and radius, q c + |q| r,
+needs both of them made in float32, for in bfloat16 they would be rounded and the score could fall
+below a key's product. Here nothing is rounded but the sum: products of bfloat16 numbers are exact
+in float32, and float32 bounds are multiplied at the highest precision.
+
+Roofline: the bytes of both bounds. On an H200 (copy 4.13 TB/s), 8 rows of 8,192 pages, 32 query
+heads over 8 kv heads of 128, bfloat16: 87 us, 77% of it: one product's scores are written and read
+for the sum, 8 MB each way beside 268 MB of bounds, and it is a launch more. On a TPU each bound is
+the operand of one matmul and read once, too, and no kernel of ours does better. A Mosaic GPU kernel
+that read each bound once was rejected: in one run both took 75 us.
 """
 
-from jax import Array
+from functools import partial
+
+import jax.numpy as jnp
+from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels import dispatch
 from pallas_kernels.common import check_heads
-from pallas_kernels.page_scores import reference, xla
 
 
 def page_scores(
@@ -19,8 +32,6 @@ def page_scores(
     upper: Float[Array, "B K P H"],
     lower: Float[Array, "B K P H"],
     pages: Int[Array, " B"],
-    *,
-    implementation: str | None = None,
 ) -> Float[Array, "B N P"]:
     """Sum over d of max(q_d upper_d, q_d lower_d), unscaled, float32; -inf from page pages[b] on.
 
@@ -29,12 +40,21 @@ def page_scores(
       upper, lower: finite, upper >= lower, in every coordinate of the pages below pages[b]; beyond
         lies anything.
       pages: filled pages of every row.
-      implementation: "xla" or "reference"; None is "xla".
 
     Raises:
       ValueError: q does not fit the bounds.
     """
     check_heads("page_scores", q, upper, lower)
-    shapes = dispatch.shape_class(q, upper.shape[1])
-    named = dict(xla=xla.page_scores, reference=reference.page_scores)
-    return dispatch.select("page_scores", implementation, shapes, **named)(q, upper, lower, pages)
+    b, n, h = q.shape
+    kv_heads = upper.shape[1]
+    q_BKGH = q.reshape(b, kv_heads, n // kv_heads, h)
+    product = partial(
+        jnp.einsum,
+        "BKGH,BKPH->BKGP",
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    scores_BKGP = product(jnp.maximum(q_BKGH, 0), upper) + product(jnp.minimum(q_BKGH, 0), lower)
+    scores_BNP = scores_BKGP.reshape(b, n, -1)
+    held_B1P = jnp.arange(upper.shape[2]) < pages[:, None, None]
+    return jnp.where(held_B1P, scores_BNP, -jnp.inf)

@@ -112,7 +112,7 @@ def test_a_method_may_hide_slots_between_the_halves() -> None:
         expected = reference.decode_attention(q, every, every, short, scale=SCALE)
         return (
             attend_logits(hidden, v),
-            attend_logits(hidden, v, implementation="reference"),
+            reference.attend_logits(hidden, v),
             expected,
         )
 
