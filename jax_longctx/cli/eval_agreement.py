@@ -124,7 +124,7 @@ def _attended(
 
 
 def _report(runs: list[dict[str, Any]], terminal: Terminal) -> None:
-    from jax_longctx.evaluation.agreement_report import markdown
+    from jax_longctx.evaluation.agreement import markdown
 
     if terminal.as_json:
         for run in runs:

@@ -147,7 +147,7 @@ def texts_of(
 ) -> Any:
     """`[n, T]` token ids; `join` lets a text run on from one file to the next."""
     from jax_longctx.evaluation.haystack import python_topics
-    from jax_longctx.evaluation.texts import cut_texts
+    from jax_longctx.evaluation.perplexity import cut_texts
 
     encode = model.tokenizer.encode
     read = [read_text(str(file)) for file in files] if files else [python_topics()]
@@ -211,12 +211,12 @@ def _run(
 
 
 def _report(runs: list[dict[str, Any]], plot: Path | None, terminal: Terminal) -> None:
-    from jax_longctx.evaluation import perplexity_report
+    from jax_longctx.evaluation import perplexity as report
 
     if plot is not None and processes.is_leader():
-        perplexity_report.plot(runs, plot)
+        report.plot(runs, plot)
     if terminal.as_json:
         for run in runs:
             terminal.record(run)
     else:
-        terminal.write(perplexity_report.markdown(runs))
+        terminal.write(report.markdown(runs))

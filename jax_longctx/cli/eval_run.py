@@ -285,7 +285,7 @@ def report(
 
 def _perplexity(file: Path) -> list[dict[str, Any]]:
     """The rows of what `eval perplexity` wrote."""
-    from jax_longctx.evaluation.perplexity_rows import perplexity_rows
+    from jax_longctx.evaluation.perplexity import perplexity_rows
 
     try:
         runs = json.loads(read_text(str(file)))["runs"]

@@ -44,8 +44,6 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.sharding import make_mesh, parse_mesh
 
-__all__ = ["LongctxLM"]
-
 logger = logging.getLogger(__name__)
 
 # Tokens at a prompt's end that a method which must know the question at prefill takes for it.

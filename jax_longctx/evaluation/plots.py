@@ -15,11 +15,9 @@ from typing import Any
 
 from jax_longctx.evaluation.summary import BASE, SCORE, Group, Row
 
-__all__ = ["Plot", "curves", "heatmaps", "pareto"]
-
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
-_MARKERS = "osD^vPX<>"
-_DASHES = ("-", "--", "-.", ":")
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
+MARKERS = "osD^vPX<>"
+DASHES = ("-", "--", "-.", ":")
 # Stand for the page's own colours until the SVG is written; no palette has them.
 _INK, _PAPER = "#010203", "#fdfefc"
 _STYLE: dict[Any, Any] = {
@@ -199,11 +197,7 @@ def pareto(group: Group) -> Plot | None:
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         lines = math.ceil(len(labels) / columns)
         figure.set_figheight(figure.get_figheight() + 0.2 * lines)
-    return Plot(
-        f"pareto {group.length}",
-        f"At {group.length:,} tokens.",
-        figure,
-    )
+    return Plot(f"pareto {group.length}", f"At {group.length:,} tokens.", figure)
 
 
 def _points(axis: Any, points: Mapping[str, tuple[float, float]], methods: Sequence[str]) -> None:
@@ -213,7 +207,7 @@ def _points(axis: Any, points: Mapping[str, tuple[float, float]], methods: Seque
     for index, method in enumerate(methods):
         if method not in points:
             continue
-        style = {"marker": _MARKERS[index % len(_MARKERS)], "color": _COLOURS[index % 6], "s": 34}
+        style = {"marker": MARKERS[index % len(MARKERS)], "color": COLOURS[index % 6], "s": 34}
         if method == BASE:
             style = {"marker": "*", "color": _INK, "s": 90}
         axis.scatter(*points[method], label=method, linewidths=0, zorder=3, **style)
@@ -271,9 +265,9 @@ def _curve(
         if name == "perplexity":
             means = [math.exp(mean) for mean in means]
         style = {
-            "color": _INK if method == BASE else _COLOURS[index % 6],
-            "linestyle": _DASHES[index // 6 % 4],
-            "marker": _MARKERS[index % 9],
+            "color": _INK if method == BASE else COLOURS[index % 6],
+            "linestyle": DASHES[index // 6 % 4],
+            "marker": MARKERS[index % 9],
         }
         axis.plot(places, means, label=method, linewidth=1.3, markersize=3.5, **style)
     axis.set_xlabel("position in the text, tokens")

@@ -5,8 +5,6 @@ import re
 
 from jax_longctx.errors import InputError
 
-__all__ = ["Spec"]
-
 # A share of the length: "L/8", or all of it.
 _SHARE = re.compile(r"L(?:/(\d+))?")
 
