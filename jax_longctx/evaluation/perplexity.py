@@ -40,7 +40,7 @@ from jax_longctx.engine.forced import States, Through, forced_states
 from jax_longctx.engine.likelihood import gathered
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
-from jax_longctx.evaluation.plots import COLOURS, DASHES, MARKERS
+from jax_longctx.evaluation.plots import Plot, draw_line, drawing, panels
 
 AHEAD = " \\*"
 
@@ -286,41 +286,26 @@ def _scope(run: dict[str, Any]) -> str:
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Perplexity over the position of the scored tokens, and its ratio to full attention's."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import ticker
 
     base = next((run for run in runs if run["method"] == "full"), None)
-    panels = 1 if base is None or len(runs) == 1 else 2
-    figure, axes = pyplot.subplots(
-        panels, 1, figsize=(8, 3.6 * panels), squeeze=False, sharex=True, layout="constrained"
-    )
-    for number, run in enumerate(runs):
-        at, curve = _curve(run)
-        style = {
-            "color": ("black", *COLOURS)[number % (1 + len(COLOURS))],
-            "linestyle": DASHES[number % len(DASHES)],
-            "marker": MARKERS[number % len(MARKERS)],
-            "markersize": 4,
-            "label": label(run) + ("*" if run["ahead"] else ""),
-        }
-        axes[0][0].plot(at, curve, **style)
-        if panels == 2 and base is not None:
-            axes[1][0].plot(at, np.array(curve) / np.array(_curve(base)[1]), **style)
-    axes[0][0].set_ylabel("perplexity")
-    axes[0][0].set_yscale("log")
-    # Plain numbers; those between powers of ten where few of these are in sight.
-    axes[0][0].yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    axes[0][0].yaxis.set_minor_formatter(ticker.LogFormatter())
-    axes[0][0].legend(fontsize=7)
-    if panels == 2:
-        axes[1][0].set_ylabel("ratio to full attention")
-    axes[-1][0].set_xlabel("position of the scored tokens")
-    for axis in axes[:, 0]:
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with drawing():
+        figure, axes = panels(1 if base is None or len(runs) == 1 else 2, 1, 7.0, 3.6)
+        for number, run in enumerate(runs):
+            at, curve = _curve(run)
+            name = label(run) + ("*" if run["ahead"] else "")
+            draw_line(axes[0], number, name, at, curve)
+            if len(axes) == 2 and base is not None:
+                draw_line(axes[1], number, name, at, np.array(curve) / np.array(_curve(base)[1]))
+        axes[0].set(ylabel="perplexity", yscale="log")
+        # Plain numbers; those between powers of ten where few of these are in sight.
+        axes[0].yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axes[0].yaxis.set_minor_formatter(ticker.LogFormatter())
+        axes[0].legend(fontsize=7)
+        if len(axes) == 2:
+            axes[1].set_ylabel("ratio to full attention")
+        axes[-1].set_xlabel("position of the scored tokens")
+    path.write_bytes(Plot("perplexity", "", figure).png())
 
 
 def _curve(run: dict[str, Any]) -> tuple[list[float], list[float]]:

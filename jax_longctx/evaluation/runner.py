@@ -18,7 +18,6 @@ from typing import Any
 import jax
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import available_bytes
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import ConfigError, LengthError
@@ -175,27 +174,22 @@ def run_eval(
     check_config(config)
     memory = available_bytes(model.engine.mesh)
     leader = _Leader(model, config, output, dict(facts), memory, progress)
-    engines: dict[str, Engine] = {}
+    engine, given = model.engine, None
     found: list[dict[str, Any]] | None = None
     try:
         while (message := from_leader(functools.partial(leader.next, found))) is not None:
             work = Work(**message)
-            found = answer_batch(model, _engine(engines, model, work), work)
+            if given != (work.method, work.settings):
+                given = work.method, work.settings
+                if not model.engine.setup.by_layer:
+                    # Of 30 tiny layers a method's programs take some 225 MB of the host's memory.
+                    # By their 1,100 mappings `limit_mappings` would keep those of 28 methods.
+                    jax.clear_caches()
+                engine = engine_of(model, make_method(*given))
+            found = answer_batch(model, engine, work)
     finally:
         leader.work.close()
     return leader.store.rows if is_leader() else None
-
-
-def _engine(engines: dict[str, Engine], model: LongContext, work: Work) -> Engine:
-    """The engine of the batch's method; the newest alone is kept."""
-    key = repr((work.method, work.settings))
-    if key not in engines:
-        engines.clear()
-        if not model.engine.setup.by_layer:
-            # A method's whole programs take some hundred megabytes of the host's memory.
-            jax.clear_caches()
-        engines[key] = engine_of(model, make_method(work.method, work.settings))
-    return engines[key]
 
 
 class _Leader:
@@ -275,9 +269,9 @@ class _Leader:
     ) -> Iterator[Work]:
         """The batches of one method that are not done."""
         left = [job for job in jobs if key_of(job.base) not in self.store]
-        refused = [job for job in left if job.refused]
-        self._add([_scored(job, {"refused": job.prompt.refused}) for job in refused])
-        left = [job for job in left if not job.refused]
+        reasons = [(job, job.prompt.refused) for job in left if job.prompt.refused]
+        self._add([_scored(job, {"refused": reason}) for job, reason in reasons])
+        left = [job for job in left if not job.prompt.refused]
         if not left:
             return
         settings = method.at(length)
@@ -287,8 +281,7 @@ class _Leader:
             self._add([_scored(job, {"refused": str(error)}) for job in left])
             return
         # Of all jobs, so that a run that goes on has the shapes of one that was not ended.
-        most = max(len(group) for group in _alike(jobs))
-        most = min(self.config.run.batch, most)
+        most = min(self.config.run.batch, max(map(len, _alike(jobs))))
         rows = rows_that_fit(engine, most, slots, reserve, self.memory)
         for group in _alike(left):
             for start in range(0, len(group), rows):
@@ -324,7 +317,9 @@ class _Leader:
             # A file may have fewer prompts than were asked for.
             if drawn[cell.task].refused is None:
                 short = max(cell.trials - len(drawn[cell.task].prompts), 0)
-                self._tell(total=self.progress.total - short)
+                self.progress = dataclasses.replace(
+                    self.progress, total=self.progress.total - short
+                )
         return drawn
 
     def _add(self, rows: list[dict[str, Any]]) -> None:
@@ -381,10 +376,6 @@ class _Job:
     task: Task
     prompt: Prompt
     base: dict[str, Any]
-
-    @property
-    def refused(self) -> bool:
-        return self.prompt.refused is not None
 
 
 def _alike(jobs: Sequence[_Job]) -> list[list[_Job]]:

@@ -32,7 +32,7 @@ import scipy.special
 
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.haystack import Filled, Fitted, Haystack, most_units, open_haystack
-from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, fixed
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, Growing, word_stream
 
 NEEDLE = "A secret {kind} assigned to {key} is: {value}."
@@ -43,7 +43,7 @@ Kind = Literal["words", "number", "uuid"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RulerNiah(PlainTask):
+class RulerNiah(Task):
     """RULER's needles: the values of keys that are hidden in a text.
 
     Attributes:
@@ -198,7 +198,7 @@ EXAMPLE_TOKENS = 500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VariableTracking(PlainTask):
+class VariableTracking(Task):
     """RULER's variable tracking: the names that a value is handed on to.
 
     Attributes:
@@ -293,7 +293,7 @@ SHORT = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommonWords(PlainTask):
+class CommonWords(Task):
     """RULER's common words extraction: the words that a long list repeats most.
 
     Attributes:
@@ -355,7 +355,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrequentWords(PlainTask):
+class FrequentWords(Task):
     """RULER's frequent words extraction: the words a coded text has most of.
 
     Attributes:
