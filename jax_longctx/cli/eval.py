@@ -254,7 +254,7 @@ def report(
     check_matplotlib("the report")
     terminal = Terminal()
     with terminal.starting():
-        from jax_longctx.evaluation.perplexity_rows import perplexity_rows
+        from jax_longctx.evaluation.perplexity import perplexity_rows
         from jax_longctx.evaluation.report import read_about
         from jax_longctx.evaluation.rows import read_rows
 

@@ -94,7 +94,8 @@ def perplexity(
     chosen = options.parse_specs(methods)
     terminal, kind = output.terminal(), scoring.kind
     loaded = model.open(terminal, chosen[0])
-    from jax_longctx.evaluation import perplexity_report
+    from jax_longctx.evaluation.perplexity import markdown
+    from jax_longctx.evaluation.perplexity import plot as draw
 
     plans: list[tuple[Any, Spec, str]] = []
     for engine, spec in zip(_engines(loaded, chosen), chosen, strict=True):
@@ -113,8 +114,8 @@ def perplexity(
         runs.append({**facts, "protocol": scoring.protocol, **found})
         output.save({"runs": runs})
     if plot is not None and process.is_leader():
-        perplexity_report.plot(runs, plot)
-    terminal.records(runs, perplexity_report.markdown)
+        draw(runs, plot)
+    terminal.records(runs, markdown)
 
 
 def _engines(model: "LongContext", chosen: list[Spec]) -> list["Engine"]:
@@ -130,7 +131,7 @@ def _cut(
 ) -> Any:
     """`[n, T]` token ids; `join` lets a text run on from one file to the next."""
     from jax_longctx.evaluation.haystack import python_topics
-    from jax_longctx.evaluation.texts import cut_texts
+    from jax_longctx.evaluation.perplexity import cut_texts
 
     encode = model.tokenizer.encode
     read = [read_text(str(file)) for file in files] if files else [python_topics()]
@@ -205,8 +206,12 @@ def agreement(
     chosen = options.parse_specs(methods)
     terminal = output.terminal()
     loaded = model.open(terminal, chosen[0])
-    from jax_longctx.evaluation.agreement import attention_agreement, divergences, scored_states
-    from jax_longctx.evaluation.agreement_report import markdown
+    from jax_longctx.evaluation.agreement import (
+        attention_agreement,
+        divergences,
+        markdown,
+        scored_states,
+    )
 
     full, *engines = _engines(loaded, [Spec("full"), *chosen])
     tokens = _cut(loaded, text, texts, length)

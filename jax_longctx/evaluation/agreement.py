@@ -5,35 +5,56 @@ scored token: KL(full || method) of the two next-token distributions, in nats, a
 most likely tokens are the same.
 
 Of attention, for the newest queries in every layer and query head, with p full attention's weights
-and A the tokens that the method gives any weight to (`evaluation.attended`): the mass of p that A
+and A the tokens that the method gives any weight to: the mass of p that A
 holds; how many of the k largest p are in A; how many tokens A has; and the entropy
 -sum w ln w of the method's own weights w, at most ln |A|. Each method's queries are its own: what
 was lost in a layer shows in the next.
+
+Weights are told by marks. Attention is linear in the values, and no method chooses what it keeps or
+reads by them. So each layer attends twice: as it is, and with marks for values, in a second cache
+that goes the same ways. A mark is a unit vector of the head's H dimensions: with tokens j0 to
+j0 + H - 1 marked and no others, dimension h of the output is the weight of token j0 + h, whatever
+was evicted, paged or selected in between. Copies of the text in one batch mark a run of H tokens
+each; ceil(S / H) rows give all weights, of every query head of every layer, from what the contract
+says alone. Each pass costs what the method costs, with twice the attention and twice the cache.
+
+A run, as `eval agreement --out` writes it, is a JSON-able record: `method` and `given` settings;
+`kl` and `same`, means of every text; `attention`, a record of every text with `mass`, `recall`,
+`attended` and `entropy` by layer, or None; and of all `length`, `score`, `queries`, `top`.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    CacheShape,
+    LayerContext,
+    Method,
+    MethodInfo,
+    Prompt,
+    Segment,
+    Stage,
+    decode_segment,
+    step_variant,
+)
 from jax_longctx.engine import Engine, programs
+from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.forced import forced_states
 from jax_longctx.engine.likelihood import by_columns
 from jax_longctx.errors import InputError
-from jax_longctx.evaluation.attended import attention_weights, shows_weights
-
-__all__ = [
-    "attention_agreement",
-    "attention_measures",
-    "divergences",
-    "recall",
-    "scored_states",
-    "top_tokens",
-]
+from jax_longctx.evaluation.intervals import bootstrap
+from jax_longctx.evaluation.perplexity import label, pipe_table, shown_interval
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.sharding import axes_field, logical_sharding
 
 
 def scored_states(
@@ -176,3 +197,231 @@ def attention_agreement(
                 done += 1
                 progress(done, total)
     return found
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Marked:
+    """A layer's two caches.
+
+    Attributes:
+      real: the method's own.
+      marks: the method's own, of marks in place of values.
+      position: tokens of text that each row has read.
+      first: the first of each row's H marked tokens.
+      seen: what the newest queries made of the marks, the newest last.
+    """
+
+    real: Any
+    marks: Any
+    position: Int[Array, " B"] = axes_field("batch")
+    first: Int[Array, " B"] = axes_field("batch")
+    seen: Float[Array, "B N Q H"] = axes_field("batch", "heads", None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Marking:
+    """A method that also attends to marks; `queries` of their outputs are kept."""
+
+    method: Method
+    queries: int
+
+    @property
+    def info(self) -> MethodInfo:
+        return self.method.info
+
+    def validate(self, config: ModelConfig) -> None:
+        self.method.validate(config)
+
+    def init_cache(self, shape: CacheShape) -> _Marked:
+        none = jnp.zeros((shape.batch,), jnp.int32)
+        seen = jnp.zeros((shape.batch, shape.num_heads, self.queries, shape.head_dim), jnp.float32)
+        # Two caches: one array may not be donated twice.
+        real, marks = self.method.init_cache(shape), self.method.init_cache(shape)
+        return _Marked(real, marks, none, jnp.zeros_like(none), seen)
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        return self.method.segments(prompt)
+
+    def attend(
+        self, q: Array, k: Array, v: Array, cache: _Marked, segment: Segment, ctx: LayerContext
+    ) -> tuple[Array, Array, _Marked]:
+        group = segment.group(CHUNK_ROWS)
+        # What looks at the text without joining it is no token of it.
+        valid_B = jnp.where(segment.role == "probe", 0, segment.valid_of(CHUNK_ROWS))
+        column_T = jnp.arange(v.shape[1]) - group.start
+        at_BT = cache.position[:, None] + column_T
+        in_text_BT = (column_T >= 0) & (column_T < valid_B[:, None])
+        which_BT = jnp.where(in_text_BT, at_BT - cache.first[:, None], -1)
+        marks_BTH = jax.nn.one_hot(which_BT, v.shape[-1], dtype=v.dtype)
+        marks = jnp.broadcast_to(marks_BTH[:, :, None], v.shape)
+        out, lse, real = self.method.attend(q, k, v, cache.real, segment, ctx)
+        made, _, after = self.method.attend(q, k, marks, cache.marks, segment, ctx)
+        seen = cache.seen
+        if segment.role in ("query", "decode"):
+            last_B111 = (group.start + jnp.maximum(valid_B - 1, 0))[:, None, None, None]
+            newest = jnp.swapaxes(jnp.take_along_axis(made, last_B111, axis=1), 1, 2)
+            moved = jnp.concatenate([seen[:, :, 1:], newest.astype(seen.dtype)], axis=2)
+            seen = jnp.where((valid_B > 0)[:, None, None, None], moved, seen)
+        return out, lse, _Marked(real, after, cache.position + valid_B, cache.first, seen)
+
+    def finish(self, cache: _Marked, ctx: LayerContext, stage: Stage, reserve: int) -> _Marked:
+        real, marks = (
+            self.method.finish(part, ctx, stage, reserve) for part in (cache.real, cache.marks)
+        )
+        return dataclasses.replace(cache, real=real, marks=marks)
+
+    def fork(self, cache: _Marked) -> _Marked:
+        real, marks = (self.method.fork(part) for part in (cache.real, cache.marks))
+        return dataclasses.replace(cache, real=real, marks=marks)
+
+    def read_bytes(self, cache: _Marked, length: int) -> int:
+        return self.method.read_bytes(cache.real, length)
+
+    def step_variant(self, step: int) -> str:
+        return step_variant(self.method, step)
+
+
+def shows_weights(engine: Engine) -> bool:
+    """Whether the method reads a text in its order, so that its weights can be told."""
+    rows = [[0] * 2] * engine.mesh.shape["data"]
+    prompt = engine.prompt("context", engine.slots_for(2), context=rows, question=rows)
+    return not any(segment.spread for segment in engine.method.segments(prompt))
+
+
+def attention_weights(
+    engine: Engine,
+    text: Sequence[int],
+    *,
+    queries: int,
+    score: int | None = None,
+    asked: int = 1,
+    batch: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> Float[np.ndarray, "L N Q S"]:
+    """Every token's weight for the newest queries of a text, in each layer and query head.
+
+    The text is read as in P1 (`evaluation.perplexity`): the last `score` tokens are decoded one by
+    one. The queries are the last `queries` of those that predict one of them, the first of which
+    is the question's last token; tokens after a query have no weight.
+
+    Args:
+      score: as many as `queries` unless given.
+      asked: tokens of the question.
+      batch: copies of the text that are read together.
+      progress: called with (copies read, copies in all).
+
+    Raises:
+      InputError: the text is too short, or the method reads it in parts side by side.
+      CapacityError: the caches of a batch do not fit.
+    """
+    score = queries if score is None else score
+    if not (1 <= queries <= score and asked >= 1 and score + asked < len(text)):
+        raise InputError(
+            f"a text of {len(text)} tokens does not hold {score} to score behind a question of "
+            f"{asked} and some text, or fewer are scored than the {queries} queries that are "
+            f"looked at; ask for fewer"
+        )
+    if not shows_weights(engine):
+        raise InputError("this method reads a text in parts side by side; it shows no weights")
+    batch = -(-batch // engine.mesh.shape["data"]) * engine.mesh.shape["data"]
+    marking = Engine(
+        engine.config,
+        engine.params,
+        # Its metadata are another method's: an attribute of the instance, not of the class.
+        cast(Method, _Marking(engine.method, queries)),
+        engine.mesh,
+        chunk=engine.chunk,
+        memory_limit=engine.memory_limit,
+    )
+    # The last token predicts nothing that is scored.
+    size, fed = engine.config.head_dim, list(text)[:-1]
+    starts = range(0, len(fed), size)
+    blocks = []
+    for begin in range(0, len(starts), batch):
+        firsts = (np.arange(begin, begin + batch) * size).astype(np.int32)
+        seen = _seen(marking, fed, firsts, score, asked)
+        blocks += list(np.moveaxis(seen, 1, 0))
+        if progress is not None:
+            progress(min(begin + batch, len(starts)), len(starts))
+    return np.concatenate(blocks, axis=-1)[..., : len(fed)]
+
+
+def _seen(
+    engine: Engine, fed: list[int], firsts: np.ndarray, score: int, asked: int
+) -> Float[np.ndarray, "L B N Q H"]:
+    """What the newest queries made of the marks; each row is a copy of the text."""
+    setup, rows, prompt = engine.setup, len(firsts), len(fed) - (score - 1)
+    read, question = fed[: prompt - asked], fed[prompt - asked : prompt]
+    reserve = len(fed) - len(read) + 1
+    slots = engine.slots_for(len(fed) + 1)
+    engine.check_capacity(rows, slots, reserve)
+    total = jnp.full((rows,), len(fed) + 1, jnp.int32)
+    sharding = logical_sharding(engine.mesh, ("batch",))
+    caches = tuple(
+        # An array for every layer: they are donated.
+        dataclasses.replace(cache, first=jax.device_put(firsts, sharding))
+        for cache in programs.init_caches(setup, rows, slots, reserve)
+    )
+
+    def run(caches: tuple[Any, ...], segment: Segment) -> tuple[Any, ...]:
+        caches, marker = programs.run_segment(
+            setup, engine.params, caches, segment, total, None, "none"
+        )
+        # No queue longer than one on the device.
+        marker.block_until_ready()
+        return caches
+
+    questions = [question] * rows
+    needed = questions if engine.method.info.needs_question else None
+    for part in engine.method.segments(
+        engine.prompt("context", slots, context=[read] * rows, question=needed)
+    ):
+        caches = run(caches, part)
+    caches = programs.finish_context(setup, caches, total, reserve)
+    for part in engine.method.segments(engine.prompt("question", 0, question=questions)):
+        caches = run(caches, part)
+    if engine.method.info.shrinks:
+        caches = programs.finish_question(setup, caches, total, reserve=bucket(reserve))
+    ones, going = np.ones((rows, 1), np.int32), np.zeros(rows, bool)
+    for step, token in enumerate(fed[prompt:], start=1):
+        tokens = np.full((rows, 1), token, np.int32)
+        variant = step_variant(engine.method, step)
+        caches = run(caches, decode_segment(tokens, ones, going, variant))
+    return np.stack([to_host(cache.seen) for cache in caches])
+
+
+def markdown(runs: Sequence[dict[str, Any]]) -> str:
+    """One line a run: divergence, agreement, and what of full attention's weights is attended."""
+    top = runs[0]["top"]
+    head = ["method", "KL, nats", "same best token, %", "attended tokens", "mass kept, %"]
+    head += [f"recall of the best {top}, %", "entropy, nats"]
+    lines = []
+
+    def mean(run: dict[str, Any], name: str) -> float:
+        return float(np.mean([text[name] for text in run["attention"]]))
+
+    for run in runs:
+        cells = [f"`{label(run)}`", shown_interval(*bootstrap(np.array(run["kl"])), ".4f")]
+        cells.append(shown_interval(*bootstrap(100 * np.array(run["same"])), ".1f"))
+        if run["attention"] is None:
+            cells += ["-"] * 4
+        else:
+            cells += [
+                f"{mean(run, 'attended'):,.1f}",
+                f"{100 * mean(run, 'mass'):.2f}",
+                f"{100 * mean(run, 'recall'):.1f}",
+                f"{mean(run, 'entropy'):.3f}",
+            ]
+        lines.append(cells)
+    run = runs[0]
+    note = (
+        f"{len(run['kl'])} texts of {run['length']:,} tokens, the last {run['score']} decoded; "
+        f"intervals: 95%, bootstrap over texts. "
+    )
+    if any(run["attention"] is not None for run in runs):
+        note += (
+            f"Attention: means over layers, heads and the newest {run['queries']} queries; mass "
+            f"and recall are of full attention's own weights."
+        )
+    return f"{pipe_table(head, lines)}\n{note.rstrip()}\n"

@@ -15,8 +15,6 @@ from jax_longctx.engine.footprint import answering_caches, footprint, read_bytes
 from jax_longctx.engine.programs import Setup
 from jax_longctx.errors import CapacityError, LongctxError
 
-__all__ = ["Work", "answer_batch", "engine_of", "rows_that_fit"]
-
 # Share of the free memory that the caches of a batch are planned for.
 PLANNED = 0.75
 _COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -44,8 +45,6 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.settings import parse_mesh
 from jax_longctx.sharding import make_mesh
-
-__all__ = ["LongctxLM"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class LongctxLM(TemplateLM):
       mesh: devices, e.g. "data=2/tensor=4" (a comma would end the argument).
       prefill_chunk: tokens that a prefill pass takes (`chunk` is a setting of several methods).
       max_length: most tokens of prompt and answer, and of a rolling window; what the model was
-        trained to unless given. Methods that read further are told so here.
+        trained or extended to unless given. Methods that read further are told so here.
       max_gen_toks: of an answer, where the task does not say.
       truncation: leave out the start of prompts that are too long.
       question_tokens: tokens at a prompt's end that are its question; 64 where the method must know
@@ -127,7 +126,9 @@ class LongctxLM(TemplateLM):
         if question_tokens is None:
             question_tokens = QUESTION if self.model.engine.method.info.needs_question else 1
         self.batch_size = int(batch_size)
-        self.max_length = max_length or self.model.config.max_position
+        trained, named = self.model.config.trained_length, self.model.config.max_position
+        # Where nothing limits a model, windows still have the length that its file names.
+        self.max_length = max_length or (named if math.isinf(trained) else int(trained))
         self.max_gen_toks, self.truncation = max_gen_toks, truncation
         self.question_tokens, self.through, self.rolling = question_tokens, through, rolling
         self.sample_seed = sample_seed

@@ -18,12 +18,19 @@ token also in P3 and P4, unless `ahead` asks for what the chunks give, which is 
 
 Intervals are of a bootstrap over texts, and differences are paired: every method reads the same
 texts.
+
+A run, as `eval perplexity --out` writes it, is a JSON-able record: `method`, `given` settings,
+`question`, `ahead`, `score` (tokens), `means` (nll of every text), `windows` (first and last
+position, nll of every text there), `read_seconds` and `score_seconds` of every batch, and `batch`.
 """
 
 import dataclasses
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -32,8 +39,10 @@ from jax_longctx.engine import Engine
 from jax_longctx.engine.forced import States, Through, forced_states
 from jax_longctx.engine.likelihood import gathered
 from jax_longctx.errors import InputError
+from jax_longctx.evaluation.intervals import bootstrap
+from jax_longctx.evaluation.plots import Plot, draw_line, drawing, panels
 
-__all__ = ["Scores", "perplexity", "score_texts", "windows"]
+AHEAD = " \\*"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,4 +152,172 @@ def windows(
     return [
         (first + at, first + at + part.shape[1] - 1, part.mean(1, dtype=np.float64).tolist())
         for at, part in zip(ends, parts, strict=True)
+    ]
+
+
+def cut_texts(
+    documents: Sequence[Sequence[int]], *, count: int, length: int, lead: Sequence[int] = ()
+) -> Int[np.ndarray, "n T"]:
+    """`count` texts of `length` tokens, at even distances, none over the border of a document.
+
+    Args:
+      documents: token ids, without special tokens.
+      lead: begins every text and counts in its length: a beginning-of-text token.
+
+    Raises:
+      InputError: the documents hold fewer such texts.
+    """
+    width = length - len(lead)
+    if width < 1:
+        raise InputError(f"a text of {length} tokens has no room beside its first {len(lead)}")
+    pieces = []
+    for document in documents:
+        held = len(document) // width
+        pieces += [document[i * (len(document) // held) :][:width] for i in range(held)]
+    if not 1 <= count <= len(pieces):
+        longest = max(map(len, documents), default=0)
+        raise InputError(
+            f"{count} texts of {length:,} tokens were asked for; the {len(documents)} documents, "
+            f"the longest of {longest:,} tokens, hold {len(pieces)}: ask for fewer or shorter ones "
+            f"(at least one), or give longer documents"
+        )
+    chosen = [pieces[i * len(pieces) // count] for i in range(count)]
+    return np.array([[*lead, *piece] for piece in chosen], np.int32)
+
+
+def label(run: dict[str, Any]) -> str:
+    """A method, the settings that were given, and the question that it read the text for."""
+    parts = [run["method"], *(f"{key}={value}" for key, value in run["given"].items())]
+    if run.get("question"):
+        parts.append(f"({run['question']})")
+    return " ".join(parts)
+
+
+def markdown(runs: Sequence[dict[str, Any]]) -> str:
+    """One line a run: perplexity with its interval, against full attention, and the time it took.
+
+    Differences are to the first run by full attention, on the same texts; "-" without one.
+    """
+    head = ["method", "perplexity", "mean of texts", "of full attention's", "nats a token more"]
+    head += ["read, s", "scored, ms a token"]
+    lines = []
+    base = next((run for run in runs if run["method"] == "full"), None)
+    for run in runs:
+        means = np.array(run["means"])
+        pooled, low, high = map(_exp, bootstrap(means))
+        name = f"`{label(run)}`" + (AHEAD if run["ahead"] else "")
+        cells = [name, shown_interval(pooled, low, high, ".3f"), f"{_exp(means).mean():.3f}"]
+        if base is None or run is base:
+            cells += ["-", "-"]
+        else:
+            more = bootstrap(means - np.array(base["means"]))
+            ratio, least, most = map(_exp, more)
+            cells += [shown_interval(ratio, least, most, ".4f"), shown_interval(*more, "+.4f")]
+        tokens = run["batch"] * run["score"]
+        cells += [f"{_typical(run['read_seconds']):.1f}"]
+        cells += [f"{1000 * _typical(run['score_seconds']) / tokens:.2f}"]
+        lines.append(cells)
+    notes = [_scope(runs[0])] if runs else []
+    if any(run["ahead"] for run in runs):
+        notes.append(
+            "\\* tokens that were read together chose together what they attend: not predictions."
+        )
+    return "\n".join([pipe_table(head, lines), *notes]) + "\n"
+
+
+def pipe_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _exp(value: Any) -> Any:
+    return np.exp(np.asarray(value, np.float64))
+
+
+def shown_interval(value: float, low: float, high: float, form: str) -> str:
+    """`1.5 [1.2, 1.8]` in a number format; the value alone where the ends are NaN."""
+    if math.isnan(low):
+        return f"{value:{form}}"
+    return f"{value:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """The median of the batches; without the first, which compiles, where there are others."""
+    return float(np.median(seconds[1:] or seconds))
+
+
+def _scope(run: dict[str, Any]) -> str:
+    texts = len(run["means"])
+    kind = "95% by a paired bootstrap over texts" if texts > 1 else "one text has no interval"
+    return (
+        f"{run['protocol']}: {run['score']:,} of {run['length']:,} tokens scored, n = {texts} "
+        f"texts; {kind}. Times are medians of batches of {run['batch']}."
+    )
+
+
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Perplexity over the position of the scored tokens, and its ratio to full attention's."""
+    from matplotlib import ticker
+
+    base = next((run for run in runs if run["method"] == "full"), None)
+    with drawing():
+        figure, axes = panels(1 if base is None or len(runs) == 1 else 2, 1, 7.0, 3.6)
+        for number, run in enumerate(runs):
+            at, curve = _curve(run)
+            name = label(run) + ("*" if run["ahead"] else "")
+            draw_line(axes[0], number, name, at, curve)
+            if len(axes) == 2 and base is not None:
+                draw_line(axes[1], number, name, at, np.array(curve) / np.array(_curve(base)[1]))
+        axes[0].set(ylabel="perplexity", yscale="log")
+        # Plain numbers; those between powers of ten where few of these are in sight.
+        axes[0].yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axes[0].yaxis.set_minor_formatter(ticker.LogFormatter())
+        axes[0].legend(fontsize=7)
+        if len(axes) == 2:
+            axes[1].set_ylabel("ratio to full attention")
+        axes[-1].set_xlabel("position of the scored tokens")
+    path.write_bytes(Plot("perplexity", "", figure).png())
+
+
+def _curve(run: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """The middle of every window and the perplexity in it, pooled over texts."""
+    at = [(first + last) / 2 for first, last, _ in run["windows"]]
+    return at, [perplexity(losses) for _, _, losses in run["windows"]]
+
+
+def perplexity_rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of one run; methods are paired by the number of the text.
+
+    A method that chose by the scored tokens themselves is marked with an asterisk.
+
+    Raises:
+      KeyError, TypeError: `run` is no record of `eval perplexity`.
+    """
+    name = label(dict(run)) + ("*" if run["ahead"] else "")
+    common = {
+        "label": name,
+        "task_label": f"perplexity {run['protocol']}",
+        "length": run["length"],
+        "method": {"name": run["method"], "settings": run["settings"]},
+        "task": {"name": "perplexity", "settings": {"protocol": run["protocol"]}},
+        "metric": f"nats a token of {run['score']:,}",
+        "rows": run["batch"],
+        **{key: run[key] for key in ("device", "mesh", "versions")},
+    }
+    return [
+        common
+        | {
+            "index": index,
+            # Runs of one file read the same texts.
+            "prompt_sha256": f"text {index}",
+            "measures": {"nats a token": mean},
+            "curves": {
+                "perplexity": [
+                    [(first + last) / 2, losses[index], last - first + 1]
+                    for first, last, losses in run["windows"]
+                ]
+            },
+        }
+        for index, mean in enumerate(run["means"])
     ]

@@ -15,8 +15,6 @@ from typing import Any
 
 from jax_longctx.evaluation.summary import BASE, SCORE, Group, Row
 
-__all__ = ["Plot", "curves", "heatmaps", "pareto"]
-
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 _MARKERS = "osD^vPX<>"
 _DASHES = ("-", "--", "-.", ":")
@@ -58,7 +56,7 @@ class Plot:
     def svg(self) -> str:
         """The drawing, with `currentColor` for ink; names are its own within a page."""
         buffer = io.StringIO()
-        with _drawing():
+        with drawing():
             self.figure.savefig(buffer, format="svg", metadata={"Date": None})
         text = buffer.getvalue()
         text = text[text.index("<svg") :].replace(_INK, "currentColor")
@@ -70,7 +68,7 @@ class Plot:
     def png(self) -> bytes:
         """The drawing on white."""
         buffer = io.BytesIO()
-        with _drawing():
+        with drawing():
             self.figure.savefig(buffer, format="png", dpi=150, facecolor="white")
         return buffer.getvalue()
 
@@ -79,14 +77,15 @@ def _slug(name: str) -> str:
     return re.sub(r"\W+", "-", name)
 
 
-def _drawing() -> Any:
+def drawing() -> Any:
+    """A context of this module's style."""
     import matplotlib
 
     matplotlib.use("agg")
     return matplotlib.rc_context(_STYLE)
 
 
-def _panels(count: int, across: int, width: float, height: float) -> tuple[Any, list[Any]]:
+def panels(count: int, across: int, width: float, height: float) -> tuple[Any, list[Any]]:
     """A figure, and as many axes in rows of `across`."""
     from matplotlib.figure import Figure
 
@@ -109,7 +108,7 @@ def heatmaps(rows: Sequence[Row]) -> list[Plot]:
     scored = [r for r in rows if SCORE in r.get("measures", {}) and _depth(r) is not None]
     for task in dict.fromkeys(row["task_label"] for row in scored):
         own = [row for row in scored if row["task_label"] == task]
-        with _drawing():
+        with drawing():
             plots.append(_heatmap(task, own))
     return plots
 
@@ -124,14 +123,14 @@ def _heatmap(task: str, rows: Sequence[Row]) -> Plot:
     depths = sorted({_percent(row) for row in rows})
     methods = list(dict.fromkeys(row["label"] for row in rows))
     if len(lengths) == 1:
-        figure, (axis,) = _panels(1, 1, 1.6 + 0.55 * len(depths), 0.8 + 0.26 * len(methods))
+        figure, (axis,) = panels(1, 1, 1.6 + 0.55 * len(depths), 0.8 + 0.26 * len(methods))
         _cells(axis, rows, methods, depths, lambda row: (row["label"], _percent(row)))
         axis.set_yticks(range(len(methods)), methods)
         axis.set_xticks(range(len(depths)), [f"{depth}%" for depth in depths])
         axis.set_xlabel("depth")
         shown = f"{task} at {lengths[0]:,} tokens: mean score by method and depth"
         return Plot(f"heatmap {task}", shown, figure)
-    figure, axes = _panels(len(methods), PANELS_ACROSS, 2.6, 0.9 + 0.24 * len(depths))
+    figure, axes = panels(len(methods), PANELS_ACROSS, 2.6, 0.9 + 0.24 * len(depths))
     for axis, method in zip(axes, methods, strict=True):
         own = [row for row in rows if row["label"] == method]
         _cells(axis, own, depths, lengths, lambda row: (_percent(row), row["length"]))
@@ -187,8 +186,8 @@ def pareto(group: Group) -> Plot | None:
     drawn = {label: points for label, points in drawn.items() if points}
     if not drawn:
         return None
-    with _drawing():
-        figure, axes = _panels(len(drawn), 3, 3.2, 3.0)
+    with drawing():
+        figure, axes = panels(len(drawn), 3, 3.2, 3.0)
         for axis, (label, points) in zip(axes, drawn.items(), strict=True):
             _points(axis, points, group.methods)
             axis.set_xlabel(label)
@@ -199,11 +198,7 @@ def pareto(group: Group) -> Plot | None:
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         lines = math.ceil(len(labels) / columns)
         figure.set_figheight(figure.get_figheight() + 0.2 * lines)
-    return Plot(
-        f"pareto {group.length}",
-        f"At {group.length:,} tokens.",
-        figure,
-    )
+    return Plot(f"pareto {group.length}", f"At {group.length:,} tokens.", figure)
 
 
 def _points(axis: Any, points: Mapping[str, tuple[float, float]], methods: Sequence[str]) -> None:
@@ -252,15 +247,26 @@ def curves(rows: Sequence[Row]) -> list[Plot]:
             for position, value, weight in row["curves"].get(name, ()):
                 line = lines.setdefault(row["label"], {})
                 line.setdefault(position, []).append((value, weight))
-        with _drawing():
+        with drawing():
             plots.append(_curve(f"{task}, {length:,} tokens", name, lines))
     return plots
+
+
+def draw_line(axis: Any, index: int, method: str, x: Sequence[float], y: Any) -> None:
+    """A method's curve, told from the others by colour, dashes and marks."""
+    style = {
+        "color": _INK if method == BASE else _COLOURS[index % 6],
+        "linestyle": _DASHES[index % 4],
+        "marker": _MARKERS[index % 9],
+    }
+    axis.plot(x, y, label=method, linewidth=1.3, markersize=3.5, **style)
+    axis.grid(visible=True, alpha=0.25, linewidth=0.5, color=_INK)
 
 
 def _curve(
     title: str, name: str, lines: Mapping[str, Mapping[float, Sequence[tuple[float, float]]]]
 ) -> Plot:
-    figure, (axis,) = _panels(1, 1, 6.0, 3.4)
+    figure, (axis,) = panels(1, 1, 6.0, 3.4)
     for index, (method, points) in enumerate(lines.items()):
         places = sorted(points)
         means = [
@@ -270,14 +276,8 @@ def _curve(
         ]
         if name == "perplexity":
             means = [math.exp(mean) for mean in means]
-        style = {
-            "color": _INK if method == BASE else _COLOURS[index % 6],
-            "linestyle": _DASHES[index // 6 % 4],
-            "marker": _MARKERS[index % 9],
-        }
-        axis.plot(places, means, label=method, linewidth=1.3, markersize=3.5, **style)
+        draw_line(axis, index, method, places, means)
     axis.set_xlabel("position in the text, tokens")
     axis.set_ylabel(name)
-    axis.grid(alpha=0.25, linewidth=0.5, color=_INK)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper")
     return Plot(f"curve {name} {title}", f"{name} over the position: {title}", figure)

@@ -147,31 +147,25 @@ def write_report(folder: Path, rows: Sequence[Row], about: About) -> Summary:
 def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """What all rows, or several groups of them, were made with."""
 
-    def several(value: Any) -> str:
-        return ", ".join(dict.fromkeys(value(row) for row in rows if value(row)))
+    def several(key: str) -> str:
+        return ", ".join(dict.fromkeys(shown(row[key]) for row in rows if row.get(key)))
 
-    def versions(row: Mapping[str, Any]) -> str:
-        return ", ".join(f"{name} {number}" for name, number in row.get("versions", {}).items())
+    def shown(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return ", ".join(f"{name} {each}" for name, each in value.items())
+        return str(value)
 
-    def mesh(row: Mapping[str, Any]) -> str:
-        return ", ".join(f"{axis} {size}" for axis, size in row.get("mesh", {}).items())
-
+    by_layer = any(row.get("by_layer") for row in rows)
     facts = [
-        ("model", several(lambda row: str(row.get("checkpoint", "")))),
-        ("dtype", several(lambda row: str(row.get("dtype", "")))),
-        ("device", several(lambda row: str(row.get("device", "")))),
-        ("mesh", several(mesh)),
+        ("model", several("checkpoint")),
+        *((key, several(key)) for key in ("dtype", "device", "mesh")),
         ("prompts", "chat template" if rows[0].get("chat") else "plain completion"),
-        ("programs", several(_by_layer)),
-        ("seed", several(lambda row: str(row.get("seed", "")))),
-        ("versions", several(versions)),
+        ("programs", "one a layer, to compile less, so that times are too long" * by_layer),
+        ("seed", ", ".join(dict.fromkeys(str(row["seed"]) for row in rows if "seed" in row))),
+        ("versions", several("versions")),
         ("rows", f"{len(rows):,}"),
     ]
     return [(name, value) for name, value in facts if value]
-
-
-def _by_layer(row: Row) -> str:
-    return "one a layer, to compile less, so that times are too long" * bool(row.get("by_layer"))
 
 
 def _write(path: Path, content: str | bytes) -> None:

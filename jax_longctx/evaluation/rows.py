@@ -27,8 +27,6 @@ from typing import IO, Any
 from jax_longctx.batch import lines
 from jax_longctx.errors import InputError
 
-__all__ = ["Key", "RowStore", "key_of", "read_rows"]
-
 FORMAT = 1
 NAME = "rows.jsonl"
 
@@ -133,10 +131,6 @@ def _was_short(row: Mapping[str, Any]) -> bool:
     return bool(row.get("short_of_memory"))
 
 
-def _key_and_prompt(row: Mapping[str, Any]) -> tuple[Key, str | None]:
-    return key_of(row), row.get("prompt_sha256")
-
-
 def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
     """The rows of a folder, and of others of the same model; one that several hold counts once.
 
@@ -167,7 +161,7 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
                     f"is of one model, asked in one way: write one of each"
                 )
         for row in rows:
-            key = _key_and_prompt(row)
+            key = key_of(row), row.get("prompt_sha256")
             if key not in joined or _was_short(joined[key]):
                 joined[key] = row
     return list(joined.values())

@@ -6,8 +6,10 @@ caches of one size, whatever their task, so that a method's programs are compile
 unit of work is a batch: its rows are on the disk before the next one begins.
 """
 
+import array
 import dataclasses
 import functools
+import hashlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,20 +18,99 @@ from typing import Any
 import jax
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import available_bytes
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import ConfigError
+from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.compute import Work, answer_batch, engine_of, rows_that_fit
 from jax_longctx.evaluation.config import Cell, EvalConfig
-from jax_longctx.evaluation.prompts import Drawn, Prompt, draw
 from jax_longctx.evaluation.rows import Key, RowStore, key_of
 from jax_longctx.evaluation.specs import Spec
-from jax_longctx.evaluation.tasks import Task, describe, make_task
+from jax_longctx.evaluation.tasks import Sample, Task, describe, make_task
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.text import PromptLayout, chat_layout
+from jax_longctx.text import PromptLayout, Tokenizer, chat_layout
 
-__all__ = ["Progress", "check_config", "run_eval"]
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One sample in tokens: the context, with a beginning-of-text token, and what is asked of it.
+
+    Attributes:
+      question: the sample's query and the start of its answer, tokenised on their own; methods
+        that need the question while they read are given it whole.
+      sha256: of the text, context and question.
+      refused: why no method is given it.
+    """
+
+    sample: Sample
+    context: Sequence[int]
+    question: Sequence[int]
+    sha256: str
+    refused: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """The prompts of one task and length; `refused` says why those that are missing are."""
+
+    task: Task
+    prompts: list[Prompt]
+    refused: str | None = None
+
+    @property
+    def usable(self) -> list[Prompt]:
+        """Those that are not refused."""
+        return [prompt for prompt in self.prompts if prompt.refused is None]
+
+    @property
+    def reserve(self) -> int:
+        """Tokens that question and answer take at most."""
+        return max((len(prompt.question) for prompt in self.usable), default=0) + self.task.max_new
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context."""
+        return max((len(prompt.context) for prompt in self.usable), default=0)
+
+
+def draw(
+    task: Task, tokenizer: Tokenizer, layout: PromptLayout, *, tokens: int, trials: int, seed: int
+) -> Drawn:
+    """`trials` prompts of at most `tokens` tokens, the layout's own words and the answer included.
+
+    With a chat's layout the start of the answer stands after the header of the answer. A task
+    whose prompts come from a file may have fewer, and longer ones, which are refused.
+
+    Raises:
+      InputError: the text or file that the task reads cannot be used.
+    """
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    room = tokens - count(layout.before) - count(layout.after)
+    prompts: list[Prompt] = []
+    try:
+        for sample in task.samples(count, tokens=room, trials=trials, seed=seed):
+            prompts.append(_prompt(sample, tokenizer, layout, room))
+    except LengthError as error:
+        return Drawn(task, prompts, " ".join(str(error).split()))
+    return Drawn(task, prompts)
+
+
+def _prompt(sample: Sample, tokenizer: Tokenizer, layout: PromptLayout, room: int) -> Prompt:
+    context = layout.before + sample.context
+    question = sample.query + layout.after + sample.answer_prefix
+    refused = None
+    if sample.length > room:
+        refused = f"the prompt has {sample.length:,} tokens, {room:,} were asked for; it is not cut"
+    return Prompt(
+        sample,
+        # Four bytes a token: a list would take eight, and keep every number beside.
+        array.array("i", tokenizer.encode(context, bos=True)),
+        array.array("i", tokenizer.encode(question)),
+        hashlib.sha256(f"{context}\0{question}".encode()).hexdigest(),
+        refused,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,27 +174,22 @@ def run_eval(
     check_config(config)
     memory = available_bytes(model.engine.mesh)
     leader = _Leader(model, config, output, dict(facts), memory, progress)
-    engines: dict[str, Engine] = {}
+    engine, given = model.engine, None
     found: list[dict[str, Any]] | None = None
     try:
         while (message := from_leader(functools.partial(leader.next, found))) is not None:
             work = Work(**message)
-            found = answer_batch(model, _engine(engines, model, work), work)
+            if given != (work.method, work.settings):
+                given = work.method, work.settings
+                if not model.engine.setup.by_layer:
+                    # Of 30 tiny layers a method's programs take some 225 MB of the host's memory.
+                    # By their 1,100 mappings `limit_mappings` would keep those of 28 methods.
+                    jax.clear_caches()
+                engine = engine_of(model, make_method(*given))
+            found = answer_batch(model, engine, work)
     finally:
         leader.work.close()
     return leader.store.rows if is_leader() else None
-
-
-def _engine(engines: dict[str, Engine], model: LongContext, work: Work) -> Engine:
-    """The engine of the batch's method; the newest alone is kept."""
-    key = repr((work.method, work.settings))
-    if key not in engines:
-        engines.clear()
-        if not model.engine.setup.by_layer:
-            # A method's whole programs take some hundred megabytes of the host's memory.
-            jax.clear_caches()
-        engines[key] = engine_of(model, make_method(work.method, work.settings))
-    return engines[key]
 
 
 class _Leader:
@@ -136,10 +212,6 @@ class _Leader:
             (cell.task, cell.length): make_task(cell.task.name, cell.task.at(cell.length))
             for cell in self.cells
         }
-        self.settings = {
-            key: {name: getattr(task, name) for name in _setting_names(task.name)}
-            for key, task in self.tasks.items()
-        }
         # The batch at hand.
         self.batch: list[_Job] = []
         self.work = self._work()
@@ -147,9 +219,7 @@ class _Leader:
     def next(self, found: list[dict[str, Any]] | None) -> dict[str, Any] | None:
         """Takes the rows of the batch it gave last, and gives the next; None at the end."""
         if found is not None:
-            self._add(
-                [_scored(job, row) for job, row in zip(self.batch, found, strict=True)],
-            )
+            self._add([_scored(job, row) for job, row in zip(self.batch, found, strict=True)])
         work = next(self.work, None)
         return None if work is None else dataclasses.asdict(work)
 
@@ -173,13 +243,20 @@ class _Leader:
                 self.store.check_prompt(self._key(cell, prompt.sample.index), prompt.sha256)
         for prompts in drawn.values():
             if prompts.refused is not None:
-                self._refuse_undrawn(
-                    prompts, [cell for cell in cells if drawn[cell.task] is prompts]
+                # A row for each prompt that could not be drawn, under every method.
+                self._add(
+                    [
+                        self._base(cell, index) | {"refused": prompts.refused}
+                        for cell in cells
+                        if drawn[cell.task] is prompts
+                        for index in range(len(prompts.prompts), cell.trials)
+                        if self._key(cell, index) not in self.store
+                    ]
                 )
         reserve = max(prompts.reserve for prompts in drawn.values())
         slots = max(prompts.longest for prompts in drawn.values()) + reserve + 1
         for method, own in itertools.groupby(cells, lambda cell: cell.method):
-            self._doing(f"{method.label}, {length:,} tokens")
+            self._tell(doing=f"{method.label}, {length:,} tokens")
             jobs = [
                 _Job(cell, drawn[cell.task].task, prompt, self._base(cell, prompt.sample.index))
                 for cell in own
@@ -192,9 +269,9 @@ class _Leader:
     ) -> Iterator[Work]:
         """The batches of one method that are not done."""
         left = [job for job in jobs if key_of(job.base) not in self.store]
-        refused = [job for job in left if job.refused]
-        self._add([_scored(job, {"refused": job.prompt.refused}) for job in refused])
-        left = [job for job in left if not job.refused]
+        reasons = [(job, job.prompt.refused) for job in left if job.prompt.refused]
+        self._add([_scored(job, {"refused": reason}) for job, reason in reasons])
+        left = [job for job in left if not job.prompt.refused]
         if not left:
             return
         settings = method.at(length)
@@ -204,8 +281,7 @@ class _Leader:
             self._add([_scored(job, {"refused": str(error)}) for job in left])
             return
         # Of all jobs, so that a run that goes on has the shapes of one that was not ended.
-        most = max(len(group) for group in _alike(jobs))
-        most = min(self.config.run.batch, most)
+        most = min(self.config.run.batch, max(map(len, _alike(jobs))))
         rows = rows_that_fit(engine, most, slots, reserve, self.memory)
         for group in _alike(left):
             for start in range(0, len(group), rows):
@@ -228,7 +304,7 @@ class _Leader:
             trials[cell.task] = max(cell.trials, trials.get(cell.task, 0))
         drawn = {}
         for spec, count in trials.items():
-            self._doing(f"drawing {spec.label}, {length:,} tokens")
+            self._tell(doing=f"drawing {spec.label}, {length:,} tokens")
             drawn[spec] = draw(
                 self.tasks[spec, length],
                 self.model.tokenizer,
@@ -241,31 +317,18 @@ class _Leader:
             # A file may have fewer prompts than were asked for.
             if drawn[cell.task].refused is None:
                 short = max(cell.trials - len(drawn[cell.task].prompts), 0)
-                total = self.progress.total - short
-                self.progress = dataclasses.replace(self.progress, total=total)
+                self.progress = dataclasses.replace(
+                    self.progress, total=self.progress.total - short
+                )
         return drawn
-
-    def _refuse_undrawn(self, drawn: Drawn, cells: list[Cell]) -> None:
-        """A row for each prompt that could not be drawn, under every method."""
-        self._add(
-            [
-                self._base(cell, index) | {"refused": drawn.refused}
-                for cell in cells
-                for index in range(len(drawn.prompts), cell.trials)
-                if self._key(cell, index) not in self.store
-            ]
-        )
 
     def _add(self, rows: list[dict[str, Any]]) -> None:
         if rows:
             self.store.add(rows)
-        done = self.progress.done + len(rows)
-        self.progress = dataclasses.replace(self.progress, done=done)
-        if self.report is not None:
-            self.report(self.progress)
+        self._tell(done=self.progress.done + len(rows))
 
-    def _doing(self, doing: str) -> None:
-        self.progress = dataclasses.replace(self.progress, doing=doing)
+    def _tell(self, **changed: Any) -> None:
+        self.progress = dataclasses.replace(self.progress, **changed)
         if self.report is not None:
             self.report(self.progress)
 
@@ -283,7 +346,7 @@ class _Leader:
             "length": length,
             "index": index,
             "method": settings_of(make_method(cell.method.name, cell.method.at(length))),
-            "task": {"name": cell.task.name, "settings": self.settings[cell.task, cell.length]},
+            "task": {"name": cell.task.name, "settings": _settings(task)},
             "metric": task.metric,
             "seed": self.config.run.seed,
             **self.facts,
@@ -314,10 +377,6 @@ class _Job:
     prompt: Prompt
     base: dict[str, Any]
 
-    @property
-    def refused(self) -> bool:
-        return self.prompt.refused is not None
-
 
 def _alike(jobs: Sequence[_Job]) -> list[list[_Job]]:
     """Jobs whose answers end alike, so that they may share a batch; the longest first."""
@@ -344,6 +403,6 @@ def _scored(job: _Job, row: dict[str, Any]) -> dict[str, Any]:
     return job.base | about | row | {"measures": measures}
 
 
-def _setting_names(task: str) -> list[str]:
-    settings: Any = describe(task)["settings"]
-    return list(settings)
+def _settings(task: Task) -> dict[str, Any]:
+    settings: Any = describe(task.name)["settings"]
+    return {name: getattr(task, name) for name in settings}

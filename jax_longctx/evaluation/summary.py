@@ -81,8 +81,23 @@ class Group:
     tasks: list[str]
     scores: dict[tuple[str, str], Score]
     costs: dict[str, Cost]
-    means: dict[str, float]
     settings: dict[str, dict[str, Any]]
+
+    def score(self, method: str, task: str) -> Estimate | None:
+        """Of that method on that task; None where there is none."""
+        cell = self.scores.get((method, task))
+        return cell.score if cell is not None else None
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Over tasks, of methods that have a score on all tasks that any method has one on."""
+        scored = [t for t in self.tasks if any(self.score(method, t) for method in self.methods)]
+        means = {}
+        for method in self.methods:
+            own = [found for task in scored if (found := self.score(method, task)) is not None]
+            if scored and len(own) == len(scored):
+                means[method] = statistics.fmean(found.mean for found in own)
+        return means
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,27 +149,8 @@ def _group(length: int, rows: Sequence[Row]) -> Group:
         tasks,
         scores,
         {method: _cost([row for row in rows if row["label"] == method]) for method in methods},
-        _means(methods, tasks, scores),
         {row["label"]: row["method"] for row in rows},
     )
-
-
-def _means(
-    methods: Sequence[str], tasks: Sequence[str], scores: Mapping[tuple[str, str], Score]
-) -> dict[str, float]:
-    """The mean over tasks, of methods that have a score on all tasks that any method has one on."""
-
-    def found(method: str, task: str) -> Estimate | None:
-        cell = scores.get((method, task))
-        return cell.score if cell is not None else None
-
-    scored = [task for task in tasks if any(found(method, task) for method in methods)]
-    means = {}
-    for method in methods:
-        own = [estimate for task in scored if (estimate := found(method, task)) is not None]
-        if scored and len(own) == len(scored):
-            means[method] = statistics.fmean(estimate.mean for estimate in own)
-    return means
 
 
 def _score(rows: Sequence[Row], base: Sequence[Row]) -> Score:
@@ -170,21 +166,19 @@ def _score(rows: Sequence[Row], base: Sequence[Row]) -> Score:
 
 
 def _measure(rows: Sequence[Row], base: Sequence[Row], name: str) -> Measure:
+    """Scores have the intervals of right and wrong answers, other measures a bootstrap's."""
     mine, theirs = _by_prompt(rows, name), _by_prompt(base, name)
     shared = [prompt for prompt in mine if prompt in theirs]
     first, second = ([values[prompt] for prompt in shared] for values in (mine, theirs))
-    difference = None
-    if shared and name == SCORE:
-        mean = statistics.fmean(a - b for a, b in zip(first, second, strict=True))
-        difference = Estimate(mean, *paired_interval(first, second), len(shared))
-    elif shared:
-        difference = Estimate(*bootstrap(np.subtract(first, second)), len(shared))
-    values = list(mine.values())
+    values, more = list(mine.values()), np.subtract(first, second)
     if name == SCORE:
-        return Measure(
-            Estimate(statistics.fmean(values), *mean_interval(values), len(values)), difference
-        )
-    return Measure(Estimate(*bootstrap(np.asarray(values, np.float64)), len(values)), difference)
+        found = statistics.fmean(values), *mean_interval(values)
+        apart = (float(more.mean()), *paired_interval(first, second)) if shared else None
+    else:
+        found = bootstrap(np.asarray(values, np.float64))
+        apart = bootstrap(more) if shared else None
+    difference = None if apart is None else Estimate(*apart, len(shared))
+    return Measure(Estimate(*found, len(values)), difference)
 
 
 def _by_prompt(rows: Sequence[Row], name: str) -> dict[tuple[int, str], float]:

@@ -56,8 +56,9 @@ def _name(text: str, *notes: str) -> Cell:
 
 def score_table(group: Group, summary: Summary) -> Table:
     """Methods by tasks at one length."""
-    tasks = [task for task in group.tasks if any(_has_score(group, m, task) for m in group.methods)]
-    weak = {task for task in tasks if not _is_telling(group.scores.get((BASE, task)))}
+    tasks = [task for task in group.tasks if any(group.score(m, task) for m in group.methods)]
+    bases = {task: group.score(BASE, task) for task in tasks}
+    weak = {task for task, base in bases.items() if base is None or base.mean < ENOUGH}
     head = [_name("method"), Cell("mean")]
     for task in tasks:
         notes = (_count(group, task), summary.metrics[task], *(["†"] if task in weak else []))
@@ -69,20 +70,7 @@ def score_table(group: Group, summary: Summary) -> Table:
         for task in tasks:
             row.append(_score_cell(group.scores.get((method, task)), task in weak))
         rows.append(row)
-    return Table(
-        f"At {group.length:,} tokens",
-        head,
-        rows,
-    )
-
-
-def _has_score(group: Group, method: str, task: str) -> bool:
-    cell = group.scores.get((method, task))
-    return cell is not None and cell.score is not None
-
-
-def _is_telling(base: Score | None) -> bool:
-    return base is not None and base.score is not None and base.score.mean >= ENOUGH
+    return Table(f"At {group.length:,} tokens", head, rows)
 
 
 def _count(group: Group, task: str) -> str:
@@ -132,11 +120,8 @@ def cost_table(group: Group) -> Table:
                 Cell(NOTHING if cost.rows is None else str(cost.rows)),
             ]
         )
-    return Table(
-        f"At {group.length:,} tokens",
-        [_name("method"), *map(Cell, names), Cell("rows a batch")],
-        rows,
-    )
+    head = [_name("method"), *map(Cell, (*names, "rows a batch"))]
+    return Table(f"At {group.length:,} tokens", head, rows)
 
 
 def _bytes(value: float | None, base: float | None) -> Cell:
@@ -223,8 +208,8 @@ def lengths_table(rows: Sequence[Row]) -> Table:
     for method in summary.methods:
         cells = []
         for group in summary.groups:
-            scores = [score.score for (own, _), score in group.scores.items() if own == method]
-            found = scores[0] if scores else None
+            (task,) = group.tasks
+            found = group.score(method, task)
             notes = (*_interval(found, ".0f"), f"n={found.count}") if found else ()
             cells.append(Cell(f"{found.mean:.0f}" if found else NOTHING, notes))
         lines.append([_name(method), *cells])

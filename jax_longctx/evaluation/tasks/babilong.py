@@ -23,7 +23,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from jax_longctx.evaluation.haystack import open_haystack
-from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, fixed
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 
 INTRO = (
     "A few facts are spread over the text in the context below, which is about other things. "
@@ -193,7 +193,7 @@ _QUESTIONS: dict[str, Callable[[_World], list[tuple[str, str]]]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Babilong(PlainTask):
+class Babilong(Task):
     """BABILong: questions about a small story whose facts are spread over a long text.
 
     Attributes:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 
 from jax_longctx.evaluation.haystack import most_units
-from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, at_least, fixed
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task, at_least, fixed
 from jax_longctx.evaluation.tasks.words import Growing, word_stream
 
 RULES = (
@@ -30,7 +30,7 @@ _LISTED = re.compile(r"^Name of key: (\S+)$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChainOfKey(PlainTask):
+class ChainOfKey(Task):
     """Chain-of-key: how far a chain of listed keys goes on without a break.
 
     Attributes:

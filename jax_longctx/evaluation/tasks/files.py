@@ -24,7 +24,7 @@ from typing import Any
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import Fitted, read_file
 from jax_longctx.evaluation.metrics import normalize, rouge, string_match_part, token_f1
-from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, fixed
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 
 _LETTERS = string.ascii_uppercase
 QA = "Answer the question from the text above. Give the answer alone, as short as it can be."
@@ -325,7 +325,7 @@ SCORES: dict[str, Score] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FileTask(PlainTask):
+class FileTask(Task):
     """A published benchmark's own file: its prompts, its metric.
 
     Attributes:

@@ -15,13 +15,13 @@ import dataclasses
 import html
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.haystack import most_units
 from jax_longctx.evaluation.metrics import normalize
-from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, fixed
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, VERBS, invented_name
 
 # What a blank cell is in a table of results.
@@ -122,12 +122,31 @@ class Page:
         )
 
     def _written(self, number: int) -> str:
-        write = {"table": _as_table, "blocks": _as_blocks, "list": _as_list}[self.layout]
-        cells = [
-            ["" if cell == BLANK else html.escape(cell) for cell in cells]
-            for cells in self.records(number)
-        ]
-        return "\n".join(write(self.columns, cells, [f"c{each}" for each in self._classes]))
+        """The records, in the page's layout."""
+        columns, styles = self.columns, [f"c{each}" for each in self._classes]
+        lines = []
+        for record in self.records(number):
+            cells = ["" if cell == BLANK else html.escape(cell) for cell in record]
+            if self.layout == "table":
+                inner = "".join(
+                    f'<td class="{style}">{cell}</td>'
+                    for style, cell in zip(styles[2:], cells, strict=False)
+                )
+                lines.append(f'<tr class="{styles[1]}">{inner}</tr>')
+            elif self.layout == "blocks":
+                lines.append(f'<div class="{styles[0]}"><h3 class="{styles[1]}">{cells[0]}</h3>')
+                for style, column, cell in zip(styles[2:], columns[1:], cells[1:], strict=False):
+                    lines.append(f'<div class="{style}"><b>{column}:</b> <span>{cell}</span></div>')
+                lines.append("</div>")
+            else:
+                lines.append(f'<dl class="{styles[0]}">')
+                for style, column, cell in zip(styles[1:], columns, cells, strict=False):
+                    lines.append(f'<dt>{column}</dt><dd class="{style}">{cell}</dd>')
+                lines.append("</dl>")
+        if self.layout == "table":
+            head = "".join(f"<th>{column}</th>" for column in columns)
+            lines = [f'<table class="{styles[0]}">', f"<tr>{head}</tr>", *lines, "</table>"]
+        return "\n".join(lines)
 
     def _piece(self) -> str:
         """One more piece of what pages are full of."""
@@ -146,40 +165,6 @@ class Page:
         return draw.choice(kinds)
 
 
-def _as_table(
-    columns: Sequence[str], records: Sequence[Sequence[str]], classes: Sequence[str]
-) -> Iterator[str]:
-    yield f'<table class="{classes[0]}">'
-    yield "<tr>" + "".join(f"<th>{column}</th>" for column in columns) + "</tr>"
-    for cells in records:
-        inner = "".join(
-            f'<td class="{style}">{cell}</td>'
-            for style, cell in zip(classes[2:], cells, strict=False)
-        )
-        yield f'<tr class="{classes[1]}">{inner}</tr>'
-    yield "</table>"
-
-
-def _as_blocks(
-    columns: Sequence[str], records: Sequence[Sequence[str]], classes: Sequence[str]
-) -> Iterator[str]:
-    for name, *cells in records:
-        yield f'<div class="{classes[0]}"><h3 class="{classes[1]}">{name}</h3>'
-        for style, column, cell in zip(classes[2:], columns[1:], cells, strict=False):
-            yield f'<div class="{style}"><b>{column}:</b> <span>{cell}</span></div>'
-        yield "</div>"
-
-
-def _as_list(
-    columns: Sequence[str], records: Sequence[Sequence[str]], classes: Sequence[str]
-) -> Iterator[str]:
-    for cells in records:
-        yield f'<dl class="{classes[0]}">'
-        for style, column, cell in zip(classes[1:], columns, cells, strict=False):
-            yield f'<dt>{column}</dt><dd class="{style}">{cell}</dd>'
-        yield "</dl>"
-
-
 INTRO = "Below is the source of a web page that lists records. It is to be made a table of.\n\n"
 FORMAT = (
     "Write the {what} of the page above as tab-separated values with the columns {columns}. One "
@@ -190,7 +175,7 @@ _FENCED = re.compile(r"```tsv([\s\S]*)```")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HtmlTsv(PlainTask):
+class HtmlTsv(Task):
     """HTML to TSV: a made-up page's records as a table.
 
     Attributes:

@@ -14,7 +14,7 @@ import random
 from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.haystack import open_haystack
 from jax_longctx.evaluation.metrics import clean, needlebench, rouge, string_match_all
-from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, at_least, fixed
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task, at_least, fixed
 from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, invented_name
 
 ONE = (
@@ -62,7 +62,7 @@ def draw_facts(draw: random.Random, number: int, text: str) -> list[Fact]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NiahSingle(PlainTask):
+class NiahSingle(Task):
     """Needle in a haystack: where one thing is kept, hidden at every depth of a text.
 
     Attributes:
@@ -102,7 +102,7 @@ class NiahSingle(PlainTask):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NiahMulti(PlainTask):
+class NiahMulti(Task):
     """Needles in a haystack: where several things are kept, asked for all together.
 
     Attributes:

@@ -13,7 +13,7 @@ import random
 from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.haystack import Filled, Haystack, open_haystack
 from jax_longctx.evaluation.metrics import clean, exact_first_int
-from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, fixed
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 
 SENTENCE = "The pass key is {key}. Remember it. {key} is the pass key."
 STEM = "\n\nThe pass key is"
@@ -35,7 +35,7 @@ def hide_key(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Passkey(PlainTask):
+class Passkey(Task):
     """A five-digit number hidden in a text: is it found at every depth?
 
     Attributes:

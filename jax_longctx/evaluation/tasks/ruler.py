@@ -28,11 +28,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import scipy.special
-
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.haystack import Filled, Fitted, Haystack, most_units, open_haystack
-from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, fixed
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, Growing, word_stream
 
 NEEDLE = "A secret {kind} assigned to {key} is: {value}."
@@ -43,7 +41,7 @@ Kind = Literal["words", "number", "uuid"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RulerNiah(PlainTask):
+class RulerNiah(Task):
     """RULER's needles: the values of keys that are hidden in a text.
 
     Attributes:
@@ -198,7 +196,7 @@ EXAMPLE_TOKENS = 500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VariableTracking(PlainTask):
+class VariableTracking(Task):
     """RULER's variable tracking: the names that a value is handed on to.
 
     Attributes:
@@ -293,7 +291,7 @@ SHORT = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommonWords(PlainTask):
+class CommonWords(Task):
     """RULER's common words extraction: the words that a long list repeats most.
 
     Attributes:
@@ -355,7 +353,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrequentWords(PlainTask):
+class FrequentWords(Task):
     """RULER's frequent words extraction: the words a coded text has most of.
 
     Attributes:
@@ -375,6 +373,9 @@ class FrequentWords(PlainTask):
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
         """A coded text as long as there is room."""
+        # Late: tasks are listed and named without numpy.
+        import scipy.special
+
         query, prefix = FREQUENT.format(number=3), FREQUENT_ARE.format(number=3)
         coded = _names(draw, max(tokens // 50, 5), string.ascii_lowercase, 6)
         order, scale = draw.random(), float(scipy.special.zeta(self.alpha))

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import most_units, read_file
 from jax_longctx.evaluation.metrics import best_token_f1, clean, string_match_part
-from jax_longctx.evaluation.tasks.task import Count, PlainTask, Sample, fixed
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 from jax_longctx.evaluation.tasks.words import NOUNS, invented_name
 
 QA_SYN = "qa_syn"
@@ -160,7 +160,7 @@ INTRO = "Some of the documents below answer a question that comes after them.\n\
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RulerQA(PlainTask):
+class RulerQA(Task):
     """RULER's questions about documents: is the one that answers found among the others?
 
     Attributes:

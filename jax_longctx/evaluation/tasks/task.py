@@ -8,7 +8,7 @@ answers without a model.
 import dataclasses
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.haystack import Filled, Fitted, source_name
@@ -54,68 +54,21 @@ def fixed(value: Any) -> Any:
     return dataclasses.field(default=value, metadata={"fixed": True})
 
 
-@runtime_checkable
-class Task(Protocol):
-    """A kind of prompt."""
-
-    @property
-    def name(self) -> str:
-        """On the command line."""
-        ...
-
-    @property
-    def label(self) -> str:
-        """In tables: the name, behind an @ the text that stands in for the published task's."""
-        ...
-
-    @property
-    def metric(self) -> str:
-        """What a score means, for the head of a table."""
-        ...
-
-    @property
-    def max_new(self) -> int:
-        """Most tokens of an answer."""
-        ...
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """Strings that end an answer."""
-        ...
-
-    def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
-        """`trials` prompts of at most `tokens` tokens, the same ones for the same arguments.
-
-        Prompt `i` depends on the seed and `i` alone, not on how many are drawn. A task whose
-        prompts come from a user's file has at most as many as the file, each as long as it is:
-        one that is longer than `tokens` says so by its length and is never cut.
-
-        Raises:
-          LengthError: `tokens` are too few for the task's words, or more than it can fill.
-          InputError: the text or file that the task reads cannot be used.
-        """
-        ...
-
-    def score(self, answer: str, sample: Sample) -> float:
-        """What the answer, as the model gave it, is worth, from 0 to 100."""
-        ...
-
-    def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """Further figures of the same answer by name, from 0 to 100; most tasks have none."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainTask:
-    """What most tasks have in common; they say how one sample is drawn.
+class Task:
+    """A kind of prompt: a subclass has its settings as fields and says how one sample is drawn.
 
     Settings that are whole numbers are at least 1.
 
     Attributes:
+      name: on the command line.
+      metric: what a score means, for the head of a table.
+      stop: strings that end an answer.
       published: the text of the published task, which the label does not name.
     """
 
     name: str = fixed("")
+    metric: str = fixed("")
     stop: tuple[str, ...] = fixed(())
     published: str = fixed("")
 
@@ -132,12 +85,21 @@ class PlainTask:
 
     @property
     def label(self) -> str:
-        """The name, and behind an @ the text or file where it is not the published one."""
+        """In tables: the name, and behind an @ the text or file that is not the published one."""
         source = getattr(self, "haystack", "") or getattr(self, "file", "")
         return self.name if source in ("", self.published) else f"{self.name}@{source_name(source)}"
 
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
-        """See `Task`. Each prompt has random numbers of its own: no other prompt moves them."""
+        """`trials` prompts of at most `tokens` tokens, the same ones for the same arguments.
+
+        Prompt `i` depends on the seed and `i` alone, not on how many are drawn. A task whose
+        prompts come from a user's file has at most as many as the file, each as long as it is:
+        one that is longer than `tokens` says so by its length and is never cut.
+
+        Raises:
+          LengthError: `tokens` are too few for the task's words, or more than it can fill.
+          InputError: the text or file that the task reads cannot be used.
+        """
         for index in range(trials):
             draw = random.Random(f"{self.name}/{seed}/{tokens}/{index}")
             yield self.sample(count, draw, index, tokens)
@@ -165,11 +127,14 @@ class PlainTask:
         return Sample(index, context.text, query, answer_prefix, tuple(outputs), length, meta)
 
     def score(self, answer: str, sample: Sample) -> float:
-        """The share of the right answers that the answer names."""
+        """What the answer, as the model gave it, is worth, from 0 to 100.
+
+        The share of the right answers that it names, unless the task says otherwise.
+        """
         return string_match_all(clean(answer, self.stop), sample.outputs)
 
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """None."""
+        """Further figures of the same answer by name, from 0 to 100; most tasks have none."""
         return {}
 
 

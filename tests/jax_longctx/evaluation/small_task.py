@@ -3,13 +3,13 @@
 import dataclasses
 
 from jax_longctx.errors import LengthError
-from jax_longctx.evaluation.tasks import Sample
+from jax_longctx.evaluation.tasks import Sample, Task
 
 LEAST = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SmallTask:
+class SmallTask(Task):
     """Counts the letters of an answer.
 
     Attributes:
@@ -20,14 +20,12 @@ class SmallTask:
 
     name: str = dataclasses.field(default="small", metadata={"fixed": True})
     metric: str = dataclasses.field(default="letters", metadata={"fixed": True})
-    stop: tuple[str, ...] = dataclasses.field(default=(), metadata={"fixed": True})
     graded: bool = False
     stored: int = 0
     max_new: int = 4
 
-    @property
-    def label(self):
-        return self.name
+    def __post_init__(self):
+        """No setting is too small."""
 
     def samples(self, count, *, tokens, trials, seed):
         if tokens < LEAST:

@@ -11,13 +11,14 @@ from jax_longctx.errors import InputError
 from jax_longctx.evaluation.agreement import (
     attention_agreement,
     attention_measures,
+    attention_weights,
     divergences,
+    markdown,
     recall,
     scored_states,
+    shows_weights,
     top_tokens,
 )
-from jax_longctx.evaluation.agreement_report import markdown
-from jax_longctx.evaluation.attended import attention_weights, shows_weights
 from jax_longctx.methods import METHODS, SnapKV, StreamingLLM, make_method
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import logging
+import math
 import subprocess
 import sys
 import tomllib
@@ -293,6 +294,14 @@ def test_arguments_that_do_not_fit_are_named(checkpoint, arguments, message):
 def test_a_loaded_model_takes_no_second_method(loaded):
     with pytest.raises(ConfigError, match="has its method"):
         LongctxLM(loaded, "full")
+
+
+@pytest.mark.parametrize(("trained", "most"), [(1024.0, 1024), (math.inf, 256)])
+def test_the_longest_request_is_what_the_model_was_extended_to(loaded, monkeypatch, trained, most):
+    """`yarn` and `linear` go beyond `max_position`; where nothing limits a model, that is left."""
+    monkeypatch.setattr(jax_longctx.ModelConfig, "trained_length", property(lambda self: trained))
+    assert model_of(loaded).max_length == most
+    assert model_of(loaded, max_length=77).max_length == 77
 
 
 def test_method_mesh_and_dtype_are_those_asked_for(checkpoint):

@@ -8,10 +8,15 @@ import pytest
 
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
-from jax_longctx.evaluation.perplexity import perplexity, score_texts, windows
-from jax_longctx.evaluation.perplexity_report import markdown, plot
+from jax_longctx.evaluation.perplexity import (
+    cut_texts,
+    markdown,
+    perplexity,
+    plot,
+    score_texts,
+    windows,
+)
 from jax_longctx.evaluation.specs import PROTOCOLS
-from jax_longctx.evaluation.texts import cut_texts
 from jax_longctx.methods import Citrus, Full, ReAttention, SnapKV, Star, StreamingLLM
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy, weighted_values
 from tests.support import random_rows, tiny_config, tiny_engine

@@ -10,7 +10,7 @@ import pytest
 
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import mean_interval
-from jax_longctx.evaluation.perplexity_rows import perplexity_rows
+from jax_longctx.evaluation.perplexity import perplexity_rows
 from jax_longctx.evaluation.plots import best_of, curves
 from jax_longctx.evaluation.report import read_about, write_about, write_report
 from jax_longctx.evaluation.rows import read_rows

@@ -13,8 +13,8 @@ from jax_longctx.engine import Engine
 from jax_longctx.errors import InputError, LongctxError
 from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
-from jax_longctx.evaluation.prompts import draw
 from jax_longctx.evaluation.rows import RowStore, read_rows
+from jax_longctx.evaluation.runner import draw
 from jax_longctx.text import PromptLayout
 from tests.jax_longctx.evaluation.small_task import SmallTask
 
