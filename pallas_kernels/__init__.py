@@ -5,6 +5,7 @@
     from pallas_kernels.lse import merge
 
 Each folder holds `reference.py` (the definition), `xla.py` (memory-bounded, runs everywhere), the
-platforms' own implementations, and `api.py`, which picks one. Operations are imported from their
+platforms' own implementations, and `api.py`, which picks one. What XLA alone does (`page_scores`)
+stands in `api.py`. Operations are imported from their
 folders: a function of a folder's name here would hide the folder.
 """

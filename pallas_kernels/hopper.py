@@ -197,7 +197,7 @@ def registers(warpgroups: int) -> tuple[int, int]:
     return {1: (232, 40), 2: (232, 40), 3: (160, 32)}[warpgroups]
 
 
-def nothing_attended(head_dim: int) -> Carry:
+def _nothing_attended(head_dim: int) -> Carry:
     """Nothing attended yet."""
     rows = ROWS, plgpu.Layout.WGMMA.reduce(1)
     return (
@@ -207,36 +207,47 @@ def nothing_attended(head_dim: int) -> Carry:
     )
 
 
-def attend(
-    carry: Carry,
+def attend_blocks(
+    blocks: tuple[Any, Any],
     q: Any,
-    keys: Any,
-    values: Any,
+    rings: tuple[Any, Any],
+    ready: tuple[Any, Any],
+    free: tuple[Any, Any],
     *,
+    slot_of: Callable[[Array], Array],
+    mask: Callable[[Array, Array], Array],
     scale: float,
-    mask: Callable[[Array], Array],
-    scored: Callable[[], None],
     interpreted: bool,
 ) -> Carry:
-    """Attend to a block.
+    """Attend to the blocks first <= j < last, as their keys and values come into the rings.
 
     Args:
-      q, keys, values: [64,H] and [block,H] in shared memory; rows of q that are not wanted may
-        hold anything.
-      mask: what makes logits that are not seen -inf.
-      scored: called when the keys are read, to return only when the values are there.
+      q, rings: [64,H], and [stages,block,H] of keys and of values, in shared memory; rows of q that
+        are not wanted may hold anything.
+      ready, free: of keys and values each a barrier for every slot of the rings.
+      slot_of: the slot that holds block j.
+      mask: of block j's logits; makes those that are not seen -inf.
     """
-    acc, top, total = carry
-    s = product(q, keys.transpose((1, 0)))
-    scored_keys = mask(s * (scale * LOG2_E))
-    new_top = jnp.maximum(top, scored_keys.max(axis=1))
-    shrink = jnp.exp2(top - new_top)
-    p = jnp.exp2(scored_keys - lax.broadcast_in_dim(new_top, s.shape, [0]))
-    total = total * shrink + p.sum(axis=1)
-    acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-    p = p.astype(q.dtype)
-    scored()
-    return add_product(acc, p, values, interpreted), new_top, total
+
+    def step(j: Array, carry: Carry) -> Carry:
+        acc, top, total = carry
+        slot = slot_of(j)
+        plgpu.barrier_wait(ready[0].at[slot])
+        s = product(q, rings[0].at[slot].transpose((1, 0)))
+        logits = mask(s * (scale * LOG2_E), j)
+        new_top = jnp.maximum(top, logits.max(axis=1))
+        shrink = jnp.exp2(top - new_top)
+        p = jnp.exp2(logits - lax.broadcast_in_dim(new_top, s.shape, [0]))
+        total = total * shrink + p.sum(axis=1)
+        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
+        p = p.astype(q.dtype)
+        plgpu.barrier_arrive(free[0].at[slot])
+        plgpu.barrier_wait(ready[1].at[slot])
+        acc = add_product(acc, p, rings[1].at[slot], interpreted)
+        plgpu.barrier_arrive(free[1].at[slot])
+        return acc, new_top, total
+
+    return lax.fori_loop(*blocks, step, _nothing_attended(rings[0].shape[-1]))
 
 
 def attended(carry: Carry) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:

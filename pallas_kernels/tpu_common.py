@@ -89,7 +89,7 @@ def call(
     out_shape: Sequence[Any],
     scratch: Sequence[Any],
     **params: Any,
-) -> list[Array]:
+) -> Sequence[Array]:
     """Run a kernel whose integer scalars are prefetched.
 
     Args:

@@ -360,41 +360,28 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
 def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     """The attention to the piece's slots, to the piece's part."""
     out_ref, lse_ref, *logits_ref = refs
-    rings, ready, free = scratch["rings"], scratch["ready"], scratch["free"]
     tile = lax.rem(piece.number, job.q_tiles)
     queries = scratch["q_tiles"].at[pl.ds(tile * job.tile_rows, hopper.ROWS)]
     plgpu.barrier_wait(scratch["asked"].at[tile])
 
-    def step(j, carry):
-        slot = lax.rem(piece.ahead + j, _STAGES)
-        plgpu.barrier_wait(ready[0].at[slot])
+    def mask(s: Array, j: Array) -> Array:
+        s = _mask(s, j * _BLOCK, piece, job)
+        for ref in logits_ref:
+            place = ref.at[piece.row * job.kv_heads + piece.head, :, pl.ds(j * _BLOCK, _BLOCK)]
+            hopper.write_rows(s * (1 / hopper.LOG2_E), place, scratch["out_tile"])
+        return s
 
-        def scored():
-            plgpu.barrier_arrive(free[0].at[slot])
-            plgpu.barrier_wait(ready[1].at[slot])
-
-        def masked(s: Array) -> Array:
-            s = _mask(s, j * _BLOCK, piece, job)
-            for ref in logits_ref:
-                columns = pl.ds(j * _BLOCK, _BLOCK)
-                place = ref.at[piece.row * job.kv_heads + piece.head, :, columns]
-                hopper.write_rows(s * (1 / hopper.LOG2_E), place, scratch["out_tile"])
-            return s
-
-        carry = hopper.attend(
-            carry,
-            queries,
-            rings[0].at[slot],
-            rings[1].at[slot],
-            scale=job.scale,
-            mask=masked,
-            scored=scored,
-            interpreted=job.interpret is not None,
-        )
-        plgpu.barrier_arrive(free[1].at[slot])
-        return carry
-
-    carry = lax.fori_loop(piece.first, piece.last, step, hopper.nothing_attended(job.head_dim))
+    carry = hopper.attend_blocks(
+        (piece.first, piece.last),
+        queries,
+        scratch["rings"],
+        scratch["ready"],
+        scratch["free"],
+        slot_of=lambda j: lax.rem(piece.ahead + j, _STAGES),
+        mask=mask,
+        scale=job.scale,
+        interpreted=job.interpret is not None,
+    )
     plgpu.barrier_arrive(scratch["answered"].at[tile])
     out, lse = hopper.attended(carry)
     tiles = {name: scratch[name] for name in job.out_scratch()}

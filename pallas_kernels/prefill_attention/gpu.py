@@ -16,6 +16,7 @@ Roofline: matrix throughput, 4 T S N H operations (half when causal); cuDNN reac
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
@@ -88,12 +89,17 @@ def cache_attention(q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: f
 
 
 def _cudnn() -> Any:
-    """JAX's binding of cuDNN's fused attention, a private module (as of JAX 0.11.2)."""
+    """JAX's binding of cuDNN's fused attention: a private module, tried with JAX 0.11.2."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
     except ImportError as error:
-        raise NotImplementedError(f"this JAX has no cuDNN attention binding: {error}") from error
+        raise NotImplementedError(
+            f"JAX {jax.__version__} has no cuDNN attention binding as JAX 0.11.2 has it: {error}"
+        ) from error
     missing = {"dot_product_attention", "MaskType", "check_cudnn_version"} - set(dir(cudnn))
     if missing:
-        raise NotImplementedError(f"this JAX's cuDNN attention binding lacks {sorted(missing)}")
+        raise NotImplementedError(
+            f"the cuDNN attention binding of JAX {jax.__version__} lacks {sorted(missing)}, which "
+            "that of JAX 0.11.2 has"
+        )
     return cudnn

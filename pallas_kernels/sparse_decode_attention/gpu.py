@@ -21,7 +21,6 @@ of the timing loop.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,7 +213,18 @@ def _kernel(
         head = lax.div(index * job.kv_heads, job.lists)
         mask = _mask_own_head if job.group is not None else functools.partial(_mask, head=head)
         mask = functools.partial(mask, bounds=bounds, job=job, ids=scratch["ids"])
-        out, lse = hopper.attended(_attend(steps, mask, job, scratch))
+        carry = hopper.attend_blocks(
+            (0, steps),
+            scratch["q_tile"],
+            scratch["rings"],
+            scratch["ready"],
+            scratch["free"],
+            slot_of=lambda i: lax.rem(i, _STAGES),
+            mask=mask,
+            scale=job.scale,
+            interpreted=job.interpret is not None,
+        )
+        out, lse = hopper.attended(carry)
         tiles = {name: scratch[name] for name in hopper.out_scratch(job.tile_rows)}
         hopper.write_attended(out, lse, out_ref.at[each, split], lse_ref.at[each, split], **tiles)
         hopper.written()
@@ -248,35 +258,7 @@ def _entry(ids: Any, step: Array, j: int, job: _Job) -> Array:
     return ids[lax.div(n, _ID_LINE), lax.rem(n, _ID_LINE)]
 
 
-def _attend(steps: Array, mask: Callable, job: _Job, scratch: dict) -> hopper.Carry:
-    """The streaming attention after the steps."""
-    (k_ring, v_ring), ready, free = scratch["rings"], scratch["ready"], scratch["free"]
-
-    def step(i, carry):
-        slot = lax.rem(i, _STAGES)
-        plgpu.barrier_wait(ready[0].at[slot])
-
-        def scored():
-            plgpu.barrier_arrive(free[0].at[slot])
-            plgpu.barrier_wait(ready[1].at[slot])
-
-        carry = hopper.attend(
-            carry,
-            scratch["q_tile"],
-            k_ring.at[slot],
-            v_ring.at[slot],
-            scale=job.scale,
-            mask=functools.partial(mask, step=i),
-            scored=scored,
-            interpreted=job.interpret is not None,
-        )
-        plgpu.barrier_arrive(free[1].at[slot])
-        return carry
-
-    return lax.fori_loop(0, steps, step, hopper.nothing_attended(job.head_dim))
-
-
-def _mask(s: Array, *, step: Array, head: Array, bounds: tuple, job: _Job, ids: Any) -> Array:
+def _mask(s: Array, step: Array, *, head: Array, bounds: tuple, job: _Job, ids: Any) -> Array:
     """-inf outside the bounds, where the slots of an entry that is none (-1) lie too: below 0."""
     first_page = head * job.pages_of_head
     pages = [_entry(ids, step, j, job) - first_page for j in range(job.pages)]
@@ -292,7 +274,7 @@ def _mask(s: Array, *, step: Array, head: Array, bounds: tuple, job: _Job, ids: 
     return lax.cond(whole, lambda s: s, some, s)
 
 
-def _mask_own_head(s: Array, *, step: Array, bounds: tuple, job: _Job, ids: Any) -> Array:
+def _mask_own_head(s: Array, step: Array, *, bounds: tuple, job: _Job, ids: Any) -> Array:
     """Of a flat list: -inf outside the bounds, and for the rows of other kv heads."""
     assert job.group is not None
     entries = [_entry(ids, step, j, job) for j in range(job.pages)]

@@ -72,7 +72,7 @@ def test_a_failure_is_a_row_and_the_others_run():
         raise ValueError("no such | thing")
 
     case = replace(case, steps={"broken": broken, "ours": case.steps["ours"]})
-    failed, ours = kernels._rows(case, 1e10, 1e11, 1, lambda text: None)
+    failed, ours = kernels._rows(case, 1e10, 1e11, 9, lambda text: None)
     assert failed["failed"] == "ValueError: no such | thing" and "seconds" not in failed
     assert ours["seconds"] > 0
     result = dict(device="cpu", jax="0", copy_bandwidth=1e10, matmul_rate=1e11)
