@@ -146,16 +146,17 @@ def _prepare(
             f"{data.directory} does not exist; name what to make it of: [data] sources"
         )
     files = document_files(data.sources)
-    made = prepare(
-        read_documents(files, data.field),
-        lambda text: tokenizer.encode(text, bos=True),
-        data.directory,
-        length=data.length,
-        vocab_size=model.vocab_size,
-        tokenizer=known_as,
-        shares=data.shares,
-        sources=map(file_record, files),
-    )
+    with only_writer(data.directory.absolute()):
+        made = prepare(
+            read_documents(files, data.field),
+            lambda text: tokenizer.encode(text, bos=True),
+            data.directory,
+            length=data.length,
+            vocab_size=model.vocab_size,
+            tokenizer=known_as,
+            shares=data.shares,
+            sources=map(file_record, files),
+        )
     counts = made.documents
     texts = ", ".join(f"{made.windows(split):,} {split}" for split in made.shards)
     note(

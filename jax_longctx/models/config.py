@@ -157,7 +157,7 @@ class ModelConfig:
           ConfigError: a family, rope type or activation that is not implemented, or a key that is
             missing.
         """
-        family, activation = _need(config, "model_type"), _need(config, "hidden_act")
+        family, activation = str(_need(config, "model_type")), _need(config, "hidden_act")
         traits = FAMILIES.get(family)
         if traits is None:
             raise ConfigError(f"family {family!r} is unknown; known: {', '.join(FAMILIES)}")
@@ -260,7 +260,7 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     said = _need(config, "rope_parameters")
     if any(isinstance(value, Mapping) for value in said.values()):
         raise ConfigError(f"rope parameters by layer type ({', '.join(said)}) not implemented")
-    kind = _need(said, "rope_type")
+    kind = str(_need(said, "rope_type"))
     if said.get("partial_rotary_factor", 1) != 1:
         raise ConfigError(
             f"partial_rotary_factor={said['partial_rotary_factor']!r} is not implemented; "

@@ -158,6 +158,13 @@ def test_two_runs_into_one_folder(folder):
     assert written(folder) == before
 
 
+def test_two_runs_that_prepare_one_data_set(folder):
+    config = changed(folder, "/data", "/new-data")
+    with only_writer(folder / "new-data"):
+        code, said = train(config)
+    assert code == 2 and "another process is writing" in said and "new-data" in said, said
+
+
 def test_a_disk_that_fills_up_is_one_line(folder):
     """The system refuses to write more than this to a file, as a full disk would."""
     config = changed(folder, "/run", "/full")
