@@ -367,8 +367,3 @@ class FileTask(Task):
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
         """The score under its metric's name."""
         return {sample.meta["metric"]: self.score(answer, sample)}
-
-
-def file_tasks() -> tuple[FileTask, ...]:
-    """One for every format."""
-    return tuple(FileTask(name=name) for name in FORMATS)
