@@ -335,6 +335,7 @@ class FileTask(Task):
 
     name: str = fixed("longbench")
     metric: str = fixed("the data set's own")
+    needs: str = fixed("rapidfuzz")
 
     file: str = ""
     answer_tokens: int | None = None
