@@ -157,21 +157,15 @@ def _set_in(
 
 @functools.lru_cache(maxsize=4)
 def open_haystack(source: str, count: Callable[[str], int]) -> Haystack:
-    """The haystack of `read_source(source)`, kept for the next call with the same arguments."""
-    return Haystack(read_source(source), count)
-
-
-def read_source(source: str) -> str:
-    """The text to hide in: `noise`, `topics` (Python's own documentation), or a file's path.
+    """`noise`, `topics` (Python's own documentation), or a file's text, kept for the next call.
 
     Raises:
       InputError: no such file, not UTF-8, or empty.
     """
-    if source == "noise":
-        return NOISE
     if source == "topics":
-        return python_topics()
-    return read_file(source, "give noise, topics, or a text file")
+        return Haystack(python_topics(), count)
+    advice = "give noise, topics, or a text file"
+    return Haystack(NOISE if source == "noise" else read_file(source, advice), count)
 
 
 def source_name(source: str) -> str:

@@ -10,6 +10,7 @@ import array
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -134,12 +135,18 @@ def check_config(config: EvalConfig) -> None:
     """Makes every method and task, which costs nothing.
 
     Raises:
-      ConfigError, InputError: one of them is not what it should be, or two have one name.
+      ConfigError, InputError: one of them is not what it should be, two have one name, or a
+        package is missing that scores need.
     """
     named: dict[str, Spec] = {}
     for cell in config.cells():
         make_method(cell.method.name, cell.method.at(cell.length))
-        shown = _shown(make_task(cell.task.name, cell.task.at(cell.length)), cell.task)
+        task = make_task(cell.task.name, cell.task.at(cell.length))
+        if task.needs and importlib.util.find_spec(task.needs) is None:
+            raise ConfigError(
+                f"{task.name} needs {task.needs}; run: pip install 'jax-longctx[eval]'"
+            )
+        shown = _shown(task, cell.task)
         if named.setdefault(shown, cell.task) != cell.task:
             raise ConfigError(
                 f"{named[shown].label} and {cell.task.label} are both called {shown} in rows and "

@@ -4,9 +4,9 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 
-from jax_longctx.evaluation.tasks.babilong import babilong_tasks
+from jax_longctx.evaluation.tasks.babilong import RANGES, Babilong
 from jax_longctx.evaluation.tasks.chain_of_key import ChainOfKey
-from jax_longctx.evaluation.tasks.files import file_tasks
+from jax_longctx.evaluation.tasks.files import FORMATS, FileTask
 from jax_longctx.evaluation.tasks.html_tsv import HtmlTsv
 from jax_longctx.evaluation.tasks.niah import NiahMulti, NiahSingle
 from jax_longctx.evaluation.tasks.passkey import Passkey
@@ -16,7 +16,7 @@ from jax_longctx.evaluation.tasks.ruler import (
     VariableTracking,
     ruler_niah_tasks,
 )
-from jax_longctx.evaluation.tasks.ruler_qa import ruler_qa_tasks
+from jax_longctx.evaluation.tasks.ruler_qa import RulerQA
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task
 from jax_longctx.settings import look_up, parse_settings, type_name
 
@@ -30,11 +30,13 @@ _ALL: tuple[Task, ...] = (
     VariableTracking(),
     CommonWords(),
     FrequentWords(),
-    *ruler_qa_tasks(),
+    RulerQA(),
+    RulerQA(name="qa_2", hops=2),
     ChainOfKey(),
     HtmlTsv(),
-    *babilong_tasks(),
-    *file_tasks(),
+    # The five kinds of Star Attention's evaluation.
+    *(Babilong(name=f"babilong_{kind}", kind=kind) for kind in RANGES),
+    *(FileTask(name=name) for name in FORMATS),
 )
 
 # Every task with its own settings, the published ones where there are such.

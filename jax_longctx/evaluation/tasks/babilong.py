@@ -262,8 +262,3 @@ def label_score(answer: str, gold: str, question: str, labels: Sequence[str]) ->
     asked = question.lower()
     named = {label.lower() for label in labels if label.lower() in text}
     return 100.0 * (named - {label for label in named if label in asked} == {gold.lower()})
-
-
-def babilong_tasks() -> tuple[Babilong, ...]:
-    """The five kinds of Star Attention's evaluation."""
-    return tuple(Babilong(name=f"babilong_{kind}", kind=kind) for kind in RANGES)

@@ -335,6 +335,7 @@ class FileTask(Task):
 
     name: str = fixed("longbench")
     metric: str = fixed("the data set's own")
+    needs: str = fixed("rapidfuzz")
 
     file: str = ""
     answer_tokens: int | None = None
@@ -367,8 +368,3 @@ class FileTask(Task):
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
         """The score under its metric's name."""
         return {sample.meta["metric"]: self.score(answer, sample)}
-
-
-def file_tasks() -> tuple[FileTask, ...]:
-    """One for every format."""
-    return tuple(FileTask(name=name) for name in FORMATS)

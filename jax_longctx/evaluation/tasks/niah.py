@@ -72,6 +72,7 @@ class NiahSingle(Task):
 
     name: str = fixed("niah_single")
     metric: str = fixed("names the place")
+    needs: str = fixed("rapidfuzz")
 
     haystack: str = "topics"
     depths: int = 11

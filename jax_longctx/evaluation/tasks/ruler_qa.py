@@ -212,8 +212,3 @@ def _others(read: QuestionSet, question: Question, draw: random.Random) -> list[
     if not question.near and not far:
         raise InputError("all documents of the file answer the question; give one that has others")
     return [*question.near, *far]
-
-
-def ruler_qa_tasks() -> tuple[RulerQA, RulerQA]:
-    """`qa_1`, of one document, and `qa_2`, of two."""
-    return RulerQA(), RulerQA(name="qa_2", hops=2)

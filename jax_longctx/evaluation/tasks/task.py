@@ -65,12 +65,14 @@ class Task:
       metric: what a score means, for the head of a table.
       stop: strings that end an answer.
       published: the text of the published task, which the label does not name.
+      needs: a package of the extra `eval` that its scores need.
     """
 
     name: str = fixed("")
     metric: str = fixed("")
     stop: tuple[str, ...] = fixed(())
     published: str = fixed("")
+    needs: str = fixed("")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -11,7 +11,7 @@ import pytest
 from jax_longctx.cli import demo, process
 from jax_longctx.cli import eval as eval_module
 from jax_longctx.cli.terminal import Terminal
-from jax_longctx.errors import InputError
+from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation import runner, suite
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import read_rows
@@ -155,6 +155,17 @@ def test_plots_are_asked_for_before_hours_of_work(run, loads, small, tmp_path, m
     result = run(*RUN, "-o", tmp_path / "out")
     assert result.exit_code == 2 and "pip install 'jax-longctx[eval]'" in result.stderr
     assert loads == []
+
+
+@pytest.mark.parametrize("task", ["niah_single", "longbench:file=f.json"])
+def test_what_scores_need_is_asked_for_before_hours_of_work(monkeypatch, task):
+    part = {"tasks": [task], "methods": ["full"], "lengths": [512], "trials": 1}
+    chosen = parse_config({"part": [part]})
+    runner.check_config(chosen)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs rapidfuzz; run: pip install"):
+        runner.check_config(chosen)
+    runner.check_config(parse_config({"part": [{**part, "tasks": ["passkey", "vt"]}]}))
 
 
 def test_an_interruption_leaves_rows_and_the_next_run_goes_on(
