@@ -1,6 +1,7 @@
 """The contract between the engine and a method (see `jax_longctx.contract.method`)."""
 
 from jax_longctx.contract.context import LayerContext
+from jax_longctx.contract.merging import QKV, Attended
 from jax_longctx.contract.method import (
     Bounded,
     CacheShape,
@@ -32,6 +33,8 @@ __all__ = [
     "CHUNK_ROWS",
     "ENDS",
     "INSTRUCTION_ROWS",
+    "QKV",
+    "Attended",
     "Bounded",
     "CacheShape",
     "LayerContext",

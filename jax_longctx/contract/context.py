@@ -108,6 +108,6 @@ class LayerContext:
 
     def seq_merge(
         self, out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    ) -> merging.Attended:
         """Merges each shard's partial attention over its own slots, by log-sum-exp."""
         return merging.merge_seq(out, lse)

@@ -4,8 +4,8 @@ A method is a frozen dataclass of hyper-parameters (a static argument of `jit`) 
 
 1. `init_cache(shape)`: the cache of one layer, a dataclass whose fields say their logical axes;
 2. `segments(prompt)`: how a prompt is fed, as `Segment`s of fixed shapes;
-3. `attend(q, k, v, cache, segment, ctx)`: attention of one layer over one segment, updating the
-   cache; queries, keys and values arrive before rotary embedding;
+3. `attend(new, cache, segment, ctx)`: attention of one layer over one segment, updating the cache;
+   queries, keys and values arrive before rotary embedding;
 4. `finish(cache, ctx, stage, reserve)`: the context (or the question) has been read; the cache may
    change its shapes here;
 5. `fork(cache)`: the cache as it was at the end of the context, for one more question;
@@ -25,9 +25,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from jaxtyping import Array, Float
-
 from jax_longctx.contract.context import LayerContext
+from jax_longctx.contract.merging import QKV, Attended
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.models.config import ModelConfig
 
@@ -106,15 +105,9 @@ class Method(Protocol):
         ...
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: Any,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
-        """Output, natural-log float32 log-sum-exp (-inf where nothing was seen), and the cache.
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
+        """Attention of a segment, and the cache with it.
 
         Rows beyond `valid` may hold anything finite.
         """

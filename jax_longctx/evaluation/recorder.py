@@ -12,6 +12,8 @@ from jaxtyping import Array, Float
 from jax_longctx.caches import AppendCache, write_run
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     MethodInfo,
@@ -54,14 +56,15 @@ class Recorder:
         return Full().segments(prompt)
 
     def attend(
-        self, q: Array, k: Array, v: Array, cache: Recorded, segment: Segment, ctx: LayerContext
-    ) -> tuple[Array, Array, Recorded]:
+        self, new: QKV, cache: Recorded, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Recorded]:
+        q = new[0]
         positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         valid_B = segment.valid_of(CHUNK_ROWS)
         rotated = ctx.rotate(q, positions_BT)
         queries = write_run(cache.queries, rotated, cache.store.length, valid_B, ctx)
-        out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
-        return out, lse, Recorded(store, queries)
+        part, store = Full().attend(new, cache.store, segment, ctx)
+        return part, Recorded(store, queries)
 
     def finish(self, cache: Recorded, ctx: LayerContext, stage: Stage, reserve: int) -> Recorded:
         return dataclasses.replace(cache, store=cache.store.end_context())

@@ -13,12 +13,13 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
-from jaxtyping import Array, Float
 
 from jax_longctx.caches import BudgetCache, empty_budget_cache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     INSTRUCTION_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     MethodInfo,
@@ -70,18 +71,12 @@ class CitrusIndividual:
         )
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: Any,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> citrus.Attended:
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
         if segment.role != "probe_and_context":
-            return citrus.attend_alone(self, q, k, v, cache, segment, ctx)
-        chunk = instruction.look(self, q, k, v, cache.language, segment, ctx, CHUNK_ROWS)
-        probe = instruction.look(self, q, k, v, cache.task, segment, ctx, INSTRUCTION_ROWS)
+            return citrus.attend_alone(self, new, cache, segment, ctx)
+        chunk = instruction.look(self, new, cache.language, segment, ctx, CHUNK_ROWS)
+        probe = instruction.look(self, new, cache.task, segment, ctx, INSTRUCTION_ROWS)
         # The chunk before the task thread's slots, which are as many as the other thread's.
         joins = dataclasses.replace(
             probe, k=chunk.k, v=chunk.v, store_k=chunk.store_k, valid=chunk.valid
@@ -93,7 +88,7 @@ class CitrusIndividual:
             eviction.evict(self, cache.task, joins, by_probe, segment),
         )
         parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
-        return *side_by_side(*parts), cache
+        return side_by_side(*parts), cache
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> BudgetCache:
         """The task thread's cache alone."""

@@ -17,7 +17,7 @@ with older bases) compute something else.
 import dataclasses
 from typing import Any, ClassVar
 
-from jax_longctx.contract import LayerContext, MethodInfo, Segment
+from jax_longctx.contract import QKV, Attended, LayerContext, MethodInfo, Segment
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
@@ -60,10 +60,10 @@ class DynamicNTK:
         return min(tokens, config.max_position) if config.rope.kind == "default" else tokens
 
     def attend(
-        self, q: Any, k: Any, v: Any, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Any, Any, Any]:
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
         rope = dataclasses.replace(ctx.rope, kind="dynamic", factor=self.factor)
-        return Full().attend(q, k, v, cache, segment, ctx.replace_rope(rope))
+        return Full().attend(new, cache, segment, ctx.replace_rope(rope))
 
     # Everything but the rotary embedding is full attention's.
     init_cache = Full.init_cache

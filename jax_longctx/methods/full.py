@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache, append, empty_append_cache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     MethodInfo,
@@ -61,14 +62,9 @@ class Full:
         return chunk_segments(prompt.question or (), prompt.chunk, "query")
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: AppendCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], AppendCache]:
+        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, AppendCache]:
+        q, k, v = new
         positions_BT = cache.position[:, None] + jnp.arange(q.shape[1])
         q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
         past_B = cache.held(ctx)
@@ -79,10 +75,10 @@ class Full:
         how = {"scale": ctx.scale, "window": ctx.window}
         if q.shape[1] == 1:
             part = decode_attention(q, cache.k, cache.v, cache.held(ctx), **where, **how)
-            return *ctx.seq_merge(*part), cache
+            return ctx.seq_merge(*part), cache
         earlier = ctx.seq_merge(*cache_attention(q, cache.k, cache.v, past_B, **where, **how))
         within = causal_attention(q, k, v, **how)
-        return *merge([earlier, within]), cache
+        return merge([earlier, within]), cache
 
     def adopt(self, cache: AppendCache, ctx: LayerContext) -> AppendCache:
         """The cache that another method's prefill has filled."""

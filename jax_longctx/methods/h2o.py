@@ -22,11 +22,13 @@ import dataclasses
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     MethodInfo,
@@ -87,18 +89,13 @@ class H2O:
         return eviction.empty_cache(self, shape, statistics=1)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BudgetCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
+        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, BudgetCache]:
+        q, k, _ = new
         valid_B = segment.valid_of(CHUNK_ROWS)
         if eviction.only_joins(self, segment):
-            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-        seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
+            return eviction.read_and_append(self, new, cache, valid_B, ctx)
+        seen = eviction.look(self, new, cache, valid_B, ctx)
         if self.over_group == "mean":
             mass_BKU = seen.mass() / (q.shape[2] // k.shape[2])
         else:
@@ -111,7 +108,7 @@ class H2O:
         end_B = seen.length + (seen.valid if self.protocol == "own" else 0)
         newest_BU = seen.order >= (end_B - self.window)[:, None]
         scores_BKU = jnp.where(newest_BU[:, None], jnp.inf, scores_BKU)
-        return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment, sums)
+        return (seen.out, seen.lse), eviction.evict(self, cache, seen, scores_BKU, segment, sums)
 
     validate = eviction.validate
     reach = eviction.reach

@@ -29,6 +29,8 @@ from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     INSTRUCTION_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     MethodInfo,
@@ -76,23 +78,17 @@ class H2OShared:
         return eviction.empty_cache(self, shape, statistics=2 if self.acc_kind == "mean" else 1)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BudgetCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
+        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
         if eviction.only_joins(self, segment):
             valid_B = segment.valid_of(CHUNK_ROWS)
-            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-        chunk = instruction.look(self, q, k, v, cache, segment, ctx, CHUNK_ROWS)
+            return eviction.read_and_append(self, new, cache, valid_B, ctx)
+        chunk = instruction.look(self, new, cache, segment, ctx, CHUNK_ROWS)
         own = 1.0
         if segment.role != "probe_and_context":
             out, lse, mass_BKU = chunk.out, chunk.lse, chunk.mass()
         else:
-            probe = instruction.look(self, q, k, v, cache, segment, ctx, INSTRUCTION_ROWS)
+            probe = instruction.look(self, new, cache, segment, ctx, INSTRUCTION_ROWS)
             parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
             out, lse = side_by_side(*parts)
             mass_BKU, own = self._blend(chunk, probe), 1 - self.alpha
@@ -100,7 +96,7 @@ class H2OShared:
         if self.acc_kind == "mean":
             # Nobody has looked at what has just joined: it has no mass either.
             scores = sums / jnp.where(sums[..., 1:] > 0, sums[..., 1:], 1.0)
-        return out, lse, eviction.evict(self, cache, chunk, scores[..., 0], segment, sums)
+        return (out, lse), eviction.evict(self, cache, chunk, scores[..., 0], segment, sums)
 
     def _added(
         self, chunk: eviction.Look, mass: Float[Array, "B K U"], own: float

@@ -37,6 +37,8 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import append
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     MethodInfo,
@@ -173,18 +175,13 @@ class InfLLM:
         return question_segments(prompt.question or (), self.chunk)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BlockMemory,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BlockMemory]:
+        self, new: QKV, cache: BlockMemory, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, BlockMemory]:
+        q, k, v = new
         valid_B, begin_B = segment.valid_of(CHUNK_ROWS), cache.store.length
         if segment.role == "decode" and self.decode == "dense":
             cache = dataclasses.replace(cache, store=append(cache.store, k, v, valid_B, ctx))
-            return *attend_everything(q, cache.store, ctx), cache
+            return attend_everything(q, cache.store, ctx), cache
         # A rotary base may follow the window's length: it bounds the distances.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
         chosen = self.choose(q, cache, valid_B, ctx)
@@ -195,8 +192,8 @@ class InfLLM:
         if self.topk:
             parts.append(clamped.attend_far(far, store, chosen, self.layout, ctx))
         near = Near(window=self.n_local, score=self.score, begin=begin_B, valid=valid_B, ctx=ctx)
-        part, seen, new = near.attend(q, k, v, store, parts)
-        received = block_memory.keep_received(cache.received, begin_B, valid_B, seen, new, ctx)
+        part, seen, own = near.attend(new, store, parts)
+        received = block_memory.keep_received(cache.received, begin_B, valid_B, seen, own, ctx)
         if self.room is not None:
             seen_by = far, part[1], valid_B
             host = block_memory.note_units(
@@ -205,7 +202,7 @@ class InfLLM:
             cache = dataclasses.replace(cache, host=host)
         cache = dataclasses.replace(cache, store=store, received=received)
         units = block_memory.pack(cache, begin_B, q.shape[1], self.layout, self.repr_topk, ctx)
-        return *part, dataclasses.replace(cache, units=units)
+        return part, dataclasses.replace(cache, units=units)
 
     def choose(
         self,

@@ -38,6 +38,8 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache, append
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     LayerContext,
     MethodInfo,
     Prompt,
@@ -162,20 +164,15 @@ class ReAttention:
         return min(length, whole)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: AppendCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], AppendCache]:
+        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, AppendCache]:
+        q, k, v = new
         valid_B = segment.valid_of(CHUNK_ROWS)
         cache = append(cache, k, v, valid_B, ctx)
         chosen = self.choose(q, cache, valid_B, ctx, rank=segment.variant != scope.WHOLE)
         original = self.position == "original"
         part = scope.attend_scope(q, k, v, cache, valid_B, chosen, ctx, original=original)
-        return *part, cache
+        return part, cache
 
     def choose(
         self,

@@ -31,13 +31,14 @@ from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jax_longctx.caches import empty_append_cache, where_rows
 from jax_longctx.caches.fifo import FifoCache, empty_fifo_cache, empty_fifo_list
 from jax_longctx.contract import (
     CHUNK_ROWS,
     ENDS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     MethodInfo,
@@ -146,25 +147,19 @@ class RefreshKV:
         return self.stride if self.schedule == "fixed" else self.qc_stride
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: RefreshCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], RefreshCache]:
+        self, new: QKV, cache: RefreshCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, RefreshCache]:
         if segment.role == "decode":
-            return refresh_steps.step(self, q, k, v, cache, segment, ctx)
-        out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
+            return refresh_steps.step(self, new, cache, segment, ctx)
+        part, store = Full().attend(new, cache.store, segment, ctx)
         cache = dataclasses.replace(cache, store=store)
         if segment.variant == ENDS:
             last_B = jnp.maximum(segment.valid_of(CHUNK_ROWS) - 1, 0)
             last_B111 = last_B[:, None, None, None]
-            q = jnp.take_along_axis(q, last_B111, axis=1)
+            q = jnp.take_along_axis(new[0], last_B111, axis=1)
             begun = refresh_steps.begin(self, q, cache, ctx)
             cache = where_rows(segment.ends, begun, cache)
-        return out, lse, cache
+        return part, cache
 
     def adopt(self, cache: RefreshCache, ctx: LayerContext) -> RefreshCache:
         """The cache whose store another method's prefill has filled; a question chooses anew."""

@@ -28,6 +28,8 @@ from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     ENDS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     MethodInfo,
@@ -142,33 +144,26 @@ class Resa:
         return REBUILD if due else ""
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: ResaCache | AppendCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], ResaCache | AppendCache]:
+        self, new: QKV, cache: ResaCache | AppendCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, ResaCache | AppendCache]:
+        q, k, v = new
         if isinstance(cache, AppendCache):
-            return Full().attend(q, k, v, cache, segment, ctx)
+            return Full().attend(new, cache, segment, ctx)
         if segment.role == "decode":
             return self._decode(q, k, v, cache, segment, ctx)
         positions_BT = cache.selective.store.position[:, None] + jnp.arange(q.shape[1])
         rotated = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
-        out, lse, selective = selection.read_exactly(
-            self.base, q, k, v, cache.selective, segment, ctx
-        )
+        part, selective = selection.read_exactly(self.base, new, cache.selective, segment, ctx)
         store = selective.store
         valid_B = segment.valid_of(CHUNK_ROWS)
         background = residual.observe(cache.background, *rotated, valid_B, store.length)
         if segment.variant == ENDS:
             background = residual.begin_answer(background, store, segment.ends, ctx)
-        return out, lse, ResaCache(selective, background)
+        return part, ResaCache(selective, background)
 
     def _decode(
         self, q: Array, k: Array, v: Array, cache: ResaCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Array, Array, ResaCache]:
+    ) -> tuple[Attended, ResaCache]:
         base, valid_B = self.base, segment.valid_of(CHUNK_ROWS)
         q, k, selective = selection.append_token(base, q, k, v, cache.selective, segment, ctx)
         background = cache.background
@@ -184,7 +179,7 @@ class Resa:
         everything_BN = chosen.kept == selective.store.length[:, None]
         literal = self.lambda_mode == "paper_literal"
         out, lse = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=literal)
-        return out, lse, ResaCache(selection.counted(selective, chosen, segment), background)
+        return (out, lse), ResaCache(selection.counted(selective, chosen, segment), background)
 
     def adopt(self, cache: ResaCache, ctx: LayerContext) -> ResaCache:
         """The cache whose store another method's prefill has filled."""

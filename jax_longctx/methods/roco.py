@@ -34,6 +34,8 @@ from jaxtyping import Array, Float
 from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     MethodInfo,
@@ -99,18 +101,13 @@ class RoCo:
         return eviction.empty_cache(self, shape, statistics=3)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BudgetCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
+        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, BudgetCache]:
+        q, k, _ = new
         valid_B = segment.valid_of(CHUNK_ROWS)
         if eviction.only_joins(self, segment):
-            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-        seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
+            return eviction.read_and_append(self, new, cache, valid_B, ctx)
+        seen = eviction.look(self, new, cache, valid_B, ctx)
         total, squares = seen.mass(squares=True)
         count = jnp.broadcast_to(seen.onlookers[:, None], total.shape)
         added = jnp.stack([total / (q.shape[2] // k.shape[2]), squares, count], axis=-1)
@@ -119,7 +116,7 @@ class RoCo:
             added = jnp.where(counted_B[:, None, None, None], added, 0.0)
         sums = eviction.accumulated(cache, added)
         scores_BKU = self._scores(seen, sums, segment)
-        return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment, sums)
+        return (seen.out, seen.lse), eviction.evict(self, cache, seen, scores_BKU, segment, sums)
 
     def _scores(
         self, seen: eviction.Look, sums: Float[Array, "B K U 3"], segment: Segment

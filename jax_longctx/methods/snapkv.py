@@ -31,6 +31,8 @@ from jax_longctx.caches.fifo import FifoCache, best_last, gather_fifo, padded
 from jax_longctx.caches.observed import ObservedCache, empty_observed_cache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     MethodInfo,
@@ -95,14 +97,9 @@ class SnapKV:
         return Full().segments(prompt)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: ObservedCache | FifoCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], ObservedCache | FifoCache]:
+        self, new: QKV, cache: ObservedCache | FifoCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, ObservedCache | FifoCache]:
+        q, k, v = new
         valid_B = segment.valid_of(CHUNK_ROWS)
         if isinstance(cache, FifoCache):
             at_B1 = cache.order.position[:, None]
@@ -115,10 +112,10 @@ class SnapKV:
             part = decode_attention(
                 ctx.rotate(q, at_B1), cache.k, cache.v, length_B, scale=ctx.scale
             )
-            return *part, cache
+            return part, cache
         at_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
-        out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
-        return out, lse, cache.observe(store, ctx.rotate(q, at_BT), lse, valid_B)
+        (out, lse), store = Full().attend(new, cache.store, segment, ctx)
+        return (out, lse), cache.observe(store, ctx.rotate(q, at_BT), lse, valid_B)
 
     def limit(self, cache: FifoCache) -> int:
         """Slots of the answer's cache before the first token leaves."""

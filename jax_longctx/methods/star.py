@@ -27,11 +27,13 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jax_longctx.caches import AppendCache, write_rows
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     Method,
@@ -141,27 +143,22 @@ class Star:
         return star_blocks.prefill_work(self, prompt)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: Any,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
         if segment.role == "query" and self.compat_bottom_right_mask:
-            return star_parity.read_question(q, k, v, cache, segment, ctx)
+            return star_parity.read_question(new, cache, segment, ctx)
         if not segment.spread:
-            return self.decode.attend(q, k, v, cache, segment, ctx)
+            return self.decode.attend(new, cache, segment, ctx)
         valid_B = segment.valid_of(CHUNK_ROWS)
         if segment.variant == ANCHOR:
-            return self._read_anchor(q, k, v, cache, valid_B, ctx)
-        return self._read_block(q, k, v, cache, valid_B, ctx, sends=segment.variant == SENDS)
+            return self._read_anchor(new, cache, valid_B, ctx)
+        return self._read_block(new, cache, valid_B, ctx, sends=segment.variant == SENDS)
 
     def _read_anchor(
-        self, q: Array, k: Array, v: Array, cache: StarCache, valid: Array, ctx: LayerContext
-    ) -> tuple[Array, Array, StarCache]:
+        self, new: QKV, cache: StarCache, valid: Array, ctx: LayerContext
+    ) -> tuple[Attended, StarCache]:
         """The anchor's tokens, causal among themselves; a complete one starts over."""
+        q, k, v = new
         start_B = cache.anchored[:, 0] % self.anchor_size
         index_BT = start_B[:, None] + jnp.arange(q.shape[1])
         longest = cache.decode.store.k.shape[2] * ctx.seq_size
@@ -174,7 +171,7 @@ class Star:
         anchor_k, anchor_v = written
         anchored = jnp.where(valid > 0, start_B + valid, cache.anchored[:, 0])[:, None]
         cache = dataclasses.replace(cache, anchor_k=anchor_k, anchor_v=anchor_v, anchored=anchored)
-        return *merge([earlier, within]), cache
+        return merge([earlier, within]), cache
 
     def _block_of(self, cache: StarCache, ctx: LayerContext) -> Int[Array, " B"]:
         """Index in the text of the block that each row reads next."""
@@ -183,16 +180,15 @@ class Star:
 
     def _read_block(
         self,
-        q: Array,
-        k: Array,
-        v: Array,
+        new: QKV,
         cache: StarCache,
         valid: Array,
         ctx: LayerContext,
         *,
         sends: bool,
-    ) -> tuple[Array, Array, StarCache]:
+    ) -> tuple[Attended, StarCache]:
         """A part of each shard's block: attends the anchor, the block so far, and itself."""
+        q, k, v = new
         store: AppendCache = cache.decode.store
         filled_B, local = cache.filled[:, 0], store.k.shape[2]
         at_BT = ctx.seq_offset(local) + filled_B[:, None] + jnp.arange(q.shape[1])
@@ -226,7 +222,7 @@ class Star:
             filled=(filled_B + valid)[:, None],
             queries=with_queries(cache.queries, q, valid),
         )
-        return *merge(parts), cache
+        return merge(parts), cache
 
     def _sent(
         self, k: Array, v: Array, cache: StarCache, valid: Array, ctx: LayerContext

@@ -22,6 +22,8 @@ from jaxtyping import Array, Float
 from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     MethodInfo,
@@ -69,25 +71,19 @@ class TOVA:
         return eviction.empty_cache(self, shape)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BudgetCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
+        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, BudgetCache]:
         valid_B = segment.valid_of(CHUNK_ROWS)
         if eviction.only_joins(self, segment):
-            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-        seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
+            return eviction.read_and_append(self, new, cache, valid_B, ctx)
+        seen = eviction.look(self, new, cache, valid_B, ctx)
         # A sum over all heads ranks as their mean does.
         scores_BU = ctx.psum_heads(jnp.sum(_last_row(seen), axis=1))
         if self.protect_current:
             current_B1 = (seen.length + seen.valid - 1)[:, None]
             scores_BU = jnp.where(seen.order == current_B1, jnp.inf, scores_BU)
         scores_BKU = jnp.broadcast_to(scores_BU[:, None], (*cache.k.shape[:2], scores_BU.shape[1]))
-        return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment)
+        return (seen.out, seen.lse), eviction.evict(self, cache, seen, scores_BKU, segment)
 
     validate = eviction.validate
     reach = eviction.reach

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache
-from jax_longctx.contract import LayerContext
+from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.methods import received
 from jax_longctx.methods.clamped import Run, read_run
 from pallas_kernels.decode_attention import attend_logits, decode_logits
@@ -24,7 +24,6 @@ from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 __all__ = ["Near", "Score"]
 
-Part = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 Score = Literal["mass", "logit"]
 
 
@@ -44,19 +43,15 @@ class Near:
     ctx: LayerContext
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        store: AppendCache,
-        others: list[Part],
-    ) -> tuple[Part, tuple[Array, Array, Array], Float[Array, "B N T"] | None]:
+        self, new: QKV, store: AppendCache, others: list[Attended]
+    ) -> tuple[Attended, tuple[Array, Array, Array], Float[Array, "B N T"] | None]:
         """The merged attention, and what tokens receive, as `block_memory.keep_received` takes it.
 
         Args:
           q, k, v: the new tokens', before rotary embedding.
           others: this shard's parts outside the window.
         """
+        q, k, v = new
         alone = q.shape[1] == 1
         start_B = jnp.maximum(self.begin - self.window, 0)
         end_B = self.begin + self.valid if alone else self.begin
@@ -70,15 +65,15 @@ class Near:
         at_BT = jnp.broadcast_to(at_T, q.shape[:2])
         q = self.ctx.rotate(q, at_BT)
         if alone:
-            part, seen, new = *self._token(q, run, back_BX, others), None
+            part, seen, own = *self._token(q, run, back_BX, others), None
         else:
             k = self.ctx.rotate(k, at_BT)
-            part, seen, new = self._chunk(q, k, v, run, back_BX, others)
-        return part, (seen, first_B, run.number), new
+            part, seen, own = self._chunk(q, k, v, run, back_BX, others)
+        return part, (seen, first_B, run.number), own
 
     def _token(
-        self, q: Array, run: Run, back: Array, others: list[Part]
-    ) -> tuple[Part, Float[Array, "B N X"]]:
+        self, q: Array, run: Run, back: Array, others: list[Attended]
+    ) -> tuple[Attended, Float[Array, "B N X"]]:
         """A lone token, one of the run itself."""
         logits = decode_logits(q, run.k, run.number, scale=self.ctx.scale)
         near = attend_logits(jnp.where((back < self.window)[:, None], logits, -jnp.inf), run.v)
@@ -88,8 +83,8 @@ class Near:
         return part, received.mass_of_token(logits, part[1], back, self.window)
 
     def _chunk(
-        self, q: Array, k: Array, v: Array, run: Run, back: Array, others: list[Part]
-    ) -> tuple[Part, Float[Array, "B N X"], Float[Array, "B N T"]]:
+        self, q: Array, k: Array, v: Array, run: Run, back: Array, others: list[Attended]
+    ) -> tuple[Attended, Float[Array, "B N X"], Float[Array, "B N T"]]:
         """A chunk behind the run."""
         queries, size, scale = q.shape[1], run.k.shape[2], self.ctx.scale
         leaving = {"window": self.window, "query_start": back[:, 0]}
