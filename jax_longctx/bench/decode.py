@@ -26,8 +26,7 @@ from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.engine.footprint import footprint
 from jax_longctx.errors import CapacityError
-from jax_longctx.methods import make_method
-from jax_longctx.methods.full import Full
+from jax_longctx.methods import Full, make_method
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import init_params
 from jax_longctx.models.presets import preset

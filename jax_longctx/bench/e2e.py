@@ -22,7 +22,7 @@ import numpy as np
 from jax_longctx.engine import Engine, Sampling
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import InputError
-from jax_longctx.methods.full import Full
+from jax_longctx.methods import Full
 from jax_longctx.models.llama import init_params
 from jax_longctx.models.presets import PRESETS, preset
 from jax_longctx.sharding import make_mesh

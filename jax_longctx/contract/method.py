@@ -23,14 +23,15 @@ steps) need no agreement.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jax_longctx.contract.context import LayerContext
 from jax_longctx.contract.merging import QKV, Attended
+from jax_longctx.contract.registered import MethodInfo
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.models.config import ModelConfig
 
-__all__ = ["Bounded", "CacheShape", "Method", "MethodInfo", "Scheduled", "reach", "step_variant"]
+__all__ = ["Bounded", "CacheShape", "Method", "Scheduled", "reach", "step_variant"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,40 +58,14 @@ class CacheShape:
     shards: int = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MethodInfo:
-    """What a method does to inference; printed by `jax-longctx methods`.
-
-    Attributes:
-      summary: one line for a user.
-      source: paper and section.
-      phase: which phase it changes.
-      query_aware: whether what is kept or read depends on the question.
-      keeps_all: whether every key of the context stays in memory.
-      needs_question: whether the question must be known at prefill (one prefill a question).
-      append_only: whether `fork` is a rewind that shares the context's buffers; if not it copies.
-      looks_ahead: whether tokens that are read together choose together what they attend, so that
-        what is predicted at one of them has the help of later ones. A lone token chooses alone.
-      shrinks: whether `finish` makes a new, smaller cache once the question has been read; the
-        context's own is then left as it is, and freed when no other question will follow.
-    """
-
-    summary: str
-    source: str
-    phase: Literal["none", "prefill", "decode", "both"]
-    query_aware: bool
-    keeps_all: bool
-    needs_question: bool
-    append_only: bool
-    looks_ahead: bool = False
-    shrinks: bool = False
-
-
 @runtime_checkable
 class Method(Protocol):
     """The five duties (see the module's docstring), `validate`, and the metadata."""
 
-    info: ClassVar[MethodInfo]
+    @property
+    def info(self) -> MethodInfo:
+        """What the method does to inference under these settings."""
+        ...
 
     def validate(self, config: ModelConfig) -> None:
         """Raises ConfigError when the method cannot run on such a model."""

@@ -1,8 +1,8 @@
 """Full attention that keeps every layer's queries: what measurements of attention look at."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,12 @@ from jax_longctx.contract import (
     Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
-    Prompt,
     Segment,
     Stage,
 )
 from jax_longctx.engine import Engine
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.methods.full import Full
-from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending
 from jax_longctx.sharding import axes_field
 
 __all__ = ["Recorded", "Recorder", "queries_and_keys"]
@@ -40,20 +37,12 @@ class Recorded:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorder:
+class Recorder(Appending):
     """Full attention that keeps its queries."""
-
-    info: ClassVar[MethodInfo] = Full.info
-
-    def validate(self, config: ModelConfig) -> None:
-        """Every model can be recorded."""
 
     def init_cache(self, shape: CacheShape) -> Recorded:
         size = (shape.batch, shape.num_heads, shape.slots, shape.head_dim)
-        return Recorded(Full().init_cache(shape), jnp.zeros(size, shape.dtype))
-
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        return Full().segments(prompt)
+        return Recorded(super().init_cache(shape), jnp.zeros(size, shape.dtype))
 
     def attend(
         self, new: QKV, cache: Recorded, segment: Segment, ctx: LayerContext
@@ -63,7 +52,7 @@ class Recorder:
         valid_B = segment.valid_of(CHUNK_ROWS)
         rotated = ctx.rotate(q, positions_BT)
         queries = write_run(cache.queries, rotated, cache.store.length, valid_B, ctx)
-        part, store = Full().attend(new, cache.store, segment, ctx)
+        part, store = super().attend(new, cache.store, segment, ctx)
         return part, Recorded(store, queries)
 
     def finish(self, cache: Recorded, ctx: LayerContext, stage: Stage, reserve: int) -> Recorded:
@@ -73,7 +62,7 @@ class Recorder:
         return dataclasses.replace(cache, store=cache.store.rewind())
 
     def read_bytes(self, cache: Recorded, length: int) -> int:
-        return Full().read_bytes(cache.store, length)
+        return super().read_bytes(cache.store, length)
 
 
 def queries_and_keys(

@@ -26,8 +26,8 @@ from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.recorder import Recorded, Recorder
 from jax_longctx.methods.resa import Resa
-from jax_longctx.methods.selectors import SelectiveCache
-from jax_longctx.methods.sparse_decode import choose, selectable
+from jax_longctx.parts.selectors import SelectiveCache
+from jax_longctx.parts.sparse_decode import choose, selectable
 
 __all__ = ["LAMS", "attention_errors"]
 

@@ -21,7 +21,7 @@ where the code keeps every probability in the model's dtype; of equal scores the
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
@@ -31,33 +31,19 @@ from jax_longctx.contract import (
     Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import eviction, instruction
+from jax_longctx.parts import eviction, instruction
 from pallas_kernels.lse import side_by_side
 
 __all__ = [
     "Citrus",
-    "CitrusStandard",
     "attend_alone",
     "check",
-    "describe",
 ]
-
-
-def describe(summary: str, section: str, *, needs_question: bool) -> MethodInfo:
-    """The metadata of a form of CItruS."""
-    return MethodInfo(
-        summary=summary,
-        source=f"Bai et al. 2024 (CItruS), section {section}",
-        phase="both",
-        query_aware=True,
-        keeps_all=False,
-        needs_question=needs_question,
-        append_only=False,
-    )
 
 
 def check(self: Any) -> None:
@@ -83,9 +69,9 @@ def attend_alone(
     return (seen.out, seen.lse), eviction.evict(self, cache, seen, scores_BKU, segment)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Citrus:
-    """Eviction by the instruction from one cache that text and instruction share.
+@method(source="Bai et al. 2024 (CItruS), section 4.2")
+class Citrus(Registered):
+    """Reads in chunks and keeps what the instruction looks at.
 
     Attributes:
       budget: tokens that a layer's cache holds, the newest chunk among them (k + c).
@@ -101,9 +87,8 @@ class Citrus:
     score: instruction.Score = "probability"
     evict_first: bool = False
 
-    info: ClassVar[MethodInfo] = describe(
-        "reads in chunks and keeps what the instruction looks at", "4.2", needs_question=True
-    )
+    query_aware = True
+    needs_question = True
 
     def attend(
         self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
@@ -136,35 +121,6 @@ class Citrus:
     reach = eviction.reach
     init_cache = _init_cache
     segments = instruction.segments
-    finish = eviction.finish
-    fork = eviction.fork
-    read_bytes = eviction.read_bytes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CitrusStandard:
-    """Eviction by each chunk; the instruction evicts once, after the context.
-
-    Many questions may be asked of one context. Attributes as in `Citrus`.
-    """
-
-    budget: int = 1024
-    chunk: int = 256
-    sink: int = 0
-    score: instruction.Score = "probability"
-
-    info: ClassVar[MethodInfo] = describe(
-        "reads in chunks and keeps what each chunk looks at", "4.1", needs_question=False
-    )
-
-    __post_init__ = check
-    positions = instruction.positions
-    protocol = instruction.protocol
-    validate = eviction.validate
-    reach = eviction.reach
-    init_cache = _init_cache
-    segments = eviction.segments
-    attend = attend_alone
     finish = eviction.finish
     fork = eviction.fork
     read_bytes = eviction.read_bytes

@@ -10,7 +10,7 @@ while the context is read, the same computation.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 
@@ -22,11 +22,13 @@ from jax_longctx.contract import (
     Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
     Stage,
+    method,
 )
-from jax_longctx.methods import citrus, eviction, instruction
+from jax_longctx.methods import citrus
+from jax_longctx.parts import eviction, instruction
 from pallas_kernels.lse import side_by_side
 
 __all__ = ["CitrusIndividual", "ThreadCaches"]
@@ -41,9 +43,9 @@ class ThreadCaches:
     task: BudgetCache
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CitrusIndividual:
-    """Eviction by each chunk from one cache, by the instruction from another.
+@method(source="Bai et al. 2024 (CItruS), section 4.2")
+class CitrusIndividual(Registered):
+    """CItruS with one cache for the text and one for the instruction.
 
     Attributes:
       budget: tokens that each cache of a layer holds, the newest chunk among them (k + c).
@@ -57,11 +59,8 @@ class CitrusIndividual:
     sink: int = 0
     score: instruction.Score = "probability"
 
-    info: ClassVar[MethodInfo] = citrus.describe(
-        "CItruS with one cache for the text and one for the instruction",
-        "4.2",
-        needs_question=True,
-    )
+    query_aware = True
+    needs_question = True
 
     def init_cache(self, shape: CacheShape) -> ThreadCaches:
         # Only the task thread's will hold question and answer.

@@ -15,34 +15,27 @@ with older bases) compute something else.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
-from jax_longctx.contract import QKV, Attended, LayerContext, MethodInfo, Segment
+from jax_longctx.contract import QKV, Attended, LayerContext, Registered, Segment, method
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending
 
 __all__ = ["DynamicNTK"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicNTK:
-    """Full attention whose rotary base follows the row's total length.
+@method(source="NTK-aware scaling; a baseline of ReAttention, section 4.1")
+class DynamicNTK(Registered):
+    """Exact attention, rotary base stretched beyond the trained length.
 
     `factor` is f above: how many times the trained length the formula is centred on.
     """
 
     factor: float = 4.0
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="exact attention, rotary base stretched beyond the trained length",
-        source="NTK-aware scaling; a baseline of ReAttention, section 4.1",
-        phase="both",
-        query_aware=False,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
+    keeps_all = True
+    append_only = True
 
     def __post_init__(self) -> None:
         if not self.factor >= 1.0:
@@ -63,11 +56,11 @@ class DynamicNTK:
         self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, Any]:
         rope = dataclasses.replace(ctx.rope, kind="dynamic", factor=self.factor)
-        return Full().attend(new, cache, segment, ctx.replace_rope(rope))
+        return Appending().attend(new, cache, segment, ctx.replace_rope(rope))
 
     # Everything but the rotary embedding is full attention's.
-    init_cache = Full.init_cache
-    segments = Full.segments
-    finish = Full.finish
-    fork = Full.fork
-    read_bytes = Full.read_bytes
+    init_cache = Appending.init_cache
+    segments = Appending.segments
+    finish = Appending.finish
+    fork = Appending.fork
+    read_bytes = Appending.read_bytes

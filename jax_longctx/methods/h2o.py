@@ -18,8 +18,7 @@ default; the question's own mass is added before the eviction that it causes; wh
 answered nothing is added, as nothing leaves any more.
 """
 
-import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -31,18 +30,19 @@ from jax_longctx.contract import (
     Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import eviction
+from jax_longctx.parts import eviction
 
 __all__ = ["H2O"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class H2O:
-    """Heavy hitters and the newest tokens, chosen by each kv head.
+@method(source="Zhang et al. 2023, section 4")
+class H2O(Registered):
+    """The newest tokens and those that drew the most attention, per kv head.
 
     Attributes:
       budget: tokens kept by each kv head; `heavy` is what `recent` leaves of it.
@@ -62,16 +62,6 @@ class H2O:
     normalize: bool = False
     positions: eviction.Positions = "true"
     protocol: eviction.Protocol = "own"
-
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the newest tokens and those that drew the most attention, per kv head",
-        source="Zhang et al. 2023, section 4",
-        phase="both",
-        query_aware=False,
-        keeps_all=False,
-        needs_question=False,
-        append_only=False,
-    )
 
     def __post_init__(self) -> None:
         if self.recent is not None and self.recent < 0:

@@ -19,8 +19,7 @@ The authors' script names alpha `query_alpha`, 1 by default; the code behind it 
 that the sum, its scale and its scope (a kv head) are this library's reading.
 """
 
-import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -33,19 +32,20 @@ from jax_longctx.contract import (
     Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import eviction, instruction
+from jax_longctx.parts import eviction, instruction
 from pallas_kernels.lse import side_by_side
 
 __all__ = ["H2OShared"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class H2OShared:
-    """Heavy hitters of the instruction, chosen by each kv head.
+@method(source="Bai et al. 2024 (CItruS), section 5.2")
+class H2OShared(Registered):
+    """The tokens that drew the most attention from the instruction, per kv head.
 
     Attributes:
       budget: tokens that each kv head holds, the newest chunk among them.
@@ -59,15 +59,8 @@ class H2OShared:
     alpha: float = 1.0
     acc_kind: Literal["sum", "mean"] = "sum"
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the tokens that drew the most attention from the instruction, per kv head",
-        source="Bai et al. 2024 (CItruS), section 5.2",
-        phase="both",
-        query_aware=True,
-        keeps_all=False,
-        needs_question=True,
-        append_only=False,
-    )
+    query_aware = True
+    needs_question = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:

@@ -29,7 +29,7 @@ may attend everything instead (`decode=dense`), as in the port that MInference a
 
 import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -41,29 +41,30 @@ from jax_longctx.contract import (
     Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
     Prompt,
+    Registered,
     Segment,
     Stage,
     chunk_segments,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import block_memory, clamped
-from jax_longctx.methods.block_memory import BlockMemory, Layout
-from jax_longctx.methods.dense_decode import attend_everything
-from jax_longctx.methods.full import Full
-from jax_longctx.methods.scope import question_segments
-from jax_longctx.methods.unit_cache import Policy, Room
-from jax_longctx.methods.window import Near, Score
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.rope import attention_factor
+from jax_longctx.parts import block_memory, clamped
+from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.block_memory import BlockMemory, Layout
+from jax_longctx.parts.dense_decode import attend_everything
+from jax_longctx.parts.scope import question_segments
+from jax_longctx.parts.unit_cache import Policy, Room
+from jax_longctx.parts.window import Near, Score
 
 __all__ = ["InfLLM"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InfLLM:
-    """Block memory with representative tokens.
+@method(source="Xiao et al. 2024, section 3 (InfLLM)")
+class InfLLM(Registered):
+    """The newest tokens and the units of the past that the queries ask for, on device.
 
     Attributes:
       n_init: first tokens that are always attended.
@@ -96,16 +97,10 @@ class InfLLM:
     cache_policy: Policy = "lru"
     score_decay: float = 0.1
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the newest tokens and the units of the past that the queries ask for, on device",
-        source="Xiao et al. 2024, section 3 (InfLLM)",
-        phase="both",
-        query_aware=True,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-        looks_ahead=True,
-    )
+    query_aware = True
+    keeps_all = True
+    append_only = True
+    looks_ahead = True
 
     def __post_init__(self) -> None:
         least_of = {"n_local": 1, "block_size": 1, "repr_topk": 1, "chunk": 1}
@@ -236,7 +231,7 @@ class InfLLM:
 
     def read_bytes(self, cache: BlockMemory, length: int) -> int:
         if self.decode == "dense":
-            return Full().read_bytes(cache.store, length)
+            return Appending().read_bytes(cache.store, length)
         store = cache.store
         # Attended tokens, every representative (empty rows too), and the ring.
         most = self.n_init + self.n_local + (self.topk + 1) * self.block_size

@@ -28,9 +28,8 @@ decode reads the right kv heads (theirs reads h mod K), and the local part has w
 to 128 fewer, so that the middle is whole tiles). `ReAttention.released()` does as they did.
 """
 
-import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -41,24 +40,25 @@ from jax_longctx.contract import (
     QKV,
     Attended,
     LayerContext,
-    MethodInfo,
     Prompt,
+    Registered,
     Segment,
     chunk_segments,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import recall, scope
-from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts import recall, scope
+from jax_longctx.parts.appending import Appending
 
 __all__ = ["ReAttention"]
 
 TILE = 128
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReAttention:
-    """Attention scope chosen by the queries.
+@method(source="Liu et al. 2024, sections 2.2 and 3.1")
+class ReAttention(Registered):
+    """A scope of fixed size that every layer chooses anew from the whole context.
 
     Attributes:
       global_size: g, first tokens that are always attended.
@@ -88,16 +88,10 @@ class ReAttention:
     last_token_decode: bool = True
     first_chunk: Literal["paper", "released"] = "paper"
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="a scope of fixed size that every layer chooses anew from the whole context",
-        source="Liu et al. 2024, sections 2.2 and 3.1",
-        phase="both",
-        query_aware=True,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-        looks_ahead=True,
-    )
+    query_aware = True
+    keeps_all = True
+    append_only = True
+    looks_ahead = True
 
     @classmethod
     def released(cls) -> "ReAttention":
@@ -202,9 +196,9 @@ class ReAttention:
         return slots_BC, jnp.minimum(length, g) + kept_B + local_B
 
     # The storage is full attention's, but for the keys' rotary embedding.
-    init_cache = Full.init_cache
-    finish = Full.finish
-    fork = Full.fork
+    init_cache = Appending.init_cache
+    finish = Appending.finish
+    fork = Appending.fork
 
     def read_bytes(self, cache: AppendCache, length: int) -> int:
         # Every key is ranked, empty slots too; of the scope keys and values are gathered.

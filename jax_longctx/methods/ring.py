@@ -19,7 +19,7 @@ ends last; 2 N H L^2 / R for each with zigzag. R - 1 times a shard's keys and va
 
 import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,25 +32,26 @@ from jax_longctx.contract import (
     QKV,
     Attended,
     LayerContext,
-    MethodInfo,
     Prompt,
+    Registered,
     Segment,
+    method,
     spread_segment,
 )
 from jax_longctx.contract.work import PrefillWork
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods.full import Full
-from jax_longctx.methods.observation import refuse_windows
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.observation import refuse_windows
 from pallas_kernels.lse import merge, side_by_side
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 __all__ = ["Ring"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ring:
-    """Exact prefill around a ring of shards.
+@method(source="Liu et al. 2023, section 3")
+class Ring(Registered):
+    """Exact attention, the context spread over the devices, keys sent around a ring.
 
     Attributes:
       order: which pieces of the text a shard computes.
@@ -60,15 +61,9 @@ class Ring:
     order: Literal["contiguous", "zigzag"] = "contiguous"
     hops: int = -1
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="exact attention, the context spread over the devices, keys sent around a ring",
-        source="Liu et al. 2023, section 3",
-        phase="prefill",
-        query_aware=False,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
+    phase = "prefill"
+    keeps_all = True
+    append_only = True
 
     def __post_init__(self) -> None:
         if self.hops < -1:
@@ -84,7 +79,7 @@ class Ring:
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "question":
-            return Full().segments(prompt)
+            return Appending().segments(prompt)
         rows, shards = prompt.context or (), prompt.shards
         if not any(rows):
             return ()
@@ -113,7 +108,7 @@ class Ring:
     ) -> tuple[Attended, AppendCache]:
         q, k, v = new
         if not segment.spread:
-            return Full().attend(new, cache, segment, ctx)
+            return Appending().attend(new, cache, segment, ctx)
         size, dtype = q.shape[1], q.dtype
         length_B = ctx.psum_seq(segment.valid_of(CHUNK_ROWS))
         index_T = _positions(size, ctx, zigzag=self.order == "zigzag")
@@ -155,10 +150,10 @@ class Ring:
         return found
 
     # The storage is full attention's.
-    init_cache = Full.init_cache
-    finish = Full.finish
-    fork = Full.fork
-    read_bytes = Full.read_bytes
+    init_cache = Appending.init_cache
+    finish = Appending.finish
+    fork = Appending.fork
+    read_bytes = Appending.read_bytes
 
 
 def _positions(size: int, ctx: LayerContext, *, zigzag: bool) -> Int[Array, " T"]:

@@ -25,8 +25,7 @@ are counted from the chunk's end; the question's own statistics are added before
 it causes, and none after it, as nothing leaves any more.
 """
 
-import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -38,19 +37,20 @@ from jax_longctx.contract import (
     Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import eviction
+from jax_longctx.parts import eviction
 from pallas_kernels.select_large_k import select_mask
 
 __all__ = ["RoCo"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoCo:
-    """Robust cache omission: rank by mean attention within the tokens of stable attention.
+@method(source="Ren and Zhu 2024, section 3; EasyKV")
+class RoCo(Registered):
+    """High mean attention, or attention still uncertain, per kv head.
 
     Attributes:
       budget: tokens kept by each kv head.
@@ -75,16 +75,6 @@ class RoCo:
     warm_start: bool = True
     positions: eviction.Positions = "true"
     protocol: eviction.Protocol = "own"
-
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="high mean attention, or attention still uncertain, per kv head",
-        source="Ren and Zhu 2024, section 3; EasyKV",
-        phase="both",
-        query_aware=False,
-        keeps_all=False,
-        needs_question=False,
-        append_only=False,
-    )
 
     def __post_init__(self) -> None:
         for name in ("sink", "protected_last"):

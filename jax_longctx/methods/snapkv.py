@@ -19,9 +19,8 @@ theirs: the answer's cache is then as many times larger. `decode_policy="fifo"` 
 for each new one, the lowest score first, then the oldest: RefreshKV's partial cache.
 """
 
-import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,24 +34,25 @@ from jax_longctx.contract import (
     Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
     Prompt,
+    Registered,
     Segment,
     Stage,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods.full import Full
-from jax_longctx.methods.observation import Pool, check_kernel, pooled_scores, refuse_windows
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.observation import Pool, check_kernel, pooled_scores, refuse_windows
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.decode_attention import decode_attention
 
 __all__ = ["SnapKV"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SnapKV:
-    """The last `window` tokens of the prompt and what they attended to most."""
+@method(source="Li et al. 2024, section 4")
+class SnapKV(Registered):
+    """After the question, only the tokens that its end attended stay for the answer."""
 
     budget: int = 1024
     window: int = 32
@@ -62,16 +62,10 @@ class SnapKV:
     decode_policy: Literal["grow", "fifo"] = "grow"
     expand_kv: bool = False
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="after the question, only the tokens that its end attended stay for the answer",
-        source="Li et al. 2024, section 4",
-        phase="decode",
-        query_aware=True,
-        keeps_all=False,
-        needs_question=False,
-        append_only=True,
-        shrinks=True,
-    )
+    phase = "decode"
+    query_aware = True
+    append_only = True
+    shrinks = True
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -94,7 +88,7 @@ class SnapKV:
         return empty_observed_cache(shape, self.window)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        return Full().segments(prompt)
+        return Appending().segments(prompt)
 
     def attend(
         self, new: QKV, cache: ObservedCache | FifoCache, segment: Segment, ctx: LayerContext
@@ -114,7 +108,7 @@ class SnapKV:
             )
             return part, cache
         at_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
-        (out, lse), store = Full().attend(new, cache.store, segment, ctx)
+        (out, lse), store = Appending().attend(new, cache.store, segment, ctx)
         return (out, lse), cache.observe(store, ctx.rotate(q, at_BT), lse, valid_B)
 
     def limit(self, cache: FifoCache) -> int:

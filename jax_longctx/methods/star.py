@@ -23,7 +23,7 @@ Cost on a shard with n blocks of b tokens, anchor a: (a + n b) tokens through th
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,21 +37,22 @@ from jax_longctx.contract import (
     CacheShape,
     LayerContext,
     Method,
-    MethodInfo,
     Prompt,
+    Registered,
     Segment,
     Stage,
+    method,
     step_variant,
 )
 from jax_longctx.contract.work import PrefillWork
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import adopting, star_blocks, star_parity
-from jax_longctx.methods.adopting import Adopting, Remembering
-from jax_longctx.methods.full import Full
-from jax_longctx.methods.observation import refuse_windows
-from jax_longctx.methods.star_blocks import ANCHOR, SENDS
-from jax_longctx.methods.star_cache import StarCache, empty_star_cache, with_queries
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts import adopting, star_blocks, star_parity
+from jax_longctx.parts.adopting import Adopting, Remembering
+from jax_longctx.methods.full import Full
+from jax_longctx.parts.observation import refuse_windows
+from jax_longctx.parts.star_blocks import ANCHOR, SENDS
+from jax_longctx.parts.star_cache import StarCache, empty_star_cache, with_queries
 from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
@@ -60,9 +61,9 @@ __all__ = ["Star"]
 _FULL = Full()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Star:
-    """Blocks read beside an anchor; question and answer over all of them.
+@method(source="Acharya et al. 2024, section 2")
+class Star(Registered):
+    """The context in blocks side by side, each behind an anchor, one block a device.
 
     Attributes:
       block: b, tokens of a block. The paper takes a quarter of the text, at most 32,768.
@@ -85,15 +86,9 @@ class Star:
     decode: Method = _FULL
     compat_bottom_right_mask: bool = False
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the context in blocks side by side, each behind an anchor, one block a device",
-        source="Acharya et al. 2024, section 2",
-        phase="prefill",
-        query_aware=False,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
+    phase = "prefill"
+    keeps_all = True
+    append_only = True
 
     def __post_init__(self) -> None:
         star_blocks.check(self)

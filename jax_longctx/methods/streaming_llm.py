@@ -10,9 +10,6 @@ leave. With `chunk=1` that is the authors' evaluation; a larger chunk lets its q
 `chunk - 1` tokens more, and reads a text faster.
 """
 
-import dataclasses
-from typing import ClassVar
-
 import jax.numpy as jnp
 
 from jax_longctx.caches import BudgetCache
@@ -22,18 +19,19 @@ from jax_longctx.contract import (
     Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import eviction
+from jax_longctx.parts import eviction
 
 __all__ = ["StreamingLLM"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamingLLM:
-    """Attention sinks and a sliding window.
+@method(source="Xiao et al. 2024, sections 3.1 and 3.2")
+class StreamingLLM(Registered):
+    """The first tokens and the newest; any length at constant memory.
 
     Attributes:
       budget: tokens kept in each layer.
@@ -48,16 +46,6 @@ class StreamingLLM:
     chunk: int = 256
     positions: eviction.Positions = "shifted"
     protocol: eviction.Protocol = "own"
-
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the first tokens and the newest; any length at constant memory",
-        source="Xiao et al. 2024, sections 3.1 and 3.2",
-        phase="both",
-        query_aware=False,
-        keeps_all=False,
-        needs_question=False,
-        append_only=False,
-    )
 
     def __post_init__(self) -> None:
         if self.sink < 0:

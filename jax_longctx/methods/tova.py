@@ -13,9 +13,6 @@ baseline of CItruS (`protocol=citrus`, `positions=shifted`) the last row of a ch
 before it, and the last row of the question those that remain.
 """
 
-import dataclasses
-from typing import ClassVar
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -26,18 +23,19 @@ from jax_longctx.contract import (
     Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
-from jax_longctx.methods import eviction
+from jax_longctx.parts import eviction
 from pallas_kernels.attention_mass import attention_mass
 
 __all__ = ["TOVA"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TOVA:
-    """Token omission via attention, layer by layer.
+@method(source="Oren et al. 2024, section 3.2")
+class TOVA(Registered):
+    """The tokens that the newest one attends to most, per layer.
 
     Attributes:
       budget: tokens kept in each layer.
@@ -53,16 +51,6 @@ class TOVA:
     protect_current: bool = False
     positions: eviction.Positions = "true"
     protocol: eviction.Protocol = "own"
-
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the tokens that the newest one attends to most, per layer",
-        source="Oren et al. 2024, section 3.2",
-        phase="both",
-        query_aware=False,
-        keeps_all=False,
-        needs_question=False,
-        append_only=False,
-    )
 
     def __post_init__(self) -> None:
         eviction.check(self)

@@ -31,7 +31,7 @@ from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 
 def info(**changes: Any) -> MethodInfo:
-    return dataclasses.replace(Full.info, append_only=False, **changes)
+    return dataclasses.replace(Full().info, append_only=False, **changes)
 
 
 def bytes_per_slot(k: Any) -> int:

@@ -1,6 +1,5 @@
 """What the tests of InfLLM share: methods by the oracle's rules, runs of rows, comparisons."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import Prompt, decode_segment, step_variant
+from jax_longctx.contract import Prompt, decode_segment, method, step_variant
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context import Context
@@ -43,7 +42,7 @@ LAYERS = (1000, 2000)
 CHOSEN: list[tuple[int, np.ndarray]] = []
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@method(source="InfLLM", name="watched")
 class Watched(InfLLM):
     """Tells which units each layer attends, and starts with garbage wherever nothing is yet."""
 

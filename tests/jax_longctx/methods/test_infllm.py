@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 from jax_longctx.contract import LayerContext, Prompt
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods import METHODS
-from jax_longctx.methods.block_memory import best_units
-from jax_longctx.methods.unit_cache import Room, UnitCache, empty_unit_cache, hit_rates, note_step
 from jax_longctx.models.config import RopeConfig
+from jax_longctx.parts.block_memory import best_units
+from jax_longctx.parts.unit_cache import Room, UnitCache, empty_unit_cache, hit_rates, note_step
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.oracles.infllm import Rules, calls_of, follow
 from tests.jax_longctx.methods.remembering import (

@@ -11,7 +11,8 @@ import pytest
 
 from jax_longctx.contract import Prompt
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.methods import ReAttention, scope
+from jax_longctx.methods import ReAttention
+from jax_longctx.parts import scope
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import steps
 from tests.jax_longctx.methods.oracles.reattention import (

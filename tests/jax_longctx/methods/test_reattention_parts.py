@@ -14,7 +14,8 @@ from jax_longctx.caches import AppendCache
 from jax_longctx.contract import LayerContext, Prompt
 from jax_longctx.engine import programs
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import ReAttention, make_method, recall, scope, settings_of
+from jax_longctx.methods import ReAttention, make_method, settings_of
+from jax_longctx.parts import recall, scope
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import cache_bytes, compile_decode, no_persistent_cache
 from tests.jax_longctx.methods.oracles.reattention import (

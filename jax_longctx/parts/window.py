@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import QKV, Attended, LayerContext
-from jax_longctx.methods import received
-from jax_longctx.methods.clamped import Run, read_run
+from jax_longctx.parts import received
+from jax_longctx.parts.clamped import Run, read_run
 from pallas_kernels.decode_attention import attend_logits, decode_logits
 from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention

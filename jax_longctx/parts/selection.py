@@ -25,9 +25,10 @@ from jax_longctx.contract import (
     Stage,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods.digests import digest_scores, empty_digests, refresh
-from jax_longctx.methods.full import Full
-from jax_longctx.methods.selectors import (
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.digests import digest_scores, empty_digests, refresh
+from jax_longctx.parts.selectors import (
     Allocation,
     Granularity,
     Pools,
@@ -35,13 +36,12 @@ from jax_longctx.methods.selectors import (
     Selector,
     check,
 )
-from jax_longctx.methods.sparse_decode import (
+from jax_longctx.parts.sparse_decode import (
     Selected,
     attend_selected,
     first_resident,
     most_pages,
 )
-from jax_longctx.models.config import ModelConfig
 
 __all__ = [
     "Allocation",
@@ -96,7 +96,7 @@ def init_cache(method: Selector, shape: CacheShape) -> SelectiveCache | AppendCa
 
 
 def segments(method: Selector, prompt: Prompt) -> Iterable[Segment]:
-    return Full().segments(prompt)
+    return Appending().segments(prompt)
 
 
 def attend(
@@ -108,7 +108,7 @@ def attend(
 ) -> tuple[Attended, SelectiveCache | AppendCache]:
     q, k, v = new
     if isinstance(cache, AppendCache):
-        return Full().attend(new, cache, segment, ctx)
+        return Appending().attend(new, cache, segment, ctx)
     if segment.role == "decode":
         q, k, cache = append_token(method, q, k, v, cache, segment, ctx)
         chosen = attend_selected(method, q, cache, ctx)
@@ -121,7 +121,7 @@ def read_exactly(
 ) -> tuple[Attended, SelectiveCache]:
     """`attend` of context and question."""
     q, past_B = new[0], cache.store.length
-    part, store = Full().attend(new, cache.store, segment, ctx)
+    part, store = Appending().attend(new, cache.store, segment, ctx)
     cache = dataclasses.replace(cache, store=store, prompt=store.length)
     cache = _refreshed(method, cache, past_B, q.shape[1], ctx)
     if cache.resident is not None and segment.role == "query":
@@ -205,7 +205,7 @@ def fork(method: object, cache: Rewindable) -> Any:
 
 def read_bytes(method: Selector, cache: SelectiveCache | AppendCache, length: int) -> int:
     if isinstance(cache, AppendCache):
-        return Full().read_bytes(cache, length)
+        return Appending().read_bytes(cache, length)
     store = cache.store
     if cache.digests is None:
         scored = store.k.nbytes

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.contract import LayerContext
-from jax_longctx.methods import ties
+from jax_longctx.parts import ties
 from pallas_kernels.dispatch import platform
 from pallas_kernels.select_large_k import select_large_k
 from pallas_kernels.topk_scores import merge_topk, topk_scores

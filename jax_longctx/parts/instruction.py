@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_longctx.contract import QKV, LayerContext, Prompt, Segment, beside, chunk_segments
-from jax_longctx.methods import eviction
+from jax_longctx.parts import eviction
 from pallas_kernels.attention_mass import attention_mass
 
 __all__ = [

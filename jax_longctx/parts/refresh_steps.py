@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.caches import AppendCache, append, local_slots, where_rows
 from jax_longctx.caches.fifo import Count, FifoCache, FifoList, best_last, gather_fifo
 from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, LayerContext, Segment
-from jax_longctx.methods.observation import pooled_scores
+from jax_longctx.parts.observation import pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import attend_with_logits, decode_attention
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention

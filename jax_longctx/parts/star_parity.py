@@ -22,7 +22,7 @@ __all__ = ["read_question"]
 def read_question(
     new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
 ) -> tuple[Attended, AppendCache]:
-    """`Full.attend` of a whole question under that mask."""
+    """`Appending.attend` of a whole question under that mask."""
     q, k, v = new
     at_BT = cache.position[:, None] + jnp.arange(q.shape[1])
     q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, local_run, local_slots, read_lines
 from jax_longctx.contract import LayerContext
-from jax_longctx.methods.block_memory import Layout
+from jax_longctx.parts.block_memory import Layout
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import cache_attention
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention

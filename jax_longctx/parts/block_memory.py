@@ -24,8 +24,8 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, empty_append_cache, gather_slots, write_run
 from jax_longctx.contract import CacheShape, LayerContext
-from jax_longctx.methods import ties
-from jax_longctx.methods.unit_cache import Room, UnitCache, empty_unit_cache, note_step
+from jax_longctx.parts import ties
+from jax_longctx.parts.unit_cache import Room, UnitCache, empty_unit_cache, note_step
 from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.topk_scores import tied_top_k
