@@ -46,10 +46,10 @@ from jax_longctx.contract import (
 )
 from jax_longctx.contract.work import PrefillWork
 from jax_longctx.errors import ConfigError
+from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts import adopting, star_blocks, star_parity
 from jax_longctx.parts.adopting import Adopting, Remembering
-from jax_longctx.methods.full import Full
 from jax_longctx.parts.observation import refuse_windows
 from jax_longctx.parts.star_blocks import ANCHOR, SENDS
 from jax_longctx.parts.star_cache import StarCache, empty_star_cache, with_queries
