@@ -1,6 +1,6 @@
 """`LayerContext`: rotary embedding and the helpers that reach across the mesh, for one layer.
 
-Made by the engine inside the manual `shard_map`; on one device every collective is a no-op.
+Made by the engine inside the manual `shard_map`. A collective over one shard returns its argument.
 """
 
 import dataclasses
@@ -13,8 +13,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.contract import merging
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.rope import apply_rope, rope_angles
-
-__all__ = ["LayerContext"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,10 +41,6 @@ class LayerContext:
         cos, sin = rope_angles(self.rope, x.shape[-1], positions, self.total)
         return apply_rope(x, cos, sin)
 
-    def replace_rope(self, rope: RopeConfig) -> "LayerContext":
-        """The same context under another rotary embedding."""
-        return dataclasses.replace(self, rope=rope)
-
     @property
     def head_shards(self) -> int:
         """Number of shards of the heads."""
@@ -55,10 +49,6 @@ class LayerContext:
     def psum_heads(self, x: Array) -> Array:
         """Sum over the shards of the heads (each shard has already reduced its own)."""
         return jax.lax.psum(x, "tensor")
-
-    def pmax_heads(self, x: Array) -> Array:
-        """Maximum over the shards of the heads."""
-        return jax.lax.pmax(x, "tensor")
 
     def gather_heads(self, x: Array, axis: int) -> Array:
         """The shards' arrays concatenated along `axis`, on every shard of the heads."""
@@ -79,15 +69,15 @@ class LayerContext:
 
     def psum_seq(self, x: Array) -> Array:
         """Sum over the shards of the slots."""
-        return jax.lax.psum(x, "seq")
+        return jax.lax.psum(x, "seq") if self.seq_size > 1 else x
 
     def pmax_seq(self, x: Array) -> Array:
         """Maximum over the shards of the slots."""
-        return jax.lax.pmax(x, "seq")
+        return jax.lax.pmax(x, "seq") if self.seq_size > 1 else x
 
     def gather_seq(self, x: Array, axis: int) -> Array:
         """The shards' arrays concatenated along `axis`, on every shard of the slots."""
-        return jax.lax.all_gather(x, "seq", axis=axis, tiled=True)
+        return jax.lax.all_gather(x, "seq", axis=axis, tiled=True) if self.seq_size > 1 else x
 
     @property
     def seq_index(self) -> Int[Array, ""]:

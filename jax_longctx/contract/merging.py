@@ -25,8 +25,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.lse import merge
 
-__all__ = ["QKV", "Attended", "by_gather", "by_sum", "choose", "cost", "merge_seq"]
-
 # Queries, keys and values of T new tokens, before rotary embedding: N query heads, K kv heads.
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
 # An attention's output, and its natural-log float32 log-sum-exp, -inf where nothing was seen.
@@ -48,21 +46,15 @@ def merge_seq(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Atten
 
 def choose(size: int, width: int, itemsize: int, shards: int) -> Callable[[Array, Array], Attended]:
     """The way for `size` rows of `width` numbers of `itemsize` bytes, on each of `shards`."""
-    gathered, summed = _received(size, width, itemsize, shards)
-    return by_gather if gathered <= summed + WORTH_A_COLLECTIVE else by_sum
+    return by_gather if cost(size, width, itemsize, shards)[1] == 1 else by_sum
 
 
 def cost(size: int, width: int, itemsize: int, shards: int) -> tuple[float, int]:
     """Bytes that a device receives in the way that is chosen, and in how many collectives."""
-    gathered, summed = _received(size, width, itemsize, shards)
-    gathers = choose(size, width, itemsize, shards) is by_gather
-    return (gathered, 1) if gathers else (summed, 2)
-
-
-def _received(size: int, width: int, itemsize: int, shards: int) -> tuple[float, float]:
-    """Bytes by one gather, and by two all-reduces."""
     others = shards - 1
-    return others * size * (width * itemsize + 4), 2 * others / shards * size * 4 * (width + 2)
+    gathered = others * size * (width * itemsize + 4)
+    summed = 2 * others / shards * size * 4 * (width + 2)
+    return (gathered, 1) if gathered <= summed + WORTH_A_COLLECTIVE else (summed, 2)
 
 
 def by_sum(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Attended:

@@ -31,8 +31,6 @@ from jax_longctx.contract.registered import MethodInfo
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.models.config import ModelConfig
 
-__all__ = ["Bounded", "CacheShape", "Method", "Scheduled", "reach", "step_variant"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheShape:
@@ -135,3 +133,31 @@ class Scheduled(Protocol):
 def step_variant(method: Method, step: int) -> str:
     """The variant of an answer's decode step (the first is 1); "" where all steps are alike."""
     return method.step_variant(step) if isinstance(method, Scheduled) else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillWork:
+    """Of one row, on the shard of the slots that has the most to do.
+
+    Attributes:
+      tokens: that pass through projections and MLP.
+      pairs: of query and key that are attended, in a layer without a sliding window.
+      received: tokens whose keys and values come from other shards, in a layer.
+      collectives: how many bring them, in a layer.
+      passes: segments, each of which reads all weights.
+    """
+
+    tokens: float
+    pairs: float
+    received: float = 0.0
+    collectives: int = 0
+    passes: int = 1
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """A method whose prefill is not told by its segments and by what a decode step reads."""
+
+    def prefill_work(self, prompt: Prompt) -> PrefillWork:
+        """Of the one row of a prompt at stage `context`; only its length counts."""
+        ...

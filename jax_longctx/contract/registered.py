@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, dataclass_transform
 
-__all__ = ["REGISTERED", "MethodInfo", "Phase", "Registered", "method"]
-
 Phase = Literal["none", "prefill", "decode", "both"]
 
 

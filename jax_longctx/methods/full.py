@@ -3,12 +3,15 @@
 The baseline of every method and the definition of right; `parts.appending` says how it is computed.
 """
 
-from jax_longctx.contract import method
+from jax_longctx.caches import AppendCache
+from jax_longctx.contract import LayerContext, method
 from jax_longctx.parts.appending import Appending
-
-__all__ = ["Full"]
 
 
 @method(source="Vaswani et al. 2017, section 3.2")
 class Full(Appending):
     """Exact attention over every token; the baseline."""
+
+    def adopt(self, cache: AppendCache, ctx: LayerContext) -> AppendCache:
+        """The cache that another method's prefill has filled."""
+        return cache

@@ -32,13 +32,13 @@ from jax_longctx.contract import (
     QKV,
     Attended,
     LayerContext,
+    PrefillWork,
     Prompt,
     Registered,
     Segment,
     method,
     spread_segment,
 )
-from jax_longctx.contract.work import PrefillWork
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending

@@ -37,6 +37,7 @@ from jax_longctx.contract import (
     CacheShape,
     LayerContext,
     Method,
+    PrefillWork,
     Prompt,
     Registered,
     Segment,
@@ -44,7 +45,6 @@ from jax_longctx.contract import (
     method,
     step_variant,
 )
-from jax_longctx.contract.work import PrefillWork
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig

@@ -33,8 +33,6 @@ from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
-__all__ = ["Appending"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Appending(Registered):
@@ -74,16 +72,10 @@ class Appending(Registered):
         within = causal_attention(q, k, v, **how)
         return merge([earlier, within]), cache
 
-    def adopt(self, cache: AppendCache, ctx: LayerContext) -> AppendCache:
-        """The cache that another method's prefill has filled."""
-        return cache
-
-    def finish(
-        self, cache: AppendCache, ctx: LayerContext, stage: Stage, reserve: int
-    ) -> AppendCache:
+    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
         return cache.end_context()
 
-    def fork(self, cache: AppendCache) -> AppendCache:
+    def fork(self, cache: Any) -> Any:
         return cache.rewind()
 
     def read_bytes(self, cache: AppendCache, length: int) -> int:
