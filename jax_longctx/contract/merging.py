@@ -82,10 +82,6 @@ def by_gather(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Atten
     parts = []
     for bits in jax.lax.all_gather(packed, "seq"):
         halves = bits[..., width:].reshape(bits_lse.shape if word == jnp.uint16 else lse.shape)
-        parts.append(
-            (
-                jax.lax.bitcast_convert_type(bits[..., :width], out.dtype),
-                jax.lax.bitcast_convert_type(halves, jnp.float32),
-            )
-        )
+        part = jax.lax.bitcast_convert_type(bits[..., :width], out.dtype)
+        parts.append((part, jax.lax.bitcast_convert_type(halves, jnp.float32)))
     return merge(parts)

@@ -12,6 +12,7 @@ from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context import Context
 from jax_longctx.methods import InfLLM
+from jax_longctx.studies.infllm_accounted import InfLLMAccounted
 from tests.jax_longctx.methods.harness import steps
 from tests.jax_longctx.methods.oracles.infllm import Rules, calls_of, follow
 from tests.oracle import to_numpy
@@ -43,7 +44,7 @@ CHOSEN: list[tuple[int, np.ndarray]] = []
 
 
 @method(source="InfLLM", name="watched")
-class Watched(InfLLM):
+class Watched(InfLLMAccounted):
     """Tells which units each layer attends, and starts with garbage wherever nothing is yet."""
 
     def init_cache(self, shape):
