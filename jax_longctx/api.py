@@ -30,8 +30,7 @@ from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.footprint import Footprint, footprint
 from jax_longctx.engine.likelihood import Likelihood
 from jax_longctx.errors import InputError, TrainedLengthWarning
-from jax_longctx.methods import METHODS
-from jax_longctx.methods.full import Full
+from jax_longctx.methods import METHODS, Full
 from jax_longctx.models.checkpoint import Manifest, load_params, read_manifest, tokenizer_folder
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import (

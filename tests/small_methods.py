@@ -6,6 +6,14 @@ __all__ = ["SMALL", "small_method"]
 
 _BUDGET = {"budget": 48, "chunk": 16}
 _SELECTION = {"budget": 16, "page_size": 8, "local": 16}
+_INFLLM: dict[str, object] = {
+    "n_init": 4,
+    "n_local": 32,
+    "block_size": 8,
+    "topk": 2,
+    "repr_topk": 2,
+    "chunk": 16,
+}
 SMALL: dict[str, dict[str, object]] = {
     "full": {},
     "dynamic-ntk": {},
@@ -21,14 +29,8 @@ SMALL: dict[str, dict[str, object]] = {
         "kept": 8,
         "chunk": 16,
     },
-    "infllm": {
-        "n_init": 4,
-        "n_local": 32,
-        "block_size": 8,
-        "topk": 2,
-        "repr_topk": 2,
-        "chunk": 16,
-    },
+    "infllm": _INFLLM,
+    "infllm-accounted": {**_INFLLM, "max_cached_block": 4},
     "snapkv": {"budget": 48, "window": 8},
     "refreshkv": {"budget": 48, "stride": 3, "schedule": "fixed"},
     "citrus": _BUDGET,
@@ -66,14 +68,8 @@ EVERYTHING: dict[str, dict[str, object]] = {
         "kept": 4,
         "chunk": 16,
     },
-    "infllm": {
-        "n_init": 4,
-        "n_local": 100,
-        "block_size": 8,
-        "topk": 2,
-        "repr_topk": 2,
-        "chunk": 16,
-    },
+    "infllm": {**_INFLLM, "n_local": 100},
+    "infllm-accounted": {**_INFLLM, "n_local": 100},
     "snapkv": {"budget": 256},
     "refreshkv": {"budget": 256},
     "citrus": _ALL,

@@ -30,9 +30,9 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.contract import LayerContext
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods.observation import check_kernel, pooled_scores, refuse_windows
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Attend, check_mesh
+from jax_longctx.parts.observation import check_kernel, pooled_scores, refuse_windows
 from jax_longctx.sharding import logical_spec
 from pallas_kernels import dispatch
 from pallas_kernels.common import MASKED, group_heads, ungroup_heads

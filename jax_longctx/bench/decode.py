@@ -25,8 +25,7 @@ from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.engine.footprint import footprint
-from jax_longctx.methods import make_method
-from jax_longctx.methods.full import Full
+from jax_longctx.methods import Full, make_method
 from jax_longctx.planning.work import weight_bytes
 from jax_longctx.sharding import make_mesh, tree_shardings
 

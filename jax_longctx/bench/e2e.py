@@ -19,7 +19,7 @@ import jax
 from jax_longctx.bench.timing import Shape, answered, copy_bandwidth, device_facts
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import InputError
-from jax_longctx.methods.full import Full
+from jax_longctx.methods import Full
 from jax_longctx.models.presets import PRESETS
 from jax_longctx.sharding import make_mesh
 

@@ -18,9 +18,9 @@ from jax import Array, lax
 
 from jax_longctx.bench.timing import copy_bandwidth, device_facts, measure
 from jax_longctx.contract import LayerContext
-from jax_longctx.methods.residual import Background, combine, prior_of
-from jax_longctx.methods.sparse_decode import Selected
 from jax_longctx.models.config import RopeConfig
+from jax_longctx.parts.residual import Background, combine, prior_of
+from jax_longctx.parts.sparse_decode import Selected
 from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.decode_attention import decode_attention

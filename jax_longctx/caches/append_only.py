@@ -17,19 +17,6 @@ from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.dispatch import platform
 
-__all__ = [
-    "AppendCache",
-    "append",
-    "empty_append_cache",
-    "gather_slots",
-    "local_run",
-    "local_slots",
-    "read_lines",
-    "where_rows",
-    "write_rows",
-    "write_run",
-]
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +69,10 @@ def empty_append_cache(shape: CacheShape) -> AppendCache:
     """A cache of `shape.slots` empty slots in the model's dtype."""
     size = (shape.batch, shape.num_kv_heads, shape.slots, shape.head_dim)
 
-    # Four arrays, not one four times: a donated buffer may be named once.
-    def zeros() -> Array:
-        return jnp.zeros((shape.batch,), jnp.int32)
-
-    return AppendCache(
-        jnp.zeros(size, shape.dtype),
-        jnp.zeros(size, shape.dtype),
-        zeros(),
-        zeros(),
-        zeros(),
-        zeros(),
-    )
+    # Six arrays, none of them twice: a donated buffer may be named once.
+    keys_and_values = (jnp.zeros(size, shape.dtype) for _ in range(2))
+    counts = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(4))
+    return AppendCache(*keys_and_values, *counts)
 
 
 def write_run(
@@ -168,8 +147,7 @@ def _write_lines(buffer: Array, new_BKTH: Array, start: Array, valid: Array) -> 
     step_T = jnp.arange(new_BKTH.shape[2])
     slot_BT = start[:, None] + step_T
     inside_BT = (slot_BT >= 0) & (slot_BT < slots) & (step_T < valid[:, None])
-    row_BK1 = (jnp.arange(batch)[:, None, None] * heads + jnp.arange(heads)[:, None]) * slots
-    line_BKT = row_BK1 + slot_BT[:, None]
+    line_BKT = lines_of(buffer, slot_BT[:, None])
     # One past the end or later is what `drop` drops; a negative line would wrap around. Each is
     # another one: where lines may meet a GPU writes every two channels by an atomic operation.
     beyond_BKT = batch * heads * slots + jnp.arange(line_BKT.size).reshape(line_BKT.shape)
@@ -237,6 +215,13 @@ def local_run(
     return local_BY, first_B, count_B
 
 
+def lines_of(buffer: Shaped[Array, "B K S H"], slots: Int[Array, "B X C"]) -> Int[Array, "B K C"]:
+    """Where `slots` lie in the flattened buffer [B * K * S, H], X = 1 list for all heads or K."""
+    batch, heads, size, _ = buffer.shape
+    row_BK1 = (jnp.arange(batch)[:, None, None] * heads + jnp.arange(heads)[:, None]) * size
+    return row_BK1 + slots
+
+
 def read_lines(
     buffer: Shaped[Array, "B K S H"], slots: Int[Array, "B X C"]
 ) -> Shaped[Array, "B K C H"]:
@@ -245,10 +230,8 @@ def read_lines(
     Read as lines of the flattened buffer, whose layout stays as it is: a gather along the slots
     makes the TPU compiler copy the cache with its axes moved.
     """
-    batch, heads, size, head_dim = buffer.shape
-    row_BK1 = (jnp.arange(batch)[:, None, None] * heads + jnp.arange(heads)[:, None]) * size
-    flat = buffer.reshape(-1, head_dim)  # [B*K*S, H]
-    lines = jnp.take(flat, row_BK1 + jnp.maximum(slots, 0), axis=0, mode="clip")
+    flat = buffer.reshape(-1, buffer.shape[3])  # [B*K*S, H]
+    lines = jnp.take(flat, lines_of(buffer, jnp.maximum(slots, 0)), axis=0, mode="clip")
     return jnp.where((slots >= 0)[..., None], lines, 0)
 
 
@@ -259,9 +242,8 @@ def gather_slots(
 
     Negative slots come back as zeros.
     """
-    picked = read_lines(buffer, local_slots(slots, buffer.shape[2], ctx))
     # One shard holds each slot; a sum with zeros is exact.
-    return ctx.psum_seq(picked) if ctx.seq_size > 1 else picked
+    return ctx.psum_seq(read_lines(buffer, local_slots(slots, buffer.shape[2], ctx)))
 
 
 def where_rows(pick: Bool[Array, " B"], new: Any, old: Any) -> Any:

@@ -1,15 +1,18 @@
 """The contract between the engine and a method (see `jax_longctx.contract.method`)."""
 
 from jax_longctx.contract.context import LayerContext
+from jax_longctx.contract.merging import QKV, Attended
 from jax_longctx.contract.method import (
     Bounded,
     CacheShape,
     Method,
-    MethodInfo,
+    Planned,
+    PrefillWork,
     Scheduled,
     reach,
     step_variant,
 )
+from jax_longctx.contract.registered import REGISTERED, MethodInfo, Phase, Registered, method
 from jax_longctx.contract.segments import (
     CHUNK_ROWS,
     ENDS,
@@ -24,6 +27,7 @@ from jax_longctx.contract.segments import (
     decode_segment,
     make_segment,
     mark_ends,
+    question_segments,
     spread_segment,
     tail_size,
 )
@@ -32,12 +36,19 @@ __all__ = [
     "CHUNK_ROWS",
     "ENDS",
     "INSTRUCTION_ROWS",
+    "QKV",
+    "REGISTERED",
+    "Attended",
     "Bounded",
     "CacheShape",
     "LayerContext",
     "Method",
     "MethodInfo",
+    "Phase",
+    "Planned",
+    "PrefillWork",
     "Prompt",
+    "Registered",
     "Role",
     "RowGroup",
     "Scheduled",
@@ -48,6 +59,8 @@ __all__ = [
     "decode_segment",
     "make_segment",
     "mark_ends",
+    "method",
+    "question_segments",
     "reach",
     "spread_segment",
     "step_variant",

@@ -1,6 +1,6 @@
 """`LayerContext`: rotary embedding and the helpers that reach across the mesh, for one layer.
 
-Made by the engine inside the manual `shard_map`; on one device every collective is a no-op.
+Made by the engine inside the manual `shard_map`. A collective over one shard returns its argument.
 """
 
 import dataclasses
@@ -13,8 +13,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.contract import merging
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.rope import apply_rope, rope_angles
-
-__all__ = ["LayerContext"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +40,6 @@ class LayerContext:
         """`x` under rotary embedding at `positions`."""
         cos, sin = rope_angles(self.rope, x.shape[-1], positions, self.total)
         return apply_rope(x, cos, sin)
-
-    def replace_rope(self, rope: RopeConfig) -> "LayerContext":
-        """The same context under another rotary embedding."""
-        return dataclasses.replace(self, rope=rope)
 
     @property
     def head_shards(self) -> int:
@@ -75,15 +69,15 @@ class LayerContext:
 
     def psum_seq(self, x: Array) -> Array:
         """Sum over the shards of the slots."""
-        return jax.lax.psum(x, "seq")
+        return jax.lax.psum(x, "seq") if self.seq_size > 1 else x
 
     def pmax_seq(self, x: Array) -> Array:
         """Maximum over the shards of the slots."""
-        return jax.lax.pmax(x, "seq")
+        return jax.lax.pmax(x, "seq") if self.seq_size > 1 else x
 
     def gather_seq(self, x: Array, axis: int) -> Array:
         """The shards' arrays concatenated along `axis`, on every shard of the slots."""
-        return jax.lax.all_gather(x, "seq", axis=axis, tiled=True)
+        return jax.lax.all_gather(x, "seq", axis=axis, tiled=True) if self.seq_size > 1 else x
 
     @property
     def seq_index(self) -> Int[Array, ""]:
@@ -104,6 +98,6 @@ class LayerContext:
 
     def seq_merge(
         self, out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    ) -> merging.Attended:
         """Merges each shard's partial attention over its own slots, by log-sum-exp."""
         return merging.merge_seq(out, lse)

@@ -25,16 +25,17 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.lse import merge
 
-__all__ = ["by_gather", "by_sum", "choose", "cost", "merge_seq"]
-
-Part = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
+# Queries, keys and values of T new tokens, before rotary embedding: N query heads, K kv heads.
+QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
+# An attention's output, and its natural-log float32 log-sum-exp, -inf where nothing was seen.
+Attended = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 
 # What a link of a TPU slice (90 GB/s) moves while a collective gets under way (3 us). NVLink moves
 # more in the longer start of an NCCL collective.
 WORTH_A_COLLECTIVE = 1 << 18
 
 
-def merge_seq(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Part:
+def merge_seq(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Attended:
     """The attention over all shards' slots, on every shard; inside `shard_map`."""
     shards = jax.lax.axis_size("seq")
     if shards == 1:
@@ -43,26 +44,20 @@ def merge_seq(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Part:
     return merge(out, lse)
 
 
-def choose(size: int, width: int, itemsize: int, shards: int) -> Callable[[Array, Array], Part]:
+def choose(size: int, width: int, itemsize: int, shards: int) -> Callable[[Array, Array], Attended]:
     """The way for `size` rows of `width` numbers of `itemsize` bytes, on each of `shards`."""
-    gathered, summed = _received(size, width, itemsize, shards)
-    return by_gather if gathered <= summed + WORTH_A_COLLECTIVE else by_sum
+    return by_gather if cost(size, width, itemsize, shards)[1] == 1 else by_sum
 
 
 def cost(size: int, width: int, itemsize: int, shards: int) -> tuple[float, int]:
     """Bytes that a device receives in the way that is chosen, and in how many collectives."""
-    gathered, summed = _received(size, width, itemsize, shards)
-    gathers = choose(size, width, itemsize, shards) is by_gather
-    return (gathered, 1) if gathers else (summed, 2)
-
-
-def _received(size: int, width: int, itemsize: int, shards: int) -> tuple[float, float]:
-    """Bytes by one gather, and by two all-reduces."""
     others = shards - 1
-    return others * size * (width * itemsize + 4), 2 * others / shards * size * 4 * (width + 2)
+    gathered = others * size * (width * itemsize + 4)
+    summed = 2 * others / shards * size * 4 * (width + 2)
+    return (gathered, 1) if gathered <= summed + WORTH_A_COLLECTIVE else (summed, 2)
 
 
-def by_sum(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Part:
+def by_sum(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Attended:
     """`pmax`, then `psum` of numerators and denominator in float32."""
     top = jax.lax.pmax(lse, "seq")
     safe = jnp.where(jnp.isfinite(top), top, 0.0)
@@ -76,7 +71,7 @@ def by_sum(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Part:
     return merged.astype(out.dtype), jnp.where(total > 0, safe + jnp.log(total), -jnp.inf)
 
 
-def by_gather(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Part:
+def by_gather(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Attended:
     """One all-gather; `out` travels in its own dtype."""
     width = out.shape[-1]
     # Bits, not numbers: the halves of a float32 may look like a NaN that a copy would quieten.
@@ -87,10 +82,6 @@ def by_gather(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Part:
     parts = []
     for bits in jax.lax.all_gather(packed, "seq"):
         halves = bits[..., width:].reshape(bits_lse.shape if word == jnp.uint16 else lse.shape)
-        parts.append(
-            (
-                jax.lax.bitcast_convert_type(bits[..., :width], out.dtype),
-                jax.lax.bitcast_convert_type(halves, jnp.float32),
-            )
-        )
+        part = jax.lax.bitcast_convert_type(bits[..., :width], out.dtype)
+        parts.append((part, jax.lax.bitcast_convert_type(halves, jnp.float32)))
     return merge(parts)

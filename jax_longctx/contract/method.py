@@ -4,8 +4,8 @@ A method is a frozen dataclass of hyper-parameters (a static argument of `jit`) 
 
 1. `init_cache(shape)`: the cache of one layer, a dataclass whose fields say their logical axes;
 2. `segments(prompt)`: how a prompt is fed, as `Segment`s of fixed shapes;
-3. `attend(q, k, v, cache, segment, ctx)`: attention of one layer over one segment, updating the
-   cache; queries, keys and values arrive before rotary embedding;
+3. `attend(new, cache, segment, ctx)`: attention of one layer over one segment, updating the cache;
+   queries, keys and values arrive before rotary embedding;
 4. `finish(cache, ctx, stage, reserve)`: the context (or the question) has been read; the cache may
    change its shapes here;
 5. `fork(cache)`: the cache as it was at the end of the context, for one more question;
@@ -23,15 +23,13 @@ steps) need no agreement.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
-
-from jaxtyping import Array, Float
+from typing import Any, Protocol, runtime_checkable
 
 from jax_longctx.contract.context import LayerContext
+from jax_longctx.contract.merging import QKV, Attended
+from jax_longctx.contract.registered import MethodInfo
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.models.config import ModelConfig
-
-__all__ = ["Bounded", "CacheShape", "Method", "MethodInfo", "Scheduled", "reach", "step_variant"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,40 +56,14 @@ class CacheShape:
     shards: int = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MethodInfo:
-    """What a method does to inference; printed by `jax-longctx methods`.
-
-    Attributes:
-      summary: one line for a user.
-      source: paper and section.
-      phase: which phase it changes.
-      query_aware: whether what is kept or read depends on the question.
-      keeps_all: whether every key of the context stays in memory.
-      needs_question: whether the question must be known at prefill (one prefill a question).
-      append_only: whether `fork` is a rewind that shares the context's buffers; if not it copies.
-      looks_ahead: whether tokens that are read together choose together what they attend, so that
-        what is predicted at one of them has the help of later ones. A lone token chooses alone.
-      shrinks: whether `finish` makes a new, smaller cache once the question has been read; the
-        context's own is then left as it is, and freed when no other question will follow.
-    """
-
-    summary: str
-    source: str
-    phase: Literal["none", "prefill", "decode", "both"]
-    query_aware: bool
-    keeps_all: bool
-    needs_question: bool
-    append_only: bool
-    looks_ahead: bool = False
-    shrinks: bool = False
-
-
 @runtime_checkable
 class Method(Protocol):
     """The five duties (see the module's docstring), `validate`, and the metadata."""
 
-    info: ClassVar[MethodInfo]
+    @property
+    def info(self) -> MethodInfo:
+        """What the method does to inference under these settings."""
+        ...
 
     def validate(self, config: ModelConfig) -> None:
         """Raises ConfigError when the method cannot run on such a model."""
@@ -106,15 +78,9 @@ class Method(Protocol):
         ...
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: Any,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
-        """Output, natural-log float32 log-sum-exp (-inf where nothing was seen), and the cache.
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
+        """Attention of a segment, and the cache with it.
 
         Rows beyond `valid` may hold anything finite.
         """
@@ -167,3 +133,31 @@ class Scheduled(Protocol):
 def step_variant(method: Method, step: int) -> str:
     """The variant of an answer's decode step (the first is 1); "" where all steps are alike."""
     return method.step_variant(step) if isinstance(method, Scheduled) else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillWork:
+    """Of one row, on the shard of the slots that has the most to do.
+
+    Attributes:
+      tokens: that pass through projections and MLP.
+      pairs: of query and key that are attended, in a layer without a sliding window.
+      received: tokens whose keys and values come from other shards, in a layer.
+      collectives: how many bring them, in a layer.
+      passes: segments, each of which reads all weights.
+    """
+
+    tokens: float
+    pairs: float
+    received: float = 0.0
+    collectives: int = 0
+    passes: int = 1
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """A method whose prefill is not told by its segments and by what a decode step reads."""
+
+    def prefill_work(self, prompt: Prompt) -> PrefillWork:
+        """Of the one row of a prompt at stage `context`; only its length counts."""
+        ...

@@ -10,24 +10,6 @@ from jaxtyping import Array, Bool, Int
 
 from jax_longctx.sharding import OwnAxis, axes_field
 
-__all__ = [
-    "CHUNK_ROWS",
-    "ENDS",
-    "INSTRUCTION_ROWS",
-    "Prompt",
-    "Role",
-    "RowGroup",
-    "Segment",
-    "Stage",
-    "beside",
-    "chunk_segments",
-    "decode_segment",
-    "make_segment",
-    "mark_ends",
-    "spread_segment",
-    "tail_size",
-]
-
 Role = Literal["context", "probe", "probe_and_context", "query", "decode"]
 Stage = Literal["context", "question"]
 
@@ -177,6 +159,14 @@ def chunk_segments(rows: Sequence[Sequence[int]], chunk: int, role: Role) -> Ite
         size = tail_size(min(chunk, longest - start), chunk)
         ends = (lengths > start) & (lengths <= start + chunk)
         yield make_segment([row[start : start + chunk] for row in rows], size, role, ends)
+
+
+def question_segments(rows: Sequence[Sequence[int]], chunk: int) -> Iterator[Segment]:
+    """The question in chunks, its last token in a segment of one column: it chooses alone."""
+    some = np.array([len(row) > 0 for row in rows])
+    for segment in chunk_segments([row[:-1] for row in rows], chunk, "query"):
+        yield dataclasses.replace(segment, ends=np.zeros_like(some))
+    yield make_segment([row[-1:] for row in rows], 1, "query", some)
 
 
 def mark_ends(segments: Iterable[Segment]) -> Iterator[Segment]:

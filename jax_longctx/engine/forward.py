@@ -126,7 +126,7 @@ def _attended(
 
     def local(q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array) -> Any:
         ctx = setup.layer_context(window, total)
-        out, _, cache = setup.method.attend(q, k, v, cache, segment, ctx)
+        (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
         return out, cache
 
     cache_specs = tree_specs(cache)

@@ -35,6 +35,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     Method,
@@ -244,8 +246,9 @@ class _Marking:
         return self.method.segments(prompt)
 
     def attend(
-        self, q: Array, k: Array, v: Array, cache: _Marked, segment: Segment, ctx: LayerContext
-    ) -> tuple[Array, Array, _Marked]:
+        self, new: QKV, cache: _Marked, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, _Marked]:
+        q, k, v = new
         group = segment.group(CHUNK_ROWS)
         # What looks at the text without joining it is no token of it.
         valid_B = jnp.where(segment.role == "probe", 0, segment.valid_of(CHUNK_ROWS))
@@ -255,15 +258,15 @@ class _Marking:
         which_BT = jnp.where(in_text_BT, at_BT - cache.first[:, None], -1)
         marks_BTH = jax.nn.one_hot(which_BT, v.shape[-1], dtype=v.dtype)
         marks = jnp.broadcast_to(marks_BTH[:, :, None], v.shape)
-        out, lse, real = self.method.attend(q, k, v, cache.real, segment, ctx)
-        made, _, after = self.method.attend(q, k, marks, cache.marks, segment, ctx)
+        part, real = self.method.attend(new, cache.real, segment, ctx)
+        (made, _), after = self.method.attend((q, k, marks), cache.marks, segment, ctx)
         seen = cache.seen
         if segment.role in ("query", "decode"):
             last_B111 = (group.start + jnp.maximum(valid_B - 1, 0))[:, None, None, None]
             newest = jnp.swapaxes(jnp.take_along_axis(made, last_B111, axis=1), 1, 2)
             moved = jnp.concatenate([seen[:, :, 1:], newest.astype(seen.dtype)], axis=2)
             seen = jnp.where((valid_B > 0)[:, None, None, None], moved, seen)
-        return out, lse, _Marked(real, after, cache.position + valid_B, cache.first, seen)
+        return part, _Marked(real, after, cache.position + valid_B, cache.first, seen)
 
     def finish(self, cache: _Marked, ctx: LayerContext, stage: Stage, reserve: int) -> _Marked:
         real, marks = (

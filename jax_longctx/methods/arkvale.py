@@ -16,16 +16,15 @@ emulates (`page_cache`). The digest of the page that is being filled is kept too
 local window covers it.
 """
 
-import dataclasses
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jax_longctx.contract import MethodInfo
+from jax_longctx.contract import Registered, method
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import selection
-from jax_longctx.methods.digests import PageDigests, masked_max, masked_mean
+from jax_longctx.parts import selection
+from jax_longctx.parts.digests import PageDigests, masked_max, masked_mean
 
 __all__ = ["ArkVale", "Digest"]
 
@@ -40,9 +39,9 @@ Digest = Literal[
 ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ArkVale:
-    """Sparse decode over the pages of the best digests.
+@method(source="Chen et al. 2024, section 4")
+class ArkVale(Registered):
+    """Decode reads the pages whose digests promise most, chosen by all heads together.
 
     Attributes: those of every selector (see `selection.Selector`), and
       digest: shape and radius of what is kept of a page; `center` is the middle of the smallest
@@ -68,15 +67,10 @@ class ArkVale:
     resident: int | None = None
 
     pools: ClassVar[selection.Pools] = "scores"
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="decode reads the pages whose digests promise most, chosen by all heads together",
-        source="Chen et al. 2024, section 4",
-        phase="decode",
-        query_aware=True,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
+    phase = "decode"
+    query_aware = True
+    keeps_all = True
+    append_only = True
 
     @classmethod
     def released(cls) -> "ArkVale":

@@ -21,46 +21,29 @@ where the code keeps every probability in the model's dtype; of equal scores the
 """
 
 import dataclasses
-from typing import Any, ClassVar
-
-from jaxtyping import Array, Float
+from typing import Any
 
 from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     INSTRUCTION_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import eviction, instruction
+from jax_longctx.parts import eviction, instruction
 from pallas_kernels.lse import side_by_side
 
 __all__ = [
-    "Attended",
     "Citrus",
-    "CitrusStandard",
     "attend_alone",
     "check",
-    "describe",
 ]
-
-Attended = tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]
-
-
-def describe(summary: str, section: str, *, needs_question: bool) -> MethodInfo:
-    """The metadata of a form of CItruS."""
-    return MethodInfo(
-        summary=summary,
-        source=f"Bai et al. 2024 (CItruS), section {section}",
-        phase="both",
-        query_aware=True,
-        keeps_all=False,
-        needs_question=needs_question,
-        append_only=False,
-    )
 
 
 def check(self: Any) -> None:
@@ -75,26 +58,20 @@ def _init_cache(self: Any, shape: CacheShape) -> BudgetCache:
 
 
 def attend_alone(
-    self: Any,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    cache: BudgetCache,
-    segment: Segment,
-    ctx: LayerContext,
-) -> Attended:
+    self: Any, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+) -> tuple[Attended, Any]:
     """A segment of one row group: what reads the text alone, probes, or only joins."""
     valid_B = segment.valid_of(CHUNK_ROWS)
     if eviction.only_joins(self, segment):
-        return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-    seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
+        return eviction.read_and_append(self, new, cache, valid_B, ctx)
+    seen = eviction.look(self, new, cache, valid_B, ctx)
     scores_BKU = instruction.layer_scores(self, seen, seen, ctx)
-    return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment)
+    return (seen.out, seen.lse), eviction.evict(self, cache, seen, scores_BKU, segment)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Citrus:
-    """Eviction by the instruction from one cache that text and instruction share.
+@method(source="Bai et al. 2024 (CItruS), section 4.2")
+class Citrus(Registered):
+    """Reads in chunks and keeps what the instruction looks at.
 
     Attributes:
       budget: tokens that a layer's cache holds, the newest chunk among them (k + c).
@@ -110,37 +87,32 @@ class Citrus:
     score: instruction.Score = "probability"
     evict_first: bool = False
 
-    info: ClassVar[MethodInfo] = describe(
-        "reads in chunks and keeps what the instruction looks at", "4.2", needs_question=True
-    )
+    query_aware = True
+    needs_question = True
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BudgetCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> Attended:
+        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
+        q, k, v = new
         if segment.role != "probe_and_context":
-            return attend_alone(self, q, k, v, cache, segment, ctx)
-        probe = instruction.look(self, q, k, v, cache, segment, ctx, INSTRUCTION_ROWS)
+            return attend_alone(self, new, cache, segment, ctx)
+        probe = instruction.look(self, new, cache, segment, ctx, INSTRUCTION_ROWS)
         if self.evict_first:
             looking = dataclasses.replace(segment, role="probe")
             cache = eviction.evict(
                 self, cache, probe, instruction.layer_scores(self, probe, probe, ctx), looking
             )
             valid_B = segment.valid_of(CHUNK_ROWS)
-            q, k, v = (x[:, segment.group(CHUNK_ROWS).columns] for x in (q, k, v))
-            out, lse, cache = eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-            return *side_by_side((out, lse), (probe.out, probe.lse)), cache
-        chunk = instruction.look(self, q, k, v, cache, segment, ctx, CHUNK_ROWS)
+            columns = segment.group(CHUNK_ROWS).columns
+            text = q[:, columns], k[:, columns], v[:, columns]
+            part, cache = eviction.read_and_append(self, text, cache, valid_B, ctx)
+            return side_by_side(part, (probe.out, probe.lse)), cache
+        chunk = instruction.look(self, new, cache, segment, ctx, CHUNK_ROWS)
         cache = eviction.evict(
             self, cache, chunk, instruction.layer_scores(self, probe, chunk, ctx), segment
         )
         parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
-        return *side_by_side(*parts), cache
+        return side_by_side(*parts), cache
 
     __post_init__ = check
     positions = instruction.positions
@@ -149,35 +121,6 @@ class Citrus:
     reach = eviction.reach
     init_cache = _init_cache
     segments = instruction.segments
-    finish = eviction.finish
-    fork = eviction.fork
-    read_bytes = eviction.read_bytes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CitrusStandard:
-    """Eviction by each chunk; the instruction evicts once, after the context.
-
-    Many questions may be asked of one context. Attributes as in `Citrus`.
-    """
-
-    budget: int = 1024
-    chunk: int = 256
-    sink: int = 0
-    score: instruction.Score = "probability"
-
-    info: ClassVar[MethodInfo] = describe(
-        "reads in chunks and keeps what each chunk looks at", "4.1", needs_question=False
-    )
-
-    __post_init__ = check
-    positions = instruction.positions
-    protocol = instruction.protocol
-    validate = eviction.validate
-    reach = eviction.reach
-    init_cache = _init_cache
-    segments = eviction.segments
-    attend = attend_alone
     finish = eviction.finish
     fork = eviction.fork
     read_bytes = eviction.read_bytes

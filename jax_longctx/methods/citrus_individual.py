@@ -10,22 +10,25 @@ while the context is read, the same computation.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
-from jaxtyping import Array, Float
 
 from jax_longctx.caches import BudgetCache, empty_budget_cache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     INSTRUCTION_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
     Stage,
+    method,
 )
-from jax_longctx.methods import citrus, eviction, instruction
+from jax_longctx.methods import citrus
+from jax_longctx.parts import eviction, instruction
 from pallas_kernels.lse import side_by_side
 
 __all__ = ["CitrusIndividual", "ThreadCaches"]
@@ -40,9 +43,9 @@ class ThreadCaches:
     task: BudgetCache
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CitrusIndividual:
-    """Eviction by each chunk from one cache, by the instruction from another.
+@method(source="Bai et al. 2024 (CItruS), section 4.2")
+class CitrusIndividual(Registered):
+    """CItruS with one cache for the text and one for the instruction.
 
     Attributes:
       budget: tokens that each cache of a layer holds, the newest chunk among them (k + c).
@@ -56,11 +59,8 @@ class CitrusIndividual:
     sink: int = 0
     score: instruction.Score = "probability"
 
-    info: ClassVar[MethodInfo] = citrus.describe(
-        "CItruS with one cache for the text and one for the instruction",
-        "4.2",
-        needs_question=True,
-    )
+    query_aware = True
+    needs_question = True
 
     def init_cache(self, shape: CacheShape) -> ThreadCaches:
         # Only the task thread's will hold question and answer.
@@ -70,18 +70,12 @@ class CitrusIndividual:
         )
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: Any,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> citrus.Attended:
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
         if segment.role != "probe_and_context":
-            return citrus.attend_alone(self, q, k, v, cache, segment, ctx)
-        chunk = instruction.look(self, q, k, v, cache.language, segment, ctx, CHUNK_ROWS)
-        probe = instruction.look(self, q, k, v, cache.task, segment, ctx, INSTRUCTION_ROWS)
+            return citrus.attend_alone(self, new, cache, segment, ctx)
+        chunk = instruction.look(self, new, cache.language, segment, ctx, CHUNK_ROWS)
+        probe = instruction.look(self, new, cache.task, segment, ctx, INSTRUCTION_ROWS)
         # The chunk before the task thread's slots, which are as many as the other thread's.
         joins = dataclasses.replace(
             probe, k=chunk.k, v=chunk.v, store_k=chunk.store_k, valid=chunk.valid
@@ -93,7 +87,7 @@ class CitrusIndividual:
             eviction.evict(self, cache.task, joins, by_probe, segment),
         )
         parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
-        return *side_by_side(*parts), cache
+        return side_by_side(*parts), cache
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> BudgetCache:
         """The task thread's cache alone."""

@@ -1,48 +1,31 @@
 """Dynamic NTK: full attention under a rotary base that grows with the length.
 
-Extrapolates a model beyond its trained length without training. For a row of total length
-n > n0 (the trained length) the rotary base becomes
-
-    base' = base * (f * n / n0 - (f - 1)) ** (H / (H - 2))
-
-with factor f (ReAttention, section 4.1, uses it as a baseline with f = 4; the formula is the one
-transformers calls `dynamic`). Up to n0 it is full attention.
-
-The row's total is fixed before its first chunk, so that every key of a row is rotated with one
-base and chunked prefill equals whole prefill; on one forward without cache it agrees with
-transformers. Implementations that let the base move while they decode over cached keys (rotated
-with older bases) compute something else.
+For a row of total length n > n0 (the trained length) the base is multiplied by
+(f * n / n0 - (f - 1)) ** (H / (H - 2)), the formula that transformers calls `dynamic`; ReAttention
+(section 4.1) uses it as a baseline with f = 4. The total is fixed before the row's first chunk, so
+that every key turns under one base and chunked prefill equals whole prefill. Implementations whose
+base moves while they decode over keys that were turned under older ones compute something else.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
-from jax_longctx.contract import LayerContext, MethodInfo, Segment
+from jax_longctx.contract import QKV, Attended, LayerContext, Segment, method
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending
 
-__all__ = ["DynamicNTK"]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicNTK:
-    """Full attention whose rotary base follows the row's total length.
+@method(source="NTK-aware scaling; a baseline of ReAttention, section 4.1")
+class DynamicNTK(Appending):
+    """Exact attention, rotary base stretched beyond the trained length.
 
     `factor` is f above: how many times the trained length the formula is centred on.
     """
 
     factor: float = 4.0
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="exact attention, rotary base stretched beyond the trained length",
-        source="NTK-aware scaling; a baseline of ReAttention, section 4.1",
-        phase="both",
-        query_aware=False,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
+    phase = "both"
 
     def __post_init__(self) -> None:
         if not self.factor >= 1.0:
@@ -60,14 +43,7 @@ class DynamicNTK:
         return min(tokens, config.max_position) if config.rope.kind == "default" else tokens
 
     def attend(
-        self, q: Any, k: Any, v: Any, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Any, Any, Any]:
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
         rope = dataclasses.replace(ctx.rope, kind="dynamic", factor=self.factor)
-        return Full().attend(q, k, v, cache, segment, ctx.replace_rope(rope))
-
-    # Everything but the rotary embedding is full attention's.
-    init_cache = Full.init_cache
-    segments = Full.segments
-    finish = Full.finish
-    fork = Full.fork
-    read_bytes = Full.read_bytes
+        return super().attend(new, cache, segment, dataclasses.replace(ctx, rope=rope))

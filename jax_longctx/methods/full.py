@@ -1,101 +1,17 @@
 """Full attention: every token attends every earlier token, exactly.
 
-The baseline of every method and the definition of right. Keys are cached after rotary embedding
-at their true positions. A chunk of queries attends the cache (all of it visible) and itself
-(causal), two partial results merged by log-sum-exp; one token attends the cache alone, after its
-own key was appended. Cost: O(L^2) in prefill, the whole cache read once a decode step.
-
-Where a layer has a sliding window (Mistral v0.1, some Qwen2), keys further back are not seen.
-They stay in memory: slots are not reused.
+The baseline of every method and the definition of right; `parts.appending` says how it is computed.
 """
 
-import dataclasses
-from collections.abc import Iterable
-from typing import ClassVar
-
-import jax.numpy as jnp
-from jaxtyping import Array, Float
-
-from jax_longctx.caches import AppendCache, append, empty_append_cache
-from jax_longctx.contract import (
-    CHUNK_ROWS,
-    CacheShape,
-    LayerContext,
-    MethodInfo,
-    Prompt,
-    Segment,
-    Stage,
-    chunk_segments,
-)
-from jax_longctx.models.config import ModelConfig
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.lse import merge
-from pallas_kernels.prefill_attention import cache_attention, causal_attention
-
-__all__ = ["Full"]
+from jax_longctx.caches import AppendCache
+from jax_longctx.contract import LayerContext, method
+from jax_longctx.parts.appending import Appending
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Full:
-    """Exact attention over the whole context."""
-
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="exact attention over every token; the baseline",
-        source="Vaswani et al. 2017, section 3.2",
-        phase="none",
-        query_aware=False,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
-
-    def validate(self, config: ModelConfig) -> None:
-        """Every model can run it."""
-
-    def init_cache(self, shape: CacheShape) -> AppendCache:
-        return empty_append_cache(shape)
-
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        if prompt.stage == "context":
-            return chunk_segments(prompt.context or (), prompt.chunk, "context")
-        return chunk_segments(prompt.question or (), prompt.chunk, "query")
-
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: AppendCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], AppendCache]:
-        positions_BT = cache.position[:, None] + jnp.arange(q.shape[1])
-        q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
-        past_B = cache.held(ctx)
-        cache = append(cache, k, v, segment.valid_of(CHUNK_ROWS), ctx)
-        # This shard's slots are global slots offset .. offset + S - 1; slot is position here.
-        first = ctx.seq_offset(cache.k.shape[2])
-        where = {"query_start": positions_BT[:, 0], "slot_start": first}
-        how = {"scale": ctx.scale, "window": ctx.window}
-        if q.shape[1] == 1:
-            part = decode_attention(q, cache.k, cache.v, cache.held(ctx), **where, **how)
-            return *ctx.seq_merge(*part), cache
-        earlier = ctx.seq_merge(*cache_attention(q, cache.k, cache.v, past_B, **where, **how))
-        within = causal_attention(q, k, v, **how)
-        return *merge([earlier, within]), cache
+@method(source="Vaswani et al. 2017, section 3.2")
+class Full(Appending):
+    """Exact attention over every token; the baseline."""
 
     def adopt(self, cache: AppendCache, ctx: LayerContext) -> AppendCache:
         """The cache that another method's prefill has filled."""
         return cache
-
-    def finish(
-        self, cache: AppendCache, ctx: LayerContext, stage: Stage, reserve: int
-    ) -> AppendCache:
-        return cache.end_context()
-
-    def fork(self, cache: AppendCache) -> AppendCache:
-        return cache.rewind()
-
-    def read_bytes(self, cache: AppendCache, length: int) -> int:
-        # Dense decode reads empty slots too, which is why capacities are close to lengths.
-        return (cache.k.size + cache.v.size) * cache.k.dtype.itemsize

@@ -18,29 +18,31 @@ default; the question's own mass is added before the eviction that it causes; wh
 answered nothing is added, as nothing leaves any more.
 """
 
-import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import eviction
+from jax_longctx.parts import eviction
 
 __all__ = ["H2O"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class H2O:
-    """Heavy hitters and the newest tokens, chosen by each kv head.
+@method(source="Zhang et al. 2023, section 4")
+class H2O(Registered):
+    """The newest tokens and those that drew the most attention, per kv head.
 
     Attributes:
       budget: tokens kept by each kv head; `heavy` is what `recent` leaves of it.
@@ -61,16 +63,6 @@ class H2O:
     positions: eviction.Positions = "true"
     protocol: eviction.Protocol = "own"
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the newest tokens and those that drew the most attention, per kv head",
-        source="Zhang et al. 2023, section 4",
-        phase="both",
-        query_aware=False,
-        keeps_all=False,
-        needs_question=False,
-        append_only=False,
-    )
-
     def __post_init__(self) -> None:
         if self.recent is not None and self.recent < 0:
             raise ConfigError(f"H2O: recent must be at least 0, got {self.recent}")
@@ -87,18 +79,13 @@ class H2O:
         return eviction.empty_cache(self, shape, statistics=1)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BudgetCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
+        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, BudgetCache]:
+        q, k, _ = new
         valid_B = segment.valid_of(CHUNK_ROWS)
         if eviction.only_joins(self, segment):
-            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-        seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
+            return eviction.read_and_append(self, new, cache, valid_B, ctx)
+        seen = eviction.look(self, new, cache, valid_B, ctx)
         if self.over_group == "mean":
             mass_BKU = seen.mass() / (q.shape[2] // k.shape[2])
         else:
@@ -111,7 +98,7 @@ class H2O:
         end_B = seen.length + (seen.valid if self.protocol == "own" else 0)
         newest_BU = seen.order >= (end_B - self.window)[:, None]
         scores_BKU = jnp.where(newest_BU[:, None], jnp.inf, scores_BKU)
-        return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment, sums)
+        return (seen.out, seen.lse), eviction.evict(self, cache, seen, scores_BKU, segment, sums)
 
     validate = eviction.validate
     reach = eviction.reach

@@ -19,8 +19,7 @@ The authors' script names alpha `query_alpha`, 1 by default; the code behind it 
 that the sum, its scale and its scope (a kv head) are this library's reading.
 """
 
-import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -29,21 +28,24 @@ from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     INSTRUCTION_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import eviction, instruction
+from jax_longctx.parts import eviction, instruction
 from pallas_kernels.lse import side_by_side
 
 __all__ = ["H2OShared"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class H2OShared:
-    """Heavy hitters of the instruction, chosen by each kv head.
+@method(source="Bai et al. 2024 (CItruS), section 5.2")
+class H2OShared(Registered):
+    """The tokens that drew the most attention from the instruction, per kv head.
 
     Attributes:
       budget: tokens that each kv head holds, the newest chunk among them.
@@ -57,15 +59,8 @@ class H2OShared:
     alpha: float = 1.0
     acc_kind: Literal["sum", "mean"] = "sum"
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the tokens that drew the most attention from the instruction, per kv head",
-        source="Bai et al. 2024 (CItruS), section 5.2",
-        phase="both",
-        query_aware=True,
-        keeps_all=False,
-        needs_question=True,
-        append_only=False,
-    )
+    query_aware = True
+    needs_question = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -76,23 +71,17 @@ class H2OShared:
         return eviction.empty_cache(self, shape, statistics=2 if self.acc_kind == "mean" else 1)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BudgetCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
+        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
         if eviction.only_joins(self, segment):
             valid_B = segment.valid_of(CHUNK_ROWS)
-            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-        chunk = instruction.look(self, q, k, v, cache, segment, ctx, CHUNK_ROWS)
+            return eviction.read_and_append(self, new, cache, valid_B, ctx)
+        chunk = instruction.look(self, new, cache, segment, ctx, CHUNK_ROWS)
         own = 1.0
         if segment.role != "probe_and_context":
             out, lse, mass_BKU = chunk.out, chunk.lse, chunk.mass()
         else:
-            probe = instruction.look(self, q, k, v, cache, segment, ctx, INSTRUCTION_ROWS)
+            probe = instruction.look(self, new, cache, segment, ctx, INSTRUCTION_ROWS)
             parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
             out, lse = side_by_side(*parts)
             mass_BKU, own = self._blend(chunk, probe), 1 - self.alpha
@@ -100,7 +89,7 @@ class H2OShared:
         if self.acc_kind == "mean":
             # Nobody has looked at what has just joined: it has no mass either.
             scores = sums / jnp.where(sums[..., 1:] > 0, sums[..., 1:], 1.0)
-        return out, lse, eviction.evict(self, cache, chunk, scores[..., 0], segment, sums)
+        return (out, lse), eviction.evict(self, cache, chunk, scores[..., 0], segment, sums)
 
     def _added(
         self, chunk: eviction.Look, mass: Float[Array, "B K U"], own: float

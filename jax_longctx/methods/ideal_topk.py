@@ -6,22 +6,21 @@ for each query head, the `budget` best tokens beside the first `sink` and the la
 `granularity=kv_head` ranks by the mean of the group's softmaxes.
 """
 
-import dataclasses
 from typing import ClassVar
 
 from jaxtyping import Array, Bool, Float
 
-from jax_longctx.contract import LayerContext, MethodInfo
-from jax_longctx.methods import selection
-from jax_longctx.methods.digests import PageDigests
+from jax_longctx.contract import LayerContext, Registered, method
+from jax_longctx.parts import selection
+from jax_longctx.parts.digests import PageDigests
 from pallas_kernels.decode_attention import decode_logits
 
 __all__ = ["IdealTopK"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IdealTopK:
-    """Sparse decode over the tokens of the largest exact logits.
+@method(source="RESA, section 5.1")
+class IdealTopK(Registered):
+    """Decode attends the best tokens by exact score: what a selector can reach at most.
 
     Attributes: those of every selector (see `selection.Selector`) but what concerns pages.
     """
@@ -38,15 +37,10 @@ class IdealTopK:
     epsilon: float = 0.95
 
     pools: ClassVar[selection.Pools] = "mass"
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="decode attends the best tokens by exact score: what a selector can reach at most",
-        source="RESA, section 5.1",
-        phase="decode",
-        query_aware=True,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
+    phase = "decode"
+    query_aware = True
+    keeps_all = True
+    append_only = True
 
     def __post_init__(self) -> None:
         selection.check(self, "ideal-topk")

@@ -4,21 +4,20 @@ Xiao et al. 2024, section 3 (arXiv 2402.04617). All keys stay, cached before rot
 every chunk of the context and every generated token, each layer
 
 1. takes the mean query and chooses the `topk` units of `block_size` tokens whose representative
-   keys have the largest dot product with it, summed over all heads (`block_memory`);
+   keys have the largest dot product with it, summed over all heads (`parts.unit_memory`);
 2. attends, in one softmax, the window of `n_local` tokens at true distances, and at the constant
    distance n_local - 1 the first `n_init` tokens, the tokens between the last unit and the
-   window, and the chosen units (`clamped`): no position beyond n_local + chunk is ever used;
+   window, and the chosen units (`windowed_attention`): no position beyond n_local + chunk is used;
 3. adds up what every token in the window receives, and packs the tokens that complete a unit
-   behind it: its representative is the mean key of the `repr_topk` that received most (`received`).
+   behind it: its representative is the mean key of the `repr_topk` that received most.
 
 The question's last token goes alone, as generated tokens do: it chooses for itself. Units of equal
-tokens can have equal representatives: then the older unit comes first (`ties`).
+tokens can have equal representatives: then the older unit comes first (`parts.voted_keys`).
 
-In the paper: l_L `n_local`, l_bs `block_size`, k_m `topk`, r_k `repr_topk`. Cost of a token:
-attention over n_init + n_local + topk * block_size tokens and a bit, and one dot product a unit
-and head, at any length. Memory is full attention's and the representatives; all of it stays on
-the device, where the authors move units to the host: the answers are the same, and
-`max_cached_block` counts what they would have to load (`unit_cache`).
+Cost of a token: attention over n_init + n_local + topk * block_size tokens and a bit, and one dot
+product a unit and head, at any length. Memory is full attention's and the representatives; all of
+it stays on the device, where the authors move units to the host: the answers are the same, and the
+method `infllm-accounted` counts what they would have to load.
 
 As the authors' code and unlike the paper, the amount received is attention probability, distance
 0 included (`score`), far keys stand at n_local - 1, and representatives are per query head. Unlike
@@ -29,7 +28,7 @@ may attend everything instead (`decode=dense`), as in the port that MInference a
 
 import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -37,46 +36,40 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import append
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
     Prompt,
     Segment,
-    Stage,
     chunk_segments,
+    method,
+    question_segments,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import block_memory, clamped
-from jax_longctx.methods.block_memory import BlockMemory, Layout
-from jax_longctx.methods.dense_decode import attend_everything
-from jax_longctx.methods.full import Full
-from jax_longctx.methods.scope import question_segments
-from jax_longctx.methods.unit_cache import Policy, Room
-from jax_longctx.methods.window import Near, Score
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.rope import attention_factor
+from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.unit_memory import Layout, UnitMemory, best_units, empty_unit_memory
+from jax_longctx.parts.windowed_attention import Score, WindowedAttention, attend_everything
 
-__all__ = ["InfLLM"]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InfLLM:
-    """Block memory with representative tokens.
+@method(source="Xiao et al. 2024, section 3 (InfLLM)")
+class InfLLM(Appending):
+    """The newest tokens and the units of the past that the queries ask for, on device.
 
     Attributes:
       n_init: first tokens that are always attended.
-      n_local: newest tokens that are always attended, at their true distances.
-      block_size: tokens of a unit.
-      topk: units that are attended.
-      repr_topk: tokens of a unit whose keys represent it.
+      n_local: l_L, newest tokens that are always attended, at their true distances.
+      block_size: l_bs, tokens of a unit.
+      topk: k_m, units that are attended.
+      repr_topk: r_k, tokens of a unit whose keys represent it.
       chunk: tokens of the context that choose together (the authors' `exc_block_size`).
       score: what a token receives: `mass` (the authors' code) or `logit` (the paper's formula).
       granularity: one choice for all heads of a layer, or one each (`query_head`).
       far_distance: at which everything outside the window stands; n_local - 1 by default.
       far_mask: `released` attends keys that leave the window within the chunk twice, as theirs.
       decode: `dense` attends every key at its true position in decode, beyond any trained length.
-      max_cached_block: units that would have room on the device; None keeps no account of it.
-      cache_policy, score_decay: which leave it (`unit_cache`).
     """
 
     n_init: int = 128
@@ -90,26 +83,14 @@ class InfLLM:
     far_distance: int | None = None
     far_mask: Literal["exact", "released"] = "exact"
     decode: Literal["sparse", "dense"] = "sparse"
-    max_cached_block: int | None = None
-    cache_policy: Policy = "lru"
-    score_decay: float = 0.1
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the newest tokens and the units of the past that the queries ask for, on device",
-        source="Xiao et al. 2024, section 3 (InfLLM)",
-        phase="both",
-        query_aware=True,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-        looks_ahead=True,
-    )
+    phase = "both"
+    query_aware = looks_ahead = True
 
     def __post_init__(self) -> None:
         least_of = {"n_local": 1, "block_size": 1, "repr_topk": 1, "chunk": 1}
-        for name in (field.name for field in dataclasses.fields(self)):
-            given, least = getattr(self, name), least_of.get(name, 0)
-            if isinstance(given, int) and given < least:
+        for name, given in vars(self).items():
+            if isinstance(given, int) and given < (least := least_of.get(name, 0)):
                 raise ConfigError(f"infllm: {name} must be at least {least}, got {given}")
         if self.chunk > self.n_local:
             raise ConfigError(
@@ -121,26 +102,10 @@ class InfLLM:
                 f"infllm: repr_topk {self.repr_topk} tokens cannot be chosen of block_size "
                 f"{self.block_size}; lower repr_topk"
             )
-        if self.max_cached_block is None:
-            return
-        if self.max_cached_block < self.topk or self.granularity != "layer":
-            raise ConfigError(
-                f"infllm: max_cached_block {self.max_cached_block} must hold the topk {self.topk} "
-                f"units that a layer attends, chosen with granularity layer, got {self.granularity}"
-            )
-        if not 0 <= self.score_decay <= 1:
-            raise ConfigError(f"infllm: score_decay must be from 0 to 1, got {self.score_decay}")
 
     @property
     def layout(self) -> Layout:
-        return Layout(
-            sinks=self.n_init, window=self.n_local, block=self.block_size, chunk=self.chunk
-        )
-
-    @property
-    def room(self) -> Room | None:
-        size = self.max_cached_block
-        return None if size is None else Room(size, self.cache_policy, self.score_decay)
+        return Layout(self.n_init, self.n_local, self.block_size, self.chunk)
 
     @property
     def distances(self) -> int:
@@ -164,8 +129,8 @@ class InfLLM:
                 f"{self.n_local}; lower n_local"
             )
 
-    def init_cache(self, shape: CacheShape) -> BlockMemory:
-        return block_memory.empty_block_memory(shape, self.layout, self.room)
+    def init_cache(self, shape: CacheShape) -> UnitMemory:
+        return empty_unit_memory(shape, self.layout)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "context":
@@ -173,44 +138,40 @@ class InfLLM:
         return question_segments(prompt.question or (), self.chunk)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BlockMemory,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BlockMemory]:
-        valid_B, begin_B = segment.valid_of(CHUNK_ROWS), cache.store.length
+        self, new: QKV, cache: UnitMemory, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, UnitMemory]:
+        (q, k, v), valid_B = new, segment.valid_of(CHUNK_ROWS)
         if segment.role == "decode" and self.decode == "dense":
-            cache = dataclasses.replace(cache, store=append(cache.store, k, v, valid_B, ctx))
-            return *attend_everything(q, cache.store, ctx), cache
+            store = append(cache.store, k, v, valid_B, ctx)
+            return attend_everything(q, store, ctx), dataclasses.replace(cache, store=store)
         # A rotary base may follow the window's length: it bounds the distances.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
-        chosen = self.choose(q, cache, valid_B, ctx)
-        store = append(cache.store, k, v, valid_B, ctx)
-        far = self._far(q, ctx)
-        where = (begin_B, valid_B, self.layout, ctx)
-        parts = [clamped.attend_rest(far, store, *where, masked=self.far_mask == "exact")]
+        return self.attend_units(new, cache, valid_B, self.choose(q, cache, valid_B, ctx), ctx)
+
+    def attend_units(
+        self,
+        new: QKV,
+        cache: UnitMemory,
+        valid: Int[Array, " B"],
+        chosen: Int[Array, "B X C"],
+        ctx: LayerContext,
+    ) -> tuple[Attended, UnitMemory]:
+        """Attention of `valid` new tokens, with the chosen units; the memory with these tokens."""
+        (q, k, v), begin_B = new, cache.store.length
+        store = append(cache.store, k, v, valid, ctx)
+        far = self.far(q, ctx)
+        attention = WindowedAttention(store, begin_B, valid, self.layout, ctx)
+        parts = [attention.rest(far, masked=self.far_mask == "exact")]
         if self.topk:
-            parts.append(clamped.attend_far(far, store, chosen, self.layout, ctx))
-        near = Near(window=self.n_local, score=self.score, begin=begin_B, valid=valid_B, ctx=ctx)
-        part, seen, new = near.attend(q, k, v, store, parts)
-        received = block_memory.keep_received(cache.received, begin_B, valid_B, seen, new, ctx)
-        if self.room is not None:
-            seen_by = far, part[1], valid_B
-            host = block_memory.note_units(
-                cache, store, chosen, seen_by, self.layout, self.room, ctx
-            )
-            cache = dataclasses.replace(cache, host=host)
+            parts.append(attention.units(far, chosen))
+        part, received = attention.near(new, parts, self.score, cache.received)
         cache = dataclasses.replace(cache, store=store, received=received)
-        units = block_memory.pack(cache, begin_B, q.shape[1], self.layout, self.repr_topk, ctx)
-        return *part, dataclasses.replace(cache, units=units)
+        return part, cache.pack(begin_B, q.shape[1], self.layout, self.repr_topk, ctx)
 
     def choose(
         self,
         q: Float[Array, "B T N H"],
-        cache: BlockMemory,
+        cache: UnitMemory,
         valid: Int[Array, " B"],
         ctx: LayerContext,
     ) -> Int[Array, "B X C"]:
@@ -218,30 +179,22 @@ class InfLLM:
         counted_BT11 = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
         sum_B1NH = jnp.sum(q.astype(jnp.float32), 1, keepdims=True, where=counted_BT11)
         mean_B1NH = sum_B1NH / jnp.maximum(valid, 1)[:, None, None, None]
-        query_BNH, packed_B = self._far(mean_B1NH, ctx)[:, 0], self.layout.units(cache.store.length)
-        how = {"each_head": self.granularity == "query_head"}
-        return block_memory.best_units(query_BNH, cache.units, packed_B, self.topk, ctx, **how)
+        query_BNH, packed_B = self.far(mean_B1NH, ctx)[:, 0], self.layout.units(cache.store.length)
+        each_head = self.granularity == "query_head"
+        return best_units(query_BNH, cache.units, packed_B, self.topk, ctx, each_head=each_head)
 
-    def _far(self, q: Float[Array, "B T N H"], ctx: LayerContext) -> Float[Array, "B T N H"]:
+    def far(self, q: Float[Array, "B T N H"], ctx: LayerContext) -> Float[Array, "B T N H"]:
         """Queries for keys without rotary embedding."""
         far = self.n_local - 1 if self.far_distance is None else self.far_distance
         rotated = ctx.rotate(q, jnp.full(q.shape[:2], far, jnp.int32))
         # Rotated keys carry the factor of their own embedding; far ones do not.
         return rotated * attention_factor(ctx.rope)
 
-    def finish(
-        self, cache: BlockMemory, ctx: LayerContext, stage: Stage, reserve: int
-    ) -> BlockMemory:
-        return cache.end_context()
-
-    def fork(self, cache: BlockMemory) -> BlockMemory:
-        return cache.rewind()
-
-    def read_bytes(self, cache: BlockMemory, length: int) -> int:
+    def read_bytes(self, cache: UnitMemory, length: int) -> int:
+        everything = super().read_bytes(cache.store, length)
         if self.decode == "dense":
-            return Full().read_bytes(cache.store, length)
-        store = cache.store
+            return everything
         # Attended tokens, every representative (empty rows too), and the ring.
         most = self.n_init + self.n_local + (self.topk + 1) * self.block_size
-        attended = min(length, most) * (store.k.nbytes + store.v.nbytes) // store.k.shape[2]
+        attended = min(length, most) * everything // cache.store.k.shape[2]
         return attended + cache.units.nbytes + cache.received.nbytes

@@ -14,21 +14,20 @@ least three pages, the first two layers dense. It ranks pages for each query hea
 reading a page once for a group; `granularity=kv_head` ranks by the group's mean softmax.
 """
 
-import dataclasses
 from typing import ClassVar
 
 from jaxtyping import Array, Bool, Float
 
-from jax_longctx.contract import MethodInfo
-from jax_longctx.methods import selection
-from jax_longctx.methods.digests import PageDigests, masked_max
+from jax_longctx.contract import Registered, method
+from jax_longctx.parts import selection
+from jax_longctx.parts.digests import PageDigests, masked_max
 
 __all__ = ["Quest"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Quest:
-    """Sparse decode over the pages of the largest upper bounds.
+@method(source="Tang et al. 2024, section 3")
+class Quest(Registered):
+    """Decode reads the pages whose keys' bounds promise most.
 
     Attributes: those of every selector (see `selection.Selector`).
     """
@@ -48,15 +47,10 @@ class Quest:
     epsilon: float = 0.95
 
     pools: ClassVar[selection.Pools] = "mass"
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="decode reads the pages whose keys' bounds promise most",
-        source="Tang et al. 2024, section 3",
-        phase="decode",
-        query_aware=True,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
+    phase = "decode"
+    query_aware = True
+    keeps_all = True
+    append_only = True
 
     @classmethod
     def released(cls) -> "Quest":

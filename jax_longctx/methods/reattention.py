@@ -7,56 +7,58 @@ chunk of the context and each generated token, each layer
 2. beyond that, cuts the cache into global (first g), middle, and local (last w, which hold the
    chunk), and lets every query head of every new token name its k best keys of the middle by dot
    product, without positions;
-3. keeps the k' keys of most votes and the span of m slots around each (see `recall`);
+3. keeps the k' keys of most votes and the span of m slots around each (`parts.voted_keys`);
 4. attends [global | kept | local] in the text's order at positions 0, 1, 2, ...: rotary embedding
    never sees a position beyond g + k' m + w, so a model reads any length within its own window.
 
-In code: g `global_size`, w `local_size`, m `span`, k `count`, k' `kept`, c `chunk`; k = 0 is the
-paper's StreamingLLM ablation. The question's last token goes alone, as generated tokens do, unless
-`last_token_decode` is off.
+With k = 0 it is the paper's StreamingLLM ablation. The question's last token goes alone, as
+generated tokens do, unless `last_token_decode` is off.
 
 Cost of a chunk at length L: 2 N T L H operations to rank, plus attention over the fixed scope;
 of a decode step: all keys read once (no values), and the scope. Memory is full attention's.
 
-Equal tokens have equal keys in the first layer. Scores that differ by rounding alone tie, and ties
-go to the lower slot, in any batch and on any mesh (`ties`: how, and where rounding still decides).
-
-Differs from the authors' released code: rows of a batch choose each for themselves, ties go to the
-lower slot, scores are float32, empty candidates cast no votes, an even and an odd span are what
-they say. By default also: the ranking is exact (theirs keeps the best key of each tile of 128),
-decode reads the right kv heads (theirs reads h mod K), and the local part has w tokens (theirs up
-to 128 fewer, so that the middle is whole tiles). `ReAttention.released()` does as they did.
+Differs from the authors' released code: rows of a batch choose each for themselves, scores are
+float32, those that differ by rounding alone tie, ties go to the lower slot (`parts.voted_keys`),
+empty candidates cast no votes, an even and an odd span are what they say. By default also: the
+ranking is exact (theirs keeps the best key of each tile of 128), decode reads the right kv heads
+(theirs reads h mod K), and the local part has w tokens (theirs up to 128 fewer, so that the middle
+is whole tiles). `ReAttention.released()` does as they did.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, append
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     LayerContext,
-    MethodInfo,
     Prompt,
     Segment,
     chunk_segments,
+    method,
+    question_segments,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import recall, scope
-from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
-
-__all__ = ["ReAttention"]
+from jax_longctx.parts import voted_keys
+from jax_longctx.parts.appending import Appending
 
 TILE = 128
+# The tag of segments in which everything that a row has cached is attended.
+WHOLE = "whole"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReAttention:
-    """Attention scope chosen by the queries.
+@method(source="Liu et al. 2024, sections 2.2 and 3.1")
+class ReAttention(Appending):
+    """A scope of fixed size that every layer chooses anew from the whole context.
 
     Attributes:
       global_size: g, first tokens that are always attended.
@@ -86,16 +88,8 @@ class ReAttention:
     last_token_decode: bool = True
     first_chunk: Literal["paper", "released"] = "paper"
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="a scope of fixed size that every layer chooses anew from the whole context",
-        source="Liu et al. 2024, sections 2.2 and 3.1",
-        phase="both",
-        query_aware=True,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-        looks_ahead=True,
-    )
+    phase = "both"
+    query_aware = looks_ahead = True
 
     @classmethod
     def released(cls) -> "ReAttention":
@@ -106,8 +100,7 @@ class ReAttention:
 
     def __post_init__(self) -> None:
         for name, least in (("global_size", 0), ("span", 1), ("kept", 1), ("chunk", 1)):
-            if getattr(self, name) < least:
-                given = getattr(self, name)
+            if (given := getattr(self, name)) < least:
                 raise ConfigError(f"reattention: {name} must be at least {least}, got {given}")
         if not 0 <= self.count <= 16:
             raise ConfigError(f"reattention: count must be from 0 to 16, got {self.count}")
@@ -148,34 +141,29 @@ class ReAttention:
         rows = (prompt.context if prompt.stage == "context" else prompt.question) or ()
         if prompt.stage == "question":
             if self.last_token_decode:
-                return scope.question_segments(rows, self.chunk)
+                return question_segments(rows, self.chunk)
             return chunk_segments(rows, self.chunk, "query")
         # The first chunk is fed in pieces: no difference where everything is attended.
-        cuts = [self._first_chunk(len(row)) for row in rows]
-        return scope.context_segments(rows, cuts, self.chunk)
-
-    def _first_chunk(self, length: int) -> int:
-        """Tokens of a row of that length that are read before anything is ranked."""
-        whole = self.global_size + self.local_size
-        if self.first_chunk == "released":
-            whole += (length - self.global_size + self.local_size) % TILE - TILE
-        return min(length, whole)
+        g, w, released = self.global_size, self.local_size, self.first_chunk == "released"
+        cuts = [g + w + ((len(row) - g + w) % TILE - TILE if released else 0) for row in rows]
+        first = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
+        rest = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
+        done = np.array([not row for row in rest])
+        whole = (
+            dataclasses.replace(segment, ends=np.asarray(segment.ends) & done, variant=WHOLE)
+            for segment in chunk_segments(first, self.chunk, "context")
+        )
+        return itertools.chain(whole, chunk_segments(rest, self.chunk, "context"))
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: AppendCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], AppendCache]:
+        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, AppendCache]:
+        q, k, v = new
         valid_B = segment.valid_of(CHUNK_ROWS)
         cache = append(cache, k, v, valid_B, ctx)
-        chosen = self.choose(q, cache, valid_B, ctx, rank=segment.variant != scope.WHOLE)
-        original = self.position == "original"
-        part = scope.attend_scope(q, k, v, cache, valid_B, chosen, ctx, original=original)
-        return *part, cache
+        scope = self.choose(q, cache, valid_B, ctx, rank=segment.variant != WHOLE)
+        part = voted_keys.attend_scope(new, cache, valid_B, scope, ctx, self.position == "original")
+        return part, cache
 
     def choose(
         self,
@@ -186,28 +174,24 @@ class ReAttention:
         *,
         rank: bool = True,
     ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
-        """The scope: ascending global slots, of which the first `number[b]` count.
-
-        `q` are queries before rotary embedding, of the `valid` newest tokens of the cache.
-        """
+        """The scope of the `valid` newest tokens, of raw queries: ascending slots, their number."""
         length, g, w = cache.length, self.global_size, self.local_size
         short = (w - TILE + (length - g - w) % TILE) if self.align == TILE and self.count else w
         local_B = jnp.where(length <= g + w, jnp.maximum(length - g, 0), short)
         stop_B = length - local_B
         kept_BC, kept_B = jnp.zeros((len(length), 0), jnp.int32), jnp.zeros_like(length)
         if rank and self.count:
-            tile = TILE if self.selector == "tilemax128" else None
-            how = {"tile": tile, "scrambled": self.decode_heads == "scrambled"}
-            where = (g, stop_B, valid, ctx)
-            centres_BM = recall.elect(q, cache.k, *where, self.count, self.kept, **how)
-            kept_BC, kept_B = recall.spread(centres_BM, self.span, g, stop_B)
-        slots_BC = scope.lay_out(kept_BC, kept_B, stop_B, global_size=g, local_size=w)
+            alone, (_, kv_heads, slots, _) = q.shape[1] == 1, cache.k.shape
+            if alone and self.decode_heads == "scrambled":
+                q = voted_keys.scramble_heads(q, kv_heads, ctx)
+            tile = TILE if self.selector == "tilemax128" and not alone else None
+            where = (q, cache.k, g, stop_B, valid, ctx)
+            named_BTNC = voted_keys.best_keys(*where, count=self.count, tile=tile)
+            slots *= ctx.seq_size
+            centres_BM = voted_keys.most_voted(named_BTNC, slots, self.kept, ctx)
+            kept_BC, kept_B = voted_keys.spans_around(centres_BM, self.span, g, stop_B)
+        slots_BC = voted_keys.lay_out(kept_BC, kept_B, stop_B, global_size=g, local_size=w)
         return slots_BC, jnp.minimum(length, g) + kept_B + local_B
-
-    # The storage is full attention's, but for the keys' rotary embedding.
-    init_cache = Full.init_cache
-    finish = Full.finish
-    fork = Full.fork
 
     def read_bytes(self, cache: AppendCache, length: int) -> int:
         # Every key is ranked, empty slots too; of the scope keys and values are gathered.

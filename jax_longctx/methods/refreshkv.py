@@ -28,37 +28,39 @@ full steps. `ablation` is that of section 5.
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jax_longctx.caches import empty_append_cache, where_rows
 from jax_longctx.caches.fifo import FifoCache, empty_fifo_cache, empty_fifo_list
 from jax_longctx.contract import (
     CHUNK_ROWS,
     ENDS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
     Prompt,
+    Registered,
     Segment,
     Stage,
     mark_ends,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import refresh_steps
-from jax_longctx.methods.full import Full
-from jax_longctx.methods.observation import check_kernel, refuse_windows
-from jax_longctx.methods.refresh_steps import RefreshCache
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts import refresh_steps
+from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.observation import check_kernel, refuse_windows
+from jax_longctx.parts.refresh_steps import RefreshCache
 
 __all__ = ["RefreshKV"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RefreshKV:
-    """A partial cache refreshed by full steps.
+@method(source="Xu et al. 2025, section 2")
+class RefreshKV(Registered):
+    """Decode reads a part of the cache, chosen anew by full steps when the query turns.
 
     `budget` is in tokens, the same for all rows; without one it is `ratio` of each row's own prompt
     (context and question), rounded down, at least 1.
@@ -78,15 +80,10 @@ class RefreshKV:
     indexed: bool = False
     ablation: Literal["none", "no_refresh", "no_full"] = "none"
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="decode reads a part of the cache, chosen anew by full steps when the query turns",
-        source="Xu et al. 2025, section 2",
-        phase="decode",
-        query_aware=True,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
+    phase = "decode"
+    query_aware = True
+    keeps_all = True
+    append_only = True
 
     def __post_init__(self) -> None:
         least = {"stride": self.stride, "qc_stride": self.qc_stride, "budget": self.budget}
@@ -134,7 +131,7 @@ class RefreshKV:
         )
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        segments = Full().segments(prompt)
+        segments = Appending().segments(prompt)
         return mark_ends(segments) if prompt.stage == "question" else segments
 
     def step_variant(self, step: int) -> str:
@@ -146,25 +143,19 @@ class RefreshKV:
         return self.stride if self.schedule == "fixed" else self.qc_stride
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: RefreshCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], RefreshCache]:
+        self, new: QKV, cache: RefreshCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, RefreshCache]:
         if segment.role == "decode":
-            return refresh_steps.step(self, q, k, v, cache, segment, ctx)
-        out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
+            return refresh_steps.step(self, new, cache, segment, ctx)
+        part, store = Appending().attend(new, cache.store, segment, ctx)
         cache = dataclasses.replace(cache, store=store)
         if segment.variant == ENDS:
             last_B = jnp.maximum(segment.valid_of(CHUNK_ROWS) - 1, 0)
             last_B111 = last_B[:, None, None, None]
-            q = jnp.take_along_axis(q, last_B111, axis=1)
+            q = jnp.take_along_axis(new[0], last_B111, axis=1)
             begun = refresh_steps.begin(self, q, cache, ctx)
             cache = where_rows(segment.ends, begun, cache)
-        return out, lse, cache
+        return part, cache
 
     def adopt(self, cache: RefreshCache, ctx: LayerContext) -> RefreshCache:
         """The cache whose store another method's prefill has filled; a question chooses anew."""

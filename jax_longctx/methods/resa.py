@@ -19,7 +19,7 @@ every `rebuild_every` steps the prior is made anew from it, over all keys.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -28,23 +28,26 @@ from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     ENDS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
     Prompt,
+    Registered,
     Segment,
     mark_ends,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import residual, selection
 from jax_longctx.methods.arkvale import ArkVale, Digest
-from jax_longctx.methods.full import Full
 from jax_longctx.methods.ideal_topk import IdealTopK
 from jax_longctx.methods.quest import Quest
-from jax_longctx.methods.residual import ResaCache
-from jax_longctx.methods.selectors import SelectiveCache
-from jax_longctx.methods.sparse_decode import attend_selected, most_pages
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts import residual, selection
+from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.residual import ResaCache
+from jax_longctx.parts.selectors import SelectiveCache
+from jax_longctx.parts.sparse_decode import attend_selected, most_pages
 
 __all__ = ["Resa"]
 
@@ -52,9 +55,9 @@ __all__ = ["Resa"]
 REBUILD = "rebuild"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resa:
-    """Sparse decode with a residual estimate.
+@method(source="RESA, section 4")
+class Resa(Registered):
+    """Sparse decode over selected tokens, the others estimated from the mean query.
 
     Attributes: those of every selector (see `selectors.Selector`), and
       selector: which.
@@ -85,15 +88,10 @@ class Resa:
     alpha: float = 0.2
     epsilon: float = 0.95
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="sparse decode over selected tokens, the others estimated from the mean query",
-        source="RESA, section 4",
-        phase="decode",
-        query_aware=True,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
+    phase = "decode"
+    query_aware = True
+    keeps_all = True
+    append_only = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.lam <= 1:
@@ -133,7 +131,7 @@ class Resa:
         return ResaCache(selective, background)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        segments = Full().segments(prompt)
+        segments = Appending().segments(prompt)
         return mark_ends(segments) if prompt.stage == "question" else segments
 
     def step_variant(self, step: int) -> str:
@@ -142,33 +140,26 @@ class Resa:
         return REBUILD if due else ""
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: ResaCache | AppendCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], ResaCache | AppendCache]:
+        self, new: QKV, cache: ResaCache | AppendCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, ResaCache | AppendCache]:
+        q, k, v = new
         if isinstance(cache, AppendCache):
-            return Full().attend(q, k, v, cache, segment, ctx)
+            return Appending().attend(new, cache, segment, ctx)
         if segment.role == "decode":
             return self._decode(q, k, v, cache, segment, ctx)
         positions_BT = cache.selective.store.position[:, None] + jnp.arange(q.shape[1])
         rotated = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
-        out, lse, selective = selection.read_exactly(
-            self.base, q, k, v, cache.selective, segment, ctx
-        )
+        part, selective = selection.read_exactly(self.base, new, cache.selective, segment, ctx)
         store = selective.store
         valid_B = segment.valid_of(CHUNK_ROWS)
         background = residual.observe(cache.background, *rotated, valid_B, store.length)
         if segment.variant == ENDS:
             background = residual.begin_answer(background, store, segment.ends, ctx)
-        return out, lse, ResaCache(selective, background)
+        return part, ResaCache(selective, background)
 
     def _decode(
         self, q: Array, k: Array, v: Array, cache: ResaCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Array, Array, ResaCache]:
+    ) -> tuple[Attended, ResaCache]:
         base, valid_B = self.base, segment.valid_of(CHUNK_ROWS)
         q, k, selective = selection.append_token(base, q, k, v, cache.selective, segment, ctx)
         background = cache.background
@@ -184,7 +175,7 @@ class Resa:
         everything_BN = chosen.kept == selective.store.length[:, None]
         literal = self.lambda_mode == "paper_literal"
         out, lse = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=literal)
-        return out, lse, ResaCache(selection.counted(selective, chosen, segment), background)
+        return (out, lse), ResaCache(selection.counted(selective, chosen, segment), background)
 
     def adopt(self, cache: ResaCache, ctx: LayerContext) -> ResaCache:
         """The cache whose store another method's prefill has filled."""
@@ -202,7 +193,7 @@ class Resa:
 
     def read_bytes(self, cache: ResaCache | AppendCache, length: int) -> int:
         if isinstance(cache, AppendCache):
-            return Full().read_bytes(cache, length)
+            return Appending().read_bytes(cache, length)
         read = self.base.read_bytes(cache.selective, length)
         store, logits = cache.selective.store, cache.background.logits
         slots, page = store.k.shape[2], self.base.page_size

@@ -19,7 +19,7 @@ ends last; 2 N H L^2 / R for each with zigzag. R - 1 times a shard's keys and va
 
 import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,28 +29,29 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     LayerContext,
-    MethodInfo,
+    PrefillWork,
     Prompt,
+    Registered,
     Segment,
+    method,
     spread_segment,
 )
-from jax_longctx.contract.work import PrefillWork
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods.full import Full
-from jax_longctx.methods.observation import refuse_windows
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.observation import refuse_windows
 from pallas_kernels.lse import merge, side_by_side
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 __all__ = ["Ring"]
 
-Part = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ring:
-    """Exact prefill around a ring of shards.
+@method(source="Liu et al. 2023, section 3")
+class Ring(Registered):
+    """Exact attention, the context spread over the devices, keys sent around a ring.
 
     Attributes:
       order: which pieces of the text a shard computes.
@@ -60,15 +61,9 @@ class Ring:
     order: Literal["contiguous", "zigzag"] = "contiguous"
     hops: int = -1
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="exact attention, the context spread over the devices, keys sent around a ring",
-        source="Liu et al. 2023, section 3",
-        phase="prefill",
-        query_aware=False,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
+    phase = "prefill"
+    keeps_all = True
+    append_only = True
 
     def __post_init__(self) -> None:
         if self.hops < -1:
@@ -84,7 +79,7 @@ class Ring:
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "question":
-            return Full().segments(prompt)
+            return Appending().segments(prompt)
         rows, shards = prompt.context or (), prompt.shards
         if not any(rows):
             return ()
@@ -109,16 +104,11 @@ class Ring:
         return PrefillWork(own, own * own * (hops + 0.5), hops * own, hops)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: AppendCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], AppendCache]:
+        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, AppendCache]:
+        q, k, v = new
         if not segment.spread:
-            return Full().attend(q, k, v, cache, segment, ctx)
+            return Appending().attend(new, cache, segment, ctx)
         size, dtype = q.shape[1], q.dtype
         length_B = ctx.psum_seq(segment.valid_of(CHUNK_ROWS))
         index_T = _positions(size, ctx, zigzag=self.order == "zigzag")
@@ -137,7 +127,7 @@ class Ring:
             length=length_B,
             position=length_B,
         )
-        return out.astype(dtype), lse, store
+        return (out.astype(dtype), lse), store
 
     def _contiguous(
         self,
@@ -147,7 +137,7 @@ class Ring:
         here: tuple[Array, Array],
         length: Array,
         ctx: LayerContext,
-    ) -> Part:
+    ) -> Attended:
         """Shard r attends itself, then shards r - 1, r - 2, ... as their keys come by."""
         size, rank, shards = q.shape[1], ctx.seq_index, ctx.seq_size
         found = _wide(causal_attention(q, k, v, scale=ctx.scale))
@@ -160,10 +150,10 @@ class Ring:
         return found
 
     # The storage is full attention's.
-    init_cache = Full.init_cache
-    finish = Full.finish
-    fork = Full.fork
-    read_bytes = Full.read_bytes
+    init_cache = Appending.init_cache
+    finish = Appending.finish
+    fork = Appending.fork
+    read_bytes = Appending.read_bytes
 
 
 def _positions(size: int, ctx: LayerContext, *, zigzag: bool) -> Int[Array, " T"]:
@@ -176,7 +166,7 @@ def _positions(size: int, ctx: LayerContext, *, zigzag: bool) -> Int[Array, " T"
     return jnp.where(index_T < half, rank * half + index_T, last + index_T - half)
 
 
-def _wide(part: Part) -> Part:
+def _wide(part: Attended) -> Attended:
     """A partial result that is merged in float32, as many times as there are shards."""
     out, lse = part
     return out.astype(jnp.float32), lse
@@ -190,11 +180,11 @@ def _passed_on(kv: tuple[Array, Array], ctx: LayerContext) -> tuple[Array, Array
 
 
 def _with(
-    found: Part, sees: Array, q: Array, kv: tuple[Array, Array], held: Array, ctx: LayerContext
-) -> Part:
+    found: Attended, sees: Array, q: Array, kv: tuple[Array, Array], held: Array, ctx: LayerContext
+) -> Attended:
     """`found` and the attention to the first `held[b]` of these keys, if this shard sees them."""
 
-    def attend() -> Part:
+    def attend() -> Attended:
         return merge([found, cache_attention(q, *kv, held, scale=ctx.scale)])
 
     # No collective within: a shard that sees nothing does nothing.
@@ -203,7 +193,7 @@ def _with(
 
 def _zigzag(
     q: Array, k: Array, v: Array, here: tuple[Array, Array], length: Array, ctx: LayerContext
-) -> Part:
+) -> Attended:
     """Pieces r and 2R - 1 - r here; from every other shard half of the products is due."""
     half, rank, shards = q.shape[1] // 2, ctx.seq_index, ctx.seq_size
 
@@ -223,12 +213,16 @@ def _zigzag(
         here = _passed_on(here, ctx)
         source = (rank - hop) % shards
 
-        def from_before(found: Part = found, here: Part = here, source: Array = source) -> Part:
+        def from_before(
+            found: Attended = found, here: Attended = here, source: Array = source
+        ) -> Attended:
             """All queries see the first piece of a shard before, none its last."""
             k, v = (x[:, :, :half] for x in here)
             return merge([found, cache_attention(q, k, v, held(source), scale=ctx.scale)])
 
-        def from_behind(found: Part = found, here: Part = here, source: Array = source) -> Part:
+        def from_behind(
+            found: Attended = found, here: Attended = here, source: Array = source
+        ) -> Attended:
             """The last piece's queries see both pieces of a shard behind, the others none."""
             held_B = held(source) + held(2 * shards - 1 - source)
             out, lse = found

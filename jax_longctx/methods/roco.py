@@ -25,8 +25,7 @@ are counted from the chunk's end; the question's own statistics are added before
 it causes, and none after it, as nothing leaves any more.
 """
 
-import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -34,21 +33,24 @@ from jaxtyping import Array, Float
 from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import eviction
+from jax_longctx.parts import eviction
 from pallas_kernels.select_large_k import select_mask
 
 __all__ = ["RoCo"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoCo:
-    """Robust cache omission: rank by mean attention within the tokens of stable attention.
+@method(source="Ren and Zhu 2024, section 3; EasyKV")
+class RoCo(Registered):
+    """High mean attention, or attention still uncertain, per kv head.
 
     Attributes:
       budget: tokens kept by each kv head.
@@ -74,16 +76,6 @@ class RoCo:
     positions: eviction.Positions = "true"
     protocol: eviction.Protocol = "own"
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="high mean attention, or attention still uncertain, per kv head",
-        source="Ren and Zhu 2024, section 3; EasyKV",
-        phase="both",
-        query_aware=False,
-        keeps_all=False,
-        needs_question=False,
-        append_only=False,
-    )
-
     def __post_init__(self) -> None:
         for name in ("sink", "protected_last"):
             if getattr(self, name) < 0:
@@ -99,18 +91,13 @@ class RoCo:
         return eviction.empty_cache(self, shape, statistics=3)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BudgetCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
+        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, BudgetCache]:
+        q, k, _ = new
         valid_B = segment.valid_of(CHUNK_ROWS)
         if eviction.only_joins(self, segment):
-            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-        seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
+            return eviction.read_and_append(self, new, cache, valid_B, ctx)
+        seen = eviction.look(self, new, cache, valid_B, ctx)
         total, squares = seen.mass(squares=True)
         count = jnp.broadcast_to(seen.onlookers[:, None], total.shape)
         added = jnp.stack([total / (q.shape[2] // k.shape[2]), squares, count], axis=-1)
@@ -119,7 +106,7 @@ class RoCo:
             added = jnp.where(counted_B[:, None, None, None], added, 0.0)
         sums = eviction.accumulated(cache, added)
         scores_BKU = self._scores(seen, sums, segment)
-        return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment, sums)
+        return (seen.out, seen.lse), eviction.evict(self, cache, seen, scores_BKU, segment, sums)
 
     def _scores(
         self, seen: eviction.Look, sums: Float[Array, "B K U 3"], segment: Segment

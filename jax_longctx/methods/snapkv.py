@@ -19,9 +19,8 @@ theirs: the answer's cache is then as many times larger. `decode_policy="fifo"` 
 for each new one, the lowest score first, then the oldest: RefreshKV's partial cache.
 """
 
-import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,26 +30,29 @@ from jax_longctx.caches.fifo import FifoCache, best_last, gather_fifo, padded
 from jax_longctx.caches.observed import ObservedCache, empty_observed_cache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
     Prompt,
+    Registered,
     Segment,
     Stage,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods.full import Full
-from jax_longctx.methods.observation import Pool, check_kernel, pooled_scores, refuse_windows
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.observation import Pool, check_kernel, pooled_scores, refuse_windows
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.decode_attention import decode_attention
 
 __all__ = ["SnapKV"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SnapKV:
-    """The last `window` tokens of the prompt and what they attended to most."""
+@method(source="Li et al. 2024, section 4")
+class SnapKV(Registered):
+    """After the question, only the tokens that its end attended stay for the answer."""
 
     budget: int = 1024
     window: int = 32
@@ -60,16 +62,10 @@ class SnapKV:
     decode_policy: Literal["grow", "fifo"] = "grow"
     expand_kv: bool = False
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="after the question, only the tokens that its end attended stay for the answer",
-        source="Li et al. 2024, section 4",
-        phase="decode",
-        query_aware=True,
-        keeps_all=False,
-        needs_question=False,
-        append_only=True,
-        shrinks=True,
-    )
+    phase = "decode"
+    query_aware = True
+    append_only = True
+    shrinks = True
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -92,17 +88,12 @@ class SnapKV:
         return empty_observed_cache(shape, self.window)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        return Full().segments(prompt)
+        return Appending().segments(prompt)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: ObservedCache | FifoCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], ObservedCache | FifoCache]:
+        self, new: QKV, cache: ObservedCache | FifoCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, ObservedCache | FifoCache]:
+        q, k, v = new
         valid_B = segment.valid_of(CHUNK_ROWS)
         if isinstance(cache, FifoCache):
             at_B1 = cache.order.position[:, None]
@@ -115,10 +106,10 @@ class SnapKV:
             part = decode_attention(
                 ctx.rotate(q, at_B1), cache.k, cache.v, length_B, scale=ctx.scale
             )
-            return *part, cache
+            return part, cache
         at_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
-        out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
-        return out, lse, cache.observe(store, ctx.rotate(q, at_BT), lse, valid_B)
+        (out, lse), store = Appending().attend(new, cache.store, segment, ctx)
+        return (out, lse), cache.observe(store, ctx.rotate(q, at_BT), lse, valid_B)
 
     def limit(self, cache: FifoCache) -> int:
         """Slots of the answer's cache before the first token leaves."""

@@ -23,33 +23,36 @@ Cost on a shard with n blocks of b tokens, anchor a: (a + n b) tokens through th
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jax_longctx.caches import AppendCache, write_rows
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     Method,
-    MethodInfo,
+    PrefillWork,
     Prompt,
+    Registered,
     Segment,
     Stage,
+    method,
     step_variant,
 )
-from jax_longctx.contract.work import PrefillWork
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import adopting, star_blocks, star_parity
-from jax_longctx.methods.adopting import Adopting, Remembering
 from jax_longctx.methods.full import Full
-from jax_longctx.methods.observation import refuse_windows
-from jax_longctx.methods.star_blocks import ANCHOR, SENDS
-from jax_longctx.methods.star_cache import StarCache, empty_star_cache, with_queries
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts import adopting, star_blocks, star_parity
+from jax_longctx.parts.adopting import Adopting, Remembering
+from jax_longctx.parts.observation import refuse_windows
+from jax_longctx.parts.star_blocks import ANCHOR, SENDS
+from jax_longctx.parts.star_cache import StarCache, empty_star_cache, with_queries
 from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
@@ -58,9 +61,9 @@ __all__ = ["Star"]
 _FULL = Full()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Star:
-    """Blocks read beside an anchor; question and answer over all of them.
+@method(source="Acharya et al. 2024, section 2")
+class Star(Registered):
+    """The context in blocks side by side, each behind an anchor, one block a device.
 
     Attributes:
       block: b, tokens of a block. The paper takes a quarter of the text, at most 32,768.
@@ -83,15 +86,9 @@ class Star:
     decode: Method = _FULL
     compat_bottom_right_mask: bool = False
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the context in blocks side by side, each behind an anchor, one block a device",
-        source="Acharya et al. 2024, section 2",
-        phase="prefill",
-        query_aware=False,
-        keeps_all=True,
-        needs_question=False,
-        append_only=True,
-    )
+    phase = "prefill"
+    keeps_all = True
+    append_only = True
 
     def __post_init__(self) -> None:
         star_blocks.check(self)
@@ -141,27 +138,22 @@ class Star:
         return star_blocks.prefill_work(self, prompt)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: Any,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Any]:
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
         if segment.role == "query" and self.compat_bottom_right_mask:
-            return star_parity.read_question(q, k, v, cache, segment, ctx)
+            return star_parity.read_question(new, cache, segment, ctx)
         if not segment.spread:
-            return self.decode.attend(q, k, v, cache, segment, ctx)
+            return self.decode.attend(new, cache, segment, ctx)
         valid_B = segment.valid_of(CHUNK_ROWS)
         if segment.variant == ANCHOR:
-            return self._read_anchor(q, k, v, cache, valid_B, ctx)
-        return self._read_block(q, k, v, cache, valid_B, ctx, sends=segment.variant == SENDS)
+            return self._read_anchor(new, cache, valid_B, ctx)
+        return self._read_block(new, cache, valid_B, ctx, sends=segment.variant == SENDS)
 
     def _read_anchor(
-        self, q: Array, k: Array, v: Array, cache: StarCache, valid: Array, ctx: LayerContext
-    ) -> tuple[Array, Array, StarCache]:
+        self, new: QKV, cache: StarCache, valid: Array, ctx: LayerContext
+    ) -> tuple[Attended, StarCache]:
         """The anchor's tokens, causal among themselves; a complete one starts over."""
+        q, k, v = new
         start_B = cache.anchored[:, 0] % self.anchor_size
         index_BT = start_B[:, None] + jnp.arange(q.shape[1])
         longest = cache.decode.store.k.shape[2] * ctx.seq_size
@@ -174,7 +166,7 @@ class Star:
         anchor_k, anchor_v = written
         anchored = jnp.where(valid > 0, start_B + valid, cache.anchored[:, 0])[:, None]
         cache = dataclasses.replace(cache, anchor_k=anchor_k, anchor_v=anchor_v, anchored=anchored)
-        return *merge([earlier, within]), cache
+        return merge([earlier, within]), cache
 
     def _block_of(self, cache: StarCache, ctx: LayerContext) -> Int[Array, " B"]:
         """Index in the text of the block that each row reads next."""
@@ -183,16 +175,15 @@ class Star:
 
     def _read_block(
         self,
-        q: Array,
-        k: Array,
-        v: Array,
+        new: QKV,
         cache: StarCache,
         valid: Array,
         ctx: LayerContext,
         *,
         sends: bool,
-    ) -> tuple[Array, Array, StarCache]:
+    ) -> tuple[Attended, StarCache]:
         """A part of each shard's block: attends the anchor, the block so far, and itself."""
+        q, k, v = new
         store: AppendCache = cache.decode.store
         filled_B, local = cache.filled[:, 0], store.k.shape[2]
         at_BT = ctx.seq_offset(local) + filled_B[:, None] + jnp.arange(q.shape[1])
@@ -226,7 +217,7 @@ class Star:
             filled=(filled_B + valid)[:, None],
             queries=with_queries(cache.queries, q, valid),
         )
-        return *merge(parts), cache
+        return merge(parts), cache
 
     def _sent(
         self, k: Array, v: Array, cache: StarCache, valid: Array, ctx: LayerContext

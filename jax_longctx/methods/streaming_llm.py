@@ -10,29 +10,28 @@ leave. With `chunk=1` that is the authors' evaluation; a larger chunk lets its q
 `chunk - 1` tokens more, and reads a text faster.
 """
 
-import dataclasses
-from typing import ClassVar
-
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import eviction
+from jax_longctx.parts import eviction
 
 __all__ = ["StreamingLLM"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamingLLM:
-    """Attention sinks and a sliding window.
+@method(source="Xiao et al. 2024, sections 3.1 and 3.2")
+class StreamingLLM(Registered):
+    """The first tokens and the newest; any length at constant memory.
 
     Attributes:
       budget: tokens kept in each layer.
@@ -48,16 +47,6 @@ class StreamingLLM:
     positions: eviction.Positions = "shifted"
     protocol: eviction.Protocol = "own"
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the first tokens and the newest; any length at constant memory",
-        source="Xiao et al. 2024, sections 3.1 and 3.2",
-        phase="both",
-        query_aware=False,
-        keeps_all=False,
-        needs_question=False,
-        append_only=False,
-    )
-
     def __post_init__(self) -> None:
         if self.sink < 0:
             raise ConfigError(f"StreamingLLM: sink must be at least 0, got {self.sink}")
@@ -67,21 +56,15 @@ class StreamingLLM:
         return eviction.empty_cache(self, shape)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BudgetCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
+        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, BudgetCache]:
         valid_B = segment.valid_of(CHUNK_ROWS)
         if eviction.only_joins(self, segment):
-            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-        seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
+            return eviction.read_and_append(self, new, cache, valid_B, ctx)
+        seen = eviction.look(self, new, cache, valid_B, ctx)
         scores_BU = jnp.where(seen.order < self.sink, jnp.inf, seen.order)
         scores_BKU = jnp.broadcast_to(scores_BU[:, None], (*cache.k.shape[:2], scores_BU.shape[1]))
-        return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment)
+        return (seen.out, seen.lse), eviction.evict(self, cache, seen, scores_BKU, segment)
 
     validate = eviction.validate
     reach = eviction.reach

@@ -13,29 +13,29 @@ baseline of CItruS (`protocol=citrus`, `positions=shifted`) the last row of a ch
 before it, and the last row of the question those that remain.
 """
 
-import dataclasses
-from typing import ClassVar
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
+    Registered,
     Segment,
+    method,
 )
-from jax_longctx.methods import eviction
+from jax_longctx.parts import eviction
 from pallas_kernels.attention_mass import attention_mass
 
 __all__ = ["TOVA"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TOVA:
-    """Token omission via attention, layer by layer.
+@method(source="Oren et al. 2024, section 3.2")
+class TOVA(Registered):
+    """The tokens that the newest one attends to most, per layer.
 
     Attributes:
       budget: tokens kept in each layer.
@@ -52,16 +52,6 @@ class TOVA:
     positions: eviction.Positions = "true"
     protocol: eviction.Protocol = "own"
 
-    info: ClassVar[MethodInfo] = MethodInfo(
-        summary="the tokens that the newest one attends to most, per layer",
-        source="Oren et al. 2024, section 3.2",
-        phase="both",
-        query_aware=False,
-        keeps_all=False,
-        needs_question=False,
-        append_only=False,
-    )
-
     def __post_init__(self) -> None:
         eviction.check(self)
 
@@ -69,25 +59,19 @@ class TOVA:
         return eviction.empty_cache(self, shape)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: BudgetCache,
-        segment: Segment,
-        ctx: LayerContext,
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
+        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, BudgetCache]:
         valid_B = segment.valid_of(CHUNK_ROWS)
         if eviction.only_joins(self, segment):
-            return eviction.read_and_append(self, q, k, v, cache, valid_B, ctx)
-        seen = eviction.look(self, q, k, v, cache, valid_B, ctx)
+            return eviction.read_and_append(self, new, cache, valid_B, ctx)
+        seen = eviction.look(self, new, cache, valid_B, ctx)
         # A sum over all heads ranks as their mean does.
         scores_BU = ctx.psum_heads(jnp.sum(_last_row(seen), axis=1))
         if self.protect_current:
             current_B1 = (seen.length + seen.valid - 1)[:, None]
             scores_BU = jnp.where(seen.order == current_B1, jnp.inf, scores_BU)
         scores_BKU = jnp.broadcast_to(scores_BU[:, None], (*cache.k.shape[:2], scores_BU.shape[1]))
-        return seen.out, seen.lse, eviction.evict(self, cache, seen, scores_BKU, segment)
+        return (seen.out, seen.lse), eviction.evict(self, cache, seen, scores_BKU, segment)
 
     validate = eviction.validate
     reach = eviction.reach

@@ -3,7 +3,7 @@
 Weights: 2 FLOPs a matmul weight and token; the embedding is a look-up, the head is computed for a
 row's last token. Attention: 4 N H FLOPs a pair of query and key in each layer. Which pairs:
 
-- a method that says so itself (`contract.work.Planned`), as it says;
+- a method that says so itself (`contract.Planned`), as it says;
 - segments that are spread over the shards: every shard's tokens among themselves, causally, as if
   they were one text (more than is attended where a shard reads several blocks);
 - a method that leaves prefill alone: all pairs, the keys divided over the shards of the slots;
@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_longctx.contract import Prompt, Segment, merging
-from jax_longctx.contract.work import Planned, PrefillWork
+from jax_longctx.contract import Planned, PrefillWork, Prompt, Segment, merging
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.footprint import read_bytes

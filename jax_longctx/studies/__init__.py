@@ -1,1 +1,1 @@
-"""What single papers say and measure: their suites, their figures, their analyses."""
+"""Single papers: their suites and figures, their analyses, emulations of their released code."""

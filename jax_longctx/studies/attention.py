@@ -17,8 +17,8 @@ Both look at the queries and keys that `Recorder` keeps: full attention with its
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,10 @@ from jaxtyping import Array, Float
 from jax_longctx.caches import AppendCache, write_run
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
-    MethodInfo,
-    Prompt,
     Segment,
     Stage,
 )
@@ -39,8 +39,7 @@ from jax_longctx.engine import Engine
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.agreement import top_tokens
-from jax_longctx.methods.full import Full
-from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending
 from jax_longctx.sharding import axes_field
 
 
@@ -54,30 +53,23 @@ class Recorded:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorder:
+class Recorder(Appending):
     """Full attention that keeps its queries."""
-
-    info: ClassVar[MethodInfo] = Full.info
-
-    def validate(self, config: ModelConfig) -> None:
-        """Every model can be recorded."""
 
     def init_cache(self, shape: CacheShape) -> Recorded:
         size = (shape.batch, shape.num_heads, shape.slots, shape.head_dim)
-        return Recorded(Full().init_cache(shape), jnp.zeros(size, shape.dtype))
-
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        return Full().segments(prompt)
+        return Recorded(super().init_cache(shape), jnp.zeros(size, shape.dtype))
 
     def attend(
-        self, q: Array, k: Array, v: Array, cache: Recorded, segment: Segment, ctx: LayerContext
-    ) -> tuple[Array, Array, Recorded]:
+        self, new: QKV, cache: Recorded, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Recorded]:
+        q = new[0]
         positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         valid_B = segment.valid_of(CHUNK_ROWS)
         rotated = ctx.rotate(q, positions_BT)
         queries = write_run(cache.queries, rotated, cache.store.length, valid_B, ctx)
-        out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
-        return out, lse, Recorded(store, queries)
+        part, store = super().attend(new, cache.store, segment, ctx)
+        return part, Recorded(store, queries)
 
     def finish(self, cache: Recorded, ctx: LayerContext, stage: Stage, reserve: int) -> Recorded:
         return dataclasses.replace(cache, store=cache.store.end_context())
@@ -86,7 +78,7 @@ class Recorder:
         return dataclasses.replace(cache, store=cache.store.rewind())
 
     def read_bytes(self, cache: Recorded, length: int) -> int:
-        return Full().read_bytes(cache.store, length)
+        return super().read_bytes(cache.store, length)
 
 
 def queries_and_keys(

@@ -25,8 +25,8 @@ from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import InputError
 from jax_longctx.methods.resa import Resa
-from jax_longctx.methods.selectors import SelectiveCache
-from jax_longctx.methods.sparse_decode import choose, selectable
+from jax_longctx.parts.selectors import SelectiveCache
+from jax_longctx.parts.sparse_decode import choose, selectable
 from jax_longctx.studies.attention import Recorded, Recorder
 
 LAMS = (0.0, 0.25, 0.5, 0.75, 1.0)

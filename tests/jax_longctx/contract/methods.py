@@ -31,7 +31,7 @@ from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 
 def info(**changes: Any) -> MethodInfo:
-    return dataclasses.replace(Full.info, append_only=False, **changes)
+    return dataclasses.replace(Full().info, append_only=False, **changes)
 
 
 def bytes_per_slot(k: Any) -> int:
@@ -62,9 +62,10 @@ class KeepRecent:
     def init_cache(self, shape):
         return empty_append_cache(shape)
 
-    def attend(self, q, k, v, cache, segment, ctx):
+    def attend(self, new, cache, segment, ctx):
+        q, k, v = new
         if isinstance(cache, AppendCache):
-            return Full().attend(q, k, v, cache, segment, ctx)
+            return Full().attend(new, cache, segment, ctx)
         valid = segment.valid_of(CHUNK_ROWS)
         step = jnp.arange(q.shape[1])
         positions = cache.position[:, None] + step
@@ -76,8 +77,7 @@ class KeepRecent:
         write = jax.vmap(lambda row, new, at: row.at[:, at].set(new.swapaxes(0, 1), mode="drop"))
         slots = jnp.where(slots < 0, cache.k.shape[2], slots)
         return (
-            out,
-            lse,
+            (out, lse),
             RecentCache(
                 write(cache.k, k, slots),
                 write(cache.v, v, slots),
@@ -136,10 +136,11 @@ class Instructed:
             for chunk in chunk_segments(prompt.context, prompt.chunk, "context")
         ]
 
-    def attend(self, q, k, v, cache, segment, ctx):
+    def attend(self, new, cache, segment, ctx):
+        q, k, v = new
         if segment.role != "probe_and_context":
-            out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
-            return out, lse, dataclasses.replace(cache, store=store)
+            (out, lse), store = Full().attend(new, cache.store, segment, ctx)
+            return (out, lse), dataclasses.replace(cache, store=store)
         probe = segment.group(INSTRUCTION_ROWS).columns
         chunk = segment.group(CHUNK_ROWS).columns
         store = cache.store
@@ -150,9 +151,10 @@ class Instructed:
             valid=segment.valid[:, :1],
             groups=segment.groups[:1],
         )
-        out_c, lse_c, store = Full().attend(q[:, chunk], k[:, chunk], v[:, chunk], store, part, ctx)
+        new_c = q[:, chunk], k[:, chunk], v[:, chunk]
+        (out_c, lse_c), store = Full().attend(new_c, store, part, ctx)
         out = jnp.concatenate([out_c, out_p], axis=1)
-        return out, jnp.concatenate([lse_c, lse_p], axis=1), MassCache(store, cache.mass + mass)
+        return (out, jnp.concatenate([lse_c, lse_p], axis=1)), MassCache(store, cache.mass + mass)
 
     def _look(self, q, k, v, store, segment, ctx):
         """The instruction over the cache as it is, itself causal; and the mass it leaves."""
@@ -209,15 +211,16 @@ class Cautious:
             jnp.zeros((shape.batch,), jnp.int32),
         )
 
-    def attend(self, q, k, v, cache, segment, ctx):
+    def attend(self, new, cache, segment, ctx):
+        q, k, v = new
         valid = segment.valid_of(CHUNK_ROWS)
         raw_mean = ctx.psum_heads(q.astype(jnp.float32).sum(2))
         last = jnp.maximum(valid - 1, 0)[:, None, None]
         mean = jnp.take_along_axis(raw_mean, last, axis=1)[:, 0]
         mean = jnp.where(valid[:, None] > 0, mean, cache.query)
         if segment.role != "decode":
-            out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
-            return out, lse, CautiousCache(store, mean, cache.full_steps)
+            (out, lse), store = Full().attend(new, cache.store, segment, ctx)
+            return (out, lse), CautiousCache(store, mean, cache.full_steps)
         norms = jnp.linalg.norm(mean, axis=-1) * jnp.linalg.norm(cache.query, axis=-1)
         turned = (mean * cache.query).sum(-1) <= self.threshold * norms
         turned = turned & (valid > 0)
@@ -249,7 +252,7 @@ class Cautious:
         # Any row of this shard that turned makes the layer read the whole cache.
         part = jax.lax.cond(jnp.any(turned), either, lambda: read(self.window))
         steps = cache.full_steps + turned
-        return *ctx.seq_merge(*part), CautiousCache(store, mean, steps)
+        return ctx.seq_merge(*part), CautiousCache(store, mean, steps)
 
     def finish(self, cache, ctx, stage, reserve):
         return dataclasses.replace(cache, store=cache.store.end_context())

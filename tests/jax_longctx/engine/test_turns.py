@@ -1,8 +1,7 @@
 """Which kind of step comes when, as the host tells the decode program."""
 
 from jax_longctx.engine.turns import answer_variants, decode_turns
-from jax_longctx.methods import make_method
-from jax_longctx.methods.full import Full
+from jax_longctx.methods import Full, make_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 REFRESH = make_method("refreshkv", {"schedule": "fixed", "stride": "3"})

@@ -1,6 +1,5 @@
 """What the tests of InfLLM share: methods by the oracle's rules, runs of rows, comparisons."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -8,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import Prompt, decode_segment, step_variant
+from jax_longctx.contract import Prompt, decode_segment, method, step_variant
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context import Context
 from jax_longctx.methods import InfLLM
+from jax_longctx.studies.infllm_accounted import InfLLMAccounted
 from tests.jax_longctx.methods.harness import steps
 from tests.jax_longctx.methods.oracles.infllm import Rules, calls_of, follow
 from tests.oracle import to_numpy
@@ -43,8 +43,8 @@ LAYERS = (1000, 2000)
 CHOSEN: list[tuple[int, np.ndarray]] = []
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Watched(InfLLM):
+@method(source="InfLLM", name="watched")
+class Watched(InfLLMAccounted):
     """Tells which units each layer attends, and starts with garbage wherever nothing is yet."""
 
     def init_cache(self, shape):

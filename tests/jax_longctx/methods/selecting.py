@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import CacheShape, LayerContext
-from jax_longctx.methods import residual, selection
-from jax_longctx.methods.digests import empty_digests, refresh
 from jax_longctx.methods.resa import Resa
-from jax_longctx.methods.sparse_decode import attend_selected, selectable
 from jax_longctx.models.config import RopeConfig
+from jax_longctx.parts import residual, selection
+from jax_longctx.parts.digests import empty_digests, refresh
+from jax_longctx.parts.sparse_decode import attend_selected, selectable
 from jax_longctx.sharding import make_mesh
 
 __all__ = [

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.methods import IdealTopK, budgets
+from jax_longctx.methods import IdealTopK
+from jax_longctx.parts import budgets
 from tests.jax_longctx.methods.selecting import case, on_one_device, plain_context, step
 
 HEADS, PAGES, MOST = 4, 12, 6

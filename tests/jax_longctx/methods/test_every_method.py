@@ -168,7 +168,7 @@ def test_by_name_through_the_command_line(name, checkpoint, tmp_path):
     asked = CliRunner().invoke(app, ["ask", str(book), "Who?", "Why?", *how])
     assert asked.exit_code == 0, asked.output
     assert asked.stdout.count("\n") >= 2
-    rereads = METHODS[name].info.needs_question
+    rereads = METHODS[name]().info.needs_question
     assert ("the text is read 2 times" in asked.stderr) is rereads
     continued = CliRunner().invoke(app, ["generate", book.read_text(), *how])
     assert continued.exit_code == 0, continued.output

@@ -77,9 +77,11 @@ def test_memory_beside_the_cache_does_not_grow_with_it():
         ({"chunk": 0}, "chunk must be at least 1, got 0"),
         ({"far_distance": -1}, "far_distance must be at least 0, got -1"),
         ({"score": "sum"}, "expected one of mass, logit"),
+        ({"max_cached_block": -1}, "max_cached_block must be at least 0, got -1"),
         ({"max_cached_block": 1}, "max_cached_block 1 must hold the topk 2"),
         ({"max_cached_block": 9, "granularity": "query_head"}, "granularity layer, got query_head"),
         ({"max_cached_block": 9, "score_decay": 2}, "score_decay must be from 0 to 1, got 2.0"),
+        ({"max_cached_block": 9, "cache_policy": "fifo"}, "expected one of lru, lru-s"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -93,7 +95,8 @@ def test_bad_settings(settings, message):
     }
     assert make_method("infllm", given) == InfLLM(**given)
     with pytest.raises(ConfigError, match=message):
-        make_method("infllm", {**given, **settings})
+        name = "infllm-accounted" if "max_cached_block" in settings else "infllm"
+        make_method(name, {**given, **settings})
 
 
 def test_models_that_it_cannot_run_on():

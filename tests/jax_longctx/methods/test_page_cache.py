@@ -5,8 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.methods import ArkVale, page_cache
-from jax_longctx.methods.sparse_decode import selectable
+from jax_longctx.methods import ArkVale
+from jax_longctx.parts import page_cache
+from jax_longctx.parts.sparse_decode import selectable
 from tests.jax_longctx.methods.oracles import selection as oracle
 from tests.jax_longctx.methods.selecting import (
     KV_HEADS,

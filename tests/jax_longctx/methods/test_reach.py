@@ -20,6 +20,7 @@ BOUNDED = {
     "h2o-shared": 64,
     "reattention": 68,
     "infllm": 32,
+    "infllm-accounted": 32,
 }
 OTHER_SETTINGS = [
     ("streaming-llm", {"positions": "true"}, FAR),

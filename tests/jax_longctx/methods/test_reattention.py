@@ -11,7 +11,8 @@ import pytest
 
 from jax_longctx.contract import Prompt
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.methods import ReAttention, scope
+from jax_longctx.methods import ReAttention
+from jax_longctx.methods.reattention import WHOLE
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import steps
 from tests.jax_longctx.methods.oracles.reattention import (
@@ -124,7 +125,7 @@ def run():
             if valid:
                 lists = [slots[b, : number[b]] for _, slots, number in layers]
                 # The first chunk's pieces are one call.
-                if step.segment.variant == scope.WHOLE and scopes[b]:
+                if step.segment.variant == WHOLE and scopes[b]:
                     scopes[b].pop()
                 scopes[b].append(lists)
         keys[:] = [np.asarray(cache.k) for cache in step.caches]

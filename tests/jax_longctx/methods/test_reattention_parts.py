@@ -14,7 +14,9 @@ from jax_longctx.caches import AppendCache
 from jax_longctx.contract import LayerContext, Prompt
 from jax_longctx.engine import programs
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import ReAttention, make_method, recall, scope, settings_of
+from jax_longctx.methods import ReAttention, make_method, settings_of
+from jax_longctx.methods.reattention import WHOLE
+from jax_longctx.parts import voted_keys
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import cache_bytes, compile_decode, no_persistent_cache
 from tests.jax_longctx.methods.oracles.reattention import (
@@ -48,8 +50,8 @@ def inside(function, *args, theta=THETA):
 
 def test_1c_worked_example():
     def example(ctx, centres, stop):
-        kept, number = recall.spread(centres, 4, 2, stop)
-        return scope.lay_out(kept, number, stop, global_size=2, local_size=4), number
+        kept, number = voted_keys.spans_around(centres, 4, 2, stop)
+        return voted_keys.lay_out(kept, number, stop, global_size=2, local_size=4), number
 
     slots, number = inside(example, jnp.array([[2, 7]]), jnp.array([8]))
     assert number[0] == 5
@@ -67,7 +69,7 @@ def test_ra_b10_spans_even_and_odd_are_cut_at_the_edges(span):
         row[: len(some)] = np.sort(some)
     centres[:2], stops[:2] = [start, 31, -1, -1, -1, -1], 32
     slots, number = inside(
-        lambda ctx, *args: recall.spread(args[0], span, start, args[1]),
+        lambda ctx, *args: voted_keys.spans_around(args[0], span, start, args[1]),
         jnp.array(centres, jnp.int32),
         jnp.array(stops, jnp.int32),
     )
@@ -80,10 +82,10 @@ def test_ra_b10_spans_even_and_odd_are_cut_at_the_edges(span):
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_votes_keep_the_most_named_and_of_equals_the_lower(platform, monkeypatch):
-    monkeypatch.setattr(recall, "platform", lambda: platform)
+    monkeypatch.setattr(voted_keys, "platform", lambda: platform)
     # Three blocks of entries and three pages, both with some to spare.
-    monkeypatch.setattr(recall, "_VOTES", 10)
-    monkeypatch.setattr(recall, "_LANES", 16)
+    monkeypatch.setattr(voted_keys, "_VOTES", 10)
+    monkeypatch.setattr(voted_keys, "_LANES", 16)
     rng = np.random.default_rng(0)
     # Few slots for many votes: ties at the cut; rows of no votes, of fewer than are kept, of one.
     named = rng.integers(-1, 12, (8, 3, 4, 2))
@@ -91,7 +93,8 @@ def test_votes_keep_the_most_named_and_of_equals_the_lower(platform, monkeypatch
     named[2], named[3] = 11, np.arange(24).reshape(3, 4, 2) // 2
 
     def both(ctx, named):
-        return recall.centres_of_chunk(named, 40, 5, ctx), recall.centres_of_token(named, 5, ctx)
+        alone = named.reshape(named.shape[0], 1, -1, 2)
+        return tuple(voted_keys.most_voted(x, 40, 5, ctx) for x in (named, alone))
 
     for got in inside(both, jnp.array(named, jnp.int32)):
         for row, votes in zip(got, named, strict=True):
@@ -102,8 +105,8 @@ def test_votes_keep_the_most_named_and_of_equals_the_lower(platform, monkeypatch
 @pytest.mark.parametrize(("slots", "count"), [(96, 5), (96, 6), (96, 7), (90, 5)])
 def test_of_many_slots_those_in_the_best_pages_are_ranked(slots, count, monkeypatch):
     """Pages of 16; more kept than there are pages, or a page cut short, and all are sorted."""
-    monkeypatch.setattr(recall, "_LANES", 16)
-    monkeypatch.setattr(recall, "_MANY", 64)
+    monkeypatch.setattr(voted_keys, "_LANES", 16)
+    monkeypatch.setattr(voted_keys, "_MANY", 64)
     sorted_at_once = []
     top_k = jax.lax.top_k
 
@@ -117,7 +120,7 @@ def test_of_many_slots_those_in_the_best_pages_are_ranked(slots, count, monkeypa
     votes[0], votes[1] = 0, 1
     votes[2, 40:] = 9
     votes[3], votes[3, ::16] = 0, 2
-    most, at = recall._most(jnp.array(votes, jnp.int32), count)
+    most, at = voted_keys._most(jnp.array(votes, jnp.int32), count)
     order = np.argsort(-votes, axis=-1, kind="stable")[:, :count]
     np.testing.assert_array_equal(at, order)
     np.testing.assert_array_equal(most, np.take_along_axis(votes, order, axis=-1))
@@ -179,17 +182,17 @@ def plan(method, context):
 
 
 def test_chunks_of_the_paper_and_of_the_released_code():
-    whole = [(scope.WHOLE, 512, 512)] * 8
+    whole = [(WHOLE, 512, 512)] * 8
     assert plan(ReAttention(), 5000) == [
         *whole,
-        (scope.WHOLE, 32, 32),
+        (WHOLE, 32, 32),
         ("", 512, 512),
         ("", 360, 512),
     ]
-    assert plan(ReAttention(), 4000)[-1] == (scope.WHOLE, 416, 512)
+    assert plan(ReAttention(), 4000)[-1] == (WHOLE, 416, 512)
     assert plan(ReAttention(), 0) == []
     released = plan(ReAttention.released(), 5000)
-    assert released == [*whole, (scope.WHOLE, 8, 8), ("", 512, 512), ("", 384, 512)]
+    assert released == [*whole, (WHOLE, 8, 8), ("", 512, 512), ("", 384, 512)]
     first = [size for variant, size, _ in plan(ReAttention.released(), 131071) if variant]
     assert sum(first) == 4095
 

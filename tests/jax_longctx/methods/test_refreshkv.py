@@ -17,9 +17,9 @@ from jax_longctx.caches.fifo import FifoCache
 from jax_longctx.contract import Prompt, decode_segment
 from jax_longctx.engine import programs
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.methods.refresh_steps import effective_strides
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.snapkv import SnapKV
+from jax_longctx.parts.refresh_steps import effective_strides
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.leaving import in_order, leaving, partly

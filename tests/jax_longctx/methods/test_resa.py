@@ -11,8 +11,9 @@ import pytest
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import Prompt
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.methods import ArkVale, Quest, Resa, residual
-from jax_longctx.methods.sparse_decode import attend_selected
+from jax_longctx.methods import ArkVale, Quest, Resa
+from jax_longctx.parts import residual
+from jax_longctx.parts.sparse_decode import attend_selected
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.oracles.selection import decode_logits

@@ -1,29 +1,26 @@
 """Methods from text and back: types, ranges, and words about what is wrong."""
 
 import dataclasses
-import importlib
 import json
 import pkgutil
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import pytest
 
 from jax_longctx import methods
-from jax_longctx.contract import Method, MethodInfo
+from jax_longctx.contract import Method, method
 from jax_longctx.engine.programs import cache_shapes
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import METHODS, DynamicNTK, Full, describe, make_method, settings_of
-from jax_longctx.methods.settings import describe_method, make_from, method_settings
 from jax_longctx.models.config import RopeConfig
+from jax_longctx.parts.appending import Appending
 from tests.support import tiny_config, tiny_engine
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sparse:
+@method(source="these tests", name="sparse")
+class Sparse(Appending):
     """A setting of every type that text can give."""
-
-    info: ClassVar[MethodInfo] = Full.info
 
     budget: int = 64
     alpha: float = 0.5
@@ -34,7 +31,9 @@ class Sparse:
     label: str = ""
 
 
-TABLE = {"sparse": Sparse, "full": Full}
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    monkeypatch.setitem(METHODS, "sparse", Sparse)
 
 
 def as_text(settings):
@@ -44,7 +43,7 @@ def as_text(settings):
 
 def test_values_get_their_types():
     text = {"budget": "128", "alpha": "1e-3", "pooled": "True", "norm": "l2", "rank": "2"}
-    made = make_from(TABLE, "sparse", {**text, "window": "16", "label": "7"})
+    made = make_method("sparse", {**text, "window": "16", "label": "7"})
     assert made == Sparse(
         budget=128, alpha=1e-3, pooled=True, norm="l2", rank=2, window=16, label="7"
     )
@@ -53,13 +52,13 @@ def test_values_get_their_types():
 
 
 def test_false_and_none_are_values():
-    made = make_from(TABLE, "sparse", {"pooled": "false", "window": "none", "alpha": "2"})
+    made = make_method("sparse", {"pooled": "false", "window": "none", "alpha": "2"})
     assert (made.pooled, made.window, made.alpha) == (False, None, 2.0)
     assert isinstance(made.alpha, float)
 
 
 def test_settings_left_out_keep_their_defaults():
-    assert make_from(TABLE, "sparse", {}) == Sparse()
+    assert make_method("sparse", {}) == Sparse()
     assert make_method("dynamic-ntk") == DynamicNTK(factor=4.0)
     assert make_method("full") == Full()
 
@@ -80,7 +79,7 @@ def test_settings_left_out_keep_their_defaults():
 def test_a_value_of_the_wrong_type_is_refused(setting, value, expected):
     words = f"sparse: setting {setting}={value}: expected {expected}"
     with pytest.raises(ConfigError) as error:
-        make_from(TABLE, "sparse", {setting: value})
+        make_method("sparse", {setting: value})
     assert str(error.value) == words
 
 
@@ -119,23 +118,24 @@ def test_a_method_comes_back_from_its_settings(method):
 
 def test_every_type_comes_back_from_its_settings():
     method = Sparse(budget=3, alpha=0.1, pooled=True, norm="l2", rank=2, label="a b")
-    described = json.loads(json.dumps(method_settings(TABLE, method)))
-    assert make_from(TABLE, described["name"], as_text(described["settings"])) == method
+    described = json.loads(json.dumps(settings_of(method)))
+    assert make_method(described["name"], as_text(described["settings"])) == method
 
 
-def test_settings_of_something_else_are_refused():
-    with pytest.raises(ConfigError, match="Sparse is not one of the methods full, dynamic-ntk"):
+def test_settings_of_something_else_are_refused(monkeypatch):
+    monkeypatch.delitem(METHODS, "sparse")
+    with pytest.raises(ConfigError, match="Sparse is not one of the methods full, arkvale"):
         settings_of(Sparse())
 
 
-def test_the_table_holds_every_method_of_the_package():
-    names = [module.name for module in pkgutil.iter_modules(methods.__path__)]
-    modules = [importlib.import_module(f"{methods.__name__}.{name}") for name in names]
-    kinds = [value for module in modules for value in vars(module).values()]
-    found = {kind for kind in kinds if isinstance(getattr(kind, "info", None), MethodInfo)}
-    assert set(METHODS.values()) == {kind for kind in found if isinstance(kind, type)}
-    for kind in METHODS.values():
-        assert getattr(methods, kind.__name__) is kind
+def test_every_file_of_the_folder_is_a_method():
+    files = [module.name for module in pkgutil.iter_modules(methods.__path__)]
+    names = [name.replace("_", "-") for name in files]
+    assert sorted(METHODS) == sorted([*names, *methods._STUDIES, "sparse"])
+    for name, kind in METHODS.items():
+        assert kind.name == name
+        assert kind.source and kind.summary
+        assert name == "sparse" or getattr(methods, kind.__name__) is kind
     with pytest.raises(AttributeError, match="has no attribute 'Quantum'"):
         methods.Quantum  # noqa: B018
 
@@ -145,13 +145,13 @@ def test_every_method_is_described(name):
     described = describe(name)
     assert json.loads(json.dumps(described)) == described
     assert described["name"] == name
-    assert described["summary"] == METHODS[name].info.summary
+    assert described["summary"] == METHODS[name].summary
     assert isinstance(make_method(name), Method)
 
 
 def test_settings_are_described_with_type_and_default():
     assert describe("dynamic-ntk")["settings"] == {"factor": {"type": "float", "default": 4.0}}
-    described = describe_method(TABLE, "sparse")["settings"]
+    described = describe("sparse")["settings"]
     assert json.loads(json.dumps(described)) == described
     assert described["budget"] == {"type": "int", "default": 64}
     assert described["window"] == {"type": "int | None", "default": None}

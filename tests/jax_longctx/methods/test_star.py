@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec
 
 from jax_longctx.engine import Engine, programs
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import Full, make_method, star_blocks
+from jax_longctx.methods import Full, make_method
 from jax_longctx.methods.star import Star
+from jax_longctx.parts import star_blocks
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.oracles.star import answer_logits, read_blocks

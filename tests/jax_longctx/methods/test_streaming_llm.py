@@ -7,8 +7,9 @@ import pytest
 from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import LayerContext
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import StreamingLLM, eviction
+from jax_longctx.methods import StreamingLLM
 from jax_longctx.models.config import RopeConfig
+from jax_longctx.parts import eviction
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.evicting import (
     ANSWERS,
@@ -134,7 +135,7 @@ def test_a_rotary_base_follows_the_positions_not_the_text(tokens):
         ctx = LayerContext(scale=1.0, window=None, rope=rope, total=jnp.array([1000]))
         method = StreamingLLM(budget=16, chunk=4, protocol="citrus", positions=positions)
         valid = jnp.array([tokens], jnp.int32)
-        return eviction.read_and_append(method, q, k, v, cache, valid, ctx)[0]
+        return eviction.read_and_append(method, (q, k, v), cache, valid, ctx)[0][0]
 
     expected = read("default", 20)
     np.testing.assert_allclose(read("dynamic", 20), expected, atol=1e-6)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jax_longctx.methods import star_blocks
+from jax_longctx.parts import star_blocks
 from tests.oracle import forward, probabilities, rope, weighted_values
 
 __all__ = ["answer_logits", "read_blocks"]

@@ -16,6 +16,8 @@ from jaxtyping import Array, Float
 from jax_longctx.caches import AppendCache, append, empty_append_cache, where_rows
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     Prompt,
@@ -23,9 +25,10 @@ from jax_longctx.contract import (
     Stage,
 )
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods.digests import digest_scores, empty_digests, refresh
-from jax_longctx.methods.full import Full
-from jax_longctx.methods.selectors import (
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.digests import digest_scores, empty_digests, refresh
+from jax_longctx.parts.selectors import (
     Allocation,
     Granularity,
     Pools,
@@ -33,13 +36,12 @@ from jax_longctx.methods.selectors import (
     Selector,
     check,
 )
-from jax_longctx.methods.sparse_decode import (
+from jax_longctx.parts.sparse_decode import (
     Selected,
     attend_selected,
     first_resident,
     most_pages,
 )
-from jax_longctx.models.config import ModelConfig
 
 __all__ = [
     "Allocation",
@@ -94,39 +96,32 @@ def init_cache(method: Selector, shape: CacheShape) -> SelectiveCache | AppendCa
 
 
 def segments(method: Selector, prompt: Prompt) -> Iterable[Segment]:
-    return Full().segments(prompt)
+    return Appending().segments(prompt)
 
 
 def attend(
     method: Selector,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    new: QKV,
     cache: SelectiveCache | AppendCache,
     segment: Segment,
     ctx: LayerContext,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], SelectiveCache | AppendCache]:
+) -> tuple[Attended, SelectiveCache | AppendCache]:
+    q, k, v = new
     if isinstance(cache, AppendCache):
-        return Full().attend(q, k, v, cache, segment, ctx)
+        return Appending().attend(new, cache, segment, ctx)
     if segment.role == "decode":
         q, k, cache = append_token(method, q, k, v, cache, segment, ctx)
         chosen = attend_selected(method, q, cache, ctx)
-        return chosen.out, chosen.lse, counted(cache, chosen, segment)
-    return read_exactly(method, q, k, v, cache, segment, ctx)
+        return (chosen.out, chosen.lse), counted(cache, chosen, segment)
+    return read_exactly(method, new, cache, segment, ctx)
 
 
 def read_exactly(
-    method: Selector,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    cache: SelectiveCache,
-    segment: Segment,
-    ctx: LayerContext,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], SelectiveCache]:
+    method: Selector, new: QKV, cache: SelectiveCache, segment: Segment, ctx: LayerContext
+) -> tuple[Attended, SelectiveCache]:
     """`attend` of context and question."""
-    past_B = cache.store.length
-    out, lse, store = Full().attend(q, k, v, cache.store, segment, ctx)
+    q, past_B = new[0], cache.store.length
+    part, store = Appending().attend(new, cache.store, segment, ctx)
     cache = dataclasses.replace(cache, store=store, prompt=store.length)
     cache = _refreshed(method, cache, past_B, q.shape[1], ctx)
     if cache.resident is not None and segment.role == "query":
@@ -138,7 +133,7 @@ def read_exactly(
         # The last segment of a question with tokens of a row is the one that counts.
         resident_BP = where_rows(valid_B > 0, begun, cache.resident)
         cache = dataclasses.replace(cache, resident=resident_BP)
-    return out, lse, cache
+    return part, cache
 
 
 def adopt(
@@ -210,7 +205,7 @@ def fork(method: object, cache: Rewindable) -> Any:
 
 def read_bytes(method: Selector, cache: SelectiveCache | AppendCache, length: int) -> int:
     if isinstance(cache, AppendCache):
-        return Full().read_bytes(cache, length)
+        return Appending().read_bytes(cache, length)
     store = cache.store
     if cache.digests is None:
         scored = store.k.nbytes

@@ -35,8 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jax_longctx.contract import Prompt, Segment, spread_segment, tail_size
-from jax_longctx.contract.work import PrefillWork
+from jax_longctx.contract import PrefillWork, Prompt, Segment, spread_segment, tail_size
 from jax_longctx.errors import ConfigError
 
 __all__ = [

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.contract import CacheShape, Method
-from jax_longctx.methods import star_blocks
-from jax_longctx.methods.adopting import Remembering
+from jax_longctx.parts import star_blocks
+from jax_longctx.parts.adopting import Remembering
 from jax_longctx.sharding import axes_field
 
 __all__ = ["StarCache", "empty_star_cache", "with_queries"]

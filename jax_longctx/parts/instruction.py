@@ -13,8 +13,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_longctx.contract import LayerContext, Prompt, Segment, beside, chunk_segments
-from jax_longctx.methods import eviction
+from jax_longctx.contract import QKV, LayerContext, Prompt, Segment, beside, chunk_segments
+from jax_longctx.parts import eviction
 from pallas_kernels.attention_mass import attention_mass
 
 __all__ = [
@@ -58,19 +58,13 @@ def segments(self: eviction.Evictor, prompt: Prompt) -> Iterable[Segment]:
 
 
 def look(
-    method: eviction.Evictor,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    cache: Any,
-    segment: Segment,
-    ctx: LayerContext,
-    rows: str,
+    method: eviction.Evictor, new: QKV, cache: Any, segment: Segment, ctx: LayerContext, rows: str
 ) -> eviction.Look:
     """One row group of the segment over the budgeted cache and itself."""
     columns = segment.group(rows).columns
-    q, k, v = (x[:, columns] for x in (q, k, v))
-    return eviction.look(method, q, k, v, cache, segment.valid_of(rows), ctx)
+    q, k, v = new
+    part = q[:, columns], k[:, columns], v[:, columns]
+    return eviction.look(method, part, cache, segment.valid_of(rows), ctx)
 
 
 def mass_on_cache(seen: eviction.Look) -> Float[Array, "B K C"]:

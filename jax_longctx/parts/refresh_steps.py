@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, append, local_slots, where_rows
 from jax_longctx.caches.fifo import Count, FifoCache, FifoList, best_last, gather_fifo
-from jax_longctx.contract import CHUNK_ROWS, LayerContext, Segment
-from jax_longctx.methods.observation import pooled_scores
+from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, LayerContext, Segment
+from jax_longctx.parts.observation import pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import attend_with_logits, decode_attention
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
@@ -133,15 +133,10 @@ def begin(
 
 
 def step(
-    method: Refresher,
-    q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B 1 K H"],
-    v: Float[Array, "B 1 K H"],
-    cache: RefreshCache,
-    segment: Segment,
-    ctx: LayerContext,
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], RefreshCache]:
+    method: Refresher, new: QKV, cache: RefreshCache, segment: Segment, ctx: LayerContext
+) -> tuple[Attended, RefreshCache]:
     """One answered token (spec: decode step), partial or full as the schedule says."""
+    q, k, v = new
     valid_B = segment.valid_of(CHUNK_ROWS)
     at_B1 = cache.store.position[:, None]
     raw, q, k = q, ctx.rotate(q, at_B1), ctx.rotate(k, at_B1)
@@ -152,7 +147,7 @@ def step(
         steps=cache.steps + valid_B,
     )
     if segment.variant == PARTIAL:
-        return *_read(method, q, cache, ctx), cache
+        return _read(method, q, cache, ctx), cache
     turned_B = valid_B > 0
     done_B = ~turned_B
     summed_BH = _summed(raw if method.qc_space == "pre_rope" else q, ctx)
@@ -182,7 +177,7 @@ def step(
         query=where_rows(turned_B, summed_BH, cache.query),
         full_steps=cache.full_steps + turned_B,
     )
-    return out, lse, cache
+    return (out, lse), cache
 
 
 def _full_step(

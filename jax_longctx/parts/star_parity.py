@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, append, read_lines
-from jax_longctx.contract import CHUNK_ROWS, LayerContext, Segment
+from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, LayerContext, Segment
 from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
@@ -20,14 +20,10 @@ __all__ = ["read_question"]
 
 
 def read_question(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    cache: AppendCache,
-    segment: Segment,
-    ctx: LayerContext,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], AppendCache]:
-    """`Full.attend` of a whole question under that mask."""
+    new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
+) -> tuple[Attended, AppendCache]:
+    """`Appending.attend` of a whole question under that mask."""
+    q, k, v = new
     at_BT = cache.position[:, None] + jnp.arange(q.shape[1])
     q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
     valid_B, held_B = segment.valid_of(CHUNK_ROWS), cache.held(ctx)
@@ -39,7 +35,7 @@ def read_question(
     masked = _last_keys(q, cache, jnp.where(whole_B, 0, held_B), valid_B, ctx)
     earlier = ctx.seq_merge(*merge([part, masked]))
     within = causal_attention(q, k, v, scale=ctx.scale)
-    return *merge([earlier, within]), append(cache, k, v, valid_B, ctx)
+    return merge([earlier, within]), append(cache, k, v, valid_B, ctx)
 
 
 def _last_keys(

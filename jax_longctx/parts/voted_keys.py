@@ -1,38 +1,59 @@
-"""Which slots of the context a layer attends to: votes for keys, and the spans around them.
+"""The keys of the past that a layer votes for, and attention to them at positions 0, 1, 2, ...
 
-The selection of ReAttention (section 2.2), as pure functions of arrays:
+ReAttention (section 2.2), as pure functions of arrays:
 
 1. `best_keys`: every query head of every token names the keys of largest dot product;
-2. `centres_of_chunk`, `centres_of_token`: each naming is one vote; of the keys that have votes the
-   most voted stay, ties to the lower slot;
-3. `spread`: each stands for the span of slots around it; the union of the spans, ascending.
+2. `most_voted`: each naming is one vote; of the keys that have votes the most voted stay, ties to
+   the lower slot;
+3. `spans_around`: each stands for the span of slots around it; the union of the spans, ascending;
+4. `lay_out`: the scope, an ascending list of slots that ends with the newest tokens;
+5. `attend_scope`: keys are cached before rotary embedding and rotated where they stand in the
+   scope. Every shard attends to the run of the scope that it holds, and the parts are merged by
+   log-sum-exp: no key travels.
 
 All heads of a row share one selection, and every row and layer has its own. A chunk's votes are
 counted in an array of the length of the cache; a single token's few are compared with each other,
-which costs the same at any length. From the centres on nothing has the cache's length. For 32
-heads, k = 4 and 131,072 slots, 2 and 3 take 80 us a chunk of 512 and 16 us a token on an H200.
+which costs the same at any length. From then on nothing has the cache's length. For 32 heads,
+k = 4 and 131,072 slots, 2 and 3 take 80 us a chunk of 512 and 16 us a token on an H200.
+
+Ties. A key before rotary embedding does not depend on its position. In the first layer it depends
+on its token alone, so equal tokens have equal keys. Their computed keys differ by rounding: a
+matmul adds in another order for another chunk length, batch or shard. If the higher of two such
+scores came first, rounding would decide what a query attends to. Therefore methods that rank keys
+before rotary embedding take close scores for equal, and the lower slot comes first.
+
+The tolerance is relative to the usual score of unrelated vectors, |q| |k| / sqrt(H), because the
+rounding errors of a key's H numbers are independent. There are two kinds of errors:
+
+- The key's float32 sums. On a CPU, scores of equal tokens differed by up to 2^-18.6 of a usual
+  score for models of 2048 dimensions, and by 2^-17.4 where two numbers of the key dominate.
+- Storing the key in 16 bits. A sum near the middle of two numbers is rounded to either of them.
+  Where this happens to one of H numbers, the score changes by up to eps / sqrt(H).
+
+The tolerance is several times larger. The 4 best of 100,000 random scores are that close by chance
+for one of 100 queries in float32 and one of 7 in bfloat16; they tie, too. Rounding still decides in
+two cases: an unrelated score differs by just the tolerance, or scores form a chain (see
+`pallas_kernels.topk_scores.merge`). The 4 best of 100,000 random scores form one for less than one
+of 1,000 queries in float32 and one of 100 in bfloat16.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.contract import LayerContext
-from jax_longctx.methods import ties
+from jax_longctx.caches import AppendCache, lines_of, local_run, read_lines
+from jax_longctx.contract import QKV, Attended, LayerContext
+from jax_longctx.models.rope import rope_angles
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
+from pallas_kernels.lse import merge
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.select_large_k import select_large_k
 from pallas_kernels.topk_scores import merge_topk, topk_scores
-
-__all__ = [
-    "best_keys",
-    "centres_of_chunk",
-    "centres_of_token",
-    "elect",
-    "scramble_heads",
-    "spread",
-]
 
 # The text's first slots, by whose keys the size of a key is estimated.
 _SAMPLE = 128
@@ -43,29 +64,9 @@ _LANES, _VOTES = 128, 4096
 _MANY = 2**18
 
 
-def elect(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    start: int,
-    stop: Int[Array, " B"],
-    valid: Int[Array, " B"],
-    ctx: LayerContext,
-    count: int,
-    kept: int,
-    *,
-    tile: int | None = None,
-    scrambled: bool = False,
-) -> Int[Array, "B M"]:
-    """The slots in start <= s < stop[b] that stay after the vote, ascending, then -1.
-
-    `tile` is for chunks (see `best_keys`) and `scrambled` for lone tokens (see `scramble_heads`).
-    """
-    if q.shape[1] == 1:
-        q = scramble_heads(q, k.shape[1], ctx) if scrambled else q
-        named = best_keys(q, k, start, stop, valid, ctx, count=count)
-        return centres_of_token(named, kept, ctx)
-    named = best_keys(q, k, start, stop, valid, ctx, count=count, tile=tile)
-    return centres_of_chunk(named, k.shape[2] * ctx.seq_size, kept, ctx)
+def tie_tolerance(dtype: jnp.dtype) -> float:
+    """The largest difference that is a tie, for keys of that dtype, in usual scores."""
+    return max(2.0**-12, float(jnp.finfo(dtype).eps) / 2)
 
 
 def best_keys(
@@ -82,23 +83,22 @@ def best_keys(
     """Global slots of each query's `count` best keys in start <= s < stop[b], -1 where fewer are.
 
     With `tile` only the best key of each tile of slots, counted from `start`, takes part. Tokens
-    beyond valid[b] name nothing. Scores that differ by no more than `tolerance` tie.
+    beyond valid[b] name nothing. Scores that differ by no more than `_tolerance` tie.
     """
     offset = ctx.seq_offset(k.shape[2])
-    allowed = tolerance(q, k, stop, ctx)
+    allowed = _tolerance(q, k, stop, ctx)
     rank = functools.partial(topk_scores, tolerance=allowed, valid=valid)
     first_B, end_B = jnp.broadcast_to(start - offset, stop.shape), stop - offset
-    if ctx.seq_size == 1:
-        return rank(q, k, first_B, end_B, count=count, tile_best=tile)[1]
-    if tile is None:
-        lists = [rank(q, k, first_B, end_B, count=count)]
-    else:
+    lists = []
+    if ctx.seq_size > 1 and tile is not None:
         # This shard's first slots may be the rest of a tile that began on the shard before.
         whole_B = jnp.where(first_B < 0, first_B % tile, first_B)
-        rest = rank(q, k, first_B, jnp.minimum(whole_B, end_B), count=1)
-        lists = [rest, rank(q, k, whole_B, end_B, count=count, tile_best=tile)]
-    values = jnp.concatenate([values for values, _ in lists], axis=-1)
-    slots = jnp.concatenate([slots for _, slots in lists], axis=-1)
+        lists = [rank(q, k, first_B, jnp.minimum(whole_B, end_B), count=1)]
+        first_B = whole_B
+    lists.append(rank(q, k, first_B, end_B, count=count, tile_best=tile))
+    if ctx.seq_size == 1:
+        return lists[0][1]
+    values, slots = (jnp.concatenate(x, axis=-1) for x in zip(*lists, strict=True))
     slots = jnp.where(slots < 0, -1, slots + offset)
     values, slots = ctx.gather_seq(values, -1), ctx.gather_seq(slots, -1)
     if tile is not None:
@@ -106,13 +106,13 @@ def best_keys(
     return merge_topk(values, slots, count, allowed)[1]
 
 
-def tolerance(
+def _tolerance(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"],
     stop: Int[Array, " B"],
     ctx: LayerContext,
 ) -> Float[Array, "B T N"]:
-    """The largest difference of two scores that is a tie (see `ties`), for each query.
+    """The largest difference of two scores that is a tie (see the module), for each query.
 
     |k| is the root mean square of the text's first keys: all keys would have to be read twice.
     """
@@ -120,12 +120,11 @@ def tolerance(
     number_B = jnp.clip(stop, 1, _SAMPLE)
     held_BS = slots < number_B[:, None]
     keys = jnp.where(held_BS[:, None, :, None], k[:, :, : len(slots)].astype(jnp.float32), 0.0)
-    squares_BK = jnp.sum(keys**2, axis=(2, 3))
-    squares_BK = ctx.psum_seq(squares_BK) if ctx.seq_size > 1 else squares_BK
+    squares_BK = ctx.psum_seq(jnp.sum(keys**2, axis=(2, 3)))
     size_BK = jnp.sqrt(squares_BK / (number_B[:, None] * k.shape[3]))
     size_BN = jnp.repeat(size_BK, q.shape[2] // k.shape[1], axis=1)
     length_BTN = jnp.linalg.norm(q.astype(jnp.float32), axis=-1)
-    return ties.tolerance(k.dtype) * size_BN[:, None] * length_BTN
+    return tie_tolerance(k.dtype) * size_BN[:, None] * length_BTN
 
 
 def _best_of_tiles(
@@ -161,10 +160,12 @@ def scramble_heads(
     return jnp.swapaxes(mine_BTGKH, 2, 3).reshape(q.shape)  # [B, T, K * G, H]
 
 
-def centres_of_chunk(
+def most_voted(
     named: Int[Array, "B T N C"], slots: int, kept: int, ctx: LayerContext
 ) -> Int[Array, "B M"]:
     """The `kept` slots of most votes, ascending, then -1; `slots` is the length of the cache."""
+    if named.shape[1] == 1:
+        return _most_voted_of_few(ctx.gather_heads(named, axis=2), kept)
     votes_BS = ctx.psum_heads(_tally(named.reshape(named.shape[0], -1), slots))
     if platform() == "tpu":
         ranked_BS = jnp.where(votes_BS > 0, votes_BS.astype(jnp.float32), -jnp.inf)
@@ -206,9 +207,8 @@ def _tally(named: Int[Array, "B E"], slots: int) -> Int[Array, "B S"]:
     # rows, whose product counts the pairs exactly (float32 sums of less than 2^24).
     pages_P, places_Z = jnp.arange(-(-slots // _LANES)), jnp.arange(_LANES)
     spare = -entries % min(_VOTES, entries)
-    blocks_BXE = jnp.pad(named, ((0, 0), (0, spare)), constant_values=-1).reshape(
-        batch, -1, min(_VOTES, entries)
-    )
+    padded_BE = jnp.pad(named, ((0, 0), (0, spare)), constant_values=-1)
+    blocks_BXE = padded_BE.reshape(batch, -1, min(_VOTES, entries))
 
     def add(votes_BPZ: Array, block_BE: Array) -> tuple[Array, None]:
         page_BEP = (block_BE[..., None] // _LANES == pages_P).astype(jnp.bfloat16)
@@ -223,12 +223,9 @@ def _tally(named: Int[Array, "B E"], slots: int) -> Int[Array, "B S"]:
     return votes_BPZ.reshape(batch, -1)[:, :slots].astype(jnp.int32)
 
 
-def centres_of_token(
-    named: Int[Array, "B T N C"], kept: int, ctx: LayerContext
-) -> Int[Array, "B M"]:
-    """`centres_of_chunk` for a few votes, by comparing each with each; at most E = T N C slots."""
-    every = ctx.gather_heads(named, axis=2)
-    slot_BE = every.reshape(every.shape[0], -1)
+def _most_voted_of_few(named: Int[Array, "B T N C"], kept: int) -> Int[Array, "B M"]:
+    """`most_voted` by comparing each vote with each; at most E = T N C slots."""
+    slot_BE = named.reshape(named.shape[0], -1)
     slot, rival = slot_BE[:, :, None], slot_BE[:, None, :]
     entry_E = jnp.arange(slot_BE.shape[1])
     votes_BE = jnp.sum(slot == rival, axis=-1)
@@ -242,7 +239,7 @@ def centres_of_token(
     return jnp.where(ascending_BM == _LAST, -1, ascending_BM)
 
 
-def spread(
+def spans_around(
     centres: Int[Array, "B M"], span: int, start: int, stop: Int[Array, " B"]
 ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     """The union of the spans around ascending centres, within start <= s < stop[b].
@@ -264,3 +261,85 @@ def spread(
     span_BC = jnp.minimum(span_BC, centres.shape[1] - 1)
     slots_BC = index_C + jnp.take_along_axis(low_BM - begins_BM, span_BC, axis=1)
     return slots_BC, ends_BM[:, -1]
+
+
+def lay_out(
+    kept: Int[Array, "B X"],
+    number: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    global_size: int,
+    local_size: int,
+) -> Int[Array, "B C"]:
+    """[global | kept | local]: the first slots, number[b] kept ones, and those from stop[b] on."""
+    index_X = jnp.arange(kept.shape[1] + local_size)
+    kept_BX = jnp.pad(kept, ((0, 0), (0, local_size)))
+    local_BX = stop[:, None] + index_X - number[:, None]
+    rest_BX = jnp.where(index_X < number[:, None], kept_BX, local_BX)
+    first_BX = jnp.broadcast_to(jnp.arange(global_size), (kept.shape[0], global_size))
+    return jnp.concatenate([first_BX, rest_BX], axis=1)
+
+
+def attend_scope(
+    new: QKV,
+    cache: AppendCache,
+    valid: Int[Array, " B"],
+    scope: tuple[Int[Array, "B C"], Int[Array, " B"]],
+    ctx: LayerContext,
+    original: bool,
+) -> Attended:
+    """Attention of the cache's newest `valid[b]` tokens, the scope's last, causal among them.
+
+    Args:
+      new: the newest tokens', before rotary embedding.
+      scope: global slots and how many of them count in each row.
+      original: keys and queries stand at their slots instead.
+    """
+    (q, k, v), (slots_BC, number_B) = new, scope
+    alone = q.shape[1] == 1
+    # A chunk attends to itself apart; a lone token is read from the cache with the others.
+    read_B = number_B if alone else number_B - valid
+    slots_BX, first_B, read_B = local_run(slots_BC, read_B, cache.k.shape[2], ctx)
+    if original:
+        key_BX, begin_B = slots_BX + ctx.seq_offset(cache.k.shape[2]), cache.length - valid
+    else:
+        key_BX = first_B[:, None] + jnp.arange(slots_BX.shape[1])
+        begin_B = number_B - valid
+        # The length that a rotary base may follow is the scope's: it bounds the positions.
+        ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, slots_BC.shape[1]))
+    keys = _rotated_lines(cache.k, slots_BX, key_BX, ctx)
+    values = read_lines(cache.v, slots_BX[:, None])
+    at_BT = begin_B[:, None] + jnp.arange(q.shape[1])
+    q = ctx.rotate(q, at_BT)
+    if alone:
+        return ctx.seq_merge(*decode_attention(q, keys, values, read_B, scale=ctx.scale))
+    earlier = ctx.seq_merge(*cache_attention(q, keys, values, read_B, scale=ctx.scale))
+    within = causal_attention(q, ctx.rotate(k, at_BT), v, scale=ctx.scale)
+    return merge([earlier, within])
+
+
+def _rotated_lines(
+    buffer: Float[Array, "B K S H"],
+    slots: Int[Array, "B X"],
+    positions: Int[Array, "B X"],
+    ctx: LayerContext,
+) -> Float[Array, "B K X H"]:
+    """The keys in this shard's `slots` for all heads, rotated to `positions`; zeros for -1."""
+    if platform() == "tpu":
+        # Half lines are another layout there: the cache would be copied.
+        lines = jnp.swapaxes(read_lines(buffer, slots[:, None]), 1, 2)
+        return jnp.swapaxes(ctx.rotate(lines, positions), 1, 2)
+    # A channel's partner is in the line's other half: two reads of half lines, elementwise from
+    # there on. To put two halves together cost a GPU 32 us for 8 heads and 8192 slots, where to
+    # read them takes 12.
+    head_dim = buffer.shape[3]
+    halves = buffer.reshape(-1, head_dim // 2)  # [B*K*S*2, F]
+    line_BKX1 = 2 * lines_of(buffer, jnp.maximum(slots, 0)[:, None])[..., None]
+    own, partner = (
+        jnp.take(halves, line_BKX1 + np.array(order), axis=0, mode="clip").astype(jnp.float32)
+        for order in ([0, 1], [1, 0])
+    )  # [B, K, X, 2, F]
+    cos, sin = (x[:, None, :, None] for x in rope_angles(ctx.rope, head_dim, positions, ctx.total))
+    turned = own * cos + partner * (sin * np.array([[-1.0], [1.0]], np.float32))
+    turned = jnp.where((slots >= 0)[:, None, :, None, None], turned, 0)
+    return turned.astype(buffer.dtype).reshape(*turned.shape[:3], head_dim)  # [B, K, X, H]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import LayerContext
-from jax_longctx.methods.selectors import Span
+from jax_longctx.parts.selectors import Span
 from pallas_kernels.select_large_k import select_large_k, select_mask
 
 __all__ = ["held", "local_part", "recall"]

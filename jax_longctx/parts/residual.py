@@ -29,8 +29,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, where_rows
 from jax_longctx.contract import CacheShape, LayerContext
-from jax_longctx.methods.selectors import Prior, SelectiveCache
-from jax_longctx.methods.sparse_decode import Selected
+from jax_longctx.parts.selectors import Prior, SelectiveCache
+from jax_longctx.parts.sparse_decode import Selected
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import decode_logits
 

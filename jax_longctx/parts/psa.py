@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, local_slots, read_lines
 from jax_longctx.contract import LayerContext
-from jax_longctx.methods import budgets
-from jax_longctx.methods.selectors import Prior, Selector, Span
+from jax_longctx.parts import budgets
+from jax_longctx.parts.selectors import Prior, Selector, Span
 from pallas_kernels.decode_attention import decode_logits
 from pallas_kernels.select_large_k import select_mask
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import LayerContext
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods.digests import PageDigests
+from jax_longctx.parts.digests import PageDigests
 from jax_longctx.sharding import axes_field
 
 __all__ = [

@@ -32,6 +32,8 @@ from jax_longctx.caches import (
     replace_one,
 )
 from jax_longctx.contract import (
+    QKV,
+    Attended,
     CacheShape,
     LayerContext,
     Prompt,
@@ -184,15 +186,10 @@ def _rotated(
 
 
 def look(
-    method: "Evictor",
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    cache: BudgetCache,
-    valid: Int[Array, " B"],
-    ctx: LayerContext,
+    method: "Evictor", new: QKV, cache: BudgetCache, valid: Int[Array, " B"], ctx: LayerContext
 ) -> Look:
     """The segment over every slot of the cache and, causally, itself; the cache is not changed."""
+    q, k, v = new
     q, rotated, past, store = _rotated(method, q, k, cache, _bounded(method, ctx))
     # No window: `validate` has refused those that such a cache could outgrow.
     earlier = cache_attention(q, past, cache.v, cache.length, scale=ctx.scale)
@@ -202,24 +199,18 @@ def look(
 
 
 def read_and_append(
-    method: "Evictor",
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    cache: BudgetCache,
-    valid: Int[Array, " B"],
-    ctx: LayerContext,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], BudgetCache]:
+    method: "Evictor", new: QKV, cache: BudgetCache, valid: Int[Array, " B"], ctx: LayerContext
+) -> tuple[Attended, BudgetCache]:
     """Attention over the cache and the segment, which joins it; nothing leaves."""
+    q, k, v = new
     if q.shape[1] > 1:
-        seen = look(method, q, k, v, cache, valid, ctx)
-        return seen.out, seen.lse, append_budget(cache, seen.store_k, v, valid)
+        seen = look(method, new, cache, valid, ctx)
+        return (seen.out, seen.lse), append_budget(cache, seen.store_k, v, valid)
     ctx = _bounded(method, ctx)
     q, _, _, store = _rotated(method, q, k, cache, ctx)
     cache = append_budget(cache, store, v, valid)
     keys = _rotate_slots(cache.k, ctx) if method.positions == "shifted" else cache.k
-    out, lse = decode_attention(q, keys, cache.v, cache.length, scale=ctx.scale)
-    return out, lse, cache
+    return decode_attention(q, keys, cache.v, cache.length, scale=ctx.scale), cache
 
 
 def only_joins(method: "Evictor", segment: Segment) -> bool:

@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, local_slots
 from jax_longctx.contract import LayerContext
-from jax_longctx.methods import budgets, page_cache, psa
-from jax_longctx.methods.selectors import Prior, SelectiveCache, Selector, Span
+from jax_longctx.parts import budgets, page_cache, psa
+from jax_longctx.parts.selectors import Prior, SelectiveCache, Selector, Span
 from pallas_kernels.lse import merge
 from pallas_kernels.select_large_k import select_large_k, select_mask
 from pallas_kernels.sparse_decode_attention import (

@@ -1,0 +1,83 @@
+"""Exact attention over an append-only cache: the kind that keeps every token.
+
+Keys are cached after rotary embedding at their true positions. A chunk of queries attends the
+cache (all of it visible) and itself (causal), two partial results merged by log-sum-exp; one token
+attends the cache alone, after its own key was appended. Cost: O(L^2) in prefill, the whole cache
+read once a decode step.
+
+Where a layer has a sliding window (Mistral v0.1, some Qwen2), keys further back are not seen.
+They stay in memory: slots are not reused.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_longctx.caches import AppendCache, append, empty_append_cache
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    QKV,
+    Attended,
+    CacheShape,
+    LayerContext,
+    Prompt,
+    Registered,
+    Segment,
+    Stage,
+    chunk_segments,
+)
+from jax_longctx.models.config import ModelConfig
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.lse import merge
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Appending(Registered):
+    """A method whose cache is every key and value; by itself, full attention."""
+
+    phase = "none"
+    keeps_all = append_only = True
+
+    def validate(self, config: ModelConfig) -> None:
+        """Every model can run it."""
+
+    def init_cache(self, shape: CacheShape) -> Any:
+        return empty_append_cache(shape)
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        """Chunks of the engine's own size."""
+        if prompt.stage == "context":
+            return chunk_segments(prompt.context or (), prompt.chunk, "context")
+        return chunk_segments(prompt.question or (), prompt.chunk, "query")
+
+    def attend(
+        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, AppendCache]:
+        q, k, v = new
+        positions_BT = cache.position[:, None] + jnp.arange(q.shape[1])
+        q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
+        past_B = cache.held(ctx)
+        cache = append(cache, k, v, segment.valid_of(CHUNK_ROWS), ctx)
+        # This shard's slots are global slots offset .. offset + S - 1; slot is position here.
+        first = ctx.seq_offset(cache.k.shape[2])
+        where = {"query_start": positions_BT[:, 0], "slot_start": first}
+        how = {"scale": ctx.scale, "window": ctx.window}
+        if q.shape[1] == 1:
+            part = decode_attention(q, cache.k, cache.v, cache.held(ctx), **where, **how)
+            return ctx.seq_merge(*part), cache
+        earlier = ctx.seq_merge(*cache_attention(q, cache.k, cache.v, past_B, **where, **how))
+        within = causal_attention(q, k, v, **how)
+        return merge([earlier, within]), cache
+
+    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
+        return cache.end_context()
+
+    def fork(self, cache: Any) -> Any:
+        return cache.rewind()
+
+    def read_bytes(self, cache: AppendCache, length: int) -> int:
+        # Dense decode reads empty slots too, which is why capacities are close to lengths.
+        return (cache.k.size + cache.v.size) * cache.k.dtype.itemsize

@@ -1,0 +1,158 @@
+"""The past as units of `block_size` tokens, each known by one key a query head.
+
+The memory of InfLLM (section 3.2), as pure functions of arrays. A row's text is cut at
+
+    [sinks | unit 0 | unit 1 | ... | remainder | window]
+    0    n_init                            n - n_local    n tokens read
+
+where a unit is packed once all its tokens have left the window. Which token lies where follows
+from n alone. A unit is represented by the mean of the `repr_topk` keys that received most, from
+the queries within whose window they stood; each query head has its own. What a token has received
+so far is kept in a ring, slot j mod M for token j, until its unit is packed.
+
+Keys lie in an append-only cache before rotary embedding. Over sharded slots a unit's
+representative lies on the shard of the cache's pages, its keys wherever they lie; the ring is
+whole on every shard.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.caches import AppendCache, empty_append_cache, gather_slots, write_run
+from jax_longctx.contract import CacheShape, LayerContext
+from jax_longctx.parts.voted_keys import tie_tolerance
+from jax_longctx.sharding import axes_field
+from pallas_kernels.topk_scores import tied_top_k
+
+# Capacities are multiples of it, on every shard of the slots.
+GRANULE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Sizes in tokens; see the module's docstring."""
+
+    sinks: int
+    window: int
+    block: int
+    chunk: int
+
+    @property
+    def ring(self) -> int:
+        """M: the window, a chunk behind it, and up to a unit not packed yet before it."""
+        return self.window + self.block + self.chunk - 1
+
+    @property
+    def row_tokens(self) -> int:
+        """Slots of the cache for each row of `units`: a block where that divides capacities."""
+        return math.gcd(self.block, GRANULE)
+
+    def units(self, read: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Units that are packed once `read` tokens have been read."""
+        return jnp.maximum((read - self.window - self.sinks) // self.block, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UnitMemory:
+    """Every key and value of a row, and what its units are chosen by.
+
+    Attributes:
+      store: keys before rotary embedding, and values.
+      units: each unit's representative key by query head; rows beyond the packed ones are garbage.
+      received: the ring of what tokens not packed yet have received, float32.
+      context_received: the ring at the end of the context.
+    """
+
+    store: AppendCache
+    units: Float[Array, "B N P H"] = axes_field("batch", "heads", "pages", None)
+    received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
+    context_received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
+
+    def end_context(self) -> "UnitMemory":
+        """Remembers where the context ends, so that `rewind` can return there."""
+        return dataclasses.replace(
+            self, store=self.store.end_context(), context_received=self.received
+        )
+
+    def rewind(self) -> "UnitMemory":
+        """The memory at the end of the context; later units become garbage."""
+        received = jnp.array(self.context_received, copy=True)
+        return dataclasses.replace(self, store=self.store.rewind(), received=received)
+
+    def pack(
+        self,
+        begin: Int[Array, " B"],
+        tokens: int,
+        layout: Layout,
+        representatives: int,
+        ctx: LayerContext,
+    ) -> "UnitMemory":
+        """With the units that the newest tokens, at most `tokens` from begin[b] on, completed."""
+        store, ring = self.store, self.received
+        batch, heads, size = ring.shape
+        first_B = layout.units(begin)
+        new_B = layout.units(store.length) - first_B
+        most = -(-tokens // layout.block)
+        start_BU = layout.sinks + (first_B[:, None] + jnp.arange(most)) * layout.block
+        token_BUZ = start_BU[..., None] + jnp.arange(layout.block)
+        slot_B1E = (token_BUZ % size).reshape(batch, 1, -1)  # [B, 1, U * Z]
+        received = jnp.take_along_axis(ring, slot_B1E, axis=2)
+        received = received.reshape(batch, heads, most, layout.block)
+        best_BNUR = jax.lax.top_k(received, representatives)[1]
+        slots = start_BU[:, None, :, None] + best_BNUR
+        # Heads of one group side by side: they choose among the same keys.
+        slots_BKC = slots.reshape(batch, store.k.shape[1], -1)
+        keys = gather_slots(store.k, slots_BKC, ctx).astype(jnp.float32)
+        keys = keys.reshape(*best_BNUR.shape, -1)  # [B, N, U, R, H]
+        units_BUNH = jnp.swapaxes(jnp.mean(keys, axis=3), 1, 2)
+        units = write_run(self.units, units_BUNH, first_B, new_B, ctx)
+        return dataclasses.replace(self, units=units)
+
+
+def empty_unit_memory(shape: CacheShape, layout: Layout) -> UnitMemory:
+    """A memory for `shape.slots` tokens."""
+    heads = (shape.batch, shape.num_heads)
+    units = jnp.zeros((*heads, shape.slots // layout.row_tokens, shape.head_dim), shape.dtype)
+    # Two rings: a donated buffer may be named once.
+    rings = (jnp.zeros((*heads, layout.ring), jnp.float32) for _ in range(2))
+    return UnitMemory(empty_append_cache(shape), units, *rings)
+
+
+def best_units(
+    query: Float[Array, "B N H"],
+    units: Float[Array, "B N P H"],
+    packed: Int[Array, " B"],
+    count: int,
+    ctx: LayerContext,
+    *,
+    each_head: bool,
+) -> Int[Array, "B X C"]:
+    """The units of largest dot product with the query, best first, ties to the older; then -1.
+
+    The product is summed over all heads of the model, X = 1 list for all of them, or with
+    `each_head` every head has its own, X = N. There are C = min(count, P) entries. Units of equal
+    tokens have equal representatives but for rounding: products that close tie (`voted_keys`).
+    """
+    # A fused multiply and sum: a matmul of mixed dtypes would copy the representatives.
+    scores_BXP = jnp.sum(query.astype(jnp.float32)[:, :, None] * units.astype(jnp.float32), -1)
+    if not each_head:
+        scores_BXP = ctx.psum_heads(jnp.sum(scores_BXP, axis=1, keepdims=True))
+    ids_P = ctx.seq_offset(units.shape[2]) + jnp.arange(units.shape[2])
+    held_B1P = ids_P < packed[:, None, None]
+    squares_BX = ctx.psum_seq(jnp.sum(scores_BXP**2, axis=-1, where=held_B1P))
+    usual_BX = jnp.sqrt(squares_BX / jnp.maximum(packed, 1)[:, None])
+    tolerance_BX = tie_tolerance(units.dtype) * usual_BX
+    scores_BXP = jnp.where(held_B1P, scores_BXP, -jnp.inf)
+    values, at = tied_top_k(scores_BXP, min(count, units.shape[2]), tolerance_BX)
+    ids_BXC = ids_P[at]
+    if ctx.seq_size > 1 and count:
+        # Shards in order, so that among equals the older unit still comes first.
+        values, ids = ctx.gather_seq(values, -1), ctx.gather_seq(ids_BXC, -1)
+        values, at = tied_top_k(values, min(count, values.shape[-1]), tolerance_BX)
+        ids_BXC = jnp.take_along_axis(ids, at, axis=-1)
+    return jnp.where(values > -jnp.inf, ids_BXC, -1)
