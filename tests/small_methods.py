@@ -7,17 +7,32 @@ from jax_longctx.methods import METHODS, make_method
 
 __all__ = ["EVERYTHING", "SMALL", "small_method"]
 
+_Settings = dict[str, object]
 # Methods of no kind; a kind's settings serve all methods that have them.
-_REATTENTION = {"global_size": 4, "local_size": 32, "span": 4, "count": 2, "kept": 8, "chunk": 16}
-_INFLLM = {"n_init": 4, "n_local": 32, "block_size": 8, "topk": 2, "repr_topk": 2, "chunk": 16}
-_SMALL: dict[str, dict[str, object]] = {
+_REATTENTION: _Settings = {
+    "global_size": 4,
+    "local_size": 32,
+    "span": 4,
+    "count": 2,
+    "kept": 8,
+    "chunk": 16,
+}
+_INFLLM: _Settings = {
+    "n_init": 4,
+    "n_local": 32,
+    "block_size": 8,
+    "topk": 2,
+    "repr_topk": 2,
+    "chunk": 16,
+}
+_SMALL: dict[str, _Settings] = {
     "reattention": _REATTENTION,
     "infllm": _INFLLM,
     "snapkv": {"budget": 48, "window": 8},
     "refreshkv": {"budget": 48, "stride": 3, "schedule": "fixed"},
     "star": {"block": 32},
 }
-_EVERYTHING: dict[str, dict[str, object]] = {
+_EVERYTHING: dict[str, _Settings] = {
     "reattention": _REATTENTION | {"local_size": 100, "kept": 4},
     "infllm": _INFLLM | {"n_local": 100},
     "star": {"block": 128},
@@ -25,11 +40,11 @@ _EVERYTHING: dict[str, dict[str, object]] = {
 
 
 def _rows(
-    own: dict[str, dict[str, object]], evicting: dict[str, object], selecting: dict[str, object]
-) -> dict[str, dict[str, object]]:
+    own: dict[str, _Settings], evicting: _Settings, selecting: _Settings
+) -> dict[str, _Settings]:
     """A method's own row, or what it has of its kind's settings: what evicts reads in chunks."""
 
-    def row(kind: Any) -> dict[str, object]:
+    def row(kind: Any) -> _Settings:
         names = {field.name for field in dataclasses.fields(kind)}
         settings = evicting if "chunk" in names else selecting
         return {name: value for name, value in settings.items() if name in names}
