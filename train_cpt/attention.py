@@ -32,7 +32,8 @@ from jax_longctx.contract import LayerContext
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Attend, check_mesh
-from jax_longctx.parts.observation import check_kernel, pooled_scores, refuse_windows
+from jax_longctx.parts.appending import refuse_windows
+from jax_longctx.parts.partial import check_kernel, pooled_scores
 from jax_longctx.sharding import logical_spec
 from pallas_kernels import dispatch
 from pallas_kernels.common import MASKED, group_heads, ungroup_heads

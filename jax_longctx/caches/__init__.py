@@ -15,7 +15,6 @@ from jax_longctx.caches.append_only import (
 )
 from jax_longctx.caches.budget import (
     BudgetCache,
-    append_budget,
     choose,
     empty_budget_cache,
     replace_one,
@@ -25,7 +24,6 @@ __all__ = [
     "AppendCache",
     "BudgetCache",
     "append",
-    "append_budget",
     "choose",
     "empty_append_cache",
     "empty_budget_cache",

@@ -19,8 +19,6 @@ from jax_longctx.contract import CacheShape
 from jax_longctx.sharding import OwnAxis, axes_field
 from pallas_kernels.select_large_k import select_large_k
 
-__all__ = ["BudgetCache", "append_budget", "choose", "empty_budget_cache", "replace_one"]
-
 SLOTS = OwnAxis("slots_axis")
 
 
@@ -49,6 +47,28 @@ class BudgetCache:
         default="budget", metadata={"static": True}
     )
 
+    def next_tokens(self, new: int) -> Int[Array, "B K T"]:
+        """Indices in the text of the next `new` tokens of each row, for every head."""
+        token_BT = self.position[:, None] + jnp.arange(new)
+        return jnp.broadcast_to(token_BT[:, None], (*self.token.shape[:2], new))
+
+    def append(
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], valid: Int[Array, " B"]
+    ) -> "BudgetCache":
+        """Appends each row's first `valid[b]` tokens in place; there must be room for them.
+
+        Statistics stay as they are: nothing is chosen any more.
+        """
+        token_BTK1 = jnp.swapaxes(self.next_tokens(k.shape[1]), 1, 2)[..., None]
+        return dataclasses.replace(
+            self,
+            k=write_rows(self.k, k, self.length, valid),
+            v=write_rows(self.v, v, self.length, valid),
+            token=write_rows(self.token[..., None], token_BTK1, self.length, valid)[..., 0],
+            length=self.length + valid,
+            position=self.position + valid,
+        )
+
 
 def empty_budget_cache(
     shape: CacheShape, capacity: int, statistics: int = 0, *, grows: bool
@@ -69,12 +89,6 @@ def empty_budget_cache(
         jnp.zeros((shape.batch,), jnp.int32),
         "room" if grows else "budget",
     )
-
-
-def _tokens(cache: BudgetCache, new: int) -> Int[Array, "B K T"]:
-    """Indices in the text of the next `new` tokens of each row, for every head."""
-    token_BT = cache.position[:, None] + jnp.arange(new)
-    return jnp.broadcast_to(token_BT[:, None], (*cache.token.shape[:2], new))
 
 
 def choose(
@@ -109,7 +123,7 @@ def choose(
     return BudgetCache(
         gather(cache.k, jnp.swapaxes(k, 1, 2)),
         gather(cache.v, jnp.swapaxes(v, 1, 2)),
-        gather(cache.token, _tokens(cache, k.shape[1])),
+        gather(cache.token, cache.next_tokens(k.shape[1])),
         None
         if statistics is None
         else jnp.take_along_axis(statistics, slots_BKC[..., None], axis=2),
@@ -153,30 +167,9 @@ def replace_one(
     return BudgetCache(
         shift(cache.k, jnp.swapaxes(k, 1, 2)),
         shift(cache.v, jnp.swapaxes(v, 1, 2)),
-        shift(cache.token, _tokens(cache, 1)),
+        shift(cache.token, cache.next_tokens(1)),
         None if statistics is None else shift(statistics[:, :, :size], statistics[:, :, size:]),
         count,
         cache.position + read,
         cache.slots_axis,
-    )
-
-
-def append_budget(
-    cache: BudgetCache,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    valid: Int[Array, " B"],
-) -> BudgetCache:
-    """Appends each row's first `valid[b]` tokens in place; there must be room for them.
-
-    Statistics stay as they are: nothing is chosen any more.
-    """
-    token_BTK1 = jnp.swapaxes(_tokens(cache, k.shape[1]), 1, 2)[..., None]
-    return dataclasses.replace(
-        cache,
-        k=write_rows(cache.k, k, cache.length, valid),
-        v=write_rows(cache.v, v, cache.length, valid),
-        token=write_rows(cache.token[..., None], token_BTK1, cache.length, valid)[..., 0],
-        length=cache.length + valid,
-        position=cache.position + valid,
     )

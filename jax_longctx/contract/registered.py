@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, dataclass_transform
 
+from jax_longctx.errors import ConfigError
+
 Phase = Literal["none", "prefill", "decode", "both"]
 
 
@@ -59,6 +61,15 @@ class Registered:
         """The metadata under these settings."""
         names = (field.name for field in dataclasses.fields(MethodInfo))
         return MethodInfo(**{name: getattr(self, name) for name in names})
+
+    def at_least(self, least: int, *names: str) -> None:
+        """Raises ConfigError unless each of these settings is None or at least so large."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(
+                    f"{type(self).__name__}: {name} must be at least {least}, got {value}"
+                )
 
 
 # Methods by name, as their modules are imported.

@@ -23,104 +23,37 @@ where the code keeps every probability in the model's dtype; of equal scores the
 import dataclasses
 from typing import Any
 
-from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     INSTRUCTION_ROWS,
     QKV,
     Attended,
-    CacheShape,
     LayerContext,
-    Registered,
     Segment,
     method,
 )
-from jax_longctx.errors import ConfigError
-from jax_longctx.parts import eviction, instruction
+from jax_longctx.parts.by_instruction import ByLayer
 from pallas_kernels.lse import side_by_side
-
-__all__ = [
-    "Citrus",
-    "attend_alone",
-    "check",
-]
-
-
-def check(self: Any) -> None:
-    """Raises ConfigError unless a chunk fits into the budget beside the first `sink` tokens."""
-    if self.sink < 0:
-        raise ConfigError(f"{type(self).__name__}: sink must be at least 0, got {self.sink}")
-    eviction.check(self, kept=self.sink)
-
-
-def _init_cache(self: Any, shape: CacheShape) -> BudgetCache:
-    return eviction.empty_cache(self, shape)
-
-
-def attend_alone(
-    self: Any, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
-) -> tuple[Attended, Any]:
-    """A segment of one row group: what reads the text alone, probes, or only joins."""
-    valid_B = segment.valid_of(CHUNK_ROWS)
-    if eviction.only_joins(self, segment):
-        return eviction.read_and_append(self, new, cache, valid_B, ctx)
-    seen = eviction.look(self, new, cache, valid_B, ctx)
-    scores_BKU = instruction.layer_scores(self, seen, seen, ctx)
-    return (seen.out, seen.lse), eviction.evict(self, cache, seen, scores_BKU, segment)
 
 
 @method(source="Bai et al. 2024 (CItruS), section 4.2")
-class Citrus(Registered):
+class Citrus(ByLayer):
     """Reads in chunks and keeps what the instruction looks at.
 
     Attributes:
-      budget: tokens that a layer's cache holds, the newest chunk among them (k + c).
-      chunk: tokens of the context read between two evictions (c).
-      sink: first tokens that never leave (appendix I; the paper's default is 0).
-      score: what ranks a token, the `probability` or the `logit` that it is looked at with.
       evict_first: the instruction evicts before the chunk is encoded, which then sees k tokens.
     """
 
-    budget: int = 1024
-    chunk: int = 256
-    sink: int = 0
-    score: instruction.Score = "probability"
     evict_first: bool = False
 
-    query_aware = True
-    needs_question = True
-
     def attend(
-        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, Any]:
-        q, k, v = new
-        if segment.role != "probe_and_context":
-            return attend_alone(self, new, cache, segment, ctx)
-        probe = instruction.look(self, new, cache, segment, ctx, INSTRUCTION_ROWS)
-        if self.evict_first:
-            looking = dataclasses.replace(segment, role="probe")
-            cache = eviction.evict(
-                self, cache, probe, instruction.layer_scores(self, probe, probe, ctx), looking
-            )
-            valid_B = segment.valid_of(CHUNK_ROWS)
-            columns = segment.group(CHUNK_ROWS).columns
-            text = q[:, columns], k[:, columns], v[:, columns]
-            part, cache = eviction.read_and_append(self, text, cache, valid_B, ctx)
-            return side_by_side(part, (probe.out, probe.lse)), cache
-        chunk = instruction.look(self, new, cache, segment, ctx, CHUNK_ROWS)
-        cache = eviction.evict(
-            self, cache, chunk, instruction.layer_scores(self, probe, chunk, ctx), segment
-        )
-        parts = (chunk.out, chunk.lse), (probe.out, probe.lse)
-        return side_by_side(*parts), cache
-
-    __post_init__ = check
-    positions = instruction.positions
-    protocol = instruction.protocol
-    validate = eviction.validate
-    reach = eviction.reach
-    init_cache = _init_cache
-    segments = instruction.segments
-    finish = eviction.finish
-    fork = eviction.fork
-    read_bytes = eviction.read_bytes
+        if segment.role != "probe_and_context" or not self.evict_first:
+            return super().attend(new, cache, segment, ctx)
+        probe = self.look(new, cache, segment, ctx, INSTRUCTION_ROWS)
+        looking = dataclasses.replace(segment, role="probe")
+        cache = self.evict(dataclasses.replace(probe, segment=looking))
+        q, k, v = (x[:, segment.group(CHUNK_ROWS).columns] for x in new)
+        part, cache = self.read_and_append((q, k, v), cache, segment, ctx)
+        return side_by_side(part, (probe.out, probe.lse)), cache

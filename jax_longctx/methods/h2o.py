@@ -21,52 +21,33 @@ answered nothing is added, as nothing leaves any more.
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float
 
-from jax_longctx.caches import BudgetCache
-from jax_longctx.contract import (
-    CHUNK_ROWS,
-    QKV,
-    Attended,
-    CacheShape,
-    LayerContext,
-    Registered,
-    Segment,
-    method,
-)
-from jax_longctx.errors import ConfigError
-from jax_longctx.parts import eviction
-
-__all__ = ["H2O"]
+from jax_longctx.contract import method
+from jax_longctx.parts.evicting import Evicting, Look
 
 
 @method(source="Zhang et al. 2023, section 4")
-class H2O(Registered):
+class H2O(Evicting):
     """The newest tokens and those that drew the most attention, per kv head.
 
     Attributes:
-      budget: tokens kept by each kv head; `heavy` is what `recent` leaves of it.
       recent: newest tokens that never leave; None is half the budget (under `citrus` none).
-      chunk: tokens of the context read between two evictions.
       over_group: how the query heads of a kv head share a score, `mean` or `max`.
       normalize: rank by the mean over the queries that could see a token, not by their sum, which
         favours the oldest.
       positions: `true` (the authors' eviction class) or `shifted` (their streaming class).
-      protocol: `own` (the paper), or `citrus` (as a baseline of CItruS, section 5.2).
     """
 
-    budget: int = 1024
     recent: int | None = None
-    chunk: int = 256
     over_group: Literal["mean", "max"] = "mean"
     normalize: bool = False
-    positions: eviction.Positions = "true"
-    protocol: eviction.Protocol = "own"
+
+    num_sums = 1
 
     def __post_init__(self) -> None:
-        if self.recent is not None and self.recent < 0:
-            raise ConfigError(f"H2O: recent must be at least 0, got {self.recent}")
-        eviction.check(self, kept=max(self.window, 1))
+        self.at_least(0, "recent")
+        super().__post_init__()
 
     @property
     def window(self) -> int:
@@ -75,42 +56,21 @@ class H2O(Registered):
             return self.budget // 2 if self.protocol == "own" else 0
         return self.recent
 
-    def init_cache(self, shape: CacheShape) -> BudgetCache:
-        return eviction.empty_cache(self, shape, statistics=1)
+    @property
+    def kept(self) -> int:
+        return max(self.window, 1)
 
-    def attend(
-        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, BudgetCache]:
-        q, k, _ = new
-        valid_B = segment.valid_of(CHUNK_ROWS)
-        if eviction.only_joins(self, segment):
-            return eviction.read_and_append(self, new, cache, valid_B, ctx)
-        seen = eviction.look(self, new, cache, valid_B, ctx)
-        if self.over_group == "mean":
-            mass_BKU = seen.mass() / (q.shape[2] // k.shape[2])
-        else:
-            mass_BKU = seen.mass(over_group="max")
-        sums = eviction.accumulated(cache, mass_BKU[..., None])
-        scores_BKU = sums[..., 0]
+    def gained(self, seen: Look) -> Float[Array, "B K U 1"]:
+        if self.over_group == "max":
+            return seen.mass(over_group="max")[..., None]
+        return (seen.mass() / (seen.q.shape[2] // seen.k.shape[2]))[..., None]
+
+    def rank(self, seen: Look) -> Float[Array, "B K U"]:
+        scores_BKU, valid_B11 = seen.sums[..., 0], seen.valid[:, None, None]
         if self.normalize:
-            scores_BKU = scores_BKU / _queries(cache, seen)
+            # A token is seen by its own query and all after it.
+            next_B11 = seen.cache.position[:, None, None] + valid_B11
+            scores_BKU = scores_BKU / (next_B11 - seen.token)
         # Under `citrus` the segment's tokens never compete: the window lies before them.
-        end_B = seen.length + (seen.valid if self.protocol == "own" else 0)
-        newest_BU = seen.order >= (end_B - self.window)[:, None]
-        scores_BKU = jnp.where(newest_BU[:, None], jnp.inf, scores_BKU)
-        return (seen.out, seen.lse), eviction.evict(self, cache, seen, scores_BKU, segment, sums)
-
-    validate = eviction.validate
-    reach = eviction.reach
-    segments = eviction.segments
-    finish = eviction.finish
-    fork = eviction.fork
-    read_bytes = eviction.read_bytes
-
-
-def _queries(cache: BudgetCache, seen: eviction.Look) -> Int[Array, "B K U"]:
-    """How many queries could see each slot and token: its own and all after it."""
-    end_B11 = (cache.position + seen.valid)[:, None, None]
-    new_BT = cache.position[:, None] + jnp.arange(seen.k.shape[1])
-    new_BKT = jnp.broadcast_to(new_BT[:, None], (*cache.token.shape[:2], new_BT.shape[1]))
-    return end_B11 - jnp.concatenate([cache.token, new_BKT], axis=2)
+        end_B11 = seen.length + (valid_B11 if self.protocol == "own" else 0)
+        return jnp.where(seen.order >= end_B11 - self.window, jnp.inf, scores_BKU)

@@ -23,85 +23,57 @@ takes each token at once, so that no token is lost where more than `budget` come
 steps. Thresholds lie in [-1, 1]: at 1 every check refreshes, at -1 practically none; a fixed
 stride beyond the answer never does. `evict_on_push=False` lets the partial cache grow between two
 full steps. `ablation` is that of section 5.
+
+Which steps are partial by schedule the host knows: they are a program that does not hold the full
+cache's matmuls at all. In the others all rows are due alike. A full step by schedule has no branch
+either; where a cosine decides, one `lax.switch` a layer says whether the full cache is touched, and
+where one row must, every row of the shard does and takes the result that is its own. The token's
+key and value are written to both caches before, so that the branches only read the large one.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterable
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
-from jax_longctx.caches import empty_append_cache, where_rows
-from jax_longctx.caches.fifo import FifoCache, empty_fifo_cache, empty_fifo_list
-from jax_longctx.contract import (
-    CHUNK_ROWS,
-    ENDS,
-    QKV,
-    Attended,
-    CacheShape,
-    LayerContext,
-    Prompt,
-    Registered,
-    Segment,
-    Stage,
-    mark_ends,
-    method,
-)
+from jax_longctx.caches import where_rows
+from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, LayerContext, Segment, method
 from jax_longctx.errors import ConfigError
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.parts import refresh_steps
-from jax_longctx.parts.appending import Appending
-from jax_longctx.parts.observation import check_kernel, refuse_windows
-from jax_longctx.parts.refresh_steps import RefreshCache
+from jax_longctx.parts.partial_decode import Partial, PartialDecoding, RefreshCache
 
-__all__ = ["RefreshKV"]
+# Variants of decode steps: over the partial cache alone, and those that may attend every key.
+PARTIAL = "partial"
+CHECK = "check"
 
 
 @method(source="Xu et al. 2025, section 2")
-class RefreshKV(Registered):
+class RefreshKV(PartialDecoding):
     """Decode reads a part of the cache, chosen anew by full steps when the query turns.
 
-    `budget` is in tokens, the same for all rows; without one it is `ratio` of each row's own prompt
-    (context and question), rounded down, at least 1.
+    Attributes:
+      schedule: full steps by the cosine (`adaptive`) or by `stride` alone (`fixed`).
+      stride, qc_stride: steps from one full step (`fixed`) or check (`adaptive`) to the next.
+      threshold: a full step follows where the cosine is at most so large.
+      qc_space: the queries are compared after rotary embedding or before it.
+      ablation: section 5's: full steps choose nothing anew, or attend the new partial cache alone.
     """
 
-    budget: int | None = None
-    ratio: float = 0.125
-    kernel: int = 7
-    over_group: Literal["max", "mean", "first"] = "max"
     schedule: Literal["adaptive", "fixed"] = "adaptive"
     stride: int = 10
     qc_stride: int = 5
     threshold: float = 0.85
     qc_space: Literal["post_rope", "pre_rope"] = "post_rope"
-    evict_on_push: bool = True
-    force_self: bool = True
-    indexed: bool = False
     ablation: Literal["none", "no_refresh", "no_full"] = "none"
 
-    phase = "decode"
-    query_aware = True
-    keeps_all = True
-    append_only = True
-
     def __post_init__(self) -> None:
-        least = {"stride": self.stride, "qc_stride": self.qc_stride, "budget": self.budget}
-        for name, value in least.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"RefreshKV: {name} must be at least 1, got {value}")
-        if not 0 < self.ratio <= 1:
-            raise ConfigError(f"RefreshKV: ratio must be above 0 and at most 1, got {self.ratio}")
+        self.at_least(1, "stride", "qc_stride")
+        super().__post_init__()
         if not -1 <= self.threshold <= 1:
             raise ConfigError(
                 f"RefreshKV: threshold is a cosine from -1 to 1, got {self.threshold}; for no full "
                 f"step at all set schedule=fixed and a stride beyond the answer"
-            )
-        check_kernel("RefreshKV", self.kernel)
-        if self.indexed and not self.evict_on_push:
-            raise ConfigError(
-                "RefreshKV: indexed=true gathers a fixed number of tokens, which "
-                "evict_on_push=false exceeds; set one of them otherwise"
             )
         if self.ablation == "no_full" and not self.force_self:
             raise ConfigError(
@@ -109,73 +81,81 @@ class RefreshKV(Registered):
                 "the token itself; set force_self=true"
             )
 
-    def validate(self, config: ModelConfig) -> None:
-        refuse_windows("RefreshKV", config)
-
-    def init_cache(self, shape: CacheShape) -> RefreshCache:
-        if self.budget is not None:
-            order = empty_fifo_list(shape, self.budget, "budget")
-        else:
-            # No prompt is longer than the slots.
-            order = empty_fifo_list(shape, math.ceil(self.ratio * shape.slots), "share")
-        partial = order
-        if not self.indexed:
-            room = None if self.evict_on_push else shape.reserve
-            partial = empty_fifo_cache(shape, order, room)
-        return RefreshCache(
-            empty_append_cache(shape),
-            partial,
-            jnp.zeros((shape.batch, shape.head_dim), jnp.float32),
-            jnp.zeros((shape.batch,), jnp.int32),
-            jnp.zeros((shape.batch,), jnp.int32),
-        )
-
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        segments = Appending().segments(prompt)
-        return mark_ends(segments) if prompt.stage == "question" else segments
-
-    def step_variant(self, step: int) -> str:
-        return refresh_steps.PARTIAL if step % self._every else refresh_steps.CHECK
-
     @property
-    def _every(self) -> int:
+    def every(self) -> int:
         """Steps from one that may be full to the next."""
         return self.stride if self.schedule == "fixed" else self.qc_stride
 
-    def attend(
-        self, new: QKV, cache: RefreshCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, RefreshCache]:
-        if segment.role == "decode":
-            return refresh_steps.step(self, new, cache, segment, ctx)
-        part, store = Appending().attend(new, cache.store, segment, ctx)
-        cache = dataclasses.replace(cache, store=store)
-        if segment.variant == ENDS:
-            last_B = jnp.maximum(segment.valid_of(CHUNK_ROWS) - 1, 0)
-            last_B111 = last_B[:, None, None, None]
-            q = jnp.take_along_axis(new[0], last_B111, axis=1)
-            begun = refresh_steps.begin(self, q, cache, ctx)
-            cache = where_rows(segment.ends, begun, cache)
-        return part, cache
+    @property
+    def leaving(self) -> int | None:
+        if self.evict_on_push and self.schedule == "fixed" and self.ablation != "no_refresh":
+            return self.stride
+        return super().leaving
 
-    def adopt(self, cache: RefreshCache, ctx: LayerContext) -> RefreshCache:
-        """The cache whose store another method's prefill has filled; a question chooses anew."""
-        return cache
-
-    def finish(
-        self, cache: RefreshCache, ctx: LayerContext, stage: Stage, reserve: int
-    ) -> RefreshCache:
-        return dataclasses.replace(cache, store=cache.store.end_context())
-
-    def fork(self, cache: RefreshCache) -> RefreshCache:
-        # What else a question finds here is replaced where it ends.
-        return dataclasses.replace(cache, store=cache.store.rewind())
+    def step_variant(self, step: int) -> str:
+        return PARTIAL if step % self.every else CHECK
 
     def read_bytes(self, cache: RefreshCache, length: int) -> int:
         """The partial cache, and the part of a full step that falls to one; "adaptive": at most."""
-        store, partial = cache.store, cache.partial
-        if isinstance(partial, FifoCache) and not self.evict_on_push:
-            tokens = partial.k.shape[2]
+        keys = cache.store.k
+        return super().read_bytes(cache, length) + 2 * keys.size * keys.dtype.itemsize // self.every
+
+    def summed(self, raw: Array, rotated: Array, ctx: LayerContext) -> Float[Array, "B H"]:
+        """Its cosine is that of the mean query."""
+        return super().summed(raw, raw if self.qc_space == "pre_rope" else rotated, ctx)
+
+    def step(
+        self, new: QKV, cache: RefreshCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, RefreshCache]:
+        """One answered token, partial or full as the schedule says."""
+        raw, k, v = new
+        valid_B, at_B1 = segment.valid_of(CHUNK_ROWS), cache.store.position[:, None]
+        q, k = ctx.rotate(raw, at_B1), ctx.rotate(k, at_B1)
+        cache = self.push(k, v, cache, valid_B, ctx)
+        if segment.variant == PARTIAL:
+            return self.read(q, cache, ctx), cache
+        turned_B = valid_B > 0
+        done_B = ~turned_B
+        summed_BH = self.summed(raw, q, ctx)
+        if self.schedule == "fixed":
+            out, lse, partial = self._full_step(q, cache, turned_B, ctx)
         else:
-            tokens = (self.budget or max(int(self.ratio * length), 1)) + 1
-        token = 2 * store.k.size // store.k.shape[2] * store.k.dtype.itemsize
-        return token * tokens + token * store.k.shape[2] // self._every
+            turned_B &= _cosine(summed_BH, cache.query) <= self.threshold
+            # Branches hold collectives: every shard of a row must take the same one.
+            turned_B = ctx.agree(turned_B)
+
+            def stay() -> tuple[Array, Array, Partial]:
+                return *self.read(q, cache, ctx), cache.partial
+
+            def full() -> tuple[Array, Array, Partial]:
+                return self._full_step(q, cache, turned_B, ctx)
+
+            def some() -> tuple[Array, Array, Partial]:
+                *attended, partial = full()
+                return *where_rows(turned_B, tuple(attended), self.read(q, cache, ctx)), partial
+
+            all_or_some = jnp.where(jnp.all(turned_B | done_B), 2, 1)
+            branch = jnp.where(jnp.any(turned_B), all_or_some, 0)
+            out, lse, partial = jax.lax.switch(branch, [stay, some, full])
+        query = where_rows(turned_B, summed_BH, cache.query)
+        full_steps = cache.full_steps + turned_B
+        cache = dataclasses.replace(cache, partial=partial, query=query, full_steps=full_steps)
+        return (out, lse), cache
+
+    def _full_step(
+        self, q: Array, cache: RefreshCache, turned: Bool[Array, " B"], ctx: LayerContext
+    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Partial]:
+        """Every key attended, the partial cache of `turned` rows chosen anew; ablations less."""
+        out, lse, partial = self.look(q, cache, turned, ctx)
+        if self.ablation == "no_refresh":
+            partial = cache.partial
+        if self.ablation == "no_full":
+            out, lse = self.read(q, dataclasses.replace(cache, partial=partial), ctx)
+        return out, lse, partial
+
+
+def _cosine(a: Float[Array, "B H"], b: Float[Array, "B H"]) -> Float[Array, " B"]:
+    """In [-1, 1], 0 where either is zero."""
+    norms_B = jnp.linalg.norm(a, axis=1) * jnp.linalg.norm(b, axis=1)
+    products_B = jnp.sum(a * b, axis=1)
+    return jnp.clip(products_B / jnp.maximum(norms_B, jnp.finfo(jnp.float32).tiny), -1.0, 1.0)

@@ -19,15 +19,15 @@ theirs: the answer's cache is then as many times larger. `decode_policy="fifo"` 
 for each new one, the lowest score first, then the oldest: RefreshKV's partial cache.
 """
 
+import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches.fifo import FifoCache, best_last, gather_fifo, padded
-from jax_longctx.caches.observed import ObservedCache, empty_observed_cache
+from jax_longctx.caches import AppendCache, empty_append_cache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     QKV,
@@ -42,12 +42,41 @@ from jax_longctx.contract import (
 )
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.parts.appending import Appending
-from jax_longctx.parts.observation import Pool, check_kernel, pooled_scores, refuse_windows
+from jax_longctx.parts.appending import Appending, refuse_windows
+from jax_longctx.parts.partial import (
+    FifoCache,
+    Pool,
+    best_last,
+    check_kernel,
+    gather_fifo,
+    padded,
+    pooled_scores,
+)
+from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.decode_attention import decode_attention
 
-__all__ = ["SnapKV"]
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ObservedCache:
+    """Every key and value of a row, and the last W queries that read them.
+
+    Attributes:
+      queries: rotated, the newest last.
+      lse: log-sum-exp of each one's attention, -inf where a row has had fewer queries.
+      context_queries, context_lse: both as they were at the end of the context.
+    """
+
+    store: AppendCache
+    queries: Float[Array, "B W N H"] = axes_field("batch", None, "heads", None)
+    lse: Float[Array, "B W N"] = axes_field("batch", None, "heads")
+    context_queries: Float[Array, "B W N H"] = axes_field("batch", None, "heads", None)
+    context_lse: Float[Array, "B W N"] = axes_field("batch", None, "heads")
+
+
+# While text is read, and while it is answered.
+Cache = ObservedCache | FifoCache
 
 
 @method(source="Li et al. 2024, section 4")
@@ -68,8 +97,7 @@ class SnapKV(Registered):
     shrinks = True
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ConfigError(f"SnapKV: window must be at least 1, got {self.window}")
+        self.at_least(1, "window")
         if self.budget <= self.window:
             raise ConfigError(
                 f"SnapKV: budget {self.budget} must exceed window {self.window}; raise budget"
@@ -85,44 +113,48 @@ class SnapKV(Registered):
         refuse_windows("SnapKV", config)
 
     def init_cache(self, shape: CacheShape) -> ObservedCache:
-        return empty_observed_cache(shape, self.window)
+        size = (shape.batch, self.window, shape.num_heads)
+
+        # Four arrays, not two twice: a donated buffer may be named once.
+        def window() -> tuple[Array, Array]:
+            queries = jnp.zeros((*size, shape.head_dim), shape.dtype)
+            return queries, jnp.full(size, -jnp.inf, jnp.float32)
+
+        return ObservedCache(empty_append_cache(shape), *window(), *window())
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         return Appending().segments(prompt)
 
     def attend(
-        self, new: QKV, cache: ObservedCache | FifoCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, ObservedCache | FifoCache]:
+        self, new: QKV, cache: Cache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Cache]:
         q, k, v = new
         valid_B = segment.valid_of(CHUNK_ROWS)
         if isinstance(cache, FifoCache):
-            at_B1 = cache.order.position[:, None]
-            limit = self.limit(cache)
+            at_B1, limit = cache.order.position[:, None], self.limit(cache)
             # With expand_kv each query head's own.
             each = cache.k.shape[1] // k.shape[2]
             k, v = (jnp.repeat(x, each, axis=2) for x in (ctx.rotate(k, at_B1), v))
             cache = cache.push(k, v, valid_B, limit)
-            length_B = cache.order.length(limit)
-            part = decode_attention(
-                ctx.rotate(q, at_B1), cache.k, cache.v, length_B, scale=ctx.scale
-            )
-            return part, cache
+            q, length_B = ctx.rotate(q, at_B1), cache.order.length(limit)
+            return decode_attention(q, cache.k, cache.v, length_B, scale=ctx.scale), cache
         at_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         (out, lse), store = Appending().attend(new, cache.store, segment, ctx)
-        return (out, lse), cache.observe(store, ctx.rotate(q, at_BT), lse, valid_B)
+        queries = _last(cache.queries, ctx.rotate(q, at_BT), valid_B)
+        lses = _last(cache.lse, lse, valid_B)
+        return (out, lse), dataclasses.replace(cache, store=store, queries=queries, lse=lses)
 
     def limit(self, cache: FifoCache) -> int:
         """Slots of the answer's cache before the first token leaves."""
         return cache.k.shape[2] if self.decode_policy == "grow" else self.budget + 1
 
-    def finish(
-        self, cache: ObservedCache, ctx: LayerContext, stage: Stage, reserve: int
-    ) -> ObservedCache | FifoCache:
+    def finish(self, cache: Cache, ctx: LayerContext, stage: Stage, reserve: int) -> Cache:
+        assert isinstance(cache, ObservedCache)
         if stage == "context":
-            return cache.end_context()
+            store, window = cache.store.end_context(), (cache.queries, cache.lse)
+            return ObservedCache(store, *window, *window)
         store = cache.store
-        # X is K, or N with expand_kv.
-        mass_BXS = self._mass_by_head(cache, ctx) if self.expand_kv else self._mass(cache, ctx)
+        mass_BXS = self._mass(cache, ctx)
         scores_BXS = pooled_scores(mass_BXS, store.length, self.window, self.kernel, self.pool)
         size = min(self.budget, scores_BXS.shape[2])
         order = best_last(scores_BXS, store.length, self.budget, size)
@@ -130,46 +162,56 @@ class SnapKV(Registered):
         capacity = padded(size + room)
         return gather_fifo(store, order, capacity, capacity, ctx)
 
-    def _mass(self, cache: ObservedCache, ctx: LayerContext) -> Float[Array, "B K S"]:
-        """Mean probability that the window's queries gave each token before it, on all shards."""
-        store = cache.store
+    def _mass(self, cache: ObservedCache, ctx: LayerContext) -> Float[Array, "B X S"]:
+        """Mean probability that the window's queries gave each token before it, on all shards.
+
+        X is K, or N with expand_kv.
+        """
+        store, group = cache.store, cache.queries.shape[2] // cache.store.k.shape[1]
         # Tokens before the window are seen by all of it: no mask among its queries is needed.
         seen_B = store.held(ctx, but_last=self.window)
-        group = "sum" if self.over_group in ("mean", "layer") else self.over_group
-        mass_BKS = attention_mass(
-            cache.queries, store.k, cache.lse, seen_B, scale=ctx.scale, over_group=group
-        )
-        mass_BKS = mass_BKS / self.window
-        if group == "sum":
-            mass_BKS = mass_BKS / (cache.queries.shape[2] // store.k.shape[1])
+
+        def given(q: Array, lse: Array, over_group: Any = "sum") -> Float[Array, "B K S"]:
+            how = {"scale": ctx.scale, "over_group": over_group}
+            return attention_mass(q, store.k, lse, seen_B, **how) / self.window
+
+        if self.expand_kv:
+            heads = (*cache.lse.shape[:2], -1, group)  # [B, W, K, G]
+            lse_GBWK = jnp.moveaxis(cache.lse.reshape(heads), 3, 0)
+            q_GBWKH = jnp.moveaxis(cache.queries.reshape(*heads, store.k.shape[3]), 3, 0)
+            mass_GBKS = jax.lax.map(lambda head: given(*head), (q_GBWKH, lse_GBWK))
+            mass_BKGS = jnp.moveaxis(mass_GBKS, 0, 2)
+            mass = mass_BKGS.reshape(len(seen_B), -1, store.k.shape[2])  # [B, N, S]
+        elif self.over_group in ("max", "first"):
+            mass = given(cache.queries, cache.lse, self.over_group)
+        else:
+            mass = given(cache.queries, cache.lse) / group
         if self.over_group == "layer":
-            mean_B1S = ctx.psum_heads(jnp.mean(mass_BKS, axis=1, keepdims=True)) / ctx.head_shards
-            mass_BKS = jnp.broadcast_to(mean_B1S, mass_BKS.shape)
-        return ctx.gather_seq(mass_BKS, axis=2)
-
-    def _mass_by_head(self, cache: ObservedCache, ctx: LayerContext) -> Float[Array, "B N S"]:
-        """`_mass` of every query head, on all shards."""
-        store = cache.store
-        seen_B, kv_heads = store.held(ctx, but_last=self.window), store.k.shape[1]
-        grouped = (*cache.lse.shape[:2], kv_heads, -1)  # [B, W, K, G]
-        q_GBWKH = jnp.moveaxis(cache.queries.reshape(*grouped, store.k.shape[3]), 3, 0)
-        lse_GBWK = jnp.moveaxis(cache.lse.reshape(grouped), 3, 0)
-
-        def one(head: tuple[Array, Array]) -> Float[Array, "B K S"]:
-            return attention_mass(head[0], store.k, head[1], seen_B, scale=ctx.scale)
-
-        mass_GBKS = jax.lax.map(one, (q_GBWKH, lse_GBWK)) / self.window
-        mass_BKGS = jnp.moveaxis(mass_GBKS, 0, 2)
-        mass_BNS = mass_BKGS.reshape(len(seen_B), -1, store.k.shape[2])
-        return ctx.gather_seq(mass_BNS, axis=2)
+            mean_B1S = ctx.psum_heads(jnp.mean(mass, axis=1, keepdims=True)) / ctx.head_shards
+            mass = jnp.broadcast_to(mean_B1S, mass.shape)
+        return ctx.gather_seq(mass, axis=2)
 
     def fork(self, cache: ObservedCache) -> ObservedCache:
-        return cache.rewind()
+        window = (cache.context_queries, cache.context_lse)
+        queries, lse = (jnp.array(part, copy=True) for part in window)
+        return dataclasses.replace(cache, store=cache.store.rewind(), queries=queries, lse=lse)
 
-    def read_bytes(self, cache: ObservedCache | FifoCache, length: int) -> int:
+    def read_bytes(self, cache: Cache, length: int) -> int:
         buffer = cache.k if isinstance(cache, FifoCache) else cache.store.k
         token = 2 * buffer.size // buffer.shape[2] * buffer.dtype.itemsize
         if isinstance(cache, FifoCache):
             return token * buffer.shape[2]
         each = cache.queries.shape[2] // buffer.shape[1] if self.expand_kv else 1
         return each * token * min(length, self.budget)
+
+
+def _last(
+    old: Float[Array, "B W *R"], new: Float[Array, "B T *R"], valid: Int[Array, " B"]
+) -> Float[Array, "B W *R"]:
+    """The last W of each row's old ones and its first `valid[b]` new ones."""
+    size = old.shape[1]
+    index_BW = valid[:, None] + jnp.arange(size)
+    index_BW = index_BW.reshape(*index_BW.shape, *(1,) * (old.ndim - 2))  # [B, W, 1 ...]
+    kept = jnp.take_along_axis(old, jnp.minimum(index_BW, size - 1), axis=1)
+    came = jnp.take_along_axis(new, jnp.clip(index_BW - size, 0, new.shape[1] - 1), axis=1)
+    return jnp.where(index_BW < size, kept, came.astype(old.dtype))

@@ -50,7 +50,7 @@ from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts import adopting, star_blocks, star_parity
 from jax_longctx.parts.adopting import Adopting, Remembering
-from jax_longctx.parts.observation import refuse_windows
+from jax_longctx.parts.appending import refuse_windows
 from jax_longctx.parts.star_blocks import ANCHOR, SENDS
 from jax_longctx.parts.star_cache import StarCache, empty_star_cache, with_queries
 from pallas_kernels.lse import merge

@@ -28,6 +28,7 @@ from jax_longctx.contract import (
     Stage,
     chunk_segments,
 )
+from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.lse import merge
@@ -81,3 +82,13 @@ class Appending(Registered):
     def read_bytes(self, cache: AppendCache, length: int) -> int:
         # Dense decode reads empty slots too, which is why capacities are close to lengths.
         return (cache.k.size + cache.v.size) * cache.k.dtype.itemsize
+
+
+def refuse_windows(name: str, config: ModelConfig) -> None:
+    """Raises ConfigError for a model that hides by a sliding window what the method keeps."""
+    windows = [window for window in config.windows if window is not None]
+    if windows:
+        raise ConfigError(
+            f"{name}: this model has layers with a sliding window of {min(windows)} tokens, "
+            f"which the method does not support; use --method full"
+        )

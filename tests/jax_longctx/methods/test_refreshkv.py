@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.caches.fifo import FifoCache
 from jax_longctx.contract import Prompt, decode_segment
 from jax_longctx.engine import programs
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.snapkv import SnapKV
-from jax_longctx.parts.refresh_steps import effective_strides
+from jax_longctx.parts.partial import FifoCache
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.leaving import in_order, leaving, partly
@@ -265,14 +264,16 @@ def test_rk_3_x14_a_threshold_of_1_is_a_fixed_schedule():
     # One layer; where the schedule is known, tokens that cannot leave are in no order.
     lists, same = ([partly(r, 0) for s in x for r in s.lists[0]] for x in (seen, decode()))
     assert lists == same
-    assert effective_strides(seen[-1].caches) == [3.0]
+    (cache,) = seen[-1].caches
+    np.testing.assert_array_equal(cache.steps, 3 * np.asarray(cache.full_steps))
 
 
 @pytest.mark.parametrize(("evict", "policy"), [(True, "fifo"), (False, "grow")])
 def test_rk_4_x11_x12_without_full_steps_it_is_snapkv(evict, policy):
     seen = decode(stride=NEVER, evict_on_push=evict)
     compare(seen, dataclasses.replace(METHOD, stride=NEVER, evict_on_push=evict))
-    assert effective_strides(seen[-1].caches) == [float("inf")]
+    (cache,) = seen[-1].caches
+    assert np.all(cache.steps) and not np.any(cache.full_steps)
     engine, caches = read_prompts()
     method = dataclasses.replace(engine.method, decode_policy=policy)
     setup = dataclasses.replace(engine.setup, method=method)

@@ -1,15 +1,15 @@
 """StreamingLLM against its definition in numpy; SL-4 is with H2O's tests."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_longctx.caches import BudgetCache
-from jax_longctx.contract import LayerContext
+from jax_longctx.contract import LayerContext, chunk_segments
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import StreamingLLM
 from jax_longctx.models.config import RopeConfig
-from jax_longctx.parts import eviction
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.evicting import (
     ANSWERS,
@@ -134,8 +134,8 @@ def test_a_rotary_base_follows_the_positions_not_the_text(tokens):
         rope = RopeConfig(kind=kind, theta=THETA, trained_length=trained, factor=4.0)
         ctx = LayerContext(scale=1.0, window=None, rope=rope, total=jnp.array([1000]))
         method = StreamingLLM(budget=16, chunk=4, protocol="citrus", positions=positions)
-        valid = jnp.array([tokens], jnp.int32)
-        return eviction.read_and_append(method, (q, k, v), cache, valid, ctx)[0][0]
+        (segment,) = jax.tree.map(jnp.array, list(chunk_segments([[0] * tokens], tokens, "query")))
+        return method.attend((q, k, v), cache, segment, ctx)[0][0]
 
     expected = read("default", 20)
     np.testing.assert_allclose(read("dynamic", 20), expected, atol=1e-6)

@@ -1,7 +1,8 @@
-"""A small cache that tokens enter at one end and may leave at the other.
+"""A partial cache: a few chosen tokens of a row, to which new ones come and the worst may leave.
 
-It begins as a list of chosen tokens, each kv head its own, in the order in which they would leave;
-every token after them is pushed behind. In a buffer the i-th of all these lies in slot i modulo
+Tokens are chosen by pooled scores (`pooled_scores`, `best_last`). The cache begins as a list of
+them, each kv head its own, in the order in which they would leave; every token after them is pushed
+behind. In a buffer the i-th of all these lies in slot i modulo
 `limit`, so that a push writes one slot in place. With limit = budget + 1 the slot written is that
 of the token which left before: a step appends first, then reads budget + 1 tokens, itself among
 them. A limit that is never reached lets the cache grow. Rows may have budgets of their own.
@@ -17,21 +18,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches.append_only import AppendCache, gather_slots, write_rows
+from jax_longctx.caches import AppendCache, gather_slots, write_rows
 from jax_longctx.contract import CacheShape, LayerContext
+from jax_longctx.errors import ConfigError
 from jax_longctx.sharding import OwnAxis, axes_field
 from pallas_kernels.select_large_k import select_large_k
-
-__all__ = [
-    "Count",
-    "FifoCache",
-    "FifoList",
-    "best_last",
-    "empty_fifo_cache",
-    "empty_fifo_list",
-    "gather_fifo",
-    "padded",
-]
 
 # The attention kernels tile by as many slots.
 GRANULE = 128
@@ -41,6 +32,8 @@ _FEW = 16
 
 # Of each row, or the same for all.
 Count = int | Int[Array, " B"]
+
+Pool = Literal["max", "avg"]
 
 
 @jax.tree_util.register_dataclass
@@ -222,3 +215,32 @@ def _worst_first(
     skipped_BKM = jnp.sum(before_BKX[..., None] <= index_M, axis=2)
     order_BKM = jnp.concatenate([places_BKX, index_M + skipped_BKM], axis=2)
     return jnp.take_along_axis(slots, order_BKM, axis=2)
+
+
+def pooled_scores(
+    mass: Float[Array, "B K S"], length: Int[Array, " B"], window: int, kernel: int, pool: Pool
+) -> Float[Array, "B K S"]:
+    """Scores of each row's first `length[b]` tokens, -inf for the slots beyond.
+
+    All but the last `window` tokens are scored by their mass (at most 1) pooled over `kernel`
+    neighbours among themselves: the maximum, or the sum over `kernel`, so that missing neighbours
+    count as zeros. The last `window` come before all others, the newest first.
+    """
+    slots_S = jnp.arange(mass.shape[2])
+    newest_BS = slots_S - (length - window)[:, None]
+    mass = jnp.where((newest_BS < 0)[:, None], mass, 0.0)
+    half = kernel // 2
+    how = ((1, 1, kernel), (1, 1, 1), ((0, 0), (0, 0), (half, half)))
+    if pool == "max":
+        # No mass is below zero, so that zeros beyond the ends are as good as -inf.
+        scores = jax.lax.reduce_window(mass, -jnp.inf, jax.lax.max, *how)
+    else:
+        scores = jax.lax.reduce_window(mass, 0.0, jax.lax.add, *how) / kernel
+    scores = jnp.where((newest_BS >= 0)[:, None], (2.0 + newest_BS)[:, None], scores)
+    return jnp.where((slots_S < length[:, None])[:, None], scores, -jnp.inf)
+
+
+def check_kernel(name: str, kernel: int) -> None:
+    """Raises ConfigError unless the pool's kernel has a centre."""
+    if kernel < 1 or kernel % 2 == 0:
+        raise ConfigError(f"{name}: kernel must be odd and at least 1, got {kernel}")

@@ -1,0 +1,104 @@
+"""The kinds of CItruS: what leaves is said by an instruction, known before the text is read.
+
+`ByInstruction` (Bai et al. 2024, section 4.2): each segment of the context holds two row groups: a
+chunk of the text, and the instruction once more. Both attend to the cache as it was before the
+segment and causally to themselves, at the positions that follow the cache, and neither sees the
+other; what the instruction looks at says what leaves. Only the chunk joins. That is two forward
+passes of the paper in one, equal to them because no row of one group depends on the other; it costs
+`width / chunk` more of each layer.
+
+`ByLayer` ranks the slots of a layer alike for all its heads (section 4.1).
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_longctx.contract import (
+    INSTRUCTION_ROWS,
+    QKV,
+    Attended,
+    LayerContext,
+    Prompt,
+    Segment,
+    beside,
+    chunk_segments,
+)
+from jax_longctx.parts.evicting import Evicting, Look, Positions, Protocol
+from pallas_kernels.lse import side_by_side
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByInstruction(Evicting):
+    """A method that evicts in CItruS's setting; `Look.instruction` is what the instruction sees.
+
+    Keys stand at their slots. Cached tokens leave before a chunk joins, and once more for the
+    question. With `needs_question` False no instruction looks while the context is read.
+    """
+
+    # No settings here.
+    positions: ClassVar[Positions] = "shifted"
+    protocol: ClassVar[Protocol] = "citrus"
+
+    needs_question = True
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        """The context in chunks, each with the instruction beside it; the question as a probe.
+
+        Raises:
+          InputError: an instruction longer than the cache it looks at, before anything is read.
+        """
+        if prompt.stage == "question" or not self.needs_question:
+            return super().segments(prompt)
+        instructions = prompt.question or ()
+        width = self.question_width(instructions)
+        chunks = chunk_segments(prompt.context or (), self.chunk, "context")
+        return (beside(chunk, instructions, width) for chunk in chunks)
+
+    def attend(
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
+        if segment.role != "probe_and_context":
+            return super().attend(new, cache, segment, ctx)
+        probe = self.look(new, cache, segment, ctx, INSTRUCTION_ROWS)
+        chunk = dataclasses.replace(self.look(new, cache, segment, ctx), instruction=probe)
+        return side_by_side((chunk.out, chunk.lse), (probe.out, probe.lse)), self.evict(chunk)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByLayer(ByInstruction):
+    """Ranks a layer's slots by what the chunk, or the instruction in its place, pays to them.
+
+    Attributes:
+      sink: first tokens that never leave (appendix I; the paper's default is 0).
+      score: what ranks a token, the `probability` or the `logit` that it is looked at with.
+    """
+
+    sink: int = 0
+    score: Literal["probability", "logit"] = "probability"
+
+    def __post_init__(self) -> None:
+        self.at_least(0, "sink")
+        super().__post_init__()
+
+    @property
+    def kept(self) -> int:
+        return self.sink
+
+    def rank(self, seen: Look) -> Float[Array, "B 1 U"]:
+        """The sum over heads and rows, which ranks as their mean does."""
+        looks = seen.instruction or seen
+        if self.score == "probability":
+            given_BKC = looks.mass_on_cache()
+        else:
+            counts_BT = jnp.arange(looks.q.shape[1]) < looks.valid[:, None]
+            q_BTNH = jnp.where(counts_BT[..., None, None], looks.q.astype(jnp.float32), 0)
+            batch, heads, _, size = looks.past_k.shape
+            q_BKH = q_BTNH.sum(1).reshape(batch, heads, -1, size).sum(2)  # [B, K, G, H] before
+            given_BKC = jnp.einsum("BKH,BKCH->BKC", q_BKH, looks.past_k.astype(jnp.float32))
+        layer_B1C = seen.ctx.psum_heads(jnp.sum(given_BKC, axis=1, keepdims=True))
+        first_C = jnp.arange(layer_B1C.shape[2]) < self.sink
+        return seen.with_tokens(jnp.where(first_C, jnp.inf, layer_B1C))

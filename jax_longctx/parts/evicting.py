@@ -1,0 +1,365 @@
+"""The kind that evicts: each layer keeps a budget of tokens, chosen anew as the text goes by.
+
+A segment attends to the cache and to itself. Then slots and new tokens are ranked, and the best
+stay. A rule of this kind says how they rank (`Evicting.rank`), and if need be what is summed up for
+each token meanwhile (`gained`, `num_sums`) and how many tokens never leave at once (`kept`).
+
+Positions are
+
+- `shifted`: keys are stored before rotary embedding and rotated by their *slot* each time, queries
+  by the slots that follow, so that no position exceeds the cache (StreamingLLM, section 3.2);
+- `true`: keys are stored rotated at their index in the text; gaps remain.
+
+When tokens leave is the protocol:
+
+- `own`: a segment's tokens join, then the best `budget` of all stay; also while answering;
+- `citrus` (CItruS, sections 4.3 and 5.2, for itself and its baselines): only the tokens that were
+  there before a chunk may leave, down to budget - chunk, then the chunk joins; the question first
+  looks at the cache (`probe`) and evicts once more, is then read, and the answer grows the cache.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jax_longctx.caches import BudgetCache, choose, empty_budget_cache, replace_one
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    QKV,
+    Attended,
+    CacheShape,
+    LayerContext,
+    Prompt,
+    Registered,
+    Segment,
+    Stage,
+    chunk_segments,
+)
+from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.models.config import ModelConfig
+from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.lse import merge
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
+
+Positions = Literal["shifted", "true"]
+Protocol = Literal["own", "citrus"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """A segment's attention over a budgeted cache and itself, and what ranking needs of it.
+
+    The joint axis U = C + T holds the cache's slots, then the segment's tokens.
+
+    Attributes:
+      method, cache, segment, ctx: what was looked at, how, and where.
+      valid: tokens of each row that count.
+      out, lse: the attention of the segment's T tokens.
+      q: queries, rotated.
+      past_k: the cache's keys, rotated.
+      k, v: the segment's keys (rotated) and values.
+      store_k: the segment's keys as the cache stores them.
+      sums: M running sums of each slot and token, this segment's share among them; new tokens
+        begin at zero. None where the method has none.
+      instruction: the look of the instruction beside the segment, where there is one.
+    """
+
+    method: "Evicting"
+    cache: BudgetCache
+    segment: Segment
+    ctx: LayerContext
+    valid: Int[Array, " B"]
+    out: Float[Array, "B T N H"]
+    lse: Float[Array, "B T N"]
+    q: Float[Array, "B T N H"]
+    past_k: Float[Array, "B K C H"]
+    k: Float[Array, "B T K H"]
+    v: Float[Array, "B T K H"]
+    store_k: Float[Array, "B T K H"]
+    sums: Any = None
+    instruction: Any = None
+
+    @property
+    def length(self) -> Int[Array, "B 1 1"]:
+        """Slots of each row that hold something."""
+        return self.cache.length[:, None, None]
+
+    @property
+    def order(self) -> Int[Array, "B 1 U"]:
+        """Rank of each slot and token in the row's order, 0 the oldest."""
+        slots_C = jnp.arange(self.past_k.shape[2])
+        tokens_BT = self.cache.length[:, None] + jnp.arange(self.k.shape[1])
+        slots_BC = jnp.broadcast_to(slots_C, (tokens_BT.shape[0], slots_C.shape[0]))
+        return jnp.concatenate([slots_BC, tokens_BT], axis=1)[:, None]
+
+    @property
+    def token(self) -> Int[Array, "B K U"]:
+        """Index of each slot's and token's token in the row's text."""
+        return jnp.concatenate([self.cache.token, self.cache.next_tokens(self.k.shape[1])], axis=2)
+
+    @property
+    def present(self) -> Bool[Array, "B 1 U"]:
+        """Slots and tokens that hold something."""
+        slots_BC = jnp.arange(self.past_k.shape[2]) < self.cache.length[:, None]
+        tokens_BT = jnp.arange(self.k.shape[1]) < self.valid[:, None]
+        return jnp.concatenate([slots_BC, tokens_BT], axis=1)[:, None]
+
+    @property
+    def onlookers(self) -> Float[Array, "B 1 U"]:
+        """How many valid queries see each slot and token: token t those from t on; float32."""
+        slots_BC = jnp.broadcast_to(self.valid[:, None], (len(self.valid), self.past_k.shape[2]))
+        after_BT = self.valid[:, None] - jnp.arange(self.k.shape[1])
+        return jnp.concatenate([slots_BC, after_BT], axis=1).astype(jnp.float32)[:, None]
+
+    @property
+    def competing(self) -> Bool[Array, "B 1 U"]:
+        """The slots and tokens that may leave: all, or under `citrus` those cached before."""
+        if self.method.protocol == "own":
+            return self.present
+        return self.present & (jnp.arange(self.order.shape[2]) < self.past_k.shape[2])
+
+    @property
+    def leaving(self) -> Int[Array, " B"]:
+        """How many of them leave with this segment; none in a row that has no token in it."""
+        method, length_B = self.method, self.cache.length
+        if method.protocol == "own":
+            over_B = length_B + self.valid - method.budget
+        else:
+            over_B = length_B - (method.budget - method.chunk)
+        return jnp.where(self.valid > 0, jnp.maximum(over_B, 0), 0)
+
+    @property
+    def joining(self) -> Int[Array, " B"]:
+        """The segment's tokens that the cache is to hold; a probe leaves none."""
+        return jnp.zeros_like(self.valid) if self.segment.role == "probe" else self.valid
+
+    def mass(self, **options: Any) -> Any:
+        """`attention_mass` of the segment's valid queries on every slot and token, `[B, K, U]`.
+
+        `options` are those of `attention_mass`; with `squares` a pair comes back.
+        """
+        past = self.mass_on_cache(**options)
+        k_BKTH, start = jnp.swapaxes(self.k, 1, 2), jnp.zeros_like(self.valid)
+        how = {"scale": self.ctx.scale, "valid": self.valid, "causal_start": start, **options}
+        new = attention_mass(self.q, k_BKTH, self.lse, self.valid, **how)
+        return jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=2), past, new)
+
+    def mass_on_cache(self, **options: Any) -> Any:
+        """`mass` on the cache's slots alone, `[B, K, C]`."""
+        how = {"scale": self.ctx.scale, "valid": self.valid, **options}
+        return attention_mass(self.q, self.past_k, self.lse, self.cache.length, **how)
+
+    def with_tokens(self, slots: Float[Array, "B K C"]) -> Float[Array, "B K U"]:
+        """Values of slots, and zeros for the segment's tokens."""
+        return jnp.pad(slots, ((0, 0), (0, 0), (0, self.k.shape[1])))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evicting(Registered):
+    """A method that keeps a budget of tokens in each layer, the best of each kv head.
+
+    Attributes:
+      budget: tokens that a layer's cache holds; under `citrus` the newest chunk among them.
+      chunk: tokens of the context read between two evictions.
+      positions: `true` (they keep growing), or `shifted` (keys stand at their slots).
+      protocol: `own` (as the method's paper), or `citrus` (as a baseline of CItruS, section 5.2).
+    """
+
+    budget: int = 1024
+    chunk: int = 256
+    positions: Positions = "true"
+    protocol: Protocol = "own"
+
+    # A rule that ranks by place alone says False.
+    query_aware = True
+    # Running sums that each kept token has.
+    num_sums = 0
+
+    def rank(self, seen: Look) -> Shaped[Array, "B _ U"]:
+        """Scores of slots and tokens, one for all kv heads or one each: the highest stay.
+
+        Of equals the older stays; +inf stays before all others.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: a method that evicts defines rank")
+
+    def gained(self, seen: Look) -> Float[Array, "B K U M"] | None:
+        """What this segment adds to the `num_sums` running sums of each slot and token."""
+        return None
+
+    @property
+    def kept(self) -> int:
+        """Tokens that never leave at once."""
+        return 1
+
+    def __post_init__(self) -> None:
+        name, citrus = type(self).__name__, self.protocol == "citrus"
+        if self.chunk < 1:
+            raise ConfigError(f"{name}: chunk must be at least 1 token, got {self.chunk}")
+        room = self.budget - self.chunk if citrus else self.budget
+        if room < self.kept:
+            less = f" less chunk {self.chunk}" if citrus else ""
+            raise ConfigError(
+                f"{name}: budget {self.budget}{less} leaves {room} tokens, but the method always "
+                f"keeps {self.kept}; raise budget"
+            )
+
+    def validate(self, config: ModelConfig) -> None:
+        """Refuses positions that the model was not trained to, and windows that hide tokens."""
+        name, most = type(self).__name__, self.budget + self.chunk
+        if self.positions == "shifted" and most > config.trained_length:
+            raise ConfigError(
+                f"{name}: budget {self.budget} + chunk {self.chunk} = {most} positions, more than "
+                f"the {config.trained_length} that the model was trained to; lower them"
+            )
+        least = min((window for window in config.windows if window is not None), default=None)
+        if least is not None and self.positions == "true":
+            raise ConfigError(
+                f"{name}: this model has layers with a sliding window of {least} tokens, which "
+                f"positions=true does not support; use positions=shifted"
+            )
+        if least is not None and least < most:
+            raise ConfigError(
+                f"{name}: budget {self.budget} and chunk {self.chunk} exceed the model's sliding "
+                f"window of {least} tokens; lower them"
+            )
+
+    def reach(self, config: ModelConfig, tokens: int) -> int:
+        """Slots that a segment is read at where keys stand at their slots, else all tokens."""
+        return tokens if self.positions == "true" else min(tokens, self.budget + self.chunk)
+
+    def init_cache(self, shape: CacheShape) -> Any:
+        """Slots for the budget; also for question and answer, where they only join."""
+        grows = self.protocol == "citrus"
+        slots = self.budget + (shape.reserve if grows else 0)
+        return empty_budget_cache(shape, slots, self.num_sums, grows=grows)
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        """The context in chunks of the method's own size; the question as the protocol says.
+
+        Raises:
+          InputError: under `citrus`, a question longer than the cache which it looks at.
+        """
+        if prompt.stage == "context":
+            return chunk_segments(prompt.context or (), self.chunk, "context")
+        question = prompt.question or ()
+        if self.protocol == "own":
+            return chunk_segments(question, self.chunk, "query")
+        # One segment each: the question looks as a whole.
+        width = self.question_width(question)
+        probe = chunk_segments(question, width, "probe")
+        return [*probe, *chunk_segments(question, width, "query")]
+
+    def question_width(self, question: Sequence[Sequence[int]]) -> int:
+        """Columns for a question that looks as a whole: in powers of two, for few compilations.
+
+        Raises:
+          InputError: the question is longer than the cache which it looks at.
+        """
+        longest = max(map(len, question), default=1)
+        if longest > self.budget:
+            raise InputError(
+                f"{type(self).__name__}: the question has {longest} tokens, more than the cache's "
+                f"budget of {self.budget}; move text from the question to the context, or raise "
+                f"budget"
+            )
+        return 1 << max(longest - 1, 7).bit_length()
+
+    def attend(
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
+        if self.protocol == "citrus" and segment.role in ("query", "decode"):
+            return self.read_and_append(new, cache, segment, ctx)
+        seen = self.look(new, cache, segment, ctx)
+        return (seen.out, seen.lse), self.evict(seen)
+
+    def look(
+        self,
+        new: QKV,
+        cache: BudgetCache,
+        segment: Segment,
+        ctx: LayerContext,
+        rows: str = CHUNK_ROWS,
+    ) -> Look:
+        """One row group over every slot and, causally, itself; the cache is not changed."""
+        q, k, v = (x[:, segment.group(rows).columns] for x in new)
+        q, rotated, store = self._rotated(q, k, cache, ctx)
+        past = self._keys(cache, ctx)
+        # No window: `validate` has refused those that such a cache could outgrow.
+        earlier = cache_attention(q, past, cache.v, cache.length, scale=ctx.scale)
+        out, lse = merge([earlier, causal_attention(q, rotated, v, scale=ctx.scale)])
+        valid_B = segment.valid_of(rows)
+        return Look(self, cache, segment, ctx, valid_B, out, lse, q, past, rotated, v, store)
+
+    def read_and_append(
+        self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, BudgetCache]:
+        """Attention over the cache and the text's columns, which join it; nothing leaves."""
+        q, k, v = new
+        valid_B = segment.valid_of(CHUNK_ROWS)
+        if q.shape[1] > 1:
+            seen = self.look(new, cache, segment, ctx)
+            return (seen.out, seen.lse), cache.append(seen.store_k, v, valid_B)
+        q, _, store = self._rotated(q, k, cache, ctx)
+        cache = cache.append(store, v, valid_B)
+        part = decode_attention(q, self._keys(cache, ctx), cache.v, cache.length, scale=ctx.scale)
+        return part, cache
+
+    def _bounded(self, ctx: LayerContext) -> LayerContext:
+        """The length that a rotary base may follow is what the text's positions stay below."""
+        if self.positions == "true":
+            return ctx
+        return dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.budget + self.chunk))
+
+    def _rotated(
+        self, q: Array, k: Array, cache: BudgetCache, ctx: LayerContext
+    ) -> tuple[Array, Array, Array]:
+        """Queries and new keys under rotary embedding, and the new keys to store."""
+        shifted, ctx = self.positions == "shifted", self._bounded(ctx)
+        at_BT = (cache.length if shifted else cache.position)[:, None] + jnp.arange(q.shape[1])
+        rotated = ctx.rotate(k, at_BT)
+        return ctx.rotate(q, at_BT), rotated, k if shifted else rotated
+
+    def _keys(self, cache: BudgetCache, ctx: LayerContext) -> Float[Array, "B K C H"]:
+        """The cache's keys under rotary embedding."""
+        if self.positions == "true":
+            return cache.k
+        slots = jnp.broadcast_to(jnp.arange(cache.k.shape[2]), cache.k.shape[::2])
+        return jnp.swapaxes(self._bounded(ctx).rotate(jnp.swapaxes(cache.k, 1, 2), slots), 1, 2)
+
+    def evict(self, seen: Look) -> BudgetCache:
+        """Keeps the best-ranked tokens as the protocol says; no score counts where nothing is.
+
+        A row without tokens in this segment keeps what it has.
+        """
+        cache, sums = seen.cache, self.gained(seen)
+        if sums is not None:
+            assert cache.statistics is not None
+            sums += jnp.pad(cache.statistics, ((0, 0), (0, 0), (0, seen.k.shape[1]), (0, 0)))
+        scores = self.rank(dataclasses.replace(seen, sums=sums))
+        scores = jnp.where(seen.competing, scores, jnp.inf)
+        # What does not join stays out, whatever its score.
+        held = seen.present & (seen.order < seen.length + seen.joining[:, None, None])
+        scores = jnp.where(held, scores, -jnp.inf)
+        scores_BKU = jnp.broadcast_to(scores, (*cache.k.shape[:2], scores.shape[2]))
+        count_B = cache.length + seen.joining - seen.leaving
+        single = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
+        keep = replace_one if single else choose
+        return keep(cache, seen.store_k, seen.v, scores_BKU, sums, count_B, seen.joining)
+
+    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
+        """Nothing changes at the end of the context."""
+        return cache
+
+    def fork(self, cache: Any) -> Any:
+        """A copy: answering evicts, and what has left cannot come back."""
+        return jax.tree.map(jnp.copy, cache)
+
+    def read_bytes(self, cache: BudgetCache, length: int) -> int:
+        """Every slot's key and value; where answering evicts, what goes with them too."""
+        answering = (cache.k, cache.v) if self.protocol == "citrus" else cache
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(answering))

@@ -1,0 +1,263 @@
+"""The kind that decodes over a partial cache: a few tokens of each kv head, chosen from all keys.
+
+Context and question are read by full attention, and every key stays. What the question's last token
+attends to chooses the partial cache (`begin`). A method of this kind says what a decode step does:
+it may read the partial cache (`read`), or attend every key and choose anew (`look`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_longctx.caches import AppendCache, append, empty_append_cache, local_slots, where_rows
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    ENDS,
+    QKV,
+    Attended,
+    CacheShape,
+    LayerContext,
+    Prompt,
+    Segment,
+    Stage,
+    mark_ends,
+)
+from jax_longctx.errors import ConfigError
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending, refuse_windows
+from jax_longctx.parts.partial import (
+    Count,
+    FifoCache,
+    FifoList,
+    best_last,
+    check_kernel,
+    empty_fifo_cache,
+    empty_fifo_list,
+    gather_fifo,
+    pooled_scores,
+)
+from jax_longctx.sharding import axes_field
+from pallas_kernels.decode_attention import attend_with_logits, decode_attention
+from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+
+Partial = FifoCache | FifoList
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RefreshCache:
+    """Every key and value of a row, and the part that decode reads.
+
+    Attributes:
+      partial: keys and values, or with `indexed` only which tokens they are.
+      query: sum over all heads of the query of the layer's last full step.
+      steps, full_steps: decode steps of this answer, and those that attended every key.
+    """
+
+    store: AppendCache
+    partial: Partial
+    query: Float[Array, "B H"] = axes_field("batch", None)
+    steps: Int[Array, " B"] = axes_field("batch")
+    full_steps: Int[Array, " B"] = axes_field("batch")
+
+    def with_store(self, store: AppendCache) -> "RefreshCache":
+        """The cache around another store."""
+        return dataclasses.replace(self, store=store)
+
+    @property
+    def order(self) -> FifoList:
+        """Which tokens the partial cache holds."""
+        return self.partial.order if isinstance(self.partial, FifoCache) else self.partial
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartialDecoding(Appending):
+    """A method whose decode steps read a partial cache.
+
+    Attributes:
+      budget: tokens of the partial cache, the same for all rows; without one it is `ratio` of each
+        row's own prompt (context and question), rounded down, at least 1.
+      kernel: neighbours over which probabilities are pooled.
+      over_group: how the query heads of a kv head share a score.
+      evict_on_push: a token leaves for each that comes; otherwise the partial cache grows.
+      force_self: the newest token is always chosen and leaves last.
+      indexed: the partial cache is a list of tokens, gathered from all keys at each step.
+    """
+
+    budget: int | None = None
+    ratio: float = 0.125
+    kernel: int = 7
+    over_group: Literal["max", "mean", "first"] = "max"
+    evict_on_push: bool = True
+    force_self: bool = True
+    indexed: bool = False
+
+    phase = "decode"
+    query_aware = True
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        self.at_least(1, "budget")
+        if not 0 < self.ratio <= 1:
+            raise ConfigError(f"{name}: ratio must be above 0 and at most 1, got {self.ratio}")
+        check_kernel(name, self.kernel)
+        if self.indexed and not self.evict_on_push:
+            raise ConfigError(
+                f"{name}: indexed=true gathers a fixed number of tokens, which "
+                f"evict_on_push=false exceeds; set one of them otherwise"
+            )
+
+    def step(
+        self, new: QKV, cache: RefreshCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, RefreshCache]:
+        """One answered token."""
+        raise NotImplementedError(f"{type(self).__name__}: a method of this kind defines step")
+
+    @property
+    def leaving(self) -> int | None:
+        """Tokens that may leave the partial cache before it is chosen anew; None: any number."""
+        return None if self.evict_on_push else 0
+
+    def summed(self, raw: Array, rotated: Array, ctx: LayerContext) -> Float[Array, "B H"]:
+        """What the cache remembers of a full step's query: the sum over all heads."""
+        return ctx.psum_heads(jnp.sum(rotated[:, 0].astype(jnp.float32), axis=1))
+
+    def validate(self, config: ModelConfig) -> None:
+        refuse_windows(type(self).__name__, config)
+
+    def init_cache(self, shape: CacheShape) -> RefreshCache:
+        if self.budget is not None:
+            order = empty_fifo_list(shape, self.budget, "budget")
+        else:
+            # No prompt is longer than the slots.
+            order = empty_fifo_list(shape, math.ceil(self.ratio * shape.slots), "share")
+        partial = order
+        if not self.indexed:
+            room = None if self.evict_on_push else shape.reserve
+            partial = empty_fifo_cache(shape, order, room)
+        query = jnp.zeros((shape.batch, shape.head_dim), jnp.float32)
+        steps, full_steps = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(2))
+        return RefreshCache(empty_append_cache(shape), partial, query, steps, full_steps)
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        segments = super().segments(prompt)
+        return mark_ends(segments) if prompt.stage == "question" else segments
+
+    def attend(
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
+        if segment.role == "decode":
+            return self.step(new, cache, segment, ctx)
+        part, store = super().attend(new, cache.store, segment, ctx)
+        cache = dataclasses.replace(cache, store=store)
+        if segment.variant == ENDS:
+            last_B = jnp.maximum(segment.valid_of(CHUNK_ROWS) - 1, 0)
+            q = jnp.take_along_axis(new[0], last_B[:, None, None, None], axis=1)
+            cache = where_rows(segment.ends, self.begin(q, cache, ctx), cache)
+        return part, cache
+
+    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
+        """The cache whose store another method's prefill has filled; a question chooses anew."""
+        return cache
+
+    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
+        return dataclasses.replace(cache, store=cache.store.end_context())
+
+    def fork(self, cache: Any) -> Any:
+        # What else a question finds here is replaced where it ends.
+        return dataclasses.replace(cache, store=cache.store.rewind())
+
+    def read_bytes(self, cache: Any, length: int) -> int:
+        """The partial cache."""
+        store, partial = cache.store, cache.partial
+        if isinstance(partial, FifoCache) and not self.evict_on_push:
+            tokens = partial.k.shape[2]
+        else:
+            tokens = (self.budget or max(int(self.ratio * length), 1)) + 1
+        token = 2 * store.k.size // store.k.shape[2] * store.k.dtype.itemsize
+        return token * tokens
+
+    def chosen(self, cache: RefreshCache) -> Count:
+        """Tokens that are chosen: as many for all rows, or a share of each row's own prompt."""
+        if self.budget is not None:
+            return self.budget
+        prompt_B = cache.store.length - cache.steps
+        return jnp.maximum(jnp.floor(jnp.float32(self.ratio) * prompt_B).astype(jnp.int32), 1)
+
+    def limit(self, cache: RefreshCache) -> Count:
+        """Tokens that a partial step reads at most."""
+        if isinstance(cache.partial, FifoCache) and not self.evict_on_push:
+            return cache.partial.k.shape[2]
+        return self.chosen(cache) + 1
+
+    def begin(
+        self, q: Float[Array, "B 1 N H"], cache: RefreshCache, ctx: LayerContext
+    ) -> RefreshCache:
+        """The cache as the answer starts, chosen by the prompt's last query (before rotation)."""
+        rotated = ctx.rotate(q, cache.store.position[:, None] - 1)
+        zeros = jnp.zeros_like(cache.steps)
+        cache = dataclasses.replace(cache, steps=zeros, full_steps=zeros)
+        _, _, partial = self.look(rotated, cache, jnp.ones(zeros.shape, bool), ctx)
+        return dataclasses.replace(cache, partial=partial, query=self.summed(q, rotated, ctx))
+
+    def push(
+        self, k: Array, v: Array, cache: RefreshCache, valid: Int[Array, " B"], ctx: LayerContext
+    ) -> RefreshCache:
+        """The cache with a step's token, its key rotated, in the store and in the partial cache."""
+        if isinstance(cache.partial, FifoList):
+            partial = cache.partial.push(valid)
+        else:
+            partial = cache.partial.push(k, v, valid, self.limit(cache))
+        store = append(cache.store, k, v, valid, ctx)
+        return dataclasses.replace(cache, store=store, partial=partial, steps=cache.steps + valid)
+
+    def look(
+        self,
+        q: Float[Array, "B 1 N H"],
+        cache: RefreshCache,
+        turned: Bool[Array, " B"],
+        ctx: LayerContext,
+    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Partial]:
+        """One query over all keys, and in `turned` rows what its probabilities choose."""
+        store = cache.store
+        batch, kv_heads, size, _ = store.k.shape
+        held_B = store.held(ctx)
+        *attended, logits_BNS = attend_with_logits(q, store.k, store.v, held_B, scale=ctx.scale)
+        out, lse = ctx.seq_merge(*attended)
+        # A row without keys has no log-sum-exp; nothing is chosen from it.
+        base_BN1 = jnp.swapaxes(jnp.where(jnp.isfinite(lse), lse, 0.0), 1, 2)
+        p_BKGS = jnp.exp(logits_BNS - base_BN1).reshape(batch, kv_heads, -1, size)
+        over = {"max": jnp.max, "mean": jnp.mean, "first": lambda p, axis: p[:, :, 0]}
+        mass_BKS = ctx.gather_seq(over[self.over_group](p_BKGS, axis=2), axis=2)
+        own = 1 if self.force_self else 0
+        scores_BKS = pooled_scores(mass_BKS, store.length, own, self.kernel, "max")
+        listed = cache.order.chosen.shape[2]
+        order = best_last(scores_BKS, store.length, self.chosen(cache), listed, self.leaving)
+        order = dataclasses.replace(order, chosen_axis=cache.order.chosen_axis)
+        order = where_rows(turned, order, cache.order)
+        if isinstance(cache.partial, FifoList):
+            return out.astype(q.dtype), lse, order
+        # The other rows' tokens are read again too: to keep them would copy their buffers.
+        partial = gather_fifo(store, order, self.limit(cache), cache.partial.k.shape[2], ctx)
+        partial = dataclasses.replace(partial, slots_axis=cache.partial.slots_axis)
+        return out.astype(q.dtype), lse, partial
+
+    def read(self, q: Array, cache: RefreshCache, ctx: LayerContext) -> tuple[Array, Array]:
+        """One query over the partial cache."""
+        partial, limit = cache.partial, self.limit(cache)
+        if isinstance(partial, FifoCache):
+            length_B = partial.order.length(limit)
+            return decode_attention(q, partial.k, partial.v, length_B, scale=ctx.scale)
+        store, size = cache.store, cache.store.k.shape[2]
+        # Tokens are slots of the full cache.
+        local_BKC = local_slots(partial.tokens(limit, partial.chosen.shape[2] + 1), size, ctx)
+        start_B = jnp.zeros_like(store.length)
+        out, lse = sparse_decode_attention(
+            q, store.k, store.v, local_BKC, start_B, start_B + size, page_size=1, scale=ctx.scale
+        )
+        return ctx.seq_merge(out, lse)
