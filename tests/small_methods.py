@@ -40,6 +40,8 @@ SMALL: dict[str, dict[str, object]] = {
     "ideal-topk": {"budget": 16, "local": 16},
     "resa": _SELECTION,
     "star": {"block": 32},
+    "arkvale-paged": {**_SELECTION, "resident": 32},
+    "star-released-mask": {"block": 32},
     "ring": {},
 }
 
@@ -85,5 +87,7 @@ EVERYTHING: dict[str, dict[str, object]] = {
     "ideal-topk": {"budget": 256},
     "resa": {"budget": 256},
     "star": {"block": 128},
+    "arkvale-paged": {"budget": 256},
+    "star-released-mask": {"block": 128},
     "ring": {},
 }

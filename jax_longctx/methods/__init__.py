@@ -42,12 +42,19 @@ class _Classes(UserDict[str, Any]):
         return REGISTERED[name]
 
 
+# Emulations of published code, for studies of parity.
+_STUDIES = {
+    "arkvale-paged": "jax_longctx.studies.arkvale_paged",
+    "star-released-mask": "jax_longctx.studies.star_released_mask",
+}
+
+
 def _found() -> dict[str, str]:
     """Where each method lives; a package's own name for one of ours is left aside."""
     files = (module.name for module in pkgutil.iter_modules(__path__))
     own = {name.replace("_", "-"): f"{__name__}.{name}" for name in files}
     others = {entry.name: entry.module for entry in entry_points(group="jax_longctx.methods")}
-    return {"full": own["full"], **others, **own}
+    return {"full": own["full"], **others, **own, **_STUDIES}
 
 
 METHODS: UserDict[str, Any] = _Classes(_found())

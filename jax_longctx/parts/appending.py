@@ -78,12 +78,11 @@ class Appending(Registered):
         """The cache that another method's prefill has filled."""
         return cache
 
-    def finish(
-        self, cache: AppendCache, ctx: LayerContext, stage: Stage, reserve: int
-    ) -> AppendCache:
+    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
+        """A kind may keep another cache, which can go back to the end of its context too."""
         return cache.end_context()
 
-    def fork(self, cache: AppendCache) -> AppendCache:
+    def fork(self, cache: Any) -> Any:
         return cache.rewind()
 
     def read_bytes(self, cache: AppendCache, length: int) -> int:

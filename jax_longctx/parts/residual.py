@@ -22,6 +22,7 @@ is.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,23 +30,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, where_rows
 from jax_longctx.contract import CacheShape, LayerContext
-from jax_longctx.parts.selectors import Prior, SelectiveCache
-from jax_longctx.parts.sparse_decode import Selected
+from jax_longctx.parts.selecting import SelectiveCache
+from jax_longctx.parts.sparse_decode import Prior, Selected
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import decode_logits
-
-__all__ = [
-    "Background",
-    "ResaCache",
-    "adopt",
-    "begin_answer",
-    "combine",
-    "count_token",
-    "empty_background",
-    "grow",
-    "observe",
-    "prior_of",
-]
 
 
 @jax.tree_util.register_dataclass
@@ -90,46 +78,39 @@ class Background:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ResaCache:
+class ResaCache(SelectiveCache):
     """A selector's cache and the prior."""
 
-    selective: SelectiveCache
     background: Background
 
-    @property
-    def store(self) -> AppendCache:
-        """All keys and values."""
-        return self.selective.store
-
-    def with_store(self, store: AppendCache) -> "ResaCache":
-        """The cache around another store."""
-        return ResaCache(self.selective.with_store(store), self.background)
-
-    def end_context(self) -> "ResaCache":
+    def end_context(self) -> Any:
         """Remembers where the context ends, so that `rewind` can return there."""
-        return ResaCache(self.selective.end_context(), self.background.end_context())
+        ended = super().end_context()
+        return dataclasses.replace(ended, background=self.background.end_context())
 
-    def rewind(self) -> "ResaCache":
+    def rewind(self) -> Any:
         """The cache at the end of the context; the prior is made anew with the next question."""
-        return ResaCache(self.selective.rewind(), self.background.rewind())
+        return dataclasses.replace(super().rewind(), background=self.background.rewind())
 
 
 def empty_background(shape: CacheShape, *, shared: bool, masked: bool) -> Background:
     """Nothing observed. `shared` is one prior for a kv head's group, `masked` stores its logits."""
-    queries = (shape.batch, shape.num_heads, shape.head_dim)
-    keys = (shape.batch, shape.num_kv_heads, shape.head_dim)
-    priors = shape.num_kv_heads if shared else shape.num_heads
-    each = (shape.batch, priors)
+    batch, width, priors = shape.batch, shape.head_dim, shape.num_kv_heads
+    priors = priors if shared else shape.num_heads
+
+    def zeros(*size: int) -> Array:
+        return jnp.zeros((batch, *size), jnp.float32)
+
     return Background(
-        jnp.zeros(queries, jnp.float32),
-        jnp.zeros(keys, jnp.float32),
-        jnp.zeros(queries, jnp.float32),
-        jnp.zeros(keys, jnp.float32),
-        jnp.zeros((shape.batch,), jnp.int32),
-        jnp.zeros((*each, shape.head_dim), shape.dtype),
-        jnp.zeros(each, jnp.float32),
-        jnp.zeros((*each, shape.head_dim), jnp.float32),
-        jnp.zeros((*each, shape.slots), jnp.float32) if masked else None,
+        query_sum=zeros(shape.num_heads, width),
+        key_sum=zeros(shape.num_kv_heads, width),
+        context_query_sum=zeros(shape.num_heads, width),
+        context_key_sum=zeros(shape.num_kv_heads, width),
+        counted=jnp.zeros(batch, jnp.int32),
+        mean=zeros(priors, width).astype(shape.dtype),
+        lse=zeros(priors),
+        out=zeros(priors, width),
+        logits=zeros(priors, shape.slots) if masked else None,
     )
 
 

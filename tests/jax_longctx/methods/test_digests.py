@@ -13,7 +13,7 @@ from jax_longctx.caches import AppendCache
 from jax_longctx.contract import CacheShape
 from jax_longctx.methods import ArkVale, IdealTopK, Quest
 from jax_longctx.methods.arkvale import Digest
-from jax_longctx.parts.digests import digest_scores, empty_digests, refresh
+from jax_longctx.parts.page_digests import digest_scores, empty_digests, refresh
 from tests.jax_longctx.methods.oracles.selection import page_score, softmax_output
 from tests.jax_longctx.methods.selecting import case, on_one_device, plain_context, step
 

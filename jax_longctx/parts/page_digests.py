@@ -17,8 +17,6 @@ from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.page_scores import page_scores
 
-__all__ = ["PageDigests", "Summarise", "digest_scores", "empty_digests", "refresh"]
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Studies of papers: emulations of published code, and analyses that its figures need."""
