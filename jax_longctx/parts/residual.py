@@ -77,7 +77,7 @@ class Background:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ResaCache(SelectiveCache):
     """A selector's cache and the prior."""
 
