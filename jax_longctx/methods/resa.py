@@ -146,7 +146,7 @@ class Resa(Selecting):
         background = cache.background
         if self.growth in ("append", "rebuild"):
             queries = q if self.growth == "rebuild" else None
-            background = residual.count_token(background, k, valid_B, queries)
+            background = residual.observe(background, queries, k, valid_B, cache.store.length)
         if segment.variant == REBUILD:
             background = residual.begin_answer(background, cache.store, valid_B > 0, ctx)
         elif self.growth != "frozen":

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, local_slots, read_lines
 from jax_longctx.contract import LayerContext
-from jax_longctx.parts.sparse_decode import Lists, Prior, Span
+from jax_longctx.parts.sparse_decode import Lists, Prior, Span, listed
 from pallas_kernels.decode_attention import decode_logits
 from pallas_kernels.select_large_k import select_large_k, select_mask
 
@@ -108,10 +108,37 @@ class AdaKV(Uniform):
         mass_BKP = given.ranked
         if not given.masses:
             mass_BKP = softmax_mass(mass_BKP, given.span.tokens, ctx.scale)
-        heads, pages = ada_kv(
-            mass_BKP, given.count, ctx, most=given.most, alpha=self.alpha, blend=self.blend
-        )
+        heads, pages = self.entries(mass_BKP, given.count, given.most, ctx)
         return Lists(pages[:, None], heads)
+
+    def entries(
+        self, mass: Float[Array, "B K P"], count: Int[Array, " B"], most: int, ctx: LayerContext
+    ) -> tuple[Int[Array, "B E"], Int[Array, "B E"]]:
+        """A row's list of (local kv head, page), -1 for none or where another shard has the head.
+
+        `mass` is of the local kv heads, `count` at most `most`.
+        """
+        local_heads, pages = mass.shape[1:]
+        mass = ctx.gather_heads(mass, axis=1)
+        heads = mass.shape[1]
+        safe_B = share(self.alpha, count)
+        flat = mass.reshape(mass.shape[0], -1)  # [B, K * P]
+        # Blended counts may exceed the total by half a page a head, from rounding.
+        size = min(heads * most + (heads + 1) // 2 * self.blend, heads * pages)
+        if self.blend:
+            free_BKP = select_mask(flat, heads * count).reshape(mass.shape)
+            free_BK = jnp.sum(free_BKP, axis=-1)
+            count_BK = jnp.round(free_BK * (1 - self.alpha)).astype(jnp.int32)
+            kept_BKP = select_mask(mass, count_BK + safe_B[:, None])
+            ranked_BKP = jnp.where(kept_BKP, 0.0, -jnp.inf)
+            entries_BE = select_large_k(ranked_BKP.reshape(flat.shape), size, size=size)
+        else:
+            kept_BKP = select_mask(mass, jnp.broadcast_to(safe_B[:, None], mass.shape[:2]))
+            ranked = jnp.where(kept_BKP.reshape(flat.shape), jnp.inf, flat)
+            entries_BE = select_large_k(ranked, heads * count, size=size)
+        head_BE = entries_BE // pages - ctx.head_offset(local_heads)
+        mine_BE = (entries_BE >= 0) & (head_BE >= 0) & (head_BE < local_heads)
+        return jnp.where(mine_BE, head_BE, -1), jnp.where(mine_BE, entries_BE % pages, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,24 +159,22 @@ class Progressive(Uniform):
         lists = best_first(given.scores, given.best())
         none_BN = jnp.full(lists.shape[:2], -jnp.inf)
         if self.stop == "digest":
-            logits_BNP = page_logits(given.scores, span.tokens, ctx.scale)
-            masses = jnp.take_along_axis(logits_BNP, jnp.maximum(lists, 0), axis=-1)
-            masses = jnp.where(lists >= 0, masses, -jnp.inf)
+            masses = listed(page_logits(given.scores, span.tokens, ctx.scale), lists)
         else:
             masses = _page_masses(q, store, lists, span, ctx, None)
         forced_BN = _seq_lse(given.forced[0], ctx) if given.forced else none_BN
-        whole = missing = None
         if self.stop == "oracle":
             logits_BNS = decode_logits(q, store.k, store.held(ctx), scale=ctx.scale)
-            whole = _seq_lse(jax.nn.logsumexp(logits_BNS, axis=-1), ctx)
+            known = _seq_lse(jax.nn.logsumexp(logits_BNS, axis=-1), ctx)[..., None]
         elif self.stop in ("estimate", "digest"):
-            missing = _estimated(given, lists, ctx.scale)
+            known = _estimated(given, lists, ctx.scale)
         else:
             assert prior is not None
             known_BN = _seq_lse(given.forced[1], ctx) if given.forced else none_BN
             behind = _page_masses(prior.query, store, lists, span, ctx, prior.logits)
-            missing = _left_over(prior, known_BN, behind)
-        kept = pages_until(self.epsilon, forced_BN, masses, whole, missing, at_least=given.least)
+            known = _left_over(prior, known_BN, behind)
+        whole = self.stop == "oracle"
+        kept = pages_until(self.epsilon, forced_BN, masses, known, whole, given.least)
         return Lists(jnp.where(kept, lists, -1))
 
 
@@ -199,49 +224,9 @@ def softmax_mass(
     return jnp.where(scores > -jnp.inf, mass, -jnp.inf)
 
 
-def ada_kv(
-    mass: Float[Array, "B K P"],
-    count: Int[Array, " B"],
-    ctx: LayerContext,
-    *,
-    most: int,
-    alpha: float,
-    blend: bool,
-) -> tuple[Int[Array, "B E"], Int[Array, "B E"]]:
-    """A row's list of (local kv head, page), -1 for none or where another shard has the head.
-
-    Args:
-      mass: of the local kv heads.
-      count: pages of a head under a uniform budget, at most `most`.
-    """
-    local_heads, pages = mass.shape[1:]
-    mass = ctx.gather_heads(mass, axis=1)
-    heads = mass.shape[1]
-    safe_B = share(alpha, count)
-    flat = mass.reshape(mass.shape[0], -1)  # [B, K * P]
-    # Blended counts may exceed the total by half a page a head, from rounding.
-    size = min(heads * most + (heads + 1) // 2 * blend, heads * pages)
-    if blend:
-        free_BKP = select_mask(flat, heads * count).reshape(mass.shape)
-        free_BK = jnp.sum(free_BKP, axis=-1)
-        count_BK = jnp.round(free_BK * (1 - alpha)).astype(jnp.int32)
-        kept_BKP = select_mask(mass, count_BK + safe_B[:, None])
-        ranked_BKP = jnp.where(kept_BKP, 0.0, -jnp.inf)
-        entries_BE = select_large_k(ranked_BKP.reshape(flat.shape), size, size=size)
-    else:
-        kept_BKP = select_mask(mass, jnp.broadcast_to(safe_B[:, None], mass.shape[:2]))
-        ranked = jnp.where(kept_BKP.reshape(flat.shape), jnp.inf, flat)
-        entries_BE = select_large_k(ranked, heads * count, size=size)
-    head_BE = entries_BE // pages - ctx.head_offset(local_heads)
-    mine_BE = (entries_BE >= 0) & (head_BE >= 0) & (head_BE < local_heads)
-    return jnp.where(mine_BE, head_BE, -1), jnp.where(mine_BE, entries_BE % pages, -1)
-
-
 def best_first(scores: Float[Array, "B X P"], pages: Int[Array, "B X C"]) -> Int[Array, "B X C"]:
     """The listed pages from the best score on; of equals the lower one first, -1 last."""
-    each = jnp.take_along_axis(scores, jnp.maximum(pages, 0), axis=-1)
-    each = jnp.where(pages >= 0, each, -jnp.inf)
-    order = jnp.argsort(-each, axis=-1, stable=True)
+    order = jnp.argsort(-listed(scores, pages), axis=-1, stable=True)
     return jnp.take_along_axis(pages, order, axis=-1)
 
 
@@ -249,26 +234,21 @@ def pages_until(
     epsilon: float,
     forced: Float[Array, "B N"],
     pages: Float[Array, "B N C"],
-    whole: Float[Array, "B N"] | None = None,
-    missing: Float[Array, "B N C"] | None = None,
+    known: Float[Array, "B N X"],
+    whole: bool,
     at_least: int = 1,
 ) -> Bool[Array, "B N C"]:
     """Which of the pages to attend, best first, until `epsilon` of the attention is reached.
 
     All masses are natural logs. After t pages A(t) is the mass of `forced` and those pages; enough
-    is A(t) / whole >= epsilon, or A(t) / (A(t) + missing(t)) >= epsilon.
-
-    Args:
-      whole: the attention's whole mass.
-      missing: what is thought to be missing after page t.
+    is A(t) / known >= epsilon where `known` is the attention's `whole` mass, or
+    A(t) / (A(t) + known(t)) >= epsilon where it is what is thought to be missing after page t.
     """
-    known = whole[..., None] if missing is None and whole is not None else missing
-    assert known is not None
     top = jnp.max(jnp.concatenate([forced[..., None], pages, known], axis=-1), axis=-1)[..., None]
     top = jnp.maximum(top, jnp.finfo(jnp.float32).min)
     sofar = jnp.exp(forced[..., None] - top) + jnp.cumsum(jnp.exp(pages - top), axis=-1)
     others = jnp.exp(known - top)
-    enough = sofar >= epsilon * (others if missing is None else sofar + others)
+    enough = sofar >= epsilon * (others if whole else sofar + others)
     # Page t is attended when t - 1 pages were not enough.
     before = jnp.pad(enough[..., :-1], [(0, 0)] * (enough.ndim - 1) + [(1, 0)])
     stopped = jnp.cumsum(before, axis=-1) > 0
@@ -321,10 +301,9 @@ def _estimated(
     top = jnp.maximum(top, jnp.finfo(jnp.float32).min)
     guess_BNP = jnp.exp(logits - top)
     count_BN = jnp.broadcast_to(given.count[:, None], given.scores.shape[:2])
-    listed = select_mask(given.scores, count_BN)
-    outside_BN1 = jnp.sum(jnp.where(listed, 0.0, guess_BNP), axis=-1, keepdims=True)
-    each_BNC = jnp.take_along_axis(guess_BNP, jnp.maximum(lists, 0), axis=-1)
-    each_BNC = jnp.where(lists >= 0, each_BNC, 0.0)
+    among = select_mask(given.scores, count_BN)
+    outside_BN1 = jnp.sum(jnp.where(among, 0.0, guess_BNP), axis=-1, keepdims=True)
+    each_BNC = listed(guess_BNP, lists, 0.0)
     # Summed from the end, where a difference of sums would cancel.
     later_BNC = jnp.cumsum(each_BNC[..., ::-1], axis=-1)[..., ::-1]
     later_BNC = jnp.pad(later_BNC[..., 1:], [(0, 0), (0, 0), (0, 1)])

@@ -116,22 +116,24 @@ def empty_background(shape: CacheShape, *, shared: bool, masked: bool) -> Backgr
 
 def observe(
     background: Background,
-    q: Float[Array, "B T N H"],
+    q: Float[Array, "B T N H"] | None,
     k: Float[Array, "B T K H"],
     valid: Int[Array, " B"],
     length: Int[Array, " B"],
 ) -> Background:
-    """Adds each row's first `valid[b]` rotated queries and keys; it has length[b] tokens now."""
-    held = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
-    query_sum, key_sum = (
-        jnp.sum(jnp.where(held, x.astype(jnp.float32), 0.0), axis=1) for x in (q, k)
-    )
-    return dataclasses.replace(
-        background,
-        query_sum=background.query_sum + query_sum,
-        key_sum=background.key_sum + key_sum,
-        counted=length,
-    )
+    """Adds each row's first `valid[b]` rotated keys, and queries if given.
+
+    The row has length[b] tokens now.
+    """
+    held = (jnp.arange(k.shape[1]) < valid[:, None])[..., None, None]
+
+    def added(total: Array, new: Array | None) -> Array:
+        if new is None:
+            return total
+        return total + jnp.sum(jnp.where(held, new.astype(jnp.float32), 0.0), axis=1)
+
+    query_sum, key_sum = added(background.query_sum, q), added(background.key_sum, k)
+    return dataclasses.replace(background, query_sum=query_sum, key_sum=key_sum, counted=length)
 
 
 def adopt(background: Background, store: AppendCache, ctx: LayerContext) -> Background:
@@ -142,14 +144,6 @@ def adopt(background: Background, store: AppendCache, ctx: LayerContext) -> Back
     return dataclasses.replace(background, key_sum=total_BKH, counted=store.length)
 
 
-def _mean_query(background: Background) -> Float[Array, "B M H"]:
-    """mu_q of the queries observed so far, over a group where it shares a prior."""
-    mean_BNH = background.query_sum / jnp.maximum(background.counted, 1)[:, None, None]
-    batch, priors, width = background.mean.shape
-    mean_BMH = jnp.mean(mean_BNH.reshape(batch, priors, -1, width), axis=2)  # [B, M, N / M, H]
-    return mean_BMH.astype(background.mean.dtype)
-
-
 def begin_answer(
     background: Background, store: AppendCache, rows: Bool[Array, " B"], ctx: LayerContext
 ) -> Background:
@@ -158,14 +152,18 @@ def begin_answer(
     The queries and keys in the sums must be those of all tokens of the store.
     """
     slots, kv_heads = store.k.shape[2], store.k.shape[1]
-    mean_BMH = _mean_query(background)
+    # mu_q of the queries observed so far, over a group where it shares a prior.
+    mean_BNH = background.query_sum / jnp.maximum(background.counted, 1)[:, None, None]
+    batch, priors, width = background.mean.shape
+    mean_BMH = jnp.mean(mean_BNH.reshape(batch, priors, -1, width), axis=2)  # [B, M, N / M, H]
+    mean_BMH = mean_BMH.astype(background.mean.dtype)
     logits_BMS = decode_logits(mean_BMH[:, None], store.k, store.held(ctx), scale=ctx.scale)
     top_BM1 = jnp.max(logits_BMS, axis=-1, keepdims=True)
     top_BM1 = jnp.maximum(top_BM1, jnp.finfo(jnp.float32).min)
     weights_BMS = jnp.exp(logits_BMS - top_BM1)
     total_BM1 = jnp.sum(weights_BMS, axis=-1, keepdims=True)
     # o0 stays in float32, which the doors of decode attention do not return for bfloat16 values.
-    weights_BKGS = weights_BMS.reshape(len(rows), kv_heads, -1, slots).astype(store.v.dtype)
+    weights_BKGS = weights_BMS.reshape(batch, kv_heads, -1, slots).astype(store.v.dtype)
     sums_BKGH = jnp.einsum(
         "BKGS,BKSH->BKGH", weights_BKGS, store.v, preferred_element_type=jnp.float32
     )
@@ -180,25 +178,6 @@ def begin_answer(
         logits=None if background.logits is None else logits_BMS,
     )
     return where_rows(rows, begun, background)
-
-
-def count_token(
-    background: Background,
-    k: Float[Array, "B 1 K H"],
-    valid: Int[Array, " B"],
-    q: Float[Array, "B 1 N H"] | None = None,
-) -> Background:
-    """A generated token's rotated key joins mu_k, and its query the sum of the queries if given."""
-    new_B11 = (valid > 0)[:, None, None]
-
-    def added(total: Array, new: Array) -> Array:
-        return total + jnp.where(new_B11, new[:, 0].astype(jnp.float32), 0.0)
-
-    query_sum = background.query_sum if q is None else added(background.query_sum, q)
-    key_sum = added(background.key_sum, k)
-    return dataclasses.replace(
-        background, query_sum=query_sum, key_sum=key_sum, counted=background.counted + valid
-    )
 
 
 def grow(

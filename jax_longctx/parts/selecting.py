@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, append
+from jax_longctx.caches import AppendCache, append, read_lines, write_rows
 from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, CacheShape, LayerContext, Segment
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
@@ -36,7 +36,7 @@ from jax_longctx.parts.head_budgets import (
     share,
     softmax_mass,
 )
-from jax_longctx.parts.page_digests import PageDigests, digest_scores, empty_digests, refresh
+from jax_longctx.parts.page_digests import PageDigests, digest_scores
 from jax_longctx.parts.sparse_decode import (
     Lists,
     Prior,
@@ -44,6 +44,7 @@ from jax_longctx.parts.sparse_decode import (
     Span,
     attend_fixed,
     attend_lists,
+    listed,
 )
 from jax_longctx.sharding import axes_field
 from pallas_kernels.select_large_k import select_large_k
@@ -164,7 +165,7 @@ class Selecting(Appending):
     def summarise(
         self, keys: Float[Array, "B K P Z H"], held: Bool[Array, "B P Z"]
     ) -> PageDigests | None:
-        """What is kept of each page, of its held keys; nothing by itself."""
+        """What is kept of each page, of its held keys, finite for empty pages; here nothing."""
 
     def scores(
         self, q: Float[Array, "B N H"], cache: SelectiveCache, ctx: LayerContext
@@ -184,7 +185,11 @@ class Selecting(Appending):
         store = super().init_cache(shape)
         if shape.layer < self.skip_layers or shape.window is not None:
             return store
-        digests = empty_digests(shape, self.page_size, self.summarise)
+        pages = shape.slots // self.page_size
+        keys = (shape.batch, shape.num_kv_heads, pages, self.page_size, shape.head_dim)
+        held = jax.ShapeDtypeStruct((shape.batch, pages, self.page_size), jnp.bool_)
+        kept = jax.eval_shape(self.summarise, jax.ShapeDtypeStruct(keys, shape.dtype), held)
+        digests = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kept)
         heads = (shape.batch, shape.num_heads)
         prompt, kept, steps = (jnp.zeros(n, jnp.int32) for n in (shape.batch, heads, shape.batch))
         return SelectiveCache(store, digests, prompt, kept, steps)
@@ -201,7 +206,7 @@ class Selecting(Appending):
         past_B = cache.store.length
         part, store = super().attend(new, cache.store, segment, ctx)
         cache = dataclasses.replace(cache, store=store, prompt=store.length)
-        return part, self._refreshed(cache, past_B, new[0].shape[1], ctx)
+        return part, self.refreshed(cache, past_B, new[0].shape[1], ctx)
 
     def adopt(self, cache: Any, ctx: LayerContext) -> Any:
         """The cache whose store another method's prefill has filled: every page summarised."""
@@ -209,7 +214,7 @@ class Selecting(Appending):
             return cache
         store = cache.store
         cache = dataclasses.replace(cache, prompt=store.length)
-        return self._refreshed(cache, jnp.zeros_like(store.length), store.k.shape[2], ctx)
+        return self.refreshed(cache, jnp.zeros_like(store.length), store.k.shape[2], ctx)
 
     def read_bytes(self, cache: Any, length: int) -> int:
         if isinstance(cache, AppendCache):
@@ -241,15 +246,35 @@ class Selecting(Appending):
         positions_B1 = cache.store.position[:, None]
         q, k = ctx.rotate(q, positions_B1), ctx.rotate(k, positions_B1)
         store = append(cache.store, k, v, segment.valid_of(CHUNK_ROWS), ctx)
-        return q, k, self._refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
+        return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
 
-    def _refreshed(self, cache: Any, past: Array, added: int, ctx: LayerContext) -> Any:
+    def refreshed(self, cache: Any, past: Array, added: int, ctx: LayerContext) -> Any:
+        """The cache with digests right for its store, whose rows got `added` tokens after `past`.
+
+        At most so many: the pages they touch are summarised anew from their keys. That costs little
+        more than the tokens' own keys, needs no state of a half-filled page, and is right again
+        after a cache was rewound. A page's slots lie together on one shard.
+        """
         if cache.digests is None:
             return cache
-        digests = refresh(
-            cache.digests, self.summarise, cache.store, past, added, self.page_size, ctx
-        )
-        return dataclasses.replace(cache, digests=digests)
+        store, page = cache.store, self.page_size
+        pages = store.k.shape[2] // page
+        touched = min((added + page - 2) // page + 1, pages)
+        # A run of pages that crosses the shard's border is shifted: to redo a page does no harm.
+        first_B = jnp.clip(past // page - ctx.seq_offset(pages), 0, pages - touched)
+        slot_BM = first_B[:, None] * page + jnp.arange(touched * page)
+        paged = (*store.k.shape[:2], touched, page, store.k.shape[3])
+        keys_BKPZH = read_lines(store.k, slot_BM[:, None]).reshape(paged)
+        held_BM = slot_BM < store.held(ctx)[:, None]
+        new = self.summarise(keys_BKPZH, held_BM.reshape(-1, touched, page))
+        count_B = jnp.full_like(first_B, touched)
+
+        def write(old: Array, new: Array) -> Array:
+            if new.ndim == 3:
+                return write(old[..., None], new[..., None])[..., 0]
+            return write_rows(old, jnp.swapaxes(new, 1, 2), first_B, count_B)
+
+        return dataclasses.replace(cache, digests=jax.tree.map(write, cache.digests, new))
 
     def attend_selected(
         self,
@@ -349,13 +374,11 @@ class Selecting(Appending):
         ranked_BXP = self.pooled(own, tokens_BP, kv_heads, ctx, sharded=True)
         count_BX = jnp.broadcast_to(count[:, None], ranked_BXP.shape[:2])
         best_BXC = select_large_k(ranked_BXP, count_BX, size=most)
-        scores_BXC = jnp.take_along_axis(ranked_BXP, jnp.maximum(best_BXC, 0), axis=2)
-        scores_BXC = jnp.where(best_BXC >= 0, scores_BXC, -jnp.inf)
+        scores_BXC = listed(ranked_BXP, best_BXC)
         # Shard after shard, each ascending: ties still go to the lowest page.
         pages_BXE = ctx.gather_seq(best_BXC + first, axis=2)
         chosen_BXC = select_large_k(ctx.gather_seq(scores_BXC, axis=2), count_BX, size=most)
-        pages_BXC = jnp.take_along_axis(pages_BXE, jnp.maximum(chosen_BXC, 0), axis=2)
-        return jnp.where(chosen_BXC >= 0, pages_BXC, -1)
+        return listed(pages_BXE, chosen_BXC, -1)
 
     def pooled(
         self,

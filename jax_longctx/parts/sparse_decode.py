@@ -139,9 +139,7 @@ def attend_lists(
 def _kept(lists: Lists, span: Span, store: AppendCache, query_heads: int) -> Int[Array, "B N"]:
     """Tokens that each query head attends."""
     fixed_B = store.length - (span.stop - span.start)
-    pages_BC = lists.pages.reshape(lists.pages.shape[0], -1)  # [B, X * C]
-    tokens_BC = jnp.take_along_axis(span.tokens, jnp.maximum(pages_BC, 0), axis=1)
-    tokens_BC = jnp.where(pages_BC >= 0, tokens_BC, 0)
+    tokens_BC = listed(span.tokens, lists.pages.reshape(len(fixed_B), -1), 0)  # [B, X * C]
     if lists.heads is None:
         tokens_BX = jnp.sum(tokens_BC.reshape(lists.pages.shape), axis=-1)
     else:
@@ -149,3 +147,9 @@ def _kept(lists: Lists, span: Span, store: AppendCache, query_heads: int) -> Int
         tokens_BX = jnp.sum(jnp.where(named_BEK, tokens_BC[..., None], 0), axis=1)
     each = query_heads // tokens_BX.shape[1]
     return fixed_B[:, None] + jnp.repeat(tokens_BX, each, axis=1)
+
+
+def listed(x: Array, lists: Int[Array, "*B C"], none: float = -jnp.inf) -> Array:
+    """Of each listed page or entry what `x` says of it, `none` where a list has -1."""
+    each = jnp.take_along_axis(x, jnp.maximum(lists, 0), axis=-1)
+    return jnp.where(lists >= 0, each, none)

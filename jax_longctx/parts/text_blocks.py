@@ -7,19 +7,10 @@ turns where all blocks have the same. As many blocks as shards need slots for no
 text with its question and answer fits in shards x block. A token beyond gives every shard room for
 a block more, which doubles the cache and leaves shards idle; make the block a little larger.
 
-To keep one block a shard there, question and answer would live in `room` slots more on each. Two
-things are missing for it:
-
-- the engine chooses the slots (`engine.capacity.bucket`, rounded up so that few programs are
-  compiled) and tells `init_cache` those alone, of which 4 blocks with an answer and 4.01 blocks are
-  the same. A method would have to be asked, in an optional duty beside `step_variant`, how many
-  slots a text and a reserve take: shards x (blocks x block + room). All who call `bucket` for a
-  text (engine, footprint, planning, batch) would ask it; an evaluation's common `capacity` too;
-- slots must follow the text after phase 1, for any method to decode over them. A shard's blocks
-  begin at token i x blocks x block but its slots at i x (blocks x block + room), so that `finish`
-  would send the first i x room tokens of shard i to the shard before (one `send_seq` of at most
-  (shards - 1) x room tokens a layer, less than a block) and move the rest down as far, in place.
-  Phase 1 would count positions by blocks, no longer by `seq_offset` of the slots.
+To keep one block a shard there, question and answer would need `room` slots more on each. For it
+the engine would have to ask the method how many slots a text takes (`init_cache` is told the slots
+alone, of which 4 blocks with an answer and 4.01 blocks are the same), and `finish` would have to
+move blocks to where slots follow the text: one `send_seq` of less than a block a layer.
 
 The anchors of the paper's section 4.2 (Table 3), which are read before every block: content
 `constant`, `random` or `shuffled`, or that of the block before (`previous`); positions `previous`

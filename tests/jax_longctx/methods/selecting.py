@@ -14,8 +14,6 @@ from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.methods.resa import Resa
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.parts import residual
-from jax_longctx.parts.page_digests import empty_digests, refresh
-from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.sharding import make_mesh
 
 __all__ = [
@@ -112,13 +110,8 @@ def filled(base: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any) -> Any
     """A selector's cache with these keys and values in it."""
     ctx, shape = plain_context(), layer_shape(q, k)
     store = AppendCache(k, v, lengths, lengths, lengths, lengths)
-    digests = empty_digests(shape, base.page_size, base.summarise)
-    zero = jnp.zeros_like(lengths)
-    if digests is not None:
-        whole = shape.slots * ctx.seq_size
-        digests = refresh(digests, base.summarise, store, zero, whole, base.page_size, ctx)
-    kept = jnp.zeros(q.shape[:2], jnp.int32)
-    return SelectiveCache(store, digests, prompts, kept, zero)
+    cache = base.adopt(base.init_cache(shape).with_store(store), ctx)
+    return dataclasses.replace(cache, prompt=prompts)
 
 
 def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_q: Any) -> Any:

@@ -29,9 +29,8 @@ def ada():
         if (alpha, blend) not in made:
 
             def body(mass, count):
-                return head_budgets.ada_kv(
-                    mass, count, plain_context(), most=MOST, alpha=alpha, blend=blend
-                )
+                part = head_budgets.AdaKV(alpha, blend)
+                return part.entries(mass, count, MOST, plain_context())
 
             made[alpha, blend] = on_one_device(body)
         heads, pages = (np.asarray(x) for x in made[alpha, blend](mass, count))
@@ -102,9 +101,8 @@ def test_the_blend_is_the_authors_rounding(ada):
 
 def test_bu_4_one_head_is_uniform():
     mass = masses()[:, :1]
-    run = on_one_device(
-        lambda m, c: head_budgets.ada_kv(m, c, plain_context(), most=MOST, alpha=0.2, blend=False)
-    )
+    part = head_budgets.AdaKV(alpha=0.2, blend=False)
+    run = on_one_device(lambda m, c: part.entries(m, c, MOST, plain_context()))
     heads, pages = (np.asarray(x) for x in run(mass, COUNT))
     for b in range(2):
         assert sorted(pages[b][pages[b] >= 0]) == best(mass[b, 0], COUNT[b])
@@ -130,7 +128,9 @@ def logs(seed):
 
 def until(epsilon, forced, pages, whole, **options):
     return np.asarray(
-        head_budgets.pages_until(epsilon, *map(jnp.asarray, (forced, pages, whole)), **options)
+        head_budgets.pages_until(
+            epsilon, *map(jnp.asarray, (forced, pages, whole[..., None])), whole=True, **options
+        )
     )
 
 

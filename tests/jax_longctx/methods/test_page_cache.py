@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.studies.arkvale_paged import ArkValePaged, PagedCache
+from jax_longctx.studies.arkvale_paged import ArkValePaged
 from tests.jax_longctx.methods.oracles import selection as oracle
 from tests.jax_longctx.methods.selecting import (
     KV_HEADS,
@@ -28,7 +28,8 @@ def test_pages_enter_are_recalled_and_leave_as_in_the_released_code():
 
     def body(q, k, lengths, resident):
         ctx, ones = plain_context(), jnp.ones(2, jnp.int32)
-        cache = PagedCache(**vars(filled(METHOD, q, k, k, lengths, lengths)), resident=resident)
+        cache = filled(METHOD, q, k, k, lengths, lengths)
+        cache = dataclasses.replace(cache, resident=resident)
         earlier = dataclasses.replace(cache.store, length=lengths - 1)
         span, before = (METHOD.selectable(store, ctx) for store in (cache.store, earlier))
         listed = METHOD.choose(q[:, None], cache, span, ctx).pages

@@ -252,7 +252,8 @@ def test_rs_7_rs_13_growth():
                 valid = jnp.array([1, i < 2], jnp.int32)
                 new_k, new_v = new
                 if mean_key:
-                    background = residual.count_token(background, new_k, valid)
+                    length = background.counted + valid
+                    background = residual.observe(background, None, new_k, valid, length)
                 background = residual.grow(background, new_k, new_v, valid, ctx)
             return background
 
