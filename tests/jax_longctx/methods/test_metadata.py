@@ -1,0 +1,150 @@
+"""What each method says of itself (`MethodInfo`) is what it does."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.contract import decode_segment, step_variant
+from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import bucket
+from jax_longctx.methods import METHODS, make_method
+from tests.small_methods import SMALL
+from tests.support import random_rows, tiny_config, tiny_engine
+
+pytestmark = pytest.mark.thorough
+
+LENGTH, RESERVE = 90, 16
+(CONTEXT,) = random_rows([LENGTH])
+# A question and the first token of its answer. The second's ids lie above 40.
+QUESTIONS = [(random_rows([20], seed=1)[0], 5), ([*range(44, 64)], 43)]
+
+# RESA's estimate of what it does not read has a part of every value.
+READING = {"resa": {"lam": 0.0}}
+
+
+@functools.cache
+def engine_of(name):
+    """One layer, whose attention is sharp: there a decode step reads the embeddings' values."""
+    method = make_method(name, {**SMALL[name], **READING.get(name, {})})
+    engine = tiny_engine(method, config=tiny_config(num_layers=1), chunk=16)
+    attention = engine.params["layers"]["0"]["attn"]
+    attention["q"] = 4 * attention["q"]
+    return engine
+
+
+def read_context(engine, rows, context, question) -> tuple[Any, Any]:
+    """The layer's cache of that many equal rows, and how the programs go on with it."""
+    setup, method = engine.setup, engine.method
+    slots = bucket(len(context) + RESERVE + 1)
+    total = jnp.full(rows, len(context), jnp.int32)
+    (cache,) = programs.init_caches(setup, rows, slots, RESERVE)
+
+    def run(cache, segment):
+        (cache,), logits = programs.run_segment(
+            setup, engine.params, (cache,), segment, total, None, "all"
+        )
+        return cache, np.asarray(logits)
+
+    asked = [question] * rows if method.info.needs_question else None
+    prompt = engine.prompt("context", slots, context=[context] * rows, question=asked)
+    for segment in method.segments(prompt):
+        cache, _ = run(cache, segment)
+    (cache,) = programs.finish_context(setup, (cache,), total, RESERVE)
+    return cache, run
+
+
+def read_question(engine, cache, run, rows, question):
+    """The cache after the question, before it shrinks."""
+    prompt = engine.prompt("question", 0, question=[question] * rows)
+    for segment in engine.method.segments(prompt):
+        cache, _ = run(cache, segment)
+    return cache
+
+
+def num_bytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def tokens_read(engine, question, answer):
+    """(kv head, index in the text) of the context's values that a decode step reads.
+
+    Each row has one value in its cache that is like no other; it is read where the logits of the
+    row are others.
+    """
+    method = engine.method
+    cache, _ = read_context(engine, 1, CONTEXT, question)
+    holder = cache if hasattr(cache, "v") else cache.store
+    heads, slots = holder.v.shape[1:3]
+    rows = heads * slots + 1
+    cache, run = read_context(engine, rows, CONTEXT, question)
+    holder = cache if hasattr(cache, "v") else cache.store
+    head, slot = np.divmod(np.arange(rows - 1), slots)
+    marked = holder.v.at[np.arange(1, rows), head, slot].add(1e8)
+    cache = jax.tree.map(lambda leaf: marked if leaf is holder.v else leaf, cache)
+    cache = method.fork(cache)
+    cache = read_question(engine, cache, run, rows, question)
+    if method.info.shrinks:
+        total = jnp.full(rows, LENGTH, jnp.int32)
+        (cache,) = programs.finish_question(engine.setup, (cache,), total=total, reserve=RESERVE)
+    ones, going = np.ones((rows, 1), np.int32), np.zeros(rows, bool)
+    step = decode_segment(np.full((rows, 1), answer), ones, going, step_variant(method, 1))
+    logits = run(cache, step)[1][:, 0]
+    read = np.abs(logits[1:] - logits[0]).max(axis=1) > 1e-5
+    token = np.asarray(holder.token[0]) if hasattr(holder, "token") else np.arange(slots)
+    token = np.broadcast_to(token, (heads, slots)).ravel()
+    counts = read & (slot < int(holder.length[0])) & (token < LENGTH)
+    return set(zip(head[counts].tolist(), token[counts].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_query_aware_is_whether_two_questions_read_different_tokens(name):
+    engine = engine_of(name)
+    first, second = (tokens_read(engine, *question) for question in QUESTIONS)
+    assert first and second
+    assert (first != second) == engine.method.info.query_aware
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_append_only_is_whether_a_fork_shares_the_buffers(name):
+    engine = engine_of(name)
+    cache, _ = read_context(engine, 1, CONTEXT, QUESTIONS[0][0])
+
+    def buffers(tree):
+        return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.ndim == 4}
+
+    shared = buffers(cache) & buffers(engine.method.fork(cache))
+    holder = cache if hasattr(cache, "v") else cache.store
+    if engine.method.info.append_only:
+        assert shared >= buffers((holder.k, holder.v))
+    else:
+        assert not shared
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_keeps_all_and_shrinks_are_what_becomes_of_the_memory(name):
+    """With a text 200 tokens longer all keys take more of it; what shrinks does for the answer."""
+    engine, (question, _) = engine_of(name), QUESTIONS[0]
+    sizes = []
+    for length in (200, 400):
+        context = engine.prefill(random_rows([length]), reserve=RESERVE, questions=[question])
+        before = num_bytes(context.usable_caches())
+        list(engine.stream(context, [question], max_tokens=1))
+        sizes.append(context.answering_bytes)
+        assert (sizes[-1] < before) == engine.method.info.shrinks
+    # Keys and values of two heads, 8 float32 numbers each.
+    grown = (sizes[1] - sizes[0]) // (2 * 2 * 8 * 4)
+    assert grown >= 128 if engine.method.info.keeps_all else grown == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_needs_question_is_whether_the_context_is_read_beside_it(name):
+    engine, (question, _) = engine_of(name), QUESTIONS[1]
+    context = [token % 40 for token in CONTEXT]
+    prompt = engine.prompt("context", 128, context=[context], question=[question])
+    fed = {token for part in engine.method.segments(prompt) for token in np.ravel(part.tokens)}
+    assert set(context) <= fed
+    assert (set(question) <= fed) == engine.method.info.needs_question
