@@ -146,7 +146,8 @@ class Resa(Selecting):
         background = cache.background
         if self.growth in ("append", "rebuild"):
             queries = q if self.growth == "rebuild" else None
-            background = residual.observe(background, queries, k, valid_B, cache.store.length)
+            length_B = background.counted + valid_B
+            background = residual.observe(background, queries, k, valid_B, length_B)
         if segment.variant == REBUILD:
             background = residual.begin_answer(background, cache.store, valid_B > 0, ctx)
         elif self.growth != "frozen":

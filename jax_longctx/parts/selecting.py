@@ -15,7 +15,6 @@ all scores.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -306,16 +305,18 @@ class Selecting(Appending):
         tokens_BP = jnp.maximum(end_BP - jnp.maximum(first_P, start_B[:, None]), 0)
         return Span(start_B, stop_B, tokens_BP)
 
-    def pages_of(self, prompt: Any, larger: Callable[[Any, int], Any]) -> Any:
-        """Pages of each head under a uniform budget, of an int or of an array by its `larger`."""
-        tokens = self.budget if self.ratio is None else share(self.ratio, prompt)
+    def pages_of(self, prompt: Any) -> Any:
+        """Pages of each head under a uniform budget, for an int or an array of tokens."""
+        tokens, larger = self.budget if self.ratio is None else share(self.ratio, prompt), max
+        if not isinstance(prompt, int):
+            tokens, larger = jnp.broadcast_to(tokens, prompt.shape), jnp.maximum
         if self.count_fixed:
             tokens = larger(tokens - self.sink - self.local, 0)
         return larger(tokens // self.page_size, self.min_pages)
 
     def most_pages(self, slots: int, pages: int) -> int:
         """The largest of `pages_of` for prompts of at most `slots` tokens, within `pages`."""
-        return min(self.pages_of(slots, max), pages)
+        return min(self.pages_of(slots), pages)
 
     def choose(
         self,
@@ -329,8 +330,7 @@ class Selecting(Appending):
         """The pages to attend. `forced`: as in `Candidates`."""
         pages = span.tokens.shape[1]
         most = self.most_pages(pages * self.page_size, pages)
-        count_B = jnp.minimum(self.pages_of(cache.prompt, jnp.maximum), most)
-        count_B = jnp.broadcast_to(count_B, cache.prompt.shape)
+        count_B = jnp.minimum(self.pages_of(cache.prompt), most)
         own_BNP = self.scores(q[:, 0], cache, ctx)
         kv_heads = cache.store.k.shape[1]
         # Of each listed page a score and an index travel.

@@ -131,7 +131,7 @@ class ArkValePaged(ArkVale):
         left_window_BP = (span.tokens > 0) & (self.selectable(earlier, ctx).tokens == 0)
         held_BP = ctx.gather_seq(cache.resident, axis=1) | left_window_BP
         pages = held_BP.shape[1]
-        count_B = jnp.full_like(cache.prompt, min(self.pages_of(0, max), pages))
+        count_B = jnp.full_like(cache.prompt, min(self.pages_of(0), pages))
         chosen_BC = recall(
             self._ranked(q, cache, span, ctx), held_BP, count_B, self.most_pages(0, pages)
         )
