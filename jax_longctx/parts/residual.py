@@ -61,20 +61,6 @@ class Background:
     out: Float[Array, "B M H"] = axes_field("batch", "heads", None)
     logits: Float[Array, "B M S"] | None = axes_field("batch", "heads", "slots")
 
-    def end_context(self) -> "Background":
-        """Remembers the sums, so that `rewind` can return to them."""
-        return dataclasses.replace(
-            self, context_query_sum=self.query_sum, context_key_sum=self.key_sum
-        )
-
-    def rewind(self) -> "Background":
-        """The sums at the end of the context; the rest is made anew with the next question."""
-        return dataclasses.replace(
-            self,
-            query_sum=jnp.array(self.context_query_sum, copy=True),
-            key_sum=jnp.array(self.context_key_sum, copy=True),
-        )
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,19 +70,25 @@ class ResaCache(SelectiveCache):
     background: Background
 
     def end_context(self) -> Any:
-        """Remembers where the context ends, so that `rewind` can return there."""
-        ended = super().end_context()
-        return dataclasses.replace(ended, background=self.background.end_context())
+        """Remembers where the context ends, and the sums there, so that `rewind` can return."""
+        sums = self.background.query_sum, self.background.key_sum
+        background = dataclasses.replace(
+            self.background, context_query_sum=sums[0], context_key_sum=sums[1]
+        )
+        return dataclasses.replace(super().end_context(), background=background)
 
     def rewind(self) -> Any:
         """The cache at the end of the context; the prior is made anew with the next question."""
-        return dataclasses.replace(super().rewind(), background=self.background.rewind())
+        kept = self.background.context_query_sum, self.background.context_key_sum
+        sums = [jnp.array(x, copy=True) for x in kept]
+        background = dataclasses.replace(self.background, query_sum=sums[0], key_sum=sums[1])
+        return dataclasses.replace(super().rewind(), background=background)
 
 
 def empty_background(shape: CacheShape, *, shared: bool, masked: bool) -> Background:
     """Nothing observed. `shared` is one prior for a kv head's group, `masked` stores its logits."""
-    batch, width, priors = shape.batch, shape.head_dim, shape.num_kv_heads
-    priors = priors if shared else shape.num_heads
+    batch, width = shape.batch, shape.head_dim
+    priors = shape.num_kv_heads if shared else shape.num_heads
 
     def zeros(*size: int) -> Array:
         return jnp.zeros((batch, *size), jnp.float32)
