@@ -64,7 +64,7 @@ def test_methods_table_and_json_say_the_same(run):
     assert [record["name"] for record in records] == list(METHODS)
     for name, record in zip(METHODS, records, strict=True):
         assert name in table
-        assert record["summary"] == METHODS[name].info.summary
+        assert record["summary"] == METHODS[name].summary
         shown = " ".join(run("methods", name).stdout.split())
         assert record["source"] in shown and record["summary"] in shown
         for setting in record["settings"]:
