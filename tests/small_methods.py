@@ -32,12 +32,15 @@ _SMALL: dict[str, _Settings] = {
     "snapkv": {"budget": 48, "window": 8},
     "refreshkv": {"budget": 48, "stride": 3, "schedule": "fixed"},
     "star": {"block": 32},
+    "star-released-mask": {"block": 32},
+    "arkvale-paged": {"budget": 16, "page_size": 8, "local": 16, "resident": 32},
 }
 _EVERYTHING: dict[str, _Settings] = {
     "reattention": _REATTENTION | {"local_size": 100, "kept": 4},
     "infllm": _INFLLM | {"n_local": 100},
     "infllm-accounted": _INFLLM | {"n_local": 100},
     "star": {"block": 128},
+    "star-released-mask": {"block": 128},
 }
 
 

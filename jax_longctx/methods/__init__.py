@@ -44,6 +44,8 @@ class _Classes(UserDict[str, Any]):
 
 # Emulations of published code, for studies of parity.
 _STUDIES = {
+    "arkvale-paged": "jax_longctx.studies.arkvale_paged",
+    "star-released-mask": "jax_longctx.studies.star_released_mask",
     "infllm-accounted": "jax_longctx.studies.infllm_accounted",
 }
 

@@ -33,7 +33,6 @@ from jax_longctx.contract import (
     CacheShape,
     LayerContext,
     Prompt,
-    Registered,
     Segment,
     mark_ends,
     method,
@@ -43,23 +42,19 @@ from jax_longctx.methods.arkvale import ArkVale, Digest
 from jax_longctx.methods.ideal_topk import IdealTopK
 from jax_longctx.methods.quest import Quest
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.parts import residual, selection
-from jax_longctx.parts.appending import Appending
+from jax_longctx.parts import residual
 from jax_longctx.parts.residual import ResaCache
-from jax_longctx.parts.selectors import SelectiveCache
-from jax_longctx.parts.sparse_decode import attend_selected, most_pages
-
-__all__ = ["Resa"]
+from jax_longctx.parts.selecting import Selecting
 
 # The variant of decode steps that make the prior anew.
 REBUILD = "rebuild"
 
 
 @method(source="RESA, section 4")
-class Resa(Registered):
+class Resa(Selecting):
     """Sparse decode over selected tokens, the others estimated from the mean query.
 
-    Attributes: those of every selector (see `selectors.Selector`), and
+    Attributes:
       selector: which.
       digest: ArkVale's.
       lam: how much the residual counts, 0 (plain sparse attention) to 1.
@@ -77,23 +72,10 @@ class Resa(Registered):
     growth: Literal["append", "append-fixed-mean", "frozen", "rebuild"] = "append"
     rebuild_every: int = 32
     prior_group: Literal["query_head", "mean"] = "query_head"
-    budget: int = 1024
-    ratio: float | None = None
     page_size: int | None = None
-    sink: int = 4
-    local: int = 64
-    count_fixed: bool = False
-    granularity: selection.Granularity = "query_head"
-    allocation: selection.Allocation = "uniform"
-    alpha: float = 0.2
-    epsilon: float = 0.95
-
-    phase = "decode"
-    query_aware = True
-    keeps_all = True
-    append_only = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.lam <= 1:
             raise ConfigError(f"resa: lam must be from 0 to 1, got {self.lam}")
         if self.page_size not in (None, 1) and self.selector == "ideal":
@@ -107,10 +89,10 @@ class Resa(Registered):
         _ = self.base
 
     @property
-    def base(self) -> Quest | ArkVale | IdealTopK:
+    def base(self) -> Selecting:
         """The selector, with this method's settings."""
-        own, ideal = ({f.name for f in dataclasses.fields(x)} for x in (self, IdealTopK))
-        shared: dict[str, Any] = {name: getattr(self, name) for name in own & ideal}
+        names = (field.name for field in dataclasses.fields(Selecting))
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.selector == "ideal":
             return IdealTopK(**shared)
         if self.page_size is not None:
@@ -120,18 +102,18 @@ class Resa(Registered):
         return Quest(**shared)
 
     def validate(self, config: ModelConfig) -> None:
-        """Every model can be read sparsely."""
+        """Every model can be read sparsely, and every stop test has its prior."""
 
-    def init_cache(self, shape: CacheShape) -> ResaCache | AppendCache:
-        selective = selection.init_cache(self.base, shape)
-        if isinstance(selective, AppendCache):
-            return selective
+    def init_cache(self, shape: CacheShape) -> Any:
+        cache = self.base.init_cache(shape)
+        if isinstance(cache, AppendCache):
+            return cache
         shared, masked = self.prior_group == "mean", self.growth == "frozen"
         background = residual.empty_background(shape, shared=shared, masked=masked)
-        return ResaCache(selective, background)
+        return ResaCache(**vars(cache), background=background)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        segments = Appending().segments(prompt)
+        segments = super().segments(prompt)
         return mark_ends(segments) if prompt.stage == "question" else segments
 
     def step_variant(self, step: int) -> str:
@@ -140,67 +122,63 @@ class Resa(Registered):
         return REBUILD if due else ""
 
     def attend(
-        self, new: QKV, cache: ResaCache | AppendCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, ResaCache | AppendCache]:
-        q, k, v = new
-        if isinstance(cache, AppendCache):
-            return Appending().attend(new, cache, segment, ctx)
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
+        if not isinstance(cache, ResaCache):
+            return self.base.attend(new, cache, segment, ctx)
         if segment.role == "decode":
-            return self._decode(q, k, v, cache, segment, ctx)
-        positions_BT = cache.selective.store.position[:, None] + jnp.arange(q.shape[1])
+            return self._decode(new, cache, segment, ctx)
+        q, k, _ = new
+        positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         rotated = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
-        part, selective = selection.read_exactly(self.base, new, cache.selective, segment, ctx)
-        store = selective.store
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        part, cache = self.base.attend(new, cache, segment, ctx)
+        store, valid_B = cache.store, segment.valid_of(CHUNK_ROWS)
         background = residual.observe(cache.background, *rotated, valid_B, store.length)
         if segment.variant == ENDS:
             background = residual.begin_answer(background, store, segment.ends, ctx)
-        return part, ResaCache(selective, background)
+        return part, dataclasses.replace(cache, background=background)
 
     def _decode(
-        self, q: Array, k: Array, v: Array, cache: ResaCache, segment: Segment, ctx: LayerContext
+        self, new: QKV, cache: ResaCache, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, ResaCache]:
         base, valid_B = self.base, segment.valid_of(CHUNK_ROWS)
-        q, k, selective = selection.append_token(base, q, k, v, cache.selective, segment, ctx)
+        q, k, cache = base.append_token(new, cache, segment, ctx)
         background = cache.background
         if self.growth in ("append", "rebuild"):
             queries = q if self.growth == "rebuild" else None
-            background = residual.count_token(background, k, valid_B, queries)
+            length_B = background.counted + valid_B
+            background = residual.observe(background, queries, k, valid_B, length_B)
         if segment.variant == REBUILD:
-            background = residual.begin_answer(background, selective.store, valid_B > 0, ctx)
+            background = residual.begin_answer(background, cache.store, valid_B > 0, ctx)
         elif self.growth != "frozen":
-            background = residual.grow(background, k, v, valid_B, ctx)
+            background = residual.grow(background, k, new[2], valid_B, ctx)
         prior = residual.prior_of(background, q, ctx)
-        chosen = attend_selected(base, q, selective, ctx, prior)
-        everything_BN = chosen.kept == selective.store.length[:, None]
+        chosen = base.attend_selected(q, cache, ctx, prior)
+        everything_BN = chosen.kept == cache.store.length[:, None]
         literal = self.lambda_mode == "paper_literal"
-        out, lse = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=literal)
-        return (out, lse), ResaCache(selection.counted(selective, chosen, segment), background)
+        part = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=literal)
+        return part, dataclasses.replace(cache.counted(chosen, valid_B), background=background)
 
-    def adopt(self, cache: ResaCache, ctx: LayerContext) -> ResaCache:
+    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
         """The cache whose store another method's prefill has filled."""
-        selective = selection.adopt(self.base, cache.selective, ctx)
-        assert isinstance(selective, SelectiveCache)
-        return ResaCache(selective, residual.adopt(cache.background, cache.store, ctx))
+        if isinstance(cache, AppendCache):
+            return cache
+        background = residual.adopt(cache.background, cache.store, ctx)
+        return dataclasses.replace(self.base.adopt(cache, ctx), background=background)
 
     def recall_queries(self, cache: ResaCache, total: Float[Array, "B N H"]) -> ResaCache:
         """The adopted cache with the sum of the text's queries, of which mu_q is the mean."""
         background = dataclasses.replace(cache.background, query_sum=total)
-        return ResaCache(cache.selective, background)
+        return dataclasses.replace(cache, background=background)
 
-    finish = selection.finish
-    fork = selection.fork
-
-    def read_bytes(self, cache: ResaCache | AppendCache, length: int) -> int:
-        if isinstance(cache, AppendCache):
-            return Appending().read_bytes(cache, length)
-        read = self.base.read_bytes(cache.selective, length)
-        store, logits = cache.selective.store, cache.background.logits
-        slots, page = store.k.shape[2], self.base.page_size
+    def read_bytes(self, cache: Any, length: int) -> int:
+        read = self.base.read_bytes(cache, length)
+        if not isinstance(cache, ResaCache):
+            return read
+        store, logits = cache.store, cache.background.logits
         if logits is not None:
-            pages = most_pages(self.base, length, slots // page)
-            tokens = min(pages * page + self.base.sink + self.base.local, length)
-            read += tokens * logits.nbytes // slots
+            slots = store.k.shape[2]
+            read += self.base.attended(length, slots) * logits.nbytes // slots
         if self.growth == "rebuild":
             # All keys and values, once in so many steps.
             read += (store.k.nbytes + store.v.nbytes) // self.rebuild_every

@@ -24,7 +24,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
@@ -34,7 +34,6 @@ from jax_longctx.contract import (
     LayerContext,
     PrefillWork,
     Prompt,
-    Registered,
     Segment,
     method,
     spread_segment,
@@ -45,11 +44,11 @@ from jax_longctx.parts.appending import Appending, refuse_windows
 from pallas_kernels.lse import merge, side_by_side
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
-__all__ = ["Ring"]
+Pair = tuple[Array, Array]  # keys and values
 
 
 @method(source="Liu et al. 2023, section 3")
-class Ring(Registered):
+class Ring(Appending):
     """Exact attention, the context spread over the devices, keys sent around a ring.
 
     Attributes:
@@ -61,8 +60,6 @@ class Ring(Registered):
     hops: int = -1
 
     phase = "prefill"
-    keeps_all = True
-    append_only = True
 
     def __post_init__(self) -> None:
         if self.hops < -1:
@@ -78,7 +75,7 @@ class Ring(Registered):
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "question":
-            return Appending().segments(prompt)
+            return super().segments(prompt)
         rows, shards = prompt.context or (), prompt.shards
         if not any(rows):
             return ()
@@ -95,29 +92,36 @@ class Ring(Registered):
     def prefill_work(self, prompt: Prompt) -> PrefillWork:
         """As `jax-longctx plan` asks; the last shard attends to the most."""
         (row,), shards = prompt.context or ((),), prompt.shards
-        length, own = len(row), len(row) / shards
-        hops = shards - 1 if self.hops < 0 else min(self.hops, shards - 1)
+        length, own, hops = len(row), len(row) / shards, self._hops(shards)
         if self.order == "zigzag":
             # Keys and values go back to the order of the text, one hop more.
             return PrefillWork(own, own * length / 2, (hops + 1) * own, hops + 1)
         return PrefillWork(own, own * own * (hops + 0.5), hops * own, hops)
 
+    def _hops(self, shards: int) -> int:
+        return shards - 1 if self.hops < 0 else min(self.hops, shards - 1)
+
     def attend(
         self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, AppendCache]:
-        q, k, v = new
         if not segment.spread:
-            return Appending().attend(new, cache, segment, ctx)
-        size, dtype = q.shape[1], q.dtype
+            return super().attend(new, cache, segment, ctx)
+        q, k, v = new
+        size, rank, zigzag = q.shape[1], ctx.seq_index, self.order == "zigzag"
         length_B = ctx.psum_seq(segment.valid_of(CHUNK_ROWS))
-        index_T = _positions(size, ctx, zigzag=self.order == "zigzag")
-        at_BT = jnp.broadcast_to(index_T, q.shape[:2])
+        # Where this shard's tokens stand in the text.
+        index_T = jnp.arange(size)
+        at_T = rank * size + index_T
+        if zigzag:
+            half = size // 2
+            last = (2 * ctx.seq_size - 1 - rank) * half
+            at_T = jnp.where(index_T < half, rank * half + index_T, last + index_T - half)
+        at_BT = jnp.broadcast_to(at_T, q.shape[:2])
         q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
         keys, values = (jnp.swapaxes(x, 1, 2) for x in (k, v))
-        if self.order == "contiguous":
-            out, lse = self._contiguous(q, k, v, (keys, values), length_B, ctx)
-        else:
-            out, lse = _zigzag(q, k, v, (keys, values), length_B, ctx)
+        read = _zigzag if zigzag else self._contiguous
+        out, lse = read(q, k, v, (keys, values), length_B, ctx)
+        if zigzag:
             keys, values = (_in_order(x, ctx) for x in (keys, values))
         store = dataclasses.replace(
             cache,
@@ -126,73 +130,41 @@ class Ring(Registered):
             length=length_B,
             position=length_B,
         )
-        return (out.astype(dtype), lse), store
+        return (out.astype(new[0].dtype), lse), store
 
     def _contiguous(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        here: tuple[Array, Array],
-        length: Array,
-        ctx: LayerContext,
+        self, q: Array, k: Array, v: Array, here: Pair, length: Array, ctx: LayerContext
     ) -> Attended:
         """Shard r attends itself, then shards r - 1, r - 2, ... as their keys come by."""
-        size, rank, shards = q.shape[1], ctx.seq_index, ctx.seq_size
-        found = _wide(causal_attention(q, k, v, scale=ctx.scale))
-        hops = shards - 1 if self.hops < 0 else min(self.hops, shards - 1)
-        for hop in range(1, hops + 1):
+        size = q.shape[1]
+        found = _within(q, k, v, ctx)
+        for hop in range(1, self._hops(ctx.seq_size) + 1):
             here = _passed_on(here, ctx)
-            source = rank - hop
+            source = ctx.seq_index - hop
             held_B = jnp.clip(length - source * size, 0, size)
-            found = _with(found, source >= 0, q, here, held_B, ctx)
+
+            def attend(found: Attended, here: Pair = here, held: Array = held_B) -> Attended:
+                return merge([found, cache_attention(q, *here, held, scale=ctx.scale)])
+
+            # No collective within: a shard that sees nothing does nothing.
+            found = jax.lax.cond(source >= 0, attend, lambda found: found, found)
         return found
 
-    # The storage is full attention's.
-    init_cache = Appending.init_cache
-    finish = Appending.finish
-    fork = Appending.fork
-    read_bytes = Appending.read_bytes
 
-
-def _positions(size: int, ctx: LayerContext, *, zigzag: bool) -> Int[Array, " T"]:
-    """Where this shard's tokens stand in the text."""
-    index_T, rank = jnp.arange(size), ctx.seq_index
-    if not zigzag:
-        return rank * size + index_T
-    half = size // 2
-    last = (2 * ctx.seq_size - 1 - rank) * half
-    return jnp.where(index_T < half, rank * half + index_T, last + index_T - half)
-
-
-def _wide(part: Attended) -> Attended:
-    """A partial result that is merged in float32, as many times as there are shards."""
-    out, lse = part
+def _within(q: Array, k: Array, v: Array, ctx: LayerContext) -> Attended:
+    """A shard's own part, in float32: it is merged as many times as there are shards."""
+    out, lse = causal_attention(q, k, v, scale=ctx.scale)
     return out.astype(jnp.float32), lse
 
 
-def _passed_on(kv: tuple[Array, Array], ctx: LayerContext) -> tuple[Array, Array]:
+def _passed_on(kv: Pair, ctx: LayerContext) -> Pair:
     """The keys and values of the shard before, which sent on its own."""
     onward = [(s + 1) % ctx.seq_size for s in range(ctx.seq_size)]
     k, v = (ctx.send_seq(x, onward) for x in kv)
     return k, v
 
 
-def _with(
-    found: Attended, sees: Array, q: Array, kv: tuple[Array, Array], held: Array, ctx: LayerContext
-) -> Attended:
-    """`found` and the attention to the first `held[b]` of these keys, if this shard sees them."""
-
-    def attend() -> Attended:
-        return merge([found, cache_attention(q, *kv, held, scale=ctx.scale)])
-
-    # No collective within: a shard that sees nothing does nothing.
-    return jax.lax.cond(sees, attend, lambda: found)
-
-
-def _zigzag(
-    q: Array, k: Array, v: Array, here: tuple[Array, Array], length: Array, ctx: LayerContext
-) -> Attended:
+def _zigzag(q: Array, k: Array, v: Array, here: Pair, length: Array, ctx: LayerContext) -> Attended:
     """Pieces r and 2R - 1 - r here; from every other shard half of the products is due."""
     half, rank, shards = q.shape[1] // 2, ctx.seq_index, ctx.seq_size
 
@@ -201,7 +173,7 @@ def _zigzag(
 
     # In the order of the text within the shard: what is causal in slots is causal.
     low, high = (
-        _wide(causal_attention(*(x[:, part] for x in (q, k, v)), scale=ctx.scale))
+        _within(q[:, part], k[:, part], v[:, part], ctx)
         for part in (slice(0, half), slice(half, None))
     )
     first_k, first_v = (x[:, :, :half] for x in here)
@@ -212,16 +184,12 @@ def _zigzag(
         here = _passed_on(here, ctx)
         source = (rank - hop) % shards
 
-        def from_before(
-            found: Attended = found, here: Attended = here, source: Array = source
-        ) -> Attended:
+        def from_before(found: Attended, here: Pair = here, source: Array = source) -> Attended:
             """All queries see the first piece of a shard before, none its last."""
             k, v = (x[:, :, :half] for x in here)
             return merge([found, cache_attention(q, k, v, held(source), scale=ctx.scale)])
 
-        def from_behind(
-            found: Attended = found, here: Attended = here, source: Array = source
-        ) -> Attended:
+        def from_behind(found: Attended, here: Pair = here, source: Array = source) -> Attended:
             """The last piece's queries see both pieces of a shard behind, the others none."""
             held_B = held(source) + held(2 * shards - 1 - source)
             out, lse = found
@@ -229,7 +197,7 @@ def _zigzag(
             more = cache_attention(q[:, half:], *here, held_B, scale=ctx.scale)
             return side_by_side(low, merge([high, more]))
 
-        found = jax.lax.cond(source < rank, from_before, from_behind)
+        found = jax.lax.cond(source < rank, from_before, from_behind, found)
     return found
 
 

@@ -23,7 +23,7 @@ Cost on a shard with n blocks of b tokens, anchor a: (a + n b) tokens through th
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,7 @@ from jax_longctx.contract import (
     CacheShape,
     LayerContext,
     Method,
-    PrefillWork,
     Prompt,
-    Registered,
     Segment,
     Stage,
     method,
@@ -48,70 +46,35 @@ from jax_longctx.contract import (
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.parts import adopting, star_blocks, star_parity
-from jax_longctx.parts.adopting import Adopting, Remembering
 from jax_longctx.parts.appending import refuse_windows
-from jax_longctx.parts.star_blocks import ANCHOR, SENDS
-from jax_longctx.parts.star_cache import StarCache, empty_star_cache, with_queries
+from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Adopting, Blocks, Remembering, StarCache
 from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
-__all__ = ["Star"]
-
-_FULL = Full()
-
 
 @method(source="Acharya et al. 2024, section 2")
-class Star(Registered):
+class Star(Blocks):
     """The context in blocks side by side, each behind an anchor, one block a device.
 
     Attributes:
-      block: b, tokens of a block. The paper takes a quarter of the text, at most 32,768.
-      anchor: a, tokens of the anchor; a whole block unless given, 0 for none.
-      anchor_kv: `recompute` reads the anchor on every shard, `broadcast` sends its keys.
-      content, positions: of the anchor; `first` is Star Attention, the others are ablations.
-      constant: the token of content=constant.
-      seed: of the random and shuffled anchors.
       decode: the method of phase 2.
-      compat_bottom_right_mask: hides what the authors' code hides from a question (`star_parity`).
     """
 
-    block: int = 32768
-    anchor: int | None = None
-    anchor_kv: Literal["recompute", "broadcast"] = "recompute"
-    content: Literal["first", "previous", "constant", "random", "shuffled"] = "first"
-    positions: Literal["first", "previous", "random"] = "first"
-    constant: int = 0
-    seed: int = 0
-    decode: Method = _FULL
-    compat_bottom_right_mask: bool = False
-
-    phase = "prefill"
-    keeps_all = True
-    append_only = True
+    decode: Method = Full()
 
     def __post_init__(self) -> None:
-        star_blocks.check(self)
+        super().__post_init__()
         if not isinstance(self.decode, Adopting):
             raise ConfigError(
                 f"star: {type(self.decode).__name__} cannot decode over blocks read elsewhere; "
                 f"choose one of full, quest, arkvale, ideal-topk, resa, refreshkv"
             )
-        page = adopting.page_size(self.decode)
+        # Slots that it summarises together, which no other may cut.
+        page = getattr(getattr(self.decode, "base", self.decode), "page_size", 1)
         if self.block % page:
             raise ConfigError(
                 f"star: block {self.block} must be whole pages of {page} tokens (decode.page_size)"
             )
-        if self.compat_bottom_right_mask and self.decode != _FULL:
-            raise ConfigError(
-                "star: compat_bottom_right_mask is of the authors' code, which decodes by full "
-                "attention; set decode=full"
-            )
-
-    @property
-    def anchor_size(self) -> int:
-        """a, in tokens."""
-        return self.block if self.anchor is None else self.anchor
 
     def validate(self, config: ModelConfig) -> None:
         refuse_windows("star", config)
@@ -122,26 +85,15 @@ class Star(Registered):
             )
 
     def init_cache(self, shape: CacheShape) -> StarCache:
-        return empty_star_cache(self, shape)
+        return self.empty_cache(shape, self.decode)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        if prompt.stage == "question":
-            if self.compat_bottom_right_mask:
-                # The mask is that of a question read at once.
-                longest = max(map(len, prompt.question or ()), default=0)
-                prompt = dataclasses.replace(prompt, chunk=max(prompt.chunk, longest))
-            return self.decode.segments(prompt)
-        return star_blocks.segments(self, prompt)
-
-    def prefill_work(self, prompt: Prompt) -> PrefillWork:
-        """As `jax-longctx plan` asks."""
-        return star_blocks.prefill_work(self, prompt)
+        of = self.decode if prompt.stage == "question" else super()
+        return of.segments(prompt)
 
     def attend(
         self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, Any]:
-        if segment.role == "query" and self.compat_bottom_right_mask:
-            return star_parity.read_question(new, cache, segment, ctx)
         if not segment.spread:
             return self.decode.attend(new, cache, segment, ctx)
         valid_B = segment.valid_of(CHUNK_ROWS)
@@ -157,7 +109,7 @@ class Star(Registered):
         start_B = cache.anchored[:, 0] % self.anchor_size
         index_BT = start_B[:, None] + jnp.arange(q.shape[1])
         longest = cache.decode.store.k.shape[2] * ctx.seq_size
-        at_BT = star_blocks.anchor_positions(self, index_BT, self._block_of(cache, ctx), longest)
+        at_BT = self.anchor_positions(index_BT, self._block_of(cache, ctx), longest)
         q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
         kept = cache.anchor_k, cache.anchor_v
         earlier = cache_attention(q, *kept, start_B, scale=ctx.scale)
@@ -174,13 +126,7 @@ class Star(Registered):
         return ctx.seq_index * each + cache.filled[:, 0] // self.block
 
     def _read_block(
-        self,
-        new: QKV,
-        cache: StarCache,
-        valid: Array,
-        ctx: LayerContext,
-        *,
-        sends: bool,
+        self, new: QKV, cache: StarCache, valid: Array, ctx: LayerContext, *, sends: bool
     ) -> tuple[Attended, StarCache]:
         """A part of each shard's block: attends the anchor, the block so far, and itself."""
         q, k, v = new
@@ -211,13 +157,9 @@ class Star(Registered):
             k=write_rows(store.k, k, filled_B, valid),
             v=write_rows(store.v, v, filled_B, valid),
         )
-        cache = dataclasses.replace(
-            cache,
-            decode=cache.decode.with_store(store),
-            filled=(filled_B + valid)[:, None],
-            queries=with_queries(cache.queries, q, valid),
-        )
-        return merge(parts), cache
+        decode = cache.decode.with_store(store)
+        cache = dataclasses.replace(cache, decode=decode, filled=(filled_B + valid)[:, None])
+        return merge(parts), cache.observed(q, valid)
 
     def _sent(
         self, k: Array, v: Array, cache: StarCache, valid: Array, ctx: LayerContext

@@ -74,6 +74,7 @@ class Appending(Registered):
         return merge([earlier, within]), cache
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
+        """A kind may keep another cache, which can go back to the end of its context too."""
         return cache.end_context()
 
     def fork(self, cache: Any) -> Any:

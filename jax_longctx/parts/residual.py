@@ -22,6 +22,7 @@ is.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,23 +30,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, where_rows
 from jax_longctx.contract import CacheShape, LayerContext
-from jax_longctx.parts.selectors import Prior, SelectiveCache
-from jax_longctx.parts.sparse_decode import Selected
+from jax_longctx.parts.selecting import SelectiveCache
+from jax_longctx.parts.sparse_decode import Prior, Selected
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import decode_logits
-
-__all__ = [
-    "Background",
-    "ResaCache",
-    "adopt",
-    "begin_answer",
-    "combine",
-    "count_token",
-    "empty_background",
-    "grow",
-    "observe",
-    "prior_of",
-]
 
 
 @jax.tree_util.register_dataclass
@@ -73,84 +61,71 @@ class Background:
     out: Float[Array, "B M H"] = axes_field("batch", "heads", None)
     logits: Float[Array, "B M S"] | None = axes_field("batch", "heads", "slots")
 
-    def end_context(self) -> "Background":
-        """Remembers the sums, so that `rewind` can return to them."""
-        return dataclasses.replace(
-            self, context_query_sum=self.query_sum, context_key_sum=self.key_sum
-        )
-
-    def rewind(self) -> "Background":
-        """The sums at the end of the context; the rest is made anew with the next question."""
-        return dataclasses.replace(
-            self,
-            query_sum=jnp.array(self.context_query_sum, copy=True),
-            key_sum=jnp.array(self.context_key_sum, copy=True),
-        )
-
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ResaCache:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResaCache(SelectiveCache):
     """A selector's cache and the prior."""
 
-    selective: SelectiveCache
     background: Background
 
-    @property
-    def store(self) -> AppendCache:
-        """All keys and values."""
-        return self.selective.store
+    def end_context(self) -> Any:
+        """Remembers where the context ends, and the sums there, so that `rewind` can return."""
+        sums = self.background.query_sum, self.background.key_sum
+        background = dataclasses.replace(
+            self.background, context_query_sum=sums[0], context_key_sum=sums[1]
+        )
+        return dataclasses.replace(super().end_context(), background=background)
 
-    def with_store(self, store: AppendCache) -> "ResaCache":
-        """The cache around another store."""
-        return ResaCache(self.selective.with_store(store), self.background)
-
-    def end_context(self) -> "ResaCache":
-        """Remembers where the context ends, so that `rewind` can return there."""
-        return ResaCache(self.selective.end_context(), self.background.end_context())
-
-    def rewind(self) -> "ResaCache":
+    def rewind(self) -> Any:
         """The cache at the end of the context; the prior is made anew with the next question."""
-        return ResaCache(self.selective.rewind(), self.background.rewind())
+        kept = self.background.context_query_sum, self.background.context_key_sum
+        sums = [jnp.array(x, copy=True) for x in kept]
+        background = dataclasses.replace(self.background, query_sum=sums[0], key_sum=sums[1])
+        return dataclasses.replace(super().rewind(), background=background)
 
 
 def empty_background(shape: CacheShape, *, shared: bool, masked: bool) -> Background:
     """Nothing observed. `shared` is one prior for a kv head's group, `masked` stores its logits."""
-    queries = (shape.batch, shape.num_heads, shape.head_dim)
-    keys = (shape.batch, shape.num_kv_heads, shape.head_dim)
+    batch, width = shape.batch, shape.head_dim
     priors = shape.num_kv_heads if shared else shape.num_heads
-    each = (shape.batch, priors)
+
+    def zeros(*size: int) -> Array:
+        return jnp.zeros((batch, *size), jnp.float32)
+
     return Background(
-        jnp.zeros(queries, jnp.float32),
-        jnp.zeros(keys, jnp.float32),
-        jnp.zeros(queries, jnp.float32),
-        jnp.zeros(keys, jnp.float32),
-        jnp.zeros((shape.batch,), jnp.int32),
-        jnp.zeros((*each, shape.head_dim), shape.dtype),
-        jnp.zeros(each, jnp.float32),
-        jnp.zeros((*each, shape.head_dim), jnp.float32),
-        jnp.zeros((*each, shape.slots), jnp.float32) if masked else None,
+        query_sum=zeros(shape.num_heads, width),
+        key_sum=zeros(shape.num_kv_heads, width),
+        context_query_sum=zeros(shape.num_heads, width),
+        context_key_sum=zeros(shape.num_kv_heads, width),
+        counted=jnp.zeros(batch, jnp.int32),
+        mean=zeros(priors, width).astype(shape.dtype),
+        lse=zeros(priors),
+        out=zeros(priors, width),
+        logits=zeros(priors, shape.slots) if masked else None,
     )
 
 
 def observe(
     background: Background,
-    q: Float[Array, "B T N H"],
+    q: Float[Array, "B T N H"] | None,
     k: Float[Array, "B T K H"],
     valid: Int[Array, " B"],
     length: Int[Array, " B"],
 ) -> Background:
-    """Adds each row's first `valid[b]` rotated queries and keys; it has length[b] tokens now."""
-    held = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
-    query_sum, key_sum = (
-        jnp.sum(jnp.where(held, x.astype(jnp.float32), 0.0), axis=1) for x in (q, k)
-    )
-    return dataclasses.replace(
-        background,
-        query_sum=background.query_sum + query_sum,
-        key_sum=background.key_sum + key_sum,
-        counted=length,
-    )
+    """Adds each row's first `valid[b]` rotated keys, and queries if given.
+
+    The row has length[b] tokens now.
+    """
+    held = (jnp.arange(k.shape[1]) < valid[:, None])[..., None, None]
+
+    def added(total: Array, new: Array | None) -> Array:
+        if new is None:
+            return total
+        return total + jnp.sum(jnp.where(held, new.astype(jnp.float32), 0.0), axis=1)
+
+    query_sum, key_sum = added(background.query_sum, q), added(background.key_sum, k)
+    return dataclasses.replace(background, query_sum=query_sum, key_sum=key_sum, counted=length)
 
 
 def adopt(background: Background, store: AppendCache, ctx: LayerContext) -> Background:
@@ -161,14 +136,6 @@ def adopt(background: Background, store: AppendCache, ctx: LayerContext) -> Back
     return dataclasses.replace(background, key_sum=total_BKH, counted=store.length)
 
 
-def _mean_query(background: Background) -> Float[Array, "B M H"]:
-    """mu_q of the queries observed so far, over a group where it shares a prior."""
-    mean_BNH = background.query_sum / jnp.maximum(background.counted, 1)[:, None, None]
-    batch, priors, width = background.mean.shape
-    mean_BMH = jnp.mean(mean_BNH.reshape(batch, priors, -1, width), axis=2)  # [B, M, N / M, H]
-    return mean_BMH.astype(background.mean.dtype)
-
-
 def begin_answer(
     background: Background, store: AppendCache, rows: Bool[Array, " B"], ctx: LayerContext
 ) -> Background:
@@ -177,14 +144,18 @@ def begin_answer(
     The queries and keys in the sums must be those of all tokens of the store.
     """
     slots, kv_heads = store.k.shape[2], store.k.shape[1]
-    mean_BMH = _mean_query(background)
+    # mu_q of the queries observed so far, over a group where it shares a prior.
+    mean_BNH = background.query_sum / jnp.maximum(background.counted, 1)[:, None, None]
+    batch, priors, width = background.mean.shape
+    mean_BMH = jnp.mean(mean_BNH.reshape(batch, priors, -1, width), axis=2)  # [B, M, N / M, H]
+    mean_BMH = mean_BMH.astype(background.mean.dtype)
     logits_BMS = decode_logits(mean_BMH[:, None], store.k, store.held(ctx), scale=ctx.scale)
     top_BM1 = jnp.max(logits_BMS, axis=-1, keepdims=True)
     top_BM1 = jnp.maximum(top_BM1, jnp.finfo(jnp.float32).min)
     weights_BMS = jnp.exp(logits_BMS - top_BM1)
     total_BM1 = jnp.sum(weights_BMS, axis=-1, keepdims=True)
     # o0 stays in float32, which the doors of decode attention do not return for bfloat16 values.
-    weights_BKGS = weights_BMS.reshape(len(rows), kv_heads, -1, slots).astype(store.v.dtype)
+    weights_BKGS = weights_BMS.reshape(batch, kv_heads, -1, slots).astype(store.v.dtype)
     sums_BKGH = jnp.einsum(
         "BKGS,BKSH->BKGH", weights_BKGS, store.v, preferred_element_type=jnp.float32
     )
@@ -199,25 +170,6 @@ def begin_answer(
         logits=None if background.logits is None else logits_BMS,
     )
     return where_rows(rows, begun, background)
-
-
-def count_token(
-    background: Background,
-    k: Float[Array, "B 1 K H"],
-    valid: Int[Array, " B"],
-    q: Float[Array, "B 1 N H"] | None = None,
-) -> Background:
-    """A generated token's rotated key joins mu_k, and its query the sum of the queries if given."""
-    new_B11 = (valid > 0)[:, None, None]
-
-    def added(total: Array, new: Array) -> Array:
-        return total + jnp.where(new_B11, new[:, 0].astype(jnp.float32), 0.0)
-
-    query_sum = background.query_sum if q is None else added(background.query_sum, q)
-    key_sum = added(background.key_sum, k)
-    return dataclasses.replace(
-        background, query_sum=query_sum, key_sum=key_sum, counted=background.counted + valid
-    )
 
 
 def grow(

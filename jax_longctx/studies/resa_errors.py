@@ -25,8 +25,7 @@ from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import InputError
 from jax_longctx.methods.resa import Resa
-from jax_longctx.parts.selectors import SelectiveCache
-from jax_longctx.parts.sparse_decode import choose, selectable
+from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.studies.attention import Recorded, Recorder
 
 LAMS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -167,9 +166,9 @@ def _kept(
     held_BS = jnp.arange(slots) < store.length[:, None]
     digests = base.summarise(paged, held_BS.reshape(batch, pages, base.page_size))
     nothing = jnp.zeros((batch, heads), jnp.int32)
-    cache = SelectiveCache(store, digests, prompt, nothing, prompt, None)
-    span = selectable(base, store, ctx)
-    lists = choose(base, q, cache, span, ctx, None, None)
+    cache = SelectiveCache(store, digests, prompt, nothing, prompt)
+    span = base.selectable(store, ctx)
+    lists = base.choose(q, cache, span, ctx)
     row_BC = jnp.arange(batch)[:, None]
     if lists.heads is None:
         shape = lists.pages.shape

@@ -13,9 +13,7 @@ from jax_longctx.caches import AppendCache
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.methods.resa import Resa
 from jax_longctx.models.config import RopeConfig
-from jax_longctx.parts import residual, selection
-from jax_longctx.parts.digests import empty_digests, refresh
-from jax_longctx.parts.sparse_decode import attend_selected, selectable
+from jax_longctx.parts import residual
 from jax_longctx.sharding import make_mesh
 
 __all__ = [
@@ -112,13 +110,8 @@ def filled(base: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any) -> Any
     """A selector's cache with these keys and values in it."""
     ctx, shape = plain_context(), layer_shape(q, k)
     store = AppendCache(k, v, lengths, lengths, lengths, lengths)
-    digests = empty_digests(shape, base.page_size, base.summarise)
-    zero = jnp.zeros_like(lengths)
-    if digests is not None:
-        whole = shape.slots * ctx.seq_size
-        digests = refresh(digests, base.summarise, store, zero, whole, base.page_size, ctx)
-    kept = jnp.zeros(q.shape[:2], jnp.int32)
-    return selection.SelectiveCache(store, digests, prompts, kept, zero, None)
+    cache = base.adopt(base.init_cache(shape).with_store(store), ctx)
+    return dataclasses.replace(cache, prompt=prompts)
 
 
 def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_q: Any) -> Any:
@@ -128,10 +121,10 @@ def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_
     cache = filled(base, q, k, v, lengths, prompts)
     store = cache.store
     scores = ctx.gather_seq(base.scores(q, cache, ctx), axis=2)
-    held = selectable(base, store, ctx).tokens > 0
+    held = base.selectable(store, ctx).tokens > 0
     scores = jnp.where(held[:, None], scores, -jnp.inf)
     if not isinstance(method, Resa):
-        chosen = attend_selected(method, q[:, None], cache, ctx)
+        chosen = method.attend_selected(q[:, None], cache, ctx)
         none = [jnp.zeros(q.shape[:2])] * 4
         return chosen.out[:, 0], chosen.lse[:, 0], chosen.kept, scores, *none
     shared, masked = method.prior_group == "mean", method.growth == "frozen"
@@ -147,7 +140,7 @@ def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_
     rows = jnp.ones_like(lengths, bool)
     background = residual.begin_answer(background, store, rows, ctx)
     prior = residual.prior_of(background, q[:, None], ctx)
-    chosen = attend_selected(base, q[:, None], cache, ctx, prior)
+    chosen = base.attend_selected(q[:, None], cache, ctx, prior)
     everything = chosen.kept == lengths[:, None]
 
     def combine(lam: float, literal: bool) -> Any:

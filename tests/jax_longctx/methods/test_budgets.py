@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.methods import IdealTopK
-from jax_longctx.parts import budgets
+from jax_longctx.parts import head_budgets
 from tests.jax_longctx.methods.selecting import case, on_one_device, plain_context, step
 
 HEADS, PAGES, MOST = 4, 12, 6
@@ -29,9 +29,8 @@ def ada():
         if (alpha, blend) not in made:
 
             def body(mass, count):
-                return budgets.ada_kv(
-                    mass, count, plain_context(), most=MOST, alpha=alpha, blend=blend
-                )
+                part = head_budgets.AdaKV(alpha, blend)
+                return part.entries(mass, count, MOST, plain_context())
 
             made[alpha, blend] = on_one_device(body)
         heads, pages = (np.asarray(x) for x in made[alpha, blend](mass, count))
@@ -102,9 +101,8 @@ def test_the_blend_is_the_authors_rounding(ada):
 
 def test_bu_4_one_head_is_uniform():
     mass = masses()[:, :1]
-    run = on_one_device(
-        lambda m, c: budgets.ada_kv(m, c, plain_context(), most=MOST, alpha=0.2, blend=False)
-    )
+    part = head_budgets.AdaKV(alpha=0.2, blend=False)
+    run = on_one_device(lambda m, c: part.entries(m, c, MOST, plain_context()))
     heads, pages = (np.asarray(x) for x in run(mass, COUNT))
     for b in range(2):
         assert sorted(pages[b][pages[b] >= 0]) == best(mass[b, 0], COUNT[b])
@@ -115,8 +113,8 @@ def test_shares_are_of_the_number_as_written():
     counts = np.array([0, 1, 100, 1000, 8192, 1_000_003], np.int32)
     for ratio in (0.025, 0.29, 0.1, 0.7, 1.0, 0.3333):
         exact = [int(Fraction(str(ratio)) * int(n)) for n in counts]
-        assert np.asarray(budgets.share(ratio, jnp.asarray(counts))).tolist() == exact
-        assert [budgets.most_of(ratio, int(n)) for n in counts] == exact
+        assert np.asarray(head_budgets.share(ratio, jnp.asarray(counts))).tolist() == exact
+        assert [head_budgets.share(ratio, int(n)) for n in counts] == exact
 
 
 def logs(seed):
@@ -130,7 +128,9 @@ def logs(seed):
 
 def until(epsilon, forced, pages, whole, **options):
     return np.asarray(
-        budgets.pages_until(epsilon, *map(jnp.asarray, (forced, pages, whole)), **options)
+        head_budgets.pages_until(
+            epsilon, *map(jnp.asarray, (forced, pages, whole[..., None])), whole=True, **options
+        )
     )
 
 

@@ -1,5 +1,6 @@
 """Pages' digests: bounds, their order, what padding and permutations do, and keeping them right."""
 
+import dataclasses
 import functools
 import itertools
 import typing
@@ -13,7 +14,7 @@ from jax_longctx.caches import AppendCache
 from jax_longctx.contract import CacheShape
 from jax_longctx.methods import ArkVale, IdealTopK, Quest
 from jax_longctx.methods.arkvale import Digest
-from jax_longctx.parts.digests import digest_scores, empty_digests, refresh
+from jax_longctx.parts.page_digests import digest_scores
 from tests.jax_longctx.methods.oracles.selection import page_score, softmax_output
 from tests.jax_longctx.methods.selecting import case, on_one_device, plain_context, step
 
@@ -115,12 +116,14 @@ def test_qs_4_digests_kept_up_are_digests_made_anew():
 
             def body(digests, k, past, length):
                 store = AppendCache(k, k, length, length, length, length)
-                return refresh(digests, method.summarise, store, past, added, PAGE, plain_context())
+                cache = dataclasses.replace(fresh, store=store, digests=digests)
+                return method.refreshed(cache, past, added, plain_context()).digests
 
             made[added] = on_one_device(body)
         return made[added](digests, k, *(jnp.array(x, jnp.int32) for x in (past, length)))
 
-    empty = empty_digests(shape, PAGE, method.summarise)
+    fresh = method.init_cache(shape)
+    empty = fresh.digests
     digests, lengths = empty, np.array([0, 0, 0])
     for added, counts in [(7, (7, 3, 7)), (7, (5, 0, 7)), (1, (1, 1, 1)), (1, (1, 0, 1))]:
         digests = after(digests, lengths, lengths + counts, added)

@@ -5,9 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.methods import ArkVale
-from jax_longctx.parts import page_cache
-from jax_longctx.parts.sparse_decode import selectable
+from jax_longctx.studies.arkvale_paged import ArkValePaged
 from tests.jax_longctx.methods.oracles import selection as oracle
 from tests.jax_longctx.methods.selecting import (
     KV_HEADS,
@@ -19,7 +17,7 @@ from tests.jax_longctx.methods.selecting import (
     plain_context,
 )
 
-METHOD = ArkVale(budget=8, page_size=4, resident=20, sink=2, local=5)
+METHOD = ArkValePaged(budget=8, page_size=4, resident=20, sink=2, local=5)
 
 
 def test_pages_enter_are_recalled_and_leave_as_in_the_released_code():
@@ -29,13 +27,15 @@ def test_pages_enter_are_recalled_and_leave_as_in_the_released_code():
     k = rng.normal(size=(2, SLOTS, KV_HEADS, WIDTH)).astype(np.float32)
 
     def body(q, k, lengths, resident):
-        ctx, count = plain_context(), jnp.full(2, METHOD.budget // METHOD.page_size)
+        ctx, ones = plain_context(), jnp.ones(2, jnp.int32)
         cache = filled(METHOD, q, k, k, lengths, lengths)
+        cache = dataclasses.replace(cache, resident=resident)
         earlier = dataclasses.replace(cache.store, length=lengths - 1)
-        span, before = (selectable(METHOD, store, ctx) for store in (cache.store, earlier))
-        scores = jnp.where(span.tokens > 0, METHOD.scores(q, cache, ctx).mean(1), -jnp.inf)
-        held = page_cache.held(resident, span, before, ctx)
-        return *page_cache.recall(scores, held, count, METHOD.resident_pages), held
+        span, before = (METHOD.selectable(store, ctx) for store in (cache.store, earlier))
+        listed = METHOD.choose(q[:, None], cache, span, ctx).pages
+        after = cache.counted(METHOD.attend_selected(q[:, None], cache, ctx), ones)
+        held = resident | ((span.tokens > 0) & (before.tokens == 0))
+        return listed[:, 0], after.resident, held
 
     step = on_one_device(body)
     resident = np.zeros((2, SLOTS // METHOD.page_size), bool)

@@ -11,9 +11,8 @@ import pytest
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import Prompt
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.methods import ArkVale, Quest, Resa
+from jax_longctx.methods import ArkVale, ArkValePaged, Quest, Resa
 from jax_longctx.parts import residual
-from jax_longctx.parts.sparse_decode import attend_selected
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.oracles.selection import decode_logits
@@ -50,7 +49,7 @@ MODELS = {
         (1, 4, 1),
     ),
     "arkvale resident": (
-        ArkVale(budget=8, page_size=4, resident=40, **FIXED),
+        ArkValePaged(budget=8, page_size=4, resident=40, **FIXED),
         "arkvale",
         (2, 2, 2),
     ),
@@ -103,10 +102,6 @@ def engine():
     return tiny_engine(MODELS["resa"][0], config=ONE_LAYER, chunk=CHUNK)
 
 
-def selective(cache):
-    return cache.selective if hasattr(cache, "selective") else cache
-
-
 # What quest does alone, it does in `resa` too.
 HEAVY = {"resa rebuild": pytest.mark.thorough, "resa ada": pytest.mark.thorough} | dict.fromkeys(
     ["quest", "arkvale", "arkvale resident", "resa frozen"], pytest.mark.thorough
@@ -136,14 +131,13 @@ def test_x21_rs_7_rs_8_logits_of_every_step_equal_numpy(name, engine):
         prompt = CONTEXTS[row] + QUESTIONS[row]
         expected, kept = decode_logits(kind, method, engine.config, params, prompt, ANSWERS[row])
         np.testing.assert_allclose(got[row], expected, atol=1e-4)
-        cache = selective(caches[0])
+        cache = caches[0]
         np.testing.assert_array_equal(np.asarray(cache.kept)[row], kept[0])
         assert int(cache.steps[row]) == len(ANSWERS[row])
     assert (kept_share(caches[-1], 0) < 0.6).any()
 
 
 def kept_share(cache, row):
-    cache = selective(cache)
     length = len(CONTEXTS[row]) + len(QUESTIONS[row]) + len(ANSWERS[row])
     return np.asarray(cache.kept)[row] / int(cache.steps[row]) / length
 
@@ -258,14 +252,15 @@ def test_rs_7_rs_13_growth():
                 valid = jnp.array([1, i < 2], jnp.int32)
                 new_k, new_v = new
                 if mean_key:
-                    background = residual.count_token(background, new_k, valid)
+                    length = background.counted + valid
+                    background = residual.observe(background, None, new_k, valid, length)
                 background = residual.grow(background, new_k, new_v, valid, ctx)
             return background
 
         def answer(background):
             cache = filled(base, q, k, v, lengths, prompts)
             prior = residual.prior_of(background, q[:, None], ctx)
-            chosen = attend_selected(base, q[:, None], cache, ctx, prior)
+            chosen = base.attend_selected(q[:, None], cache, ctx, prior)
             everything = jnp.zeros(q.shape[:2], bool)
             return residual.combine(chosen, prior, everything, lam=0.7, literal=False)
 
@@ -323,7 +318,7 @@ def test_bytes_read_are_the_budgets():
     rebuilt = dataclasses.replace(resa, growth="rebuild", rebuild_every=64)
     assert read(rebuilt) == read(resa) + whole // 64
     # A page cache of half the tokens instead of the budget, and digests of a 32nd.
-    resident = ArkVale(resident=4096)
+    resident = ArkValePaged(resident=4096)
     assert read(resident) == whole // 32 + whole // 2 + fixed
     assert read(Quest(skip_layers=1)) == whole
     deeper = dataclasses.replace(shape, layer=1)

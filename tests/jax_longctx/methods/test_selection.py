@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import ArkVale, IdealTopK, Quest, Resa, make_method
+from jax_longctx.methods import ArkVale, ArkValePaged, IdealTopK, Quest, Resa, make_method
 from tests.jax_longctx.methods.oracles.selection import resa_output, selected, softmax_output
 from tests.jax_longctx.methods.selecting import KV_HEADS, LAMS, WIDTH, case, step
 from tests.support import tiny_config
@@ -161,9 +161,9 @@ BAD = [
     ("resa", {"selector": "ideal", "page_size": "16"}, "page_size 16 is for quest and arkvale"),
     ("resa", {"budget": "0"}, "budget must be at least 1, got 0"),
     ("resa", {"rebuild_every": "0"}, "rebuild_every must be at least 1, got 0"),
-    ("arkvale", {"resident": "512"}, "resident 512 must hold the budget of 1024 tokens"),
-    ("arkvale", {"resident": "4000", "ratio": "0.1"}, "a budget in tokens; got .* ratio 0.1"),
-    ("arkvale", {"resident": "4000", "granularity": "kv_head"}, "needs granularity layer"),
+    ("arkvale-paged", {"resident": "512"}, "resident 512 must hold the budget of 1024 tokens"),
+    ("arkvale-paged", {"resident": "4000", "ratio": "0.1"}, "a budget in tokens; got .* ratio 0.1"),
+    ("arkvale-paged", {"resident": "4000", "granularity": "kv_head"}, "needs granularity layer"),
 ]
 
 
@@ -186,3 +186,5 @@ def test_presets_are_the_authors_settings():
     # 32 pages: one of sinks, one of the window beside the page that is being filled, 30 chosen.
     assert (arkvale.budget, arkvale.sink, arkvale.local) == (960, 32, 33)
     assert (arkvale.page_size, arkvale.granularity, arkvale.skip_layers) == (32, "layer", 2)
+    paged = ArkValePaged.released()
+    assert (paged.resident, paged.budget, paged.whole_pages) == (4000, 960, True)

@@ -13,7 +13,6 @@ from jax_longctx.engine import Engine, programs
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import Full, make_method
 from jax_longctx.methods.star import Star
-from jax_longctx.parts import star_blocks
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.oracles.star import answer_logits, read_blocks
@@ -118,7 +117,7 @@ def test_random_positions_are_ascending_below_the_block():
     def draw(cache):
         ctx = setup.layer_context(None, jnp.zeros(1, jnp.int32))
         index = jnp.arange(30)[None]
-        return star_blocks.anchor_positions(method, index, method._block_of(cache, ctx), 256)
+        return method.anchor_positions(index, method._block_of(cache, ctx), 256)
 
     run = jax.shard_map(
         draw, mesh=engine.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
@@ -166,7 +165,6 @@ def test_s10_only_the_answers_tokens_are_appended():
         ({"decode": "qest"}, "unknown method 'qest'"),
         ({"decode": "quest", "decode.budget": "x"}, "expected a whole number"),
         ({"decode": "resa", "block": "40"}, "block 40 must be whole pages of 16 tokens"),
-        ({"decode": "quest", "compat_bottom_right_mask": "true"}, "set decode=full"),
         ({"decode": "quest", "block": "40"}, "block 40 must be whole pages of 16 tokens"),
     ],
     ids=str,
@@ -175,6 +173,11 @@ def test_bad_settings_are_refused(settings, said):
     with pytest.raises(ConfigError) as error:
         make_method("star", settings)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_authors_code_decodes_by_full_attention():
+    with pytest.raises(ConfigError, match="set decode=full"):
+        make_method("star-released-mask", {"decode": "quest"})
 
 
 def test_models_it_does_not_fit_are_refused():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import programs
-from jax_longctx.methods import Full, make_method, settings_of
+from jax_longctx.methods import Full, StarReleasedMask, make_method, settings_of
 from jax_longctx.methods.star import Star
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
@@ -86,7 +86,7 @@ def test_a_budget_for_all_is_star_with_full_attention(name):
 )
 def test_s13_the_authors_mask_hides_a_hosts_last_keys_from_a_questions_first_rows(mesh):
     """Also a question of more tokens than a host holds (ST-B2). One host has nothing to hide."""
-    method = Star(block=128, compat_bottom_right_mask=True)
+    method = StarReleasedMask(block=128)
     sizes = [201, 300], [5, 140], [3, 3]
     rows = [random_rows(lengths, seed=n) for n, lengths in enumerate(sizes)]
     engine = engine_of(method, mesh)

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from jax_longctx.parts import star_blocks
 from tests.oracle import forward, probabilities, rope, weighted_values
 
 __all__ = ["answer_logits", "read_blocks"]
@@ -36,7 +35,7 @@ def read_blocks(method, config, params, row):
         if start == 0 or a == 0:
             read(block, at, 0)
             continue
-        anchor = star_blocks.anchor_tokens(method, row, start, config.vocab_size)
+        anchor = method.anchor_tokens(row, start, config.vocab_size)
         before = {"first": np.arange(a), "previous": start - size + np.arange(a)}
         read([*anchor, *block], np.concatenate([before[method.positions], at]), a)
     return kept

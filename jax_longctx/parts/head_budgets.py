@@ -1,0 +1,319 @@
+"""How many pages each head attends: uniform, Ada-KV, PSA. One class each.
+
+- `Uniform`: every head the same number;
+- `AdaKV` (Feng et al. 2024, section 3.3): the kv heads of a layer share one budget. The best pages
+  of all heads win, ranked by the softmax of their scores, which makes heads comparable. `floor`
+  keeps the best `alpha` share of each head's uniform budget first, its total is exact; `blend`
+  mixes the counts of the unfloored winners with the uniform count, as the authors' code does, and
+  meets the total up to rounding;
+- `Progressive` (PSA, progressive sparse attention, Zhou et al. 2025): each head visits its pages
+  from the best on until the share `epsilon` of the attention is reached. The authors' stop test is
+  not published; here the mass still missing is read from all keys (`oracle`), from the pages'
+  scores (`estimate`), or from RESA's prior (`resa`). The visited pages' masses are exact: their
+  keys are read here once more. Under `digest` these too are what the pages' scores say, and no key
+  is read. How many pages that takes is known only then, so the lists have the static length that
+  the method's budget allows, and end early by -1.
+
+Scores are [B,heads,P] of all pages, -inf where a page is no candidate; lists hold global page ids.
+"""
+
+import dataclasses
+import fractions
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_longctx.caches import AppendCache, local_slots, read_lines
+from jax_longctx.contract import LayerContext
+from jax_longctx.parts.sparse_decode import Lists, Prior, Span, listed
+from pallas_kernels.decode_attention import decode_logits
+from pallas_kernels.select_large_k import select_large_k, select_mask
+
+Granularity = Literal["query_head", "kv_head", "layer"]
+Allocation = Literal[
+    "uniform",
+    "ada-floor",
+    "ada-blend",
+    "psa-oracle",
+    "psa-estimate",
+    "psa-digest",
+    "psa-resa",
+]
+
+
+class Candidates(NamedTuple):
+    """What a decode step chooses among.
+
+    Attributes:
+      q: the rotated query.
+      store: the keys.
+      span: the tokens that may be selected.
+      scores: of all pages, -inf where a page is no candidate.
+      ranked: by what each of the X lists is ranked.
+      masses: whether `ranked` is shares of a softmax.
+      count: pages of each head under a uniform budget.
+      least, most: pages of each head under any.
+      forced: log-sum-exps of this shard's fixed tokens, the query's own and then the prior's.
+      prior: RESA's, or None.
+    """
+
+    q: Float[Array, "B 1 N H"]
+    store: AppendCache
+    span: Span
+    scores: Float[Array, "B N P"]
+    ranked: Float[Array, "B X P"]
+    masses: bool
+    count: Int[Array, " B"]
+    least: int
+    most: int
+    forced: tuple[Float[Array, "B N"], ...]
+    prior: Prior | None
+
+    def best(self) -> Int[Array, "B X C"]:
+        """The count[b] best pages of each list, ascending."""
+        count_BX = jnp.broadcast_to(self.count[:, None], self.ranked.shape[:2])
+        return select_large_k(self.ranked, count_BX, size=self.most)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """Every head the same number of pages.
+
+    Attributes, of every allocation:
+      granularity: which heads must select together, or None.
+    """
+
+    granularity: ClassVar[Granularity | None] = None
+
+    def choose(self, given: Candidates, ctx: LayerContext) -> Lists:
+        """The pages to attend."""
+        return Lists(given.best())
+
+    def reads(self, attended: int, all_keys: int) -> int:
+        """Bytes of keys read to choose, of all and of those that are attended."""
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaKV(Uniform):
+    """One budget for the kv heads of a layer."""
+
+    alpha: float
+    blend: bool
+    granularity = "kv_head"
+
+    def choose(self, given: Candidates, ctx: LayerContext) -> Lists:
+        mass_BKP = given.ranked
+        if not given.masses:
+            mass_BKP = softmax_mass(mass_BKP, given.span.tokens, ctx.scale)
+        heads, pages = self.entries(mass_BKP, given.count, given.most, ctx)
+        return Lists(pages[:, None], heads)
+
+    def entries(
+        self, mass: Float[Array, "B K P"], count: Int[Array, " B"], most: int, ctx: LayerContext
+    ) -> tuple[Int[Array, "B E"], Int[Array, "B E"]]:
+        """A row's list of (local kv head, page), -1 for none or where another shard has the head.
+
+        `mass` is of the local kv heads, `count` at most `most`.
+        """
+        local_heads, pages = mass.shape[1:]
+        mass = ctx.gather_heads(mass, axis=1)
+        heads = mass.shape[1]
+        safe_B = share(self.alpha, count)
+        flat = mass.reshape(mass.shape[0], -1)  # [B, K * P]
+        # Blended counts may exceed the total by half a page a head, from rounding.
+        size = min(heads * most + (heads + 1) // 2 * self.blend, heads * pages)
+        if self.blend:
+            free_BKP = select_mask(flat, heads * count).reshape(mass.shape)
+            free_BK = jnp.sum(free_BKP, axis=-1)
+            count_BK = jnp.round(free_BK * (1 - self.alpha)).astype(jnp.int32)
+            kept_BKP = select_mask(mass, count_BK + safe_B[:, None])
+            ranked_BKP = jnp.where(kept_BKP, 0.0, -jnp.inf)
+            entries_BE = select_large_k(ranked_BKP.reshape(flat.shape), size, size=size)
+        else:
+            kept_BKP = select_mask(mass, jnp.broadcast_to(safe_B[:, None], mass.shape[:2]))
+            ranked = jnp.where(kept_BKP.reshape(flat.shape), jnp.inf, flat)
+            entries_BE = select_large_k(ranked, heads * count, size=size)
+        head_BE = entries_BE // pages - ctx.head_offset(local_heads)
+        mine_BE = (entries_BE >= 0) & (head_BE >= 0) & (head_BE < local_heads)
+        return jnp.where(mine_BE, head_BE, -1), jnp.where(mine_BE, entries_BE % pages, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progressive(Uniform):
+    """Pages until enough of the attention is reached."""
+
+    epsilon: float
+    stop: str
+    granularity = "query_head"
+
+    def reads(self, attended: int, all_keys: int) -> int:
+        visited = 0 if self.stop == "digest" else attended
+        return visited + (all_keys if self.stop == "oracle" else 0)
+
+    def choose(self, given: Candidates, ctx: LayerContext) -> Lists:
+        """The lists, best first, cut where enough of the attention is reached."""
+        q, store, span, prior = given.q, given.store, given.span, given.prior
+        lists = best_first(given.scores, given.best())
+        none_BN = jnp.full(lists.shape[:2], -jnp.inf)
+        if self.stop == "digest":
+            masses = listed(page_logits(given.scores, span.tokens, ctx.scale), lists)
+        else:
+            masses = _page_masses(q, store, lists, span, ctx, None)
+        forced_BN = _seq_lse(given.forced[0], ctx) if given.forced else none_BN
+        if self.stop == "oracle":
+            logits_BNS = decode_logits(q, store.k, store.held(ctx), scale=ctx.scale)
+            known = _seq_lse(jax.nn.logsumexp(logits_BNS, axis=-1), ctx)[..., None]
+        elif self.stop in ("estimate", "digest"):
+            known = _estimated(given, lists, ctx.scale)
+        else:
+            assert prior is not None
+            known_BN = _seq_lse(given.forced[1], ctx) if given.forced else none_BN
+            behind = _page_masses(prior.query, store, lists, span, ctx, prior.logits)
+            known = _left_over(prior, known_BN, behind)
+        whole = self.stop == "oracle"
+        kept = pages_until(self.epsilon, forced_BN, masses, known, whole, given.least)
+        return Lists(jnp.where(kept, lists, -1))
+
+
+def allocation_of(name: Allocation, alpha: float, epsilon: float) -> Uniform:
+    """The allocation of that name, with its own settings."""
+    kind, _, form = name.partition("-")
+    if kind == "ada":
+        return AdaKV(alpha, form == "blend")
+    return Progressive(epsilon, form) if kind == "psa" else Uniform()
+
+
+def share(ratio: float, count: Any) -> Any:
+    """floor(ratio * count) of an int or of int32 counts, exact for the ratio as it is written.
+
+    In float32 a share of a whole number may fall below it. Four decimals are kept.
+    """
+    exact = fractions.Fraction(str(ratio)).limit_denominator(10_000)
+    over, under = exact.numerator, exact.denominator
+    return count // under * over + count % under * over // under
+
+
+def page_logits(
+    scores: Float[Array, "B X P"], tokens: Int[Array, "B P"], scale: float
+) -> Float[Array, "B X P"]:
+    """Each page's log-sum-exp, if all its tokens had the page's score; -inf stays."""
+    return scale * scores + jnp.log(jnp.maximum(tokens, 1).astype(jnp.float32))[:, None]
+
+
+def softmax_mass(
+    scores: Float[Array, "B X P"],
+    tokens: Int[Array, "B P"],
+    scale: float,
+    over: LayerContext | None = None,
+) -> Float[Array, "B X P"]:
+    """Each page's share of the softmax over `page_logits`; -inf where a page has no score.
+
+    With `over` the pages are this shard's, and the softmax goes over those of all shards.
+    """
+    logits = page_logits(scores, tokens, scale)
+    logits = jnp.where(scores > -jnp.inf, logits, jnp.finfo(jnp.float32).min)
+    if over is None:
+        mass = jax.nn.softmax(logits, axis=-1)
+    else:
+        top = over.pmax_seq(jnp.max(logits, axis=-1, keepdims=True))
+        weight = jnp.exp(logits - top)
+        mass = weight / over.psum_seq(jnp.sum(weight, axis=-1, keepdims=True))
+    return jnp.where(scores > -jnp.inf, mass, -jnp.inf)
+
+
+def best_first(scores: Float[Array, "B X P"], pages: Int[Array, "B X C"]) -> Int[Array, "B X C"]:
+    """The listed pages from the best score on; of equals the lower one first, -1 last."""
+    order = jnp.argsort(-listed(scores, pages), axis=-1, stable=True)
+    return jnp.take_along_axis(pages, order, axis=-1)
+
+
+def pages_until(
+    epsilon: float,
+    forced: Float[Array, "B N"],
+    pages: Float[Array, "B N C"],
+    known: Float[Array, "B N X"],
+    whole: bool,
+    at_least: int = 1,
+) -> Bool[Array, "B N C"]:
+    """Which of the pages to attend, best first, until `epsilon` of the attention is reached.
+
+    All masses are natural logs. After t pages A(t) is the mass of `forced` and those pages; enough
+    is A(t) / known >= epsilon where `known` is the attention's `whole` mass, or
+    A(t) / (A(t) + known(t)) >= epsilon where it is what is thought to be missing after page t.
+    """
+    top = jnp.max(jnp.concatenate([forced[..., None], pages, known], axis=-1), axis=-1)[..., None]
+    top = jnp.maximum(top, jnp.finfo(jnp.float32).min)
+    sofar = jnp.exp(forced[..., None] - top) + jnp.cumsum(jnp.exp(pages - top), axis=-1)
+    others = jnp.exp(known - top)
+    enough = sofar >= epsilon * (others if whole else sofar + others)
+    # Page t is attended when t - 1 pages were not enough.
+    before = jnp.pad(enough[..., :-1], [(0, 0)] * (enough.ndim - 1) + [(1, 0)])
+    stopped = jnp.cumsum(before, axis=-1) > 0
+    return ~stopped | (jnp.arange(pages.shape[-1]) < at_least)
+
+
+def _seq_lse(lse: Float[Array, "B N"], ctx: LayerContext) -> Float[Array, "B N"]:
+    """Log-sum-exp over the shards of the slots: attention without values."""
+    return ctx.seq_merge(jnp.zeros((*lse.shape, 1, 0)), lse[..., None])[1][..., 0]
+
+
+def _page_masses(
+    q: Array,
+    store: AppendCache,
+    lists: Int[Array, "B N C"],
+    span: Span,
+    ctx: LayerContext,
+    prior: Float[Array, "B N S"] | None,
+) -> Float[Array, "B N C"]:
+    """Log-sum-exp over each listed page's selectable tokens, of `prior`'s logits if given."""
+    slots = store.k.shape[2]
+    page = slots * ctx.seq_size // span.tokens.shape[1]
+    local = local_slots(lists, slots // page, ctx)
+    slot_BNCZ = jnp.maximum(local, 0)[..., None] * page + jnp.arange(page)
+    offset = ctx.seq_offset(slots)
+    start, stop = (x.reshape(-1, 1, 1, 1) - offset for x in (span.start, span.stop))
+    held = (local[..., None] >= 0) & (slot_BNCZ >= start) & (slot_BNCZ < stop)
+    if prior is not None:
+        slot_BNM = slot_BNCZ.reshape(*slot_BNCZ.shape[:2], -1)  # [B, N, C * Z]
+        logits = jnp.take_along_axis(prior, slot_BNM, axis=2).reshape(slot_BNCZ.shape)
+    else:
+        batch, kv_heads, _, head_dim = store.k.shape
+        # Heads of one group side by side: they read the same keys.
+        slot_BKM = slot_BNCZ.reshape(batch, kv_heads, -1)  # [B, K, G * C * Z]
+        keys = read_lines(store.k, slot_BKM).reshape(*slot_BNCZ.shape, head_dim)
+        logits = ctx.scale * jnp.einsum(
+            "BNH,BNCZH->BNCZ", q[:, 0], keys, preferred_element_type=jnp.float32
+        )
+    masses = jax.nn.logsumexp(jnp.where(held, logits, -jnp.inf), axis=-1)
+    # One shard holds each page.
+    return ctx.pmax_seq(masses)
+
+
+def _estimated(
+    given: Candidates, lists: Int[Array, "B N C"], scale: float
+) -> Float[Array, "B N C"]:
+    """Log of what the pages after each listed one hold, if all tokens had their page's score."""
+    logits = page_logits(given.scores, given.span.tokens, scale)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    top = jnp.maximum(top, jnp.finfo(jnp.float32).min)
+    guess_BNP = jnp.exp(logits - top)
+    count_BN = jnp.broadcast_to(given.count[:, None], given.scores.shape[:2])
+    among = select_mask(given.scores, count_BN)
+    outside_BN1 = jnp.sum(jnp.where(among, 0.0, guess_BNP), axis=-1, keepdims=True)
+    each_BNC = listed(guess_BNP, lists, 0.0)
+    # Summed from the end, where a difference of sums would cancel.
+    later_BNC = jnp.cumsum(each_BNC[..., ::-1], axis=-1)[..., ::-1]
+    later_BNC = jnp.pad(later_BNC[..., 1:], [(0, 0), (0, 0), (0, 1)])
+    return jnp.log(outside_BN1 + later_BNC) + top
+
+
+def _left_over(
+    prior: Prior, known: Float[Array, "B N"], behind: Float[Array, "B N C"]
+) -> Float[Array, "B N C"]:
+    """Log of the prior's mass (with the bias) outside the fixed and the first listed pages."""
+    lse_BN1 = prior.lse[..., None]
+    gone = jnp.exp(known[..., None] - lse_BN1) + jnp.cumsum(jnp.exp(behind - lse_BN1), axis=-1)
+    return jnp.log(jnp.maximum(1.0 - gone, 0.0)) + lse_BN1 + prior.bias[..., None]

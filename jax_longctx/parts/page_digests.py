@@ -1,0 +1,60 @@
+"""What a selector keeps of each page of a cache: digests, and the largest products they allow."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_longctx.sharding import axes_field
+from pallas_kernels.page_scores import page_scores
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageDigests:
+    """A box, a ball or a point for the keys of each page.
+
+    Attributes:
+      high: the box's upper corner, or the centre of a ball or point.
+      low: the box's lower corner; None for the others.
+      radius: the ball's; None for the others.
+    """
+
+    high: Float[Array, "B K P H"] = axes_field("batch", "kv_heads", "pages", None)
+    low: Float[Array, "B K P H"] | None = axes_field("batch", "kv_heads", "pages", None)
+    radius: Float[Array, "B K P"] | None = axes_field("batch", "kv_heads", "pages")
+
+
+def digest_scores(
+    q: Float[Array, "B N H"], digests: PageDigests, length: Int[Array, " B"], page_size: int
+) -> Float[Array, "B N P"]:
+    """The largest (unscaled) q.k in a page's box or ball, q.centre for a point; float32.
+
+    -inf from the first page on that begins at or beyond slot length[b].
+    """
+    filled_B = jnp.maximum(-(-length // page_size), 0)
+    low = digests.high if digests.low is None else digests.low
+    scores_BNP = page_scores(q, digests.high, low, filled_B)
+    if digests.radius is None:
+        return scores_BNP
+    norm_BN = jnp.linalg.norm(q.astype(jnp.float32), axis=-1)
+    radius_BNP = jnp.repeat(digests.radius, q.shape[1] // digests.radius.shape[1], axis=1)
+    return scores_BNP + norm_BN[..., None] * radius_BNP
+
+
+def masked_mean(
+    x: Float[Array, "B K P Z *H"], held: Bool[Array, "B P Z"]
+) -> Float[Array, "B K P *H"]:
+    """Mean over the held slots of a page, in float32; 0 for an empty page."""
+    held = held[:, None].astype(jnp.float32)
+    held = held.reshape(*held.shape, *[1] * (x.ndim - 4))
+    total = jnp.sum(jnp.where(held > 0, x.astype(jnp.float32), 0.0), axis=3)
+    return total / jnp.maximum(jnp.sum(held, axis=3), 1.0)
+
+
+def masked_max(x: Float[Array, "B K P Z *H"], held: Bool[Array, "B P Z"]) -> Array:
+    """Maximum over the held slots of a page, in x's dtype; 0 for an empty page."""
+    held = held[:, None].reshape(held.shape[0], 1, *held.shape[1:], *[1] * (x.ndim - 4))
+    top = jnp.max(jnp.where(held, x, -jnp.inf), axis=3)
+    return jnp.where(jnp.any(held, axis=3), top, 0).astype(x.dtype)

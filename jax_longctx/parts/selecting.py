@@ -1,0 +1,445 @@
+"""The kinds of methods that select tokens or pages for each query.
+
+Prefill and question are exact attention over an append-only cache (keys after rotary embedding).
+A decode step attends
+
+- always the first `sink` and the last `local` tokens;
+- of what lies between them the best pages, as many as the budget says (see `head_budgets`).
+
+A method says what is kept of each page (`summarise`) and what a page promises to a query
+(`scores`). Layers with a sliding window stay exact, as do the first `skip_layers`.
+
+Over shards of the slots every shard scores its own pages. Under a uniform budget it sends its own
+best with their scores, as many as a list may have, and all select from those; other budgets need
+all scores.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_longctx.caches import AppendCache, append, read_lines, write_rows
+from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, CacheShape, LayerContext, Segment
+from jax_longctx.errors import ConfigError
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.head_budgets import (
+    Allocation,
+    Candidates,
+    Granularity,
+    Uniform,
+    allocation_of,
+    share,
+    softmax_mass,
+)
+from jax_longctx.parts.page_digests import PageDigests, digest_scores
+from jax_longctx.parts.sparse_decode import (
+    Lists,
+    Prior,
+    Selected,
+    Span,
+    attend_fixed,
+    attend_lists,
+    listed,
+)
+from jax_longctx.sharding import axes_field
+from pallas_kernels.select_large_k import select_large_k
+
+# Caches and their shards are whole numbers of this many slots, so that no page is cut.
+_GRANULE = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SelectiveCache:
+    """All keys and values, and what selects among them.
+
+    Attributes:
+      store: keys after rotary embedding, and values.
+      digests: a summary of each page, or None where a method keeps none.
+      prompt: tokens of context and question.
+      kept: tokens attended in decode so far, summed over the steps, of each query head.
+      steps: decode steps so far; `kept / steps` is the mean budget that was used.
+    """
+
+    store: AppendCache
+    digests: PageDigests | None
+    prompt: Int[Array, " B"] = axes_field("batch")
+    kept: Int[Array, "B N"] = axes_field("batch", "heads")
+    steps: Int[Array, " B"] = axes_field("batch")
+
+    def with_store(self, store: AppendCache) -> Any:
+        """The cache around another store."""
+        return dataclasses.replace(self, store=store)
+
+    def end_context(self) -> Any:
+        """Remembers where the context ends, so that `rewind` can return there."""
+        return dataclasses.replace(self, store=self.store.end_context())
+
+    def rewind(self) -> Any:
+        """The cache at the end of the context.
+
+        Digests beyond it become garbage, which no query sees before they are made anew.
+        """
+        return dataclasses.replace(
+            self,
+            store=self.store.rewind(),
+            kept=jnp.zeros_like(self.kept),
+            steps=jnp.zeros_like(self.steps),
+        )
+
+    def counted(self, chosen: Selected, valid: Int[Array, " B"]) -> Any:
+        """The cache after a decode step of rows with valid[b] = 1."""
+        kept = self.kept + chosen.kept * valid[:, None]
+        return dataclasses.replace(self, kept=kept, steps=self.steps + valid)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selecting(Appending):
+    """A method whose decode steps attend the tokens that promise most.
+
+    Attributes:
+      budget: tokens that each head attends beside the fixed ones; under PSA at most.
+      ratio: the budget as a share of the prompt, in place of `budget`.
+      sink, local: first and last tokens that are always attended.
+      count_fixed: whether these are part of the budget.
+      granularity: which heads select together.
+      skip_layers: first layers that stay exact.
+      allocation: `uniform`; `ada-floor`, `ada-blend` (Ada-KV); `psa-oracle`, `psa-estimate`,
+        `psa-digest`, and for RESA `psa-resa` (PSA).
+      alpha: share of the uniform budget that Ada-KV leaves to each head.
+      epsilon: share of the attention at which PSA stops.
+    """
+
+    budget: int = 1024
+    ratio: float | None = None
+    sink: int = 4
+    local: int = 64
+    count_fixed: bool = False
+    granularity: Granularity = "query_head"
+    skip_layers: int = 0
+    allocation: Allocation = "uniform"
+    alpha: float = 0.2
+    epsilon: float = 0.95
+
+    phase = "decode"
+    query_aware = True
+    # A token is a page of its own (see `SelectingPages`).
+    page_size, whole_pages, min_pages = 1, False, 1
+    # Whether heads that select together average `scores`, or their softmax.
+    pools: ClassVar[Literal["mass", "scores"]] = "mass"
+
+    def __post_init__(self) -> None:
+        self._check_least(budget=1, sink=0, local=0, skip_layers=0)
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            raise self._wrong(f"ratio must be above 0 and at most 1, got {self.ratio}")
+        if not 0 <= self.alpha <= 1:
+            raise self._wrong(f"alpha must be from 0 to 1, got {self.alpha}")
+        if not 0 < self.epsilon <= 1:
+            raise self._wrong(f"epsilon must be above 0 and at most 1, got {self.epsilon}")
+        needed = self._allocation.granularity
+        if needed is not None and self.granularity != needed:
+            raise self._wrong(
+                f"allocation {self.allocation} needs granularity {needed}, got {self.granularity}"
+            )
+
+    def _wrong(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.name}: {what}")
+
+    def _check_least(self, **settings: int) -> None:
+        for name, least in settings.items():
+            if getattr(self, name) < least:
+                given = getattr(self, name)
+                raise self._wrong(f"{name} must be at least {least}, got {given}")
+
+    @property
+    def _allocation(self) -> Uniform:
+        return allocation_of(self.allocation, self.alpha, self.epsilon)
+
+    # What a method says.
+
+    def summarise(
+        self, keys: Float[Array, "B K P Z H"], held: Bool[Array, "B P Z"]
+    ) -> PageDigests | None:
+        """What is kept of each page, of its held keys, finite for empty pages; here nothing."""
+
+    def scores(
+        self, q: Float[Array, "B N H"], cache: SelectiveCache, ctx: LayerContext
+    ) -> Float[Array, "B N P"]:
+        """What each of this shard's pages promises to each query head, on the scale of q.k."""
+        raise NotImplementedError(f"{self.name}: a selector says what a page promises (scores)")
+
+    # The duties.
+
+    def validate(self, config: ModelConfig) -> None:
+        """Every model can be read sparsely; RESA's stop test needs RESA."""
+        if self.allocation == "psa-resa":
+            raise ConfigError("allocation psa-resa needs RESA's prior; use the method resa")
+
+    def init_cache(self, shape: CacheShape) -> Any:
+        """A plain cache in layers that stay exact."""
+        store = super().init_cache(shape)
+        if shape.layer < self.skip_layers or shape.window is not None:
+            return store
+        pages = shape.slots // self.page_size
+        keys = (shape.batch, shape.num_kv_heads, pages, self.page_size, shape.head_dim)
+        held = jax.ShapeDtypeStruct((shape.batch, pages, self.page_size), jnp.bool_)
+        kept = jax.eval_shape(self.summarise, jax.ShapeDtypeStruct(keys, shape.dtype), held)
+        digests = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kept)
+        heads = (shape.batch, shape.num_heads)
+        prompt, kept, steps = (jnp.zeros(n, jnp.int32) for n in (shape.batch, heads, shape.batch))
+        return SelectiveCache(store, digests, prompt, kept, steps)
+
+    def attend(
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
+        if isinstance(cache, AppendCache):
+            return super().attend(new, cache, segment, ctx)
+        if segment.role == "decode":
+            q, _, cache = self.append_token(new, cache, segment, ctx)
+            chosen = self.attend_selected(q, cache, ctx)
+            return (chosen.out, chosen.lse), cache.counted(chosen, segment.valid_of(CHUNK_ROWS))
+        past_B = cache.store.length
+        part, store = super().attend(new, cache.store, segment, ctx)
+        cache = dataclasses.replace(cache, store=store, prompt=store.length)
+        return part, self.refreshed(cache, past_B, new[0].shape[1], ctx)
+
+    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
+        """The cache whose store another method's prefill has filled: every page summarised."""
+        if isinstance(cache, AppendCache):
+            return cache
+        store = cache.store
+        cache = dataclasses.replace(cache, prompt=store.length)
+        return self.refreshed(cache, jnp.zeros_like(store.length), store.k.shape[2], ctx)
+
+    def read_bytes(self, cache: Any, length: int) -> int:
+        if isinstance(cache, AppendCache):
+            return super().read_bytes(cache, length)
+        store = cache.store
+        slots, all_keys = store.k.shape[2], store.k.nbytes
+        # A group whose heads select alone reads a page once for each of them.
+        times = cache.kept.shape[1] // store.k.shape[1] if self.granularity == "query_head" else 1
+        keys = self.attended(length, slots) * times * all_keys // slots
+        return self.scored_bytes(cache) + self._allocation.reads(keys, all_keys) + 2 * keys
+
+    def scored_bytes(self, cache: SelectiveCache) -> int:
+        """What `scores` reads: the keys of all tokens."""
+        return cache.store.k.nbytes
+
+    def attended(self, length: int, slots: int) -> int:
+        """Tokens that a head attends of a row of so many, at most."""
+        tokens = self.most_pages(length, slots // self.page_size) * self.page_size
+        return min(tokens + self.sink + self.local, length)
+
+    # A decode step.
+
+    def append_token(
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 K H"], Any]:
+        """Query and key of a decode step, rotated, and the cache with the token."""
+        q, k, v = new
+        past_B = cache.store.length
+        positions_B1 = cache.store.position[:, None]
+        q, k = ctx.rotate(q, positions_B1), ctx.rotate(k, positions_B1)
+        store = append(cache.store, k, v, segment.valid_of(CHUNK_ROWS), ctx)
+        return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
+
+    def refreshed(self, cache: Any, past: Array, added: int, ctx: LayerContext) -> Any:
+        """The cache with digests right for its store, whose rows got `added` tokens after `past`.
+
+        At most so many: the pages they touch are summarised anew from their keys. That costs little
+        more than the tokens' own keys, needs no state of a half-filled page, and is right again
+        after a cache was rewound. A page's slots lie together on one shard.
+        """
+        if cache.digests is None:
+            return cache
+        store, page = cache.store, self.page_size
+        pages = store.k.shape[2] // page
+        touched = min((added + page - 2) // page + 1, pages)
+        # A run of pages that crosses the shard's border is shifted: to redo a page does no harm.
+        first_B = jnp.clip(past // page - ctx.seq_offset(pages), 0, pages - touched)
+        slot_BM = first_B[:, None] * page + jnp.arange(touched * page)
+        paged = (*store.k.shape[:2], touched, page, store.k.shape[3])
+        keys_BKPZH = read_lines(store.k, slot_BM[:, None]).reshape(paged)
+        held_BM = slot_BM < store.held(ctx)[:, None]
+        new = self.summarise(keys_BKPZH, held_BM.reshape(-1, touched, page))
+        count_B = jnp.full_like(first_B, touched)
+
+        def write(old: Array, new: Array) -> Array:
+            if new.ndim == 3:
+                return write(old[..., None], new[..., None])[..., 0]
+            return write_rows(old, jnp.swapaxes(new, 1, 2), first_B, count_B)
+
+        return dataclasses.replace(cache, digests=jax.tree.map(write, cache.digests, new))
+
+    def attend_selected(
+        self,
+        q: Float[Array, "B 1 N H"],
+        cache: SelectiveCache,
+        ctx: LayerContext,
+        prior: Prior | None = None,
+    ) -> Selected:
+        """The rotated query of the newest token against the fixed and the selected tokens."""
+        span = self.selectable(cache.store, ctx)
+        page = self.page_size if self.whole_pages else 1
+        sink, local = -(-self.sink // page) * page, self.local + page - 1
+        fixed = attend_fixed(q, cache.store, span, sink, local, ctx, prior)
+        forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
+        lists = self.choose(q, cache, span, ctx, forced, prior)
+        return attend_lists(q, cache.store, lists, span, fixed, ctx, prior)
+
+    def selectable(self, store: AppendCache, ctx: LayerContext) -> Span:
+        """What lies between the fixed tokens of each row."""
+        page = self.page_size
+        pages = store.k.shape[2] * ctx.seq_size // page
+        sink, stop_B = self.sink, store.length - self.local
+        if self.whole_pages:
+            sink, stop_B = -(-sink // page) * page, stop_B // page * page
+        start_B = jnp.minimum(sink, store.length)
+        stop_B = jnp.maximum(stop_B, start_B)
+        first_P = jnp.arange(pages) * page
+        end_BP = jnp.minimum(first_P + page, stop_B[:, None])
+        tokens_BP = jnp.maximum(end_BP - jnp.maximum(first_P, start_B[:, None]), 0)
+        return Span(start_B, stop_B, tokens_BP)
+
+    def pages_of(self, prompt: Any) -> Any:
+        """Pages of each head under a uniform budget, for an int or an array of tokens."""
+        tokens, larger = self.budget if self.ratio is None else share(self.ratio, prompt), max
+        if not isinstance(prompt, int):
+            tokens, larger = jnp.broadcast_to(tokens, prompt.shape), jnp.maximum
+        if self.count_fixed:
+            tokens = larger(tokens - self.sink - self.local, 0)
+        return larger(tokens // self.page_size, self.min_pages)
+
+    def most_pages(self, slots: int, pages: int) -> int:
+        """The largest of `pages_of` for prompts of at most `slots` tokens, within `pages`."""
+        return min(self.pages_of(slots), pages)
+
+    def choose(
+        self,
+        q: Float[Array, "B 1 N H"],
+        cache: Any,
+        span: Span,
+        ctx: LayerContext,
+        forced: tuple[Float[Array, "B N"], ...] = (),
+        prior: Prior | None = None,
+    ) -> Lists:
+        """The pages to attend. `forced`: as in `Candidates`."""
+        pages = span.tokens.shape[1]
+        most = self.most_pages(pages * self.page_size, pages)
+        count_B = jnp.minimum(self.pages_of(cache.prompt), most)
+        own_BNP = self.scores(q[:, 0], cache, ctx)
+        kv_heads = cache.store.k.shape[1]
+        # Of each listed page a score and an index travel.
+        few = ctx.seq_size > 1 and 2 * ctx.seq_size * most < pages
+        if self.allocation == "uniform" and few:
+            return Lists(self._best_of_shards(own_BNP, span, count_B, most, kv_heads, ctx))
+        scores_BNP = gathered(own_BNP, span, ctx)
+        return self._allocation.choose(
+            Candidates(
+                q=q,
+                store=cache.store,
+                span=span,
+                scores=scores_BNP,
+                ranked=self.pooled(scores_BNP, span.tokens, kv_heads, ctx),
+                masses=self.pools == "mass",
+                count=count_B,
+                least=self.min_pages,
+                most=most,
+                forced=forced,
+                prior=prior,
+            ),
+            ctx,
+        )
+
+    def _best_of_shards(
+        self,
+        own: Float[Array, "B N P"],
+        span: Span,
+        count: Int[Array, " B"],
+        most: int,
+        kv_heads: int,
+        ctx: LayerContext,
+    ) -> Int[Array, "B X C"]:
+        """The count[b] best pages of all shards, ascending, from the scores of this shard's own.
+
+        Whatever is among the best of all is among the best of its shard.
+        """
+        first = ctx.seq_offset(own.shape[2])
+        tokens_BP = jax.lax.dynamic_slice_in_dim(span.tokens, first, own.shape[2], axis=1)
+        own = jnp.where((tokens_BP > 0)[:, None], own, -jnp.inf)
+        ranked_BXP = self.pooled(own, tokens_BP, kv_heads, ctx, sharded=True)
+        count_BX = jnp.broadcast_to(count[:, None], ranked_BXP.shape[:2])
+        best_BXC = select_large_k(ranked_BXP, count_BX, size=most)
+        scores_BXC = listed(ranked_BXP, best_BXC)
+        # Shard after shard, each ascending: ties still go to the lowest page.
+        pages_BXE = ctx.gather_seq(best_BXC + first, axis=2)
+        chosen_BXC = select_large_k(ctx.gather_seq(scores_BXC, axis=2), count_BX, size=most)
+        return listed(pages_BXE, chosen_BXC, -1)
+
+    def pooled(
+        self,
+        scores: Float[Array, "B N P"],
+        tokens: Int[Array, "B P"],
+        kv_heads: int,
+        ctx: LayerContext,
+        *,
+        sharded: bool = False,
+    ) -> Float[Array, "B X P"]:
+        """What each list is ranked by: X query heads, kv heads, or kv heads that all agree.
+
+        The pages are all, or with `sharded` this shard's.
+        """
+        if self.granularity == "query_head":
+            return scores
+        if self.pools == "mass":
+            # Logits of different heads are not comparable, shares of their softmax are.
+            scores = softmax_mass(scores, tokens, ctx.scale, ctx if sharded else None)
+        batch, heads, pages = scores.shape
+        if self.granularity == "kv_head":
+            return jnp.mean(scores.reshape(batch, kv_heads, -1, pages), axis=2)  # [B, K, G, P]
+        mean_BP = ctx.psum_heads(jnp.sum(scores, axis=1)) / (heads * ctx.head_shards)
+        return jnp.broadcast_to(mean_BP[:, None], (batch, kv_heads, pages))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectingPages(Selecting):
+    """A method whose decode steps attend the pages that promise most, by a digest of their keys.
+
+    Attributes:
+      page_size: tokens of a page.
+      whole_pages: whether the fixed tokens are extended to whole pages.
+      min_pages: least pages of a head.
+    """
+
+    page_size: int = 16
+    whole_pages: bool = False
+    min_pages: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_least(min_pages=1, page_size=1)
+        if _GRANULE % self.page_size:
+            raise self._wrong(f"page_size must divide {_GRANULE}, got {self.page_size}")
+        if self.whole_pages and not self.local:
+            raise self._wrong("whole_pages extends the local window; local must be at least 1")
+
+    def scores(
+        self, q: Float[Array, "B N H"], cache: SelectiveCache, ctx: LayerContext
+    ) -> Float[Array, "B N P"]:
+        """The largest q.k that the page's digest allows."""
+        assert cache.digests is not None
+        return digest_scores(q, cache.digests, cache.store.held(ctx), self.page_size)
+
+    def scored_bytes(self, cache: SelectiveCache) -> int:
+        """What `scores` reads: the digests."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(cache.digests))
+
+
+def gathered(own: Float[Array, "B N X"], span: Span, ctx: LayerContext) -> Float[Array, "B N P"]:
+    """All shards' scores, -inf where a page holds nothing that may be selected."""
+    scores_BNP = ctx.gather_seq(own, axis=2)
+    return jnp.where((span.tokens > 0)[:, None], scores_BNP, -jnp.inf)

@@ -1,0 +1,292 @@
+"""How Star cuts a text into blocks: which goes to which shard, behind which anchor, at what cost.
+
+The text's slots are dealt to the shards in runs of whole blocks, so that slot s is token s. A
+shard has room for `blocks_each` of them and fills them in turns: all shards read their first block
+at once, then their second ... Before a turn each shard reads the anchor of its block; once for all
+turns where all blocks have the same. As many blocks as shards need slots for no token more: the
+text with its question and answer fits in shards x block. A token beyond gives every shard room for
+a block more, which doubles the cache and leaves shards idle; make the block a little larger.
+
+To keep one block a shard there, question and answer would need `room` slots more on each. For it
+the engine would have to ask the method how many slots a text takes (`init_cache` is told the slots
+alone, of which 4 blocks with an answer and 4.01 blocks are the same), and `finish` would have to
+move blocks to where slots follow the text: one `send_seq` of less than a block a layer.
+
+The anchors of the paper's section 4.2 (Table 3), which are read before every block: content
+`constant`, `random` or `shuffled`, or that of the block before (`previous`); positions `previous`
+(of the block before) or `random` (drawn below the block, ascending).
+"""
+
+import dataclasses
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.contract import (
+    CacheShape,
+    LayerContext,
+    Method,
+    PrefillWork,
+    Prompt,
+    Registered,
+    Segment,
+    spread_segment,
+    tail_size,
+)
+from jax_longctx.errors import ConfigError
+from jax_longctx.sharding import axes_field
+
+# Variants of segments: the anchor's tokens, and a whole first block whose head is the anchor.
+ANCHOR = "anchor"
+SENDS = "sends"
+
+Columns = list[list[list[int]]]  # of each row, the tokens of each shard
+
+
+@runtime_checkable
+class Adopting(Protocol):
+    """A method that decodes over a cache of all keys which another method's prefill has filled.
+
+    Its caches name the cache of all keys `store`, and go around another by `with_store`.
+    """
+
+    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
+        """The cache, its other parts made right for what `cache.store` holds."""
+        ...
+
+
+@runtime_checkable
+class Remembering(Adopting, Protocol):
+    """One that also wants to know the queries which the store was filled with."""
+
+    def recall_queries(self, cache: Any, total: Float[Array, "B N H"]) -> Any:
+        """The adopted cache with the float32 sum of the text's queries, rotated as its keys."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StarCache:
+    """Phase 1: each shard fills its own slots.
+
+    Attributes:
+      decode: what phase 2 reads; its store's slot s is the text's token s.
+      filled: tokens of the text that a shard has read, from its first slot on.
+      anchor_k, anchor_v: the anchor's keys (rotated) and values, on each shard its own.
+      anchored: how many of them there are.
+      queries: sum of the rotated queries that a shard has read, where phase 2 wants to know.
+    """
+
+    decode: Any
+    filled: Int[Array, "B X"] = axes_field("batch", "shards")
+    anchor_k: Float[Array, "B K A H"] = axes_field("batch", "kv_heads", "own_slots", None)
+    anchor_v: Float[Array, "B K A H"] = axes_field("batch", "kv_heads", "own_slots", None)
+    anchored: Int[Array, "B X"] = axes_field("batch", "shards")
+    queries: Float[Array, "B X N H"] | None = axes_field("batch", "shards", "heads", None)
+
+    def observed(self, q: Float[Array, "B T N H"], valid: Int[Array, " B"]) -> "StarCache":
+        """Each row's first `valid[b]` queries in the sum, where somebody wants to know."""
+        if self.queries is None:
+            return self
+        read_BT11 = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
+        new = jnp.sum(jnp.where(read_BT11, q.astype(jnp.float32), 0.0), axis=1)[:, None]
+        return dataclasses.replace(self, queries=self.queries + new)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocks(Registered):
+    """A method that reads the context in blocks side by side, each behind an anchor.
+
+    Attributes:
+      block: b, tokens of a block. The paper takes a quarter of the text, at most 32,768.
+      anchor: a, tokens of the anchor; a whole block unless given, 0 for none.
+      anchor_kv: `recompute` reads the anchor on every shard, `broadcast` sends its keys.
+      content, positions: of the anchor; `first` is Star Attention, the others are ablations.
+      constant: the token of content=constant.
+      seed: of the random and shuffled anchors.
+    """
+
+    block: int = 32768
+    anchor: int | None = None
+    anchor_kv: Literal["recompute", "broadcast"] = "recompute"
+    content: Literal["first", "previous", "constant", "random", "shuffled"] = "first"
+    positions: Literal["first", "previous", "random"] = "first"
+    constant: int = 0
+    seed: int = 0
+
+    phase = "prefill"
+    keeps_all = append_only = True
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ConfigError(f"star: block must be at least 1, got {self.block}")
+        if not 0 <= self.anchor_size <= self.block:
+            raise ConfigError(
+                f"star: anchor must be from 0 to the block's {self.block} tokens, got {self.anchor}"
+            )
+        if self.anchor_kv == "broadcast" and not self._one_anchor:
+            raise ConfigError(
+                "star: anchor_kv=broadcast sends the first block's own keys; with other content or "
+                "positions set anchor_kv=recompute"
+            )
+
+    @property
+    def anchor_size(self) -> int:
+        """a, in tokens."""
+        return self.block if self.anchor is None else self.anchor
+
+    @property
+    def _one_anchor(self) -> bool:
+        """Whether all blocks have the same."""
+        return self.content == "first" and self.positions == "first"
+
+    def _blocks_each(self, slots: int, shards: int) -> int:
+        """Blocks that a shard has room for."""
+        return -(-slots // (self.block * shards))
+
+    def empty_cache(self, shape: CacheShape, decode: Method) -> StarCache:
+        """Room for whole blocks on every shard, nothing read, for `decode` to go on with."""
+        each = self._blocks_each(shape.slots, shape.shards)
+        slots = dataclasses.replace(shape, slots=each * self.block * shape.shards)
+        # One slot where there is no anchor: arrays without elements cannot be donated.
+        size = max(self.anchor_size, 1) * shape.shards
+        anchors = (shape.batch, shape.num_kv_heads, size, shape.head_dim)
+        counts = (shape.batch, shape.shards)
+        queries = None
+        if isinstance(decode, Remembering):
+            queries = jnp.zeros((*counts, shape.num_heads, shape.head_dim), jnp.float32)
+        return StarCache(
+            decode.init_cache(slots),
+            jnp.zeros(counts, jnp.int32),
+            jnp.zeros(anchors, shape.dtype),
+            jnp.zeros(anchors, shape.dtype),
+            jnp.zeros(counts, jnp.int32),
+            queries,
+        )
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        """The context, a row's end marked in the last segment that holds tokens of it."""
+        each = self._blocks_each(prompt.slots, prompt.shards)
+        fed = [part for turn in range(each) for part in self._turn(prompt, turn, each)]
+        last: dict[int, int] = {}
+        for index, (columns, _, _) in enumerate(fed):
+            last |= {b: index for b, row in enumerate(columns) if any(row)}
+        for index, (columns, chunk, variant) in enumerate(fed):
+            ends = np.array([last.get(b) == index for b in range(len(columns))])
+            most = max(len(part) for row in columns for part in row)
+            yield spread_segment(columns, tail_size(most, chunk), ends, variant)
+
+    def _turn(self, prompt: Prompt, turn: int, each: int) -> Iterator[tuple[Columns, int, str]]:
+        """What is fed in every shard's turn-th block of `each`: tokens, chunk and variant."""
+        rows, size, shards = prompt.context or (), self.block, range(prompt.shards)
+        starts = [(s * each + turn) * size for s in shards]
+        blocks = [[list(row[at : at + size]) for at in starts] for row in rows]
+        if not any(part for row in blocks for part in row):
+            return
+        if self._reads_anchor(turn):
+            anchors = [
+                [
+                    self.anchor_tokens(row, at, prompt.vocab_size)
+                    if self._has_anchor(len(row), s * each, turn, each)
+                    else []
+                    for s, at in zip(shards, starts, strict=True)
+                ]
+                for row in rows
+            ]
+            yield from ((part, prompt.chunk, ANCHOR) for part in _chunks(anchors, prompt.chunk))
+        # The keys that are sent must be there before the block's last token attends to them.
+        chunk, variant = (self.block, SENDS) if self._sends(turn) else (prompt.chunk, "")
+        yield from ((part, chunk, variant) for part in _chunks(blocks, chunk))
+
+    def _reads_anchor(self, turn: int) -> bool:
+        """Whether anchors are read before the blocks of this turn."""
+        return self.anchor_kv == "recompute" and (turn == 0 or not self._one_anchor)
+
+    def _sends(self, turn: int) -> bool:
+        """Whether the head of the first shard's block of this turn goes to all as their anchor."""
+        return turn == 0 and self.anchor_kv == "broadcast" and self.anchor_size > 0
+
+    def _has_anchor(self, length: int, first: int, turn: int, each: int) -> bool:
+        """Whether the shard whose first block is `first` needs an anchor at this turn.
+
+        For its block of this turn, or for a later one that shares it.
+        """
+        turns = range(turn, each) if self._one_anchor else [turn]
+        return any(0 < (first + t) * self.block < length for t in turns)
+
+    def anchor_tokens(self, row: Sequence[int], start: int, vocab_size: int) -> list[int]:
+        """Tokens of the anchor of the block that starts there."""
+        size, draw = self.anchor_size, random.Random(f"{self.seed}/{start}")
+        if self.content == "constant":
+            return [self.constant] * size
+        if self.content == "random":
+            return [draw.randrange(vocab_size) for _ in range(size)]
+        if self.content == "previous":
+            return list(row[start - self.block : start - self.block + size])
+        first = list(row[:size])
+        if self.content == "shuffled":
+            draw.shuffle(first)
+        return first
+
+    def anchor_positions(
+        self, index: Int[Array, "B T"], block: Int[Array, " B"], longest: int
+    ) -> Int[Array, "B T"]:
+        """Where the anchor's tokens of that index stand before such a block of `longest` slots."""
+        if self.positions == "first":
+            return index
+        if self.positions == "previous":
+            return (block[:, None] - 1) * self.block + index
+
+        # Ascending, no position twice, below the block: the same draw in every layer.
+        def draw(block: Array) -> Array:
+            key = jax.random.fold_in(jax.random.key(self.seed), block)
+            weight_S = jax.random.uniform(key, (longest,))
+            below_S = jnp.where(jnp.arange(longest) < block * self.block, weight_S, -1.0)
+            return jnp.sort(jax.lax.top_k(below_S, self.anchor_size)[1])
+
+        drawn_BA = jax.vmap(draw)(block)
+        return jnp.take_along_axis(drawn_BA, jnp.minimum(index, self.anchor_size - 1), axis=1)
+
+    def prefill_work(self, prompt: Prompt) -> PrefillWork:
+        """The work of the shard with the most: blocks of t tokens behind an anchor of a.
+
+        Every block costs t tokens and t (t + 1) / 2 + a t pairs, an anchor that is read a tokens
+        and a (a + 1) / 2 pairs. The anchor that is sent is a sum over the shards, all but one zero.
+        """
+        (row,) = prompt.context or ((),)
+        each, shards = self._blocks_each(prompt.slots, prompt.shards), prompt.shards
+        return max(
+            (self._shard_work(prompt, len(row), s * each, each) for s in range(shards)),
+            key=lambda work: (work.pairs, work.tokens),
+        )
+
+    def _shard_work(self, prompt: Prompt, length: int, first: int, each: int) -> PrefillWork:
+        """Of the shard whose first block is `first`."""
+        size, a, chunk, shards = self.block, self.anchor_size, prompt.chunk, prompt.shards
+        tokens = pairs = passes = sums = 0
+        for turn in range(each):
+            start = (first + turn) * size
+            own = min(max(length - start, 0), size)
+            if not own:
+                break
+            if a and self._reads_anchor(turn) and self._has_anchor(length, first, turn, each):
+                tokens, pairs = tokens + a, pairs + a * (a + 1) // 2
+                passes += -(-a // chunk)
+            sends = self._sends(turn)
+            sums += sends and shards > 1
+            tokens, pairs = tokens + own, pairs + own * (own + 1) // 2 + (a * own if start else 0)
+            passes += 1 if sends else -(-own // chunk)
+        received = sums * 2 * a * (shards - 1) / shards
+        return PrefillWork(tokens, pairs, received, 2 * sums, passes)
+
+
+def _chunks(columns: Columns, size: int) -> Iterator[Columns]:
+    """Every shard's tokens in parts of at most `size`."""
+    longest = max((len(part) for row in columns for part in row), default=0)
+    for start in range(0, longest, size):
+        yield [[part[start : start + size] for part in row] for row in columns]

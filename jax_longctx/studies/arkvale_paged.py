@@ -1,0 +1,157 @@
+"""ArkVale as the authors' released code computes it, for studies of parity alone.
+
+Chen et al. 2024, section 4.3, as released: a layer keeps a fixed number of pages on the device and
+the others on the host. After the prompt those stay that the last token scores best. At each step
+
+1. a page that left the window is on the device;
+2. the best pages by the newest query are recalled where they are not;
+3. as many of the worst others go, and all that remain are attended, the best or not.
+
+All keys are on the device here; what is emulated is which of them a step sees. Released code drops
+a page for the one that leaves the window by the previous step's scores, here by the newest ones.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_longctx.caches import where_rows
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    QKV,
+    Attended,
+    CacheShape,
+    LayerContext,
+    Segment,
+    method,
+)
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods.arkvale import ArkVale
+from jax_longctx.parts.selecting import SelectiveCache, gathered
+from jax_longctx.parts.sparse_decode import Lists, Prior, Selected, Span
+from jax_longctx.sharding import axes_field
+from pallas_kernels.select_large_k import select_large_k, select_mask
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache(SelectiveCache):
+    """A selector's cache, and `resident`: which pages are on the device."""
+
+    resident: Bool[Array, "B P"] = axes_field("batch", "pages")
+
+    def counted(self, chosen: Selected, valid: Int[Array, " B"]) -> Any:
+        """The cache after a step: what was attended is what is on the device."""
+        assert chosen.local is not None
+        batch, pages = self.resident.shape
+        # -1 for none is the last page, of which there is one to spare.
+        there = jnp.zeros((batch, pages + 1), bool)
+        there = there.at[jnp.arange(batch)[:, None], chosen.local[:, 0]].set(True)[:, :-1]
+        resident = where_rows(valid > 0, there, self.resident)
+        return dataclasses.replace(super().counted(chosen, valid), resident=resident)
+
+
+@method(source="Chen et al. 2024, section 4.3 and released code")
+class ArkValePaged(ArkVale):
+    """ArkVale with the page cache of the authors' code, whose pages are all attended.
+
+    Attributes:
+      resident: tokens of the page cache, which are attended instead of the budget's alone; the
+        budget says how many are recalled at most.
+    """
+
+    resident: int = 4096
+
+    @classmethod
+    def released(cls) -> "ArkValePaged":
+        """The authors' settings: a cache of 128 pages, sinks and window among them."""
+        return cls(resident=125 * 32, **vars(ArkVale.released()))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.granularity != "layer" or self.allocation != "uniform" or self.ratio is not None:
+            raise ConfigError(
+                "arkvale-paged: resident, one page cache a layer, needs granularity layer, "
+                f"allocation uniform and a budget in tokens; got granularity {self.granularity}, "
+                f"allocation {self.allocation}, ratio {self.ratio}"
+            )
+        if self.resident < max(self.budget, self.page_size):
+            raise ConfigError(
+                f"arkvale-paged: resident {self.resident} must hold the budget of {self.budget} "
+                f"tokens that may be recalled, and a page of {self.page_size}; raise resident"
+            )
+
+    def init_cache(self, shape: CacheShape) -> Any:
+        cache = super().init_cache(shape)
+        if not isinstance(cache, SelectiveCache):
+            return cache
+        resident = jnp.zeros((shape.batch, shape.slots // self.page_size), bool)
+        return PagedCache(**vars(cache), resident=resident)
+
+    def attend(
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
+        part, cache = super().attend(new, cache, segment, ctx)
+        if segment.role != "query" or not isinstance(cache, PagedCache):
+            return part, cache
+        valid_B = segment.valid_of(CHUNK_ROWS)
+        last_B1 = jnp.maximum(valid_B - 1, 0)[:, None]
+        last_B1NH = jnp.take_along_axis(new[0], last_B1[..., None, None], axis=1)
+        rotated = ctx.rotate(last_B1NH, cache.store.position[:, None] - 1)
+        ranked_BP = self._ranked(rotated, cache, self.selectable(cache.store, ctx), ctx)
+        begun_BP = _local(select_mask(ranked_BP, self.most_pages(0, ranked_BP.shape[1])), ctx)
+        # The last segment of a question with tokens of a row is the one that counts.
+        resident = where_rows(valid_B > 0, begun_BP, cache.resident)
+        return part, dataclasses.replace(cache, resident=resident)
+
+    def most_pages(self, slots: int, pages: int) -> int:
+        """Pages that the cache holds, which are those attended."""
+        return min(self.resident // self.page_size, pages)
+
+    def _ranked(
+        self, q: Float[Array, "B 1 N H"], cache: Any, span: Span, ctx: LayerContext
+    ) -> Float[Array, "B P"]:
+        scores_BNP = gathered(self.scores(q[:, 0], cache, ctx), span, ctx)
+        return self.pooled(scores_BNP, span.tokens, cache.store.k.shape[1], ctx)[:, 0]
+
+    def choose(
+        self,
+        q: Float[Array, "B 1 N H"],
+        cache: Any,
+        span: Span,
+        ctx: LayerContext,
+        forced: tuple[Float[Array, "B N"], ...] = (),
+        prior: Prior | None = None,
+    ) -> Lists:
+        """The pages on the device once the best by this query are recalled."""
+        earlier = dataclasses.replace(cache.store, length=cache.store.length - 1)
+        left_window_BP = (span.tokens > 0) & (self.selectable(earlier, ctx).tokens == 0)
+        held_BP = ctx.gather_seq(cache.resident, axis=1) | left_window_BP
+        pages = held_BP.shape[1]
+        count_B = jnp.full_like(cache.prompt, min(self.pages_of(0), pages))
+        chosen_BC = recall(
+            self._ranked(q, cache, span, ctx), held_BP, count_B, self.most_pages(0, pages)
+        )
+        batch, kv_heads = cache.store.k.shape[:2]
+        return Lists(jnp.broadcast_to(chosen_BC[:, None], (batch, kv_heads, chosen_BC.shape[1])))
+
+
+def recall(
+    scores: Float[Array, "B P"], held: Bool[Array, "B P"], count: Int[Array, " B"], size: int
+) -> Int[Array, "B C"]:
+    """The C = size pages on the device once the best count[b] are recalled, -1 for none.
+
+    `held` are those on it before; `scores` are -inf where a page cannot be selected.
+    """
+    wanted_BP = select_mask(scores, count)
+    others_BP = jnp.where(held, scores, -jnp.inf)
+    return select_large_k(jnp.where(wanted_BP, jnp.inf, others_BP), size, size=size)
+
+
+def _local(pages: Bool[Array, "B P"], ctx: LayerContext) -> Bool[Array, "B X"]:
+    """This shard's part of a mask over all pages."""
+    own = pages.shape[1] // ctx.seq_size
+    return jax.lax.dynamic_slice_in_dim(pages, ctx.seq_offset(own), own, axis=1)

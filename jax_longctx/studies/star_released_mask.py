@@ -1,0 +1,98 @@
+"""Star Attention as the authors' released code computes it, for studies of parity alone.
+
+The first phase is Star's. In the second their code calls flash attention with a causal mask on
+every host. Where queries and keys are not as many, that mask is aligned to the last key: of n
+queries row r sees the keys up to L - n + r of the host's L. On the host that holds the end of the
+text the question's own keys are the last ones, which makes it right; every other host loses up to
+n - 1 of its last tokens to the first rows of a question (spec: ST-B1). A generated token, n = 1,
+sees everything.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.caches import AppendCache, append, read_lines
+from jax_longctx.contract import (
+    CHUNK_ROWS,
+    QKV,
+    Attended,
+    LayerContext,
+    Prompt,
+    Segment,
+    method,
+)
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods.full import Full
+from jax_longctx.methods.star import Star
+from pallas_kernels.lse import merge
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
+
+
+@method(source="Acharya et al. 2024, released code")
+class StarReleasedMask(Star):
+    """Star Attention under the causal mask that the authors' code gives a question."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decode != Full():
+            raise ConfigError(
+                "star-released-mask: the authors' code decodes by full attention; set decode=full"
+            )
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        # The mask is that of a question read at once.
+        longest = max(map(len, prompt.question or ()), default=0)
+        if prompt.stage == "question":
+            prompt = dataclasses.replace(prompt, chunk=max(prompt.chunk, longest))
+        return super().segments(prompt)
+
+    def attend(
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any]:
+        if segment.role != "query":
+            return super().attend(new, cache, segment, ctx)
+        q, k, v = new
+        at_BT = cache.position[:, None] + jnp.arange(q.shape[1])
+        q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
+        valid_B, held_B = segment.valid_of(CHUNK_ROWS), cache.held(ctx)
+        size = cache.k.shape[2]
+        # The host of the text's last token.
+        whole_B = (cache.length - 1) // size == ctx.seq_index
+        seen_B = jnp.where(whole_B, held_B, jnp.maximum(held_B - valid_B, 0))
+        part = cache_attention(q, cache.k, cache.v, seen_B, scale=ctx.scale)
+        masked = _last_keys(q, cache, jnp.where(whole_B, 0, held_B), valid_B, ctx)
+        earlier = ctx.seq_merge(*merge([part, masked]))
+        within = causal_attention(q, k, v, scale=ctx.scale)
+        return merge([earlier, within]), append(cache, k, v, valid_B, ctx)
+
+
+def _last_keys(
+    q: Float[Array, "B T N H"],
+    cache: AppendCache,
+    held: Int[Array, " B"],
+    valid: Int[Array, " B"],
+    ctx: LayerContext,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """The last valid[b] of this shard's `held` slots: row r of the question sees 0 to r of them."""
+    batch, queries, heads, width = q.shape
+    index_T = jnp.arange(queries)
+    slots_BT = (held - valid)[:, None] + index_T
+    there_BT = (index_T < valid[:, None]) & (slots_BT >= 0)
+    lines_B1T = jnp.where(there_BT, slots_BT, -1)[:, None]
+    keys, values = (read_lines(x, lines_B1T) for x in (cache.k, cache.v))
+    q_BTKGH = q.reshape(batch, queries, keys.shape[1], -1, width)  # [B, T, K, N / K, H]
+    logits = ctx.scale * jnp.einsum(
+        "BTKGH,BKSH->BTKGS", q_BTKGH, keys, preferred_element_type=jnp.float32
+    )
+    seen_BTS = there_BT[:, None] & (index_T[:, None] >= index_T)
+    logits = jnp.where(seen_BTS[:, :, None, None], logits, -jnp.inf)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
+    out = jnp.einsum("BTKGS,BKSH->BTKGH", weights, values.astype(jnp.float32))
+    shape = (batch, queries, heads)
+    return out.reshape(*shape, width).astype(q.dtype), lse.reshape(shape)
