@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext, load
     from jax_longctx.engine import Context, Engine, Progress, Sampling
-    from jax_longctx.engine.footprint import Footprint
+    from jax_longctx.engine.capacity import Footprint
     from jax_longctx.errors import LongctxError, TrainedLengthWarning
     from jax_longctx.methods import METHODS, make_method
     from jax_longctx.models.config import ModelConfig
@@ -38,7 +38,7 @@ _HOME = {
     "Answer": "api",
     "Context": "engine",
     "Engine": "engine",
-    "Footprint": "engine.footprint",
+    "Footprint": "engine.capacity",
     "LongContext": "api",
     "LongctxError": "errors",
     "ModelConfig": "models.config",

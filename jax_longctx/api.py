@@ -14,21 +14,22 @@ plain "Question: ... Answer:", around them, as the command line does.
 
 import contextlib
 import dataclasses
+import os
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_longctx.compilations import keep_compilations
 from jax_longctx.contract import Bounded, Method, reach
 from jax_longctx.engine import Context, Engine, Progress, Sampling
+from jax_longctx.engine.capacity import Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.engine.footprint import Footprint, footprint
-from jax_longctx.engine.likelihood import Likelihood
+from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
 from jax_longctx.methods.full import Full
@@ -43,10 +44,10 @@ from jax_longctx.text import (
     plain_layout,
 )
 
-__all__ = ["Answer", "LongContext", "load"]
-
 # Longer than any text.
 FAR = 1 << 40
+# Of compiled programs on the disk: some ten methods on a large model, or a hundred on a small one.
+MOST_BYTES = 2 * 1024**3
 
 OnText = Callable[[int, str], None]
 OnProgress = Callable[[Progress], None]
@@ -243,15 +244,12 @@ class LongContext:
     ) -> list[Likelihood]:
         """How likely each continuation is after its context, as the method reads and answers.
 
-        A continuation follows directly on its context, as a question would. Options are those of
-        `Engine.loglikelihoods`.
-
-        Raises:
-          InputError: an empty text, and as `jax_longctx.engine.forced.forced_states`.
+        A continuation follows directly on its context, as a question would. Options and errors are
+        those of `jax_longctx.engine.scoring.forced_states`.
         """
         rows = [self.tokenizer.encode(text, bos=True) for text in _listed(contexts)]
         continued = self._encode(_listed(continuations))
-        return self.engine.loglikelihoods(rows, continued, **options)
+        return loglikelihoods(self.engine, rows, continued, **options)
 
     def footprint(self, tokens: int, *, batch: int = 1, reserve: int = 256) -> Footprint:
         """Bytes of the method's caches for `batch` texts of `tokens` tokens, and read a step.
@@ -403,3 +401,47 @@ class _Reader:
 
 def _listed(texts: str | Sequence[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else list(texts)
+
+
+def keep_compilations() -> None:
+    """Compiled programs are kept on the disk, where the next process finds them.
+
+    They lie in `jax_longctx` under the user's cache folder; the least recently used ones beyond
+    `MOST_BYTES` leave at the next start. `JAX_COMPILATION_CACHE_DIR` and `jax.config` win, and
+    theirs is left as it is; `JAX_ENABLE_COMPILATION_CACHE=false` turns all of it off.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    if not jax.config.jax_enable_compilation_cache:
+        return
+    folder = _cache_folder()
+    if folder is not None:
+        _make_room(folder, MOST_BYTES)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def _cache_folder() -> Path | None:
+    """Where programs may be kept; None where that cannot be written, which JAX would warn of."""
+    try:
+        # A user without a home has no cache.
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_longctx"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def _make_room(folder: Path, most: int) -> None:
+    """Removes what was used least recently until `most` bytes are left, as far as it may."""
+    try:
+        found = [(file, file.stat()) for file in folder.iterdir() if file.is_file()]
+        left = sum(about.st_size for _, about in found)
+        for file, about in sorted(found, key=lambda pair: max(pair[1].st_atime, pair[1].st_mtime)):
+            if left <= most:
+                return
+            file.unlink(missing_ok=True)
+            left -= about.st_size
+    except OSError:
+        # Another process removed one meanwhile and makes room itself, or it is another user's: no
+        # reason not to begin.
+        return

@@ -22,9 +22,8 @@ from jax_longctx.batch.lines import read as read_lines
 from jax_longctx.batch.packing import Batch, pack
 from jax_longctx.batch.rows import Job, Row, Source, read_rows, scan
 from jax_longctx.engine import Sampling
-from jax_longctx.engine.capacity import available_bytes
+from jax_longctx.engine.capacity import available_bytes, footprint
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.engine.footprint import footprint
 from jax_longctx.errors import CapacityError, InputError, TrainedLengthWarning
 from jax_longctx.methods import settings_of
 from jax_longctx.text import PromptLayout, chat_layout, plain_layout

@@ -22,9 +22,8 @@ from jax_longctx.bench.layers import check_layers, cut, first_layers, scaled
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import Method
 from jax_longctx.engine import Context, Engine, programs
-from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.capacity import bucket, footprint
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
-from jax_longctx.engine.footprint import footprint
 from jax_longctx.errors import CapacityError
 from jax_longctx.methods import make_method
 from jax_longctx.methods.full import Full

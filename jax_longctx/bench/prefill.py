@@ -238,7 +238,7 @@ def _linear_rate(bench: Bench) -> float:
 
     @jax.jit
     def layers(params: Any, tokens: Any) -> Any:
-        return programs.model_of(engine.config, params).hidden(tokens, (None, None), attend)[0]
+        return programs.bound_model(engine.config, params).hidden(tokens, (None, None), attend)[0]
 
     sharding = logical_sharding(bench.mesh, ("batch", "tokens"))
     make = functools.partial(jnp.zeros, (rows, shards * bench.chunk), jnp.int32)

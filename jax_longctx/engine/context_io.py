@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from jax_longctx.engine import programs
+from jax_longctx.engine import Context, programs
 from jax_longctx.engine.capacity import GRANULE
-from jax_longctx.engine.context import Context
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError

@@ -21,8 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.engine import Engine, programs
-from jax_longctx.engine.forced import forced_states
-from jax_longctx.engine.likelihood import by_columns
+from jax_longctx.engine.scoring import by_columns, forced_states
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.attended import attention_weights, shows_weights
 
@@ -78,7 +77,7 @@ def scored_states(
 def _compare(
     setup: programs.Setup, params: Any, full: Float[Array, "B T D"], other: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    model = programs.model_of(setup.config, params)
+    model = programs.bound_model(setup.config, params)
 
     def compare(full_BXD: Array, other_BXD: Array) -> tuple[Array, Array]:
         p_BXV, q_BXV = (

@@ -15,8 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jax_longctx.contract import Method
 from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import USABLE, bucket
-from jax_longctx.engine.footprint import Footprint, footprint
+from jax_longctx.engine.capacity import USABLE, Footprint, bucket, footprint
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh

@@ -21,10 +21,9 @@ import numpy as np
 
 from jax_longctx.contract import Prompt, Segment
 from jax_longctx.engine import Sampling, programs
-from jax_longctx.engine.capacity import bucket, bytes_per_device
+from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
 from jax_longctx.engine.engine import BLOCK
-from jax_longctx.engine.footprint import staged_caches
-from jax_longctx.engine.turns import answer_variants
+from jax_longctx.engine.programs import answer_variants
 from jax_longctx.planning.plan import PlanRequest
 from jax_longctx.planning.work import abstract_tree, context_segments, weight_bytes
 from jax_longctx.sharding import tree_shardings

@@ -22,8 +22,7 @@ import numpy as np
 from jax_longctx.contract import Prompt, Segment, merging
 from jax_longctx.contract.work import Planned, PrefillWork
 from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import bucket
-from jax_longctx.engine.footprint import read_bytes
+from jax_longctx.engine.capacity import bucket, read_bytes
 from jax_longctx.models.llama import param_infos
 from jax_longctx.sharding import logical_sharding
 

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
 from jax_longctx.engine import Engine, programs
-from jax_longctx.engine.capacity import bytes_per_device
-from jax_longctx.engine.footprint import staged_caches
+from jax_longctx.engine.capacity import bytes_per_device, staged_caches
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import init_params
 from jax_longctx.planning.compiled import Compiled, compile_plan, most_temporaries
