@@ -1,4 +1,4 @@
-"""The rows of a batch: one JSON object a line, checked and turned into tokens.
+"""The rows of a batch: one JSON object a line, checked, turned into tokens, and packed.
 
     {"prompt": "Once upon"}                                   continued as it is
     {"context": "A text ...", "question": "Who?"}             one answer
@@ -7,21 +7,28 @@
 and an "id" (text or a whole number) where the caller wants one. A row that cannot be used is a row
 with an `error`, which goes to its own line of the output. A "file" may be any that this process can
 read, and its text shows in the answers; rows of strangers are confined to a folder (`under`).
+
+A window of the input is sorted by length, longest first, and cut into batches. The number of cache
+slots is rounded up to a quarter of an octave and the number of rows to a power of two, so that few
+programs are compiled. The same window, options and memory limit give the same batches: a run that
+was killed computes those that are left as it would have done.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import InputError
 from jax_longctx.text import PromptLayout, Tokenizer
 
-__all__ = ["Job", "Row", "Source", "read_rows", "scan"]
-
 KEYS = ("id", "prompt", "context", "file", "question", "questions")
+# Least slots of a batch.
+SMALLEST = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +62,14 @@ class Row:
         """What every output line of this row begins with."""
         return {"line": self.line} | ({} if self.id is None else {"id": self.id})
 
+    def jobs(self, split: bool) -> Iterator["Job"]:
+        """One job, or with `split` one for each question; none for a row with an error."""
+        if self.error is not None:
+            return
+        groups = [(each,) for each in self.questions] if split else [self.questions]
+        for number, questions in enumerate(groups):
+            yield Job(self.index, number, self.context, questions, self.total)
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -76,17 +91,8 @@ class Job:
         return len(self.context) + max(map(len, self.questions))
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The input file as it was found: number of rows, and SHA-256 of its bytes."""
-
-    path: Path
-    rows: int
-    sha256: str
-
-
-def scan(path: Path) -> Source:
-    """Counts the rows and takes the fingerprint. Raises InputError when it cannot be read."""
+def scan(path: Path) -> tuple[int, str]:
+    """The number of rows, and SHA-256 of the bytes. Raises InputError when it cannot be read."""
     rows, digest = 0, hashlib.sha256()
     try:
         with path.open("rb") as lines:
@@ -99,7 +105,7 @@ def scan(path: Path) -> Source:
         ) from error
     if not rows:
         raise InputError(f'{path} holds no rows; give JSON lines such as {{"prompt": "..."}}')
-    return Source(path, rows, digest.hexdigest())
+    return rows, digest.hexdigest()
 
 
 def read_rows(
@@ -215,3 +221,61 @@ class _Files:
             # A name may hold a zero byte or a loop of links, a file something else than UTF-8.
             reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Jobs that are computed together.
+
+    Attributes:
+      rows: of the programs, at least as many as there are jobs.
+      slots: least capacity of the cache in tokens.
+      reserve: slots for question and answer.
+    """
+
+    jobs: tuple[Job, ...]
+    rows: int
+    slots: int
+    reserve: int
+
+
+def pack(
+    jobs: Iterable[Job], rows: int, max_tokens: int, fits: Callable[[int, int], int]
+) -> list[Batch]:
+    """The batches of a window.
+
+    Args:
+      rows: most rows of a batch.
+      max_tokens: of an answer.
+      fits: rows that fit in memory, of (context tokens, reserve).
+    """
+    ordered = sorted(jobs, key=lambda job: (-job.length, -len(job.questions), job.row, job.first))
+    batches: list[Batch] = []
+    group: list[Job] = []
+    limit = rows
+    for job in ordered:
+        if group and (len(group) == limit or 2 * job.length < group[0].length):
+            batches.append(_batch(group, limit, max_tokens))
+            group = []
+        if not group:
+            alone = _batch([job], 1, max_tokens)
+            fitting = fits(alone.slots - alone.reserve, alone.reserve)
+            limit = rows if fitting >= rows else 2 ** math.floor(math.log2(max(fitting, 1)))
+        group.append(job)
+    if group:
+        batches.append(_batch(group, limit, max_tokens))
+    return batches
+
+
+def _batch(jobs: Sequence[Job], limit: int, max_tokens: int) -> Batch:
+    longest = max(len(question) for job in jobs for question in job.questions)
+    reserve = bucket(longest + max_tokens)
+    slots = _rounded(max(len(job.context) for job in jobs) + reserve + 1)
+    rows = min(limit, 2 ** math.ceil(math.log2(len(jobs))))
+    return Batch(tuple(jobs), rows, slots, reserve)
+
+
+def _rounded(tokens: int) -> int:
+    """Up to the next of 4, 5, 6, 7 times a power of two."""
+    octave = 2 ** math.floor(math.log2(max(tokens, SMALLEST)))
+    return -(-max(tokens, SMALLEST) // (octave // 4)) * (octave // 4)

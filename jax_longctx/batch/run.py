@@ -17,18 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.api import Answer, LongContext
-from jax_longctx.batch.journal import Journal
-from jax_longctx.batch.lines import read as read_lines
-from jax_longctx.batch.packing import Batch, pack
-from jax_longctx.batch.rows import Job, Row, Source, read_rows, scan
+from jax_longctx.batch import lines
+from jax_longctx.batch.rows import Batch, Row, pack, read_rows, scan
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.capacity import available_bytes, footprint
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CapacityError, InputError, TrainedLengthWarning
+from jax_longctx.locks import only_writer
 from jax_longctx.methods import settings_of
-from jax_longctx.text import PromptLayout, chat_layout, plain_layout
-
-__all__ = ["BatchOptions", "BatchProgress", "run_batch"]
 
 # A window holds the rows of so many full batches: enough to find rows of like length, few enough
 # that the output follows the input closely.
@@ -130,7 +126,7 @@ class _Leader:
     ):
         self.model, self.path, self.output, self.options = model, source, output, options
         self.memory, self.report = memory, progress
-        self.layout = _layout(model, options)
+        self.layout = model.layout(options.chat)
         self.begun = time.perf_counter()
         self.work = self._work()
         self.number, self.warned = 0, False
@@ -146,24 +142,29 @@ class _Leader:
         return next(self.work, None)
 
     def _work(self) -> Generator[dict[str, Any]]:
-        """Every batch that is not done yet, as `_message` describes it."""
-        self.source = scan(self.path)
-        if self.output.exists():
-            _check_complete(self.output, self.source)
-            rows = self.source.rows
-            self.progress = BatchProgress(total=rows, before=rows, errors=_errors(self.output))
-            return
-        given = _given(self.model, self.options, self.source)
-        self.journal = Journal(self.output, given, {"memory": self.memory})
+        """Every batch that is not done yet, as JSON values that every process must know of it."""
+        total, digest = scan(self.path)
+        with only_writer(self.output):
+            if self.output.exists():
+                _check_complete(self.output, self.path)
+                self.progress = BatchProgress(
+                    total=total, before=total, errors=_errors(self.output)
+                )
+            else:
+                yield from self._windows(total, digest)
+
+    def _windows(self, total: int, digest: str) -> Iterator[dict[str, Any]]:
+        given = _given(self.model, self.options, digest)
+        self.journal = lines.Journal(self.output, given, {"memory": self.memory})
         self.progress = BatchProgress(
-            total=self.source.rows,
+            total=total,
             before=self.journal.rows,
             resumed=self.journal.resumed,
             errors=_errors(self.journal.partial),
         )
         first = self.journal.rows // self.options.window
         rows = read_rows(
-            self.source.path,
+            self.path,
             self.model.tokenizer,
             self.layout,
             start=first * self.options.window,
@@ -185,7 +186,7 @@ class _Leader:
         self.answers = {row.index: {} for row in self.rows}
         self._warn_beyond()
         split = self.model.engine.method.info.needs_question
-        jobs = [job for row in self.rows for job in _jobs(row, split)]
+        jobs = [job for row in self.rows for job in row.jobs(split)]
         self.batches = pack(jobs, self.options.rows, self.options.max_tokens, self._fits)
         finished = self.journal.finished(window)
         for number, answers in finished.items():
@@ -198,7 +199,7 @@ class _Leader:
         for number, batch in enumerate(self.batches):
             if number not in finished:
                 self.number = number
-                yield _message(batch)
+                yield dataclasses.asdict(batch)
 
     def _warn_beyond(self) -> None:
         """Warns of the run's first row that goes beyond the trained length, before it is read."""
@@ -224,19 +225,19 @@ class _Leader:
 
     def _write(self) -> None:
         """Writes the rows that are complete, up to the first that is not."""
-        lines = []
+        ready = []
         start = self.journal.rows - self.rows[0].index
         for row in self.rows[max(start, 0) :]:
             if row.error is None and not self._is_answered(row):
                 break
             found = self.answers[row.index]
-            lines.append(_line(row, [found[i] for i in sorted(found)]))
-        if lines:
-            self.journal.write(lines)
+            ready.append(_line(row, [found[i] for i in sorted(found)]))
+        if ready:
+            self.journal.write(ready)
         self.progress = dataclasses.replace(
             self.progress,
             done=self.journal.rows + self._waiting() - self.progress.before,
-            errors=self.progress.errors + sum("error" in line for line in lines),
+            errors=self.progress.errors + sum("error" in line for line in ready),
             seconds=time.perf_counter() - self.begun,
         )
         if self.report is not None:
@@ -261,36 +262,6 @@ class _Leader:
         # A further question needs the context's cache beside its own, unless they share buffers.
         copy = 0 if engine.method.info.append_only else need.kept
         return rows * memory // max(need.peak + copy, 1)
-
-
-def _jobs(row: Row, split: bool) -> Iterator[Job]:
-    """One job, or with `split` one for each question; none for a row with an error."""
-    if row.error is not None:
-        return
-    if not split:
-        yield Job(row.index, 0, row.context, row.questions, row.total)
-        return
-    for number, question in enumerate(row.questions):
-        yield Job(row.index, number, row.context, (question,), row.total)
-
-
-def _message(batch: Batch) -> dict[str, Any]:
-    """What every process must know of a batch, as JSON values."""
-    return {
-        "jobs": [
-            {
-                "context": list(job.context),
-                "questions": [list(question) for question in job.questions],
-                "total": job.total,
-                # Where the first question stands in the input: draws follow from it.
-                "place": [job.row, job.first],
-            }
-            for job in batch.jobs
-        ],
-        "rows": batch.rows,
-        "slots": batch.slots,
-        "reserve": batch.reserve,
-    }
 
 
 def _compute(
@@ -328,7 +299,7 @@ def _answers(
         # A row without a question of that number repeats its last one.
         at = [min(number, len(row) - 1) for row in questions]
         asked = [row[i] for row, i in zip(questions, at, strict=True)]
-        places = [(job["place"][0], job["place"][1] + i) for job, i in zip(jobs, at, strict=True)]
+        places = [(job["row"], job["first"] + i) for job, i in zip(jobs, at, strict=True)]
         answers = model.ask_tokens(
             context,
             asked,
@@ -375,18 +346,13 @@ def _tokens(row: Row, answer: dict[str, Any]) -> dict[str, int]:
     return {key: answer[key] for key in ("context", "question", "answer")}
 
 
-def _layout(model: LongContext, options: BatchOptions) -> PromptLayout:
-    chat = model.tokenizer.has_chat if options.chat is None else options.chat
-    return chat_layout(model.tokenizer) if chat else plain_layout()
-
-
-def _given(model: LongContext, options: BatchOptions, source: Source) -> dict[str, Any]:
+def _given(model: LongContext, options: BatchOptions, digest: str) -> dict[str, Any]:
     """What a run must be continued with. The mesh is not in it: it does not change answers."""
     checkpoint = None
     if model.manifest is not None:
         checkpoint = hashlib.sha256(model.manifest.to_json().encode()).hexdigest()
     return {
-        "input": source.sha256,
+        "input": digest,
         "checkpoint": checkpoint,
         **settings_of(model.engine.method),
         "dtype": str(model.engine.setup.dtype),
@@ -401,12 +367,12 @@ def _memory(model: LongContext) -> int | None:
     return None if free is None else int(PLANNED * free) * model.engine.mesh.size
 
 
-def _check_complete(output: Path, source: Source) -> None:
+def _check_complete(output: Path, source: Path) -> None:
     """Raises InputError unless the output has the rows of this input, all of them."""
-    wanted = iter(_line_numbers(source.path))
+    wanted = _line_numbers(source)
     try:
-        with output.open("rb") as lines:
-            same = all(json.loads(line)["line"] == next(wanted, None) for line in lines)
+        with output.open("rb") as rows:
+            same = all(json.loads(row)["line"] == next(wanted, None) for row in rows)
     except (OSError, ValueError, KeyError, TypeError):
         same = False
     if not same or next(wanted, None) is not None:
@@ -418,7 +384,7 @@ def _check_complete(output: Path, source: Source) -> None:
 def _errors(output: Path) -> int:
     """Rows of a finished or unfinished output that have an error."""
     try:
-        return sum("error" in line for line in read_lines(output))
+        return sum("error" in line for line in lines.read(output))
     except (ValueError, TypeError) as error:
         raise InputError(
             f"{output} is damaged: {error}; remove it and its journal to begin anew"
@@ -426,7 +392,7 @@ def _errors(output: Path) -> int:
 
 
 def _line_numbers(path: Path) -> Iterator[int]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with path.open("rb") as rows:
+        for number, line in enumerate(rows, start=1):
             if line.strip():
                 yield number

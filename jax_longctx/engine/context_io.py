@@ -6,6 +6,7 @@ compared on loading: the arrays mean nothing under another method. So are the sh
 anything is allocated. Checksums cover all of it (see `models.storage`).
 """
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -17,9 +18,10 @@ from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.engine import Context, programs
 from jax_longctx.engine.capacity import GRANULE
-from jax_longctx.engine.distributed import from_leader, is_leader
+from jax_longctx.engine.distributed import from_leader
 from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.locks import only_writer
 from jax_longctx.methods import settings_of
 from jax_longctx.models.storage import (
     check_files,
@@ -31,8 +33,6 @@ from jax_longctx.models.storage import (
     why_unwritten,
 )
 from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
-
-__all__ = ["load_context", "save_context"]
 
 # 1 had no digests.
 FORMAT = 2
@@ -47,12 +47,12 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
 
     Raises:
       InputError: the folder exists, or the context is answering a question.
-      CheckpointError: it could not be written; nothing is left behind.
+      CheckpointError: it could not be written, or another process is writing it; nothing is left
+        behind.
     """
     path = Path(path).absolute()
     caches = context.usable_caches()
     partial = path.with_name(path.name + ".partial")
-    from_leader(lambda: _begin(path, partial))
     # Rows that only fill the mesh's data axis stay behind.
     leaves = {
         f"{i:05d}": _with_rows(leaf, axes, context.batch)
@@ -69,23 +69,28 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
         "reserve": context.reserve,
         "total": [int(n) for n in context.total[: context.batch]],
     }
+    with contextlib.ExitStack() as held:
+        from_leader(lambda: _begin(path, partial, held))
+        try:
+            with quiet_orbax():
+                ocp.save(str(partial / CACHES), leaves)
+            from_leader(lambda: _finish(path, partial, described))
+        except (OSError, ValueError) as error:  # the latter when a disk is full
+            raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
+
+
+def _begin(path: Path, partial: Path, held: contextlib.ExitStack) -> None:
+    """Makes the folder `partial`, which is gone, as the lock is, when `held` ends."""
     try:
-        with quiet_orbax():
-            ocp.save(str(partial / CACHES), leaves)
-        from_leader(lambda: _finish(path, partial, described))
-    except (OSError, ValueError) as error:  # the latter when a disk is full
-        raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
-    finally:
-        if is_leader():
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _begin(path: Path, partial: Path) -> None:
+        held.enter_context(only_writer(path))
+    except InputError as error:
+        raise CheckpointError(str(error)) from error
     if path.exists():
         raise InputError(f"{path} exists; choose another name or delete it")
     shutil.rmtree(partial, ignore_errors=True)
+    held.callback(shutil.rmtree, partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        partial.mkdir()
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
 
