@@ -30,7 +30,7 @@ from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import init_params
 from jax_longctx.models.presets import preset
-from jax_longctx.planning.work import weight_bytes
+from jax_longctx.planning.plan import weight_bytes
 from jax_longctx.sharding import make_mesh, tree_shardings
 from pallas_kernels.bench import copy_bandwidth
 

@@ -33,7 +33,7 @@ from jax_longctx.methods import make_method
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import init_params, param_infos
 from jax_longctx.models.presets import preset
-from jax_longctx.planning.work import prefill_work
+from jax_longctx.planning.plan import prefill_work
 from jax_longctx.sharding import logical_sharding, logical_spec
 from pallas_kernels.prefill_attention import causal_attention
 
