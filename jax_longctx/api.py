@@ -14,12 +14,13 @@ plain "Question: ... Answer:", around them, as the command line does.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,24 @@ MOST_BYTES = 2 * 1024**3
 
 OnText = Callable[[int, str], None]
 OnProgress = Callable[[Progress], None]
+
+
+class AnswerOptions(TypedDict, total=False):
+    """How answers are drawn and where they end.
+
+    Attributes:
+      sampling: greedy by default.
+      max_tokens: most tokens of an answer, 128 by default.
+      stop: strings that end an answer; special tokens too, as they are written.
+      stop_at_eos: whether the tokenizer's end-of-text ids do, as by default.
+      on_text: called with (row, new text) as the answers arrive.
+    """
+
+    sampling: Sampling | None
+    max_tokens: int
+    stop: Sequence[str]
+    stop_at_eos: bool
+    on_text: OnText | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,55 +179,32 @@ class LongContext:
         context: Context,
         questions: str | Sequence[str],
         *,
-        sampling: Sampling | None = None,
-        max_tokens: int = 128,
-        stop: Sequence[str] = (),
-        stop_at_eos: bool = True,
         keep: bool = True,
-        on_text: OnText | None = None,
+        **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
         """One question for each row of the context. The context stays, for the next question.
 
         Args:
           keep: False gives the context up with its last question: its memory is free as soon as
             the method can do without.
-          stop: strings that end an answer; special tokens too, as they are written.
-          stop_at_eos: whether the tokenizer's end-of-text ids do.
-          on_text: called with (row, new text) as the answers arrive.
         """
         asked = self._encode(_listed(questions))
         if self.length_warning(max(context.lengths)) is None:
             # What was said of the text alone is not said again.
             self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
-        return self.ask_tokens(
-            context,
-            asked,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            stop=stop,
-            stop_at_eos=stop_at_eos,
-            keep=keep,
-            on_text=on_text,
-        )
+        return self.ask_tokens(context, asked, keep=keep, **options)
 
     def ask_tokens(
         self,
         context: Context,
         rows: Sequence[Sequence[int]],
         *,
-        sampling: Sampling | None = None,
-        max_tokens: int = 128,
-        stop: Sequence[str] = (),
-        stop_at_eos: bool = True,
         keep: bool = True,
-        on_text: OnText | None = None,
+        **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
         """`ask` with questions that are token ids already; no warning but the answers' own."""
-        ends = self._ends(stop, stop_at_eos)
-        stream = self.engine.stream(
-            context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=ends, keep=keep
-        )
-        answers = self._read(stream, rows, stop, ends, on_text)
+        stream = functools.partial(self.engine.stream, context, rows, keep=keep)
+        answers = self._answers(stream, rows, **options)
         given = [length + len(row) for length, row in zip(context.lengths, rows, strict=True)]
         return self._with_warnings(answers, given)
 
@@ -216,26 +212,25 @@ class LongContext:
         self,
         prompts: str | Sequence[str],
         *,
-        sampling: Sampling | None = None,
-        max_tokens: int = 128,
-        stop: Sequence[str] = (),
-        stop_at_eos: bool = True,
         progress: OnProgress | None = None,
-        on_text: OnText | None = None,
+        **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
         """Continues each prompt. All but its last token is context, the last is the question.
 
         Warns before reading where the method does not reach as far (see `length_warning`).
         """
         rows = [self.tokenizer.encode(prompt, bos=True) for prompt in _listed(prompts)]
-        ends = self._ends(stop, stop_at_eos)
         self._warn_beyond(max(map(len, rows), default=0))
-        begun = time.perf_counter()
-        stream = self.engine.generate(
-            rows, max_tokens=max_tokens, sampling=sampling, stop_ids=ends, progress=progress
-        )
-        seconds = time.perf_counter() - begun
-        answers = self._read(stream, [row[-1:] for row in rows], stop, ends, on_text)
+        seconds = 0.0
+
+        def stream(**how: Any) -> Generator[list[list[int]]]:
+            nonlocal seconds
+            begun = time.perf_counter()
+            blocks = self.engine.generate(rows, progress=progress, **how)
+            seconds = time.perf_counter() - begun
+            return blocks
+
+        answers = self._answers(stream, [row[-1:] for row in rows], **options)
         answers = [dataclasses.replace(answer, prefill_seconds=seconds) for answer in answers]
         return self._with_warnings(answers, list(map(len, rows)))
 
@@ -310,27 +305,28 @@ class LongContext:
             for answer, before in zip(answers, given, strict=True)
         ]
 
-    def _ends(self, stop: Sequence[str], stop_at_eos: bool) -> list[int]:
-        """Ids that end an answer."""
+    def _answers(
+        self,
+        stream: Callable[..., Generator[list[list[int]]]],
+        rows: Sequence[Sequence[int]],
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int = 128,
+        stop: Sequence[str] = (),
+        stop_at_eos: bool = True,
+        on_text: OnText | None = None,
+    ) -> list[Answer]:
+        """The tokens that `stream` yields as answers; `rows` are the tokens that they follow."""
         # Special tokens are no text: a stop string that is one ends the answer by its id.
         special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
-        return [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
-
-    def _read(
-        self,
-        stream: Generator[list[list[int]]],
-        rows: Sequence[Sequence[int]],
-        stop: Sequence[str],
-        ends: Sequence[int],
-        on_text: OnText | None,
-    ) -> list[Answer]:
-        """The stream's tokens as answers; `rows` are the tokens that they follow."""
+        ends = [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
+        blocks = stream(sampling=sampling, max_tokens=max_tokens, stop_ids=ends)
         readers = [_Reader(self.tokenizer, row, stop, ends) for row in rows]
         begun = time.perf_counter()
         first = None
         # Closed whatever happens, also in `on_text`: the context gets its cache back.
-        with contextlib.closing(stream):
-            for block in stream:
+        with contextlib.closing(blocks):
+            for block in blocks:
                 first = first or time.perf_counter()
                 for row, (reader, tokens) in enumerate(zip(readers, block, strict=True)):
                     text = reader.push(tokens)
