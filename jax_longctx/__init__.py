@@ -33,22 +33,15 @@ __all__ = [
     "parse_mesh",
 ]
 
-_HOME = {
-    "METHODS": "methods",
-    "Answer": "api",
-    "Context": "engine",
-    "Engine": "engine",
-    "Footprint": "engine.capacity",
-    "LongContext": "api",
-    "LongctxError": "errors",
-    "ModelConfig": "models.config",
-    "Progress": "engine",
-    "Sampling": "engine",
-    "TrainedLengthWarning": "errors",
-    "load": "api",
-    "make_mesh": "sharding",
-    "make_method": "methods",
-    "parse_mesh": "sharding",
+# Which module has which names.
+_HOMES = {
+    "api": ("Answer", "LongContext", "load"),
+    "engine": ("Context", "Engine", "Progress", "Sampling"),
+    "engine.capacity": ("Footprint",),
+    "errors": ("LongctxError", "TrainedLengthWarning"),
+    "methods": ("METHODS", "make_method"),
+    "models.config": ("ModelConfig",),
+    "sharding": ("make_mesh", "parse_mesh"),
 }
 
 
@@ -62,6 +55,7 @@ def __getattr__(name: str) -> Any:
         from importlib import metadata
 
         return metadata.version("jax-longctx")
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -332,7 +332,7 @@ class LongContext:
                     text = reader.push(tokens)
                     if text and on_text is not None:
                         on_text(row, text)
-                if all(reader.finish for reader in readers):
+                if all(reader.finished for reader in readers):
                     break
         ended = time.perf_counter()
         answers = []
@@ -351,48 +351,38 @@ class _Reader:
     """One row's tokens as text, cut at the first stop string."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        after: Sequence[int],
-        stop: Sequence[str],
-        ends: Sequence[int],
+        self, tokenizer: Tokenizer, after: Sequence[int], stop: Sequence[str], ends: Sequence[int]
     ):
-        self.decoder = tokenizer.stream_decoder(after)
-        self.stops = StopStrings(stop)
-        self.ends = frozenset(ends)
+        self.decoder, self.stops = tokenizer.stream_decoder(after), StopStrings(stop)
+        self.ends, self.ended = frozenset(ends), False
         self.tokens: list[int] = []
         self.pieces: list[str] = []
-        self.finish = ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether a stop id or string has ended the answer."""
+        return self.ended or self.stops.stopped is not None
 
     def push(self, tokens: list[int]) -> str:
         """New text of these tokens; nothing once the answer has ended."""
         begun = len(self.pieces)
         for token in tokens:
-            if self.finish:
+            if self.finished:
                 break
             self.tokens.append(token)
-            if token in self.ends:
-                self.finish = "stop"
-                break
-            self.pieces.append(self.stops.push(self.decoder.push([token])))
-            if self.stops.stopped:
-                self.finish = "stop"
+            self.ended = token in self.ends
+            if not self.ended:
+                self.pieces.append(self.stops.push(self.decoder.push([token])))
         return "".join(self.pieces[begun:])
 
     def flush(self) -> str:
         """The text that was held back, at the end of the answer."""
-        text = (
-            "" if self.stops.stopped else self.stops.push(self.decoder.flush()) + self.stops.flush()
-        )
-        self.pieces.append(text)
-        return text
+        self.pieces.append(self.stops.push(self.decoder.flush()) + self.stops.flush())
+        return self.pieces[-1]
 
     def answer(self, first: float, decode: float) -> Answer:
-        if self.stops.stopped:
-            self.finish = "stop"
-        return Answer(
-            "".join(self.pieces), self.tokens, self.finish or "length", 0.0, first, decode
-        )
+        finish = "stop" if self.finished else "length"
+        return Answer("".join(self.pieces), self.tokens, finish, 0.0, first, decode)
 
 
 def _listed(texts: str | Sequence[str]) -> list[str]:

@@ -20,23 +20,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jax_longctx.errors import ConfigError
 
-__all__ = [
-    "MESH_AXES",
-    "RULES",
-    "AnyMesh",
-    "OwnAxis",
-    "axes_field",
-    "axes_of",
-    "check_divisible",
-    "leaf_axes",
-    "logical_sharding",
-    "logical_spec",
-    "make_mesh",
-    "parse_mesh",
-    "tree_shardings",
-    "tree_specs",
-]
-
 MESH_AXES = ("data", "seq", "tensor")
 
 # A mesh without devices stands for one in what is only planned.

@@ -6,7 +6,6 @@ answers are kept on disk before the next one begins.
 """
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -31,6 +30,11 @@ from jax_longctx.methods import settings_of
 WINDOW_BATCHES = 16
 # Share of the free memory that the caches of one batch are planned for.
 PLANNED = 0.75
+
+# Of each job of a batch, those of its questions.
+Answers = list[list[dict[str, Any]]]
+# Gives batches as JSON values, which every process must know, and takes their answers.
+Work = Generator[dict[str, Any], Answers | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,14 +105,21 @@ def run_batch(
       InputError: `source` cannot be read, or `output` belongs to another run.
     """
     # Asked by all, like whatever depends on all; the rest is the leader's.
-    memory = _memory(model)
-    leader = _Leader(model, source, output, options, memory, progress)
-    answers: list[list[dict[str, Any]]] | None = None
+    leader = _Leader(model, source, output, options, _memory(model), progress)
+    work = leader.work()
+    answers: Answers | None = None
+
+    def next_batch() -> dict[str, Any] | None:
+        try:
+            return work.send(answers)
+        except StopIteration:
+            return None
+
     try:
-        while (work := from_leader(functools.partial(leader.next, answers))) is not None:
-            answers = _compute(model, options, work)
+        while (batch := from_leader(next_batch)) is not None:
+            answers = _compute(model, options, batch)
     finally:
-        leader.work.close()
+        work.close()
     return leader.progress if is_leader() else None
 
 
@@ -124,37 +135,27 @@ class _Leader:
         memory: int | None,
         progress: Callable[[BatchProgress], None] | None,
     ):
-        self.model, self.path, self.output, self.options = model, source, output, options
+        self.model, self.source, self.output, self.options = model, source, output, options
         self.memory, self.report = memory, progress
         self.layout = model.layout(options.chat)
-        self.begun = time.perf_counter()
-        self.work = self._work()
-        self.number, self.warned = 0, False
+        self.begun, self.warned = time.perf_counter(), False
         # Of the window at hand: its rows, and the answers of each by the number of the question.
         self.rows: list[Row] = []
-        self.batches: list[Batch] = []
         self.answers: dict[int, dict[int, Any]] = {}
 
-    def next(self, answers: list[list[dict[str, Any]]] | None) -> dict[str, Any] | None:
-        """Takes the answers of the batch it gave last, and gives the next; None at the end."""
-        if answers is not None:
-            self._take(answers)
-        return next(self.work, None)
-
-    def _work(self) -> Generator[dict[str, Any]]:
-        """Every batch that is not done yet, as JSON values that every process must know of it."""
-        total, digest = scan(self.path)
+    def work(self) -> Work:
+        """Every batch that is not done yet; takes its answers."""
+        total, digest = scan(self.source)
         with only_writer(self.output):
             if self.output.exists():
-                _check_complete(self.output, self.path)
-                self.progress = BatchProgress(
-                    total=total, before=total, errors=_errors(self.output)
-                )
+                _check_complete(self.output, self.source)
+                errors = _errors(self.output)
+                self.progress = BatchProgress(total=total, before=total, errors=errors)
             else:
                 yield from self._windows(total, digest)
 
-    def _windows(self, total: int, digest: str) -> Iterator[dict[str, Any]]:
-        given = _given(self.model, self.options, digest)
+    def _windows(self, total: int, digest: str) -> Work:
+        options, given = self.options, _given(self.model, self.options, digest)
         self.journal = lines.Journal(self.output, given, {"memory": self.memory})
         self.progress = BatchProgress(
             total=total,
@@ -162,17 +163,17 @@ class _Leader:
             resumed=self.journal.resumed,
             errors=_errors(self.journal.partial),
         )
-        first = self.journal.rows // self.options.window
+        first = self.journal.rows // options.window
         rows = read_rows(
-            self.path,
+            self.source,
             self.model.tokenizer,
             self.layout,
-            start=first * self.options.window,
-            under=None if self.options.files_under is None else Path(self.options.files_under),
+            start=first * options.window,
+            under=None if options.files_under is None else Path(options.files_under),
         )
         try:
             for window in itertools.count(first):
-                self.rows = list(itertools.islice(rows, self.options.window))
+                self.rows = list(itertools.islice(rows, options.window))
                 if not self.rows:
                     break
                 yield from self._window(window)
@@ -180,26 +181,31 @@ class _Leader:
             self.journal.close()
         self.journal.finish()
 
-    def _window(self, window: int) -> Iterator[dict[str, Any]]:
-        self.window = window
+    def _window(self, window: int) -> Work:
         self.journal.begin_window(window)
         self.answers = {row.index: {} for row in self.rows}
         self._warn_beyond()
         split = self.model.engine.method.info.needs_question
         jobs = [job for row in self.rows for job in row.jobs(split)]
-        self.batches = pack(jobs, self.options.rows, self.options.max_tokens, self._fits)
+        batches = pack(jobs, self.options.rows, self.options.max_tokens, self._fits)
         finished = self.journal.finished(window)
         for number, answers in finished.items():
-            self._file(number, answers)
+            self._file(batches[number], answers)
         if finished:
             # Only the window that an earlier run was ended in.
             before = self.journal.rows + self._waiting()
             self.progress = dataclasses.replace(self.progress, before=before)
         self._write()
-        for number, batch in enumerate(self.batches):
-            if number not in finished:
-                self.number = number
-                yield dataclasses.asdict(batch)
+        for number, batch in enumerate(batches):
+            if number in finished:
+                continue
+            answers = yield dataclasses.asdict(batch)
+            assert answers is not None
+            self.journal.keep(window, number, answers)
+            self._file(batch, answers)
+            tokens = sum(each["read"] + each.get("answer", 0) for job in answers for each in job)
+            self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
+            self._write()
 
     def _warn_beyond(self) -> None:
         """Warns of the run's first row that goes beyond the trained length, before it is read."""
@@ -211,16 +217,8 @@ class _Leader:
                 said = f"line {row.line}: {said} (every such line of the output says so)"
                 warnings.warn(said, TrainedLengthWarning, stacklevel=2)
 
-    def _take(self, answers: list[list[dict[str, Any]]]) -> None:
-        """The answers of the batch at hand: kept, and written where they are next."""
-        self.journal.keep(self.window, self.number, answers)
-        self._file(self.number, answers)
-        tokens = sum(each["read"] + each.get("answer", 0) for job in answers for each in job)
-        self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
-        self._write()
-
-    def _file(self, number: int, answers: list[list[dict[str, Any]]]) -> None:
-        for job, found in zip(self.batches[number].jobs, answers, strict=True):
+    def _file(self, batch: Batch, answers: Answers) -> None:
+        for job, found in zip(batch.jobs, answers, strict=True):
             self.answers[job.row].update(enumerate(found, start=job.first))
 
     def _write(self) -> None:
@@ -264,9 +262,7 @@ class _Leader:
         return rows * memory // max(need.peak + copy, 1)
 
 
-def _compute(
-    model: LongContext, options: BatchOptions, work: dict[str, Any]
-) -> list[list[dict[str, Any]]]:
+def _compute(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Answers:
     """The answers of each job's questions; halves of the batch where the whole does not fit."""
     jobs = work["jobs"]
     try:
@@ -279,9 +275,7 @@ def _compute(
     return [answers for part in parts for answers in _compute(model, options, part)]
 
 
-def _answers(
-    model: LongContext, options: BatchOptions, work: dict[str, Any]
-) -> list[list[dict[str, Any]]]:
+def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Answers:
     engine, count = model.engine, len(work["jobs"])
     # Rows that fill the shape up do what the last one does, and end when it ends.
     jobs = work["jobs"] + work["jobs"][-1:] * (work["rows"] - count)
@@ -294,7 +288,7 @@ def _answers(
         questions=[asked[0] for asked in questions],
         total=[job["total"] for job in jobs],
     )
-    found: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    found: Answers = [[] for _ in range(count)]
     for number in range(rounds):
         # A row without a question of that number repeats its last one.
         at = [min(number, len(row) - 1) for row in questions]

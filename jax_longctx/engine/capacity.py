@@ -219,13 +219,15 @@ def staged_caches(
     """Shapes of every layer's cache: empty, after the context, and while answering."""
     slots = bucket(context + reserve + 1, setup.mesh.shape["seq"])
     empty = programs.abstract_caches(setup, batch, slots, reserve)
-    kept = answering = _finished(setup, empty, "context", reserve)
+    kept = answering = finished_caches(setup, empty, "context", reserve)
     if setup.method.info.shrinks:
-        answering = _finished(setup, kept, "question", bucket(reserve))
+        answering = finished_caches(setup, kept, "question", bucket(reserve))
     return empty, kept, answering
 
 
-def _finished(setup: programs.Setup, caches: Any, stage: Stage, reserve: int) -> tuple[Any, ...]:
+def finished_caches(
+    setup: programs.Setup, caches: Any, stage: Stage, reserve: int
+) -> tuple[Any, ...]:
     """Shapes after `finish`; layers that are alike are traced once."""
     found: dict[Any, Any] = {}
 

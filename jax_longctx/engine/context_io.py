@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.engine import Context, programs
-from jax_longctx.engine.capacity import GRANULE
+from jax_longctx.engine.capacity import GRANULE, finished_caches
 from jax_longctx.engine.distributed import from_leader
 from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError
@@ -54,11 +54,9 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     caches = context.usable_caches()
     partial = path.with_name(path.name + ".partial")
     # Rows that only fill the mesh's data axis stay behind.
+    pairs = zip(jax.tree.leaves(caches), leaf_axes(caches), strict=True)
     leaves = {
-        f"{i:05d}": _with_rows(leaf, axes, context.batch)
-        for i, (leaf, axes) in enumerate(
-            zip(jax.tree.leaves(caches), leaf_axes(caches), strict=True)
-        )
+        f"{i:05d}": _with_rows(leaf, axes, context.batch) for i, (leaf, axes) in enumerate(pairs)
     }
     described = {
         "made_by": _made_by(engine),
@@ -134,7 +132,8 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         )
     rows = [*described["rows"], *([] for _ in range(-batch % data))]
     total = jnp.array([*described["total"], *[0] * (len(rows) - batch)], jnp.int32)
-    structure = _finished_caches(engine, len(rows), slots, reserve, total)
+    empty = programs.abstract_caches(engine.setup, len(rows), slots, reserve)
+    structure = finished_caches(engine.setup, empty, "context", reserve)
     check_files(path / CACHES, described["files"], REMEDY)
     arrays = load_arrays(path / CACHES, _saved_arrays(engine, structure, batch), REMEDY).values()
     shardings = jax.tree.leaves(tree_shardings(engine.mesh, structure))
@@ -188,9 +187,8 @@ def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:
 def _saved_arrays(engine: Engine, structure: Any, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
     """What the saved arrays of these caches are, on as many shards as their sizes divide over."""
     wanted = {}
-    for i, (leaf, names) in enumerate(
-        zip(jax.tree.leaves(structure), leaf_axes(structure), strict=True)
-    ):
+    pairs = zip(jax.tree.leaves(structure), leaf_axes(structure), strict=True)
+    for i, (leaf, names) in enumerate(pairs):
         shape = tuple(
             batch if axis == "batch" else size for size, axis in zip(leaf.shape, names, strict=True)
         )
@@ -225,12 +223,3 @@ def _made_by(engine: Engine) -> dict[str, Any]:
     }
     # As JSON reads it back: tuples are lists there.
     return json.loads(json.dumps(described))
-
-
-def _finished_caches(engine: Engine, batch: int, slots: int, reserve: int, total: jax.Array) -> Any:
-    """Abstract caches after `finish`, for their structure."""
-    setup = engine.setup
-    empty = programs.abstract_caches(setup, batch, slots, reserve)
-    return jax.eval_shape(
-        lambda caches: programs.finish_context(setup, caches, total, reserve), empty
-    )

@@ -357,12 +357,7 @@ def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: in
     linear = rows * 2 * (body * work.tokens + head) / tensor
     attention = rows * 4 * config.num_heads * config.head_dim * _layers(setup, work, context)
     item, layers = setup.dtype.itemsize, config.num_layers
-    received = 0.0
-    collectives = 0
-    if tensor > 1:
-        # Two all-reduces a layer, of attention's output and the MLP's.
-        received += 2 * layers * _all_reduce(rows * work.tokens * config.model_dim * item, tensor)
-        collectives += 2 * layers * segments
+    received, collectives = _all_reduces(setup, rows * work.tokens, segments)
     if shards > 1 and spread:
         kv = 2 * config.num_kv_heads // tensor * config.head_dim * item
         received += layers * rows * work.received * kv
@@ -393,11 +388,7 @@ def decode_work(setup: programs.Setup, *, batch: int, context: int, read: int) -
     if not config.tie_embeddings:
         # Of the embedding table a step reads a row.
         weights -= head * setup.dtype.itemsize // tensor
-    received, collectives = 0.0, 0
-    if tensor > 1:
-        hidden = rows * config.model_dim * setup.dtype.itemsize
-        received += 2 * layers * _all_reduce(hidden, tensor)
-        collectives += 2 * layers
+    received, collectives = _all_reduces(setup, rows, 1)
     if shards > 1:
         size = rows * config.num_heads // tensor
         sent, times = merging.cost(size, config.head_dim, setup.dtype.itemsize, shards)
@@ -415,9 +406,14 @@ def decode_work(setup: programs.Setup, *, batch: int, context: int, read: int) -
     )
 
 
-def _all_reduce(size: float, parts: int) -> float:
-    """Bytes a device receives: a reduce-scatter and an all-gather."""
-    return 2 * size * (parts - 1) / parts
+def _all_reduces(setup: programs.Setup, tokens: float, segments: int) -> tuple[float, int]:
+    """Bytes and number of two a layer, of attention's output and the MLP's, over `tensor`."""
+    parts, times = setup.mesh.shape["tensor"], 2 * setup.config.num_layers
+    if parts == 1:
+        return 0.0, 0
+    # A reduce-scatter and an all-gather.
+    size = tokens * setup.config.model_dim * setup.dtype.itemsize
+    return times * 2 * size * (parts - 1) / parts, times * segments
 
 
 def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[PrefillWork, int, bool]:
