@@ -180,41 +180,33 @@ class Engine:
         slots = self.slots_for(max(capacity - SPARE, max(lengths) + reserve))
         asked = self.needed_questions(questions, len(contexts))
         self.check_capacity(len(rows), slots, reserve)
-        context = Context(
-            rows, len(contexts), slots, reserve, jnp.array(totals, jnp.int32), None, asked
-        )
+        known = jnp.array(totals, jnp.int32)
         caches = programs.init_caches(self.setup, len(rows), slots, reserve)
-        prompt = self.prompt("context", slots, context=rows, question=asked)
-        caches = self._feed(caches, prompt, context, progress)
-        context.caches = programs.finish_context(self.setup, caches, context.total, reserve)
-        return context
+        everything, done, marker = sum(lengths), 0, None
+        begun = time.perf_counter()
 
-    def _feed(
-        self,
-        caches: tuple[Any, ...],
-        prompt: Prompt,
-        context: Context,
-        progress: Callable[[Progress], None] | None,
-    ) -> tuple[Any, ...]:
-        everything = sum(map(len, prompt.context or ()))
-        begun, done, marker = time.perf_counter(), 0, None
-        for segment in self.method.segments(prompt):
+        def told(tokens: int) -> None:
+            if progress is not None:
+                progress(Progress(tokens, everything, time.perf_counter() - begun))
+
+        for segment in self.method.segments(
+            self.prompt("context", slots, context=rows, question=asked)
+        ):
             previous = marker
             caches, marker = programs.run_segment(
-                self.setup, self.params, caches, segment, context.total, None, "none"
+                self.setup, self.params, caches, segment, known, None, "none"
             )
             if previous is not None:
                 # One segment computes while the next is dispatched; never a longer queue.
                 previous.block_until_ready()
-                if progress is not None:
-                    progress(Progress(done, everything, time.perf_counter() - begun))
+                told(done)
             # What is read twice (an anchor, on every shard) is no progress.
             done = min(done + int(segment.chunk_lengths.sum()), everything)
         if marker is not None:
             marker.block_until_ready()
-        if progress is not None:
-            progress(Progress(everything, everything, time.perf_counter() - begun))
-        return caches
+        told(everything)
+        caches = programs.finish_context(self.setup, caches, known, reserve)
+        return Context(rows, len(contexts), slots, reserve, known, caches, asked)
 
     def stream(
         self,
@@ -464,15 +456,13 @@ class Engine:
                 )
         return [*map(list, rows), *([] for _ in range(-len(rows) % self.mesh.shape["data"]))]
 
-    def _cache_bytes(self, batch: int, slots: int, reserve: int) -> int:
-        abstract = programs.abstract_caches(self.setup, batch, slots, reserve)
-        return bytes_per_device(self.mesh, abstract)
-
     def check_capacity(self, batch: int, slots: int, reserve: int) -> None:
         """CapacityError unless new caches of that size fit beside what is in memory already."""
-        need = self._cache_bytes(batch, slots, reserve)
-        per_token = (self._cache_bytes(batch, 2 * slots, reserve) - need) / slots
-        self._check_bytes(slots, need, per_token)
+        need, double = (
+            bytes_per_device(self.mesh, programs.abstract_caches(self.setup, batch, count, reserve))
+            for count in (slots, 2 * slots)
+        )
+        self._check_bytes(slots, need, (double - need) / slots)
 
     def _check_bytes(self, tokens: int, need: int, per_token: float) -> None:
         available = self.memory_limit or available_bytes(self.mesh)

@@ -138,15 +138,8 @@ def hidden_states(
     updated = []
     for layer, cache in enumerate(caches):
         with jax.named_scope(f"layer_{layer}"):
-            x_BTD, cache = _through_layer(
-                setup,
-                setup.config.windows[layer],
-                params["layers"][str(layer)],
-                x_BTD,
-                cache,
-                segment,
-                total,
-            )
+            window, weights = setup.config.windows[layer], params["layers"][str(layer)]
+            x_BTD, cache = _through_layer(setup, window, weights, x_BTD, cache, segment, total)
         updated.append(cache)
     return _normed(setup, params, x_BTD), tuple(updated)
 
@@ -170,36 +163,22 @@ def _through_layer(
     segment: Segment,
     total: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T D"], Any]:
-    def attend(layer: int, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-        return _attended(setup, window, q, k, v, cache, segment, total)
-
-    layer = _module(*_abstract_layer(setup.config), params)
-    return layer(x, 0, cache, attend)
-
-
-def _attended(
-    setup: Setup,
-    window: int | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    cache: Any,
-    segment: Segment,
-    total: Array,
-) -> tuple[Array, Any]:
-    """The method's `attend` inside the manual `shard_map`."""
+    """One layer; the method's `attend` runs inside the manual `shard_map`."""
 
     def local(q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array) -> Any:
         ctx = setup.layer_context(window, total)
         out, _, cache = setup.method.attend(q, k, v, cache, segment, ctx)
         return out, cache
 
-    cache_specs = tree_specs(cache)
-    heads = logical_spec(("batch", segment.token_axis, "heads", None))
-    kv_heads = logical_spec(("batch", segment.token_axis, "kv_heads", None))
-    in_specs = (heads, kv_heads, kv_heads, cache_specs, tree_specs(segment), BATCH)
-    run = setup.shard_map(local, in_specs, (heads, cache_specs))
-    return run(q, k, v, cache, segment, total)
+    def attend(layer: int, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
+        cache_specs = tree_specs(cache)
+        heads = logical_spec(("batch", segment.token_axis, "heads", None))
+        kv_heads = logical_spec(("batch", segment.token_axis, "kv_heads", None))
+        in_specs = (heads, kv_heads, kv_heads, cache_specs, tree_specs(segment), BATCH)
+        run = setup.shard_map(local, in_specs, (heads, cache_specs))
+        return run(q, k, v, cache, segment, total)
+
+    return _module(*_abstract_layer(setup.config), params)(x, 0, cache, attend)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -207,9 +186,7 @@ def _normed(setup: Setup, params: Any, x: Float[Array, "B T D"]) -> Float[Array,
     return bound_model(setup.config, params).final_norm(x)
 
 
-@functools.lru_cache(maxsize=16)
-def _abstract(config: ModelConfig) -> tuple[Any, Any]:
-    return abstract_model(config)
+_abstract = functools.lru_cache(maxsize=16)(abstract_model)
 
 
 @functools.lru_cache(maxsize=16)
@@ -598,7 +575,7 @@ def start_answer(
 ) -> DecodeState:
     """Chooses each row's first token from the question's last logits."""
     token = next_token(logits, state.seen, state.keys, state.count, values, sampling)
-    return _replicate(setup, state.watch(logits).accept(token))
+    return replicated(setup, state.watch(logits).accept(token))
 
 
 # Columns of a block of decode steps, variants of the answer's steps, the sampling's static part.
@@ -650,7 +627,7 @@ def _decode_block(
         body = each_run if others else functools.partial(step, first)
         carry = jax.lax.while_loop(lambda carry: _turn(turns, carry) >= 0, body, carry)
     _, caches, state, chosen_BX = carry
-    return caches, *_replicate(setup, (state, chosen_BX))
+    return caches, *replicated(setup, (state, chosen_BX))
 
 
 # All layers, and all steps, as one program.
@@ -694,8 +671,8 @@ def next_block(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], DecodeState, 
     return (_decode_block if setup.by_layer else decode_block)(setup, *args)
 
 
-def _replicate(setup: Setup, tree: Any) -> Any:
-    """Every process reads these: the same on all devices."""
+def replicated(setup: Setup, tree: Any) -> Any:
+    """The same on all devices: every process reads these."""
     everywhere = NamedSharding(setup.mesh, PartitionSpec())
     return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: everywhere, tree))
 

@@ -21,7 +21,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import decode_segment, step_variant
@@ -318,8 +317,7 @@ def by_columns(setup: programs.Setup, function: Any, *arrays: Array) -> Any:
         return jnp.moveaxis(split, 1, 0)  # [blocks, B, size, ...]
 
     found = jax.lax.map(lambda block: function(*block), tuple(map(cut, arrays)))
-    everywhere = NamedSharding(setup.mesh, PartitionSpec())
     whole = jax.tree.map(
         lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, blocks * size)[:, :columns], found
     )
-    return jax.lax.with_sharding_constraint(whole, jax.tree.map(lambda _: everywhere, whole))
+    return programs.replicated(setup, whole)
