@@ -159,10 +159,9 @@ def make_plan(
         estimate = case.held(request.context).temporaries
         case = dataclasses.replace(case, scale=temporaries / estimate)
     held, chip = case.held(request.context), request.target.chip
-    read = case.caches(request.context).read
     context, rows = request.context, case.rows
     prefill = prefill_work(case.setup, batch=rows, context=context, reserve=request.reserve)
-    decode = decode_work(case.setup, batch=rows, context=context, read=read)
+    decode = decode_work(case.setup, batch=rows, read=case.caches(context).read)
     step = _decode_seconds(decode, chip)
     return Plan(
         mesh=sizes,
@@ -349,54 +348,36 @@ def context_segments(
 
 def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: int) -> Work:
     """Reading `batch` rows of `context` tokens."""
-    config, shape = setup.config, setup.mesh.shape
-    tensor, shards = shape["tensor"], shape["seq"]
-    rows = batch // shape["data"]
+    config, tensor = setup.config, setup.mesh.shape["tensor"]
+    rows, layers = batch // setup.mesh.shape["data"], config.num_layers
     body, head = _sizes(config)
     work, segments, spread = _row_work(setup, context, reserve)
-    linear = rows * 2 * (body * work.tokens + head) / tensor
-    attention = rows * 4 * config.num_heads * config.head_dim * _layers(setup, work, context)
-    item, layers = setup.dtype.itemsize, config.num_layers
-    received, collectives = _all_reduces(setup, rows * work.tokens, segments)
-    if shards > 1 and spread:
-        kv = 2 * config.num_kv_heads // tensor * config.head_dim * item
+    received, collectives = _traffic(setup, rows * work.tokens, segments, spread)
+    if spread and setup.mesh.shape["seq"] > 1:
+        kv = 2 * config.num_kv_heads // tensor * config.head_dim * setup.dtype.itemsize
         received += layers * rows * work.received * kv
         collectives += layers * work.collectives
-    elif shards > 1:
-        # Partial results of every shard's own keys.
-        size = int(rows * work.tokens / segments * config.num_heads) // tensor
-        sent, times = merging.cost(size, config.head_dim, item, shards)
-        received += layers * segments * sent
-        collectives += layers * segments * times
-    passes = segments * weight_bytes(setup)
+    pairs = rows * _layers(setup, work, context)
     return Work(
-        linear=linear,
-        attention=attention / tensor,
-        read=passes,
+        linear=rows * 2 * (body * work.tokens + head) / tensor,
+        attention=4 * config.num_heads * config.head_dim * pairs / tensor,
+        read=segments * weight_bytes(setup),
         received=received,
         collectives=collectives,
     )
 
 
-def decode_work(setup: programs.Setup, *, batch: int, context: int, read: int) -> Work:
+def decode_work(setup: programs.Setup, *, batch: int, read: int) -> Work:
     """One token of each row; `read` are the bytes of all caches that a step reads."""
-    config, shape = setup.config, setup.mesh.shape
-    tensor, shards = shape["tensor"], shape["seq"]
-    rows, layers = batch // shape["data"], config.num_layers
+    config, shape, item = setup.config, setup.mesh.shape, setup.dtype.itemsize
+    tensor, rows = shape["tensor"], batch // shape["data"]
     body, head = _sizes(config)
-    weights = weight_bytes(setup)
-    if not config.tie_embeddings:
-        # Of the embedding table a step reads a row.
-        weights -= head * setup.dtype.itemsize // tensor
-    received, collectives = _all_reduces(setup, rows, 1)
-    if shards > 1:
-        size = rows * config.num_heads // tensor
-        sent, times = merging.cost(size, config.head_dim, setup.dtype.itemsize, shards)
-        received += layers * sent
-        collectives += layers * times
+    # Of an embedding table that is not the head's a step reads a row.
+    weights = weight_bytes(setup) - (0 if config.tie_embeddings else head * item // tensor)
+    received, collectives = _traffic(setup, rows, 1, spread=False)
     # Small caches lie whole on every shard of the slots; the larger ones are divided.
-    divided = shape["data"] * tensor * (shards if setup.method.info.keeps_all else 1)
-    pairs = read / (2 * config.num_kv_heads * config.head_dim * setup.dtype.itemsize)
+    divided = shape["data"] * tensor * (shape["seq"] if setup.method.info.keeps_all else 1)
+    pairs = read / (2 * config.num_kv_heads * config.head_dim * item)
     return Work(
         linear=rows * 2 * (body + head) / tensor,
         attention=4 * config.num_heads * config.head_dim * pairs / divided,
@@ -406,14 +387,25 @@ def decode_work(setup: programs.Setup, *, batch: int, context: int, read: int) -
     )
 
 
-def _all_reduces(setup: programs.Setup, tokens: float, segments: int) -> tuple[float, int]:
-    """Bytes and number of two a layer, of attention's output and the MLP's, over `tensor`."""
-    parts, times = setup.mesh.shape["tensor"], 2 * setup.config.num_layers
-    if parts == 1:
-        return 0.0, 0
-    # A reduce-scatter and an all-gather.
-    size = tokens * setup.config.model_dim * setup.dtype.itemsize
-    return times * 2 * size * (parts - 1) / parts, times * segments
+def _traffic(
+    setup: programs.Setup, tokens: float, segments: int, spread: bool
+) -> tuple[float, int]:
+    """Bytes that a device receives for `tokens` in all `segments`, and the collectives."""
+    config, item = setup.config, setup.dtype.itemsize
+    tensor, shards = setup.mesh.shape["tensor"], setup.mesh.shape["seq"]
+    received, collectives = 0.0, 0
+    if tensor > 1:
+        # Two all-reduces a layer, of attention's output and the MLP's: each is a reduce-scatter
+        # and an all-gather.
+        received += 4 * tokens * config.model_dim * item * (tensor - 1) / tensor
+        collectives += 2 * segments
+    if shards > 1 and not spread:
+        # Partial results of every shard's own keys.
+        size = int(tokens / segments * config.num_heads) // tensor
+        sent, times = merging.cost(size, config.head_dim, item, shards)
+        received += segments * sent
+        collectives += segments * times
+    return config.num_layers * received, config.num_layers * collectives
 
 
 def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[PrefillWork, int, bool]:
