@@ -108,41 +108,77 @@ def scan(path: Path) -> tuple[int, str]:
     return rows, digest.hexdigest()
 
 
-def read_rows(
-    path: Path,
-    tokenizer: Tokenizer,
-    layout: PromptLayout,
-    *,
-    start: int = 0,
-    under: Path | None = None,
-) -> Iterator[Row]:
-    """Every row from number `start` on, in order; files are relative to the input's folder.
+@dataclasses.dataclass(frozen=True)
+class RowReader:
+    """Reads the rows of one input.
 
-    Args:
-      under: the folder that files must be in, links followed; any unless given.
+    Attributes:
+      path: of the input; files are relative to its folder.
+      under: the folder that files must be in, links followed; any if None.
     """
-    files = _Files(path.parent, None if under is None else under.resolve())
-    index = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            if index >= start:
-                yield _row(index, number, line, files, tokenizer, layout)
-            index += 1
 
+    path: Path
+    tokenizer: Tokenizer
+    layout: PromptLayout
+    under: Path | None = None
 
-def _row(
-    index: int, line: int, raw: bytes, files: "_Files", tokenizer: Tokenizer, layout: PromptLayout
-) -> Row:
-    name: str | int | None = None
-    try:
-        fields = _fields(raw)
-        name = fields.get("id")
-        kind, context, questions = _parts(fields, files, tokenizer, layout)
-    except InputError as error:
-        return Row(index=index, line=line, id=name, error=" ".join(str(error).split()))
-    return Row(index=index, line=line, id=name, kind=kind, context=context, questions=questions)
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """Every row from number `start` on, in order."""
+        index = 0
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    if index >= start:
+                        yield self._row(index, number, line)
+                    index += 1
+
+    def _row(self, index: int, line: int, raw: bytes) -> Row:
+        name: str | int | None = None
+        try:
+            fields = _fields(raw)
+            name = fields.get("id")
+            kind, context, questions = self._parts(fields)
+        except InputError as error:
+            return Row(index=index, line=line, id=name, error=" ".join(str(error).split()))
+        return Row(index=index, line=line, id=name, kind=kind, context=context, questions=questions)
+
+    def _parts(
+        self, fields: dict[str, Any]
+    ) -> tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """Kind, context and questions."""
+        unknown = sorted(set(fields) - set(KEYS))
+        if unknown:
+            raise InputError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
+        encode, given = self.tokenizer.encode, {key for key in fields if key != "id"}
+        if given == {"prompt"}:
+            prompt = encode(_text(fields, "prompt"), bos=True)
+            # The last token is the question, as in `generate`.
+            return "prompt", tuple(prompt[:-1]), (tuple(prompt[-1:]),)
+        texts, asked = given & {"context", "file"}, given & {"question", "questions"}
+        if "prompt" in given or len(texts) != 1 or len(asked) != 1:
+            raise InputError(
+                f"the row has {', '.join(sorted(given)) or 'nothing'}; expected prompt, or one of "
+                f"context and file with one of question and questions"
+            )
+        document = _text(fields, "context") if "context" in texts else self._file(fields)
+        (kind,) = asked
+        questions = _questions(fields) if kind == "questions" else [_text(fields, "question")]
+        context = encode(self.layout.context(document), bos=True)
+        rows = (tuple(encode(self.layout.question(question))) for question in questions)
+        return kind, tuple(context), tuple(rows)
+
+    def _file(self, fields: dict[str, Any]) -> str:
+        name = _text(fields, "file")
+        try:
+            path = (self.path.parent / name).resolve()
+            under = None if self.under is None else self.under.resolve()
+            if under is not None and not path.is_relative_to(under):
+                raise InputError(f"file {name!r} is not under {under}, as files must be")
+            return path.read_bytes().decode("utf-8-sig")
+        except (OSError, RuntimeError, ValueError) as error:
+            # A name may hold a zero byte or a loop of links, a file something else than UTF-8.
+            reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+            raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
@@ -163,32 +199,6 @@ def _fields(raw: bytes) -> dict[str, Any]:
     return fields
 
 
-def _parts(
-    fields: dict[str, Any], files: "_Files", tokenizer: Tokenizer, layout: PromptLayout
-) -> tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Kind, context and questions."""
-    unknown = sorted(set(fields) - set(KEYS))
-    if unknown:
-        raise InputError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
-    given = {key for key in fields if key != "id"}
-    if given == {"prompt"}:
-        prompt = tokenizer.encode(_text(fields, "prompt"), bos=True)
-        # The last token is the question, as in `generate`.
-        return "prompt", tuple(prompt[:-1]), (tuple(prompt[-1:]),)
-    texts, asked = given & {"context", "file"}, given & {"question", "questions"}
-    if "prompt" in given or len(texts) != 1 or len(asked) != 1:
-        raise InputError(
-            f"the row has {', '.join(sorted(given)) or 'nothing'}; expected prompt, or one of "
-            f"context and file with one of question and questions"
-        )
-    document = _text(fields, "context") if "context" in texts else files.read(fields)
-    (kind,) = asked
-    questions = _questions(fields) if kind == "questions" else [_text(fields, "question")]
-    context = tokenizer.encode(layout.context(document), bos=True)
-    rows = (tuple(tokenizer.encode(layout.question(question))) for question in questions)
-    return kind, tuple(context), tuple(rows)
-
-
 def _text(fields: dict[str, Any], key: str) -> str:
     value = fields[key]
     if not isinstance(value, str) or not value.strip():
@@ -201,26 +211,6 @@ def _questions(fields: dict[str, Any]) -> list[str]:
     if not isinstance(value, list) or not value:
         raise InputError(f"questions is {value!r:.80}; expected a list of texts")
     return [_text({"questions": each}, "questions") for each in value]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Files:
-    """The files that rows may name: relative to `folder`, and in `under` unless it is None."""
-
-    folder: Path
-    under: Path | None
-
-    def read(self, fields: dict[str, Any]) -> str:
-        name = _text(fields, "file")
-        try:
-            path = (self.folder / name).resolve()
-            if self.under is not None and not path.is_relative_to(self.under):
-                raise InputError(f"file {name!r} is not under {self.under}, as files must be")
-            return path.read_bytes().decode("utf-8-sig")
-        except (OSError, RuntimeError, ValueError) as error:
-            # A name may hold a zero byte or a loop of links, a file something else than UTF-8.
-            reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
-            raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from jax_longctx.api import Answer, LongContext
 from jax_longctx.batch import lines
-from jax_longctx.batch.rows import Batch, Row, pack, read_rows, scan
+from jax_longctx.batch.rows import Batch, Row, RowReader, pack, scan
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.capacity import available_bytes, footprint
 from jax_longctx.engine.distributed import from_leader, is_leader
@@ -164,13 +164,9 @@ class _Leader:
             errors=_errors(self.journal.partial),
         )
         first = self.journal.rows // options.window
-        rows = read_rows(
-            self.source,
-            self.model.tokenizer,
-            self.layout,
-            start=first * options.window,
-            under=None if options.files_under is None else Path(options.files_under),
-        )
+        under = None if options.files_under is None else Path(options.files_under)
+        reader = RowReader(self.source, self.model.tokenizer, self.layout, under)
+        rows = reader.rows(first * options.window)
         try:
             for window in itertools.count(first):
                 self.rows = list(itertools.islice(rows, options.window))
