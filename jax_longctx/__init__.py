@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext, load
     from jax_longctx.engine import Context, Engine, Progress, Sampling
-    from jax_longctx.engine.footprint import Footprint
+    from jax_longctx.engine.capacity import Footprint
     from jax_longctx.errors import LongctxError, TrainedLengthWarning
     from jax_longctx.methods import METHODS, make_method
     from jax_longctx.models.config import ModelConfig
@@ -34,22 +34,16 @@ __all__ = [
     "parse_mesh",
 ]
 
-_HOME = {
-    "METHODS": "methods",
-    "Answer": "api",
-    "Context": "engine",
-    "Engine": "engine",
-    "Footprint": "engine.footprint",
-    "LongContext": "api",
-    "LongctxError": "errors",
-    "ModelConfig": "models.config",
-    "Progress": "engine",
-    "Sampling": "engine",
-    "TrainedLengthWarning": "errors",
-    "load": "api",
-    "make_mesh": "sharding",
-    "make_method": "methods",
-    "parse_mesh": "settings",
+# Which module has which names.
+_HOMES = {
+    "api": ("Answer", "LongContext", "load"),
+    "engine": ("Context", "Engine", "Progress", "Sampling"),
+    "engine.capacity": ("Footprint",),
+    "errors": ("LongctxError", "TrainedLengthWarning"),
+    "methods": ("METHODS", "make_method"),
+    "models.config": ("ModelConfig",),
+    "settings": ("parse_mesh",),
+    "sharding": ("make_mesh",),
 }
 
 
@@ -63,6 +57,7 @@ def __getattr__(name: str) -> Any:
         from importlib import metadata
 
         return metadata.version("jax-longctx")
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

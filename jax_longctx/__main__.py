@@ -2,8 +2,6 @@
 
 import os
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """The console script."""

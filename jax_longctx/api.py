@@ -14,21 +14,23 @@ plain "Question: ... Answer:", around them, as the command line does.
 
 import contextlib
 import dataclasses
+import functools
+import os
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_longctx.compilations import keep_compilations
 from jax_longctx.contract import Bounded, Method, reach
 from jax_longctx.engine import Context, Engine, Progress, Sampling
+from jax_longctx.engine.capacity import Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.engine.footprint import Footprint, footprint
-from jax_longctx.engine.likelihood import Likelihood
+from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS, Full
 from jax_longctx.models.checkpoint import Manifest, load_params, read_manifest, tokenizer_folder
@@ -42,13 +44,31 @@ from jax_longctx.text import (
     plain_layout,
 )
 
-__all__ = ["Answer", "LongContext", "load"]
-
 # Longer than any text.
 FAR = 1 << 40
+# Of compiled programs on the disk: some ten methods on a large model, or a hundred on a small one.
+MOST_BYTES = 2 * 1024**3
 
 OnText = Callable[[int, str], None]
 OnProgress = Callable[[Progress], None]
+
+
+class AnswerOptions(TypedDict, total=False):
+    """How answers are drawn and where they end.
+
+    Attributes:
+      sampling: greedy by default.
+      max_tokens: most tokens of an answer, 128 by default.
+      stop: strings that end an answer; special tokens too, as they are written.
+      stop_at_eos: whether the tokenizer's end-of-text ids do, as by default.
+      on_text: called with (row, new text) as the answers arrive.
+    """
+
+    sampling: Sampling | None
+    max_tokens: int
+    stop: Sequence[str]
+    stop_at_eos: bool
+    on_text: OnText | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,55 +178,32 @@ class LongContext:
         context: Context,
         questions: str | Sequence[str],
         *,
-        sampling: Sampling | None = None,
-        max_tokens: int = 128,
-        stop: Sequence[str] = (),
-        stop_at_eos: bool = True,
         keep: bool = True,
-        on_text: OnText | None = None,
+        **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
         """One question for each row of the context. The context stays, for the next question.
 
         Args:
           keep: False gives the context up with its last question: its memory is free as soon as
             the method can do without.
-          stop: strings that end an answer; special tokens too, as they are written.
-          stop_at_eos: whether the tokenizer's end-of-text ids do.
-          on_text: called with (row, new text) as the answers arrive.
         """
         asked = self._encode(_listed(questions))
         if self.length_warning(max(context.lengths)) is None:
             # What was said of the text alone is not said again.
             self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
-        return self.ask_tokens(
-            context,
-            asked,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            stop=stop,
-            stop_at_eos=stop_at_eos,
-            keep=keep,
-            on_text=on_text,
-        )
+        return self.ask_tokens(context, asked, keep=keep, **options)
 
     def ask_tokens(
         self,
         context: Context,
         rows: Sequence[Sequence[int]],
         *,
-        sampling: Sampling | None = None,
-        max_tokens: int = 128,
-        stop: Sequence[str] = (),
-        stop_at_eos: bool = True,
         keep: bool = True,
-        on_text: OnText | None = None,
+        **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
         """`ask` with questions that are token ids already; no warning but the answers' own."""
-        ends = self._ends(stop, stop_at_eos)
-        stream = self.engine.stream(
-            context, rows, sampling=sampling, max_tokens=max_tokens, stop_ids=ends, keep=keep
-        )
-        answers = self._read(stream, rows, stop, ends, on_text)
+        stream = functools.partial(self.engine.stream, context, rows, keep=keep)
+        answers = self._answers(stream, rows, **options)
         given = [length + len(row) for length, row in zip(context.lengths, rows, strict=True)]
         return self._with_warnings(answers, given)
 
@@ -214,26 +211,25 @@ class LongContext:
         self,
         prompts: str | Sequence[str],
         *,
-        sampling: Sampling | None = None,
-        max_tokens: int = 128,
-        stop: Sequence[str] = (),
-        stop_at_eos: bool = True,
         progress: OnProgress | None = None,
-        on_text: OnText | None = None,
+        **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
         """Continues each prompt. All but its last token is context, the last is the question.
 
         Warns before reading where the method does not reach as far (see `length_warning`).
         """
         rows = [self.tokenizer.encode(prompt, bos=True) for prompt in _listed(prompts)]
-        ends = self._ends(stop, stop_at_eos)
         self._warn_beyond(max(map(len, rows), default=0))
-        begun = time.perf_counter()
-        stream = self.engine.generate(
-            rows, max_tokens=max_tokens, sampling=sampling, stop_ids=ends, progress=progress
-        )
-        seconds = time.perf_counter() - begun
-        answers = self._read(stream, [row[-1:] for row in rows], stop, ends, on_text)
+        seconds = 0.0
+
+        def stream(**how: Any) -> Generator[list[list[int]]]:
+            nonlocal seconds
+            begun = time.perf_counter()
+            blocks = self.engine.generate(rows, progress=progress, **how)
+            seconds = time.perf_counter() - begun
+            return blocks
+
+        answers = self._answers(stream, [row[-1:] for row in rows], **options)
         answers = [dataclasses.replace(answer, prefill_seconds=seconds) for answer in answers]
         return self._with_warnings(answers, list(map(len, rows)))
 
@@ -242,15 +238,12 @@ class LongContext:
     ) -> list[Likelihood]:
         """How likely each continuation is after its context, as the method reads and answers.
 
-        A continuation follows directly on its context, as a question would. Options are those of
-        `Engine.loglikelihoods`.
-
-        Raises:
-          InputError: an empty text, and as `jax_longctx.engine.forced.forced_states`.
+        A continuation follows directly on its context, as a question would. Options and errors are
+        those of `jax_longctx.engine.scoring.forced_states`.
         """
         rows = [self.tokenizer.encode(text, bos=True) for text in _listed(contexts)]
         continued = self._encode(_listed(continuations))
-        return self.engine.loglikelihoods(rows, continued, **options)
+        return loglikelihoods(self.engine, rows, continued, **options)
 
     def footprint(self, tokens: int, *, batch: int = 1, reserve: int = 256) -> Footprint:
         """Bytes of the method's caches for `batch` texts of `tokens` tokens, and read a step.
@@ -311,33 +304,34 @@ class LongContext:
             for answer, before in zip(answers, given, strict=True)
         ]
 
-    def _ends(self, stop: Sequence[str], stop_at_eos: bool) -> list[int]:
-        """Ids that end an answer."""
+    def _answers(
+        self,
+        stream: Callable[..., Generator[list[list[int]]]],
+        rows: Sequence[Sequence[int]],
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int = 128,
+        stop: Sequence[str] = (),
+        stop_at_eos: bool = True,
+        on_text: OnText | None = None,
+    ) -> list[Answer]:
+        """The tokens that `stream` yields as answers; `rows` are the tokens that they follow."""
         # Special tokens are no text: a stop string that is one ends the answer by its id.
         special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
-        return [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
-
-    def _read(
-        self,
-        stream: Generator[list[list[int]]],
-        rows: Sequence[Sequence[int]],
-        stop: Sequence[str],
-        ends: Sequence[int],
-        on_text: OnText | None,
-    ) -> list[Answer]:
-        """The stream's tokens as answers; `rows` are the tokens that they follow."""
+        ends = [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
+        blocks = stream(sampling=sampling, max_tokens=max_tokens, stop_ids=ends)
         readers = [_Reader(self.tokenizer, row, stop, ends) for row in rows]
         begun = time.perf_counter()
         first = None
         # Closed whatever happens, also in `on_text`: the context gets its cache back.
-        with contextlib.closing(stream):
-            for block in stream:
+        with contextlib.closing(blocks):
+            for block in blocks:
                 first = first or time.perf_counter()
                 for row, (reader, tokens) in enumerate(zip(readers, block, strict=True)):
                     text = reader.push(tokens)
                     if text and on_text is not None:
                         on_text(row, text)
-                if all(reader.finish for reader in readers):
+                if all(reader.finished for reader in readers):
                     break
         ended = time.perf_counter()
         answers = []
@@ -356,49 +350,83 @@ class _Reader:
     """One row's tokens as text, cut at the first stop string."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        after: Sequence[int],
-        stop: Sequence[str],
-        ends: Sequence[int],
+        self, tokenizer: Tokenizer, after: Sequence[int], stop: Sequence[str], ends: Sequence[int]
     ):
-        self.decoder = tokenizer.stream_decoder(after)
-        self.stops = StopStrings(stop)
-        self.ends = frozenset(ends)
+        self.decoder, self.stops = tokenizer.stream_decoder(after), StopStrings(stop)
+        self.ends, self.ended = frozenset(ends), False
         self.tokens: list[int] = []
         self.pieces: list[str] = []
-        self.finish = ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether a stop id or string has ended the answer."""
+        return self.ended or self.stops.stopped is not None
 
     def push(self, tokens: list[int]) -> str:
         """New text of these tokens; nothing once the answer has ended."""
         begun = len(self.pieces)
         for token in tokens:
-            if self.finish:
+            if self.finished:
                 break
             self.tokens.append(token)
-            if token in self.ends:
-                self.finish = "stop"
-                break
-            self.pieces.append(self.stops.push(self.decoder.push([token])))
-            if self.stops.stopped:
-                self.finish = "stop"
+            self.ended = token in self.ends
+            if not self.ended:
+                self.pieces.append(self.stops.push(self.decoder.push([token])))
         return "".join(self.pieces[begun:])
 
     def flush(self) -> str:
         """The text that was held back, at the end of the answer."""
-        text = (
-            "" if self.stops.stopped else self.stops.push(self.decoder.flush()) + self.stops.flush()
-        )
-        self.pieces.append(text)
-        return text
+        self.pieces.append(self.stops.push(self.decoder.flush()) + self.stops.flush())
+        return self.pieces[-1]
 
     def answer(self, first: float, decode: float) -> Answer:
-        if self.stops.stopped:
-            self.finish = "stop"
-        return Answer(
-            "".join(self.pieces), self.tokens, self.finish or "length", 0.0, first, decode
-        )
+        finish = "stop" if self.finished else "length"
+        return Answer("".join(self.pieces), self.tokens, finish, 0.0, first, decode)
 
 
 def _listed(texts: str | Sequence[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else list(texts)
+
+
+def keep_compilations() -> None:
+    """Compiled programs are kept on the disk, where the next process finds them.
+
+    They lie in `jax_longctx` under the user's cache folder; the least recently used ones beyond
+    `MOST_BYTES` leave at the next start. `JAX_COMPILATION_CACHE_DIR` and `jax.config` win, and
+    theirs is left as it is; `JAX_ENABLE_COMPILATION_CACHE=false` turns all of it off.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    if not jax.config.jax_enable_compilation_cache:
+        return
+    folder = _cache_folder()
+    if folder is not None:
+        _make_room(folder, MOST_BYTES)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def _cache_folder() -> Path | None:
+    """Where programs may be kept; None where that cannot be written, which JAX would warn of."""
+    try:
+        # A user without a home has no cache.
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_longctx"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def _make_room(folder: Path, most: int) -> None:
+    """Removes what was used least recently until `most` bytes are left, as far as it may."""
+    try:
+        found = [(file, file.stat()) for file in folder.iterdir() if file.is_file()]
+        left = sum(about.st_size for _, about in found)
+        for file, about in sorted(found, key=lambda pair: max(pair[1].st_atime, pair[1].st_mtime)):
+            if left <= most:
+                return
+            file.unlink(missing_ok=True)
+            left -= about.st_size
+    except OSError:
+        # Another process removed one meanwhile and makes room itself, or it is another user's: no
+        # reason not to begin.
+        return

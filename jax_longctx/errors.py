@@ -1,15 +1,5 @@
 """Errors a person can act on: one line that says what was wrong, what was expected, what to do."""
 
-__all__ = [
-    "CapacityError",
-    "CheckpointError",
-    "ConfigError",
-    "InputError",
-    "LengthError",
-    "LongctxError",
-    "TrainedLengthWarning",
-]
-
 
 class LongctxError(Exception):
     """Base of every error on bad input; the command line prints it and exits with 2."""

@@ -1,6 +1,7 @@
 """One writer at a time: a lock beside what is written, which the kernel frees with its holder."""
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -8,7 +9,8 @@ from pathlib import Path
 
 from jax_longctx.errors import InputError
 
-__all__ = ["only_writer"]
+# Of file systems without locks; files are written there as on any other.
+UNLOCKED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
 @contextlib.contextmanager
@@ -42,7 +44,7 @@ def _acquire(lock: Path) -> int:
     while True:
         held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(held)
             # The holder before may have deleted this file, and another process made a new one.
             if _is_at(lock, held):
                 return held
@@ -50,6 +52,14 @@ def _acquire(lock: Path) -> int:
             os.close(held)
             raise
         os.close(held)
+
+
+def _lock(held: int) -> None:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in UNLOCKED:
+            raise
 
 
 def _is_at(lock: Path, held: int) -> bool:

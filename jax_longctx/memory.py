@@ -4,8 +4,6 @@ import resource
 import sys
 from pathlib import Path
 
-__all__ = ["memory_used", "peak_memory", "shown_bytes"]
-
 _STATM = Path("/proc/self/statm")
 
 

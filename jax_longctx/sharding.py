@@ -21,22 +21,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax_longctx.errors import ConfigError
 from jax_longctx.settings import MESH_AXES
 
-__all__ = [
-    "MESH_AXES",
-    "RULES",
-    "AnyMesh",
-    "OwnAxis",
-    "axes_field",
-    "axes_of",
-    "check_divisible",
-    "leaf_axes",
-    "logical_sharding",
-    "logical_spec",
-    "make_mesh",
-    "tree_shardings",
-    "tree_specs",
-]
-
 # A mesh without devices stands for one in what is only planned.
 AnyMesh = Mesh | AbstractMesh
 

@@ -1,4 +1,4 @@
-"""The rows of a batch: one JSON object a line, checked and turned into tokens.
+"""The rows of a batch: one JSON object a line, checked, turned into tokens, and packed.
 
     {"prompt": "Once upon"}                                   continued as it is
     {"context": "A text ...", "question": "Who?"}             one answer
@@ -7,21 +7,28 @@
 and an "id" (text or a whole number) where the caller wants one. A row that cannot be used is a row
 with an `error`, which goes to its own line of the output. A "file" may be any that this process can
 read, and its text shows in the answers; rows of strangers are confined to a folder (`under`).
+
+A window of the input is sorted by length, longest first, and cut into batches. The number of cache
+slots is rounded up to a quarter of an octave and the number of rows to a power of two, so that few
+programs are compiled. The same window, options and memory limit give the same batches: a run that
+was killed computes those that are left as it would have done.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import InputError
 from jax_longctx.text import PromptLayout, Tokenizer
 
-__all__ = ["Job", "Row", "Source", "read_rows", "scan"]
-
 KEYS = ("id", "prompt", "context", "file", "question", "questions")
+# Least slots of a batch.
+SMALLEST = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +62,14 @@ class Row:
         """What every output line of this row begins with."""
         return {"line": self.line} | ({} if self.id is None else {"id": self.id})
 
+    def jobs(self, split: bool) -> Iterator["Job"]:
+        """One job, or with `split` one for each question; none for a row with an error."""
+        if self.error is not None:
+            return
+        groups = [(each,) for each in self.questions] if split else [self.questions]
+        for number, questions in enumerate(groups):
+            yield Job(self.index, number, self.context, questions, self.total)
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -76,17 +91,8 @@ class Job:
         return len(self.context) + max(map(len, self.questions))
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The input file as it was found: number of rows, and SHA-256 of its bytes."""
-
-    path: Path
-    rows: int
-    sha256: str
-
-
-def scan(path: Path) -> Source:
-    """Counts the rows and takes the fingerprint. Raises InputError when it cannot be read."""
+def scan(path: Path) -> tuple[int, str]:
+    """The number of rows, and SHA-256 of the bytes. Raises InputError when it cannot be read."""
     rows, digest = 0, hashlib.sha256()
     try:
         with path.open("rb") as lines:
@@ -99,44 +105,80 @@ def scan(path: Path) -> Source:
         ) from error
     if not rows:
         raise InputError(f'{path} holds no rows; give JSON lines such as {{"prompt": "..."}}')
-    return Source(path, rows, digest.hexdigest())
+    return rows, digest.hexdigest()
 
 
-def read_rows(
-    path: Path,
-    tokenizer: Tokenizer,
-    layout: PromptLayout,
-    *,
-    start: int = 0,
-    under: Path | None = None,
-) -> Iterator[Row]:
-    """Every row from number `start` on, in order; files are relative to the input's folder.
+@dataclasses.dataclass(frozen=True)
+class RowReader:
+    """Reads the rows of one input.
 
-    Args:
-      under: the folder that files must be in, links followed; any unless given.
+    Attributes:
+      path: of the input; files are relative to its folder.
+      under: the folder that files must be in, links followed; any if None.
     """
-    files = _Files(path.parent, None if under is None else under.resolve())
-    index = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            if index >= start:
-                yield _row(index, number, line, files, tokenizer, layout)
-            index += 1
 
+    path: Path
+    tokenizer: Tokenizer
+    layout: PromptLayout
+    under: Path | None = None
 
-def _row(
-    index: int, line: int, raw: bytes, files: "_Files", tokenizer: Tokenizer, layout: PromptLayout
-) -> Row:
-    name: str | int | None = None
-    try:
-        fields = _fields(raw)
-        name = fields.get("id")
-        kind, context, questions = _parts(fields, files, tokenizer, layout)
-    except InputError as error:
-        return Row(index=index, line=line, id=name, error=" ".join(str(error).split()))
-    return Row(index=index, line=line, id=name, kind=kind, context=context, questions=questions)
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """Every row from number `start` on, in order."""
+        index = 0
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    if index >= start:
+                        yield self._row(index, number, line)
+                    index += 1
+
+    def _row(self, index: int, line: int, raw: bytes) -> Row:
+        name: str | int | None = None
+        try:
+            fields = _fields(raw)
+            name = fields.get("id")
+            kind, context, questions = self._parts(fields)
+        except InputError as error:
+            return Row(index=index, line=line, id=name, error=" ".join(str(error).split()))
+        return Row(index=index, line=line, id=name, kind=kind, context=context, questions=questions)
+
+    def _parts(
+        self, fields: dict[str, Any]
+    ) -> tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """Kind, context and questions."""
+        unknown = sorted(set(fields) - set(KEYS))
+        if unknown:
+            raise InputError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
+        encode, given = self.tokenizer.encode, {key for key in fields if key != "id"}
+        if given == {"prompt"}:
+            prompt = encode(_text(fields, "prompt"), bos=True)
+            # The last token is the question, as in `generate`.
+            return "prompt", tuple(prompt[:-1]), (tuple(prompt[-1:]),)
+        texts, asked = given & {"context", "file"}, given & {"question", "questions"}
+        if "prompt" in given or len(texts) != 1 or len(asked) != 1:
+            raise InputError(
+                f"the row has {', '.join(sorted(given)) or 'nothing'}; expected prompt, or one of "
+                f"context and file with one of question and questions"
+            )
+        document = _text(fields, "context") if "context" in texts else self._file(fields)
+        (kind,) = asked
+        questions = _questions(fields) if kind == "questions" else [_text(fields, "question")]
+        context = encode(self.layout.context(document), bos=True)
+        rows = (tuple(encode(self.layout.question(question))) for question in questions)
+        return kind, tuple(context), tuple(rows)
+
+    def _file(self, fields: dict[str, Any]) -> str:
+        name = _text(fields, "file")
+        try:
+            path = (self.path.parent / name).resolve()
+            under = None if self.under is None else self.under.resolve()
+            if under is not None and not path.is_relative_to(under):
+                raise InputError(f"file {name!r} is not under {under}, as files must be")
+            return path.read_bytes().decode("utf-8-sig")
+        except (OSError, RuntimeError, ValueError) as error:
+            # A name may hold a zero byte or a loop of links, a file something else than UTF-8.
+            reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+            raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
@@ -157,32 +199,6 @@ def _fields(raw: bytes) -> dict[str, Any]:
     return fields
 
 
-def _parts(
-    fields: dict[str, Any], files: "_Files", tokenizer: Tokenizer, layout: PromptLayout
-) -> tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Kind, context and questions."""
-    unknown = sorted(set(fields) - set(KEYS))
-    if unknown:
-        raise InputError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
-    given = {key for key in fields if key != "id"}
-    if given == {"prompt"}:
-        prompt = tokenizer.encode(_text(fields, "prompt"), bos=True)
-        # The last token is the question, as in `generate`.
-        return "prompt", tuple(prompt[:-1]), (tuple(prompt[-1:]),)
-    texts, asked = given & {"context", "file"}, given & {"question", "questions"}
-    if "prompt" in given or len(texts) != 1 or len(asked) != 1:
-        raise InputError(
-            f"the row has {', '.join(sorted(given)) or 'nothing'}; expected prompt, or one of "
-            f"context and file with one of question and questions"
-        )
-    document = _text(fields, "context") if "context" in texts else files.read(fields)
-    (kind,) = asked
-    questions = _questions(fields) if kind == "questions" else [_text(fields, "question")]
-    context = tokenizer.encode(layout.context(document), bos=True)
-    rows = (tuple(tokenizer.encode(layout.question(question))) for question in questions)
-    return kind, tuple(context), tuple(rows)
-
-
 def _text(fields: dict[str, Any], key: str) -> str:
     value = fields[key]
     if not isinstance(value, str) or not value.strip():
@@ -198,20 +214,58 @@ def _questions(fields: dict[str, Any]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Files:
-    """The files that rows may name: relative to `folder`, and in `under` unless it is None."""
+class Batch:
+    """Jobs that are computed together.
 
-    folder: Path
-    under: Path | None
+    Attributes:
+      rows: of the programs, at least as many as there are jobs.
+      slots: least capacity of the cache in tokens.
+      reserve: slots for question and answer.
+    """
 
-    def read(self, fields: dict[str, Any]) -> str:
-        name = _text(fields, "file")
-        try:
-            path = (self.folder / name).resolve()
-            if self.under is not None and not path.is_relative_to(self.under):
-                raise InputError(f"file {name!r} is not under {self.under}, as files must be")
-            return path.read_bytes().decode("utf-8-sig")
-        except (OSError, RuntimeError, ValueError) as error:
-            # A name may hold a zero byte or a loop of links, a file something else than UTF-8.
-            reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
-            raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
+    jobs: tuple[Job, ...]
+    rows: int
+    slots: int
+    reserve: int
+
+
+def pack(
+    jobs: Iterable[Job], rows: int, max_tokens: int, fits: Callable[[int, int], int]
+) -> list[Batch]:
+    """The batches of a window.
+
+    Args:
+      rows: most rows of a batch.
+      max_tokens: of an answer.
+      fits: rows that fit in memory, of (context tokens, reserve).
+    """
+    ordered = sorted(jobs, key=lambda job: (-job.length, -len(job.questions), job.row, job.first))
+    batches: list[Batch] = []
+    group: list[Job] = []
+    limit = rows
+    for job in ordered:
+        if group and (len(group) == limit or 2 * job.length < group[0].length):
+            batches.append(_batch(group, limit, max_tokens))
+            group = []
+        if not group:
+            alone = _batch([job], 1, max_tokens)
+            fitting = fits(alone.slots - alone.reserve, alone.reserve)
+            limit = rows if fitting >= rows else 2 ** math.floor(math.log2(max(fitting, 1)))
+        group.append(job)
+    if group:
+        batches.append(_batch(group, limit, max_tokens))
+    return batches
+
+
+def _batch(jobs: Sequence[Job], limit: int, max_tokens: int) -> Batch:
+    longest = max(len(question) for job in jobs for question in job.questions)
+    reserve = bucket(longest + max_tokens)
+    slots = _rounded(max(len(job.context) for job in jobs) + reserve + 1)
+    rows = min(limit, 2 ** math.ceil(math.log2(len(jobs))))
+    return Batch(tuple(jobs), rows, slots, reserve)
+
+
+def _rounded(tokens: int) -> int:
+    """Up to the next of 4, 5, 6, 7 times a power of two."""
+    octave = 2 ** math.floor(math.log2(max(tokens, SMALLEST)))
+    return -(-max(tokens, SMALLEST) // (octave // 4)) * (octave // 4)

@@ -6,7 +6,6 @@ answers are kept on disk before the next one begins.
 """
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -17,25 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.api import Answer, LongContext
-from jax_longctx.batch.journal import Journal
-from jax_longctx.batch.lines import read as read_lines
-from jax_longctx.batch.packing import Batch, pack
-from jax_longctx.batch.rows import Job, Row, Source, read_rows, scan
+from jax_longctx.batch import lines
+from jax_longctx.batch.rows import Batch, Row, RowReader, pack, scan
 from jax_longctx.engine import Sampling
-from jax_longctx.engine.capacity import available_bytes
+from jax_longctx.engine.capacity import available_bytes, footprint
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.engine.footprint import footprint
 from jax_longctx.errors import CapacityError, InputError, TrainedLengthWarning
+from jax_longctx.locks import only_writer
 from jax_longctx.methods import settings_of
-from jax_longctx.text import PromptLayout, chat_layout, plain_layout
-
-__all__ = ["BatchOptions", "BatchProgress", "run_batch"]
 
 # A window holds the rows of so many full batches: enough to find rows of like length, few enough
 # that the output follows the input closely.
 WINDOW_BATCHES = 16
 # Share of the free memory that the caches of one batch are planned for.
 PLANNED = 0.75
+
+# Of each job of a batch, those of its questions.
+Answers = list[list[dict[str, Any]]]
+# Gives batches as JSON values, which every process must know, and takes their answers.
+Work = Generator[dict[str, Any], Answers | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,14 +105,21 @@ def run_batch(
       InputError: `source` cannot be read, or `output` belongs to another run.
     """
     # Asked by all, like whatever depends on all; the rest is the leader's.
-    memory = _memory(model)
-    leader = _Leader(model, source, output, options, memory, progress)
-    answers: list[list[dict[str, Any]]] | None = None
+    leader = _Leader(model, source, output, options, _memory(model), progress)
+    work = leader.work()
+    answers: Answers | None = None
+
+    def next_batch() -> dict[str, Any] | None:
+        try:
+            return work.send(answers)
+        except StopIteration:
+            return None
+
     try:
-        while (work := from_leader(functools.partial(leader.next, answers))) is not None:
-            answers = _compute(model, options, work)
+        while (batch := from_leader(next_batch)) is not None:
+            answers = _compute(model, options, batch)
     finally:
-        leader.work.close()
+        work.close()
     return leader.progress if is_leader() else None
 
 
@@ -129,50 +135,41 @@ class _Leader:
         memory: int | None,
         progress: Callable[[BatchProgress], None] | None,
     ):
-        self.model, self.path, self.output, self.options = model, source, output, options
+        self.model, self.source, self.output, self.options = model, source, output, options
         self.memory, self.report = memory, progress
-        self.layout = _layout(model, options)
-        self.begun = time.perf_counter()
-        self.work = self._work()
-        self.number, self.warned = 0, False
+        self.layout = model.layout(options.chat)
+        self.begun, self.warned = time.perf_counter(), False
         # Of the window at hand: its rows, and the answers of each by the number of the question.
         self.rows: list[Row] = []
-        self.batches: list[Batch] = []
         self.answers: dict[int, dict[int, Any]] = {}
 
-    def next(self, answers: list[list[dict[str, Any]]] | None) -> dict[str, Any] | None:
-        """Takes the answers of the batch it gave last, and gives the next; None at the end."""
-        if answers is not None:
-            self._take(answers)
-        return next(self.work, None)
+    def work(self) -> Work:
+        """Every batch that is not done yet; takes its answers."""
+        total, digest = scan(self.source)
+        with only_writer(self.output):
+            if self.output.exists():
+                _check_complete(self.output, self.source)
+                errors = _errors(self.output)
+                self.progress = BatchProgress(total=total, before=total, errors=errors)
+            else:
+                yield from self._windows(total, digest)
 
-    def _work(self) -> Generator[dict[str, Any]]:
-        """Every batch that is not done yet, as `_message` describes it."""
-        self.source = scan(self.path)
-        if self.output.exists():
-            _check_complete(self.output, self.source)
-            rows = self.source.rows
-            self.progress = BatchProgress(total=rows, before=rows, errors=_errors(self.output))
-            return
-        given = _given(self.model, self.options, self.source)
-        self.journal = Journal(self.output, given, {"memory": self.memory})
+    def _windows(self, total: int, digest: str) -> Work:
+        options, given = self.options, _given(self.model, self.options, digest)
+        self.journal = lines.Journal(self.output, given, {"memory": self.memory})
         self.progress = BatchProgress(
-            total=self.source.rows,
+            total=total,
             before=self.journal.rows,
             resumed=self.journal.resumed,
             errors=_errors(self.journal.partial),
         )
-        first = self.journal.rows // self.options.window
-        rows = read_rows(
-            self.source.path,
-            self.model.tokenizer,
-            self.layout,
-            start=first * self.options.window,
-            under=None if self.options.files_under is None else Path(self.options.files_under),
-        )
+        first = self.journal.rows // options.window
+        under = None if options.files_under is None else Path(options.files_under)
+        reader = RowReader(self.source, self.model.tokenizer, self.layout, under)
+        rows = reader.rows(first * options.window)
         try:
             for window in itertools.count(first):
-                self.rows = list(itertools.islice(rows, self.options.window))
+                self.rows = list(itertools.islice(rows, options.window))
                 if not self.rows:
                     break
                 yield from self._window(window)
@@ -180,26 +177,31 @@ class _Leader:
             self.journal.close()
         self.journal.finish()
 
-    def _window(self, window: int) -> Iterator[dict[str, Any]]:
-        self.window = window
+    def _window(self, window: int) -> Work:
         self.journal.begin_window(window)
         self.answers = {row.index: {} for row in self.rows}
         self._warn_beyond()
         split = self.model.engine.method.info.needs_question
-        jobs = [job for row in self.rows for job in _jobs(row, split)]
-        self.batches = pack(jobs, self.options.rows, self.options.max_tokens, self._fits)
+        jobs = [job for row in self.rows for job in row.jobs(split)]
+        batches = pack(jobs, self.options.rows, self.options.max_tokens, self._fits)
         finished = self.journal.finished(window)
         for number, answers in finished.items():
-            self._file(number, answers)
+            self._file(batches[number], answers)
         if finished:
             # Only the window that an earlier run was ended in.
             before = self.journal.rows + self._waiting()
             self.progress = dataclasses.replace(self.progress, before=before)
         self._write()
-        for number, batch in enumerate(self.batches):
-            if number not in finished:
-                self.number = number
-                yield _message(batch)
+        for number, batch in enumerate(batches):
+            if number in finished:
+                continue
+            answers = yield dataclasses.asdict(batch)
+            assert answers is not None
+            self.journal.keep(window, number, answers)
+            self._file(batch, answers)
+            tokens = sum(each["read"] + each.get("answer", 0) for job in answers for each in job)
+            self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
+            self._write()
 
     def _warn_beyond(self) -> None:
         """Warns of the run's first row that goes beyond the trained length, before it is read."""
@@ -211,33 +213,25 @@ class _Leader:
                 said = f"line {row.line}: {said} (every such line of the output says so)"
                 warnings.warn(said, TrainedLengthWarning, stacklevel=2)
 
-    def _take(self, answers: list[list[dict[str, Any]]]) -> None:
-        """The answers of the batch at hand: kept, and written where they are next."""
-        self.journal.keep(self.window, self.number, answers)
-        self._file(self.number, answers)
-        tokens = sum(each["read"] + each.get("answer", 0) for job in answers for each in job)
-        self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
-        self._write()
-
-    def _file(self, number: int, answers: list[list[dict[str, Any]]]) -> None:
-        for job, found in zip(self.batches[number].jobs, answers, strict=True):
+    def _file(self, batch: Batch, answers: Answers) -> None:
+        for job, found in zip(batch.jobs, answers, strict=True):
             self.answers[job.row].update(enumerate(found, start=job.first))
 
     def _write(self) -> None:
         """Writes the rows that are complete, up to the first that is not."""
-        lines = []
+        ready = []
         start = self.journal.rows - self.rows[0].index
         for row in self.rows[max(start, 0) :]:
             if row.error is None and not self._is_answered(row):
                 break
             found = self.answers[row.index]
-            lines.append(_line(row, [found[i] for i in sorted(found)]))
-        if lines:
-            self.journal.write(lines)
+            ready.append(_line(row, [found[i] for i in sorted(found)]))
+        if ready:
+            self.journal.write(ready)
         self.progress = dataclasses.replace(
             self.progress,
             done=self.journal.rows + self._waiting() - self.progress.before,
-            errors=self.progress.errors + sum("error" in line for line in lines),
+            errors=self.progress.errors + sum("error" in line for line in ready),
             seconds=time.perf_counter() - self.begun,
         )
         if self.report is not None:
@@ -264,39 +258,7 @@ class _Leader:
         return rows * memory // max(need.peak + copy, 1)
 
 
-def _jobs(row: Row, split: bool) -> Iterator[Job]:
-    """One job, or with `split` one for each question; none for a row with an error."""
-    if row.error is not None:
-        return
-    if not split:
-        yield Job(row.index, 0, row.context, row.questions, row.total)
-        return
-    for number, question in enumerate(row.questions):
-        yield Job(row.index, number, row.context, (question,), row.total)
-
-
-def _message(batch: Batch) -> dict[str, Any]:
-    """What every process must know of a batch, as JSON values."""
-    return {
-        "jobs": [
-            {
-                "context": list(job.context),
-                "questions": [list(question) for question in job.questions],
-                "total": job.total,
-                # Where the first question stands in the input: draws follow from it.
-                "place": [job.row, job.first],
-            }
-            for job in batch.jobs
-        ],
-        "rows": batch.rows,
-        "slots": batch.slots,
-        "reserve": batch.reserve,
-    }
-
-
-def _compute(
-    model: LongContext, options: BatchOptions, work: dict[str, Any]
-) -> list[list[dict[str, Any]]]:
+def _compute(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Answers:
     """The answers of each job's questions; halves of the batch where the whole does not fit."""
     jobs = work["jobs"]
     try:
@@ -309,9 +271,7 @@ def _compute(
     return [answers for part in parts for answers in _compute(model, options, part)]
 
 
-def _answers(
-    model: LongContext, options: BatchOptions, work: dict[str, Any]
-) -> list[list[dict[str, Any]]]:
+def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Answers:
     engine, count = model.engine, len(work["jobs"])
     # Rows that fill the shape up do what the last one does, and end when it ends.
     jobs = work["jobs"] + work["jobs"][-1:] * (work["rows"] - count)
@@ -324,12 +284,12 @@ def _answers(
         questions=[asked[0] for asked in questions],
         total=[job["total"] for job in jobs],
     )
-    found: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    found: Answers = [[] for _ in range(count)]
     for number in range(rounds):
         # A row without a question of that number repeats its last one.
         at = [min(number, len(row) - 1) for row in questions]
         asked = [row[i] for row, i in zip(questions, at, strict=True)]
-        places = [(job["place"][0], job["place"][1] + i) for job, i in zip(jobs, at, strict=True)]
+        places = [(job["row"], job["first"] + i) for job, i in zip(jobs, at, strict=True)]
         answers = model.ask_tokens(
             context,
             asked,
@@ -376,18 +336,13 @@ def _tokens(row: Row, answer: dict[str, Any]) -> dict[str, int]:
     return {key: answer[key] for key in ("context", "question", "answer")}
 
 
-def _layout(model: LongContext, options: BatchOptions) -> PromptLayout:
-    chat = model.tokenizer.has_chat if options.chat is None else options.chat
-    return chat_layout(model.tokenizer) if chat else plain_layout()
-
-
-def _given(model: LongContext, options: BatchOptions, source: Source) -> dict[str, Any]:
+def _given(model: LongContext, options: BatchOptions, digest: str) -> dict[str, Any]:
     """What a run must be continued with. The mesh is not in it: it does not change answers."""
     checkpoint = None
     if model.manifest is not None:
         checkpoint = hashlib.sha256(model.manifest.to_json().encode()).hexdigest()
     return {
-        "input": source.sha256,
+        "input": digest,
         "checkpoint": checkpoint,
         **settings_of(model.engine.method),
         "dtype": str(model.engine.setup.dtype),
@@ -402,12 +357,12 @@ def _memory(model: LongContext) -> int | None:
     return None if free is None else int(PLANNED * free) * model.engine.mesh.size
 
 
-def _check_complete(output: Path, source: Source) -> None:
+def _check_complete(output: Path, source: Path) -> None:
     """Raises InputError unless the output has the rows of this input, all of them."""
-    wanted = iter(_line_numbers(source.path))
+    wanted = _line_numbers(source)
     try:
-        with output.open("rb") as lines:
-            same = all(json.loads(line)["line"] == next(wanted, None) for line in lines)
+        with output.open("rb") as rows:
+            same = all(json.loads(row)["line"] == next(wanted, None) for row in rows)
     except (OSError, ValueError, KeyError, TypeError):
         same = False
     if not same or next(wanted, None) is not None:
@@ -419,7 +374,7 @@ def _check_complete(output: Path, source: Source) -> None:
 def _errors(output: Path) -> int:
     """Rows of a finished or unfinished output that have an error."""
     try:
-        return sum("error" in line for line in read_lines(output))
+        return sum("error" in line for line in lines.read(output))
     except (ValueError, TypeError) as error:
         raise InputError(
             f"{output} is damaged: {error}; remove it and its journal to begin anew"
@@ -427,7 +382,7 @@ def _errors(output: Path) -> int:
 
 
 def _line_numbers(path: Path) -> Iterator[int]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with path.open("rb") as rows:
+        for number, line in enumerate(rows, start=1):
             if line.strip():
                 yield number

@@ -22,11 +22,10 @@ from jax_longctx.bench.timing import TOO_MUCH, Shape, copy_bandwidth, scaled, st
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import Method
 from jax_longctx.engine import Context, Engine, programs
-from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.capacity import bucket, footprint
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
-from jax_longctx.engine.footprint import footprint
 from jax_longctx.methods import Full, make_method
-from jax_longctx.planning.work import weight_bytes
+from jax_longctx.planning.plan import weight_bytes
 from jax_longctx.sharding import make_mesh, tree_shardings
 
 # The question's one token, the short first blocks, and whole blocks that are timed.

@@ -30,7 +30,7 @@ from jax_longctx.engine.engine import BLOCK, SPARE
 from jax_longctx.errors import InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import param_infos
-from jax_longctx.planning.work import prefill_work
+from jax_longctx.planning.plan import prefill_work
 from jax_longctx.sharding import logical_sharding, logical_spec
 from pallas_kernels.prefill_attention import causal_attention
 

@@ -90,7 +90,7 @@ def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> d
     import jax
     import jax.numpy as jnp
 
-    from jax_longctx.engine.footprint import footprint
+    from jax_longctx.engine.capacity import footprint
     from jax_longctx.engine.programs import Setup
     from jax_longctx.sharding import make_mesh
 

@@ -1,7 +1,6 @@
 """Prefill, questions, sampling and decoding over any method."""
 
-from jax_longctx.engine.context import Context, Progress
-from jax_longctx.engine.engine import Engine
-from jax_longctx.engine.sampling import Sampling
+from jax_longctx.engine.engine import Context, Engine, Progress
+from jax_longctx.engine.programs import Sampling
 
 __all__ = ["Context", "Engine", "Progress", "Sampling"]

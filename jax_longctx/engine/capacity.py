@@ -1,17 +1,26 @@
-"""How many slots a cache gets, what it costs, and whether that fits."""
+"""How many slots a cache gets, what it costs, and whether that fits.
 
+A footprint is made from shapes alone: caches are traced through `init_cache` and `finish`, and
+nothing is allocated. A test compares it with the compiled programs' own accounts.
+"""
+
+import collections
+import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jax_longctx.engine.distributed import least
+from jax_longctx.contract import Stage
+from jax_longctx.engine import programs
 from jax_longctx.errors import CapacityError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.sharding import AnyMesh, leaf_axes, tree_shardings
-
-__all__ = ["available_bytes", "bucket", "bytes_per_device", "check_fits", "grow"]
 
 SMALLEST = 128
 # Where decode reads more of the cache than of the weights, roughly, empty slots cost time.
@@ -49,7 +58,16 @@ def available_bytes(mesh: Mesh) -> int | None:
 
     Of several processes all must ask: they get the same answer, that of the fullest.
     """
-    return least(_available_here(mesh))
+    return _least(_available_here(mesh))
+
+
+def _least(count: int | None) -> int | None:
+    """The smallest `count` of all processes, in KiB rounded down; None where one has none."""
+    if jax.process_count() == 1:
+        return count
+    own = np.int32(-1 if count is None else min(count >> 10, np.iinfo(np.int32).max))
+    found = int(np.min(multihost_utils.process_allgather(own)))
+    return None if found < 0 else found << 10
 
 
 def _available_here(mesh: Mesh) -> int | None:
@@ -138,7 +156,99 @@ def _grow_layer(layer: int, cache: Any, more: int) -> Any:
 
     def widen(array: Any, names: tuple[str | None, ...]) -> Any:
         widths = [(0, added(name, size)) for name, size in zip(names, array.shape, strict=True)]
-        return jax.numpy.pad(array, widths) if any(high for _, high in widths) else array
+        return jnp.pad(array, widths) if any(high for _, high in widths) else array
 
     padded = [widen(leaf, names) for leaf, names in zip(leaves, axes, strict=True)]
     return jax.tree.unflatten(structure, padded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Bytes of all layers' caches.
+
+    Attributes:
+      peak: the most at any time from the start of prefill to the answer.
+      resident: while answering, when no other question will follow.
+      kept: after prefill, when the context is kept for more questions.
+      read: what one decode step reads, at the context's length.
+    """
+
+    peak: int
+    resident: int
+    kept: int
+    read: int
+
+
+def footprint(
+    setup: programs.Setup, *, batch: int, context: int, reserve: int, per_device: bool = False
+) -> Footprint:
+    """The caches of `batch` rows of `context` tokens, with `reserve` for question and answer.
+
+    All devices together, or with `per_device` each device of the mesh; `read` is always of all.
+    """
+    stages = staged_caches(setup, batch, context, reserve)
+    local = [
+        [
+            (sharding.shard_shape(leaf.shape) if per_device else leaf.shape, leaf.dtype)
+            for leaf, sharding in zip(
+                jax.tree.leaves(caches),
+                jax.tree.leaves(tree_shardings(setup.mesh, caches)),
+                strict=True,
+            )
+        ]
+        for caches in stages
+    ]
+    empty, kept, answering = (collections.Counter(arrays) for arrays in local)
+    # What the donated buffers cannot hold lies beside them.
+    peak = _bytes(empty) + _bytes(kept - empty)
+    if setup.method.info.shrinks:
+        peak = max(peak, _bytes(kept) + _bytes(answering))
+    read = read_bytes(setup, stages[-1], context)
+    return Footprint(peak, _bytes(answering), _bytes(kept), read)
+
+
+def _bytes(arrays: collections.Counter[Any]) -> int:
+    return sum(
+        count * math.prod(shape) * dtype.itemsize for (shape, dtype), count in arrays.items()
+    )
+
+
+def staged_caches(
+    setup: programs.Setup, batch: int, context: int, reserve: int
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Shapes of every layer's cache: empty, after the context, and while answering."""
+    slots = bucket(context + reserve + 1, setup.mesh.shape["seq"])
+    empty = programs.abstract_caches(setup, batch, slots, reserve)
+    kept = answering = finished_caches(setup, empty, "context", reserve)
+    if setup.method.info.shrinks:
+        answering = finished_caches(setup, kept, "question", bucket(reserve))
+    return empty, kept, answering
+
+
+def finished_caches(
+    setup: programs.Setup, caches: Any, stage: Stage, reserve: int
+) -> tuple[Any, ...]:
+    """Shapes after `finish`; layers that are alike are traced once."""
+    found: dict[Any, Any] = {}
+
+    def finished(window: int | None, cache: Any) -> Any:
+        leaves, structure = jax.tree.flatten(cache)
+        key = (window, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in found:
+            total = jax.ShapeDtypeStruct((leaves[0].shape[0],), jnp.int32)
+            finish = functools.partial(
+                programs.finish_layer, setup, window, stage=stage, reserve=reserve
+            )
+            found[key] = jax.eval_shape(finish, cache, total)
+        return found[key]
+
+    return tuple(map(finished, setup.config.windows, caches))
+
+
+def read_bytes(setup: programs.Setup, caches: tuple[Any, ...], length: int) -> int:
+    """What a decode step reads of all layers' caches (shapes will do) at context `length`."""
+    # Arrays that have a size and no memory.
+    hollow = jax.tree.map(
+        lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), caches
+    )
+    return sum(setup.method.read_bytes(cache, length) for cache in hollow)

@@ -6,6 +6,7 @@ compared on loading: the arrays mean nothing under another method. So are the sh
 anything is allocated. Checksums cover all of it (see `models.storage`).
 """
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -15,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import GRANULE
-from jax_longctx.engine.context import Context
-from jax_longctx.engine.distributed import from_leader, is_leader
+from jax_longctx.engine import Context, programs
+from jax_longctx.engine.capacity import GRANULE, finished_caches
+from jax_longctx.engine.distributed import from_leader
 from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.locks import only_writer
 from jax_longctx.methods import settings_of
 from jax_longctx.models.storage import (
     check_files,
@@ -32,8 +33,6 @@ from jax_longctx.models.storage import (
     why_unwritten,
 )
 from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
-
-__all__ = ["load_context", "save_context"]
 
 # 1 had no digests.
 FORMAT = 2
@@ -48,18 +47,16 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
 
     Raises:
       InputError: the folder exists, or the context is answering a question.
-      CheckpointError: it could not be written; nothing is left behind.
+      CheckpointError: it could not be written, or another process is writing it; nothing is left
+        behind.
     """
     path = Path(path).absolute()
     caches = context.usable_caches()
     partial = path.with_name(path.name + ".partial")
-    from_leader(lambda: _begin(path, partial))
     # Rows that only fill the mesh's data axis stay behind.
+    pairs = zip(jax.tree.leaves(caches), leaf_axes(caches), strict=True)
     leaves = {
-        f"{i:05d}": _with_rows(leaf, axes, context.batch)
-        for i, (leaf, axes) in enumerate(
-            zip(jax.tree.leaves(caches), leaf_axes(caches), strict=True)
-        )
+        f"{i:05d}": _with_rows(leaf, axes, context.batch) for i, (leaf, axes) in enumerate(pairs)
     }
     described = {
         "made_by": _made_by(engine),
@@ -70,23 +67,28 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
         "reserve": context.reserve,
         "total": [int(n) for n in context.total[: context.batch]],
     }
+    with contextlib.ExitStack() as held:
+        from_leader(lambda: _begin(path, partial, held))
+        try:
+            with quiet_orbax():
+                ocp.save(str(partial / CACHES), leaves)
+            from_leader(lambda: _finish(path, partial, described))
+        except (OSError, ValueError) as error:  # the latter when a disk is full
+            raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
+
+
+def _begin(path: Path, partial: Path, held: contextlib.ExitStack) -> None:
+    """Makes the folder `partial`, which is gone, as the lock is, when `held` ends."""
     try:
-        with quiet_orbax():
-            ocp.save(str(partial / CACHES), leaves)
-        from_leader(lambda: _finish(path, partial, described))
-    except (OSError, ValueError) as error:  # the latter when a disk is full
-        raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
-    finally:
-        if is_leader():
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _begin(path: Path, partial: Path) -> None:
+        held.enter_context(only_writer(path))
+    except InputError as error:
+        raise CheckpointError(str(error)) from error
     if path.exists():
         raise InputError(f"{path} exists; choose another name or delete it")
     shutil.rmtree(partial, ignore_errors=True)
+    held.callback(shutil.rmtree, partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        partial.mkdir()
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
 
@@ -130,7 +132,8 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         )
     rows = [*described["rows"], *([] for _ in range(-batch % data))]
     total = jnp.array([*described["total"], *[0] * (len(rows) - batch)], jnp.int32)
-    structure = _finished_caches(engine, len(rows), slots, reserve, total)
+    empty = programs.abstract_caches(engine.setup, len(rows), slots, reserve)
+    structure = finished_caches(engine.setup, empty, "context", reserve)
     check_files(path / CACHES, described["files"], REMEDY)
     arrays = load_arrays(path / CACHES, _saved_arrays(engine, structure, batch), REMEDY).values()
     shardings = jax.tree.leaves(tree_shardings(engine.mesh, structure))
@@ -184,9 +187,8 @@ def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:
 def _saved_arrays(engine: Engine, structure: Any, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
     """What the saved arrays of these caches are, on as many shards as their sizes divide over."""
     wanted = {}
-    for i, (leaf, names) in enumerate(
-        zip(jax.tree.leaves(structure), leaf_axes(structure), strict=True)
-    ):
+    pairs = zip(jax.tree.leaves(structure), leaf_axes(structure), strict=True)
+    for i, (leaf, names) in enumerate(pairs):
         shape = tuple(
             batch if axis == "batch" else size for size, axis in zip(leaf.shape, names, strict=True)
         )
@@ -221,12 +223,3 @@ def _made_by(engine: Engine) -> dict[str, Any]:
     }
     # As JSON reads it back: tuples are lists there.
     return json.loads(json.dumps(described))
-
-
-def _finished_caches(engine: Engine, batch: int, slots: int, reserve: int, total: jax.Array) -> Any:
-    """Abstract caches after `finish`, for their structure."""
-    setup = engine.setup
-    empty = programs.abstract_caches(setup, batch, slots, reserve)
-    return jax.eval_shape(
-        lambda caches: programs.finish_context(setup, caches, total, reserve), empty
-    )

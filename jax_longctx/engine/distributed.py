@@ -14,8 +14,6 @@ from jax.experimental import multihost_utils
 
 from jax_longctx import errors
 
-__all__ = ["from_leader", "is_leader", "least", "share", "to_host"]
-
 # Messages are padded to powers of two, from here on: a broadcast is compiled for its size.
 SMALLEST = 1024
 
@@ -58,15 +56,6 @@ def from_leader(make: Callable[[], Any]) -> Any:
         name, message = told["error"]
         raise getattr(errors, name)(message)
     return told["value"]
-
-
-def least(count: int | None) -> int | None:
-    """The smallest `count` of all processes, in KiB rounded down; None where one has none."""
-    if jax.process_count() == 1:
-        return count
-    own = np.int32(-1 if count is None else min(count >> 10, np.iinfo(np.int32).max))
-    found = int(np.min(multihost_utils.process_allgather(own)))
-    return None if found < 0 else found << 10
 
 
 def to_host(array: jax.Array) -> np.ndarray:

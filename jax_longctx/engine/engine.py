@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_longctx.compilations import limit_mappings
-from jax_longctx.contract import Method, Prompt, Stage
-from jax_longctx.engine import likelihood, programs, turns
+from jax_longctx.contract import Method, Prompt, Segment, Stage
+from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import (
     available_bytes,
     bucket,
@@ -27,22 +26,74 @@ from jax_longctx.engine.capacity import (
     check_fits,
     grow,
 )
-from jax_longctx.engine.context import Context, Progress
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.rows import Rows, check_questions, checked_rows
-from jax_longctx.engine.sampling import Sampling, row_keys, sampling_values
+from jax_longctx.engine.programs import Sampling, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh
 
-__all__ = ["Engine"]
-
+Rows = Sequence[Sequence[int]]
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
 # answer are shorter, so that its first words do not wait for a whole block.
 BLOCK = 32
 FIRST_BLOCKS = (1, 4, 12)
 # Slots beyond the longest row, which a storage may write garbage to (see `caches.write_run`).
 SPARE = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Tokens read so far, of all rows, and the seconds it took."""
+
+    done: int
+    total: int
+    seconds: float
+
+
+@dataclasses.dataclass
+class Context:
+    """A prefilled context: a handle for `Engine.stream`; the engine alone changes it.
+
+    Attributes:
+      rows: the context's token ids, padding rows included.
+      batch: rows that are the caller's (the rest pads the mesh's data axis).
+      slots: capacity of the cache in tokens.
+      reserve: slots that are free for a question and its answer.
+      total: each row's total length, as rotary embedding sees it.
+      caches: one a layer; None while a question over an append-only method borrows them.
+      questions: the questions it was read for, where the method needs them at prefill.
+      answering_bytes: what the newest answer's caches held, over all devices.
+    """
+
+    rows: list[list[int]]
+    batch: int
+    slots: int
+    reserve: int
+    total: jax.Array
+    caches: tuple[Any, ...] | None
+    questions: list[list[int]] | None = None
+    answering_bytes: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [len(row) for row in self.rows[: self.batch]]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes the caches hold, over all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.usable_caches()))
+
+    def usable_caches(self) -> tuple[Any, ...]:
+        """The caches. Raises InputError while they are lent out, or when they were lost."""
+        if self.caches is None:
+            raise InputError(
+                "this context is answering another question (finish or close that first), or was "
+                "given up for its last one"
+            )
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.caches)):
+            raise InputError("this context was lost to an interruption; prefill it again")
+        return self.caches
 
 
 @dataclasses.dataclass
@@ -123,47 +174,39 @@ class Engine:
           InputError: token ids out of the vocabulary, or a question missing.
           CapacityError: the caches do not fit; nothing has been computed.
         """
-        rows = self._rows(contexts)
+        rows = self.padded(contexts)
         lengths = [len(row) for row in rows]
         totals = [*(total or lengths[: len(contexts)]), *lengths[len(contexts) :]]
         slots = self.slots_for(max(capacity - SPARE, max(lengths) + reserve))
         asked = self.needed_questions(questions, len(contexts))
         self.check_capacity(len(rows), slots, reserve)
-        context = Context(
-            rows, len(contexts), slots, reserve, jnp.array(totals, jnp.int32), None, asked
-        )
+        known = jnp.array(totals, jnp.int32)
         caches = programs.init_caches(self.setup, len(rows), slots, reserve)
-        prompt = self.prompt("context", slots, context=rows, question=asked)
-        caches = self._feed(caches, prompt, context, progress)
-        context.caches = programs.finish_context(self.setup, caches, context.total, reserve)
-        return context
+        everything, done, marker = sum(lengths), 0, None
+        begun = time.perf_counter()
 
-    def _feed(
-        self,
-        caches: tuple[Any, ...],
-        prompt: Prompt,
-        context: Context,
-        progress: Callable[[Progress], None] | None,
-    ) -> tuple[Any, ...]:
-        everything = sum(map(len, prompt.context or ()))
-        begun, done, marker = time.perf_counter(), 0, None
-        for segment in self.method.segments(prompt):
+        def told(tokens: int) -> None:
+            if progress is not None:
+                progress(Progress(tokens, everything, time.perf_counter() - begun))
+
+        for segment in self.method.segments(
+            self.prompt("context", slots, context=rows, question=asked)
+        ):
             previous = marker
             caches, marker = programs.run_segment(
-                self.setup, self.params, caches, segment, context.total, None, "none"
+                self.setup, self.params, caches, segment, known, None, "none"
             )
             if previous is not None:
                 # One segment computes while the next is dispatched; never a longer queue.
                 previous.block_until_ready()
-                if progress is not None:
-                    progress(Progress(done, everything, time.perf_counter() - begun))
+                told(done)
             # What is read twice (an anchor, on every shard) is no progress.
             done = min(done + int(segment.chunk_lengths.sum()), everything)
         if marker is not None:
             marker.block_until_ready()
-        if progress is not None:
-            progress(Progress(everything, everything, time.perf_counter() - begun))
-        return caches
+        told(everything)
+        caches = programs.finish_context(self.setup, caches, known, reserve)
+        return Context(rows, len(contexts), slots, reserve, known, caches, asked)
 
     def stream(
         self,
@@ -187,14 +230,14 @@ class Engine:
           CapacityError: question and answer need a larger cache, which does not fit.
         """
         sampling = _checked(sampling, max_tokens, context.batch)
-        check_questions(questions, context.batch)
-        rows = self._rows(questions)
+        _check_questions(questions, context.batch)
+        rows = self.padded(questions)
         context.usable_caches()
         if context.questions is not None and rows != context.questions:
             raise InputError(
                 "this method read the context for other questions; prefill again for these"
             )
-        limit_mappings()
+        programs.limit_mappings()
         self._ensure_reserve(context, max(map(len, rows)) + max_tokens)
         run = _Run(self._fork(context, keep))
         try:
@@ -204,13 +247,13 @@ class Engine:
             context.answering_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(run.caches))
             yield _chosen(np.asarray(state.token)[:, None], context.batch)
             blocks, first = iter(FIRST_BLOCKS), 1
-            variants = turns.answer_variants(self.method, max_tokens)
+            variants = programs.answer_variants(self.method, max_tokens)
             values, static = sampling_values(sampling), (BLOCK, variants, sampling.static())
             while not np.all(np.asarray(state.done)):
                 # Beyond the answer a step may be of a kind that its program does not hold.
                 steps = range(first, min(first + next(blocks, BLOCK), max_tokens))
                 first = steps.stop
-                which = turns.decode_turns(self.method, variants, steps, BLOCK)
+                which = programs.decode_turns(self.method, variants, steps, BLOCK)
                 run.caches, state, chosen = programs.next_block(
                     self.setup, self.params, run.caches, state, context.total, which, values, static
                 )
@@ -256,7 +299,7 @@ class Engine:
             stops=jnp.array(sorted(set(stop_ids)) or [-1], jnp.int32),
             seen=self._seen(context, rows) if sampling.penalised else None,
             finite=jnp.ones((batch,), bool),
-            keys=jnp.asarray(row_keys(sampling, batch)),
+            keys=jnp.asarray(programs.row_keys(sampling, batch)),
         )
         state = programs.start_answer(
             self.setup, state, logits, sampling_values(sampling), sampling.static()
@@ -277,8 +320,8 @@ class Engine:
             return None
         if questions is None:
             raise InputError("this method needs the question at prefill; give `questions`")
-        check_questions(questions, count)
-        return self._rows(questions)
+        _check_questions(questions, count)
+        return self.padded(questions)
 
     def _seen(self, context: Context, rows: list[list[int]]) -> jax.Array:
         seen = np.zeros((len(rows), self.config.vocab_size), bool)
@@ -301,27 +344,56 @@ class Engine:
             context.caches = None
         return forks
 
+    def read_text(
+        self,
+        rows: list[list[int]],
+        total: Sequence[int],
+        questions: Rows | None,
+        logits: programs.Logits,
+    ) -> Iterator[tuple[Segment, jax.Array]]:
+        """The rows as contexts, with what `run_segment` returns of each segment.
+
+        Args:
+          rows: padded to the mesh, as `total` is.
+
+        Raises:
+          InputError: the method does not read a text token after token.
+        """
+        slots = self.slots_for(max(map(len, rows)))
+        self.check_capacity(len(rows), slots, 0)
+        caches = programs.init_caches(self.setup, len(rows), slots, 0)
+        totals = jnp.array(total, jnp.int32)
+        prompt = self.prompt("context", slots, context=rows, question=questions)
+        for segment in self.method.segments(prompt):
+            if segment.spread:
+                raise InputError(
+                    "this method reads a text in parts side by side; it cannot score one"
+                )
+            caches, found = programs.run_segment(
+                self.setup, self.params, caches, segment, totals, None, logits
+            )
+            yield segment, found
+
     def score(self, rows: Rows, *, total: Sequence[int] | None = None) -> list[np.ndarray]:
         """float32 logits `[length, V]` of every token of each row, fed as a context.
 
-        Of short texts: see `loglikelihoods` for long ones. `total` is each row's total length for
-        rotary embedding, its own length by default.
+        Of short texts: see `scoring.loglikelihoods` for long ones. `total` is each row's total
+        length for rotary embedding, its own length by default.
 
         Raises:
           InputError: the method reads a context for a question, so that a text has no one score,
             or not token after token.
         """
-        return likelihood.all_logits(self, rows, total)
-
-    def loglikelihoods(
-        self, contexts: Rows, continuations: Rows, **options: Any
-    ) -> list[likelihood.Likelihood]:
-        """How likely each continuation is after its context, as this method reads and answers.
-
-        By default the context's last token is the question and the continuation is decoded token
-        by token; `likelihood.loglikelihoods` has the options and the errors.
-        """
-        return likelihood.loglikelihoods(self, contexts, continuations, **options)
+        if self.method.info.needs_question:
+            raise InputError("this method reads a text for a question; it cannot score one alone")
+        padded = self.padded(rows)
+        lengths = [*(total or map(len, rows))] + [0] * (len(padded) - len(rows))
+        pieces: list[list[np.ndarray]] = [[] for _ in rows]
+        for segment, logits in self.read_text(padded, lengths, None, "all"):
+            block, valid = to_host(logits), segment.chunk_lengths
+            for b, piece in enumerate(pieces):
+                piece.append(block[b, : int(valid[b])])
+        return [np.concatenate(piece) for piece in pieces]
 
     def generate(
         self,
@@ -365,18 +437,32 @@ class Engine:
         """Slots of a cache for that many tokens of the longest row."""
         return bucket(tokens + SPARE, self.mesh.shape["seq"])
 
-    def _rows(self, rows: Rows) -> list[list[int]]:
-        return checked_rows(rows, self.config.vocab_size, self.mesh.shape["data"])
+    def padded(self, rows: Rows) -> list[list[int]]:
+        """The rows as lists, with empty ones added to fill the mesh's data axis.
 
-    def _cache_bytes(self, batch: int, slots: int, reserve: int) -> int:
-        abstract = programs.abstract_caches(self.setup, batch, slots, reserve)
-        return bytes_per_device(self.mesh, abstract)
+        Raises:
+          InputError: no rows, or a token id outside the vocabulary.
+        """
+        if not len(rows):
+            raise InputError("no rows given; expected at least one")
+        vocabulary = self.config.vocab_size
+        for b, row in enumerate(rows):
+            ids = np.asarray(row, np.int64)
+            bad = ids[(ids < 0) | (ids >= vocabulary)]
+            if bad.size:
+                raise InputError(
+                    f"row {b} holds token id {bad[0]}, the model's vocabulary is "
+                    f"0..{vocabulary - 1}; use the tokenizer that belongs to the checkpoint"
+                )
+        return [*map(list, rows), *([] for _ in range(-len(rows) % self.mesh.shape["data"]))]
 
     def check_capacity(self, batch: int, slots: int, reserve: int) -> None:
         """CapacityError unless new caches of that size fit beside what is in memory already."""
-        need = self._cache_bytes(batch, slots, reserve)
-        per_token = (self._cache_bytes(batch, 2 * slots, reserve) - need) / slots
-        self._check_bytes(slots, need, per_token)
+        need, double = (
+            bytes_per_device(self.mesh, programs.abstract_caches(self.setup, batch, count, reserve))
+            for count in (slots, 2 * slots)
+        )
+        self._check_bytes(slots, need, (double - need) / slots)
 
     def _check_bytes(self, tokens: int, need: int, per_token: float) -> None:
         available = self.memory_limit or available_bytes(self.mesh)
@@ -407,3 +493,12 @@ def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:
 
 def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:
     return [[int(token) for token in row if token >= 0] for row in block_BX[:batch]]
+
+
+def _check_questions(questions: Rows, count: int) -> None:
+    """Raises InputError unless there is one question, not empty, for each of `count` contexts."""
+    if len(questions) != count:
+        raise InputError(f"{count} contexts need as many questions, {len(questions)} given")
+    for row, question in enumerate(questions):
+        if not len(question):
+            raise InputError(f"question {row} is empty; it needs at least one token")

@@ -1,52 +1,196 @@
 """The compiled programs: one segment, the end of the context, a block of decode steps.
 
 Pure functions of `(static setup, arrays...)`. Caches are donated everywhere and updated in place.
-`finish` runs, as `attend` does, inside one manual `shard_map` over the whole mesh.
+`attend` and `finish` run inside one manual `shard_map` over the whole mesh; projections, MLP and
+head are left to the compiler through shardings.
 
-With `Setup.by_layer` the same bodies run from Python, piece by piece (see `forward`).
+A pass is made of pieces that are jitted on their own. Within another jitted function they become a
+part of its one program, in which XLA compiles a layer as often as the model has layers, though
+they are traced and lowered once. Called from Python (`Setup.by_layer`) they are programs of their
+own: one for all layers that are alike, and a dispatch for each of them.
 """
 
 import dataclasses
 import functools
+import logging
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jax_longctx.compilations import limit_mappings
 from jax_longctx.contract import (
     CHUNK_ROWS,
     CacheShape,
+    LayerContext,
+    Method,
     Segment,
     Stage,
     decode_segment,
+    step_variant,
 )
-from jax_longctx.engine.donation import in_place
-from jax_longctx.engine.forward import BATCH, Setup, hidden_states, model_of
-from jax_longctx.engine.sampling import choose
-from jax_longctx.sharding import tree_shardings, tree_specs
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import Layer, model_of
+from jax_longctx.settings import Sampling
+from jax_longctx.sharding import AnyMesh, logical_sharding, logical_spec, tree_shardings, tree_specs
 
-__all__ = [
-    "DecodeState",
-    "Setup",
-    "cache_shapes",
-    "decode_block",
-    "finish_context",
-    "finish_donated",
-    "finish_question",
-    "init_caches",
-    "model_of",
-    "next_block",
-    "run_segment",
-    "whole_finish",
-    "whole_segment",
-]
+# `jax.jit` of a function that gives back every donated argument, updated, in the order they came.
+#
+# JAX pairs donated leaves with outputs by shape, in their order. A leaf left out as unused would
+# move all that follow: one leaf is then returned in another's buffer, which XLA's GPU compiler
+# overwrites before it has read it (jax-ml/jax#39625). With none left out each keeps its own.
+in_place = functools.partial(jax.jit, keep_unused=True)
 
+# This process's mappings, one a line, and the most that a process may have. Only Linux has them.
+MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+
+_logger = logging.getLogger(__name__)
+# Counting mappings takes milliseconds: it is done when JAX has told this often that it traced or
+# compiled something, which is some twenty programs.
+EVENTS = 60
+_events = 0
+# Greedy, top_k, whether top_p is used, whether the penalty is.
+SamplingStatic = tuple[bool, int, bool, bool]
 
 Logits = Literal["none", "hidden", "last", "all"]
+BATCH = logical_spec(("batch",))
+
+
+def _on_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    global _events
+    _events += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_compilation)
+
+
+def limit_mappings() -> None:
+    """Drops all compiled programs once this process uses half of its memory mappings.
+
+    JAX keeps every program. On a CPU each takes tens of memory mappings, of which Linux gives a
+    process 65,530: twenty methods at a few text lengths use them up, and then LLVM ends the
+    process. A dropped program is compiled again, or read from the disk, when it is next called.
+    Call this outside of traced functions, before work that may compile.
+    """
+    global _events
+    if _events < EVENTS or not MAPPINGS.exists():
+        return
+    _events = 0
+    used, most = MAPPINGS.read_bytes().count(b"\n"), int(MOST_MAPPINGS.read_text())
+    if used > most // 2:
+        _logger.info("dropping all compiled programs: %d of %d mappings in use", used, most)
+        jax.clear_caches()
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Everything static: what the programs are compiled for.
+
+    Attributes:
+      by_layer: whether the host calls a program a layer, in place of one of all layers. It is
+        compiled in about as many times less as there are layers; a pass takes a dispatch a layer
+        longer, and a decode step waits for the host.
+    """
+
+    config: ModelConfig
+    method: Method
+    mesh: AnyMesh
+    dtype: Any
+    chunk: int
+    by_layer: bool = False
+
+    def layer_context(self, window: int | None, total: Array) -> LayerContext:
+        return LayerContext(
+            scale=self.config.softmax_scale,
+            window=window,
+            rope=self.config.rope,
+            total=total,
+        )
+
+    def shard_map(self, body: Any, in_specs: Any, out_specs: Any) -> Any:
+        """`body` as one program a device, manual over every mesh axis."""
+        # Values that are equal on all shards of an axis (a psum's result) carry no proof of it
+        # through kernels, so the replication check stays off.
+        return jax.shard_map(
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+
+def hidden_states(
+    setup: Setup, params: Any, caches: tuple[Any, ...], segment: Segment, total: Int[Array, " B"]
+) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
+    """Final normed hidden states of the segment's columns, and the updated caches.
+
+    Outside of jit the caches are donated.
+    """
+    x_BTD = _embedded(setup, params, segment.tokens, segment.token_axis)
+    updated = []
+    for layer, cache in enumerate(caches):
+        with jax.named_scope(f"layer_{layer}"):
+            window, weights = setup.config.windows[layer], params["layers"][str(layer)]
+            x_BTD, cache = _through_layer(setup, window, weights, x_BTD, cache, segment, total)
+        updated.append(cache)
+    return _normed(setup, params, x_BTD), tuple(updated)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _embedded(
+    setup: Setup, params: Any, tokens: Int[Any, "B T"], axis: str | None
+) -> Float[Array, "B T D"]:
+    # Where the tokens lie, the projections and the MLP are computed.
+    tokens = jax.lax.with_sharding_constraint(tokens, logical_sharding(setup.mesh, ("batch", axis)))
+    return model_of(setup.config, params).embedded(tokens)
+
+
+@functools.partial(in_place, static_argnums=(0, 1), donate_argnums=(3, 4))
+def _through_layer(
+    setup: Setup,
+    window: int | None,
+    params: Any,
+    x: Float[Array, "B T D"],
+    cache: Any,
+    segment: Segment,
+    total: Int[Array, " B"],
+) -> tuple[Float[Array, "B T D"], Any]:
+    """One layer; the method's `attend` runs inside the manual `shard_map`."""
+
+    def local(q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array) -> Any:
+        ctx = setup.layer_context(window, total)
+        (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
+        return out, cache
+
+    def attend(layer: int, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
+        cache_specs = tree_specs(cache)
+        heads = logical_spec(("batch", segment.token_axis, "heads", None))
+        kv_heads = logical_spec(("batch", segment.token_axis, "kv_heads", None))
+        in_specs = (heads, kv_heads, kv_heads, cache_specs, tree_specs(segment), BATCH)
+        run = setup.shard_map(local, in_specs, (heads, cache_specs))
+        return run(q, k, v, cache, segment, total)
+
+    return _module(*_abstract_layer(setup.config), params)(x, 0, cache, attend)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _normed(setup: Setup, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    return model_of(setup.config, params).final_norm(x)
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract_layer(config: ModelConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Layer(config)))
+
+
+def _module(graph: Any, abstract: Any, params: Any) -> Any:
+    state = jax.tree.map(lambda leaf: leaf, abstract)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
 
 
 def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[CacheShape]:
@@ -99,7 +243,7 @@ def init_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[Any
     return _cache_maker(setup, batch, slots, reserve)()
 
 
-def run_segment(
+def _segment(
     setup: Setup,
     params: Any,
     caches: tuple[Any, ...],
@@ -117,25 +261,17 @@ def run_segment(
         the hidden states `[B, T, D]` that logits are made of, the logits of each row's last valid
         token, or of all tokens `[B, T, V]` (of the chunk rows).
     """
-    run = _segment if setup.by_layer else whole_segment
-    return run(setup, params, caches, segment, total, last, logits)
-
-
-def _segment(
-    setup: Setup,
-    params: Any,
-    caches: tuple[Any, ...],
-    segment: Segment,
-    total: Int[Array, " B"],
-    last: Float[Array, "B V"] | None,
-    logits: Logits,
-) -> tuple[tuple[Any, ...], Any]:
     hidden_BTD, caches = hidden_states(setup, params, caches, segment, total)
     return caches, _wanted(setup, params, hidden_BTD, segment, last, logits)
 
 
 # All layers as one program.
 whole_segment = in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5))
+
+
+def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
+    """`whole_segment` or, with `Setup.by_layer`, its layers from Python."""
+    return (_segment if setup.by_layer else whole_segment)(setup, *args)
 
 
 @functools.partial(in_place, static_argnums=(0, 5), donate_argnums=4)
@@ -220,6 +356,69 @@ finish_donated = in_place(_finish, static_argnums=(0, 3, 4), donate_argnums=1)
 whole_finish = jax.jit(_finish, static_argnums=(0, 3, 4))
 
 
+def row_keys(sampling: Sampling, rows: int) -> UInt32[np.ndarray, " W"]:
+    """Each row's key of two words, of `rows` rows; those that pad the batch get zeros."""
+    assert isinstance(sampling.seed, tuple)
+    keys = np.zeros((rows, 2), np.uint32)
+    keys[: len(sampling.seed)] = [(seed >> 32, seed % 2**32) for seed in map(int, sampling.seed)]
+    return keys.reshape(-1)
+
+
+def sampling_values(sampling: Sampling) -> Float[Array, " 3"]:
+    """What the program takes as numbers: temperature, top_p, repetition_penalty.
+
+    Within float32's normal numbers: others would be infinite, or zero to processors that flush.
+    """
+    given = [sampling.temperature, sampling.top_p, sampling.repetition_penalty]
+    limits = np.finfo(np.float32)
+    return jnp.asarray(np.clip(given, limits.tiny, limits.max).astype(np.float32))
+
+
+def next_token(
+    logits: Float[Array, "B V"],
+    seen: Bool[Array, "B V"] | None,
+    keys: UInt32[Array, " W"],
+    count: Int[Array, " B"],
+    values: Float[Array, " 3"],
+    static: SamplingStatic,
+) -> Int[Array, " B"]:
+    """The next token of each row: penalty, temperature, top-k, top-p, as transformers orders them.
+
+    Args:
+      seen: tokens under the repetition penalty; None when it is off.
+      keys: from `row_keys`.
+      count: tokens the row has generated so far (part of its random key).
+      values, static: from `sampling_values` and `Sampling.static`.
+    """
+    greedy, top_k, uses_top_p, penalised = static
+    temperature, top_p, penalty = values
+    if penalised:
+        assert seen is not None
+        lowered = jnp.where(logits > 0, logits / penalty, logits * penalty)
+        logits = jnp.where(seen, lowered, logits)
+    if greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # From the largest: a small temperature takes the others to -inf, and none to +inf.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    vocabulary = logits.shape[-1]
+
+    def noise(key: Array, index: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), index)
+        return jax.random.gumbel(key, (vocabulary,), jnp.float32)
+
+    noise_BV = jax.vmap(noise)(keys.reshape(-1, 2), count)
+    if not top_k and not uses_top_p:
+        return jnp.argmax(logits + noise_BV, axis=-1).astype(jnp.int32)
+    ranked, tokens = jax.lax.top_k(logits, min(top_k, vocabulary) if top_k else vocabulary)
+    if uses_top_p:
+        probability = jax.nn.softmax(ranked, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        ranked = jnp.where(before < top_p, ranked, -jnp.inf)
+    # Noise goes with the token, not with its rank, which rounding may change.
+    pick_B = jnp.argmax(ranked + jnp.take_along_axis(noise_BV, tokens, axis=-1), axis=-1)
+    return jnp.take_along_axis(tokens, pick_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
@@ -233,7 +432,7 @@ class DecodeState:
       stops: token ids that end an answer, padded with -1.
       seen: tokens under the repetition penalty, or None.
       finite: rows whose logits have been numbers so far.
-      keys: of the random draws (see `sampling.row_keys`). One axis: an output of two, equal on all
+      keys: of the random draws (see `row_keys`). One axis: an output of two, equal on all
         devices, takes the sharding of a parameter of two, and the next block is compiled anew.
     """
 
@@ -270,15 +469,15 @@ def start_answer(
     state: DecodeState,
     logits: Float[Array, "B V"],
     values: Float[Array, " 3"],
-    sampling: tuple[bool, int, bool, bool],
+    sampling: SamplingStatic,
 ) -> DecodeState:
     """Chooses each row's first token from the question's last logits."""
-    token = choose(logits, state.seen, state.keys, state.count, values, sampling)
-    return _replicate(setup, state.watch(logits).accept(token))
+    token = next_token(logits, state.seen, state.keys, state.count, values, sampling)
+    return replicated(setup, state.watch(logits).accept(token))
 
 
 # Columns of a block of decode steps, variants of the answer's steps, the sampling's static part.
-DecodeStatic = tuple[int, tuple[str, ...], tuple[bool, int, bool, bool]]
+DecodeStatic = tuple[int, tuple[str, ...], SamplingStatic]
 
 
 def _decode_block(
@@ -326,7 +525,7 @@ def _decode_block(
         body = each_run if others else functools.partial(step, first)
         carry = jax.lax.while_loop(lambda carry: _turn(turns, carry) >= 0, body, carry)
     _, caches, state, chosen_BX = carry
-    return caches, *_replicate(setup, (state, chosen_BX))
+    return caches, *replicated(setup, (state, chosen_BX))
 
 
 # All layers, and all steps, as one program.
@@ -348,11 +547,11 @@ def _chosen(
     values: Float[Array, " 3"],
     chosen_BX: Int[Array, "B X"],
     index: Int[Array, ""],
-    sampling: tuple[bool, int, bool, bool],
+    sampling: SamplingStatic,
 ) -> tuple[DecodeState, Int[Array, "B X"]]:
     """The state after each row's next token, which stands in its column."""
     logits_BV = model_of(setup.config, params).logits(hidden_B1D[:, 0])
-    token_B = choose(logits_BV, state.seen, state.keys, state.count, values, sampling)
+    token_B = next_token(logits_BV, state.seen, state.keys, state.count, values, sampling)
     column_B = jnp.where(state.done, -1, token_B)
     chosen_BX = jax.lax.dynamic_update_slice(chosen_BX, column_B[:, None], (0, index))
     return state.watch(logits_BV).accept(token_B), chosen_BX
@@ -365,22 +564,28 @@ def _turn(turns: Any, carry: tuple[Any, ...]) -> Array:
     return jnp.where(over, -1, jnp.asarray(turns)[index])
 
 
-def next_block(
-    setup: Setup,
-    params: Any,
-    caches: tuple[Any, ...],
-    state: DecodeState,
-    total: Int[Array, " B"],
-    turns: Int[Any, " X"],
-    values: Float[Array, " 3"],
-    static: DecodeStatic,
-) -> tuple[tuple[Any, ...], DecodeState, Int[Array, "B X"]]:
-    """`decode_block` as one program or, with `Setup.by_layer`, its steps from Python."""
-    run = _decode_block if setup.by_layer else decode_block
-    return run(setup, params, caches, state, total, turns, values, static)
+def next_block(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], DecodeState, Int[Array, "B X"]]:
+    """`decode_block` or, with `Setup.by_layer`, its steps from Python."""
+    return (_decode_block if setup.by_layer else decode_block)(setup, *args)
 
 
-def _replicate(setup: Setup, tree: Any) -> Any:
-    """Every process reads these: the same on all devices."""
+def replicated(setup: Setup, tree: Any) -> Any:
+    """The same on all devices: every process reads these."""
     everywhere = NamedSharding(setup.mesh, PartitionSpec())
     return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: everywhere, tree))
+
+
+def answer_variants(method: Method, tokens: int) -> tuple[str, ...]:
+    """The variants of the steps of an answer of so many tokens, in the order of their first."""
+    # The first token is the question's; one step at least is compiled.
+    steps = range(1, max(tokens, 2))
+    return tuple(dict.fromkeys(step_variant(method, step) for step in steps))
+
+
+def decode_turns(
+    method: Method, variants: Sequence[str], steps: range, columns: int
+) -> Int[np.ndarray, " X"]:
+    """`decode_block`'s `turns` for the answer's steps of these numbers, X = `columns` at most."""
+    turns = np.full(columns, -1, np.int32)
+    turns[: len(steps)] = [variants.index(step_variant(method, step)) for step in steps]
+    return turns

@@ -50,8 +50,7 @@ from jax_longctx.contract import (
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.forced import forced_states
-from jax_longctx.engine.likelihood import by_columns
+from jax_longctx.engine.scoring import by_columns, forced_states
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.perplexity import label, pipe_table, shown_interval

@@ -11,7 +11,7 @@ import jax.monitoring
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Method
 from jax_longctx.engine import Engine
-from jax_longctx.engine.footprint import answering_caches, footprint, read_bytes
+from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
 from jax_longctx.engine.programs import Setup
 from jax_longctx.errors import CapacityError, LongctxError
 
@@ -143,7 +143,7 @@ def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
 @functools.lru_cache(maxsize=16)
 def _answering(setup: Setup, rows: int, slots: int, reserve: int) -> tuple[Any, ...]:
     """Shapes of the caches that a batch's answers are read from."""
-    return answering_caches(setup, rows, slots - reserve - 1, reserve)[1]
+    return staged_caches(setup, rows, slots - reserve - 1, reserve)[-1]
 
 
 def _bytes_of_a_row(engine: Engine, work: Work, slots: int, length: int) -> dict[str, int]:

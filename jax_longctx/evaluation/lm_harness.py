@@ -40,7 +40,7 @@ from tqdm import tqdm
 import jax_longctx
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Sampling
-from jax_longctx.engine.forced import Through
+from jax_longctx.engine.scoring import Through, loglikelihoods
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.settings import parse_mesh
@@ -281,7 +281,7 @@ class LongctxLM(TemplateLM):
             read, questions = contexts, questions if engine.method.info.needs_question else None
         options: Any = {"through": way, "questions": questions}
         try:
-            scored = engine.loglikelihoods(read, continuations, **options)
+            scored = loglikelihoods(engine, read, continuations, **options)
         except InputError as error:
             raise InputError(f"{error} (here {way}: through= and rolling= say how)") from error
         return [(one.total, one.is_greedy) for one in scored]

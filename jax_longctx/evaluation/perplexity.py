@@ -36,8 +36,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jax_longctx.engine import Engine
-from jax_longctx.engine.forced import States, Through, forced_states
-from jax_longctx.engine.likelihood import gathered
+from jax_longctx.engine.scoring import States, Through, forced_states, gathered
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.plots import Plot, draw_line, drawing, panels

@@ -1,7 +1,16 @@
-"""The programs of a plan compiled ahead of time, for devices that are not there.
+"""The programs of a plan, compiled ahead of time for devices that are not there.
 
 libtpu compiles for a TPU slice on any machine; the compiled programs say what they hold in memory
-and which collectives they have. A CPU target is compiled for this machine's own devices.
+and which collectives they have. A CPU target is compiled for this machine's own devices. Each
+program that a run uses is compiled once, with the shapes that the run calls it with:
+
+- `context`: the pieces of the text as the method feeds them. Most are alike; the first, the last,
+  an anchor's or one that ends a row may be of another shape or variant, a program of its own;
+- `finish`: the end of the context, and of the question where the method then makes new caches;
+- `question`: the pieces of a question, the longest that leaves room for a token of answer;
+- `decode`: a block of an answer's steps, one program for each kind of step (`contract.Scheduled`).
+
+What makes the empty caches and chooses the first token holds nothing that these do not.
 """
 
 import contextlib
@@ -10,18 +19,26 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.experimental.compilation_cache import compilation_cache
 
+from jax_longctx.contract import Prompt, Segment, Stage
+from jax_longctx.engine import Sampling, programs
+from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
+from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.planning.plan import PlanRequest
-from jax_longctx.planning.used import Kind, UsedProgram, used_programs
-from jax_longctx.sharding import make_mesh
+from jax_longctx.models.llama import param_infos
+from jax_longctx.planning.plan import PlanRequest, context_segments, weight_bytes
+from jax_longctx.sharding import logical_sharding, make_mesh, tree_shardings
 
-__all__ = ["Compiled", "compile_plan", "most_temporaries"]
+Kind = Literal["context", "finish", "question", "decode"]
 
 _COLLECTIVE = re.compile(
     r"= (?P<shape>.*?) (?:all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)"
@@ -36,7 +53,7 @@ class Compiled:
     """What the compiler says of one program, on each device.
 
     Attributes:
-      kind: `context`, `finish`, `question` or `decode` (see `planning.used`).
+      kind: `context`, `finish`, `question` or `decode` (see above).
       arguments: bytes of weights and caches that the program reads.
       temporaries: bytes beside them, results that are not in place included.
       held: bytes in memory while it runs: all weights and caches, also those that it does not
@@ -71,7 +88,7 @@ def compile_plan(
     mesh = make_mesh(**sizes, devices=_devices(request, math.prod(sizes.values())))
     used = used_programs(request, request.setup(mesh), request.rows(sizes))
     compiled = {}
-    with _no_persistent_cache():
+    with no_persistent_cache():
         for done, program in enumerate(used):
             if progress is not None:
                 progress(program.name, done, len(used))
@@ -82,6 +99,141 @@ def compile_plan(
 def most_temporaries(compiled: dict[str, Compiled]) -> int:
     """The most that any program takes which runs the model."""
     return max(each.temporaries for each in compiled.values() if each.kind != "finish")
+
+
+@dataclasses.dataclass(frozen=True)
+class UsedProgram:
+    """One program and what it is called with.
+
+    Attributes:
+      name: of one run's programs no two have the same.
+      function: of `engine.programs`, compiled by `jit`.
+      args: its arguments; arrays as shapes, or as numpy.
+      resident: bytes of weights and caches on each device while it runs.
+    """
+
+    name: str
+    kind: Kind
+    function: Any
+    args: tuple[Any, ...]
+    resident: int
+
+    def lower(self) -> Any:
+        """The program, ready to be compiled."""
+        with warnings.catch_warnings():
+            # As where it is run: a cache that shrinks cannot be finished in place.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return self.function.lower(*self.args)
+
+
+def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> list[UsedProgram]:
+    """What a run of `rows` rows uses, in the order of first use."""
+    method, shards = setup.method, setup.mesh.shape["seq"]
+    context, reserve, vocabulary = request.context, request.reserve, setup.config.vocab_size
+    empty, kept, answering = staged_caches(setup, rows, context, reserve)
+    params, weights = abstract_params(setup), weight_bytes(setup)
+    total = _shape(jnp.int32, rows)
+    found: list[UsedProgram] = []
+
+    def add(name: str, kind: Kind, caches: Any, function: Any, *args: Any) -> None:
+        """A program; its name is made one of its own by a number."""
+        same = sum(each.name.split(" #")[0] == name for each in found)
+        name = f"{name} #{same + 1}" if same else name
+        resident = weights + bytes_per_device(setup.mesh, caches)
+        found.append(UsedProgram(name, kind, function, args, resident))
+
+    def add_segments(
+        kind: Kind, caches: Any, segments: Iterable[Segment], logits: Any, wanted: programs.Logits
+    ) -> None:
+        """Those of a stage's segments, each signature once."""
+        signatures = set()
+        for segment in segments:
+            leaves, structure = jax.tree.flatten(segment)
+            signature = structure, tuple(np.shape(leaf) for leaf in leaves)
+            if signature in signatures:
+                continue
+            signatures.add(signature)
+            # Rows are alike: one was cut.
+            whole = jax.tree.map(lambda leaf: np.repeat(leaf, rows, axis=0), segment)
+            args = (setup, params, placed(setup.mesh, caches), whole, total, logits, wanted)
+            name = _segment_name(kind, segment, shards)
+            add(name, kind, caches, programs.whole_segment, *args)
+
+    def add_end(stage: Stage, caches: Any, function: Any, reserve: int) -> None:
+        args = (setup, placed(setup.mesh, caches), total, stage, reserve)
+        add(f"end of the {stage}", "finish", caches, function, *args)
+
+    longest = max(reserve - 1, 1)
+    segments = context_segments(setup, context, reserve, longest)
+    add_segments("context", empty, segments, None, "none")
+    add_end("context", empty, programs.finish_donated, reserve)
+    asked = Prompt(
+        "question", setup.chunk, question=[range(longest)], shards=shards, vocab_size=vocabulary
+    )
+    logits = _shape(jnp.float32, rows, vocabulary)
+    add_segments("question", kept, method.segments(asked), logits, "last")
+    if method.info.shrinks:
+        add_end("question", kept, programs.whole_finish, bucket(reserve))
+    variants = programs.answer_variants(method, reserve)
+    kinds = " and ".join(filter(None, variants))
+    add(
+        f"decode, {kinds} steps" if kinds else "decode",
+        "decode",
+        answering,
+        programs.decode_block,
+        *(setup, params, placed(setup.mesh, answering), abstract_state(rows), total),
+        *(_shape(jnp.int32, BLOCK), _shape(jnp.float32, 3)),
+        (BLOCK, variants, Sampling().static()),
+    )
+    return found
+
+
+def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:
+    columns = segment.tokens.shape[1]
+    size = f"{shards} x {columns // shards:,}" if segment.spread else f"{columns:,}"
+    role = "" if segment.role in (kind, "query") else f" {segment.role.replace('_', ' ')}"
+    variant = f" ({segment.variant})" if segment.variant else ""
+    return f"{kind}{role}{variant}, {size} tokens"
+
+
+def abstract_params(setup: programs.Setup) -> Any:
+    """The parameters as shapes on the mesh, in a nested dict."""
+    return unflatten_dict(
+        {
+            path: jax.ShapeDtypeStruct(
+                info.shape, setup.dtype, sharding=logical_sharding(setup.mesh, info.axes)
+            )
+            for path, info in param_infos(setup.config).items()
+        },
+        sep=".",
+    )
+
+
+def placed(mesh: Any, caches: Any) -> Any:
+    """Shapes with their shardings."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        caches,
+        tree_shardings(mesh, caches),
+    )
+
+
+def abstract_state(rows: int) -> programs.DecodeState:
+    """Where a greedy answer stands, as shapes."""
+    return programs.DecodeState(
+        token=_shape(jnp.int32, rows),
+        done=_shape(jnp.bool_, rows),
+        count=_shape(jnp.int32, rows),
+        limit=_shape(jnp.int32, rows),
+        stops=_shape(jnp.int32, 2),
+        seen=None,
+        finite=_shape(jnp.bool_, rows),
+        keys=_shape(jnp.uint32, 2 * rows),
+    )
+
+
+def _shape(dtype: Any, *sizes: int) -> Any:
+    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def _devices(request: PlanRequest, count: int) -> list[Any]:
@@ -156,7 +308,7 @@ def _array_bytes(kind: str, sizes: str) -> int:
 
 
 @contextlib.contextmanager
-def _no_persistent_cache() -> Iterator[None]:
+def no_persistent_cache() -> Iterator[None]:
     """Compiles here and now: a program for an absent TPU cannot be read back from a cache."""
     before = jax.config.jax_enable_compilation_cache
     try:

@@ -2,41 +2,45 @@
 
 Everything here is arithmetic over shapes, on a mesh of devices that need not be there.
 `planning.compiled` asks the compiler instead.
+
+Weights take 2 FLOPs a matmul weight and token; the embedding is a look-up, the head is computed for
+a row's last token. Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
+
+- those that a method states itself (`contract.work.Planned`);
+- of segments that are spread over the shards: every shard's tokens among themselves, causally, as
+  if they were one text (more than is attended where a shard reads several blocks);
+- of a method that leaves prefill alone: all, the keys divided over the shards of the slots;
+- of any other: as many keys for each token as a decode step reads at that length.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from jax_longctx.contract import Method
+from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment, merging
 from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import USABLE, bucket
-from jax_longctx.engine.footprint import Footprint, footprint
+from jax_longctx.engine.capacity import USABLE, Footprint, bucket, footprint, read_bytes
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import check_mesh
+from jax_longctx.models.llama import check_mesh, param_infos
 from jax_longctx.planning.targets import Chip, Target
-from jax_longctx.planning.work import (
-    Work,
-    decode_work,
-    first_segment,
-    prefill_work,
-    weight_bytes,
-)
-from jax_longctx.sharding import MESH_AXES
-
-__all__ = ["Plan", "PlanRequest", "make_plan", "propose_mesh"]
+from jax_longctx.sharding import MESH_AXES, logical_sharding
 
 # An answer's tokens that a proposed mesh is chosen for, beside its first.
 ANSWER = 256
 # The largest context that fits is told in multiples of this.
 STEP = 1024
 PROBE = 4096
+# Lengths at which the keys that a token attends to are asked for.
+SAMPLES = 8
+QUESTION = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,24 @@ class PlanRequest:
         self.method.validate(self.config)
         check_mesh(self.config, mesh)
         return programs.Setup(self.config, self.method, mesh, jnp.dtype(self.dtype), self.chunk)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """Of one device.
+
+    Attributes:
+      linear, attention: FLOPs.
+      read: bytes of weights and cache that are read.
+      received: bytes over the interconnect.
+      collectives: how many wait for each other.
+    """
+
+    linear: float
+    attention: float
+    read: float
+    received: float
+    collectives: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,29 +147,27 @@ def make_plan(
     sizes = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
     used = math.prod(sizes.values())
     if used > request.target.count:
+        shown = ",".join(f"{axis}={size}" for axis, size in sizes.items())
         raise ConfigError(
-            f"mesh {shown_mesh(sizes)} needs {used} devices, {request.target.name} has "
+            f"mesh {shown} needs {used} devices, {request.target.name} has "
             f"{request.target.count}; lower a size"
         )
-    shape = tuple(sizes.values())
-    mesh = AbstractMesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-    setup, rows, chip = request.setup(mesh), request.rows(sizes), request.target.chip
-    scale = 1.0
+    mesh = AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    case = _Case(request, request.setup(mesh), request.rows(sizes))
     if temporaries is not None:
-        scale = temporaries / _temporaries(setup, request, rows, request.context)
-    held = _memory(setup, request, rows, request.context, scale)
-    read = _caches(setup, request, rows, request.context).read
-    prefill = prefill_work(setup, batch=rows, context=request.context, reserve=request.reserve)
-    decode = decode_work(setup, batch=rows, context=request.context, read=read)
+        estimate = case.held(request.context).temporaries
+        case = dataclasses.replace(case, scale=temporaries / estimate)
+    held, chip = case.held(request.context), request.target.chip
+    context, rows = request.context, case.rows
+    prefill = prefill_work(case.setup, batch=rows, context=context, reserve=request.reserve)
+    decode = decode_work(case.setup, batch=rows, read=case.caches(context).read)
     step = _decode_seconds(decode, chip)
     return Plan(
         mesh=sizes,
-        weights=held[0],
-        cache=held[1],
-        temporaries=held[2],
+        **dataclasses.asdict(held),
         memory=chip.memory,
-        fits=_fits(held, chip),
-        largest=_largest(setup, request, rows, scale) if largest else None,
+        fits=case.fits(held),
+        largest=case.largest() if largest else None,
         prefill=prefill,
         decode=decode,
         first_token=_prefill_seconds(prefill, chip) + step,
@@ -193,72 +213,76 @@ def _rank(plan: Plan) -> tuple[Any, ...]:
     return (not plan.fits, late if plan.fits else plan.need)
 
 
-def shown_mesh(sizes: dict[str, int]) -> str:
-    """`data=1,seq=2,tensor=4`, as --mesh takes it."""
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """Bytes on a device: weights, caches at their most, temporaries."""
+
+    weights: int
+    cache: int
+    temporaries: int
+
+    @property
+    def need(self) -> float:
+        """With what the engine keeps free beside caches."""
+        return self.weights + self.temporaries + self.cache / USABLE
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """A request on one mesh, at any length; `scale` is of the estimated temporaries."""
+
+    request: PlanRequest
+    setup: programs.Setup
+    rows: int
+    scale: float = 1.0
+
+    def caches(self, context: int) -> Footprint:
+        return _footprint(self.setup, self.rows, context, self.request.reserve)
+
+    def held(self, context: int) -> _Held:
+        temporaries = round(self.scale * self._temporaries(context))
+        return _Held(weight_bytes(self.setup), self.caches(context).peak, temporaries)
+
+    def _temporaries(self, context: int) -> int:
+        """Activations of one layer and one segment, as many as live at once, and the logits."""
+        setup, config = self.setup, self.setup.config
+        shape, item = setup.mesh.shape, setup.dtype.itemsize
+        tensor, shards = shape["tensor"], shape["seq"]
+        # Where a segment holds the whole text, it is made for a short one and scaled.
+        probe = min(context, PROBE * shards)
+        segment = next(context_segments(setup, probe, self.request.reserve))
+        columns = segment.tokens.shape[1]
+        if segment.spread:
+            columns = columns // shards * context // probe
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        token = (3 * config.model_dim + (2 * config.mlp_dim + heads) // tensor) * item
+        if shards > 1 and not segment.spread:
+            # Partial results in float32, before and after they are merged.
+            token += 2 * config.num_heads // tensor * (config.head_dim + 1) * 4
+        return self.rows // shape["data"] * (columns * token + config.vocab_size * 4)
+
+    def fits(self, held: _Held) -> bool:
+        return held.need <= self.request.target.chip.memory
+
+    def largest(self) -> int | None:
+        """The longest context that fits, 0 where none does; None where memory does not bound it."""
+        if not self.fits(self.held(STEP)):
+            return 0
+        # Far apart, so that rounding of capacities is small beside what is between them.
+        near, far = 16 * STEP, 256 * STEP
+        need = self.held(near).need
+        slope = (self.held(far).need - need) / (far - near)
+        if slope < 1:
+            return None
+        guess = int(near + (self.request.target.chip.memory - need) / slope) // STEP * STEP
+        while guess > STEP and not self.fits(self.held(guess)):
+            guess = int(guess * 0.98) // STEP * STEP
+        return max(guess, STEP)
 
 
 @functools.lru_cache(maxsize=64)
-def _caches(setup: programs.Setup, request: PlanRequest, rows: int, context: int) -> Footprint:
-    return footprint(setup, batch=rows, context=context, reserve=request.reserve, per_device=True)
-
-
-def _memory(
-    setup: programs.Setup, request: PlanRequest, rows: int, context: int, scale: float
-) -> tuple[int, int, int]:
-    """Bytes on a device: weights, caches at their most, temporaries (the estimate, scaled)."""
-    cache = _caches(setup, request, rows, context).peak
-    temporaries = round(scale * _temporaries(setup, request, rows, context))
-    return weight_bytes(setup), cache, temporaries
-
-
-def _temporaries(setup: programs.Setup, request: PlanRequest, rows: int, context: int) -> int:
-    """Activations of one layer and one segment, as many as live at once, and the logits."""
-    config, shape, item = setup.config, setup.mesh.shape, setup.dtype.itemsize
-    tensor, shards = shape["tensor"], shape["seq"]
-    # Where a segment holds the whole text, it is made for a short one and scaled.
-    probe = min(context, PROBE * shards)
-    segment = first_segment(setup, 1, probe, bucket(probe + request.reserve + 1, shards))
-    assert segment is not None
-    columns = segment.tokens.shape[1]
-    if segment.spread:
-        columns = columns // shards * context // probe
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    token = (3 * config.model_dim + (2 * config.mlp_dim + heads) // tensor) * item
-    if shards > 1 and not segment.spread:
-        # Partial results in float32, before and after they are merged.
-        token += 2 * config.num_heads // tensor * (config.head_dim + 1) * 4
-    local = rows // shape["data"]
-    return local * (columns * token + config.vocab_size * 4)
-
-
-def _fits(held: tuple[int, int, int], chip: Chip) -> bool:
-    weights, cache, temporaries = held
-    return cache <= USABLE * (chip.memory - weights - temporaries)
-
-
-def _largest(setup: programs.Setup, request: PlanRequest, rows: int, scale: float) -> int | None:
-    """The longest context that fits, 0 where none does; None where memory does not bound it."""
-    chip = request.target.chip
-
-    def held(context: int) -> tuple[int, int, int]:
-        return _memory(setup, request, rows, context, scale)
-
-    def need(context: int) -> float:
-        weights, cache, temporaries = held(context)
-        return weights + temporaries + cache / USABLE
-
-    if not _fits(held(STEP), chip):
-        return 0
-    # Far apart, so that rounding of capacities is small beside what is between them.
-    near, far = 16 * STEP, 256 * STEP
-    slope = (need(far) - need(near)) / (far - near)
-    if slope < 1:
-        return None
-    guess = int(near + (chip.memory - need(near)) / slope) // STEP * STEP
-    while guess > STEP and not _fits(held(guess), chip):
-        guess = int(guess * 0.98) // STEP * STEP
-    return max(guess, STEP)
+def _footprint(setup: programs.Setup, rows: int, context: int, reserve: int) -> Footprint:
+    return footprint(setup, batch=rows, context=context, reserve=reserve, per_device=True)
 
 
 def _prefill_seconds(work: Work, chip: Chip) -> float:
@@ -277,3 +301,148 @@ def _decode_seconds(work: Work, chip: Chip) -> float:
 def _waiting(work: Work, chip: Chip) -> float:
     """Seconds that a device waits for others; nothing of it is counted as overlapped."""
     return work.received / chip.link + work.collectives * chip.latency
+
+
+def weight_bytes(setup: programs.Setup) -> int:
+    """Bytes of parameters on each device."""
+    return sum(
+        math.prod(logical_sharding(setup.mesh, info.axes).shard_shape(info.shape))
+        * setup.dtype.itemsize
+        for info in param_infos(setup.config).values()
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _sizes(config: ModelConfig) -> tuple[int, int]:
+    """Weights that every token is multiplied with, and those of the head."""
+    table = config.vocab_size * config.model_dim
+    every = sum(
+        math.prod(info.shape) for info in param_infos(config).values() if len(info.shape) > 1
+    )
+    return every - (table if config.tie_embeddings else 2 * table), table
+
+
+def _context_prompt(
+    setup: programs.Setup, context: int, reserve: int, question: int = QUESTION
+) -> Prompt:
+    """One row of `context` tokens, as the method is given it."""
+    shards = setup.mesh.shape["seq"]
+    return Prompt(
+        "context",
+        setup.chunk,
+        context=[range(context)],
+        question=[range(question)] if setup.method.info.needs_question else None,
+        slots=bucket(context + reserve + 1, shards),
+        shards=shards,
+        vocab_size=context,
+    )
+
+
+def context_segments(
+    setup: programs.Setup, context: int, reserve: int, question: int = QUESTION
+) -> Iterator[Segment]:
+    """The pieces of one row as the method feeds them, where it is told the question's size."""
+    return iter(setup.method.segments(_context_prompt(setup, context, reserve, question)))
+
+
+def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: int) -> Work:
+    """Reading `batch` rows of `context` tokens."""
+    config, tensor = setup.config, setup.mesh.shape["tensor"]
+    rows, layers = batch // setup.mesh.shape["data"], config.num_layers
+    body, head = _sizes(config)
+    work, segments, spread = _row_work(setup, context, reserve)
+    received, collectives = _traffic(setup, rows * work.tokens, segments, spread)
+    if spread and setup.mesh.shape["seq"] > 1:
+        kv = 2 * config.num_kv_heads // tensor * config.head_dim * setup.dtype.itemsize
+        received += layers * rows * work.received * kv
+        collectives += layers * work.collectives
+    pairs = rows * _layers(setup, work, context)
+    return Work(
+        linear=rows * 2 * (body * work.tokens + head) / tensor,
+        attention=4 * config.num_heads * config.head_dim * pairs / tensor,
+        read=segments * weight_bytes(setup),
+        received=received,
+        collectives=collectives,
+    )
+
+
+def decode_work(setup: programs.Setup, *, batch: int, read: int) -> Work:
+    """One token of each row; `read` are the bytes of all caches that a step reads."""
+    config, shape, item = setup.config, setup.mesh.shape, setup.dtype.itemsize
+    tensor, rows = shape["tensor"], batch // shape["data"]
+    body, head = _sizes(config)
+    # Of an embedding table that is not the head's a step reads a row.
+    weights = weight_bytes(setup) - (0 if config.tie_embeddings else head * item // tensor)
+    received, collectives = _traffic(setup, rows, 1, spread=False)
+    # Small caches lie whole on every shard of the slots; the larger ones are divided.
+    divided = shape["data"] * tensor * (shape["seq"] if setup.method.info.keeps_all else 1)
+    pairs = read / (2 * config.num_kv_heads * config.head_dim * item)
+    return Work(
+        linear=rows * 2 * (body + head) / tensor,
+        attention=4 * config.num_heads * config.head_dim * pairs / divided,
+        read=weights + read / divided,
+        received=received,
+        collectives=collectives,
+    )
+
+
+def _traffic(
+    setup: programs.Setup, tokens: float, segments: int, spread: bool
+) -> tuple[float, int]:
+    """Bytes that a device receives for `tokens` in all `segments`, and the collectives."""
+    config, item = setup.config, setup.dtype.itemsize
+    tensor, shards = setup.mesh.shape["tensor"], setup.mesh.shape["seq"]
+    received, collectives = 0.0, 0
+    if tensor > 1:
+        # Two all-reduces a layer, of attention's output and the MLP's: each is a reduce-scatter
+        # and an all-gather.
+        received += 4 * tokens * config.model_dim * item * (tensor - 1) / tensor
+        collectives += 2 * segments
+    if shards > 1 and not spread:
+        # Partial results of every shard's own keys.
+        size = int(tokens / segments * config.num_heads) // tensor
+        sent, times = merging.cost(size, config.head_dim, item, shards)
+        received += segments * sent
+        collectives += segments * times
+    return config.num_layers * received, config.num_layers * collectives
+
+
+def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[PrefillWork, int, bool]:
+    """One row's work, its number of segments, and whether they are spread over the shards."""
+    method, shards = setup.method, setup.mesh.shape["seq"]
+    prompt = _context_prompt(setup, context, reserve)
+    segment = next(iter(method.segments(prompt)), None)
+    if segment is None:
+        return PrefillWork(0, 0), 0, False
+    columns = segment.tokens.shape[1] // (shards if segment.spread else 1)
+    held = max(1, int(segment.chunk_lengths[0]))
+    count = 1 if segment.spread else -(-context // held)
+    if isinstance(method, Planned):
+        work = method.prefill_work(prompt)
+        return work, work.passes, segment.spread
+    if segment.spread:
+        most = [int(np.max(each.valid)) for each in method.segments(prompt)]
+        tokens = sum(most)
+        return PrefillWork(tokens, tokens * (tokens + 1) / 2), len(most), True
+    # Columns beside the text's own (an instruction) are computed with every segment.
+    tokens = context * columns / held if columns > setup.chunk else float(context)
+    if method.info.phase in ("none", "decode"):
+        return PrefillWork(tokens, context * (context + 1) / 2 / shards), count, False
+    caches = programs.abstract_caches(setup, setup.mesh.shape["data"], prompt.slots, reserve)
+    key = 2 * setup.config.num_kv_heads * setup.config.head_dim * setup.dtype.itemsize
+    per_layer = key * setup.config.num_layers * setup.mesh.shape["data"]
+    middles = [(i + 0.5) / SAMPLES for i in range(SAMPLES)]
+    keys = [
+        min(context * at, read_bytes(setup, caches, max(1, int(context * at))) / per_layer)
+        for at in middles
+    ]
+    divided = shards if method.info.keeps_all else 1
+    return PrefillWork(tokens, tokens * float(np.mean(keys)) / divided), count, False
+
+
+def _layers(setup: programs.Setup, work: PrefillWork, context: int) -> float:
+    """Pairs of all layers; a sliding window leaves each token at most that many keys."""
+    return sum(
+        work.pairs if window is None else min(work.pairs, context * window)
+        for window in setup.config.windows
+    )

@@ -7,16 +7,15 @@ this library's own on an H200. All are printed with every plan.
 """
 
 import dataclasses
+import math
 import re
 
 from jax_longctx.errors import InputError
 
-__all__ = ["Chip", "Target", "parse_target"]
-
 GIB = 1024**3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Chip:
     """One device.
 
@@ -42,69 +41,15 @@ class Chip:
     data_sheet: bool = True
 
 
+# Memory, FLOP/s and bandwidth; link and latency; shares of linear layers, attention and bandwidth.
 # A TPU's link is both directions of one torus axis.
 CHIPS = {
-    "v5e": Chip(
-        memory=16 * GIB,
-        flops=197e12,
-        bandwidth=0.82e12,
-        link=90e9,
-        latency=3e-6,
-        linear_share=0.6,
-        attention_share=0.5,
-        bandwidth_share=0.8,
-    ),
-    "v5p": Chip(
-        memory=95 * GIB,
-        flops=459e12,
-        bandwidth=2.77e12,
-        link=180e9,
-        latency=3e-6,
-        linear_share=0.65,
-        attention_share=0.7,
-        bandwidth_share=0.8,
-    ),
-    "v6e": Chip(
-        memory=32 * GIB,
-        flops=918e12,
-        bandwidth=1.64e12,
-        link=180e9,
-        latency=3e-6,
-        linear_share=0.5,
-        attention_share=0.3,
-        bandwidth_share=0.8,
-    ),
-    "h100": Chip(
-        memory=80 * 10**9,
-        flops=989e12,
-        bandwidth=3.35e12,
-        link=370e9,
-        latency=12e-6,
-        linear_share=0.7,
-        attention_share=0.55,
-        bandwidth_share=0.72,
-    ),
-    "h200": Chip(
-        memory=141 * 10**9,
-        flops=989e12,
-        bandwidth=4.8e12,
-        link=370e9,
-        latency=12e-6,
-        linear_share=0.7,
-        attention_share=0.55,
-        bandwidth_share=0.72,
-    ),
-    "cpu": Chip(
-        memory=16 * GIB,
-        flops=0.3e12,
-        bandwidth=20e9,
-        link=10e9,
-        latency=50e-6,
-        linear_share=0.3,
-        attention_share=0.1,
-        bandwidth_share=0.6,
-        data_sheet=False,
-    ),
+    "v5e": Chip(16 * GIB, 197e12, 0.82e12, 90e9, 3e-6, 0.6, 0.5, 0.8),
+    "v5p": Chip(95 * GIB, 459e12, 2.77e12, 180e9, 3e-6, 0.65, 0.7, 0.8),
+    "v6e": Chip(32 * GIB, 918e12, 1.64e12, 180e9, 3e-6, 0.5, 0.3, 0.8),
+    "h100": Chip(80 * 10**9, 989e12, 3.35e12, 370e9, 12e-6, 0.7, 0.55, 0.72),
+    "h200": Chip(141 * 10**9, 989e12, 4.8e12, 370e9, 12e-6, 0.7, 0.55, 0.72),
+    "cpu": Chip(16 * GIB, 0.3e12, 20e9, 10e9, 50e-6, 0.3, 0.1, 0.6, data_sheet=False),
 }
 
 
@@ -135,10 +80,7 @@ def parse_target(name: str) -> Target:
     if tpu is not None:
         kind, sizes = tpu[1], [int(size) for size in tpu[2].split("x")]
         if len(sizes) == (3 if kind == "v5p" else 2) and min(sizes) > 0:
-            count = 1
-            for size in sizes:
-                count *= size
-            return Target(name, kind, count, name)
+            return Target(name, kind, math.prod(sizes), name)
     gpus = re.fullmatch(r"(h100|h200|cpu)(?:x(\d+))?", name)
     if gpus is not None and int(gpus[2] or 1) > 0:
         return Target(name, gpus[1], int(gpus[2] or 1), None)

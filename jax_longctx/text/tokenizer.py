@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer: text to ids, ids to text, also piece by piece, and its chat template.
+"""The checkpoint's tokenizer: text to ids, ids to text, also piece by piece, and stop strings.
 
 Reads what Hugging Face writes beside a model: `tokenizer.json` (the tokenizer itself),
 `tokenizer_config.json` (special tokens, chat template), `chat_template.jinja`,
@@ -16,8 +16,6 @@ import tokenizers
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.text.chat import ChatTemplate, select_template
-
-__all__ = ["StreamDecoder", "Tokenizer", "check_vocabulary"]
 
 # Tokens of already shown text that stay in the stream decoder's window, so that what depends on the
 # token before (a leading space, a run of bytes) comes out as in the whole text. Four would do.
@@ -221,6 +219,56 @@ class StreamDecoder:
     def _decode(self) -> str:
         # Special ids are gone already; kept tokens that merely look special must not be dropped.
         return self._backend.decode(self._window, skip_special_tokens=False)
+
+
+class StopStrings:
+    """Cuts a stream of text at the first of several strings.
+
+    Text arrives in pieces of any size. A piece is passed on as soon as it can no longer be the
+    start of a stop string; what is left waits. The text ends before the first stop string that
+    appears in it, wherever the borders between pieces fall; at the same start all cut at the same
+    place. Empty stop strings are refused, as they would end every text. Work is linear in the text:
+    only a tail shorter than the longest stop string is ever looked at twice.
+
+    Attributes:
+      stopped: the stop string that ended the text, or None.
+    """
+
+    def __init__(self, stops: Iterable[str] = ()):
+        self._stops = tuple(dict.fromkeys(stops))
+        if "" in self._stops:
+            raise InputError("a stop string is empty; give at least one character")
+        self._held = ""
+        self.stopped: str | None = None
+
+    def push(self, text: str) -> str:
+        """What of the text so far is certain and new; "" once stopped."""
+        return self._passed(self._held + text, self._possible_start(self._held + text))
+
+    def flush(self) -> str:
+        """The text still held back, at the end of the stream."""
+        return self._passed(self._held, len(self._held))
+
+    def _passed(self, text: str, end: int) -> str:
+        """`text` up to `end`, or to the first stop string; what follows is held back."""
+        if self.stopped is not None:
+            return ""
+        # A stop string that starts after `end` must wait: an earlier one may still complete.
+        found = [(at, stop) for stop in self._stops if 0 <= (at := text.find(stop)) <= end]
+        self._held = text[end:]
+        if found:
+            end, self.stopped = min(found, key=lambda hit: hit[0])
+            self._held = ""
+        return text[:end]
+
+    def _possible_start(self, text: str) -> int:
+        """The first index from which the text's tail is an unfinished stop string."""
+        longest = max(map(len, self._stops), default=1)
+        for start in range(max(0, len(text) - longest + 1), len(text)):
+            tail = text[start:]
+            if any(stop.startswith(tail) and stop != tail for stop in self._stops):
+                return start
+        return len(text)
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import jax_longctx
 from jax_longctx.api import LongContext
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
@@ -165,7 +166,7 @@ def test_a_score_is_that_of_the_engines_tokens(model):
     pairs = {"some text": "and more", "another, longer text": "x"}
     encode = model.tokenizer.encode
     rows = [encode(text, bos=True) for text in pairs]
-    expected = model.engine.loglikelihoods(rows, [encode(text) for text in pairs.values()])
+    expected = loglikelihoods(model.engine, rows, [encode(text) for text in pairs.values()])
     found = model.score(list(pairs), list(pairs.values()))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.logprobs, other.logprobs)

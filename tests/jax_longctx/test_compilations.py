@@ -6,8 +6,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jax_longctx import compilations
-from jax_longctx.compilations import keep_compilations
+from jax_longctx import api
+from jax_longctx.api import keep_compilations
+from jax_longctx.engine import programs
 from tests.small_methods import SMALL, small_method
 from tests.support import random_rows, tiny_config, tiny_engine
 
@@ -74,11 +75,11 @@ def test_what_was_used_least_recently_leaves(monkeypatch, tmp_path):
         (folder / name).write_bytes(b"x" * 100)
         os.utime(folder / name, (read, written))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compilations, "MOST_BYTES", 300)
+    monkeypatch.setattr(api, "MOST_BYTES", 300)
     keep_compilations()
     assert sorted(file.name for file in folder.iterdir()) == ["a", "b", "c", "tables"]
     jax.config.update("jax_compilation_cache_dir", None)
-    monkeypatch.setattr(compilations, "MOST_BYTES", 299)
+    monkeypatch.setattr(api, "MOST_BYTES", 299)
     keep_compilations()
     assert sorted(file.name for file in folder.iterdir()) == ["a", "c", "tables"]
 
@@ -92,25 +93,25 @@ def test_programs_of_others_are_no_reason_not_to_begin(monkeypatch, tmp_path):
         raise PermissionError(f"{file} is another user's")
 
     monkeypatch.setattr(Path, "unlink", refused)
-    monkeypatch.setattr(compilations, "MOST_BYTES", 0)
+    monkeypatch.setattr(api, "MOST_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_compilations()
     assert jax.config.jax_compilation_cache_dir == str(folder) and (folder / "theirs").exists()
 
 
 def _mappings():
-    return compilations.MAPPINGS.read_bytes().count(b"\n")
+    return programs.MAPPINGS.read_bytes().count(b"\n")
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not compilations.MAPPINGS.exists(), reason="Linux alone limits mappings")
+@pytest.mark.skipif(not programs.MAPPINGS.exists(), reason="Linux alone limits mappings")
 def test_every_method_in_turn_in_one_process_stays_within_its_mappings(monkeypatch, tmp_path):
     jax.clear_caches()
     # Linux gives 65,530, which takes longer to use up: a limit that some five methods reach.
     limit = _mappings() + 2_500
     most = tmp_path / "max_map_count"
     most.write_text(str(2 * limit))
-    monkeypatch.setattr(compilations, "MOST_MAPPINGS", most)
+    monkeypatch.setattr(programs, "MOST_MAPPINGS", most)
     config, contexts, questions = tiny_config(num_layers=1), *map(random_rows, ([90], [3]))
     counts, answers = [], {}
     for name in [*SMALL, "full"]:

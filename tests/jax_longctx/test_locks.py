@@ -1,5 +1,7 @@
 """One writer at a time."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -80,3 +82,13 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     with pytest.raises(InputError, match=r"file/model cannot be written: "):
         with only_writer(tmp_path / "file" / "model"):
             pass
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):
+    def refused(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with only_writer(tmp_path / "model"), only_writer(tmp_path / "other"):
+        pass
+    assert list(tmp_path.iterdir()) == []

@@ -2,8 +2,7 @@
 
 import random
 
-from jax_longctx.batch.packing import pack
-from jax_longctx.batch.rows import Job
+from jax_longctx.batch.rows import Job, pack
 
 
 def job(row, length, questions=1):

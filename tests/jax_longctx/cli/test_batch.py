@@ -8,6 +8,7 @@ import pytest
 
 from jax_longctx.batch import lines as lines_module
 from jax_longctx.engine import Sampling
+from jax_longctx.locks import only_writer
 from tests.small_methods import small_method
 
 BOOK = "The pass key is 12345. Remember it. "
@@ -298,6 +299,18 @@ def test_other_options_do_not_go_on(run, loads, given, tmp_path, monkeypatch):
     write(given, ROWS[1:])
     result = run("batch", given, out, "-c", "m", *LIMIT)
     assert result.exit_code == 2 and "was begun with input" in result.stderr
+
+
+def test_a_second_run_into_one_output_is_refused(run, loads, given, tmp_path):
+    out = tmp_path / "out.jsonl"
+    with only_writer(out):
+        result = run("batch", given, out, "-c", "m", *LIMIT)
+    assert result.exit_code == 2
+    assert " ".join(result.stderr.split()).endswith(
+        f"error: another process is writing {out}; wait for it, or choose another name"
+    )
+    assert sorted(tmp_path.glob("out*")) == []
+    assert run("batch", given, out, "-c", "m", *LIMIT).exit_code == 0
 
 
 def test_a_finished_output_is_left_alone(run, loads, given, tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import Engine
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.methods import Full
 
 
@@ -40,7 +41,7 @@ def test_every_method_reads_the_same_texts(run, loads, tiny, text, tmp_path):
     # The first text begins with the beginning-of-text token and the file's first words.
     tokens = tiny.tokenizer.encode(text.read_text(), bos=True)[:150]
     engine = Engine(tiny.config, tiny.engine.params, Full(), tiny.engine.mesh, chunk=64)
-    scores = engine.loglikelihoods([tokens[:130]], [tokens[130:]])[0]
+    scores = loglikelihoods(engine, [tokens[:130]], [tokens[130:]])[0]
     assert full["means"][0] == pytest.approx(-scores.total / 20, abs=1e-4)
     assert "`snapkv budget=32 window=8` |" in result.stdout
     assert "P1: 20 of 150 tokens scored, n = 3 texts" in result.stdout

@@ -1,57 +1,23 @@
 """The engine's programs compiled from shapes alone: what they hold in memory, on any mesh."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment, step_variant
 from jax_longctx.engine import Sampling, programs
 from jax_longctx.engine.capacity import bytes_per_device
-from jax_longctx.models.llama import param_infos
-from jax_longctx.sharding import logical_sharding, tree_shardings
+from jax_longctx.planning.compiled import abstract_params, abstract_state, placed
+from jax_longctx.planning.compiled import no_persistent_cache as no_persistent_cache
 
 COLUMNS = 32
 
 
-@contextmanager
-def no_persistent_cache() -> Iterator[None]:
-    """Programs are compiled here and now: one for an absent TPU cannot be read back."""
-    before = jax.config.jax_enable_compilation_cache
-    try:
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
-
-
-def abstract_params(setup: programs.Setup) -> Any:
-    """The model's parameters as shapes on the mesh, in a nested dict."""
-    params: dict[str, Any] = {}
-    for path, info in param_infos(setup.config).items():
-        *parents, name = path.split(".")
-        node = params
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        sharding = logical_sharding(setup.mesh, info.axes)
-        node[name] = jax.ShapeDtypeStruct(info.shape, setup.dtype, sharding=sharding)
-    return params
-
-
 def sharded_caches(setup: programs.Setup, batch: int, slots: int) -> tuple[Any, ...]:
     """Every layer's cache as shapes on the mesh."""
-    caches = programs.abstract_caches(setup, batch, slots, 0)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        caches,
-        tree_shardings(setup.mesh, caches),
-    )
+    return placed(setup.mesh, programs.abstract_caches(setup, batch, slots, 0))
 
 
 def cache_bytes(setup: programs.Setup, batch: int, slots: int) -> int:
@@ -75,20 +41,6 @@ def compile_decode(
         values,
         (COLUMNS, variants, Sampling().static()),
     ).compile()
-
-
-def abstract_state(batch: int) -> programs.DecodeState:
-    """Where a greedy answer stands."""
-    return programs.DecodeState(
-        token=_ints(batch),
-        done=jax.ShapeDtypeStruct((batch,), bool),
-        count=_ints(batch),
-        limit=_ints(batch),
-        stops=_ints(2),
-        seen=None,
-        finite=jax.ShapeDtypeStruct((batch,), jnp.bool_),
-        keys=jax.ShapeDtypeStruct((2 * batch,), jnp.uint32),
-    )
 
 
 def compile_segment(

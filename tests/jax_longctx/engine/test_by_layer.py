@@ -11,6 +11,7 @@ import pytest
 
 from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment
 from jax_longctx.engine import Sampling, programs
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.methods import Full, SnapKV
 from jax_longctx.sharding import make_mesh
 from tests.support import random_rows, tiny_config, tiny_engine
@@ -69,7 +70,7 @@ def test_given_text_has_the_likelihoods_of_whole_programs():
     whole, by_layer = (tiny_engine(chunk=16, by_layer=by_layer) for by_layer in (False, True))
     for expected, found in zip(whole.score(ROWS), by_layer.score(ROWS), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
-    told, heard = (engine.loglikelihoods(ROWS, QUESTIONS) for engine in (whole, by_layer))
+    told, heard = (loglikelihoods(engine, ROWS, QUESTIONS) for engine in (whole, by_layer))
     for expected, found in zip(told, heard, strict=True):
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
 

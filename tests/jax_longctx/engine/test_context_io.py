@@ -7,6 +7,7 @@ import pytest
 
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.locks import only_writer
 from jax_longctx.methods import DynamicNTK
 from jax_longctx.models.storage import read_sealed, seal
 from jax_longctx.sharding import make_mesh
@@ -83,6 +84,15 @@ def test_an_existing_folder_is_not_overwritten(engine, saved):
     with pytest.raises(InputError, match="exists"):
         save_context(engine, context, path)
     assert answer(engine, load_context(engine, path)) == answer(engine, context)
+
+
+def test_of_two_writers_of_one_folder_the_second_is_refused(engine, tmp_path):
+    context = engine.prefill(random_rows([45, 9]), reserve=16)
+    with only_writer(tmp_path / "context"):
+        with pytest.raises(CheckpointError, match=r"another process is writing .*; wait for it"):
+            save_context(engine, context, tmp_path / "context")
+    save_context(engine, context, tmp_path / "context")
+    assert [path.name for path in tmp_path.iterdir()] == ["context"]
 
 
 def test_a_context_in_use_is_not_saved(engine, tmp_path):

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal
 
-from jax_longctx.engine import Engine, forced, forward, programs
-from jax_longctx.engine.donation import in_place
+from jax_longctx.engine import Engine, programs, scoring
+from jax_longctx.engine.programs import in_place
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method
@@ -25,10 +26,10 @@ WHOLE = (
     (programs, "finish_donated"),
     (programs, "decode_block"),
     (programs, "start_answer"),
-    (forced, "forced_block"),
+    (scoring, "forced_block"),
 )
 BY_LAYER = (
-    (forward, "_through_layer"),
+    (programs, "_through_layer"),
     (programs, "_finish_layer_donated"),
 )
 # Of every kind of cache one, for which all programs are looked at.
@@ -163,9 +164,9 @@ def test_no_leaf_is_written_where_another_lay(name, monkeypatch):
     if name in KINDS:
         # Of caches that have grown, and of given tokens.
         list(engine.stream(context, questions, max_tokens=200))
-        engine.loglikelihoods(contexts, questions)
+        loglikelihoods(engine, contexts, questions)
     for program, look in looked.items():
-        assert look.seen or (name not in KINDS and program[0] is forced), program
+        assert look.seen or (name not in KINDS and program[0] is scoring), program
         assert not look.crossings, program
 
 
@@ -173,7 +174,7 @@ def test_no_leaf_is_written_where_another_lay(name, monkeypatch):
 def test_no_leaf_of_a_layer_is_written_where_another_lay(name, monkeypatch):
     looked = {program: Looked(*program) for program in BY_LAYER}
     engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32, by_layer=True)
-    engine.loglikelihoods(contexts, questions)
+    loglikelihoods(engine, contexts, questions)
     for program, look in looked.items():
         assert look.seen, program
         assert not look.crossings, program

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import bucket
-from jax_longctx.engine.footprint import footprint
+from jax_longctx.engine.capacity import bucket, footprint
 from jax_longctx.methods import METHODS
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from jax_longctx.engine import likelihood
+from jax_longctx.engine import scoring
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import InputError
 from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
@@ -59,7 +60,7 @@ def test_dynamic_ntk_scores_as_one_forward_over_the_tokens_that_are_fed(through)
         small_method("dynamic-ntk"), config=tiny_config(num_layers=1, rope=rope), chunk=16
     )
     before, after = CONTEXTS[2], CONTINUATIONS[0]
-    (found,) = engine.loglikelihoods([before], [after], through=through)
+    (found,) = loglikelihoods(engine, [before], [after], through=through)
     logits = engine.score([[*before, *after[:-1]]])[0][len(before) - 1 :]
     expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(after)), after]
     np.testing.assert_allclose(found.logprobs, expected, atol=1e-5)
@@ -72,13 +73,13 @@ def test_dynamic_ntk_scores_as_one_forward_over_the_tokens_that_are_fed(through)
 def test_full_attention_scores_as_a_dense_pass(through, mesh, monkeypatch):
     # Several blocks of logits, the last of which is not full; in a model that no other test has, so
     # that nothing else runs the programs traced with them.
-    monkeypatch.setattr(likelihood, "LOGITS", 3 * 4 * 64)
+    monkeypatch.setattr(scoring, "LOGITS", 3 * 4 * 64)
     engine = engine_of(mesh=mesh, config=OF_BLOCKS)
     # A continuation that is greedy, and one that is but for its last token.
     answer = joined(engine.generate([CONTEXTS[0]], max_tokens=6))[0]
     contexts = [*CONTEXTS, CONTEXTS[0]]
     continuations = [*CONTINUATIONS, answer]
-    found = engine.loglikelihoods(contexts, continuations, through=through)
+    found = loglikelihoods(engine, contexts, continuations, through=through)
     for before, after, scores in zip(contexts, continuations, found, strict=True):
         logprobs, greedy = dense(engine, before, after)
         np.testing.assert_allclose(scores.logprobs, logprobs, atol=1e-4)
@@ -98,14 +99,14 @@ def test_what_a_method_answers_is_what_it_finds_most_likely(name):
         for answer, new in zip(answers, block, strict=True):
             answer.extend(new)
     answers = [answer[: 9 - 3 * row] for row, answer in enumerate(answers)]
-    found = engine.loglikelihoods(
-        contexts, answers, questions=questions, total=list(map(len, contexts))
+    found = loglikelihoods(
+        engine, contexts, answers, questions=questions, total=list(map(len, contexts))
     )
     assert [len(scores.greedy) for scores in found] == [9, 6, 3]
     assert all(scores.is_greedy for scores in found)
     worse = [[*answer[:-1], (answer[-1] + 1) % 64] for answer in answers]
-    changed = engine.loglikelihoods(
-        contexts, worse, questions=questions, total=list(map(len, contexts))
+    changed = loglikelihoods(
+        engine, contexts, worse, questions=questions, total=list(map(len, contexts))
     )
     for one, other in zip(found, changed, strict=True):
         np.testing.assert_array_equal(other.greedy, [*one.greedy[:-1], False])
@@ -123,7 +124,7 @@ def test_no_token_helps_to_predict_an_earlier_one(name, through):
     if through == "context" and info.needs_question:
         options["questions"] = [[1, 2, 3]]
     try:
-        whole = engine.loglikelihoods(before, after, **options)[0].logprobs
+        whole = loglikelihoods(engine, before, after, **options)[0].logprobs
     except InputError as error:
         assert through != "decode"
         said = {"chooses what stays by the whole question", "attend together", "side by side"}
@@ -131,7 +132,7 @@ def test_no_token_helps_to_predict_an_earlier_one(name, through):
         return
     for kept in (1, 11):
         other = [after[0][:kept] + [(token + 7) % 64 for token in after[0][kept:]]]
-        found = engine.loglikelihoods(before, other, **options)[0].logprobs
+        found = loglikelihoods(engine, before, other, **options)[0].logprobs
         np.testing.assert_allclose(found[:kept], whole[:kept], atol=1e-5)
         assert np.abs(found - whole).max() > 1e-2
 
@@ -148,9 +149,9 @@ def test_what_looks_ahead_is_refused_unless_asked_for(name):
     before, after = random_rows([90]), random_rows([30], seed=1)
     other = [after[0][:1] + [(token + 7) % 64 for token in after[0][1:]]]
     with pytest.raises(InputError, match="attend together"):
-        engine.loglikelihoods(before, after, through="context")
+        loglikelihoods(engine, before, after, through="context")
     whole, changed = (
-        engine.loglikelihoods(before, rows, through="context", ahead=True)[0].logprobs
+        loglikelihoods(engine, before, rows, through="context", ahead=True)[0].logprobs
         for rows in (after, other)
     )
     assert abs(whole[0] - changed[0]) > 1e-4
@@ -160,9 +161,9 @@ def test_what_looks_ahead_is_refused_unless_asked_for(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_ragged_rows_score_as_they_do_alone(name):
     engine = engine_of(name)
-    together = engine.loglikelihoods(CONTEXTS, CONTINUATIONS)
+    together = loglikelihoods(engine, CONTEXTS, CONTINUATIONS)
     for before, after, scores in zip(CONTEXTS, CONTINUATIONS, together, strict=True):
-        alone = engine.loglikelihoods([before], [after])[0]
+        alone = loglikelihoods(engine, [before], [after])[0]
         np.testing.assert_allclose(scores.logprobs, alone.logprobs, atol=1e-5)
 
 
@@ -171,11 +172,11 @@ def test_logits_are_made_a_few_columns_at_a_time():
     engine = engine_of()
     hidden = jax.ShapeDtypeStruct((128, 4096, 32), jnp.float32)
     targets = jax.ShapeDtypeStruct((128, 4096), jnp.int32)
-    traced = jax.make_jaxpr(functools.partial(likelihood.token_scores, engine.setup))(
+    traced = jax.make_jaxpr(functools.partial(scoring.token_scores, engine.setup))(
         engine.params, hidden, targets
     )
     sizes = _sizes(traced.jaxpr)
-    assert likelihood.LOGITS in sizes and max(sizes) == likelihood.LOGITS
+    assert scoring.LOGITS in sizes and max(sizes) == scoring.LOGITS
 
 
 def _sizes(jaxpr):
@@ -200,15 +201,15 @@ def _sizes(jaxpr):
 )
 def test_bad_input_is_named(contexts, continuations, options, said):
     with pytest.raises(InputError, match=said):
-        engine_of().loglikelihoods(contexts, continuations, **options)
+        loglikelihoods(engine_of(), contexts, continuations, **options)
 
 
 def test_a_method_that_reads_for_a_question_gets_one():
     engine = engine_of("citrus")
     with pytest.raises(InputError, match="needs the question at prefill"):
-        engine.loglikelihoods(CONTEXTS, CONTINUATIONS, through="context")
+        loglikelihoods(engine, CONTEXTS, CONTINUATIONS, through="context")
     asked = [[5, 6]] * 3
-    found = engine.loglikelihoods(CONTEXTS, CONTINUATIONS, through="context", questions=asked)
+    found = loglikelihoods(engine, CONTEXTS, CONTINUATIONS, through="context", questions=asked)
     # The question is no part of the text: what fits the cache is full attention's.
     logprobs, _ = dense(engine, CONTEXTS[2], CONTINUATIONS[2])
     np.testing.assert_allclose(found[2].logprobs, logprobs, atol=1e-4)

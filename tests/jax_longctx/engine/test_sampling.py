@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import Sampling
-from jax_longctx.engine.sampling import choose, row_keys, sampling_values
+from jax_longctx.engine.programs import next_token, row_keys, sampling_values
 from jax_longctx.errors import InputError
 
 ROWS = 20_000
@@ -14,10 +14,10 @@ LOGITS = np.array([0.5, 2.0, -1.0, 1.0, 2.0, -3.0], np.float32)
 
 
 def pick(logits, sampling, *, seen=None, count=0):
-    """Tokens of `logits [B, V]` through one compiled `choose`, as the engine calls it."""
+    """Tokens of `logits [B, V]` through one compiled `next_token`, as the engine calls it."""
     logits = jnp.asarray(logits, jnp.float32)
     rows = len(logits)
-    run = jax.jit(choose, static_argnums=5)
+    run = jax.jit(next_token, static_argnums=5)
     tokens = run(
         logits,
         None if seen is None else jnp.asarray(seen),

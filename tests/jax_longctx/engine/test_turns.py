@@ -1,6 +1,6 @@
 """Which kind of step comes when, as the host tells the decode program."""
 
-from jax_longctx.engine.turns import answer_variants, decode_turns
+from jax_longctx.engine.programs import answer_variants, decode_turns
 from jax_longctx.methods import Full, make_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.engine import likelihood
+from jax_longctx.engine import scoring
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.agreement import (
     attention_agreement,
@@ -132,7 +133,7 @@ def numpy_log_softmax(logits):
 @pytest.mark.slow
 def test_divergences_are_those_of_the_whole_distributions(monkeypatch):
     # Blocks of two columns, the last of which is not full.
-    monkeypatch.setattr(likelihood, "LOGITS", 2 * 64)
+    monkeypatch.setattr(scoring, "LOGITS", 2 * 64)
     texts = np.array(random_rows([50] * 3, seed=2), np.int32)
     method = SnapKV(budget=20, window=4, kernel=3)
     full, other = (
@@ -150,7 +151,7 @@ def test_divergences_are_those_of_the_whole_distributions(monkeypatch):
     assert kl.max() > 1e-3
     # The method's losses are those of its states.
     row = texts[0].tolist()
-    scores = engine_of(method).loglikelihoods([row[:43]], [row[45:]], questions=[row[43:45]])
+    scores = loglikelihoods(engine_of(method), [row[:43]], [row[45:]], questions=[row[43:45]])
     q = numpy_log_softmax(other[0] @ params["head"]["table"].T)
     np.testing.assert_allclose(scores[0].logprobs, q[np.arange(5), texts[0, 45:]], atol=1e-4)
 

@@ -22,6 +22,7 @@ import checkpoints_convert
 import jax_longctx
 from jax_longctx.cli.main import app
 from jax_longctx.engine import Sampling
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation.lm_harness import LongctxLM
 from jax_longctx.methods import METHODS
@@ -117,7 +118,8 @@ def test_a_method_is_given_the_end_of_the_prompt_as_its_question(loaded, monkeyp
     tokens = loaded.tokenizer.encode(PROMPT, bos=True)
     then = loaded.tokenizer.encode(" on the")
     monkeypatch.setattr(model.model.engine, "prefill", ask)
-    monkeypatch.setattr(model.model.engine, "loglikelihoods", ask)
+    name = "jax_longctx.evaluation.lm_harness.loglikelihoods"
+    monkeypatch.setattr(name, lambda engine, *rows, **options: ask(*rows, **options))
     with pytest.raises(Asked) as asked:
         generations(model, (PROMPT, {"max_gen_toks": 8}))
     assert asked.value.args == (tokens[:-6], tokens[-6:])
@@ -139,7 +141,7 @@ def test_a_method_that_reads_for_a_question_scores_and_answers_through_the_harne
     tokens = loaded.tokenizer.encode(PROMPT, bos=True)
     then = loaded.tokenizer.encode(" on the")
     (found,) = likelihoods(model, (PROMPT, " on the"))
-    (expected,) = model.model.engine.loglikelihoods([tokens[:-6]], [then], questions=[tokens[-6:]])
+    (expected,) = loglikelihoods(model.model.engine, [tokens[:-6]], [then], questions=[tokens[-6:]])
     assert found == (pytest.approx(expected.total, abs=1e-5), expected.is_greedy)
     exact_score = likelihoods(model_of(loaded), (PROMPT, " on the"))[0][0]
     assert abs(found[0] - exact_score) > 1e-3
@@ -266,7 +268,7 @@ def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplo
     (found,) = likelihoods(model, (PROMPT, " on the"))
     then = loaded.tokenizer.encode(" on the")
     cut = [tokens[-(21 - len(then)) :]] * ROWS
-    expected = loaded.engine.loglikelihoods(cut, [then] * ROWS)
+    expected = loglikelihoods(loaded.engine, cut, [then] * ROWS)
     assert found[0] == pytest.approx(expected[0].total, abs=1e-5)
 
 

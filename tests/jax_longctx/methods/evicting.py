@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_longctx.contract import Prompt, Segment, chunk_segments
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import bucket
-from jax_longctx.engine.context import Context
 from jax_longctx.engine.context_io import load_context, save_context
 from tests.jax_longctx.methods.harness import steps
 from tests.jax_longctx.methods.oracles.evictors import THETA, Evicting

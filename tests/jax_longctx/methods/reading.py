@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_longctx.contract import Prompt, Segment, decode_segment, step_variant
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import bucket
-from jax_longctx.engine.context import Context
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods.citrus_individual import ThreadCaches
 from jax_longctx.sharding import make_mesh

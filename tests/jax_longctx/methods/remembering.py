@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_longctx.contract import Prompt, decode_segment, method, step_variant
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import bucket
-from jax_longctx.engine.context import Context
 from jax_longctx.methods import InfLLM
 from jax_longctx.studies.infllm_accounted import InfLLMAccounted
 from tests.jax_longctx.methods.harness import steps

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import Engine
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method
@@ -31,7 +32,7 @@ def engine_on(device: Any, name: str, dtype: str) -> Engine:
 
 def likelihoods(name: str, dtype: str, device: Any) -> np.ndarray:
     engine = engine_on(device, name, dtype)
-    return np.array([found.logprobs for found in engine.loglikelihoods(CONTEXTS, ANSWERS)])
+    return np.array([found.logprobs for found in loglikelihoods(engine, CONTEXTS, ANSWERS)])
 
 
 def away(a: np.ndarray, b: np.ndarray) -> float:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.contract import context, reach
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.methods import METHODS, make_method
 from tests.small_methods import SMALL, small_method
 from tests.support import random_rows, tiny_config, tiny_engine
@@ -62,7 +63,7 @@ def scores(method, longest, scrambled, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(context, "rope_angles", other)
         answers = random_rows([8, 8], seed=2)
-        found = engine.loglikelihoods(contexts, answers, questions=questions)
+        found = loglikelihoods(engine, contexts, answers, questions=questions)
     return np.concatenate([one.logprobs for one in found])
 
 

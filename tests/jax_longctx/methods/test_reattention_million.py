@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jax_longctx.methods import make_method
+from jax_longctx.planning.compiled import used_programs
 from jax_longctx.planning.plan import PlanRequest, make_plan
 from jax_longctx.planning.targets import parse_target
-from jax_longctx.planning.used import used_programs
 from jax_longctx.sharding import MESH_AXES
 from tests.support import tiny_config
 

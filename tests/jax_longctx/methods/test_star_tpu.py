@@ -6,8 +6,7 @@ import pytest
 
 from jax_longctx.contract import Prompt, step_variant
 from jax_longctx.engine import Sampling, programs
-from jax_longctx.engine.capacity import bucket, bytes_per_device
-from jax_longctx.engine.footprint import answering_caches
+from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
 from jax_longctx.methods import make_method
 from jax_longctx.planning.compiled import count_collectives
 from jax_longctx.sharding import make_mesh, tree_shardings
@@ -54,7 +53,7 @@ def placed(setup, caches):
 def prefill(setup):
     """A compiled program for each kind of segment, by its variant and columns on a shard."""
     slots = bucket(CONTEXT + RESERVE + 1, setup.mesh.shape["seq"])
-    caches, _ = answering_caches(setup, 1, CONTEXT, RESERVE)
+    caches, _, _ = staged_caches(setup, 1, CONTEXT, RESERVE)
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
     found = {}
     prompt = Prompt(
@@ -78,7 +77,7 @@ def prefill(setup):
 
 def decode(setup):
     """The compiled block of decode steps, and bytes of the caches on a device."""
-    _, caches = answering_caches(setup, 1, CONTEXT, RESERVE)
+    _, _, caches = staged_caches(setup, 1, CONTEXT, RESERVE)
     static = (32, (step_variant(setup.method, 1),), Sampling().static())
     values = jax.ShapeDtypeStruct((3,), jnp.float32), static
     total = jax.ShapeDtypeStruct((1,), jnp.int32)

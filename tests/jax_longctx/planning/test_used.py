@@ -11,15 +11,12 @@ from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
 from jax_longctx.engine import Engine, programs
-from jax_longctx.engine.capacity import bytes_per_device
-from jax_longctx.engine.footprint import staged_caches
+from jax_longctx.engine.capacity import bytes_per_device, staged_caches
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import init_params
-from jax_longctx.planning.compiled import Compiled, compile_plan, most_temporaries
-from jax_longctx.planning.plan import PlanRequest, make_plan
+from jax_longctx.planning.compiled import Compiled, compile_plan, most_temporaries, used_programs
+from jax_longctx.planning.plan import PlanRequest, make_plan, weight_bytes
 from jax_longctx.planning.targets import parse_target
-from jax_longctx.planning.used import used_programs
-from jax_longctx.planning.work import weight_bytes
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import small_method
 from tests.support import tiny_config

@@ -1,9 +1,9 @@
-"""Text that is given, fed as a method would feed what it reads or writes: teacher forcing.
+"""How likely given text is under a method: teacher forcing, and log-probabilities of its tokens.
 
 Of every row the context comes first and the continuation's tokens follow, each the text's own,
-whatever the model would have said. What comes back are the model's final hidden states at the
-tokens that predict the continuation, in pieces: a `[V]` of logits is 128 times as large, so logits
-are made of a piece at a time by whoever needs them (`jax_longctx.engine.likelihood`).
+whatever the model would have said. The model's final hidden states at the tokens that predict the
+continuation come in pieces: a `[V]` of logits is 128 times as large, so logits are made of a few
+columns at a time.
 
 A continuation goes one of three ways, as text goes through a method:
 
@@ -15,31 +15,24 @@ A continuation goes one of three ways, as text goes through a method:
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.contract import Segment, decode_segment, step_variant
+from jax_longctx.contract import decode_segment, step_variant
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import bucket
-from jax_longctx.engine.donation import in_place
-from jax_longctx.engine.forward import hidden_states
-from jax_longctx.engine.rows import Rows, checked_rows
+from jax_longctx.engine.engine import BLOCK, Engine, Rows
 from jax_longctx.errors import InputError
-
-if TYPE_CHECKING:
-    from jax_longctx.engine.engine import Engine
-
-__all__ = ["States", "Through", "forced_states", "read_text"]
 
 Through = Literal["decode", "question", "context"]
 
-# Columns of a block of forced steps, one program call.
-BLOCK = 32
+# Most logits at a time: 64 MiB of float32.
+LOGITS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +49,69 @@ class States:
     targets: Int[np.ndarray, "B T"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """Of one row's continuation.
+
+    Attributes:
+      logprobs: natural log-probability of each token, given everything before it.
+      greedy: whether it was the most likely one (the lowest id, of several alike).
+    """
+
+    logprobs: Float[np.ndarray, " n"]
+    greedy: Bool[np.ndarray, " n"]
+
+    @property
+    def total(self) -> float:
+        """Log-probability of the whole continuation."""
+        return float(np.sum(self.logprobs, dtype=np.float64))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would have written it."""
+        return bool(np.all(self.greedy))
+
+
+def loglikelihoods(
+    engine: Engine, contexts: Rows, continuations: Rows, **options: Any
+) -> list[Likelihood]:
+    """How likely each continuation is after its context, as the method reads and answers.
+
+    By default the context's last token is the question and the continuation is decoded token by
+    token; options and errors are those of `forced_states`.
+    """
+    states = forced_states(engine, contexts, continuations, **options)
+    return gathered(engine, states, len(contexts))
+
+
+def gathered(engine: Engine, states: Iterable[States], rows: int) -> list[Likelihood]:
+    """The likelihoods of the first `rows` rows' targets, from all of their states."""
+    found: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(rows)]
+
+    def keep(targets: np.ndarray, scores: tuple[Array, Array]) -> None:
+        logprobs, greedy = map(np.asarray, scores)
+        for b, row in enumerate(found):
+            counts = targets[b] >= 0
+            row.append((logprobs[b, counts], greedy[b, counts]))
+
+    queued = None
+    for piece in states:
+        if np.all(piece.targets < 0):
+            # Nothing to read; the queue on the device still stays short.
+            piece.hidden.block_until_ready()
+            continue
+        scores = token_scores(engine.setup, engine.params, piece.hidden, piece.targets)
+        # One piece computes while the next is dispatched.
+        if queued is not None:
+            keep(*queued)
+        queued = piece.targets, scores
+    if queued is not None:
+        keep(*queued)
+    return [Likelihood(*map(np.concatenate, zip(*row, strict=True))) for row in found]
+
+
 def forced_states(
-    engine: "Engine",
+    engine: Engine,
     contexts: Rows,
     continuations: Rows,
     *,
@@ -113,41 +167,13 @@ def forced_states(
     return fed.as_answer(through, list(asked))
 
 
-def read_text(
-    engine: "Engine",
-    rows: list[list[int]],
-    total: Sequence[int],
-    questions: Rows | None,
-    want: Literal["hidden", "all"],
-) -> Iterator[tuple[Segment, Array]]:
-    """The rows as contexts, with what `run_segment` returns of each segment.
-
-    Args:
-      rows: padded to the mesh, as `total` is.
-    """
-    slots = engine.slots_for(max(map(len, rows)))
-    engine.check_capacity(len(rows), slots, 0)
-    caches = programs.init_caches(engine.setup, len(rows), slots, 0)
-    totals = jnp.array(total, jnp.int32)
-    prompt = engine.prompt("context", slots, context=rows, question=questions)
-    for segment in engine.method.segments(prompt):
-        if segment.spread:
-            raise InputError("this method reads a text in parts side by side; it cannot score one")
-        caches, found = programs.run_segment(
-            engine.setup, engine.params, caches, segment, totals, None, want
-        )
-        yield segment, found
-
-
 class _Fed:
     """The rows' texts, and how many of each one's tokens have been fed."""
 
-    def __init__(
-        self, engine: "Engine", texts: list[list[int]], given: list[int], total: list[int]
-    ):
+    def __init__(self, engine: Engine, texts: list[list[int]], given: list[int], total: list[int]):
         padding = -len(texts) % engine.mesh.shape["data"]
         self.engine, self.count = engine, len(texts)
-        self.texts = checked_rows(texts, engine.config.vocab_size, engine.mesh.shape["data"])
+        self.texts = engine.padded(texts)
         self.given, self.total = [*given, *[0] * padding], total
         self.at = np.zeros(len(self.texts), np.int64)
 
@@ -156,7 +182,7 @@ class _Fed:
         asked = self.engine.needed_questions(questions, self.count)
         read = [text[:-1] for text in self.texts]
         total = [*self.total, *[0] * (len(read) - self.count)]
-        for segment, hidden in read_text(self.engine, read, total, asked, "hidden"):
+        for segment, hidden in self.engine.read_text(read, total, asked, "hidden"):
             yield self._states(hidden, segment.chunk_lengths)
 
     def as_answer(self, through: Through, asked: list[int]) -> Iterator[States]:
@@ -235,7 +261,7 @@ def _forced_block(
         valid_B = index < counts
         token_B1 = jax.lax.dynamic_slice_in_dim(tokens, index, 1, axis=1)
         segment = decode_segment(token_B1, valid_B.astype(jnp.int32)[:, None], ~valid_B, variant)
-        hidden_B1D, caches = hidden_states(setup, params, caches, segment, total)
+        hidden_B1D, caches = programs.hidden_states(setup, params, caches, segment, total)
         return caches, jax.lax.dynamic_update_slice_in_dim(hidden_BXD, hidden_B1D, index, axis=1)
 
     dtype = params["embed"]["table"].dtype
@@ -249,4 +275,49 @@ def _forced_block(
 
 
 # All layers, and all steps, as one program.
-forced_block = in_place(_forced_block, static_argnums=(0, 6), donate_argnums=2)
+forced_block = programs.in_place(_forced_block, static_argnums=(0, 6), donate_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def token_scores(
+    setup: programs.Setup,
+    params: Any,
+    hidden: Float[Array, "B T D"],
+    targets: Int[Any, "B T"],
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Log-probability of every target, and whether it is the most likely token.
+
+    Logits are made of a few columns at a time: `[B, T, V]` is never in memory.
+    """
+    model = programs.model_of(setup.config, params)
+
+    def score(hidden_BXD: Array, targets_BX: Array) -> tuple[Array, Array]:
+        logits_BXV = model.logits(hidden_BXD)
+        tokens_V = jnp.arange(logits_BXV.shape[-1])
+        # A sum over the vocabulary is one over its shards; a gather would need all of them.
+        chosen_BX = jnp.sum(jnp.where(tokens_V == targets_BX[..., None], logits_BXV, 0.0), axis=-1)
+        logprob_BX = chosen_BX - jax.nn.logsumexp(logits_BXV, axis=-1)
+        return logprob_BX, jnp.argmax(logits_BXV, axis=-1) == targets_BX
+
+    return by_columns(setup, score, hidden, targets)
+
+
+def by_columns(setup: programs.Setup, function: Any, *arrays: Array) -> Any:
+    """`function` of arrays `[B, T, ...]`, results `[B, T]`, over blocks of a few columns.
+
+    As many columns as have `LOGITS` logits; what comes back is the same on all devices.
+    """
+    batch, columns = arrays[0].shape[:2]
+    size = min(columns, max(1, LOGITS // (batch * setup.config.vocab_size)))
+    blocks = -(-columns // size)
+
+    def cut(array: Array) -> Array:
+        widths = [(0, 0), (0, blocks * size - columns)] + [(0, 0)] * (array.ndim - 2)
+        split = jnp.pad(array, widths).reshape(batch, blocks, size, *array.shape[2:])
+        return jnp.moveaxis(split, 1, 0)  # [blocks, B, size, ...]
+
+    found = jax.lax.map(lambda block: function(*block), tuple(map(cut, arrays)))
+    whole = jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, blocks * size)[:, :columns], found
+    )
+    return programs.replicated(setup, whole)
