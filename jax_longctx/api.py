@@ -32,7 +32,7 @@ from jax_longctx.engine.capacity import Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import InputError, TrainedLengthWarning
-from jax_longctx.methods import METHODS, Full
+from jax_longctx.methods import METHODS, STUDIES, Full
 from jax_longctx.models.checkpoint import Manifest, load_params, read_manifest, tokenizer_folder
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import (
@@ -283,7 +283,8 @@ class LongContext:
         further = [
             name
             for name, kind in METHODS.items()
-            if (method := kind()).info.keeps_all
+            if name not in STUDIES
+            and (method := kind()).info.keeps_all
             and isinstance(method, Bounded)
             and method.reach(self.config, FAR) < FAR
         ]

@@ -18,7 +18,7 @@ from typing import Any
 from jax_longctx.errors import ConfigError
 from jax_longctx.settings import check_name, look_up, parse_settings, type_name
 
-__all__ = ["METHODS", "check_method", "describe", "make_method", "settings_of"]
+__all__ = ["METHODS", "STUDIES", "check_method", "describe", "make_method", "settings_of"]
 
 
 class _Classes(UserDict[str, Any]):
@@ -42,8 +42,8 @@ class _Classes(UserDict[str, Any]):
         return REGISTERED[name]
 
 
-# Emulations of published code, for studies of parity.
-_STUDIES = {
+# Emulations of published code, for studies of parity; nobody is advised to take one.
+STUDIES = {
     "arkvale-paged": "jax_longctx.studies.arkvale_paged",
     "star-released-mask": "jax_longctx.studies.star_released_mask",
     "infllm-accounted": "jax_longctx.studies.infllm_accounted",
@@ -55,7 +55,7 @@ def _found() -> dict[str, str]:
     files = (module.name for module in pkgutil.iter_modules(__path__))
     own = {name.replace("_", "-"): f"{__name__}.{name}" for name in files}
     others = {entry.name: entry.module for entry in entry_points(group="jax_longctx.methods")}
-    return {"full": own["full"], **others, **own, **_STUDIES}
+    return {"full": own["full"], **others, **own, **STUDIES}
 
 
 METHODS: UserDict[str, Any] = _Classes(_found())

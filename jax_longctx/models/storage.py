@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -248,7 +249,22 @@ def writing(path: Path) -> Iterator[None]:
         with quiet_orbax():
             yield
     except (OSError, ValueError) as error:  # the latter when a disk is full
+        _hush_late_writes()
         raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
+
+
+def _hush_late_writes() -> None:
+    """Writes that end after the first error find Orbax's event loop closed, a traceback each.
+
+    TensorStore's threads print it through `sys.excepthook`, whenever they end.
+    """
+    usual = sys.excepthook
+
+    def unless_late(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            usual(kind, error, trace)
+
+    sys.excepthook = unless_late
 
 
 def why_unwritten(error: Exception) -> str:

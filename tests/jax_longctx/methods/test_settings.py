@@ -131,7 +131,7 @@ def test_settings_of_something_else_are_refused(monkeypatch):
 def test_every_file_of_the_folder_is_a_method():
     files = [module.name for module in pkgutil.iter_modules(methods.__path__)]
     names = [name.replace("_", "-") for name in files]
-    assert sorted(METHODS) == sorted([*names, *methods._STUDIES, "sparse"])
+    assert sorted(METHODS) == sorted([*names, *methods.STUDIES, "sparse"])
     for name, kind in METHODS.items():
         assert kind.name == name
         assert kind.source and kind.summary
