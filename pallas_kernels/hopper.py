@@ -21,8 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Shaped
 
-from pallas_kernels.common import MASKED, Queries
-from pallas_kernels.lse import merge
+from pallas_kernels.common import MASKED, Queries, merge
 
 _logger = logging.getLogger("pallas_kernels")
 

@@ -36,9 +36,8 @@ from jax_longctx.parts.appending import refuse_windows
 from jax_longctx.parts.partial import check_kernel, pooled_scores
 from jax_longctx.sharding import logical_spec
 from pallas_kernels import dispatch
-from pallas_kernels.common import MASKED, group_heads, ungroup_heads
+from pallas_kernels.common import MASKED, group_heads, merge, ungroup_heads
 from pallas_kernels.decode_attention import decode_logits
-from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, gpu
 from pallas_kernels.prefill_attention import causal_attention as streamed
 from pallas_kernels.select_large_k import select_large_k

@@ -262,13 +262,13 @@ class ModelChoice:
                 made = make_method(method.name, dict(method.settings))
             else:
                 made = None if method is None else method.make()
-            import jax_longctx
+            from jax_longctx import api, sharding
 
             sizes: dict[str, Any] = dict(parse_mesh(self.mesh or ""))
-            return jax_longctx.load(
+            return api.load(
                 self.checkpoint,
                 method=made,
-                mesh=None if self.mesh is None else jax_longctx.make_mesh(**sizes),
+                mesh=None if self.mesh is None else sharding.make_mesh(**sizes),
                 dtype=self.dtype,
                 chunk=self.chunk,
                 by_layer=self.by_layer,

@@ -3,16 +3,20 @@
 from jax_longctx.contract.context import LayerContext
 from jax_longctx.contract.merging import QKV, Attended
 from jax_longctx.contract.method import (
+    REGISTERED,
     Bounded,
     CacheShape,
     Method,
+    MethodInfo,
+    Phase,
     Planned,
     PrefillWork,
+    Registered,
     Scheduled,
+    method,
     reach,
     step_variant,
 )
-from jax_longctx.contract.registered import REGISTERED, MethodInfo, Phase, Registered, method
 from jax_longctx.contract.segments import (
     CHUNK_ROWS,
     ENDS,

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.lse import merge
+from pallas_kernels.common import merge
 
 # Queries, keys and values of T new tokens, before rotary embedding: N query heads, K kv heads.
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]

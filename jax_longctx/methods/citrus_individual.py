@@ -26,7 +26,7 @@ from jax_longctx.contract import (
     method,
 )
 from jax_longctx.parts.by_instruction import ByLayer
-from pallas_kernels.lse import side_by_side
+from pallas_kernels.common import side_by_side
 
 
 @jax.tree_util.register_dataclass

@@ -41,7 +41,7 @@ from jax_longctx.contract import (
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending, refuse_windows
-from pallas_kernels.lse import merge, side_by_side
+from pallas_kernels.common import merge, side_by_side
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 Pair = tuple[Array, Array]  # keys and values

@@ -48,7 +48,7 @@ from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import refuse_windows
 from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Adopting, Blocks, Remembering, StarCache
-from pallas_kernels.lse import merge
+from pallas_kernels.common import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 

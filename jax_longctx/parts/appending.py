@@ -30,8 +30,8 @@ from jax_longctx.contract import (
 )
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
+from pallas_kernels.common import merge
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 

@@ -28,7 +28,7 @@ from jax_longctx.contract import (
     chunk_segments,
 )
 from jax_longctx.parts.evicting import Evicting, Look, Positions, Protocol
-from pallas_kernels.lse import side_by_side
+from pallas_kernels.common import side_by_side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

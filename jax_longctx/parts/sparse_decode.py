@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, local_slots
 from jax_longctx.contract import LayerContext
-from pallas_kernels.lse import merge
+from pallas_kernels.common import merge
 from pallas_kernels.sparse_decode_attention import (
     flat_sparse_decode_attention,
     sparse_decode_attention,

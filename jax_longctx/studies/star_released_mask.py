@@ -29,7 +29,7 @@ from jax_longctx.contract import (
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.star import Star
-from pallas_kernels.lse import merge
+from pallas_kernels.common import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 

@@ -2,7 +2,7 @@
 
 Implementations: `xla` anywhere, `gpu` (cuDNN), `tpu` (splash attention), `reference` for tests.
 Where q, k and v are bfloat16 so are the outputs; the log-sum-exp is float32 natural log, -inf for
-a query that sees nothing, whose output is 0. Partial results merge with `pallas_kernels.lse`.
+a query that sees nothing, whose output is 0. Partial results merge with `pallas_kernels.common`.
 """
 
 from functools import partial

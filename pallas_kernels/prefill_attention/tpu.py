@@ -33,9 +33,9 @@ from pallas_kernels.common import (
     Queries,
     blank_rows,
     largest_divisor,
+    merge,
     split_tail,
 )
-from pallas_kernels.lse import merge
 
 _LANES = 128
 _BLOCKS = (512, 256, 128)

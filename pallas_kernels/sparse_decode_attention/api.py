@@ -3,7 +3,7 @@
 The pages are listed per kv head (one list for a group), per query head, or, where heads have
 budgets of different sizes (Ada-KV), as one flat list of (kv head, page) entries a row. Slots that
 are always kept are attended elsewhere, cut out here by `start` and `stop`, and merged by their
-log-sum-exp (`pallas_kernels.lse`).
+log-sum-exp (`pallas_kernels.common`).
 
 RESA (spec: its selected set I) also needs the prior's softmax over the same slots: each call
 returns it beside the attention, from one reading of the values. The prior is given by its query,

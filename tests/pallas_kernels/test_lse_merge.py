@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.lse import merge
+from pallas_kernels.common import merge
 from pallas_kernels.prefill_attention import cache_attention
 
 

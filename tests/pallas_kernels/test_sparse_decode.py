@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.lse import merge
+from pallas_kernels.common import merge
 from pallas_kernels.sparse_decode_attention import (
     flat_sparse_decode_attention,
     reference,

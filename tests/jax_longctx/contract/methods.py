@@ -25,8 +25,8 @@ from jax_longctx.contract import (
 )
 from jax_longctx.methods import Full
 from jax_longctx.sharding import axes_field
+from pallas_kernels.common import merge
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.lse import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 
