@@ -262,13 +262,13 @@ class ModelChoice:
                 made = make_method(method.name, dict(method.settings))
             else:
                 made = None if method is None else method.make()
-            from jax_longctx import api, sharding
+            import jax_longctx
 
             sizes: dict[str, Any] = dict(parse_mesh(self.mesh or ""))
-            return api.load(
+            return jax_longctx.load(
                 self.checkpoint,
                 method=made,
-                mesh=None if self.mesh is None else sharding.make_mesh(**sizes),
+                mesh=None if self.mesh is None else jax_longctx.make_mesh(**sizes),
                 dtype=self.dtype,
                 chunk=self.chunk,
                 by_layer=self.by_layer,
