@@ -239,7 +239,8 @@ def agreement(
             run["attention"] = records
             if records is None:
                 name = run["method"]
-                terminal.note(f"{name} reads a text in parts side by side: no weights shown")
+                why = "reads a text in parts side by side, or chooses by values"
+                terminal.note(f"{name} {why}: no weights shown")
         output.save({"runs": runs})
     terminal.records(runs, markdown)
 

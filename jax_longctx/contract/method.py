@@ -43,7 +43,8 @@ class MethodInfo:
       summary: one line for a user.
       source: paper and section.
       phase: which phase it changes.
-      query_aware: whether what is kept or read depends on the question.
+      query_aware: whether what is kept or read of the context depends on the question's tokens.
+      by_values: whether it depends on values, so that weights cannot be told from outputs.
       keeps_all: whether every key of the context stays in memory.
       needs_question: whether the question must be known at prefill (one prefill a question).
       append_only: whether `fork` is a rewind that shares the context's buffers; if not it copies.
@@ -62,6 +63,7 @@ class MethodInfo:
     append_only: bool
     looks_ahead: bool = False
     shrinks: bool = False
+    by_values: bool = False
 
 
 class Registered:
@@ -81,6 +83,7 @@ class Registered:
     append_only: bool = False
     looks_ahead: bool = False
     shrinks: bool = False
+    by_values: bool = False
 
     @property
     def info(self) -> MethodInfo:

@@ -285,7 +285,9 @@ class _Marking:
 
 
 def shows_weights(engine: Engine) -> bool:
-    """Whether the method reads a text in its order, so that its weights can be told."""
+    """Whether the method reads a text in its order, and not by its values: marks stand for them."""
+    if engine.method.info.by_values:
+        return False
     rows = [[0] * 2] * engine.mesh.shape["data"]
     prompt = engine.prompt("context", engine.slots_for(2), context=rows, question=rows)
     return not any(segment.spread for segment in engine.method.segments(prompt))
@@ -325,7 +327,10 @@ def attention_weights(
             f"looked at; ask for fewer"
         )
     if not shows_weights(engine):
-        raise InputError("this method reads a text in parts side by side; it shows no weights")
+        raise InputError(
+            "this method reads a text in parts side by side or chooses by values; "
+            "it shows no weights"
+        )
     batch = -(-batch // engine.mesh.shape["data"]) * engine.mesh.shape["data"]
     marking = Engine(
         engine.config,

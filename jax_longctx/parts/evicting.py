@@ -341,12 +341,19 @@ class Evicting(Registered):
             assert cache.statistics is not None
             sums += jnp.pad(cache.statistics, ((0, 0), (0, 0), (0, seen.k.shape[1]), (0, 0)))
         scores = self.rank(dataclasses.replace(seen, sums=sums))
+        heads, candidates = cache.k.shape[1], seen.order.shape[2]
+        if scores.shape not in [(len(cache.length), n, candidates) for n in (1, heads)]:
+            raise ConfigError(
+                f"{type(self).__name__}.rank gave scores of shape {scores.shape}; expected "
+                f"[B, K, U] or [B, 1, U], here {(len(cache.length), heads, candidates)}"
+            )
         scores = jnp.where(seen.competing, scores, jnp.inf)
         # What does not join stays out, whatever its score.
         held = seen.present & (seen.order < seen.length + seen.joining[:, None, None])
         scores = jnp.where(held, scores, -jnp.inf)
         scores_BKU = jnp.broadcast_to(scores, (*cache.k.shape[:2], scores.shape[2]))
         count_B = cache.length + seen.joining - seen.leaving
+        # One token in: at most one leaves, and slots move by one. Otherwise all are chosen anew.
         single = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
         keep = replace_one if single else choose
         return keep(cache, seen.store_k, seen.v, scores_BKU, sums, count_B, seen.joining)

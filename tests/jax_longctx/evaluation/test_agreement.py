@@ -1,8 +1,10 @@
 """Attention weights of any method from its outputs alone, and agreement with full attention."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,6 +23,7 @@ from jax_longctx.evaluation.agreement import (
     top_tokens,
 )
 from jax_longctx.methods import METHODS, SnapKV, StreamingLLM, make_method
+from jax_longctx.parts.evicting import Evicting
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy
 from tests.small_methods import EVERYTHING, small_method
@@ -100,10 +103,32 @@ def test_what_was_evicted_has_no_weight():
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoudestValues(Evicting):
+    """The tokens whose values have the largest norm."""
+
+    by_values = True
+
+    def rank(self, seen):
+        values = jnp.concatenate([seen.cache.v, jnp.swapaxes(seen.v, 1, 2)], axis=2)
+        return jnp.linalg.norm(values, axis=-1)
+
+
+def test_weights_of_a_method_that_chooses_by_values_are_refused():
+    engine = engine_of(LoudestValues(budget=20, chunk=8))
+    assert not shows_weights(engine)
+    with pytest.raises(InputError, match="chooses by values"):
+        attention_weights(engine, TEXT, queries=QUERIES)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
-    [name for name in METHODS if name not in ("star", "star-released-mask", "ring", "resa")],
+    [
+        name
+        for name, kind in METHODS.items()
+        if name not in ("star", "star-released-mask", "ring", "resa") and not kind.by_values
+    ],
 )
 def test_weights_add_up_whatever_is_left_out(name):
     engine = engine_of(small_method(name))

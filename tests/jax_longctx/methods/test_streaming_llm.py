@@ -24,7 +24,7 @@ from tests.jax_longctx.methods.evicting import (
 from tests.jax_longctx.methods.harness import steps
 from tests.jax_longctx.methods.oracles.evictors import THETA, StreamingRule
 from tests.oracle import forward, probabilities, rope, weighted_values
-from tests.support import tiny_config, tiny_engine
+from tests.support import random_rows, tiny_config, tiny_engine
 
 OWN = StreamingLLM(budget=16, sink=3, chunk=1)
 
@@ -41,6 +41,15 @@ def test_x22_ragged_rows_keep_what_each_keeps_alone(own):
 
 
 @pytest.mark.thorough
+def test_a_rule_whose_scores_have_another_shape_is_refused():
+    class Flat(StreamingLLM):
+        def rank(self, seen):
+            return seen.order[:, 0]
+
+    with pytest.raises(ConfigError, match=r"Flat.rank gave scores of shape .*expected \[B, K, U\]"):
+        tiny_engine(Flat(budget=16, chunk=8)).prefill(random_rows([40]), reserve=8)
+
+
 def test_x22_as_a_baseline_of_citrus():
     method = StreamingLLM(budget=24, sink=3, chunk=8, protocol="citrus")
     engine = tiny_engine(method, config=tiny_config(num_layers=1), chunk=8)
