@@ -20,7 +20,7 @@ from jax_longctx.models.families import FAMILIES
 KEYS = {
     *SIZES.values(),
     *("head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings"),
-    *(flag for family in FAMILIES.values() for flag in family.bias_flags),
+    *("attention_bias", "mlp_bias"),
     *("layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
     "original_max_position_embeddings",
@@ -65,6 +65,8 @@ def model_config(described: Mapping[str, Any]) -> ModelConfig:
     if FAMILIES[family].windows == "all" and known.get("layer_types"):
         # transformers reads such a Mistral as a model of another family (Ministral).
         raise ConfigError(f"layer_types is not part of family {family!r}")
+    if not FAMILIES[family].has_head:
+        known.setdefault("tie_word_embeddings", True)
     return ModelConfig.from_hf(_with_defaults(family, known))
 
 
@@ -84,9 +86,8 @@ def _family(described: Mapping[str, Any]) -> str:
             raise ConfigError(f"architecture {name!r} contradicts model_type {family!r}")
         return known[name]
     if not isinstance(family, str) or family not in known.values():
-        raise ConfigError(
-            f"model_type {family!r} is not implemented; implemented: {', '.join(known.values())}"
-        )
+        both = ", ".join(f"{ours} ({name})" for name, ours in known.items())
+        raise ConfigError(f"model_type {family!r} is not implemented; implemented: {both}")
     return family
 
 
@@ -103,22 +104,28 @@ def _with_defaults(family: str, known: Mapping[str, Any]) -> dict[str, Any]:
     # Only the configuration classes are used; that PyTorch is missing needs no remark.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
         from transformers.utils import logging
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"reading a config.json needs the package {error.name}; install it: "
             f"pip install 'jax-longctx[convert]'"
         ) from error
+    like = FAMILIES[family].defaults or family
+    if like not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"family {family!r}: transformers knows no model_type {like!r}; say in the family's "
+            f"entry of FAMILIES whose defaults it has, such as defaults='llama'"
+        )
     # Of a value that it only warns of, ModelConfig says whether it is implemented.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         # Its classes write into the dicts they are given.
-        config = AutoConfig.for_model(family, **copy.deepcopy(dict(known)))
+        config = AutoConfig.for_model(like, **copy.deepcopy(dict(known)))
         # It does so again before it computes: a trained length beside the rope settings wins.
         config.standardize_rope_params()
-        return config.to_dict()
+        return {**config.to_dict(), "model_type": family}
     except Exception as error:  # any fault in a value, from a bare KeyError to its own classes
         said = " ".join(str(error).split())
         raise ConfigError(f"config.json cannot be used: {said:.300}") from error

@@ -224,9 +224,12 @@ def check_tensors(
     by_name = {tensor.name: tensor for tensor in tensors}
     for name, wanted in expected.items():
         if name not in by_name:
+            tied = ""
+            if any(part.path == "head.table" for part in wanted.parts):
+                tied = " (set tie_word_embeddings to true if the head is the embedding)"
             raise CheckpointError(
                 f"{label}: tensor {name} {list(wanted.shape)} is missing; the config does not "
-                f"belong to these weights, or a file is incomplete"
+                f"belong to these weights{tied}, or a file is incomplete"
             )
         found = by_name[name]
         if found.shape != wanted.shape:

@@ -85,7 +85,8 @@ def open_huggingface(folder: Path, label: str) -> Source:
         )
     found = _find_tensors(folder)
     naming = naming_of(tensor.name for tensor in found)
-    head = tensor_name(config, naming, "head.table") if config.tie_embeddings else None
+    tied = config.tie_embeddings and config.traits.has_head
+    head = tensor_name(config, naming, "head.table") if tied else None
     tensors = check_tensors(label, found, config, naming, head)
     _check_tied_head(config, naming, found, head)
     read = [config_path, *tokenizer.values()]

@@ -107,6 +107,11 @@ class ModelConfig:
                 f"rope type {self.rope.kind!r} is not implemented for family {self.family!r}; "
                 f"implemented: {', '.join(self.traits.rope_kinds)}"
             )
+        if not (self.tie_embeddings or self.traits.has_head):
+            raise ConfigError(
+                f"family {self.family!r} has no head beside its embedding; "
+                f"set tie_word_embeddings to true in config.json"
+            )
         for name in (*SIZES, "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from jax_longctx.errors import ConfigError
+
 # Settings of each kind of rotary embedding: those that it needs, and those that it may have.
 ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -36,6 +38,8 @@ LLAMA_NAMES = {
     "final_norm": "model.norm",
     "head": "lm_head",
 }
+# Those that only a family with `qk_norm` needs.
+QK_NORM_NAMES = {"layers.*.attn.q_norm", "layers.*.attn.k_norm"}
 
 
 def _head_scale(head_dim: int) -> float:
@@ -47,16 +51,21 @@ class Family:
     """What sets a family apart; the defaults are Llama's.
 
     Attributes:
-      architecture: its class in transformers, as a `config.json` names it.
-      names: our modules -> those of its Hugging Face files; `*` is the layer. Modules that share a
-        name lie in one tensor, the rows of one after those of the other.
+      architecture: as the `architectures` of a `config.json` name it.
+      defaults: the `model_type` whose defaults its config has. None: its own. A family that
+        transformers does not know must name one that transformers knows (`"llama"`).
+      names: our modules -> those of its Hugging Face files; `*` is the layer, and `.weight` or
+        `.bias` is appended. Modules that share a name lie in one tensor, the rows of one after
+        those of the other. Every key of `LLAMA_NAMES` is needed, with two exceptions: `q_norm` and
+        `k_norm` only with `qk_norm`; `head` not in a family that always ties its embeddings.
       activation: of the gated MLP: a key of `llama.ACTIVATIONS`, and Hugging Face's `hidden_act`.
       norm: a key of `llama.NORMS`.
       softmax_scale: what scores are multiplied by, from the width of a head.
       embed_scale: what embeddings are multiplied by, from the width of the model.
       rope_kinds: the kinds of rotary embedding that it may have.
-      bias_flags: flags of its config that add biases (`attention_bias`, `mlp_bias`).
-      qkv_bias: biases on q, k and v that no flag says.
+      bias_flags: which flags its config may have. `attention_bias` adds biases to q, k, v and o,
+        `mlp_bias` to gate, up and down.
+      qkv_bias: q, k and v always have biases, o has none by itself; the config has no flag for it.
       qk_norm: norms of queries and keys per head, before rotary embedding.
       windows: whether sliding windows are in no layer, in all or none, or said layer by layer.
       gguf: llama.cpp's names of its architecture, the usual one first.
@@ -64,18 +73,30 @@ class Family:
     """
 
     architecture: str
+    defaults: str | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NAMES)
     activation: str = "silu"
     norm: str = "rms"
     softmax_scale: Callable[[int], float] = _head_scale
     embed_scale: Callable[[int], float] | None = None
     rope_kinds: tuple[str, ...] = tuple(ROPE_KINDS)
-    bias_flags: tuple[str, ...] = ()
+    bias_flags: tuple[Literal["attention_bias", "mlp_bias"], ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
     windows: Literal["none", "all", "by layer"] = "none"
     gguf: tuple[str, ...] = ()
     interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        optional = {"head"} if self.qk_norm else {"head", *QK_NORM_NAMES}
+        needed = LLAMA_NAMES.keys() - optional
+        if lacking := sorted(needed - self.names.keys()):
+            raise ConfigError(f"{self.architecture}: `names` lacks {', '.join(lacking)}")
+
+    @property
+    def has_head(self) -> bool:
+        """Whether its files may hold an output head beside the embedding."""
+        return "head" in self.names
 
 
 # By the `model_type` of a Hugging Face config.

@@ -1,72 +1,68 @@
-"""A family that only this test knows: one entry of the table, one function a new kind of thing."""
+"""A family that only its tutorial knows: one entry of the table, one line a new kind of thing."""
 
-import functools
+import dataclasses
 import json
 import math
+import textwrap
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from transformers import AutoConfig, LlamaConfig
+from typer.testing import CliRunner
 
 from checkpoints_convert import convert, export
+from jax_longctx.cli.main import app
 from jax_longctx.engine import Engine
-from jax_longctx.errors import ConfigError
+from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import make_method
-from jax_longctx.models import llama
-from jax_longctx.models.checkpoint import load_params
+from jax_longctx.models import families, llama
+from jax_longctx.models.checkpoint import load_params, read_manifest
 from jax_longctx.models.families import FAMILIES, LLAMA_NAMES, Family
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.tiny import hf_config, random_state, same_bits, write_checkpoint
 from tests.oracle import probabilities, rope, weighted_values
+from tests.outside import files_of
 
-TOY = Family(
-    architecture="ToyForCausalLM",
-    # Its own names, and one tensor for both halves of the MLP's input.
-    names={
-        **{ours: theirs.replace("model.", "toy.") for ours, theirs in LLAMA_NAMES.items()},
-        "layers.*.mlp.gate": "toy.layers.*.mlp.gate_up",
-        "layers.*.mlp.up": "toy.layers.*.mlp.gate_up",
-        "head": "out",
-    },
-    activation="gelu",
-    norm="one plus",
-    softmax_scale=lambda head_dim: 0.5 / head_dim,
-    embed_scale=math.sqrt,
-    rope_kinds=("default",),
-)
-
-
-class ToyConfig(LlamaConfig):
-    model_type = "toy"
-
-
-def one_plus(x, scale, eps):
-    """An RMS norm whose stored scale is what the scale exceeds 1 by, as in Gemma."""
-    return llama.rms_norm(x, 1 + scale, eps)
+# Llama's names -> Robin's, written down apart from the table.
+RENAMED = {
+    "model.embed_tokens": "robin.words",
+    "model.layers": "robin.blocks",
+    "input_layernorm": "norm_in",
+    "self_attn.q_proj": "attn.query",
+    "self_attn.k_proj": "attn.key",
+    "self_attn.v_proj": "attn.value",
+    "self_attn.o_proj": "attn.out",
+    "post_attention_layernorm": "norm_mid",
+    "mlp.down_proj": "ff.down",
+    "model.norm": "robin.norm_out",
+    "lm_head": "robin.out",
+}
 
 
 @pytest.fixture
-def toy(monkeypatch):
-    """The family's entry, and its config and tensors."""
-    monkeypatch.setitem(FAMILIES, "toy", TOY)
-    monkeypatch.setitem(
-        llama.ACTIVATIONS, "gelu", functools.partial(jax.nn.gelu, approximate=False)
-    )
-    monkeypatch.setitem(llama.NORMS, "one plus", one_plus)
-    AutoConfig.register("toy", ToyConfig, exist_ok=True)
-    described = hf_config("llama") | {"architectures": ["ToyForCausalLM"], "model_type": "toy"}
+def robin(monkeypatch):
+    """The tutorial's code as if it stood in the files, and a config and tensors of the family."""
+    for name in ("ACTIVATIONS", "NORMS"):
+        monkeypatch.setattr(llama, name, dict(getattr(llama, name)))
+    files = files_of("model_family")
+    exec(files["jax_longctx/models/llama.py"], dict(vars(llama)))
+    entry = textwrap.dedent(files["jax_longctx/models/families.py"])
+    for name, family in eval(f"{{{entry}}}", dict(vars(families))).items():
+        monkeypatch.setitem(FAMILIES, name, family)
+    described = hf_config("llama") | {"architectures": ["RobinForCausalLM"], "model_type": "robin"}
     described["hidden_act"] = "gelu"
-    state = random_state(hf_config("llama"))
+    del described["rope_theta"]
+    # Qwen2 has biases on q, k and v.
+    state = random_state(hf_config("qwen2"))
     for index in range(described["num_hidden_layers"]):
         gate, up = (state.pop(f"model.layers.{index}.mlp.{x}_proj.weight") for x in ("gate", "up"))
-        state[f"model.layers.{index}.mlp.gate_up.weight"] = np.concatenate([gate, up])
-    state["out.weight"] = state.pop("lm_head.weight")
-    return described, {name.replace("model.", "toy."): value for name, value in state.items()}
+        state[f"model.layers.{index}.ff.gate_up.weight"] = np.concatenate([gate, up])
+    for old, new in RENAMED.items():
+        state = {name.replace(old, new): value for name, value in state.items()}
+    return described, state
 
 
-def toy_logits(described, state, tokens):
+def robin_logits(described, state, tokens):
     """The whole model in numpy, from the file's tensors: `[T, V]`."""
     n, k = described["num_attention_heads"], described["num_key_value_heads"]
     length, width = len(tokens), described["hidden_size"]
@@ -77,49 +73,100 @@ def toy_logits(described, state, tokens):
         rms = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + described["rms_norm_eps"])
         return x / rms * (1 + state[name])
 
-    x = state["toy.embed_tokens.weight"][tokens].astype(np.float64) * math.sqrt(width)
+    x = state["robin.words.weight"][tokens].astype(np.float64) * math.sqrt(width)
     for index in range(described["num_hidden_layers"]):
-        prefix = f"toy.layers.{index}."
+        prefix = f"robin.blocks.{index}."
+        fed = norm(x, prefix + "norm_in.weight")
         q, k_, v = (
-            (
-                norm(x, prefix + "input_layernorm.weight")
-                @ state[f"{prefix}self_attn.{y}_proj.weight"].T
-            ).reshape(length, heads, h)
-            for y, heads in (("q", n), ("k", k), ("v", k))
+            (fed @ state[f"{prefix}attn.{y}.weight"].T + state[f"{prefix}attn.{y}.bias"]).reshape(
+                length, heads, h
+            )
+            for y, heads in (("query", n), ("key", k), ("value", k))
         )
         # The oracle divides by the root of the head's width.
-        q = rope(q, at, described["rope_theta"]) * (0.5 / h * math.sqrt(h))
-        k_ = rope(k_, at, described["rope_theta"])
+        q = rope(q, at, 10000.0) * (0.5 / h * math.sqrt(h))
+        k_ = rope(k_, at, 10000.0)
         p = probabilities(q, k_, at[:, None] >= at)
         out = weighted_values(p, v).reshape(length, -1)
-        x = x + out @ state[prefix + "self_attn.o_proj.weight"].T
-        fused = norm(x, prefix + "post_attention_layernorm.weight")
-        gate, up = np.split(fused @ state[prefix + "mlp.gate_up.weight"].T, 2, axis=-1)
+        x = x + out @ state[prefix + "attn.out.weight"].T
+        fused = norm(x, prefix + "norm_mid.weight")
+        gate, up = np.split(fused @ state[prefix + "ff.gate_up.weight"].T, 2, axis=-1)
         gelu = gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) / 2
-        x = x + (gelu * up) @ state[prefix + "mlp.down_proj.weight"].T
-    return norm(x, "toy.norm.weight") @ state["out.weight"].T
+        x = x + (gelu * up) @ state[prefix + "ff.down.weight"].T
+    return norm(x, "robin.norm_out.weight") @ state["robin.out.weight"].T
 
 
-def test_a_new_family_is_converted_run_and_exported(tmp_path, toy):
-    described, state = toy
+def test_a_new_family_is_converted_run_and_exported(tmp_path, robin):
+    described, state = robin
     source = write_checkpoint(tmp_path / "hf", described, state)
-    manifest = convert(source, tmp_path / "ours")
-    assert manifest.config.family == "toy"
+    result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "ours")])
+    assert result.exit_code == 0, result.output
+    config = read_manifest(tmp_path / "ours").config
+    assert config.family == "robin"
     params = load_params(tmp_path / "ours", make_mesh())
     tokens = np.random.default_rng(3).integers(0, 300, 40).tolist()
-    engine = Engine(manifest.config, params, make_method("full", {}), make_mesh())
-    (ours,) = engine.score([tokens])
-    np.testing.assert_allclose(ours, toy_logits(described, state, tokens), atol=2e-4)
+    (ours,) = Engine(config, params, make_method("full", {}), make_mesh()).score([tokens])
+    np.testing.assert_allclose(ours, robin_logits(described, state, tokens), atol=2e-4)
     export(tmp_path / "ours", tmp_path / "back")
     again = load_file(tmp_path / "back" / "model.safetensors")
     assert again.keys() == state.keys()
     assert all(same_bits(again[name], value) for name, value in state.items())
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["hidden_act"] == "gelu"
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (written["model_type"], written["hidden_act"]) == ("robin", "gelu")
 
 
-def test_a_kind_of_rope_that_the_family_does_not_have_is_refused(tmp_path, toy):
-    described, state = toy
+def test_a_family_that_always_ties_names_no_head(tmp_path, robin, monkeypatch):
+    described, state = robin
+    entry = FAMILIES["robin"]
+    names = {ours: theirs for ours, theirs in entry.names.items() if ours != "head"}
+    monkeypatch.setitem(FAMILIES, "robin", dataclasses.replace(entry, names=names))
+    del described["tie_word_embeddings"], state["robin.out.weight"]
+    source = write_checkpoint(tmp_path / "hf", described, state)
+    assert convert(source, tmp_path / "ours").config.tie_embeddings
+    export(tmp_path / "ours", tmp_path / "back")
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == state.keys()
+    untied = write_checkpoint(tmp_path / "un", described | {"tie_word_embeddings": False}, state)
+    with pytest.raises(
+        ConfigError, match=r"'robin' has no head .* set tie_word_embeddings to true"
+    ):
+        convert(untied, tmp_path / "other")
+
+
+def test_a_missing_head_is_told_with_the_flag_that_ties(tmp_path, robin):
+    described, state = robin
+    del state["robin.out.weight"]
+    source = write_checkpoint(tmp_path / "hf", described, state)
+    with pytest.raises(CheckpointError, match=r"robin\.out\.weight .*\(set tie_word_embeddings"):
+        convert(source, tmp_path / "ours")
+
+
+def test_a_kind_of_rope_that_the_family_does_not_have_is_refused(tmp_path, robin):
+    described, state = robin
     described["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
     source = write_checkpoint(tmp_path / "hf", described, state)
-    with pytest.raises(ConfigError, match="'linear' is not implemented for family 'toy'"):
+    with pytest.raises(ConfigError, match="'linear' is not implemented for family 'robin'"):
         convert(source, tmp_path / "ours")
+
+
+def test_an_entry_without_defaults_is_told_from_a_bad_config(tmp_path, robin, monkeypatch):
+    described, state = robin
+    source = write_checkpoint(tmp_path / "hf", described, state)
+    entry = FAMILIES["robin"]
+    monkeypatch.setitem(FAMILIES, "robin", dataclasses.replace(entry, defaults=None))
+    with pytest.raises(ConfigError, match="family 'robin': transformers knows no model_type 'rob"):
+        convert(source, tmp_path / "ours")
+    monkeypatch.delitem(FAMILIES, "robin")
+    del described["architectures"]
+    source = write_checkpoint(tmp_path / "unknown", described, state)
+    result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "ours")])
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert "model_type 'robin' is not implemented; implemented: llama (LlamaForCausalLM)," in said
+
+
+def test_an_entry_that_lacks_a_name_is_refused():
+    lacking = {ours: theirs for ours, theirs in LLAMA_NAMES.items() if "k" not in ours}
+    with pytest.raises(ConfigError, match=r"`names` lacks layers\.\*\.attn\.k$"):
+        Family(architecture="ToyForCausalLM", names=lacking)
+    with pytest.raises(ConfigError, match=r"lacks layers\.\*\.attn\.k, layers\.\*\.attn\.k_norm$"):
+        Family(architecture="ToyForCausalLM", names=lacking, qk_norm=True)
