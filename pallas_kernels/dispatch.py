@@ -29,6 +29,20 @@ class Kernel(NamedTuple):
     held_back: str | None = None
 
 
+class UnknownImplementation(ValueError):
+    """There is no implementation of that name.
+
+    Attributes:
+      offered: the names that there are.
+    """
+
+    def __init__(self, operation: str, asked: str, offered: tuple[str, ...]) -> None:
+        self.offered = offered
+        super().__init__(
+            f"{operation}: no implementation {asked!r}; there are {', '.join(offered)}"
+        )
+
+
 def platform() -> str:
     """The platform traced for: "cpu", "gpu" or "tpu"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -47,14 +61,12 @@ def select(
 
     Raises:
       NotImplementedError: the asked-for implementation cannot run this.
-      ValueError: there is no implementation of that name.
+      UnknownImplementation: there is none of that name.
     """
     on = platform()
     if asked is not None:
         if asked not in implementations:
-            raise ValueError(
-                f"{operation}: no implementation {asked!r}; there are {', '.join(implementations)}"
-            )
+            raise UnknownImplementation(operation, asked, tuple(implementations))
         chosen, why, found = asked, "asked for", implementations[asked]
         if isinstance(found, Kernel):
             needs = f"it needs platform {asked}, this program is for {on}"
@@ -69,6 +81,19 @@ def select(
     _log_once(operation, on, shapes, chosen, why)
     found = implementations[chosen]
     return found.run if isinstance(found, Kernel) else found
+
+
+def offered(call: Callable[[str], Any]) -> tuple[str, ...]:
+    """The names that an operation takes as `implementation`.
+
+    Args:
+      call: calls the operation, with arguments that fit it, for the implementation of that name.
+    """
+    try:
+        call("")
+    except UnknownImplementation as error:
+        return error.offered
+    raise TypeError("offered: the call returned; expected it to hand `implementation` on")
 
 
 @functools.cache

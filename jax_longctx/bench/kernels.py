@@ -1,4 +1,6 @@
-"""The kernels one by one: what the door picks, its XLA form and a library, beside both rooflines.
+"""The kernels one by one: every implementation that can run, and libraries, beside both rooflines.
+
+The run "chosen" is the implementation that the public function picks by itself.
 
 Every case is timed on the device in compiled loops (`timing.measure`), random inputs, bfloat16, 32
 query heads over 8 kv heads of 128. A case's floor is the larger of its operations over the rate of
@@ -50,7 +52,8 @@ class Case:
     Attributes:
       operations, moved: floating-point operations, and the fewest bytes read and written.
       inputs: makes the arrays; the first is the queries (or scores) that the timing loop carries.
-      steps: by name what is timed, step(i, *inputs); "ours" is the door's choice.
+      others: by name what is timed besides implementations, step(i, *inputs).
+      run: run(implementation, i, *inputs), where there are implementations to choose from.
     """
 
     operation: str
@@ -58,11 +61,37 @@ class Case:
     operations: int
     moved: int
     inputs: Callable[[], tuple[Any, ...]]
-    steps: dict[str, Step]
+    others: dict[str, Step]
+    run: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
         return f"{self.operation} {self.shape}"
+
+    def steps(self, inputs: tuple[Any, ...]) -> dict[str, Step]:
+        """By name what is timed, step(i, *inputs); the definition, which is for tests, is not."""
+        run = self.run
+        if run is None:
+            return self.others
+
+        def trace(name: str) -> Any:
+            return jax.eval_shape(partial(run, name), jnp.int32(0), *inputs)
+
+        def can_run(name: str) -> bool:
+            try:
+                trace(name)
+            except NotImplementedError:
+                return False
+            except _FAULTS:  # its row will say so
+                pass
+            return True
+
+        names = [name for name in dispatch.offered(trace) if name != "reference" and can_run(name)]
+        return {
+            "chosen": partial(run, None),
+            **{name: partial(run, name) for name in names},
+            **self.others,
+        }
 
 
 def cases(shrink: int = 1) -> list[Case]:
@@ -111,7 +140,7 @@ def _rows(
     # What a timing loop takes at least: what the host does around it differs by some 50 us.
     least = 0.0 if dispatch.platform() == "cpu" else 5e-3
     inputs = case.inputs()
-    for name, step in case.steps.items():
+    for name, step in case.steps(inputs).items():
         say(f"{case.name}: {name}")
         row: dict[str, Any] = dict(operation=case.operation, shape=case.shape, run=name)
         row |= dict(operations=case.operations, moved=case.moved, floor_seconds=floor)
@@ -140,15 +169,10 @@ def _cache(batch: int, slots: int) -> tuple[Array, Array]:
     return k, v
 
 
-def _steps(run: Callable[..., Any], **library: Step) -> dict[str, Step]:
-    """Ours as the door picks it, the XLA form, and libraries; run(implementation, i, *inputs).
-
-    cuDNN only where it can run.
-    """
+def _where_cudnn_runs(step: Step) -> dict[str, Step]:
     q: Any = jax.ShapeDtypeStruct((1, 1, N, H), jnp.bfloat16)
-    if dispatch.platform() != "gpu" or cudnn.unsupported_causal(q) is not None:
-        library.pop("cudnn", None)
-    return {"ours": partial(run, None), "xla": partial(run, "xla"), **library}
+    runs = dispatch.platform() == "gpu" and cudnn.unsupported_causal(q) is None
+    return {"cudnn": step} if runs else {}
 
 
 def _decode(batch: int, slots: int, lengths: Sequence[int] | None = None) -> Case:
@@ -172,11 +196,11 @@ def _decode(batch: int, slots: int, lengths: Sequence[int] | None = None) -> Cas
             *_cache(batch, slots),
             jnp.array(filled, jnp.int32),
         ),
-        steps=_steps(
-            lambda how, _, *x: decode_attention(*x, scale=SCALE, implementation=how),
-            einsum=einsum,
-            cudnn=lambda _, *x: cudnn.cache_attention(*x, scale=SCALE),
-        ),
+        run=lambda how, _, *x: decode_attention(*x, scale=SCALE, implementation=how),
+        others={
+            "einsum": einsum,
+            **_where_cudnn_runs(lambda _, *x: cudnn.cache_attention(*x, scale=SCALE)),
+        },
     )
 
 
@@ -190,7 +214,8 @@ def _causal(tokens: int) -> Case:
             _random(0, 1, tokens, N, H),
             *(_random(seed, 1, tokens, K, H) for seed in (1, 2)),
         ),
-        steps=_steps(lambda how, _, *x: causal_attention(*x, scale=SCALE, implementation=how)),
+        run=lambda how, _, *x: causal_attention(*x, scale=SCALE, implementation=how),
+        others={},
     )
 
 
@@ -207,7 +232,8 @@ def _chunk(queries: int, filled: float, slots: int) -> Case:
             *_cache(1, slots),
             jnp.array([length], jnp.int32),
         ),
-        steps=_steps(lambda how, _, *x: cache_attention(*x, scale=SCALE, implementation=how)),
+        run=lambda how, _, *x: cache_attention(*x, scale=SCALE, implementation=how),
+        others={},
     )
 
 
@@ -227,14 +253,14 @@ def _topk(queries: int, slots: int, with_others: bool = True) -> Case:
 
         return lax.map(head, (_by_kv_head(q), k[0]))
 
-    steps = _steps(run, **{"einsum + lax.top_k": library})
     return Case(
         operation="topk_scores",
         shape=f"{best} best, {queries} x {slots}",
         operations=2 * queries * slots * N * H,
         moved=slots * K * H * 2,
         inputs=lambda: (_random(0, 1, queries, N, H), _random(1, 1, K, slots, H)),
-        steps=steps if with_others else {"ours": steps["ours"]},
+        run=run if with_others else None,
+        others={"einsum + lax.top_k": library} if with_others else {"chosen": partial(run, None)},
     )
 
 
@@ -255,17 +281,13 @@ def _mass(queries: int, slots: int) -> Case:
             _random(1, 1, K, slots, H),
             12 + _random(2, 1, queries, N, dtype=jnp.float32),
         ),
-        steps=_steps(
-            lambda how, _, q, k, lse: attention_mass(
-                q, k, lse, filled, scale=SCALE, implementation=how
-            ),
-            # Its scores are written in bfloat16.
-            **{
-                "matmul alone": lambda _, q, k, lse: jnp.einsum(
-                    "KRH,KSH->KRS", _by_kv_head(q), k[0]
-                )
-            },
+        run=lambda how, _, q, k, lse: attention_mass(
+            q, k, lse, filled, scale=SCALE, implementation=how
         ),
+        # Its scores are written in bfloat16.
+        others={
+            "matmul alone": lambda _, q, k, lse: jnp.einsum("KRH,KSH->KRS", _by_kv_head(q), k[0])
+        },
     )
 
 
@@ -289,7 +311,8 @@ def _sparse(batch: int, slots: int, entries: int) -> Case:
             *_cache(batch, slots),
             _page_lists(batch, pages, entries),
         ),
-        steps=_steps(run),
+        run=run,
+        others={},
     )
 
 
@@ -345,8 +368,8 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
             _page_bounds(batch, pages),
             _background(batch, slots),
         ),
-        steps={
-            "ours": step(True, True),
+        others={
+            "chosen": step(True, True),
             "without RESA": step(False, True),
             "its attention": step(True, False),
             "attention without RESA": step(False, False),
@@ -385,7 +408,7 @@ def _page_scores(batch: int, slots: int) -> Case:
         operations=4 * batch * pages * N * H,
         moved=batch * pages * (2 * K * H * 2 + N * 4),
         inputs=lambda: (_random(0, batch, N, H), *_page_bounds(batch, pages)),
-        steps={"ours": lambda _, q, high, low: page_scores(q, high, low, filled)},
+        others={"chosen": lambda _, q, high, low: page_scores(q, high, low, filled)},
     )
 
 
@@ -397,40 +420,39 @@ def _select(slots: int) -> Case:
         operations=0,
         moved=K * (slots + size) * 4,
         inputs=lambda: (_random(0, K, slots, dtype=jnp.float32),),
-        steps=_steps(
-            lambda how, _, scores: select_large_k(scores, size, size=size, implementation=how),
-            **{"lax.top_k": lambda _, scores: lax.top_k(scores, size)},
-        ),
+        run=lambda how, _, scores: select_large_k(scores, size, size=size, implementation=how),
+        others={"lax.top_k": lambda _, scores: lax.top_k(scores, size)},
     )
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A table of all runs: time and spread, rate, share of the floor, and ours over the others."""
+    """A table of all runs: time and spread, rate, share of the floor, time over the chosen's."""
     lines = [
         f"{result['device']}, jax {result['jax']}: copy "
         f"{result['copy_bandwidth'] / 1e12:.3g} TB/s, matmul "
         f"{result['matmul_rate'] / 1e12:.3g} TFLOP/s; bfloat16, 32 heads over 8 kv heads of 128.",
         "",
-        "| operation | shape | run | ms (least - most) | TFLOP/s | TB/s | of roofline | vs ours |",
+        "| operation | shape | run | ms (least - most) | TFLOP/s | TB/s | of roofline "
+        "| vs chosen |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    ours = {
+    chosen = {
         (row["operation"], row["shape"]): row["seconds"]
         for row in result["rows"]
-        if row["run"] == "ours" and "failed" not in row
+        if row["run"] == "chosen" and "failed" not in row
     }
     for row in result["rows"]:
-        lines.append("| " + " | ".join(_cells(row, ours)) + " |")
+        lines.append("| " + " | ".join(_cells(row, chosen)) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: dict[str, Any], ours: dict[tuple[str, str], float]) -> list[str]:
+def _cells(row: dict[str, Any], chosen: dict[tuple[str, str], float]) -> list[str]:
     cells = [row["operation"], row["shape"], row["run"]]
     if "failed" in row:
         return [*cells, row["failed"].splitlines()[0].replace("|", "/")[:80], "-", "-", "-", "-"]
     seconds = row["seconds"]
     time = f"{seconds * 1e3:.4f} ({row['least'] * 1e3:.4f} - {row['most'] * 1e3:.4f})"
-    base = ours.get((row["operation"], row["shape"]))
+    base = chosen.get((row["operation"], row["shape"]))
     if not seconds:
         return [*cells, time, "-", "-", "-", "-"]
     return [
@@ -458,7 +480,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     knee = [ends[0], peak / bandwidth, ends[1]]
     roof = [min(x * bandwidth, peak) / 1e12 for x in knee]
     axes.plot(knee, roof, color="black", label="copy and matmul, measured")
-    names = dict.fromkeys(["ours", *(row["run"] for row in rows)])
+    names = dict.fromkeys(["chosen", *(row["run"] for row in rows)])
     markers = {name: "osD^vP*X"[i % 8] for i, name in enumerate(names)}
     colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r["operation"] for r in rows))}
     for row in rows:
@@ -467,12 +489,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
             row["operations"] / row["seconds"] / 1e12,
             markers[row["run"]],
             color=colours[row["operation"]],
-            fillstyle="full" if row["run"] == "ours" else "none",
+            fillstyle="full" if row["run"] == "chosen" else "none",
         )
     for name, colour in colours.items():
         axes.plot([], [], "o", color=colour, label=name)
     for name, marker in markers.items():
-        filled = "full" if name == "ours" else "none"
+        filled = "full" if name == "chosen" else "none"
         axes.plot([], [], marker, color="grey", fillstyle=filled, label=name)
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
     axes.set_title(f"{result['device']}, bfloat16")

@@ -129,7 +129,7 @@ def topk_scores(
     tile_best: int | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
-    """The `count` best slots of [start, stop) within [0, S]; see the door's docstring."""
+    """The `count` best slots of [start, stop) within [0, S]; see the public function."""
     if tile_best is not None:
         raise NotImplementedError(f"topk_scores: {unsupported(q, k, count, tile_best)}")
     q_BKRH = hopper.pack_rows(q, k.shape[1])
@@ -450,7 +450,7 @@ def _best_of_few(
 ) -> Ranked:
     """Scores and slots of the `count` best keys of every query, best first; R at most 8.
 
-    As the door has it: ties to the lowest slot, -inf and -1 where there are fewer, NaN absent.
+    As `topk_scores` has it: ties to the lowest slot, -inf and -1 where there are fewer, NaN absent.
     """
     batch, kv_heads, rows, head_dim = q.shape
     heads = batch * kv_heads

@@ -77,7 +77,7 @@ def topk_scores(
     blocks: tuple[int, int] | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
-    """The `count` best slots of [start, stop) within [0, S]; see the door's docstring.
+    """The `count` best slots of [start, stop) within [0, S]; see the public function.
 
     Args:
       blocks: query rows and keys of a block, multiples of 128; None takes the heuristic's.

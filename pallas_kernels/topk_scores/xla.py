@@ -47,7 +47,7 @@ def topk_scores(
     tile_best: int | None = None,
     blocks: tuple[int, int] | None = None,
 ) -> Best:
-    """The `count` best slots of [start, stop) within [0, S]; see the door's docstring.
+    """The `count` best slots of [start, stop) within [0, S]; see the public function.
 
     Args:
       blocks: queries and keys of a block; None picks them by shape.

@@ -1,4 +1,7 @@
-"""Every implementation of dense attention that runs on a CPU, against the definition."""
+"""Every implementation of dense attention that runs on a CPU, against the definition.
+
+Each runs through the public function, asked for by its name. The interpreter stands in for a TPU.
+"""
 
 import functools
 from collections.abc import Callable
@@ -12,9 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import dispatch
 from pallas_kernels.common import Window
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.decode_attention import xla as decode_xla
-from pallas_kernels.prefill_attention import reference, tpu, xla
+from pallas_kernels.prefill_attention import (
+    cache_attention,
+    causal_attention,
+    reference,
+    tpu,
+    xla,
+)
 
 # Compiled once for all implementations of a case.
 STATIC = ("scale", "window")
@@ -25,15 +37,14 @@ causal_reference = jax.jit(reference.causal_attention, static_argnames=STATIC)
 SLOTS = 1024
 LENGTHS = (0, 1, 511, 512, 513, 1024)
 
-CACHE: dict[str, Callable] = {
-    "xla": xla.cache_attention,
-    "decode": decode_xla.decode_attention,
-    "splash": partial(tpu.cache_attention, interpret=True),
+# The table: the public functions, and their implementations by the names that these take.
+CACHE: dict[Callable, tuple[str, ...]] = {
+    cache_attention: ("xla", "tpu", "reference"),
+    decode_attention: ("xla", "tpu", "reference"),
 }
-CAUSAL: dict[str, Callable] = {
-    "xla": xla.causal_attention,
-    "splash": partial(tpu.causal_attention, interpret=True),
-}
+CAUSAL: dict[Callable, tuple[str, ...]] = {causal_attention: ("xla", "tpu", "reference")}
+# Runs on its device alone: `test_gpu_kernels.py`, `test_cudnn_attention.py`.
+ELSEWHERE = ("gpu",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +96,10 @@ CAUSAL_CASES = {
 }
 
 
-# Splash attention is interpreted: of its cases against a cache these are `slow`.
-SLOW = ("one-query", "mqa-of-eight", "bfloat16", "large-logits", "equal-logits")
+# What is interpreted is slow: against a cache only these cases are not `slow`.
+QUICK = ("mha", "groups-of-four", "bfloat16-wide", "window")
+# The definition against itself: that it runs by its name too.
+OF_REFERENCE = ("mha", "window", "one-token")
 
 
 def _random(case: Case, *shapes: tuple[int, ...]) -> list[jax.Array]:
@@ -114,37 +127,76 @@ def _assert_close(
     np.testing.assert_allclose(lse, expected[1], atol=lse_tolerance)
 
 
-def _supported(implementations: dict[str, Callable], cases: dict[str, Case]) -> list:
-    """The table's cells: splash leaves out narrow heads, and windows against a cache."""
-    slow = [("splash", label) for label in SLOW if implementations is CACHE]
+def _cells(table: dict[Callable, tuple[str, ...]], cases: dict[str, Case]) -> list:
+    """Splash leaves out narrow heads, and windows against a cache."""
     return [
         pytest.param(
+            operation,
             name,
             case,
-            id=f"{name}-{label}",
-            marks=pytest.mark.slow if (name, label) in slow else (),
+            id=f"{operation.__name__}-{name}-{label}",
+            marks=pytest.mark.slow
+            if name == "tpu" and table is CACHE and label not in QUICK
+            else (),
         )
-        for name in implementations
+        for operation, names in table.items()
+        for name in names
         for label, case in cases.items()
-        if name != "splash"
-        or (case.head_dim >= 64 and (case.window is None or implementations is CAUSAL))
+        if (name != "reference" or label in OF_REFERENCE)
+        and (name != "tpu" or case.head_dim >= 64)
+        and (name != "tpu" or operation is not cache_attention or case.window is None)
     ]
 
 
-@pytest.mark.parametrize(("name", "case"), _supported(CACHE, CACHE_CASES))
-def test_cache_attention(name: str, case: Case) -> None:
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets the implementation of that name run on this CPU."""
+
+    def interpret(name: str) -> None:
+        if name != "tpu":
+            return
+        monkeypatch.setattr(dispatch, "platform", lambda: name)
+        for module, function in (
+            (tpu, "cache_attention"),
+            (tpu, "causal_attention"),
+            (decode_tpu, "decode_attention"),
+        ):
+            found = partial(getattr(module, function), interpret=True)
+            monkeypatch.setattr(module, function, found)
+
+    return interpret
+
+
+def _by_window(window: int | None, start: jax.Array, slot_start: jax.Array | int) -> dict:
+    """The options of the public functions against a cache."""
+    return {} if window is None else dict(window=window, query_start=start, slot_start=slot_start)
+
+
+@pytest.mark.parametrize("operation", [*CACHE, *CAUSAL], ids=lambda f: f.__name__)
+def test_every_implementation_is_in_the_table(operation: Callable) -> None:
+    q, k = jnp.ones((1, 2, 2, 64)), jnp.ones((1, 2, 2, 64))
+    lengths = () if operation in CAUSAL else (jnp.array([2], jnp.int32),)
+    call = partial(operation, q, k, k, *lengths, scale=1.0)
+    offered = dispatch.offered(lambda name: call(implementation=name))
+    assert {*offered} == {*(CACHE | CAUSAL)[operation], *ELSEWHERE}
+
+
+@pytest.mark.parametrize(("operation", "name", "case"), _cells(CACHE, CACHE_CASES))
+def test_attention_to_a_cache(
+    operation: Callable, name: str, case: Case, interpreted: Callable[[str], None]
+) -> None:
     """Ragged rows, one empty and one full; garbage beyond a row's length is not seen."""
     heads = case.kv_heads * case.groups
     lengths = jnp.array(LENGTHS, jnp.int32)
     cache = len(LENGTHS), case.kv_heads, SLOTS, case.head_dim
     q, k, v = _random(case, (len(LENGTHS), case.queries, heads, case.head_dim), cache, cache)
-    options = dict(scale=case.scale)
-    if case.window is not None:
-        # The first queries stand 0, 10, ... tokens after the last slot of their row.
-        start = case.slot_start + lengths + 10 * jnp.arange(len(LENGTHS))
-        options["window"] = Window(size=case.window, query_start=start, slot_start=case.slot_start)
-    expected = cache_reference(q, k, v, lengths, **options)
-    attend = jax.jit(partial(CACHE[name], **options))
+    # The first queries stand 0, 10, ... tokens after the last slot of their row.
+    start = case.slot_start + lengths + 10 * jnp.arange(len(LENGTHS))
+    window = Window.of(case.window, start, case.slot_start)
+    expected = cache_reference(q, k, v, lengths, scale=case.scale, window=window)
+    interpreted(name)
+    options = _by_window(case.window, start, case.slot_start)
+    attend = jax.jit(partial(operation, scale=case.scale, implementation=name, **options))
     # Of both signs, as queries are: whichever slot were seen, some head's scores would soar.
     slot = jnp.arange(SLOTS)
     beyond = (slot >= lengths[:, None])[:, None, :, None]
@@ -154,14 +206,21 @@ def test_cache_attention(name: str, case: Case) -> None:
     _assert_close(result, expected, case)
 
 
-@pytest.mark.parametrize(("name", "case"), _supported(CAUSAL, CAUSAL_CASES))
-def test_causal_attention(name: str, case: Case) -> None:
+@pytest.mark.parametrize(("operation", "name", "case"), _cells(CAUSAL, CAUSAL_CASES))
+def test_causal_attention(
+    operation: Callable, name: str, case: Case, interpreted: Callable[[str], None]
+) -> None:
     heads = case.kv_heads * case.groups
     chunk = 2, case.queries, case.kv_heads, case.head_dim
     q, k, v = _random(case, (2, case.queries, heads, case.head_dim), chunk, chunk)
     options = dict(scale=case.scale, window=case.window)
     expected = causal_reference(q, k, v, **options)
-    _assert_close(jax.jit(partial(CAUSAL[name], **options))(q, k, v), expected, case)
+    interpreted(name)
+    attend = jax.jit(partial(operation, implementation=name, **options))
+    _assert_close(attend(q, k, v), expected, case)
+
+
+DECODE_IN_EIGHTS = partial(decode_xla.decode_attention, block=8)
 
 
 @dataclass(frozen=True)
@@ -173,17 +232,22 @@ class _Small:
     window: int | None
 
     @functools.cached_property
-    def compiled(self) -> dict[str, Callable]:
-        cache = {
-            "reference": reference.cache_attention,
-            "xla": xla.cache_attention,
-            "decode": partial(decode_xla.decode_attention, block=8),
-        }
-        causal = {"reference": reference.causal_attention, "xla": xla.causal_attention}
-        windowed = dict(scale=0.3, window=self.window)
+    def compiled(self) -> dict[tuple[Callable, str], Callable]:
+        def to_cache(f: Callable, name: str) -> Callable:
+            def run(q, k, v, lengths, start, slot_start):
+                options = _by_window(self.window, start, slot_start)
+                return f(q, k, v, lengths, scale=0.3, implementation=name, **options)
+
+            return jax.jit(run)
+
+        def causal(f: Callable, name: str) -> Callable:
+            return jax.jit(partial(f, scale=0.3, window=self.window, implementation=name))
+
         return {
-            **{f"cache-{name}": jax.jit(partial(f, scale=0.3)) for name, f in cache.items()},
-            **{f"causal-{name}": jax.jit(partial(f, **windowed)) for name, f in causal.items()},
+            (f, name): (to_cache if f in CACHE else causal)(f, name)
+            for f, names in (CACHE | CAUSAL).items()
+            for name in names
+            if name != "tpu"
         }
 
 
@@ -207,16 +271,15 @@ def test_any_raggedness_streams_like_the_definition(
     fresh_k, fresh_v = (x[:, :, : small.queries].swapaxes(1, 2) for x in (k, v))
     lengths = jnp.minimum(jnp.array(filled, jnp.int32), small.slots)
     start = slot_start + lengths + jnp.array(behind, jnp.int32)
-    window = Window.of(small.window, start, jnp.array(slot_start, jnp.int32))
+    cached = q, k, v, lengths, start, jnp.array(slot_start, jnp.int32)
     run = small.compiled
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "_KEY_BLOCK", 8)
         patch.setattr(xla, "_query_block", lambda shape, _: min(4, shape[1]))
-        expected = run["cache-reference"](q, k, v, lengths, window=window)
-        _assert_close(run["cache-xla"](q, k, v, lengths, window=window), expected, case)
-        _assert_close(run["cache-decode"](q, k, v, lengths, window=window), expected, case)
-        expected = run["causal-reference"](q, fresh_k, fresh_v)
-        _assert_close(run["causal-xla"](q, fresh_k, fresh_v), expected, case)
+        patch.setattr(decode_xla, "decode_attention", DECODE_IN_EIGHTS)
+        for (f, _), attend in run.items():
+            arguments = cached if f in CACHE else (q, fresh_k, fresh_v)
+            _assert_close(attend(*arguments), run[f, "reference"](*arguments), case)
 
 
 def test_a_window_does_not_visit_the_blocks_outside_it() -> None:

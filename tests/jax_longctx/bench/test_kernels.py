@@ -54,13 +54,13 @@ def test_files_and_figures(tmp_path):
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record == json.loads((tmp_path / "kernels.json").read_text())
-    ours, xla, library = record["rows"]
-    assert [row["run"] for row in (ours, xla, library)] == ["ours", "xla", "lax.top_k"]
+    chosen, xla, library = record["rows"]
+    assert [row["run"] for row in (chosen, xla, library)] == ["chosen", "xla", "lax.top_k"]
     for row in record["rows"]:
         assert row["moved"] == 8 * (2048 + 256) * 4
         assert row["floor_seconds"] == pytest.approx(row["moved"] / 1e10)
         assert row["share"] == pytest.approx(row["floor_seconds"] / row["seconds"])
-    ratio = f"{library['seconds'] / ours['seconds']:.2f}x"
+    ratio = f"{library['seconds'] / chosen['seconds']:.2f}x"
     assert (tmp_path / "kernels.md").read_text().splitlines()[-1].endswith(f"| {ratio} |")
     assert (tmp_path / "kernels.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -71,12 +71,12 @@ def test_a_failure_is_a_row_and_the_others_run():
     def broken(*args):
         raise ValueError("no such | thing")
 
-    case = replace(case, steps={"broken": broken, "ours": case.steps["ours"]})
-    failed, ours = kernels._rows(case, 1e10, 1e11, 9, lambda text: None)
+    case = replace(case, others={"broken": broken, **case.others})
+    failed, chosen = kernels._rows(case, 1e10, 1e11, 9, lambda text: None)
     assert failed["failed"] == "ValueError: no such | thing" and "seconds" not in failed
-    assert ours["seconds"] > 0
+    assert chosen["seconds"] > 0
     result = dict(device="cpu", jax="0", copy_bandwidth=1e10, matmul_rate=1e11)
-    table = markdown(result | dict(rows=[failed, ours]))
+    table = markdown(result | dict(rows=[failed, chosen]))
     assert "| broken | ValueError: no such / thing |" in table and "| 1.00x |" in table
 
 
@@ -87,26 +87,28 @@ def test_the_step_with_resa_corrects_the_sparse_one():
     *inputs, background = case.inputs()
     far = replace(background, lse=background.lse + 60)
     for corrected, without in (
-        ("ours", "without RESA"),
+        ("chosen", "without RESA"),
         ("its attention", "attention without RESA"),
     ):
-        out, _ = case.steps[corrected](jnp.int32(0), *inputs, far)
-        plain, _ = case.steps[without](jnp.int32(0), *inputs, far)
+        out, _ = case.others[corrected](jnp.int32(0), *inputs, far)
+        plain, _ = case.others[without](jnp.int32(0), *inputs, far)
         np.testing.assert_allclose(np.asarray(out[:, 0], np.float32), far.out, atol=2e-2)
         assert not np.allclose(np.asarray(out, np.float32), np.asarray(plain, np.float32), atol=0.1)
 
 
 def test_the_runs_of_a_case_agree():
-    """Ours, XLA's form and the library are timed on the same question."""
+    """Implementations and the library are timed on the same question."""
     found = {case.name: case for case in kernels.cases(512)}
     case = next(c for name, c in found.items() if name.startswith("topk_scores 4 best, 1 x"))
     q, k = case.inputs()
-    ours, xla, library = (step(jnp.int32(0), q, k) for step in case.steps.values())
-    np.testing.assert_array_equal(ours[1], xla[1])
-    np.testing.assert_allclose(library[0].reshape(1, 1, kernels.N, 4), ours[0], atol=1e-3)
+    chosen, xla, library = (step(jnp.int32(0), q, k) for step in case.steps((q, k)).values())
+    np.testing.assert_array_equal(chosen[1], xla[1])
+    np.testing.assert_allclose(library[0].reshape(1, 1, kernels.N, 4), chosen[0], atol=1e-3)
     sparse = next(c for c in found.values() if c.operation == "sparse_decode_attention")
     inputs = sparse.inputs()
-    first, later = (sparse.steps["ours"](jnp.int32(i), *inputs) for i in (0, 1))
+    first, later = (sparse.run("xla", jnp.int32(i), *inputs) for i in (0, 1))
     assert not np.array_equal(first[1], later[1])  # other pages every time
     operations = {case.operation for case in found.values()}
-    assert len(operations) == 9 and all("ours" in case.steps for case in found.values())
+    assert len(operations) == 9 and all(
+        case.run or "chosen" in case.others for case in found.values()
+    )
