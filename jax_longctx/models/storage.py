@@ -8,6 +8,7 @@ manifest, and the manifest has one of itself.
 
 import collections
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -36,6 +37,8 @@ WORKERS = 2.0
 AHEAD = 1 << 30
 DIGEST = "sha256"
 CHECKSUM = {"name": "crc32c"}
+# What a write that ends after Orbax's error raises.
+CLOSED = "Event loop is closed"
 # Orbax's folder of arrays, and in it OCDBT's folders of data files.
 STATE, DATA = "state", "d"
 
@@ -245,26 +248,28 @@ def quiet_orbax() -> Iterator[None]:
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Tells in one line why Orbax could not write `path`; raises CheckpointError then."""
+    _hush_late_writes()
     try:
         with quiet_orbax():
             yield
     except (OSError, ValueError) as error:  # the latter when a disk is full
-        _hush_late_writes()
         raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
 
 
+@functools.cache
 def _hush_late_writes() -> None:
     """Writes that end after the first error find Orbax's event loop closed, a traceback each.
 
-    TensorStore's threads print it through `sys.excepthook`, whenever they end.
+    TensorStore's threads show it through `sys.unraisablehook`: before Orbax tells of the error,
+    which may be at the next save, and long after it.
     """
-    usual = sys.excepthook
+    usual = sys.unraisablehook
 
-    def unless_late(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            usual(kind, error, trace)
+    def unless_late(shown: Any) -> None:
+        if not (isinstance(shown.exc_value, RuntimeError) and str(shown.exc_value) == CLOSED):
+            usual(shown)
 
-    sys.excepthook = unless_late
+    sys.unraisablehook = unless_late
 
 
 def why_unwritten(error: Exception) -> str:
