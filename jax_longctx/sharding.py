@@ -47,6 +47,7 @@ RULES: dict[str, str | None] = {
     "vocab": "tensor",
     "embed": None,
     "head_dim": None,
+    "layers": None,
 }
 
 
@@ -117,9 +118,28 @@ class OwnAxis:
     field: str
 
 
-def axes_field(*axes: str | OwnAxis | None) -> Any:
-    """A dataclass field holding an array with these logical axes."""
-    return dataclasses.field(metadata={"axes": axes})
+def axes_field(*axes: str | OwnAxis | None, in_place: bool = False) -> Any:
+    """A dataclass field holding an array with these logical axes.
+
+    Args:
+      in_place: whether the array is only read and written by functions that take a `Plane`, so
+        that a loop over layers need not slice it.
+    """
+    return dataclasses.field(metadata={"axes": axes, "in_place": in_place})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """The caches of consecutive layers that are alike, as one.
+
+    Attributes:
+      cache: one layer's cache, every array with a first axis more, that of the layers.
+      count: how many layers.
+    """
+
+    cache: Any
+    count: int = dataclasses.field(metadata={"static": True})
 
 
 def axes_of(node: Any, describe: Any) -> Any:
@@ -127,37 +147,49 @@ def axes_of(node: Any, describe: Any) -> Any:
 
     A field without an array is None, here as in any pytree.
     """
+    return _mapped(node, lambda axes, _: describe(axes))
+
+
+def _mapped(node: Any, describe: Any) -> Any:
+    """`axes_of`, of which `describe` is given a field's axes and whether it is `in_place`."""
     if isinstance(node, tuple | list):
-        return type(node)(axes_of(child, describe) for child in node)
+        return type(node)(_mapped(child, describe) for child in node)
     if isinstance(node, dict):
-        return {key: axes_of(child, describe) for key, child in node.items()}
+        return {key: _mapped(child, describe) for key, child in node.items()}
+    if isinstance(node, Stacked):
+        cache = _mapped(node.cache, lambda axes, way: describe(("layers", *axes), way))
+        return Stacked(cache, node.count)
     if not dataclasses.is_dataclass(node) or isinstance(node, type):
         raise TypeError(f"{type(node).__name__} has no logical axes; declare it with axes_field")
     fields = {}
     for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
+        value, axes = getattr(node, field.name), field.metadata.get("axes")
         if value is None or field.metadata.get("static"):
             fields[field.name] = value
-        elif "axes" in field.metadata:
-            axes = field.metadata["axes"]
-            fields[field.name] = describe(
-                tuple(getattr(node, a.field) if isinstance(a, OwnAxis) else a for a in axes)
-            )
+        elif axes is not None:
+            axes = tuple(getattr(node, a.field) if isinstance(a, OwnAxis) else a for a in axes)
+            fields[field.name] = describe(axes, field.metadata["in_place"])
         else:
-            fields[field.name] = axes_of(value, describe)
+            fields[field.name] = _mapped(value, describe)
     return type(node)(**fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What an array's field says of it: its logical axes, and `in_place` (see `axes_field`)."""
+
+    axes: tuple[str | None, ...]
+    in_place: bool
+
+
+def leaf_fields(tree: Any) -> list[Leaf]:
+    """What the fields say of every array, in the order of `jax.tree.leaves`."""
+    return jax.tree.leaves(_mapped(tree, Leaf))
 
 
 def leaf_axes(tree: Any) -> list[tuple[str | None, ...]]:
     """The logical axes of every array, in the order of `jax.tree.leaves`."""
-    return [marker.axes for marker in jax.tree.leaves(axes_of(tree, _Axes))]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Axes:
-    """A pytree leaf that holds the axes (a tuple would be a subtree)."""
-
-    axes: tuple[str | None, ...]
+    return [leaf.axes for leaf in leaf_fields(tree)]
 
 
 def tree_specs(tree: Any) -> Any:

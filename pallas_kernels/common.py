@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from pallas_kernels.plane import ArrayLike, Plane
+
 # The arrays of an attention by their axes: queries or outputs, a number a query (its log-sum-exp),
 # keys or values, a number a row of the batch; and what an attention returns.
 Queries = Float[Array, "B T N H"]
 PerQuery = Float[Array, "B T N"]
-Cache = Float[Array, "B K S H"]
+Cache = Float[Array, "B K S H"] | Plane
 PerRow = Int[Array, " B"]
 Attended = tuple[Queries, PerQuery]
 
@@ -23,7 +25,7 @@ Attended = tuple[Queries, PerQuery]
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
-def check_heads(operation: str, q: Array, *caches: Array, kv_axis: int = 1) -> None:
+def check_heads(operation: str, q: Array, *caches: ArrayLike, kv_axis: int = 1) -> None:
     """Raise ValueError unless q [B,...,N,H] fits the caches, whose kv heads stand on `kv_axis`."""
     fits = all(
         q.ndim in (3, 4)

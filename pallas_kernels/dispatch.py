@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.plane import part_of
+
 _logger = logging.getLogger("pallas_kernels")
 
 
@@ -22,11 +24,13 @@ class Kernel(NamedTuple):
     Attributes:
       unsupported: gives the reason why it cannot run these arguments, or None where it can.
       held_back: why it runs only where it is asked for, or None where it need not.
+      planes: whether it reads a `Plane` where it lies; others are given the layer's part.
     """
 
     run: Callable[..., Any]
     unsupported: Callable[[], str | None]
     held_back: str | None = None
+    planes: bool = False
 
 
 class UnknownImplementation(ValueError):
@@ -80,7 +84,10 @@ def select(
             chosen, why = (on, "preferred") if reason is None else ("xla", f"not {on}: {reason}")
     _log_once(operation, on, shapes, chosen, why)
     found = implementations[chosen]
-    return found.run if isinstance(found, Kernel) else found
+    run = found.run if isinstance(found, Kernel) else found
+    if isinstance(found, Kernel) and found.planes:
+        return run
+    return lambda *args, **options: run(*map(part_of, args), **options)
 
 
 def offered(call: Callable[[str], Any]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.dispatch import platform
+from pallas_kernels.plane import Plane
 
 
 @jax.tree_util.register_dataclass
@@ -30,8 +31,12 @@ class AppendCache:
       context_length, context_position: both as they were at the end of the context.
     """
 
-    k: Float[Array, "B K S H"] = axes_field("batch", "kv_heads", "slots", None)
-    v: Float[Array, "B K S H"] = axes_field("batch", "kv_heads", "slots", None)
+    k: Float[Array, "B K S H"] | Plane = axes_field(
+        "batch", "kv_heads", "slots", None, in_place=True
+    )
+    v: Float[Array, "B K S H"] | Plane = axes_field(
+        "batch", "kv_heads", "slots", None, in_place=True
+    )
     length: Int[Array, " B"] = axes_field("batch")
     position: Int[Array, " B"] = axes_field("batch")
     context_length: Int[Array, " B"] = axes_field("batch")
@@ -76,12 +81,12 @@ def empty_append_cache(shape: CacheShape) -> AppendCache:
 
 
 def write_run(
-    buffer: Float[Array, "B K S H"],
+    buffer: Float[Array, "B K S H"] | Plane,
     new: Float[Array, "B T K H"],
     start: Int[Array, " B"],
     valid: Int[Array, " B"],
     ctx: LayerContext,
-) -> Float[Array, "B K S H"]:
+) -> Float[Array, "B K S H"] | Plane:
     """Writes each row's first `valid[b]` new tokens into global slots from `start[b]` on.
 
     In place when `buffer` is donated; what a shard of the slots does not own is not written there.
@@ -92,33 +97,43 @@ def write_run(
 
 
 def write_rows(
-    buffer: Shaped[Array, "B K S H"],
+    buffer: Shaped[Array, "B K S H"] | Plane,
     new: Shaped[Array, "B T K H"],
     start: Int[Array, " B"],
     valid: Int[Array, " B"],
     *,
     whole: bool = True,
-) -> Shaped[Array, "B K S H"]:
+) -> Shaped[Array, "B K S H"] | Plane:
     """`write_run` for a buffer that is whole on every shard, or for one shard's slots.
 
     Without `whole`, `start` may lie outside the buffer, and what falls outside is not written.
     """
     new_BKTH = jnp.swapaxes(new, 1, 2).astype(buffer.dtype)
-    if new.shape[:2] == (1, 1) and whole:
+    if isinstance(buffer, Plane):
+        rows, first = buffer.rows()
+        return buffer.with_rows(_write(rows, new_BKTH, start, valid, first, whole))
+    return _write(buffer, new_BKTH, start, valid, 0, whole)
+
+
+def _write(buffer: Array, new: Array, start: Array, valid: Array, first: Any, whole: bool) -> Array:
+    """`write_rows` into the buffer's rows from `first` on."""
+    if new.shape[0] == new.shape[2] == 1 and whole:
         # The decode step of one row: one small kernel a buffer, whatever `valid` says.
-        return jax.lax.dynamic_update_slice(buffer, new_BKTH, (0, 0, start[0], 0))
-    if new.shape[1] == 1 or new.shape[1] > buffer.shape[2]:
-        return _write_lines(buffer, new_BKTH, start, valid)
+        return jax.lax.dynamic_update_slice(buffer, new, (first, 0, start[0], 0))
+    if new.shape[2] == 1 or new.shape[2] > buffer.shape[2]:
+        return _write_lines(buffer, new, start, valid, first)
     if new.shape[0] == 1:
-        return _write_row(0, buffer, new_BKTH, start, valid)
+        return _write_row(0, buffer, new, start, valid, first)
     if platform() != "tpu":
         # One kernel for all rows, where a loop over the rows would be a launch each.
-        return _write_lines(buffer, new_BKTH, start, valid)
-    write = functools.partial(_write_row, new=new_BKTH, start=start, valid=valid)
+        return _write_lines(buffer, new, start, valid, first)
+    write = functools.partial(_write_row, new=new, start=start, valid=valid, first=first)
     return jax.lax.fori_loop(0, new.shape[0], write, buffer)
 
 
-def _write_row(row: Any, buffer: Array, new: Array, start: Array, valid: Array) -> Array:
+def _write_row(
+    row: Any, buffer: Array, new: Array, start: Array, valid: Array, first: Any
+) -> Array:
     """One row, as a slice read, changed and written back: no scatter.
 
     A scatter along the slots makes the TPU compiler move them to the front, a copy of the cache
@@ -127,30 +142,31 @@ def _write_row(row: Any, buffer: Array, new: Array, start: Array, valid: Array) 
     _, heads, slots, head_dim = buffer.shape
     size = new.shape[2]
     at = jnp.clip(start[row], 0, slots - size)
-    old_1KTH = jax.lax.dynamic_slice(buffer, (row, 0, at, 0), (1, heads, size, head_dim))
+    place = (first + row, 0, at, 0)
+    old_1KTH = jax.lax.dynamic_slice(buffer, place, (1, heads, size, head_dim))
     index_T = at + jnp.arange(size) - start[row]
     mine_T = (index_T >= 0) & (index_T < valid[row])
     new_1KTH = jax.lax.dynamic_slice(new, (row, 0, 0, 0), (1, heads, size, head_dim))
     # A run that crosses the shard's border is written shifted; rolling keeps it one slice.
     new_1KTH = jnp.roll(new_1KTH, start[row] - at, axis=2)
     merged = jnp.where(mine_T[:, None], new_1KTH, old_1KTH)
-    return jax.lax.dynamic_update_slice(buffer, merged, (row, 0, at, 0))
+    return jax.lax.dynamic_update_slice(buffer, merged, place)
 
 
-def _write_lines(buffer: Array, new_BKTH: Array, start: Array, valid: Array) -> Array:
+def _write_lines(buffer: Array, new_BKTH: Array, start: Array, valid: Array, first: Any) -> Array:
     """A scatter of whole lines of the flattened cache, whose layout stays as it is.
 
     For one row slices are quicker: 8192 tokens a layer took about 0.05 ms by slices and 0.14 ms by
     lines on an H200 (8B shape, from the profiles of a prefill).
     """
-    batch, heads, slots, head_dim = buffer.shape
+    batch, (_, heads, slots, head_dim) = new_BKTH.shape[0], buffer.shape
     step_T = jnp.arange(new_BKTH.shape[2])
     slot_BT = start[:, None] + step_T
     inside_BT = (slot_BT >= 0) & (slot_BT < slots) & (step_T < valid[:, None])
-    line_BKT = lines_of(buffer, slot_BT[:, None])
+    line_BKT = _lines(batch, heads, slots, slot_BT[:, None], first)
     # One past the end or later is what `drop` drops; a negative line would wrap around. Each is
     # another one: where lines may meet a GPU writes every two channels by an atomic operation.
-    beyond_BKT = batch * heads * slots + jnp.arange(line_BKT.size).reshape(line_BKT.shape)
+    beyond_BKT = buffer.shape[0] * heads * slots + jnp.arange(line_BKT.size).reshape(line_BKT.shape)
     line_BKT = jnp.where(inside_BT[:, None], line_BKT, beyond_BKT)
     flat = buffer.reshape(-1, head_dim)  # [B*K*S, H]
     new_EH = new_BKTH.reshape(-1, head_dim)  # [B*K*T, H]
@@ -215,28 +231,36 @@ def local_run(
     return local_BY, first_B, count_B
 
 
-def lines_of(buffer: Shaped[Array, "B K S H"], slots: Int[Array, "B X C"]) -> Int[Array, "B K C"]:
-    """Where `slots` lie in the flattened buffer [B * K * S, H], X = 1 list for all heads or K."""
-    batch, heads, size, _ = buffer.shape
-    row_BK1 = (jnp.arange(batch)[:, None, None] * heads + jnp.arange(heads)[:, None]) * size
-    return row_BK1 + slots
+def lines_of(
+    buffer: Shaped[Array, "B K S H"] | Plane, slots: Int[Array, "B X C"]
+) -> tuple[Shaped[Array, "R H"], Int[Array, "B K C"]]:
+    """The flattened buffer, R = B * K * S lines (of a plane those of all layers), and where `slots`
+    lie in it, X = 1 list for all heads or K."""
+    batch, heads, size, width = buffer.shape
+    rows, first = buffer.rows() if isinstance(buffer, Plane) else (buffer, 0)
+    return rows.reshape(-1, width), _lines(batch, heads, size, slots, first)
+
+
+def _lines(batch: int, heads: int, size: int, slots: Array, first: Any) -> Int[Array, "B K C"]:
+    row_B11 = (jnp.arange(batch) + first)[:, None, None]
+    return (row_B11 * heads + jnp.arange(heads)[:, None]) * size + slots
 
 
 def read_lines(
-    buffer: Shaped[Array, "B K S H"], slots: Int[Array, "B X C"]
+    buffer: Shaped[Array, "B K S H"] | Plane, slots: Int[Array, "B X C"]
 ) -> Shaped[Array, "B K C H"]:
     """What lies in this shard's `slots`, X = 1 list for all heads or one for each; zeros for -1.
 
     Read as lines of the flattened buffer, whose layout stays as it is: a gather along the slots
     makes the TPU compiler copy the cache with its axes moved.
     """
-    flat = buffer.reshape(-1, buffer.shape[3])  # [B*K*S, H]
-    lines = jnp.take(flat, lines_of(buffer, jnp.maximum(slots, 0)), axis=0, mode="clip")
+    flat, lines_BKC = lines_of(buffer, jnp.maximum(slots, 0))
+    lines = jnp.take(flat, lines_BKC, axis=0, mode="clip")
     return jnp.where((slots >= 0)[..., None], lines, 0)
 
 
 def gather_slots(
-    buffer: Float[Array, "B K S H"], slots: Int[Array, "B K C"], ctx: LayerContext
+    buffer: Float[Array, "B K S H"] | Plane, slots: Int[Array, "B K C"], ctx: LayerContext
 ) -> Float[Array, "B K C H"]:
     """The keys or values in global `slots` of each row and kv head, on every shard of the slots.
 

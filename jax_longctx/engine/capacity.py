@@ -20,7 +20,7 @@ from jax_longctx.contract import Stage
 from jax_longctx.engine import programs
 from jax_longctx.errors import CapacityError
 from jax_longctx.memory import shown_bytes
-from jax_longctx.sharding import AnyMesh, leaf_axes, tree_shardings
+from jax_longctx.sharding import AnyMesh, Stacked, leaf_axes, tree_shardings
 
 SMALLEST = 128
 # Where decode reads more of the cache than of the weights, roughly, empty slots cost time.
@@ -230,19 +230,21 @@ def finished_caches(
 ) -> tuple[Any, ...]:
     """Shapes after `finish`; layers that are alike are traced once."""
     found: dict[Any, Any] = {}
-
-    def finished(window: int | None, cache: Any) -> Any:
+    finished, layer = [], 0
+    for cache in caches:
         leaves, structure = jax.tree.flatten(cache)
+        window = setup.config.windows[layer]
         key = (window, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in found:
-            total = jax.ShapeDtypeStruct((leaves[0].shape[0],), jnp.int32)
+            batch = leaves[0].shape[isinstance(cache, Stacked)]
+            total = jax.ShapeDtypeStruct((batch,), jnp.int32)
             finish = functools.partial(
-                programs.finish_layer, setup, window, stage=stage, reserve=reserve
+                programs.finish_one, setup, window, stage=stage, reserve=reserve
             )
             found[key] = jax.eval_shape(finish, cache, total)
-        return found[key]
-
-    return tuple(map(finished, setup.config.windows, caches))
+        finished.append(found[key])
+        layer += programs.layers_in(cache)
+    return tuple(finished)
 
 
 def read_bytes(setup: programs.Setup, caches: tuple[Any, ...], length: int) -> int:
@@ -251,4 +253,9 @@ def read_bytes(setup: programs.Setup, caches: tuple[Any, ...], length: int) -> i
     hollow = jax.tree.map(
         lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), caches
     )
-    return sum(setup.method.read_bytes(cache, length) for cache in hollow)
+    return sum(
+        cache.count * setup.method.read_bytes(jax.tree.map(lambda x: x[0], cache.cache), length)
+        if isinstance(cache, Stacked)
+        else setup.method.read_bytes(cache, length)
+        for cache in hollow
+    )

@@ -30,7 +30,7 @@ from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.programs import Sampling, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import check_mesh
+from jax_longctx.models.llama import check_mesh, stacked_layers
 
 Rows = Sequence[Sequence[int]]
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
@@ -136,7 +136,8 @@ class Engine:
         method.validate(config)
         check_mesh(config, mesh)
         dtype = jnp.dtype(params["embed"]["table"].dtype)
-        self.config, self.params, self.method, self.mesh = config, params, method, mesh
+        self.config, self.method, self.mesh = config, method, mesh
+        self.params = params if by_layer else stacked_layers(params)
         self.chunk, self.memory_limit = chunk, memory_limit
         self.setup = programs.Setup(config, method, mesh, dtype, chunk, by_layer)
 
@@ -339,7 +340,7 @@ class Engine:
             return caches
         if not lends:
             self._check_bytes(context.slots, bytes_per_device(self.mesh, caches), 0.0)
-        forks = tuple(self.method.fork(cache) for cache in caches)
+        forks = tuple(programs.fork(self.method, cache) for cache in caches)
         if lends:
             context.caches = None
         return forks

@@ -12,17 +12,18 @@ own: one for all layers that are alike, and a dispatch for each of them.
 
 import dataclasses
 import functools
+import itertools
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.extend.core
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -37,9 +38,18 @@ from jax_longctx.contract import (
     step_variant,
 )
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import Layer, model_of
+from jax_longctx.models.llama import ends_of, layer_of
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import AnyMesh, logical_sharding, logical_spec, tree_shardings, tree_specs
+from jax_longctx.sharding import (
+    AnyMesh,
+    Stacked,
+    leaf_fields,
+    logical_sharding,
+    logical_spec,
+    tree_shardings,
+    tree_specs,
+)
+from pallas_kernels.plane import Plane
 
 # `jax.jit` of a function that gives back every donated argument, updated, in the order they came.
 #
@@ -131,13 +141,33 @@ def hidden_states(
     Outside of jit the caches are donated.
     """
     x_BTD = _embedded(setup, params, segment.tokens, segment.token_axis)
-    updated = []
-    for layer, cache in enumerate(caches):
-        with jax.named_scope(f"layer_{layer}"):
-            window, weights = setup.config.windows[layer], params["layers"][str(layer)]
+    updated, layer, layers = [], 0, params["layers"]
+    for cache in caches:
+        window = setup.config.windows[layer]
+        if setup.by_layer:
+            weights = layers[str(layer)]
             x_BTD, cache = _through_layer(setup, window, weights, x_BTD, cache, segment, total)
+        else:
+            run = cache if isinstance(cache, Stacked) else _alone(cache)
+            x_BTD, run = _through_run(setup, window, layers, layer, x_BTD, run, segment, total)
+            cache = run if isinstance(cache, Stacked) else _of_layer(run.cache, 0)
         updated.append(cache)
+        layer += layers_in(cache)
     return _normed(setup, params, x_BTD), tuple(updated)
+
+
+def layers_in(cache: Any) -> int:
+    """How many layers' cache it is."""
+    return cache.count if isinstance(cache, Stacked) else 1
+
+
+def _alone(cache: Any) -> Stacked:
+    return Stacked(jax.tree.map(lambda leaf: leaf[None], cache), 1)
+
+
+def _of_layer(stacks: Any, layer: Any) -> Any:
+    """A layer's part of every stack."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacks)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -146,7 +176,7 @@ def _embedded(
 ) -> Float[Array, "B T D"]:
     # Where the tokens lie, the projections and the MLP are computed.
     tokens = jax.lax.with_sharding_constraint(tokens, logical_sharding(setup.mesh, ("batch", axis)))
-    return model_of(setup.config, params).embedded(tokens)
+    return ends_of(setup.config, params).embedded(tokens)
 
 
 @functools.partial(in_place, static_argnums=(0, 1), donate_argnums=(3, 4))
@@ -166,31 +196,94 @@ def _through_layer(
         (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
         return out, cache
 
+    specs = tree_specs(cache)
+    return _attended(setup, local, params, x, cache, specs, segment, total)
+
+
+def _attended(
+    setup: Setup,
+    local: Any,
+    params: Any,
+    x: Float[Array, "B T D"],
+    cache: Any,
+    specs: Any,
+    segment: Segment,
+    total: Int[Array, " B"],
+) -> tuple[Float[Array, "B T D"], Any]:
+    """A layer of these parameters, whose attention is `local` over a cache of these `specs`."""
+
     def attend(layer: int, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-        cache_specs = tree_specs(cache)
         heads = logical_spec(("batch", segment.token_axis, "heads", None))
         kv_heads = logical_spec(("batch", segment.token_axis, "kv_heads", None))
-        in_specs = (heads, kv_heads, kv_heads, cache_specs, tree_specs(segment), BATCH)
-        run = setup.shard_map(local, in_specs, (heads, cache_specs))
+        in_specs = (heads, kv_heads, kv_heads, specs, tree_specs(segment), BATCH)
+        run = setup.shard_map(local, in_specs, (heads, specs))
         return run(q, k, v, cache, segment, total)
 
-    return _module(*_abstract_layer(setup.config), params)(x, 0, cache, attend)
+    return layer_of(setup.config, params)(x, 0, cache, attend)
+
+
+def _through_run(
+    setup: Setup,
+    window: int | None,
+    layers: Any,
+    first: int,
+    x: Float[Array, "B T D"],
+    run: Stacked,
+    segment: Segment,
+    total: Int[Array, " B"],
+) -> tuple[Float[Array, "B T D"], Stacked]:
+    """Consecutive layers that are alike, from `first` on, as a loop around one layer's program.
+
+    The loop carries every layer's cache. Arrays that are `in_place` reach the method as `Plane`s;
+    of the others, which are small, the layer's part is cut out and put back.
+    """
+    stacks, structure = jax.tree.flatten(run.cache)
+    fields = leaf_fields(run.cache)
+    specs = [
+        Plane(logical_spec(("layers", *field.axes)), PartitionSpec())
+        if field.in_place
+        else logical_spec(field.axes)
+        for field in fields
+    ]
+
+    def local(q: Array, k: Array, v: Array, parts: Any, segment: Segment, total: Array) -> Any:
+        ctx = setup.layer_context(window, total)
+        cache = structure.unflatten(parts)
+        (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
+        news = structure.flatten_up_to(cache)
+        return out, [_kept(old, new) for old, new in zip(parts, news, strict=True)]
+
+    def layer(index: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        x_BTD, stacks = carry
+        parts = [
+            Plane(stack, index) if field.in_place else _of_layer(stack, index)
+            for stack, field in zip(stacks, fields, strict=True)
+        ]
+        weights = _of_layer(layers, first + index)
+        x_BTD, parts = _attended(setup, local, weights, x_BTD, parts, specs, segment, total)
+        stacks = [
+            part.whole
+            if isinstance(part, Plane)
+            else jax.lax.dynamic_update_index_in_dim(stack, part, index, 0)
+            for stack, part in zip(stacks, parts, strict=True)
+        ]
+        return x_BTD, stacks
+
+    with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
+        x, stacks = jax.lax.fori_loop(0, run.count, layer, (x, stacks))
+    return x, Stacked(structure.unflatten(stacks), run.count)
+
+
+def _kept(old: Any, new: Any) -> Any:
+    """The plane that holds what a method gave back for it."""
+    if isinstance(old, Plane) and not isinstance(new, Plane):
+        return old.write(new)
+    return new
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _normed(setup: Setup, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    return model_of(setup.config, params).final_norm(x)
-
-
-@functools.lru_cache(maxsize=16)
-def _abstract_layer(config: ModelConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: Layer(config)))
-
-
-def _module(graph: Any, abstract: Any, params: Any) -> Any:
-    state = jax.tree.map(lambda leaf: leaf, abstract)
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state)
+    return ends_of(setup.config, params).final_norm(x)
 
 
 def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[CacheShape]:
@@ -216,10 +309,33 @@ def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[Cac
 
 
 def empty_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[Any, ...]:
-    """Every layer's empty cache, unsharded; call it under `jax.eval_shape` or `init_caches`."""
-    return tuple(
-        setup.method.init_cache(shape) for shape in cache_shapes(setup, batch, slots, reserve)
-    )
+    """The empty caches, unsharded; call it under `jax.eval_shape` or `init_caches`.
+
+    One a layer with `Setup.by_layer`, else one for each run of consecutive layers that are alike.
+    """
+    shapes = cache_shapes(setup, batch, slots, reserve)
+    if setup.by_layer:
+        return tuple(map(setup.method.init_cache, shapes))
+    caches = []
+    for _, run in itertools.groupby(shapes, functools.partial(_likeness, setup)):
+        alike = list(run)
+        cache = setup.method.init_cache(alike[0])
+        if len(alike) > 1:
+            count = len(alike)
+            cache = Stacked(
+                jax.tree.map(lambda leaf, n=count: jnp.broadcast_to(leaf, (n, *leaf.shape)), cache),
+                count,
+            )
+        caches.append(cache)
+    return tuple(caches)
+
+
+def _likeness(setup: Setup, shape: CacheShape) -> Any:
+    """Equal for layers whose caches begin alike and that see alike."""
+    made = jax.make_jaxpr(setup.method.init_cache, static_argnums=0, return_shape=True)
+    jaxpr, cache = made(shape)
+    consts = tuple(np.asarray(const).tobytes() for const in jaxpr.consts)
+    return shape.window, jax.tree.structure(cache), str(jaxpr), consts
 
 
 @functools.lru_cache(maxsize=256)
@@ -289,7 +405,7 @@ def _wanted(
     hidden_BTD = hidden_BTD[:, segment.group(CHUNK_ROWS).columns]
     if logits == "hidden":
         return hidden_BTD
-    model = model_of(setup.config, params)
+    model = ends_of(setup.config, params)
     if logits == "all":
         return model.logits(hidden_BTD)
     assert last is not None
@@ -344,11 +460,60 @@ _finish_layer_donated = in_place(_finish_layer, static_argnums=(0, 1, 4, 5), don
 def _finish(
     setup: Setup, caches: tuple[Any, ...], total: Array, stage: Stage, reserve: int
 ) -> tuple[Any, ...]:
+    finished, layer = [], 0
+    for cache in caches:
+        window = setup.config.windows[layer]
+        finished.append(finish_one(setup, window, cache, total, stage, reserve))
+        layer += layers_in(cache)
+    return tuple(finished)
+
+
+def finish_one(
+    setup: Setup, window: int | None, cache: Any, total: Array, stage: Stage, reserve: int
+) -> Any:
+    """`finish` of a layer, or of a run of them."""
     each = _finish_layer_donated if stage == "context" else finish_layer
-    return tuple(
-        each(setup, setup.config.windows[layer], cache, total, stage, reserve)
-        for layer, cache in enumerate(caches)
+    if not isinstance(cache, Stacked):
+        return each(setup, window, cache, total, stage, reserve)
+    change = functools.partial(
+        _finish_layer, setup, window, total=total, stage=stage, reserve=reserve
     )
+    return Stacked(over_layers(change, cache.cache), cache.count)
+
+
+def over_layers(change: Callable[..., Any], stacks: Any) -> Any:
+    """`change(cache=...)` of every layer of a stack of caches; what it leaves alone is not copied.
+
+    Traced and compiled for one layer.
+    """
+    leaves, structure = jax.tree.flatten(stacks)
+
+    def changed(*parts: Any) -> Any:
+        return change(cache=structure.unflatten(parts))
+
+    one = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+    jaxpr, shapes = jax.make_jaxpr(changed, return_shape=True)(*one)
+    inputs = {var: index for index, var in enumerate(jaxpr.jaxpr.invars)}
+    kept = [
+        inputs.get(var) if isinstance(var, jax.extend.core.Var) else None
+        for var in jaxpr.jaxpr.outvars
+    ]
+
+    def made(_: None, parts: Any) -> tuple[None, Any]:
+        news = jax.tree.leaves(changed(*parts))
+        return None, [new for new, old in zip(news, kept, strict=True) if old is None]
+
+    _, new = jax.lax.scan(made, None, leaves)
+    fresh = iter(new)
+    found = [next(fresh) if old is None else leaves[old] for old in kept]
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def fork(method: Method, cache: Any) -> Any:
+    """The method's `fork` of a layer's cache, or of those of a run of layers."""
+    if isinstance(cache, Stacked):
+        return Stacked(jax.vmap(method.fork)(cache.cache), cache.count)
+    return method.fork(cache)
 
 
 # All layers as one program.
@@ -550,7 +715,7 @@ def _chosen(
     sampling: SamplingStatic,
 ) -> tuple[DecodeState, Int[Array, "B X"]]:
     """The state after each row's next token, which stands in its column."""
-    logits_BV = model_of(setup.config, params).logits(hidden_B1D[:, 0])
+    logits_BV = ends_of(setup.config, params).logits(hidden_B1D[:, 0])
     token_B = next_token(logits_BV, state.seen, state.keys, state.count, values, sampling)
     column_B = jnp.where(state.done, -1, token_B)
     chosen_BX = jax.lax.dynamic_update_slice(chosen_BX, column_B[:, None], (0, index))

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.models.config import ModelConfig
@@ -168,10 +168,11 @@ class Layer(nnx.Module):
 class Llama(nnx.Module):
     """The decoder."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, layers: int | None = None):
         self.config = config
         self.embed = Embedding(config)
-        self.layers = nnx.List([Layer(config) for _ in range(config.num_layers)])
+        count = config.num_layers if layers is None else layers
+        self.layers = nnx.List([Layer(config) for _ in range(count)])
         self.final_norm = Norm(config.model_dim, config)
         if not config.tie_embeddings:
             self.head = Embedding(config)
@@ -210,10 +211,65 @@ def abstract_model(config: ModelConfig) -> tuple[Any, Any]:
 
 def model_of(config: ModelConfig, params: Any) -> Llama:
     """The module over a nested dict of parameters."""
-    graph, abstract = abstract_model(config)
+    return _merged(abstract_model(config), params)
+
+
+def ends_of(config: ModelConfig, params: Any) -> Llama:
+    """The module without its layers: embedding, final norm, head."""
+    ends = {name: value for name, value in params.items() if name != "layers"}
+    return _merged(_abstract_ends(config), ends)
+
+
+def layer_of(config: ModelConfig, params: Any) -> Layer:
+    """One layer over its parameters."""
+    return _merged(_abstract_layer(config), params)
+
+
+def stacked_layers(params: Any) -> Any:
+    """The parameters with all layers' in one array each, [L, ...], as a loop over layers needs.
+
+    A leaf at a time; where the layers' own arrays are not held elsewhere they are free then.
+    """
+    layers = params["layers"]
+    if "0" not in layers:
+        return params
+    each = [jax.tree.flatten(layers[str(index)]) for index in range(len(layers))]
+    stacks = [_stack(leaves) for leaves in zip(*(leaves for leaves, _ in each), strict=True)]
+    return {**params, "layers": jax.tree.unflatten(each[0][1], stacks)}
+
+
+def _stack(leaves: Sequence[Any]) -> Any:
+    first = leaves[0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        sharding = first.sharding and _over_layers(first.sharding)
+        return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype, sharding=sharding)
+    return _stacker(_over_layers(first.sharding), len(leaves))(leaves)
+
+
+@functools.lru_cache(maxsize=64)
+def _stacker(sharding: NamedSharding, count: int) -> Any:
+    return jax.jit(lambda leaves: jnp.stack(leaves), out_shardings=sharding)
+
+
+def _over_layers(sharding: Any) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+
+
+def _merged(split: tuple[Any, Any], params: Any) -> Any:
+    graph, abstract = split
     state = jax.tree.map(lambda leaf: leaf, abstract)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract_ends(config: ModelConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Llama(config, layers=0)))
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract_layer(config: ModelConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Layer(config)))
 
 
 @functools.lru_cache(maxsize=16)

@@ -48,7 +48,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache, lines_of, local_run, read_lines
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.models.rope import rope_angles
-from pallas_kernels.common import merge
+from pallas_kernels.common import Cache, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
@@ -71,7 +71,7 @@ def tie_tolerance(dtype: jnp.dtype) -> float:
 
 def best_keys(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
+    k: Cache,
     start: int,
     stop: Int[Array, " B"],
     valid: Int[Array, " B"],
@@ -108,7 +108,7 @@ def best_keys(
 
 def _tolerance(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
+    k: Cache,
     stop: Int[Array, " B"],
     ctx: LayerContext,
 ) -> Float[Array, "B T N"]:
@@ -319,7 +319,7 @@ def attend_scope(
 
 
 def _rotated_lines(
-    buffer: Float[Array, "B K S H"],
+    buffer: Cache,
     slots: Int[Array, "B X"],
     positions: Int[Array, "B X"],
     ctx: LayerContext,
@@ -333,8 +333,8 @@ def _rotated_lines(
     # there on. To put two halves together cost a GPU 32 us for 8 heads and 8192 slots, where to
     # read them takes 12.
     head_dim = buffer.shape[3]
-    halves = buffer.reshape(-1, head_dim // 2)  # [B*K*S*2, F]
-    line_BKX1 = 2 * lines_of(buffer, jnp.maximum(slots, 0)[:, None])[..., None]
+    flat, line_BKX = lines_of(buffer, jnp.maximum(slots, 0)[:, None])
+    halves, line_BKX1 = flat.reshape(-1, head_dim // 2), 2 * line_BKX[..., None]
     own, partner = (
         jnp.take(halves, line_BKX1 + np.array(order), axis=0, mode="clip").astype(jnp.float32)
         for order in ([0, 1], [1, 0])

@@ -16,15 +16,16 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import Window, check_heads
+from pallas_kernels.common import Cache, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
+from pallas_kernels.plane import part_of
 from pallas_kernels.tpu_common import unsupported_keys
 
 
 def decode_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Cache,
+    v: Cache,
     lengths: Int[Array, " B"],
     *,
     scale: float,
@@ -63,18 +64,18 @@ def decode_attention(
 
 def decode_logits(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
+    k: Cache,
     lengths: Int[Array, " B"],
     *,
     scale: float,
 ) -> Float[Array, "B N S"]:
     """scale q.k in float32 below lengths[b]; -inf for the other slots, whatever they hold."""
     check_heads("decode_logits", q, k)
-    return xla.decode_logits(q, k, lengths, scale=scale)
+    return xla.decode_logits(q, part_of(k), lengths, scale=scale)
 
 
 def attend_logits(
-    logits: Float[Array, "B N S"], v: Float[Array, "B K S H"]
+    logits: Float[Array, "B N S"], v: Cache
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """The values weighted by the softmax of the logits, in v's dtype, and its log-sum-exp.
 
@@ -90,13 +91,13 @@ def attend_logits(
     heads, kv_heads = logits.shape[1], v.shape[1]
     if heads % kv_heads:
         raise ValueError(f"attend_logits: {heads} heads of logits over {kv_heads} kv heads")
-    return xla.attend_logits(logits, v)
+    return xla.attend_logits(logits, part_of(v))
 
 
 def attend_with_logits(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Cache,
+    v: Cache,
     lengths: Int[Array, " B"],
     *,
     scale: float,

@@ -37,6 +37,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.common import Attended, Cache, PerQuery, PerRow, Queries, Window
+from pallas_kernels.plane import ArrayLike
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that find place in shared memory
@@ -105,7 +106,7 @@ class _Piece:
     number: Any
 
 
-def unsupported(q: Array, k: Array) -> str | None:
+def unsupported(q: Array, k: ArrayLike) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     rows = q.shape[1] * q.shape[2] // k.shape[1]
     if rows > hopper.ROWS:
@@ -117,7 +118,7 @@ def unsupported(q: Array, k: Array) -> str | None:
     return hopper.unsupported(q)
 
 
-def unsupported_logits(q: Array, k: Array) -> str | None:
+def unsupported_logits(q: Array, k: ArrayLike) -> str | None:
     """Why `attend_with_logits` cannot run these arguments, or None."""
     rows = q.shape[2] // k.shape[1]
     if rows > hopper.TILE_ROWS:

@@ -36,6 +36,7 @@ from pallas_kernels.common import (
     merge,
     split_tail,
 )
+from pallas_kernels.plane import ArrayLike
 
 _LANES = 128
 _BLOCKS = (512, 256, 128)
@@ -53,7 +54,7 @@ def unsupported_causal(q: Array) -> str | None:
     return None
 
 
-def unsupported_cache(q: Array, k: Array, window: int | None) -> str | None:
+def unsupported_cache(q: Array, k: ArrayLike, window: int | None) -> str | None:
     """Why splash cannot run the chunk against the cache, or None."""
     if window is not None:
         return "no sliding window against a cache"

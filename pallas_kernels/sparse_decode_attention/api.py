@@ -19,14 +19,14 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import check_heads
+from pallas_kernels.common import Cache, check_heads
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
 
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Cache,
+    v: Cache,
     pages: Int[Array, "B X C"],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
@@ -68,8 +68,8 @@ def sparse_decode_attention(
 
 def flat_sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Cache,
+    v: Cache,
     heads: Int[Array, "B E"],
     pages: Int[Array, "B E"],
     start: Int[Array, " B"],

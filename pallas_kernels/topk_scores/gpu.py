@@ -60,6 +60,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
+from pallas_kernels.plane import ArrayLike
 
 # Keys of a tile, and of a block whose best score alone is ranked. A thread of a wgmma holds columns
 # c and c + 1 of every 8: with the keys of a tile laid out block-minor, the maximum over a block is
@@ -107,7 +108,7 @@ class _Job:
         return hopper.ROWS * self.warpgroups
 
 
-def unsupported(q: Array, k: Array, count: int, tile_best: int | None) -> str | None:
+def unsupported(q: Array, k: ArrayLike, count: int, tile_best: int | None) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     if tile_best is not None:
         return "it ranks keys, not tiles' best"

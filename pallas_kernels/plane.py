@@ -1,0 +1,68 @@
+"""`Plane`: one layer's part of an array that holds those of many layers.
+
+A loop over layers carries every layer's cache in one array. A slice of it that is changed and put
+back costs a copy of the layer's cache each way; a `Plane` is written where it lies instead. Read as
+a slice it costs a copy on TPUs only: on GPUs XLA hands the slice's address to matmuls and to
+Mosaic kernels (a test sees it in the compiled program), and TPU kernels take the layer's index.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+from jaxtyping import Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plane:
+    """`whole[layer]`, which may stand for a cache's array in reads and writes of rows.
+
+    Attributes:
+      whole: [L, B, ...], every layer's part.
+      layer: which of them this is.
+    """
+
+    whole: Array
+    layer: Int[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        return self.whole.ndim - 1
+
+    @property
+    def dtype(self) -> Any:
+        return self.whole.dtype
+
+    def read(self) -> Array:
+        """The layer's part."""
+        return jax.lax.dynamic_index_in_dim(self.whole, self.layer, keepdims=False)
+
+    def rows(self) -> tuple[Array, Array]:
+        """All layers' rows, [L * B, ...], and the first that is this layer's."""
+        rows = self.whole.shape[1]
+        return self.whole.reshape(-1, *self.whole.shape[2:]), self.layer * rows
+
+    def with_rows(self, rows: Array) -> "Plane":
+        """The plane after its rows, and no others, were changed."""
+        return Plane(rows.reshape(self.whole.shape), self.layer)
+
+    def write(self, part: Array) -> "Plane":
+        """The plane with another part."""
+        return Plane(
+            jax.lax.dynamic_update_index_in_dim(self.whole, part, self.layer, 0), self.layer
+        )
+
+
+def part_of(array: Any) -> Any:
+    """What a plane holds; anything else as it is."""
+    return array.read() if isinstance(array, Plane) else array
+
+
+# What may be either.
+ArrayLike = Array | Plane
