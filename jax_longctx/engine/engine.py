@@ -137,7 +137,7 @@ class Engine:
         check_mesh(config, mesh)
         dtype = jnp.dtype(params["embed"]["table"].dtype)
         self.config, self.method, self.mesh = config, method, mesh
-        self.params = params if by_layer else stacked_layers(params)
+        self.params = params if by_layer else stacked_layers(config, params)
         self.chunk, self.memory_limit = chunk, memory_limit
         self.setup = programs.Setup(config, method, mesh, dtype, chunk, by_layer)
 

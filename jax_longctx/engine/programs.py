@@ -15,16 +15,15 @@ import functools
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.extend.core
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jax_longctx.contract import (
@@ -66,6 +65,8 @@ _logger = logging.getLogger(__name__)
 # compiled something, which is some twenty programs.
 EVENTS = 60
 _events = 0
+# Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
+LEAST_ROWS = 8
 # Greedy, top_k, whether top_p is used, whether the penalty is.
 SamplingStatic = tuple[bool, int, bool, bool]
 
@@ -115,6 +116,21 @@ class Setup:
     dtype: Any
     chunk: int
     by_layer: bool = False
+
+    @property
+    def platform(self) -> str:
+        """What the programs are for: "cpu", "gpu" or "tpu"."""
+        if isinstance(self.mesh, AbstractMesh):
+            return jax.default_backend()
+        return self.mesh.devices.flat[0].platform
+
+    def logits(self, params: Any, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """float32 logits of one hidden state a row."""
+        rows = hidden.shape[0]
+        if self.platform == "gpu" and rows < LEAST_ROWS:
+            # Of fewer XLA converts the whole head to float32 first.
+            hidden = jnp.pad(hidden, ((0, LEAST_ROWS - rows), (0, 0)))
+        return ends_of(self.config, params).logits(hidden)[:rows]
 
     def layer_context(self, window: int | None, total: Array) -> LayerContext:
         return LayerContext(
@@ -405,13 +421,12 @@ def _wanted(
     hidden_BTD = hidden_BTD[:, segment.group(CHUNK_ROWS).columns]
     if logits == "hidden":
         return hidden_BTD
-    model = ends_of(setup.config, params)
     if logits == "all":
-        return model.logits(hidden_BTD)
+        return ends_of(setup.config, params).logits(hidden_BTD)
     assert last is not None
     valid_B = segment.valid_of(CHUNK_ROWS)
     ends_B11 = jnp.maximum(valid_B - 1, 0)[:, None, None]
-    new_BV = model.logits(jnp.take_along_axis(hidden_BTD, ends_B11, axis=1)[:, 0])
+    new_BV = setup.logits(params, jnp.take_along_axis(hidden_BTD, ends_B11, axis=1)[:, 0])
     return jnp.where((valid_B > 0)[:, None], new_BV, last)
 
 
@@ -443,14 +458,29 @@ def _finish_layer(
     reserve: int,
 ) -> Any:
     """The method's `finish` of a layer inside the manual `shard_map`; traced once for like ones."""
+    finish, specs, _ = _traced_finish(setup, window, cache, total, stage, reserve)
+    return setup.shard_map(finish, (tree_specs(cache), BATCH), specs)(cache, total)
 
-    def local(cache: Any, total: Array) -> Any:
-        return setup.method.finish(cache, setup.layer_context(window, total), stage, reserve)
 
-    in_specs = (tree_specs(cache), BATCH)
+def _traced_finish(
+    setup: Setup, window: int | None, cache: Any, total: Any, stage: Stage, reserve: int
+) -> tuple[Any, Any, list[int | None]]:
+    """`finish` of a device's part, the result's specs, and which arrays it hands on.
+
+    These are the numbers of `cache`'s arrays, None for those that are made anew.
+    """
+    handed: list[int | None] = []
+
+    def finish(cache: Any, total: Array) -> Any:
+        new = setup.method.finish(cache, setup.layer_context(window, total), stage, reserve)
+        known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(cache))}
+        handed[:] = [known.get(id(leaf)) for leaf in jax.tree.leaves(new)]
+        return new
+
     # What comes back is known by tracing; its fields then say how it is sharded.
-    traced = jax.eval_shape(setup.shard_map(local, in_specs, PartitionSpec()), cache, total)
-    return setup.shard_map(local, in_specs, tree_specs(traced))(cache, total)
+    in_specs = (tree_specs(cache), BATCH)
+    traced = jax.eval_shape(setup.shard_map(finish, in_specs, PartitionSpec()), cache, total)
+    return finish, tree_specs(traced), handed
 
 
 finish_layer = jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5))
@@ -475,38 +505,19 @@ def finish_one(
     each = _finish_layer_donated if stage == "context" else finish_layer
     if not isinstance(cache, Stacked):
         return each(setup, window, cache, total, stage, reserve)
-    change = functools.partial(
-        _finish_layer, setup, window, total=total, stage=stage, reserve=reserve
-    )
-    return Stacked(over_layers(change, cache.cache), cache.count)
-
-
-def over_layers(change: Callable[..., Any], stacks: Any) -> Any:
-    """`change(cache=...)` of every layer of a stack of caches; what it leaves alone is not copied.
-
-    Traced and compiled for one layer.
-    """
-    leaves, structure = jax.tree.flatten(stacks)
-
-    def changed(*parts: Any) -> Any:
-        return change(cache=structure.unflatten(parts))
-
-    one = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-    jaxpr, shapes = jax.make_jaxpr(changed, return_shape=True)(*one)
-    inputs = {var: index for index, var in enumerate(jaxpr.jaxpr.invars)}
-    kept = [
-        inputs.get(var) if isinstance(var, jax.extend.core.Var) else None
-        for var in jaxpr.jaxpr.outvars
-    ]
+    stacks, structure = jax.tree.flatten(cache.cache)
+    one = structure.unflatten(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks)
+    finish, specs, handed = _traced_finish(setup, window, one, total, stage, reserve)
+    change = setup.shard_map(finish, (tree_specs(one), BATCH), specs)
 
     def made(_: None, parts: Any) -> tuple[None, Any]:
-        news = jax.tree.leaves(changed(*parts))
-        return None, [new for new, old in zip(news, kept, strict=True) if old is None]
+        news = jax.tree.leaves(change(structure.unflatten(parts), total))
+        return None, [new for new, old in zip(news, handed, strict=True) if old is None]
 
-    _, new = jax.lax.scan(made, None, leaves)
-    fresh = iter(new)
-    found = [next(fresh) if old is None else leaves[old] for old in kept]
-    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+    # Of the arrays that are handed on no slice is made.
+    fresh = iter(jax.lax.scan(made, None, stacks)[1])
+    found = [next(fresh) if old is None else stacks[old] for old in handed]
+    return Stacked(jax.tree.unflatten(jax.tree.structure(specs), found), cache.count)
 
 
 def fork(method: Method, cache: Any) -> Any:
@@ -715,7 +726,7 @@ def _chosen(
     sampling: SamplingStatic,
 ) -> tuple[DecodeState, Int[Array, "B X"]]:
     """The state after each row's next token, which stands in its column."""
-    logits_BV = ends_of(setup.config, params).logits(hidden_B1D[:, 0])
+    logits_BV = setup.logits(params, hidden_B1D[:, 0])
     token_B = next_token(logits_BV, state.seen, state.keys, state.count, values, sampling)
     column_B = jnp.where(state.done, -1, token_B)
     chosen_BX = jax.lax.dynamic_update_slice(chosen_BX, column_B[:, None], (0, index))

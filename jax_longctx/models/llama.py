@@ -86,13 +86,21 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """The projections around `attend`; no rotary embedding here."""
+    """The projections around `attend`; no rotary embedding here.
 
-    def __init__(self, config: ModelConfig):
+    `joined`, the queries' weights, the keys' and the values' are one array, each kv head's
+    queries, key and value beside each other, so that a step reads them in one matmul.
+    """
+
+    def __init__(self, config: ModelConfig, joined: bool = False):
         d, n, k, h = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim
-        self.q = _param((d, n, h), ("embed", "heads", "head_dim"))
-        self.k = _param((d, k, h), ("embed", "kv_heads", "head_dim"))
-        self.v = _param((d, k, h), ("embed", "kv_heads", "head_dim"))
+        self.joined = joined
+        if joined:
+            self.qkv = _param((d, k, n // k + 2, h), ("embed", "kv_heads", None, "head_dim"))
+        else:
+            self.q = _param((d, n, h), ("embed", "heads", "head_dim"))
+            self.k = _param((d, k, h), ("embed", "kv_heads", "head_dim"))
+            self.v = _param((d, k, h), ("embed", "kv_heads", "head_dim"))
         self.o = _param((n, h, d), ("heads", "head_dim", "embed"))
         if config.qkv_bias:
             self.q_bias = _param((n, h), ("heads", "head_dim"))
@@ -107,9 +115,14 @@ class Attention(nnx.Module):
 
     def project(self, x_BTD: Array) -> tuple[Array, Array, Array]:
         """q_BTNH, k_BTKH, v_BTKH, before rotary embedding."""
-        q_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, self.q[...])
-        k_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.k[...])
-        v_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.v[...])
+        if self.joined:
+            new_BTKXH = jnp.einsum("BTD,DKXH->BTKXH", x_BTD, self.qkv[...])
+            q_BTKGH, k_BTKH, v_BTKH = new_BTKXH[..., :-2, :], *jnp.moveaxis(new_BTKXH, 3, 0)[-2:]
+            q_BTNH = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, q_BTKGH.shape[-1])
+        else:
+            q_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, self.q[...])
+            k_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.k[...])
+            v_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.v[...])
         if self.config.qkv_bias:
             q_BTNH = q_BTNH + self.q_bias[...]
             k_BTKH = k_BTKH + self.k_bias[...]
@@ -124,12 +137,16 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A gated MLP: SwiGLU with the activation silu."""
+    """A gated MLP: SwiGLU with the activation silu. `joined`, gate and up are one array."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, joined: bool = False):
         d, f = config.model_dim, config.mlp_dim
-        self.gate = _param((d, f), ("embed", "mlp"))
-        self.up = _param((d, f), ("embed", "mlp"))
+        self.joined = joined
+        if joined:
+            self.gate_up = _param((d, 2, f), ("embed", None, "mlp"))
+        else:
+            self.gate = _param((d, f), ("embed", "mlp"))
+            self.up = _param((d, f), ("embed", "mlp"))
         self.down = _param((f, d), ("mlp", "embed"))
         self.bias, self.activation = config.mlp_bias, config.traits.activation
         if self.bias:
@@ -138,8 +155,12 @@ class MLP(nnx.Module):
             self.down_bias = _param((d,), ("embed",))
 
     def __call__(self, x_BTD: Array) -> Array:
-        gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate[...])
-        up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up[...])
+        if self.joined:
+            both_BTCF = jnp.einsum("BTD,DCF->BTCF", x_BTD, self.gate_up[...])
+            gate_BTF, up_BTF = both_BTCF[:, :, 0], both_BTCF[:, :, 1]
+        else:
+            gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate[...])
+            up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up[...])
         if self.bias:
             gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
         activated_BTF = ACTIVATIONS[self.activation](gate_BTF)
@@ -150,11 +171,11 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """Pre-norm attention and MLP, each with a residual connection."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, joined: bool = False):
         self.attn_norm = Norm(config.model_dim, config)
-        self.attn = Attention(config)
+        self.attn = Attention(config, joined)
         self.mlp_norm = Norm(config.model_dim, config)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, joined)
 
     def __call__(self, x_BTD: Array, index: int, cache: Any, attend: Attend) -> tuple[Array, Any]:
         with jax.named_scope("attention"):
@@ -221,38 +242,67 @@ def ends_of(config: ModelConfig, params: Any) -> Llama:
 
 
 def layer_of(config: ModelConfig, params: Any) -> Layer:
-    """One layer over its parameters."""
-    return _merged(_abstract_layer(config), params)
+    """One layer over its parameters, which may be `joined` (see `stacked_layers`)."""
+    return _merged(_abstract_layer(config, "qkv" in params["attn"]), params)
 
 
-def stacked_layers(params: Any) -> Any:
+def stacked_layers(config: ModelConfig, params: Any) -> Any:
     """The parameters with all layers' in one array each, [L, ...], as a loop over layers needs.
 
-    A leaf at a time; where the layers' own arrays are not held elsewhere they are free then.
+    The weights of queries, keys and values are joined, and those of gate and up (see `Attention`,
+    `MLP`). An array at a time: what the caller does not hold is free as soon as it was copied.
     """
     layers = params["layers"]
     if "0" not in layers:
         return params
-    each = [jax.tree.flatten(layers[str(index)]) for index in range(len(layers))]
-    stacks = [_stack(leaves) for leaves in zip(*(leaves for leaves, _ in each), strict=True)]
-    return {**params, "layers": jax.tree.unflatten(each[0][1], stacks)}
+    each = [layers[str(index)] for index in range(len(layers))]
+    ways = {"attn": {"qkv": ("q", "k", "v")}, "mlp": {"gate_up": ("gate", "up")}}
+    stacks: dict[str, dict[str, Any]] = {}
+    for part, arrays in each[0].items():
+        joins = ways.get(part, {})
+        joined = {name for names in joins.values() for name in names}
+        plain = {name: (name,) for name in arrays if name not in joined}
+        stacks[part] = {
+            name: _stack(config, [tuple(layer[part][one] for one in names) for layer in each])
+            if not isinstance(arrays[names[0]], dict)
+            else {"scale": _stack(config, [(layer[part][name]["scale"],) for layer in each])}
+            for name, names in {**plain, **joins}.items()
+        }
+    return {**params, "layers": stacks}
 
 
-def _stack(leaves: Sequence[Any]) -> Any:
-    first = leaves[0]
-    if isinstance(first, jax.ShapeDtypeStruct):
-        sharding = first.sharding and _over_layers(first.sharding)
-        return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype, sharding=sharding)
-    return _stacker(_over_layers(first.sharding), len(leaves))(leaves)
+def _stack(config: ModelConfig, layers: Sequence[tuple[Any, ...]]) -> Any:
+    """One array of the layers' `layers[l]`, which are joined where they are several."""
+    (first, *others), abstract = layers[0], isinstance(layers[0][0], jax.ShapeDtypeStruct)
+    if first.sharding is None:
+        return jax.eval_shape(_joined_stack(len(others), config.num_kv_heads), layers)
+    # Joined, heads [D,N,H] are [D,K,X,H] and gate and up [D,2,F]: the sharded axis stays one.
+    spec = tuple(first.sharding.spec) + (None,) * (first.ndim - len(first.sharding.spec))
+    if others:
+        spec = (spec[0], spec[1], None, spec[2]) if first.ndim == 3 else (spec[0], None, spec[1])
+    sharding = NamedSharding(first.sharding.mesh, PartitionSpec(None, *spec))
+    if abstract:
+        made = jax.eval_shape(_joined_stack(len(others), config.num_kv_heads), layers)
+        return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
+    return _stacker(len(others), config.num_kv_heads, sharding)(layers)
 
 
 @functools.lru_cache(maxsize=64)
-def _stacker(sharding: NamedSharding, count: int) -> Any:
-    return jax.jit(lambda leaves: jnp.stack(leaves), out_shardings=sharding)
+def _stacker(others: int, kv_heads: int, sharding: NamedSharding) -> Any:
+    return jax.jit(_joined_stack(others, kv_heads), out_shardings=sharding)
 
 
-def _over_layers(sharding: Any) -> NamedSharding:
-    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+def _joined_stack(others: int, kv_heads: int) -> Callable[..., Array]:
+    def joined(arrays: tuple[Array, ...]) -> Array:
+        if not others:
+            return arrays[0]
+        if others == 1:
+            return jnp.stack(arrays, axis=1)
+        # Query head n is the n // G-th kv head's.
+        grouped = [x.reshape(x.shape[0], kv_heads, -1, x.shape[2]) for x in arrays]
+        return jnp.concatenate(grouped, axis=2)
+
+    return lambda layers: jnp.stack([joined(arrays) for arrays in layers])
 
 
 def _merged(split: tuple[Any, Any], params: Any) -> Any:
@@ -268,8 +318,8 @@ def _abstract_ends(config: ModelConfig) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def _abstract_layer(config: ModelConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: Layer(config)))
+def _abstract_layer(config: ModelConfig, joined: bool) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Layer(config, joined)))
 
 
 @functools.lru_cache(maxsize=16)

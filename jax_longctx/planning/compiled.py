@@ -34,7 +34,7 @@ from jax_longctx.engine import Sampling, programs
 from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.models.llama import param_infos
+from jax_longctx.models.llama import param_infos, stacked_layers
 from jax_longctx.planning.plan import PlanRequest, context_segments, weight_bytes
 from jax_longctx.sharding import logical_sharding, make_mesh, tree_shardings
 
@@ -198,7 +198,7 @@ def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:
 
 def abstract_params(setup: programs.Setup) -> Any:
     """The parameters as shapes on the mesh, in a nested dict."""
-    return unflatten_dict(
+    params = unflatten_dict(
         {
             path: jax.ShapeDtypeStruct(
                 info.shape, setup.dtype, sharding=logical_sharding(setup.mesh, info.axes)
@@ -207,6 +207,7 @@ def abstract_params(setup: programs.Setup) -> Any:
         },
         sep=".",
     )
+    return params if setup.by_layer else stacked_layers(setup.config, params)
 
 
 def placed(mesh: Any, caches: Any) -> Any:
