@@ -102,7 +102,7 @@ def load(
     mesh: Mesh | None = None,
     dtype: str | None = None,
     chunk: int = 512,
-    by_layer: bool = False,
+    by_layer: bool | None = None,
 ) -> "LongContext":
     """A checkpoint directory (`jax-longctx convert` writes them), ready to answer.
 

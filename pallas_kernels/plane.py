@@ -43,6 +43,9 @@ class Plane:
         """The layer's part."""
         return jax.lax.dynamic_index_in_dim(self.whole, self.layer, keepdims=False)
 
+    def __getitem__(self, index: Any) -> Array:
+        return self.read()[index]
+
     def rows(self) -> tuple[Array, Array]:
         """All layers' rows, [L * B, ...], and the first that is this layer's."""
         rows = self.whole.shape[1]

@@ -78,6 +78,17 @@ def _parts(*annotations: Any) -> Iterator[type]:
 jaxtyping.install_import_hook(CHECKED, f"{__name__}.check_types")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _looped() -> None:
+    """With LONGCTX_TEST_LOOPS=1 engines loop over layers on the device, as on GPUs and TPUs."""
+    if os.environ.get("LONGCTX_TEST_LOOPS") == "1":
+        from jax_longctx.engine.engine import Engine
+
+        defaults = Engine.__init__.__kwdefaults__
+        assert defaults is not None and defaults["by_layer"] is None
+        defaults["by_layer"] = False
+
+
 @pytest.fixture
 def unchecked_signatures():
     """Signatures as users run them, unchecked: for the library's own words on bad arguments."""

@@ -114,7 +114,9 @@ class Engine:
       params: nested dict of the model's parameters, on the mesh.
       chunk: tokens of a row that one prefill pass takes.
       memory_limit: bytes on each device that a new cache may use; None asks the device.
-      by_layer: whether programs are of one layer, compiled sooner and run slower (see `Setup`).
+      by_layer: whether the host calls a layer's program for each layer, or a device loops over
+        them (see `Setup`). None: the host on CPUs, which read weights quicker apart than as slices
+        of a stack.
 
     Raises:
       ConfigError: the method or the mesh does not fit the model.
@@ -129,7 +131,7 @@ class Engine:
         *,
         chunk: int = 512,
         memory_limit: int | None = None,
-        by_layer: bool = False,
+        by_layer: bool | None = None,
     ):
         if chunk < 1:
             raise InputError(f"chunk must be at least 1 token, got {chunk}")
@@ -137,6 +139,8 @@ class Engine:
         check_mesh(config, mesh)
         dtype = jnp.dtype(params["embed"]["table"].dtype)
         self.config, self.method, self.mesh = config, method, mesh
+        if by_layer is None:
+            by_layer = mesh.devices.flat[0].platform == "cpu"
         self.params = params if by_layer else stacked_layers(config, params)
         self.chunk, self.memory_limit = chunk, memory_limit
         self.setup = programs.Setup(config, method, mesh, dtype, chunk, by_layer)

@@ -289,7 +289,7 @@ def token_scores(
 
     Logits are made of a few columns at a time: `[B, T, V]` is never in memory.
     """
-    model = programs.model_of(setup.config, params)
+    model = programs.ends_of(setup.config, params)
 
     def score(hidden_BXD: Array, targets_BX: Array) -> tuple[Array, Array]:
         logits_BXV = model.logits(hidden_BXD)

@@ -100,7 +100,7 @@ def scored_states(
 def _compare(
     setup: programs.Setup, params: Any, full: Float[Array, "B T D"], other: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    model = programs.model_of(setup.config, params)
+    model = programs.ends_of(setup.config, params)
 
     def compare(full_BXD: Array, other_BXD: Array) -> tuple[Array, Array]:
         p_BXV, q_BXV = (

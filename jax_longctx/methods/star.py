@@ -49,6 +49,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import refuse_windows
 from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Adopting, Blocks, Remembering, StarCache
 from pallas_kernels.common import merge
+from pallas_kernels.plane import part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 
@@ -143,7 +144,7 @@ class Star(Blocks):
         if not sends:
             begin = turn * self.block
             block_k, block_v = (
-                jax.lax.dynamic_slice_in_dim(x, begin, self.block, axis=2)
+                jax.lax.dynamic_slice_in_dim(part_of(x), begin, self.block, axis=2)
                 for x in (store.k, store.v)
             )
             so_far_B = filled_B - begin

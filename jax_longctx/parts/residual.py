@@ -34,6 +34,7 @@ from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.parts.sparse_decode import Prior, Selected
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import decode_logits
+from pallas_kernels.plane import part_of
 
 
 @jax.tree_util.register_dataclass
@@ -131,7 +132,7 @@ def observe(
 def adopt(background: Background, store: AppendCache, ctx: LayerContext) -> Background:
     """The background of a store which another method has filled, without its queries."""
     held_BS = jnp.arange(store.k.shape[2]) < store.held(ctx)[:, None]
-    keys = jnp.where(held_BS[:, None, :, None], store.k.astype(jnp.float32), 0.0)
+    keys = jnp.where(held_BS[:, None, :, None], part_of(store.k).astype(jnp.float32), 0.0)
     total_BKH = ctx.psum_seq(jnp.sum(keys, axis=2))
     return dataclasses.replace(background, key_sum=total_BKH, counted=store.length)
 
@@ -157,7 +158,7 @@ def begin_answer(
     # o0 stays in float32, which the doors of decode attention do not return for bfloat16 values.
     weights_BKGS = weights_BMS.reshape(batch, kv_heads, -1, slots).astype(store.v.dtype)
     sums_BKGH = jnp.einsum(
-        "BKGS,BKSH->BKGH", weights_BKGS, store.v, preferred_element_type=jnp.float32
+        "BKGS,BKSH->BKGH", weights_BKGS, part_of(store.v), preferred_element_type=jnp.float32
     )
     out_BMH = sums_BKGH.reshape(mean_BMH.shape) / jnp.maximum(total_BM1, 1e-30)
     lse_BM1 = jnp.where(total_BM1 > 0, top_BM1 + jnp.log(total_BM1), -jnp.inf)

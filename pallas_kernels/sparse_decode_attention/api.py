@@ -102,8 +102,8 @@ def flat_sparse_decode_attention(
 def _attend(
     operation: str,
     q: Array,
-    k: Array,
-    v: Array,
+    k: Cache,
+    v: Cache,
     heads: Array | None,
     pages: Array,
     start: Array,
