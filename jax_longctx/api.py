@@ -124,7 +124,8 @@ def load(
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
     params = load_params(checkpoint, mesh, None if dtype is None else jnp.dtype(dtype))
-    engine = Engine(manifest.config, params, method or Full(), mesh, chunk=chunk, by_layer=by_layer)
+    how: dict[str, Any] = dict(chunk=chunk, by_layer=by_layer, consume=True)
+    engine = Engine(manifest.config, params, method or Full(), mesh, **how)
     return LongContext(engine, tokenizer, manifest)
 
 

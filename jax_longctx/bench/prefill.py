@@ -25,11 +25,10 @@ from jax.sharding import Mesh
 from jax_longctx.bench.decode import WARM
 from jax_longctx.bench.timing import TOO_MUCH, Shape, answered, scaled
 from jax_longctx.contract import merging
-from jax_longctx.engine import programs
 from jax_longctx.engine.engine import BLOCK, SPARE
 from jax_longctx.errors import InputError
 from jax_longctx.methods import make_method
-from jax_longctx.models.llama import param_infos
+from jax_longctx.models.llama import ends_of, layer_of, layer_params, param_infos
 from jax_longctx.planning.plan import prefill_work
 from jax_longctx.sharding import logical_sharding, logical_spec
 from pallas_kernels.prefill_attention import causal_attention
@@ -175,7 +174,10 @@ def _linear_rate(shape: Shape, runs: int) -> float:
 
     @jax.jit
     def layers(params: Any, tokens: Any) -> Any:
-        return programs.model_of(engine.config, params).hidden(tokens, (None, None), attend)[0]
+        x = ends_of(engine.config, params).embedded(tokens)
+        for index in range(2):
+            x, _ = layer_of(engine.config, layer_params(params, index))(x, index, None, attend)
+        return x
 
     sharding = logical_sharding(shape.mesh, ("batch", "tokens"))
     make = functools.partial(jnp.zeros, (rows, shards * shape.chunk), jnp.int32)

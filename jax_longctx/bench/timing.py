@@ -23,7 +23,7 @@ from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.llama import first_layers, init_params, stacked_layers
 from jax_longctx.models.presets import preset
 
 # Where a case does not fit the memory.
@@ -178,14 +178,16 @@ class Shape:
         if not 2 <= timed <= config.num_layers:
             raise InputError(f"--layers must be from 2 to {config.num_layers}, got {layers}")
         say("making weights ...")
-        params = init_params(_cut(config, timed), mesh, dtype=jnp.bfloat16)
+        cut = _cut(config, timed)
+        params = init_params(cut, mesh, dtype=jnp.bfloat16)
+        if mesh.devices.flat[0].platform != "cpu":
+            params = stacked_layers(cut, params, consume=True)
         return cls(config, params, mesh, timed, chunk)
 
     def engine(self, method: Any, layers: int | None = None) -> Engine:
         """The method on the first layers."""
         layers = layers or self.layers
-        kept = {name: self.params["layers"][name] for name in map(str, range(layers))}
-        params = {**self.params, "layers": kept}
+        params = first_layers(self.params, layers)
         return Engine(_cut(self.config, layers), params, method, self.mesh, chunk=self.chunk)
 
     def setup(self, method: Any) -> programs.Setup:

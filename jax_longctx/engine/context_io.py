@@ -7,6 +7,7 @@ anything is allocated. Checksums cover all of it (see `models.storage`).
 """
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -51,7 +52,8 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
         behind.
     """
     path = Path(path).absolute()
-    caches = context.usable_caches()
+    # Layer by layer, whatever runs of layers this engine loops over.
+    caches = programs.per_layer(context.usable_caches())
     partial = path.with_name(path.name + ".partial")
     # Rows that only fill the mesh's data axis stay behind.
     pairs = zip(jax.tree.leaves(caches), leaf_axes(caches), strict=True)
@@ -132,8 +134,13 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         )
     rows = [*described["rows"], *([] for _ in range(-batch % data))]
     total = jnp.array([*described["total"], *[0] * (len(rows) - batch)], jnp.int32)
-    empty = programs.abstract_caches(engine.setup, len(rows), slots, reserve)
-    structure = finished_caches(engine.setup, empty, "context", reserve)
+    apart = dataclasses.replace(engine.setup, by_layer=True)
+    structure, runs = (
+        finished_caches(
+            setup, programs.abstract_caches(setup, len(rows), slots, reserve), "context", reserve
+        )
+        for setup in (apart, engine.setup)
+    )
     check_files(path / CACHES, described["files"], REMEDY)
     arrays = load_arrays(path / CACHES, _saved_arrays(engine, structure, batch), REMEDY).values()
     shardings = jax.tree.leaves(tree_shardings(engine.mesh, structure))
@@ -142,6 +149,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         for array, axes, sharding in zip(arrays, leaf_axes(structure), shardings, strict=True)
     ]
     caches = jax.tree.unflatten(jax.tree.structure(structure), leaves)
+    caches = programs.as_run(engine.setup, caches, runs)
     questions = described["questions"]
     if questions is not None:
         questions = [*questions, *([] for _ in range(len(rows) - batch))]

@@ -30,7 +30,7 @@ from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.programs import Sampling, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import check_mesh, stacked_layers
+from jax_longctx.models.llama import check_mesh, layer_params, stacked_layers
 
 Rows = Sequence[Sequence[int]]
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
@@ -114,6 +114,8 @@ class Engine:
       params: nested dict of the model's parameters, on the mesh.
       chunk: tokens of a row that one prefill pass takes.
       memory_limit: bytes on each device that a new cache may use; None asks the device.
+      consume: whether `params` may be emptied where they are stacked for a loop over layers, so
+        that the weights are not in memory twice.
       by_layer: whether the host calls a layer's program for each layer, or a device loops over
         them (see `Setup`). None: the host on CPUs, which read weights quicker apart than as slices
         of a stack.
@@ -132,6 +134,7 @@ class Engine:
         chunk: int = 512,
         memory_limit: int | None = None,
         by_layer: bool | None = None,
+        consume: bool = False,
     ):
         if chunk < 1:
             raise InputError(f"chunk must be at least 1 token, got {chunk}")
@@ -141,16 +144,22 @@ class Engine:
         self.config, self.method, self.mesh = config, method, mesh
         if by_layer is None:
             by_layer = mesh.devices.flat[0].platform == "cpu"
-        self.params = params if by_layer else stacked_layers(config, params)
+        self.params = params if by_layer else stacked_layers(config, params, consume=consume)
         self.chunk, self.memory_limit = chunk, memory_limit
         self.setup = programs.Setup(config, method, mesh, dtype, chunk, by_layer)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Tells one set of weights from another: a hash of a few values of every parameter."""
-        leaves = jax.tree.leaves(self.params)
-        pieces = [leaf[(0,) * (leaf.ndim - 1)][:16].astype(jnp.float32) for leaf in leaves]
-        values = np.concatenate([to_host(piece) for piece in pieces])
+
+        def pieces(tree: Any) -> Any:
+            first = jax.tree.map(lambda x: x[(0,) * (x.ndim - 1)][:16].astype(jnp.float32), tree)
+            return jax.tree.map(to_host, first)
+
+        layers = range(self.config.num_layers)
+        named = {str(index): pieces(layer_params(self.params, index)) for index in layers}
+        ends = {name: pieces(tree) for name, tree in self.params.items() if name != "layers"}
+        values = np.concatenate(jax.tree.leaves({**ends, "layers": named}))
         return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
     def prefill(

@@ -177,6 +177,37 @@ def layers_in(cache: Any) -> int:
     return cache.count if isinstance(cache, Stacked) else 1
 
 
+def per_layer(caches: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A cache for each layer; those of a run are copied out of it."""
+    return tuple(
+        layer
+        for cache in caches
+        for layer in (
+            (jax.tree.map(lambda x, i=i: x[i], cache.cache) for i in range(cache.count))
+            if isinstance(cache, Stacked)
+            else (cache,)
+        )
+    )
+
+
+def as_run(setup: Setup, caches: tuple[Any, ...], like: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`per_layer` undone: caches in runs as `like` has them (shapes will do), on its shards."""
+    found, layer = [], 0
+    for run in like:
+        alike = caches[layer : layer + layers_in(run)]
+        layer += len(alike)
+        if isinstance(run, Stacked):
+            shardings = tree_shardings(setup.mesh, run)
+            stack = jax.jit(
+                lambda *each: Stacked(jax.tree.map(lambda *x: jnp.stack(x), *each), len(each)),
+                out_shardings=shardings,
+            )
+            found.append(stack(*alike))
+        else:
+            found.append(alike[0])
+    return tuple(found)
+
+
 def _alone(cache: Any) -> Stacked:
     return Stacked(jax.tree.map(lambda leaf: leaf[None], cache), 1)
 

@@ -15,6 +15,7 @@ sliding window on some, a budget a layer).
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -246,11 +247,37 @@ def layer_of(config: ModelConfig, params: Any) -> Layer:
     return _merged(_abstract_layer(config, "qkv" in params["attn"]), params)
 
 
-def stacked_layers(config: ModelConfig, params: Any) -> Any:
+def layer_params(params: Any, index: int) -> Any:
+    """One layer's parameters as they are named, of the nested dict or of `stacked_layers`' form."""
+    layers = params["layers"]
+    if "0" in layers:
+        return layers[str(index)]
+    layer = jax.tree.map(lambda x: x[index], layers)
+    qkv, gate_up = layer["attn"].pop("qkv"), layer["mlp"].pop("gate_up")
+    q = qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3])
+    layer["attn"] |= {"q": q, "k": qkv[:, :, -2], "v": qkv[:, :, -1]}
+    layer["mlp"] |= {"gate": gate_up[:, 0], "up": gate_up[:, 1]}
+    return layer
+
+
+def first_layers(params: Any, count: int) -> Any:
+    """The parameters of a model that ends after so many layers."""
+    layers = params["layers"]
+    if "0" in layers:
+        kept: Any = {name: layers[name] for name in map(str, range(count))}
+    else:
+        kept = jax.tree.map(lambda x: x[:count] if count < x.shape[0] else x, layers)
+    return {**params, "layers": kept}
+
+
+def stacked_layers(config: ModelConfig, params: Any, *, consume: bool = False) -> Any:
     """The parameters with all layers' in one array each, [L, ...], as a loop over layers needs.
 
     The weights of queries, keys and values are joined, and those of gate and up (see `Attention`,
-    `MLP`). An array at a time: what the caller does not hold is free as soon as it was copied.
+    `MLP`).
+
+    Args:
+      consume: empties the dicts of `params`, so that an array is free as soon as it was copied.
     """
     layers = params["layers"]
     if "0" not in layers:
@@ -258,16 +285,25 @@ def stacked_layers(config: ModelConfig, params: Any) -> Any:
     each = [layers[str(index)] for index in range(len(layers))]
     ways = {"attn": {"qkv": ("q", "k", "v")}, "mlp": {"gate_up": ("gate", "up")}}
     stacks: dict[str, dict[str, Any]] = {}
-    for part, arrays in each[0].items():
+    for part, arrays in list(each[0].items()):
+        arrays = dict(arrays)
         joins = ways.get(part, {})
         joined = {name for names in joins.values() for name in names}
         plain = {name: (name,) for name in arrays if name not in joined}
-        stacks[part] = {
-            name: _stack(config, [tuple(layer[part][one] for one in names) for layer in each])
-            if not isinstance(arrays[names[0]], dict)
-            else {"scale": _stack(config, [(layer[part][name]["scale"],) for layer in each])}
-            for name, names in {**plain, **joins}.items()
-        }
+        stacks[part] = {}
+        for name, names in {**plain, **joins}.items():
+            nested = isinstance(arrays[names[0]], dict)
+            group = [
+                tuple(layer[part][one]["scale"] if nested else layer[part][one] for one in names)
+                for layer in each
+            ]
+            made = _stack(config, group)
+            stacks[part][name] = {"scale": made} if nested else made
+            if consume:
+                group.clear()
+                jax.block_until_ready(made)
+                for layer, one in itertools.product(each, names):
+                    del layer[part][one]
     return {**params, "layers": stacks}
 
 
