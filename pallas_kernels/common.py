@@ -17,7 +17,8 @@ from pallas_kernels.plane import ArrayLike, Plane
 # keys or values, a number a row of the batch; and what an attention returns.
 Queries = Float[Array, "B T N H"]
 PerQuery = Float[Array, "B T N"]
-Cache = Float[Array, "B K S H"] | Plane
+Cache = Float[Array, "B K S H"]
+AnyCache = Cache | Plane
 PerRow = Int[Array, " B"]
 Attended = tuple[Queries, PerQuery]
 

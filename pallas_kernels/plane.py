@@ -7,6 +7,7 @@ Mosaic kernels (a test sees it in the compiled program), and TPU kernels take th
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -38,6 +39,14 @@ class Plane:
     @property
     def dtype(self) -> Any:
         return self.whole.dtype
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.whole.dtype.itemsize
 
     def read(self) -> Array:
         """The layer's part."""

@@ -286,7 +286,7 @@ def _through_run(
     """
     stacks, structure = jax.tree.flatten(run.cache)
     fields = leaf_fields(run.cache)
-    specs = [
+    specs: list[Any] = [
         Plane(logical_spec(("layers", *field.axes)), PartitionSpec())
         if field.in_place
         else logical_spec(field.axes)

@@ -48,7 +48,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache, lines_of, local_run, read_lines
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.models.rope import rope_angles
-from pallas_kernels.common import Cache, merge
+from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
@@ -71,7 +71,7 @@ def tie_tolerance(dtype: jnp.dtype) -> float:
 
 def best_keys(
     q: Float[Array, "B T N H"],
-    k: Cache,
+    k: AnyCache,
     start: int,
     stop: Int[Array, " B"],
     valid: Int[Array, " B"],
@@ -108,7 +108,7 @@ def best_keys(
 
 def _tolerance(
     q: Float[Array, "B T N H"],
-    k: Cache,
+    k: AnyCache,
     stop: Int[Array, " B"],
     ctx: LayerContext,
 ) -> Float[Array, "B T N"]:
@@ -319,7 +319,7 @@ def attend_scope(
 
 
 def _rotated_lines(
-    buffer: Cache,
+    buffer: AnyCache,
     slots: Int[Array, "B X"],
     positions: Int[Array, "B X"],
     ctx: LayerContext,

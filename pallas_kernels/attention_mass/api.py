@@ -16,14 +16,14 @@ from jaxtyping import Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import gpu, reference, tpu, xla
 from pallas_kernels.attention_mass.reference import OverGroup, OverQueries, Reduction
-from pallas_kernels.common import Cache, check_heads
+from pallas_kernels.common import AnyCache, check_heads
 from pallas_kernels.tpu_common import unsupported_keys
 
 
 @overload
 def attention_mass(
     q: Float[Array, "B T N H"],
-    k: Cache,
+    k: AnyCache,
     lse: Float[Array, "B T N"],
     lengths: Int[Array, " B"],
     *,
@@ -40,7 +40,7 @@ def attention_mass(
 @overload
 def attention_mass(
     q: Float[Array, "B T N H"],
-    k: Cache,
+    k: AnyCache,
     lse: Float[Array, "B T N"],
     lengths: Int[Array, " B"],
     *,
@@ -56,7 +56,7 @@ def attention_mass(
 
 def attention_mass(
     q: Float[Array, "B T N H"],
-    k: Cache,
+    k: AnyCache,
     lse: Float[Array, "B T N"],
     lengths: Int[Array, " B"],
     *,

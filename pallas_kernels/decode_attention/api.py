@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import Cache, Window, check_heads
+from pallas_kernels.common import AnyCache, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.plane import part_of
 from pallas_kernels.tpu_common import unsupported_keys
@@ -24,8 +24,8 @@ from pallas_kernels.tpu_common import unsupported_keys
 
 def decode_attention(
     q: Float[Array, "B T N H"],
-    k: Cache,
-    v: Cache,
+    k: AnyCache,
+    v: AnyCache,
     lengths: Int[Array, " B"],
     *,
     scale: float,
@@ -64,7 +64,7 @@ def decode_attention(
 
 def decode_logits(
     q: Float[Array, "B 1 N H"],
-    k: Cache,
+    k: AnyCache,
     lengths: Int[Array, " B"],
     *,
     scale: float,
@@ -75,7 +75,7 @@ def decode_logits(
 
 
 def attend_logits(
-    logits: Float[Array, "B N S"], v: Cache
+    logits: Float[Array, "B N S"], v: AnyCache
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """The values weighted by the softmax of the logits, in v's dtype, and its log-sum-exp.
 
@@ -96,8 +96,8 @@ def attend_logits(
 
 def attend_with_logits(
     q: Float[Array, "B 1 N H"],
-    k: Cache,
-    v: Cache,
+    k: AnyCache,
+    v: AnyCache,
     lengths: Int[Array, " B"],
     *,
     scale: float,

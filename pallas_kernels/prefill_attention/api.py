@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import Cache, Window, check_heads
+from pallas_kernels.common import AnyCache, Window, check_heads
 from pallas_kernels.prefill_attention import gpu, reference, tpu, xla
 
 
@@ -41,8 +41,8 @@ def causal_attention(
 
 def cache_attention(
     q: Float[Array, "B T N H"],
-    k: Cache,
-    v: Cache,
+    k: AnyCache,
+    v: AnyCache,
     lengths: Int[Array, " B"],
     *,
     scale: float,

@@ -19,14 +19,14 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import Cache, check_heads
+from pallas_kernels.common import AnyCache, check_heads
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
 
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Cache,
-    v: Cache,
+    k: AnyCache,
+    v: AnyCache,
     pages: Int[Array, "B X C"],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
@@ -68,8 +68,8 @@ def sparse_decode_attention(
 
 def flat_sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Cache,
-    v: Cache,
+    k: AnyCache,
+    v: AnyCache,
     heads: Int[Array, "B E"],
     pages: Int[Array, "B E"],
     start: Int[Array, " B"],
@@ -102,8 +102,8 @@ def flat_sparse_decode_attention(
 def _attend(
     operation: str,
     q: Array,
-    k: Cache,
-    v: Cache,
+    k: AnyCache,
+    v: AnyCache,
     heads: Array | None,
     pages: Array,
     start: Array,

@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import Cache, check_heads
+from pallas_kernels.common import AnyCache, check_heads
 from pallas_kernels.topk_scores import gpu, reference, tpu, xla
 
 MAX_COUNT = 16
@@ -18,7 +18,7 @@ MAX_COUNT = 16
 
 def topk_scores(
     q: Float[Array, "B T N H"],
-    k: Cache,
+    k: AnyCache,
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
     *,
