@@ -13,8 +13,7 @@ from typing import Any
 
 from checkpoints_convert.files import read_json
 from jax_longctx.errors import ConfigError
-from jax_longctx.models.config import SIZES, ModelConfig
-from jax_longctx.models.families import FAMILIES
+from jax_longctx.models.config import FAMILIES, SIZES, ModelConfig
 
 # What the computation depends on.
 KEYS = {

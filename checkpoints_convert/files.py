@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from checkpoints_convert.names import IGNORED, expected_tensors
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
 
-# Bytes that are skipped at a time, when only the checksum wants them.
+# Bytes read at a time where they are only hashed or compared.
 STEP = 8 << 20
 # Bytes of float32 values that are decoded at a time: what reading needs beside the result.
 PIECE = 16 << 20
@@ -77,55 +77,58 @@ class Source:
 
 
 class HashedFile:
-    """A file read front to back by byte ranges; what lies between them is only hashed.
+    """A file read front to back by byte ranges; the bytes between them are only hashed.
 
     Ranges are read, not mapped: mapped pages of a whole shard would count as this process's memory.
     """
 
     def __init__(self, path: Path):
-        self.path = path
-        self._hash = hashlib.sha256()
-        self._position = 0
+        self.path, self._hash = path, hashlib.sha256()
         try:
             self._file = path.open("rb")
         except OSError as error:
             raise unreadable(path, error) from error
+        self.close = self._file.close
 
     def read(self, offset: int, size: int) -> bytes:
         """The bytes `offset` to `offset + size`; offsets only grow from call to call."""
-        assert offset >= self._position, "ranges are read in the order of the file"
-        while self._position < offset:
-            self._next(min(STEP, offset - self._position))
-        return self._next(size)
-
-    def finish(self) -> str:
-        """The SHA-256 of the whole file."""
-        while self._advance(STEP):
+        while (gap := offset - self._file.tell()) > 0 and self._next(min(STEP, gap)):
             pass
-        return self._hash.hexdigest()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-    def _next(self, size: int) -> bytes:
-        data = self._advance(size)
+        data = self._next(size)
         if len(data) < size:
             raise CheckpointError(
-                f"{self.path} is truncated: it ends at byte {self._position}, "
-                f"expected at least {self._position - len(data) + size}; fetch it again"
+                f"{self.path} is truncated: it ends at byte {self._file.tell()}, expected at least "
+                f"{offset + size}; fetch it again"
             )
         return data
 
-    def _advance(self, size: int) -> bytes:
+    def finish(self) -> str:
+        """The SHA-256 of the whole file."""
+        while self._next(STEP):
+            pass
+        return self._hash.hexdigest()
+
+    def _next(self, size: int) -> bytes:
         """Up to `size` bytes; fewer only at the end of the file."""
         try:
             data = self._file.read(size)
         except OSError as error:
             raise unreadable(self.path, error) from error
         self._hash.update(data)
-        self._position += len(data)
         return data
+
+
+def in_groups[T](items: Iterable[T], size: Callable[[T], int], limit: int) -> list[list[T]]:
+    """The items in order, in groups of at most `limit` bytes, or of one item."""
+    groups: list[list[T]] = []
+    held = 0
+    for item in items:
+        if not groups or held + size(item) > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(item)
+        held += size(item)
+    return groups
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:

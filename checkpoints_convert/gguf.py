@@ -25,7 +25,7 @@ from checkpoints_convert.config import model_config
 from checkpoints_convert.files import Source, SourceTensor, check_tensors
 from checkpoints_convert.vocabulary import gguf_tokenizer_files
 from jax_longctx.errors import CheckpointError, ConfigError
-from jax_longctx.models.families import FAMILIES
+from jax_longctx.models.config import FAMILIES
 from jax_longctx.models.storage import first_line
 
 READABLE = (

@@ -17,6 +17,7 @@ import numpy as np
 
 from checkpoints_convert.config import model_config
 from checkpoints_convert.files import (
+    STEP,
     Source,
     SourceTensor,
     check_tensors,
@@ -156,13 +157,12 @@ def _check_tied_head(
 def _same_bytes(one: SourceTensor, other: SourceTensor) -> bool:
     if (one.nbytes, one.dtype) != (other.nbytes, other.dtype):
         return False
-    step = 8 << 20
     try:
         with one.file.open("rb") as first, other.file.open("rb") as second:
             first.seek(one.offset)
             second.seek(other.offset)
-            for begin in range(0, one.nbytes, step):
-                size = min(step, one.nbytes - begin)
+            for begin in range(0, one.nbytes, STEP):
+                size = min(STEP, one.nbytes - begin)
                 if first.read(size) != second.read(size):
                     return False
     except OSError as error:

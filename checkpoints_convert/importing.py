@@ -8,8 +8,6 @@ than a group and a tensor in memory.
 
 import collections
 import contextlib
-import itertools
-import math
 import re
 import shutil
 import tempfile
@@ -22,22 +20,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints_convert.files import HashedFile, Source, SourceTensor, read_array
+from checkpoints_convert.files import HashedFile, Source, SourceTensor, in_groups, read_array
 from checkpoints_convert.huggingface import fetch, open_huggingface
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, SUFFIX, OnProgress, Partial, check_destination
 from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
 from jax_longctx.locks import only_writer
-from jax_longctx.models.checkpoint import (
+from jax_longctx.models.llama import check_mesh
+from jax_longctx.models.storage import (
     MANIFEST,
     PARAMS,
     TOKENIZER,
     Manifest,
     TensorEntry,
+    bytes_below,
+    describe_files,
     read_manifest,
+    write_text,
 )
-from jax_longctx.models.llama import check_mesh
-from jax_longctx.models.storage import bytes_below, describe_files, write_text
 from jax_longctx.sharding import logical_sharding, make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
 
@@ -171,8 +171,8 @@ def convert(
 
 
 def _stored_bytes(step: Step) -> int:
-    tensor, _, dtype = step
-    return math.prod(tensor.shape) * dtype.itemsize
+    _, wanted, dtype = step
+    return wanted.nbytes(dtype)
 
 
 def _check_space(destination: Path, needed: int) -> None:
@@ -205,41 +205,34 @@ def _made_from(opened: Source, steps: Sequence[Step]) -> dict[str, Any]:
 def _write_tensors(
     partial: Partial, steps: Sequence[Step], mesh: Mesh, progress: OnProgress | None
 ) -> dict[Path, str]:
-    """Writes what is not written yet; the checksum of every file of tensors."""
-    total = sum(map(_stored_bytes, steps))
-    limit = group_limit(max(map(_stored_bytes, steps)))
-    finished = partial.finished
-    group: dict[str, jax.Array] = {}
-    held = done = 0
-    hashes: dict[Path, str] = {}
-    for path, own_steps in itertools.groupby(steps, key=lambda step: step[0].file):
-        with contextlib.closing(HashedFile(path)) as file:
-            for tensor, wanted, dtype in own_steps:
-                size = _stored_bytes((tensor, wanted, dtype))
-                if any(part.path not in finished for part in wanted.parts):
-                    if group and held + size > limit:
-                        partial.save(group)
-                        group, held = {}, 0
-                    array = read_array(file, tensor, dtype)
-                    for part in wanted.parts:
-                        sharding = logical_sharding(mesh, part.info.axes)
-                        view = part.from_file(array)
-                        # Each shard is made contiguous on its own.
-                        group[part.path] = jax.make_array_from_callback(
-                            view.shape,
-                            sharding,
-                            lambda index, v=view: np.ascontiguousarray(v[index]),
-                        )
-                        del view
-                    del array
-                    held += size
-                done += size
+    """Writes what is not written yet; returns the checksum of each file of tensors."""
+    finished, sizes = partial.finished, [*map(_stored_bytes, steps)]
+    left = [step for step in steps if any(part.path not in finished for part in step[1].parts)]
+    total, done = sum(sizes), sum(sizes) - sum(map(_stored_bytes, left))
+    with contextlib.ExitStack() as stack:
+        files = {
+            path: stack.enter_context(contextlib.closing(HashedFile(path)))
+            for path in dict.fromkeys(step[0].file for step in steps)
+        }
+        for group in in_groups(left, _stored_bytes, group_limit(max(sizes))):
+            arrays: dict[str, jax.Array] = {}
+            for tensor, wanted, dtype in group:
+                array = read_array(files[tensor.file], tensor, dtype)
+                for part in wanted.parts:
+                    view = part.from_file(array)
+                    # Each shard is made contiguous on its own.
+                    arrays[part.path] = jax.make_array_from_callback(
+                        view.shape,
+                        logical_sharding(mesh, part.info.axes),
+                        lambda index, v=view: np.ascontiguousarray(v[index]),
+                    )
+                    del view
+                del array
+                done += wanted.nbytes(dtype)
                 if progress is not None:
                     progress(done, total)
-            hashes[path] = file.finish()
-    if group:
-        partial.save(group)
-    return hashes
+            partial.save(arrays)
+        return {path: file.finish() for path, file in files.items()}
 
 
 def group_limit(largest: int) -> int:

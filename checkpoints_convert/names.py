@@ -1,6 +1,6 @@
 """Tensor names and layouts of Hugging Face, InternLM2 and GGUF files, against our parameters.
 
-Names come from one table a family (`jax_longctx.models.families`), those of GGUF files from them
+Names come from one table a family (`jax_longctx.models.config`), those of GGUF files from them
 through the `gguf` package. The layout follows from a parameter's logical axes: a file has the
 outputs as rows and the inputs as columns (`[out, in]`). Reading and writing are the two directions
 of the same description, so an export gives back every bit.
@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.families import LLAMA_NAMES
+from jax_longctx.models.config import LLAMA_NAMES, ModelConfig
 from jax_longctx.models.llama import ParamInfo, param_infos
 
 # Our modules -> those of InternLM2's own files.
@@ -90,6 +89,10 @@ class FileTensor:
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+
+    def nbytes(self, dtype: np.dtype) -> int:
+        """Bytes of the tensor in a type."""
+        return math.prod(self.shape) * dtype.itemsize
 
 
 def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:

@@ -19,8 +19,9 @@ from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.errors import CheckpointError
-from jax_longctx.models.checkpoint import PARAMS, TensorEntry
 from jax_longctx.models.storage import (
+    PARAMS,
+    TensorEntry,
     bytes_below,
     partial_of,
     write_text,

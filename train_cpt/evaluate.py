@@ -28,14 +28,13 @@ from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.perplexity import perplexity, score_texts
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.models.checkpoint import load_params, read_manifest, tokenizer_folder
-from jax_longctx.models.storage import sha256_of
+from jax_longctx.models.storage import load_params, read_manifest, sha256_of, tokenizer_folder
 from jax_longctx.settings import parse_mesh
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer
-from train_cpt.data import MANIFEST, Windows, open_windows, own_rows
+from train_cpt.data import MANIFEST, Windows, open_windows
 from train_cpt.data import read_manifest as read_data_manifest
-from train_cpt.step import Setup, inference_shardings, place_texts, text_losses
+from train_cpt.step import TrainSetup, inference_shardings, place_texts, text_losses
 
 Watch = Callable[[str], Callable[[int, int], None]]
 
@@ -70,7 +69,7 @@ def drop_interval(
 
 
 def dev_losses(
-    setup: Setup,
+    setup: TrainSetup,
     params: Any,
     dev: Windows,
     *,
@@ -93,13 +92,9 @@ def dev_losses(
     """
     count = min(len(dev), texts) // rows
     last = last or setup.pattern.tail or len(dev[0]) - 1
-    tokens = np.stack([dev[row] for row in range(count * rows)]).reshape(count, rows, -1)
-    own = tokens[:, own_rows(setup.mesh, rows)]
     losses = [
-        float(
-            text_losses(setup, params, place_texts(setup.mesh, own[number : number + 1])[0], last)
-        )
-        for number in range(count)
+        float(text_losses(setup, params, place_texts(setup.mesh, dev, numbers[None])[0], last))
+        for numbers in np.arange(count * rows).reshape(count, rows)
     ]
     found = {"dev_loss": float(np.mean(losses))}
     if methods:
@@ -108,8 +103,8 @@ def dev_losses(
         weights = jax.jit(cast, out_shardings=inference_shardings(setup))(params)
     for spec in methods:
         engine = Engine(setup.config, weights, parse_method(spec), setup.mesh)
-        flat = tokens.reshape(count * rows, -1)
-        scores = score_texts(engine, flat, through="decode", score=last, batch=rows)
+        tokens = dev[: count * rows].astype(np.int32)
+        scores = score_texts(engine, tokens, through="decode", score=last, batch=rows)
         found[f"dev_perplexity/{spec}"] = perplexity(scores.losses)
     return found
 
@@ -167,7 +162,7 @@ def evaluate(
             f"the {split} split has {len(opened[0])} texts, asked for {count}; ask for fewer (at "
             f"least one) or prepare more documents"
         )
-    texts = np.stack([opened[0][number * len(opened[0]) // count] for number in range(count)])
+    texts = opened[0][np.arange(count) * len(opened[0]) // count].astype(np.int32)
     runs = []
     for checkpoint in checkpoints:
         manifest = read_manifest(checkpoint)

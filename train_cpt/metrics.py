@@ -30,7 +30,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import param_infos
 from jax_longctx.models.storage import partial_of, write_text
 from train_cpt.attention import Pattern
-from train_cpt.step import Setup
+from train_cpt.step import TrainSetup
 
 # Dense bfloat16 FLOP/s of one device, as JAX counts devices, from the makers' data sheets.
 DATA_SHEETS = {
@@ -157,7 +157,7 @@ def text_flops(config: ModelConfig, pattern: Pattern, length: int) -> int:
     return 6 * weights * length + 12 * width * config.num_layers * pairs
 
 
-def step_rates(setup: Setup, shape: tuple[int, ...], seconds: float) -> dict[str, float]:
+def step_rates(setup: TrainSetup, shape: tuple[int, ...], seconds: float) -> dict[str, float]:
     """Tokens a second and MFU of a step on `shape` = (A, B, T) tokens."""
     peak, _ = device_peak(setup.mesh.devices.flat[0], setup.dtype)
     flops = math.prod(shape[:-1]) * text_flops(setup.config, setup.pattern, shape[-1])
