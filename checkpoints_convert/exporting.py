@@ -1,9 +1,9 @@
 """A checkpoint directory -> a Hugging Face directory, one tensor at a time.
 
-Every tensor keeps the type it is stored in, and names and layouts come from the table that
-conversion reads by, so a checkpoint that came from safetensors comes out with the same bits.
-InternLM2, whose fused projection conversion split, is written as the Llama that it is, which
-transformers loads without code from elsewhere.
+Each tensor is written in its stored type, and names and layouts come from the same table as in
+conversion. So a checkpoint converted from safetensors is exported with the same bits. InternLM2,
+whose fused projection was split by conversion, is written as a Llama, which transformers loads
+without custom code.
 """
 
 import json
@@ -32,7 +32,7 @@ from jax_longctx.models.storage import (
     write_text,
 )
 
-# A tensor to write, and the type that it is stored in.
+# A tensor to write, and its stored type.
 Stored = tuple[FileTensor, np.dtype]
 
 
@@ -43,11 +43,11 @@ def export(
     progress: OnProgress | None = None,
     shard_bytes: int = 5 << 30,
 ) -> None:
-    """Writes a converted checkpoint as a Hugging Face directory, whole or not at all.
+    """Writes a converted checkpoint as a Hugging Face directory, or nothing after an error.
 
     Args:
       progress: called with (bytes done, bytes in all).
-      shard_bytes: tensors beyond this many bytes go to a next file, with an index.
+      shard_bytes: most bytes of a file; more tensors go to further files, with an index.
 
     Raises:
       CheckpointError: the checkpoint is damaged, or the destination cannot be written.

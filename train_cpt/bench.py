@@ -26,7 +26,7 @@ from train_cpt.step import Remat, TrainSetup, init_state, place_texts, step_prog
 
 
 def measure(setup: TrainSetup, length: int, rows: int, steps: int) -> dict[str, Any]:
-    """Median seconds of `steps` steps on `rows` texts, after one that is not counted."""
+    """Median seconds of `steps` steps on `rows` texts, after a warm-up step."""
     rng = np.random.default_rng(0)
     texts = rng.integers(0, setup.config.vocab_size, (rows, length))
     placed = place_texts(setup.mesh, texts, np.arange(rows)[None])
@@ -84,13 +84,13 @@ def run(
     with_peer: bool,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measures our step, and the baseline's beside it; JSON-able.
+    """Measures our step and the baseline's; JSON-able.
 
     Args:
       model: a preset's name.
-      setup_of: what to compile for, given the model's configuration; called when the baseline is
-        done with the device.
-      remat: of `setup_of`; where it is not "none", the baseline checkpoints too.
+      setup_of: makes the setup from the model's configuration, once the baseline has left the
+        device.
+      remat: of `setup_of`; the baseline uses gradient checkpointing unless it is "none".
     """
     baseline: dict[str, Any] | None = None
     if with_peer:
@@ -103,7 +103,7 @@ def run(
     peak, source = device_peak(device, setup.dtype)
     if baseline is not None:
         shape, seconds = (1, rows, length), baseline["seconds"]
-        # On one device, whatever our mesh is.
+        # The baseline runs on one device.
         rates = step_rates(setup, shape, seconds)
         baseline |= {**rates, "mfu": rates["mfu"] * setup.mesh.size}
     return {

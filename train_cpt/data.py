@@ -81,7 +81,6 @@ class DataManifest:
 
     Attributes:
       length: tokens of a window.
-      dtype: of the stored tokens.
       tokenizer: fingerprint of the tokenizer.
       shares: of the documents that were to go to each split.
       windows: of each split.
@@ -91,7 +90,6 @@ class DataManifest:
     """
 
     length: int
-    dtype: str
     tokenizer: str
     shares: Sequence[float]
     windows: dict[str, int]
@@ -155,7 +153,6 @@ def prepare(
             )
         manifest = DataManifest(
             length=length,
-            dtype=dtype.name,
             tokenizer=tokenizer,
             shares=shares,
             windows=windows,

@@ -115,14 +115,14 @@ def read_config(path: Path) -> RunConfig:
 def run_config(
     config: RunConfig, *, note: Callable[[str], None], progress: Progress | None = None
 ) -> Outcome:
-    """Runs, or goes on with, the configured run; where it is done, `model/` holds the result.
+    """Starts or resumes the configured run; at its end, `model/` holds the result.
 
     Args:
-      note: is told in a line what was prepared.
+      note: called with a line about the prepared data.
 
     Raises:
-      LongctxError: what is wrong with the configuration, the data, the checkpoint or the run; or
-        another process writes the run's folder.
+      LongctxError: the configuration, the data, the checkpoint or the run is not usable, or another
+        process writes the run's folder.
     """
     with contextlib.ExitStack() as held:
         from_leader(lambda: held.enter_context(only_writer(config.run.output.absolute())))
@@ -180,7 +180,7 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that matter, and the library's git revision where it runs from a checkout."""
+    """Versions of the main packages, and the git revision of a checkout."""
     packages = ("jax-longctx", "jax", "flax", "optax", "orbax-checkpoint", "grain")
     found = {name: metadata.version(name) for name in packages}
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -198,7 +198,7 @@ def _prepare(
     model: ModelConfig,
     note: Callable[[str], None],
 ) -> None:
-    """Makes the data set where it is not there yet."""
+    """Makes the data set if it does not exist."""
     if data.directory.exists():
         return
     if not data.sources:
@@ -228,7 +228,7 @@ def _prepare(
 def _write_model(
     destination: Path, checkpoint: Path, manifest: Manifest, params: Any, step: int
 ) -> None:
-    """The weights after a step in the dtype they came in, as a checkpoint that loads like any."""
+    """Writes the weights after a step as a checkpoint, in the dtype of the initial one."""
     # As the leader sees it, so that all processes do the same.
     if from_leader(destination.exists):
         return

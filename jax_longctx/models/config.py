@@ -25,10 +25,10 @@ SIZES = {
     "num_kv_heads": "num_key_value_heads",
     "max_position": "max_position_embeddings",
 }
-# These kinds of rotary embedding extend a length that they name; the others scale what was trained.
+# Kinds of rotary embedding whose settings name the length that they extend.
 NAMED_LENGTH = ("llama3", "yarn")
 
-# Settings of each kind of rotary embedding: those that it needs, and those that it may have.
+# Required and optional settings of each kind of rotary embedding.
 ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -64,23 +64,23 @@ class Family:
     """What sets a family apart; the defaults are Llama's.
 
     Attributes:
-      architecture: as the `architectures` of a `config.json` name it.
-      defaults: the `model_type` whose defaults its config has. None: its own. A family that
-        transformers does not know must name one that transformers knows (`"llama"`).
+      architecture: its name in the `architectures` of a `config.json`.
+      defaults: the `model_type` whose defaults its config has; None for its own. A family that is
+        not in transformers must name one that is (`"llama"`).
       names: our modules -> those of its Hugging Face files; `*` is the layer, and `.weight` or
-        `.bias` is appended. Modules that share a name lie in one tensor, the rows of one after
-        those of the other. Every key of `LLAMA_NAMES` is needed, with two exceptions: `q_norm` and
-        `k_norm` only with `qk_norm`; `head` not in a family that always ties its embeddings.
+        `.bias` is appended. Modules with the same name share a tensor, one's rows after the
+        other's. All keys of `LLAMA_NAMES` are required, with two exceptions: `q_norm` and `k_norm`
+        only with `qk_norm`; `head` not in a family that always ties its embeddings.
       activation: of the gated MLP: a key of `llama.ACTIVATIONS`, and Hugging Face's `hidden_act`.
       norm: a key of `llama.NORMS`.
-      softmax_scale: what scores are multiplied by, from the width of a head.
-      embed_scale: what embeddings are multiplied by, from the width of the model.
-      rope_kinds: the kinds of rotary embedding that it may have.
-      bias_flags: which flags its config may have. `attention_bias` adds biases to q, k, v and o,
-        `mlp_bias` to gate, up and down.
-      qkv_bias: q, k and v always have biases, o has none by itself; the config has no flag for it.
+      softmax_scale: factor of the scores, from the width of a head.
+      embed_scale: factor of the embeddings, from the width of the model.
+      rope_kinds: its kinds of rotary embedding.
+      bias_flags: flags of its config. `attention_bias` adds biases to q, k, v and o, `mlp_bias` to
+        gate, up and down.
+      qkv_bias: q, k and v always have biases; the config has no flag for them.
       qk_norm: norms of queries and keys per head, before rotary embedding.
-      windows: whether sliding windows are in no layer, in all or none, or said layer by layer.
+      windows: sliding windows in no layer, in all layers or none, or set layer by layer.
       gguf: llama.cpp's names of its architecture, the usual one first.
       interleaved: llama.cpp pairs the rows of its q and k for interleaved rotary embedding.
     """
@@ -109,7 +109,7 @@ class Family:
 
     @property
     def has_head(self) -> bool:
-        """Whether its files may hold an output head beside the embedding."""
+        """Whether its files may hold an output head besides the embedding."""
         return "head" in self.names
 
 
@@ -118,7 +118,7 @@ FAMILIES = {
     "llama": Family(
         architecture="LlamaForCausalLM",
         bias_flags=("attention_bias", "mlp_bias"),
-        # InternLM2's fused projection is split in a GGUF file, which makes it a Llama.
+        # GGUF files hold InternLM2's fused projection split, so it is a Llama.
         gguf=("llama", "internlm2"),
         interleaved=True,
     ),
@@ -248,16 +248,16 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """What attention multiplies scores by before its softmax."""
+        """The factor of attention scores before the softmax."""
         return self.traits.softmax_scale(self.head_dim)
 
     @property
     def trained_length(self) -> float:
-        """Tokens that the model was trained or extended to; infinite where nothing limits them.
+        """Tokens that the model was trained or extended to; infinite without a limit.
 
-        `linear` and `yarn` stretch a length by their factor, as transformers documents them: the
-        checkpoint may name the length before or after. `dynamic` stretches to any. Where all layers
-        slide, no distance exceeds the widest window.
+        `linear` and `yarn` extend a length by their factor, as documented in transformers: the
+        checkpoint may name the length before or after. `dynamic` extends to any length. Where all
+        layers have windows, no distance exceeds the widest one.
         """
         rope, length = self.rope, self.max_position
         if rope.kind in ("linear", "yarn"):
@@ -267,13 +267,12 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
-        """Reads a Hugging Face config that leaves nothing out, as transformers' `to_dict` gives it.
+        """Reads a complete Hugging Face config, such as transformers' `to_dict` returns.
 
         `checkpoints_convert.read_config` reads a `config.json`, whose missing keys have defaults.
 
         Raises:
-          ConfigError: a family, rope type or activation that is not implemented, or a key that is
-            missing.
+          ConfigError: the family, rope type or activation is not implemented, or a key is missing.
         """
         family, activation = str(_need(config, "model_type")), _need(config, "hidden_act")
         traits = look_up(FAMILIES, family, "family")
@@ -315,7 +314,7 @@ class ModelConfig:
         """A `config.json` that `from_hf` and transformers, since version 4, read as this model.
 
         Raises:
-          ConfigError: the family's config has no words for this model (a Llama with windows).
+          ConfigError: the family's config cannot describe this model (a Llama with windows).
         """
         biases = {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
         hf: dict[str, Any] = {
@@ -409,7 +408,7 @@ def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     if rope.kind == "yarn":
         said["truncate"] = rope.truncate
     whole = {"rope_theta": rope.theta, "rope_parameters": {"rope_theta": rope.theta, **said}}
-    # Version 4 of transformers knows these two alone, and would default the rest in silence.
+    # Version 4 of transformers reads only rope_theta and rope_scaling.
     return whole if rope.kind == "default" else {**whole, "rope_scaling": said}
 
 
@@ -435,7 +434,7 @@ def _windows_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        # For versions of transformers that do not read layer_types.
+        # For older versions of transformers, which ignore layer_types.
         "max_window_layers": config.windows.index(window) if window else config.num_layers,
         "layer_types": kinds,
     }
