@@ -59,15 +59,7 @@ from train_cpt.data import (
     read_documents,
 )
 from train_cpt.evaluate import tokenizer_digest
-from train_cpt.loop import (
-    CHECKPOINTS,
-    VERSIONS,
-    Checkpoints,
-    LoopConfig,
-    Outcome,
-    Progress,
-    train,
-)
+from train_cpt.loop import CHECKPOINTS, VERSIONS, Checkpoints, LoopConfig, Outcome, Progress, train
 from train_cpt.metrics import PLOT, plot_losses
 from train_cpt.step import Float32OrHalf, OptimizerConfig, Remat, TrainSetup
 
