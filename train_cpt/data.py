@@ -82,7 +82,7 @@ class DataManifest:
     Attributes:
       length: tokens of a window.
       tokenizer: fingerprint of the tokenizer.
-      shares: of the documents that were to go to each split.
+      shares: of the documents requested for each split.
       windows: of each split.
       digests: SHA-256 of each split's file.
       documents: counts of the documents `used`, and left out as `short` or as `repeated`.
