@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
-from pallas_kernels.common import MASKED, Queries, merge
+from pallas_kernels.common import MASKED, merge
 
 _logger = logging.getLogger("pallas_kernels")
 
@@ -133,20 +133,6 @@ def add_product(acc: Array, x: Array, y: Any, interpreted: bool) -> Array:
     return pl.run_state(multiply)(start)
 
 
-def pack_rows(q: Queries, kv_heads: int) -> Float[Array, "B K R H"]:
-    """The queries of every kv head as rows t * G + g; with one query this moves nothing."""
-    b, t, n, h = q.shape
-    q_BTKGH = q.reshape(b, t, kv_heads, n // kv_heads, h)
-    return jnp.swapaxes(q_BTKGH, 1, 2).reshape(b, kv_heads, t * n // kv_heads, h)
-
-
-def unpack_rows(x: Shaped[Array, "B K R *H"], queries: int) -> Shaped[Array, "B T N *H"]:
-    """Undo `pack_rows`, for outputs [B,K,R,H] and for log-sum-exps [B,K,R]."""
-    b, k, r, *rest = x.shape
-    x_BTKG = jnp.swapaxes(x.reshape(b, k, queries, r // queries, *rest), 1, 2)
-    return x_BTKG.reshape(b, queries, k * r // queries, *rest)
-
-
 def full(
     shape: tuple[int, ...], value: float, dtype: Any = jnp.float32, layout: Any = plgpu.Layout.WGMMA
 ) -> Array:
@@ -206,12 +192,36 @@ def _nothing_attended(head_dim: int) -> Carry:
     )
 
 
+def rings_scratch(
+    stages: int, block: int, head_dim: int, dtype: Any, copies: int = 1
+) -> dict[str, Any]:
+    """Two rings [stages,block,H] in shared memory, of keys and of values, and their barriers.
+
+    Every slot of a ring has a barrier `ready`, at which the `copies` that fill it arrive, and a
+    barrier `free`, at which its reader arrives.
+    """
+    ring = tiled(stages, block, head_dim, dtype=dtype)
+    ready = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+    free = plgpu.Barrier(num_barriers=stages)
+    return dict(rings=(ring, ring), ready=(ready, ready), free=(free, free))
+
+
+def fill_rings(
+    scratch: dict, step: Array, stages: int, refs: tuple, copy: Callable[..., None]
+) -> None:
+    """Call copy(ref, ring, slot, ready) for keys and for values, once the ring's slot is free."""
+    slot = lax.rem(step, stages)
+    for ref, ring, ready, free in zip(
+        refs, scratch["rings"], scratch["ready"], scratch["free"], strict=True
+    ):
+        pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+        copy(ref, ring, slot, ready.at[slot])
+
+
 def attend_blocks(
     blocks: tuple[Any, Any],
     q: Any,
-    rings: tuple[Any, Any],
-    ready: tuple[Any, Any],
-    free: tuple[Any, Any],
+    scratch: dict,
     *,
     slot_of: Callable[[Array], Array],
     mask: Callable[[Array, Array], Array],
@@ -221,12 +231,12 @@ def attend_blocks(
     """Attend to the blocks first <= j < last, as their keys and values come into the rings.
 
     Args:
-      q, rings: [64,H], and [stages,block,H] of keys and of values, in shared memory; rows of q that
-        are not wanted may hold anything.
-      ready, free: of keys and values each a barrier for every slot of the rings.
-      slot_of: the slot that holds block j.
-      mask: of block j's logits; makes those that are not seen -inf.
+      q: [64,H] in shared memory; rows that are not wanted may hold anything.
+      scratch: holds `rings_scratch`.
+      slot_of: gives the slot of block j in the rings.
+      mask: makes those of block j's logits -inf that are not seen.
     """
+    rings, ready, free = (scratch[name] for name in ("rings", "ready", "free"))
 
     def step(j: Array, carry: Carry) -> Carry:
         acc, top, total = carry
@@ -249,7 +259,7 @@ def attend_blocks(
     return lax.fori_loop(*blocks, step, _nothing_attended(rings[0].shape[-1]))
 
 
-def attended(carry: Carry) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
+def _attended(carry: Carry) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
     """The mean of the values and the natural log-sum-exp; 0 and -inf where nothing was seen."""
     acc, top, total = carry
     some = total > 0
@@ -280,18 +290,20 @@ def out_scratch(rows: int, most: int = _OUT_ROWS) -> dict[str, Any]:
     )
 
 
-def write_attended(
-    out: Array, lse: Array, out_ref: Any, lse_ref: Any, *, out_tile, lse_tile
-) -> None:
-    """Begin to write the first rows of `out` [64,H], as many as `out_ref` has, and all of `lse`.
+def write_attended(carry: Carry, out_ref: Any, lse_ref: Any, scratch: dict) -> None:
+    """Begin to write the first rows of the output, as many as `out_ref` has, and all log-sum-exps.
 
-    `written` waits for it; the next call, as long as it must.
+    `written` waits until all is there. The next call waits for this one only as long as it must.
+
+    Args:
+      scratch: holds `out_scratch`.
     """
-    write_rows(out, out_ref, out_tile)
-    # The copies before this piece's have left, and with them that of its last log-sum-exps.
-    lse_tile[...] = lse
+    out, lse = _attended(carry)
+    write_rows(out, out_ref, scratch["out_tile"])
+    # The copies of earlier pieces have left `lse_tile` too: `write_rows` has waited for them.
+    scratch["lse_tile"][...] = lse
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(lse_tile, lse_ref)
+    plgpu.copy_smem_to_gmem(scratch["lse_tile"], lse_ref)
 
 
 def write_rows(x: Array, ref: Any, tile: Any) -> None:

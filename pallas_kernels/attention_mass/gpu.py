@@ -78,8 +78,6 @@ def attention_mass(
     q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Reduction, interpret: Any = None
 ) -> Masses:
     """The mass of every slot below its row's length and 0 elsewhere; see the public function."""
-    if how.squares:
-        raise NotImplementedError(f"attention_mass: {unsupported(q, k, how.squares)}")
     batch, queries = q.shape[:2]
     kv_heads = k.shape[1]
     if how.over_group == "first":

@@ -11,6 +11,9 @@ Implementations: `xla` on every platform, of one half it alone; `gpu` (Mosaic), 
 `decode_attention`), `reference` for tests.
 """
 
+from functools import partial
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -114,8 +117,14 @@ def attend_with_logits(
         "attend_with_logits",
         implementation,
         dispatch.shape_class(q, k.shape[1]),
-        xla=xla.attend_with_logits,
+        xla=partial(_both, xla),
         gpu=dispatch.Kernel(gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k)),
-        reference=reference.attend_with_logits,
+        reference=partial(_both, reference),
     )
     return run(q, k, v, lengths, scale=scale)
+
+
+def _both(halves: Any, q: Array, k: Array, v: Array, lengths: Array, scale: float) -> tuple:
+    """The two halves of the module `halves`, one after the other."""
+    logits = halves.decode_logits(q, k, lengths, scale=scale)
+    return *halves.attend_logits(logits, v), logits

@@ -36,7 +36,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.common import Attended, Cache, PerQuery, PerRow, Queries, Window
+from pallas_kernels.common import (
+    Attended,
+    Cache,
+    PerQuery,
+    PerRow,
+    Queries,
+    Window,
+    pack_rows,
+    unpack_rows,
+)
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that find place in shared memory
@@ -69,10 +78,6 @@ class _Job:
     def tile_rows(self) -> int:
         """Rows read and written: whole tiles."""
         return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
-
-    def out_scratch(self) -> dict[str, Any]:
-        """The shared memory for what is written: a block's logits at once."""
-        return hopper.out_scratch(self.tile_rows, *([_LOGIT_ROWS] if self.logits else []))
 
     @property
     def parts(self) -> int:
@@ -192,10 +197,10 @@ def _attention(
         logits=logits,
     )
     plan = _plan(low, high, job)
-    out, lse, *found = _partials(hopper.pack_rows(q, kv_heads), k, v, plan, job)
+    out, lse, *found = _partials(pack_rows(q, kv_heads), k, v, plan, job)
     out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype)
-    out = hopper.unpack_rows(out_BKRH.astype(q.dtype), q.shape[1])
-    lse = hopper.unpack_rows(lse_BKR, q.shape[1])
+    out = unpack_rows(out_BKRH.astype(q.dtype), q.shape[1])
+    lse = unpack_rows(lse_BKR, q.shape[1])
     if not logits:
         return out, lse, None
     logits_BKGS = found[0].reshape(batch, kv_heads, job.tile_rows, -1)[:, :, : job.rows]
@@ -229,7 +234,6 @@ def _partials(
     """
     parts = job.workers + job.batch * job.kv_heads
     logits = job.batch * job.kv_heads, job.tile_rows, k.shape[2]
-    ring = hopper.tiled(_STAGES, _BLOCK, job.head_dim, dtype=job.dtype)
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
@@ -243,13 +247,12 @@ def _partials(
             q_tiles=hopper.tiled(
                 hopper.ROWS + (job.q_tiles - 1) * job.tile_rows, job.head_dim, dtype=job.dtype
             ),
-            rings=(ring, ring),
             planned=plgpu.Barrier(),
             asked=plgpu.Barrier(num_barriers=job.q_tiles),
             answered=plgpu.Barrier(num_barriers=job.q_tiles),
-            ready=(plgpu.Barrier(num_barriers=_STAGES), plgpu.Barrier(num_barriers=_STAGES)),
-            free=(plgpu.Barrier(num_barriers=_STAGES), plgpu.Barrier(num_barriers=_STAGES)),
-            **job.out_scratch(),
+            **hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype),
+            # A block's logits leave at once.
+            **hopper.out_scratch(job.tile_rows, *([_LOGIT_ROWS] if job.logits else [])),
         ),
         grid=(job.workers,),
         grid_names=("worker",),
@@ -343,18 +346,12 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
 
     @pl.loop(piece.first, piece.last)
     def _step(j):
-        step = piece.ahead + j
-        slot = lax.rem(step, _STAGES)
         block = (piece.row, piece.head, pl.ds(j * _BLOCK, _BLOCK))
-        for ref, ring, full, empty in zip(
-            caches, scratch["rings"], scratch["ready"], scratch["free"], strict=True
-        ):
 
-            @pl.when(step >= _STAGES)
-            def _(empty=empty):
-                plgpu.barrier_wait(empty.at[slot])
+        def copy(ref, ring, slot, ready):
+            plgpu.copy_gmem_to_smem(ref.at[block], ring.at[slot], ready)
 
-            plgpu.copy_gmem_to_smem(ref.at[block], ring.at[slot], full.at[slot])
+        hopper.fill_rings(scratch, piece.ahead + j, _STAGES, tuple(caches), copy)
 
 
 def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
@@ -374,18 +371,14 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     carry = hopper.attend_blocks(
         (piece.first, piece.last),
         queries,
-        scratch["rings"],
-        scratch["ready"],
-        scratch["free"],
+        scratch,
         slot_of=lambda j: lax.rem(piece.ahead + j, _STAGES),
         mask=mask,
         scale=job.scale,
         interpreted=job.interpret is not None,
     )
     plgpu.barrier_arrive(scratch["answered"].at[tile])
-    out, lse = hopper.attended(carry)
-    tiles = {name: scratch[name] for name in job.out_scratch()}
-    hopper.write_attended(out, lse, out_ref.at[piece.part], lse_ref.at[piece.part], **tiles)
+    hopper.write_attended(carry, out_ref.at[piece.part], lse_ref.at[piece.part], scratch)
 
 
 def _mask(s: Array, slot: Array, piece: _Piece, job: _Job) -> Array:

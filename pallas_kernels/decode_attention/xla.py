@@ -131,11 +131,3 @@ def attend_logits(
     out_BNH = acc_BKGTH.reshape(b, n, v.shape[3]) / total_BN1  # [B, K, G, 1, H]
     lse_BN1 = jnp.where(some_BN1, top_BN1 + jnp.log(total_BN1), -jnp.inf)
     return out_BNH.astype(v.dtype)[:, None], lse_BN1.swapaxes(1, 2)
-
-
-def attend_with_logits(
-    q: Array, k: Array, v: Array, lengths: Array, *, scale: float
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
-    """Both halves."""
-    logits = decode_logits(q, k, lengths, scale=scale)
-    return *attend_logits(logits, v), logits

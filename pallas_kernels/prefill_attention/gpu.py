@@ -19,9 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
 
-from pallas_kernels.common import Attended, Cache, PerRow, Queries, blank_rows
+from pallas_kernels.common import Attended, Cache, Chunk, PerRow, Queries, blank_rows
 
 _HEAD_DIMS = (64, 128)
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -48,12 +47,7 @@ def unsupported_cache(q: Array, window: int | None) -> str | None:
 
 
 def causal_attention(
-    q: Queries,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    *,
-    scale: float,
-    window: int | None = None,
+    q: Queries, k: Chunk, v: Chunk, *, scale: float, window: int | None = None
 ) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     cudnn = _cudnn()

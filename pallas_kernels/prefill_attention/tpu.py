@@ -20,7 +20,7 @@ when causal); published splash and flash figures are 75-89% of peak on v5p, a th
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
@@ -29,12 +29,11 @@ from jaxtyping import Float
 from pallas_kernels.common import (
     Attended,
     Cache,
+    Chunk,
     PerRow,
     Queries,
     blank_rows,
-    largest_divisor,
     merge,
-    split_tail,
 )
 
 _LANES = 128
@@ -57,7 +56,7 @@ def unsupported_cache(q: Array, k: Array, window: int | None) -> str | None:
     """Why splash cannot run the chunk against the cache, or None."""
     if window is not None:
         return "no sliding window against a cache"
-    block = largest_divisor(k.shape[2], _BLOCKS)
+    block = _key_block(k.shape[2])
     if block is None:
         return f"{k.shape[2]} slots are not a multiple of {_BLOCKS[-1]}"
     batch, queries, heads, _ = q.shape
@@ -70,8 +69,8 @@ def unsupported_cache(q: Array, k: Array, window: int | None) -> str | None:
 
 def causal_attention(
     q: Queries,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Chunk,
+    v: Chunk,
     *,
     scale: float,
     window: int | None = None,
@@ -102,12 +101,12 @@ def cache_attention(
     q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: float, interpret: bool = False
 ) -> Attended:
     """Every query of row b sees the slots below lengths[b]."""
-    block = largest_divisor(k.shape[2], _BLOCKS)
+    block = _key_block(k.shape[2])
     if block is None:
         raise NotImplementedError(unsupported_cache(q, k, None))
     q_heads = _fold_queries(q, scale)
     query_block, heads = _query_block(q.shape[1]), q.shape[2]
-    whole_B, k_tail, v_tail, tail_B = split_tail(k, v, lengths, block)
+    whole_B, k_tail, v_tail, tail_B = _split_tail(k, v, lengths, block)
     # The first whole blocks of every row's cache. One map serves all heads of a single row;
     # otherwise every folded head has its row's.
     blocks_B = whole_B // block
@@ -167,6 +166,37 @@ def _kernel(
         mask_function=None,
         interpret=interpret,
     )
+
+
+def _split_tail(
+    k: Cache, v: Cache, lengths: PerRow, size: int
+) -> tuple[Array, Array, Array, Array]:
+    """Cut every row at its last whole block, so that garbage in v never meets a matmul.
+
+    A masked slot has weight 0, and 0 x NaN is NaN, so values beyond a row's length have to be
+    replaced. To replace them in place would copy the cache. Only the one block that the length
+    cuts through is copied.
+
+    Returns:
+      (whole_B, k_tail, v_tail, tail_B): the number of slots in whole blocks, the cut block
+      [B,K,size,H] zeroed beyond the length, and how many of its slots are valid.
+    """
+    blocks = k.shape[2] // size
+    whole_B = lengths // size
+    at_B = jnp.minimum(whole_B, blocks - 1)
+    tail_B = jnp.where(whole_B < blocks, lengths - whole_B * size, 0)
+    valid_B1C1 = (jnp.arange(size) < tail_B[:, None])[:, None, :, None]
+
+    def tail(x: Cache) -> Array:
+        block = jax.vmap(lambda row, i: lax.dynamic_slice_in_dim(row, i * size, size, axis=1))
+        return jnp.where(valid_B1C1, block(x, at_B), 0)
+
+    return whole_B * size, tail(k), tail(v), tail_B
+
+
+def _key_block(slots: int) -> int | None:
+    """The largest block that divides the slots, or None."""
+    return next((size for size in _BLOCKS if slots % size == 0), None)
 
 
 def _query_block(queries: int) -> int:

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
 
 from pallas_kernels.common import (
     MASKED,
     Attended,
     Cache,
+    Chunk,
     PerRow,
     Queries,
     Window,
@@ -55,12 +55,7 @@ class _Job:
 
 
 def causal_attention(
-    q: Queries,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    *,
-    scale: float,
-    window: int | None = None,
+    q: Queries, k: Chunk, v: Chunk, *, scale: float, window: int | None = None
 ) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     key_block = min(_KEY_BLOCK, q.shape[1])

@@ -128,19 +128,15 @@ def _largest(
     return lax.fori_loop(0, bits, set_bit, jnp.zeros(shape, jnp.uint32))
 
 
-def kth_best_by_digits(
-    key: UInt32[Array, "R S"], k: Int[Array, " R"], digit: int = _DIGIT
-) -> UInt32[Array, " R"]:
+def kth_best_by_digits(key: UInt32[Array, "R S"], k: Int[Array, " R"]) -> UInt32[Array, " R"]:
     """The k-th best key, found digit by digit, all values of a digit in one pass.
 
-    On a GPU a pass is launches, and a turn of a loop waits for the host: few, and unrolled.
-
-    Args:
-      digit: bits of a pass.
+    On a GPU every pass is some launches, and a loop's turn waits for the host. So passes are few
+    and unrolled.
     """
     found_R = jnp.zeros(k.shape, jnp.uint32)
-    for shift in reversed(range(0, 32, digit)):
-        values = range(1, 1 << min(digit, 32 - shift))
+    for shift in reversed(range(0, 32, _DIGIT)):
+        values = range(1, 1 << _DIGIT)
         borders = [found_R | (jnp.uint32(value) << shift) for value in values]
         reached = [count_R >= k for count_R in _counts_from(key, borders)]
         found_R |= jnp.sum(jnp.stack(reached), axis=0, dtype=jnp.uint32) << shift

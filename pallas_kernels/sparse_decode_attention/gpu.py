@@ -153,9 +153,6 @@ def _partials(
     # Steps up to the last listed page: the others are not visited.
     listed = jnp.arange(1, entries.shape[2] + 1) * (entries >= 0)
     steps = pl.cdiv(jnp.max(listed, axis=2), job.pages)
-    ring = hopper.tiled(_STAGES, _BLOCK, job.head_dim, dtype=job.dtype)
-    ready = plgpu.Barrier(num_arrivals=job.pages, num_barriers=_STAGES)
-    free = plgpu.Barrier(num_barriers=_STAGES)
     parts = batch * job.lists, job.splits
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
@@ -166,9 +163,7 @@ def _partials(
         scratch_types=dict(
             ids=plgpu.SMEM((job.share * job.pages // _ID_LINE, _ID_LINE), jnp.int32),
             q_tile=hopper.tiled(hopper.ROWS, job.head_dim, dtype=job.dtype),
-            rings=(ring, ring),
-            ready=(ready, ready),
-            free=(free, free),
+            **hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, copies=job.pages),
             loaded=plgpu.Barrier(num_barriers=2),
             **hopper.out_scratch(job.tile_rows),
         ),
@@ -216,17 +211,13 @@ def _kernel(
         carry = hopper.attend_blocks(
             (0, steps),
             scratch["q_tile"],
-            scratch["rings"],
-            scratch["ready"],
-            scratch["free"],
+            scratch,
             slot_of=lambda i: lax.rem(i, _STAGES),
             mask=mask,
             scale=job.scale,
             interpreted=job.interpret is not None,
         )
-        out, lse = hopper.attended(carry)
-        tiles = {name: scratch[name] for name in hopper.out_scratch(job.tile_rows)}
-        hopper.write_attended(out, lse, out_ref.at[each, split], lse_ref.at[each, split], **tiles)
+        hopper.write_attended(carry, out_ref.at[each, split], lse_ref.at[each, split], scratch)
         hopper.written()
 
 
@@ -235,19 +226,13 @@ def _fetch(refs: tuple, steps: Array, job: _Job, scratch: dict) -> None:
 
     @pl.loop(0, steps)
     def _step(i):
-        slot = lax.rem(i, _STAGES)
-        for ref, ring, ready, free in zip(
-            refs, scratch["rings"], scratch["ready"], scratch["free"], strict=True
-        ):
-
-            @pl.when(i >= _STAGES)
-            def _(free=free):
-                plgpu.barrier_wait(free.at[slot])
-
+        def copy(ref, ring, slot, ready):
             for j in range(job.pages):
                 entry = jnp.maximum(_entry(scratch["ids"], i, j, job), 0)
                 place = ring.at[slot, pl.ds(j * job.page_size, job.page_size)]
-                plgpu.copy_gmem_to_smem(ref.at[entry], place, ready.at[slot])
+                plgpu.copy_gmem_to_smem(ref.at[entry], place, ready)
+
+        hopper.fill_rings(scratch, i, _STAGES, refs, copy)
 
     for free in scratch["free"]:
         hopper.drain(free, steps, _STAGES)

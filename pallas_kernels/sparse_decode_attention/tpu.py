@@ -78,9 +78,6 @@ def sparse_decode_attention(
       block: list entries of a block; None takes as many as make a few hundred slots.
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
-    reason = unsupported(q, k, pages, page_size)
-    if reason is not None:
-        raise NotImplementedError(f"sparse_decode_attention: {reason}")
     kv_heads, slots, head_dim = k.shape[1:]
     pages_of_head = slots // page_size
     entries = entries_of(heads, pages, kv_heads, pages_of_head)

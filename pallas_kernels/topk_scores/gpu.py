@@ -59,7 +59,7 @@ from jaxlib.mlir.dialects import arith
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, pack_rows, unpack_rows
 
 # Keys of a tile, and of a block whose best score alone is ranked. A thread of a wgmma holds columns
 # c and c + 1 of every 8: with the keys of a tile laid out block-minor, the maximum over a block is
@@ -126,14 +126,11 @@ def topk_scores(
     tolerance: PerQuery,
     *,
     count: int,
-    tile_best: int | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
     """The `count` best slots of [start, stop) within [0, S]; see the public function."""
-    if tile_best is not None:
-        raise NotImplementedError(f"topk_scores: {unsupported(q, k, count, tile_best)}")
-    q_BKRH = hopper.pack_rows(q, k.shape[1])
-    tolerance_BKR = hopper.pack_rows(tolerance[..., None], k.shape[1])[..., 0]
+    q_BKRH = pack_rows(q, k.shape[1])
+    tolerance_BKR = pack_rows(tolerance[..., None], k.shape[1])[..., 0]
     rows, heads = q_BKRH.shape[2], k.shape[0] * k.shape[1]
     warpgroups = _WARPGROUPS if rows > hopper.ROWS else 1
     row_tiles = pl.cdiv(rows, hopper.ROWS * warpgroups)
@@ -156,7 +153,7 @@ def topk_scores(
         values, ids = _best_blocks(q_BKRH, k, bounds, tolerance_BKR, job)
         _, ids = _choose(values, ids, count, tolerance_BKR)
         values, slots = _best_keys(q_BKRH, k, start, stop, tolerance_BKR, ids, interpret)
-    return hopper.unpack_rows(values, q.shape[1]), hopper.unpack_rows(slots, q.shape[1])
+    return unpack_rows(values, q.shape[1]), unpack_rows(slots, q.shape[1])
 
 
 def _best_keys(

@@ -40,7 +40,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import tpu_common as tpu
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, pack_rows, unpack_rows
 
 # Query rows of a tile, and how many are few; scores that are made and swept at once, and keys of a
 # block of few rows, where the copy of the keys is what counts.
@@ -73,7 +73,6 @@ def topk_scores(
     tolerance: PerQuery,
     *,
     count: int,
-    tile_best: int | None = None,
     blocks: tuple[int, int] | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
@@ -83,13 +82,9 @@ def topk_scores(
       blocks: query rows and keys of a block, multiples of 128; None takes the heuristic's.
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
-    reason = unsupported(q, tile_best)
-    if reason is not None:
-        raise NotImplementedError(f"topk_scores: {reason}")
-    (batch, queries, heads, head_dim), (_, kv_heads, slots, _) = q.shape, k.shape
+    batch, kv_heads, slots, head_dim = k.shape
     # Queries before heads: a tile of rows is a run of queries with all heads of the group.
-    q_BTKGH = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
-    q_BKRH = jnp.moveaxis(q_BTKGH, 1, 2).reshape(batch, kv_heads, -1, head_dim)
+    q_BKRH = pack_rows(q, kv_heads)
     rows = q_BKRH.shape[2]
     row_tile, block = blocks or _blocks(rows, slots)
     row_tile = min(row_tile, rows)
@@ -103,8 +98,7 @@ def topk_scores(
         (x, y) if axis == 0 else (y, x)
         for x, y in ((block, row_tile), (listed, rows), (listed, row_tile))
     )
-    tolerance_BKTG = jnp.moveaxis(tolerance.reshape(q_BTKGH.shape[:-1]), 1, 2)
-    tolerance_BKR = tolerance_BKTG.reshape(q_BKRH.shape[:-1])
+    tolerance_BKR = pack_rows(tolerance, kv_heads)
 
     def visited(b, h, r, j, start, stop, first, stop_block):
         return b, h, jnp.minimum(first[b] + j, jnp.maximum(stop_block[b] - 1, 0))
@@ -136,15 +130,8 @@ def topk_scores(
         name="topk_scores",
     )
     lists_BKRC = (jnp.moveaxis(x, 2 + axis, 3)[..., :count] for x in lists)
-    values, indices = (_by_query(x, q.shape[:3]) for x in lists_BKRC)
+    values, indices = (unpack_rows(x, q.shape[1]) for x in lists_BKRC)
     return jnp.where(values == 0, 0.0, values), indices  # -0 is 0
-
-
-def _by_query(x: Float[Array, "B K R C"] | Int[Array, "B K R C"], shape: tuple) -> Array:
-    """Lists of a kv head's rows, R = T G, as [B,T,N,C]."""
-    batch, queries, heads = shape
-    x_BKTGC = x.reshape(*x.shape[:2], queries, -1, x.shape[3])
-    return jnp.moveaxis(x_BKTGC, 1, 2).reshape(batch, queries, heads, -1)
 
 
 def _key_axis(row_tile: int) -> int:
