@@ -1,4 +1,4 @@
-"""What the attention implementations share: shape checks, the masked value, merging of parts.
+"""What the implementations share: types of arrays, checks, masks, groups of heads, merges.
 
 Letters: B batch, T queries, S slots, N query heads, K kv heads, G = N / K, H head dim, R rows.
 """
@@ -21,12 +21,13 @@ PerRow = Int[Array, " B"]
 Chunk = Float[Array, "B T K H"]
 Attended = tuple[Queries, PerQuery]
 
-# Large enough that exp(MASKED - m) is 0 for every real score m, and unlike -inf it never makes NaN.
+# The score of a masked slot: exp(MASKED - m) is 0 for every real score m, and unlike -inf it never
+# makes NaN.
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
 def check_heads(operation: str, q: Array, *caches: Array, kv_axis: int = 1) -> None:
-    """Raise ValueError unless q [B,...,N,H] fits the caches, whose kv heads stand on `kv_axis`."""
+    """Raise ValueError unless q [B,...,N,H] fits the caches, whose kv heads are axis `kv_axis`."""
     fits = all(
         q.ndim in (3, 4)
         and x.ndim == 4
@@ -46,14 +47,14 @@ def check_heads(operation: str, q: Array, *caches: Array, kv_axis: int = 1) -> N
 
 
 def pack_rows(x: Shaped[Array, "B T N *H"], kv_heads: int) -> Shaped[Array, "B K R *H"]:
-    """What belongs to the queries, as rows t * G + g of their kv head; one query moves nothing."""
+    """Queries, or numbers for them, as rows t * G + g of their kv head; no copy for one query."""
     b, t, n, *rest = x.shape
     x_BTKG = x.reshape(b, t, kv_heads, n // kv_heads, *rest)
     return jnp.swapaxes(x_BTKG, 1, 2).reshape(b, kv_heads, t * n // kv_heads, *rest)
 
 
 def unpack_rows(x: Shaped[Array, "B K R *H"], queries: int) -> Shaped[Array, "B T N *H"]:
-    """Undo `pack_rows`, for what each row has got."""
+    """Undo `pack_rows`."""
     b, k, r, *rest = x.shape
     x_BTKG = jnp.swapaxes(x.reshape(b, k, queries, r // queries, *rest), 1, 2)
     return x_BTKG.reshape(b, queries, k * r // queries, *rest)
@@ -144,6 +145,6 @@ def merge(
 def side_by_side(
     *parts: tuple[Float[Array, "B _ N H"], Float[Array, "B _ N"]],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """The attention of queries that follow each other, put together in their order."""
+    """Concatenate the attentions of consecutive runs of queries."""
     outs, lses = zip(*parts, strict=True)
     return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)

@@ -1,10 +1,10 @@
 """The softmax mass that every key of a cache receives, from queries whose log-sum-exp is known.
 
-For query t of head n, p[b,n,t,s] = exp(scale q.k - lse[b,t,n]) is the attention paid to slot s when
-`lse` comes from the attention that the query took part in; that attention may have seen more keys
-than this cache holds. Methods rank keys by it: its sum over queries (H2O, CSE, SnapKV), the last
-query alone (TOVA, RefreshKV), with squares (RoCo). Implementations: `xla` on every platform,
-`gpu` and `tpu` (Mosaic), `reference` for tests.
+For query t of head n, p[b,n,t,s] = exp(scale q.k - lse[b,t,n]) is its attention to slot s. `lse`
+comes from the attention that the query took part in, which may have seen more keys than this cache
+holds. Methods rank keys by the mass: the sum over queries (H2O, CSE, SnapKV), the last query alone
+(TOVA, RefreshKV), the sum and the squares (RoCo). Implementations: `xla` on every platform, `gpu`
+and `tpu` (Mosaic), `reference` for tests.
 """
 
 from typing import Any

@@ -1,21 +1,24 @@
 """Attention of a chunk on TPUs: JAX's splash attention with a float32 log-sum-exp.
 
-Batch rows are folded into heads, since splash takes one sequence of heads and keeps a block map
-for every head: query head (b, n) reads kv head (b, n // G), and ragged rows become block maps.
+Splash takes one sequence of heads and keeps a block map for each head. So the rows of the batch are
+folded into the heads: query head (b, n) reads kv head (b, n // G), and rows of different lengths
+are different block maps.
 
-The chunk against itself: a causal or local mask, computed in the kernel from positions; blocks
-that no query sees are not visited. The chunk against the cache: only blocks wholly below a row's
-length are visited (the map says so, and blocks beyond are neither computed nor fetched), without
-any mask; the block that the length cuts through is a second, one-block call on a zeroed copy,
-masked by segment ids, and the two are merged. So capacity that is empty costs no arithmetic and
-garbage in it, NaN included, meets no matmul.
+The chunk against itself: the kernel computes a causal or local mask from positions, and skips
+blocks that no query sees. The chunk against the cache takes two calls. The first visits the blocks
+that lie wholly below a row's length and needs no mask; the block map keeps the others from being
+fetched. The second takes the one block that the length cuts through, from a copy whose invalid
+slots are zero, masked by segment ids. The two results are merged. So empty capacity costs no
+arithmetic, and garbage in it, NaN included, reaches no matmul.
 
-Queries are padded to whole blocks. A head dim of 64 is not padded: k and v are handed over with
-the slots minor, as XLA lays them out, so that no copy of the cache is made (compiled for v5e: 2 MB
-of temporaries against 1.1 GB beside a 0.5 GB cache). `scale` is folded into q in q's dtype, for
-splash has none. VMEM a step: blocks of q, k, v, and the scores
-[block_q, block_kv] in float32, 1 MiB. Roofline: matrix throughput, 4 T S N H operations (half
-when causal); published splash and flash figures are 75-89% of peak on v5p, a third on v6e.
+Queries are padded to whole blocks. A head dim of 64 is not padded: k and v go in with the slots
+minor, as XLA stores them, and the cache is not copied (compiled for v5e: 2 MB of temporaries
+against 1.1 GB, with a cache of 0.5 GB). Splash has no scale, so `scale` is multiplied into q in q's
+dtype.
+
+VMEM of a step: blocks of q, k, v, and the scores [block_q, block_kv] in float32, 1 MiB. Roofline:
+matrix throughput, 4 T S N H operations (half when causal). Published figures for splash and flash
+are 75-89% of peak on v5p, a third on v6e.
 """
 
 import jax
@@ -191,7 +194,8 @@ def _split_tail(
         block = jax.vmap(lambda row, i: lax.dynamic_slice_in_dim(row, i * size, size, axis=1))
         return jnp.where(valid_B1C1, block(x, at_B), 0)
 
-    return whole_B * size, tail(k), tail(v), tail_B
+    k_tail, v_tail = tail(k), tail(v)
+    return whole_B * size, k_tail, v_tail, tail_B
 
 
 def _key_block(slots: int) -> int | None:

@@ -1,8 +1,8 @@
 """The best keys of every query by unscaled dot product, exact, streaming over the cache.
 
-ReAttention (Liu et al., 2024) attends to the segments around these keys. Memory is
-O(B T N count) and bounded blocks, never T x S scores. Implementations: `xla` on every platform,
-`gpu` and `tpu` (Mosaic), `reference` for tests.
+ReAttention (Liu et al., 2024) attends to the segments around these keys. Memory is O(B T N count)
+and bounded blocks, never T x S scores. Implementations: `xla` on every platform, `gpu` and `tpu`
+(Mosaic), `reference` for tests.
 """
 
 import jax.numpy as jnp
