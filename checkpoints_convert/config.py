@@ -1,8 +1,8 @@
 """`config.json` -> `ModelConfig`, with transformers' defaults for keys that a file leaves out.
 
 Published files leave out keys: Llama 2 has no `rope_theta`, Mistral 7B has no `head_dim`. The
-configuration classes of transformers fill them in. They get a dict of known keys, bounded first:
-transformers opens no file here and runs no code that a checkpoint brings (`auto_map`).
+configuration classes of transformers fill them in. They get a dict of known keys with bounded
+values: transformers opens no file here and runs no code from a checkpoint (`auto_map`).
 """
 
 import copy
@@ -13,10 +13,9 @@ from typing import Any
 
 from checkpoints_convert.files import read_json
 from jax_longctx.errors import ConfigError
-from jax_longctx.models.config import SIZES, ModelConfig
-from jax_longctx.models.families import FAMILIES
+from jax_longctx.models.config import FAMILIES, SIZES, ModelConfig
 
-# What the computation depends on.
+# The keys that the computation depends on.
 KEYS = {
     *SIZES.values(),
     *("head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings"),
@@ -28,7 +27,7 @@ KEYS = {
 
 # Positions and shapes are 32-bit integers.
 LARGEST = 2**31 - 1
-# transformers makes lists of so many entries.
+# transformers makes lists with an entry a layer.
 MOST_LAYERS = 10_000
 
 INTERNLM2 = "internlm2"
@@ -38,8 +37,8 @@ def read_config(path: Path) -> ModelConfig:
     """The model that a `config.json` describes.
 
     Raises:
-      CheckpointError: no JSON file.
-      ConfigError: a model that is not implemented, or a value out of range.
+      CheckpointError: the file is not JSON.
+      ConfigError: the model is not implemented, or a value is out of range.
     """
     return model_config(read_json(path))
 
@@ -60,10 +59,10 @@ def model_config(described: Mapping[str, Any]) -> ModelConfig:
                     f"config.json: {key!r} holds {number!s:.20}, expected at most {most}"
                 )
     if family == INTERNLM2:
-        # Once its fused projection is split it is a Llama. Its biases have a flag of another name.
+        # With its fused projection split, it is a Llama. Its flag of biases has another name.
         family, known["attention_bias"] = "llama", described.get("bias", True)
     if FAMILIES[family].windows == "all" and known.get("layer_types"):
-        # transformers reads such a Mistral as a model of another family (Ministral).
+        # transformers reads a Mistral with layer_types as another family (Ministral).
         raise ConfigError(f"layer_types is not part of family {family!r}")
     if not FAMILIES[family].has_head:
         known.setdefault("tie_word_embeddings", True)
@@ -100,8 +99,8 @@ def _integers(value: Any) -> Iterable[int]:
 
 
 def _with_defaults(family: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Every key of the family, as transformers reads these."""
-    # Only the configuration classes are used; that PyTorch is missing needs no remark.
+    """All keys of the family, with the defaults of transformers."""
+    # Only the configuration classes are used, so PyTorch may be missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         from transformers import CONFIG_MAPPING, AutoConfig
@@ -117,16 +116,16 @@ def _with_defaults(family: str, known: Mapping[str, Any]) -> dict[str, Any]:
             f"family {family!r}: transformers knows no model_type {like!r}; say in the family's "
             f"entry of FAMILIES whose defaults it has, such as defaults='llama'"
         )
-    # Of a value that it only warns of, ModelConfig says whether it is implemented.
+    # transformers warns of some values that ModelConfig accepts or refuses.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        # Its classes write into the dicts they are given.
+        # The classes change the dicts that they get.
         config = AutoConfig.for_model(like, **copy.deepcopy(dict(known)))
-        # It does so again before it computes: a trained length beside the rope settings wins.
+        # As before inference: a trained length outside the rope settings takes precedence.
         config.standardize_rope_params()
         return {**config.to_dict(), "model_type": family}
-    except Exception as error:  # any fault in a value, from a bare KeyError to its own classes
+    except Exception as error:  # wrong values raise many classes, KeyError among them
         said = " ".join(str(error).split())
         raise ConfigError(f"config.json cannot be used: {said:.300}") from error
     finally:

@@ -1,14 +1,12 @@
 """A checkpoint directory -> a Hugging Face directory, one tensor at a time.
 
-Every tensor keeps the type it is stored in, and names and layouts come from the table that
-conversion reads by, so a checkpoint that came from safetensors comes out with the same bits.
-InternLM2, whose fused projection conversion split, is written as the Llama that it is, which
-transformers loads without code from elsewhere.
+Each tensor is written in its stored type, and names and layouts come from the same table as in
+conversion. So a checkpoint converted from safetensors is exported with the same bits. InternLM2,
+whose fused projection was split by conversion, is written as a Llama, which transformers loads
+without custom code.
 """
 
-import dataclasses
 import json
-import math
 import os
 import shutil
 import struct
@@ -20,13 +18,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from checkpoints_convert.files import in_groups
 from checkpoints_convert.huggingface import DTYPE_NAMES
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, OnProgress, check_destination
 from jax_longctx.errors import CheckpointError
 from jax_longctx.locks import only_writer
-from jax_longctx.models.checkpoint import Manifest, read_manifest, restore, tokenizer_folder
-from jax_longctx.models.storage import write_text
+from jax_longctx.models.storage import (
+    Manifest,
+    read_manifest,
+    restore,
+    tokenizer_folder,
+    write_text,
+)
+
+# A tensor to write, and its stored type.
+Stored = tuple[FileTensor, np.dtype]
 
 
 def export(
@@ -36,11 +43,11 @@ def export(
     progress: OnProgress | None = None,
     shard_bytes: int = 5 << 30,
 ) -> None:
-    """Writes a converted checkpoint as a Hugging Face directory, whole or not at all.
+    """Writes a converted checkpoint as a Hugging Face directory, or nothing after an error.
 
     Args:
       progress: called with (bytes done, bytes in all).
-      shard_bytes: tensors beyond this many bytes go to a next file, with an index.
+      shard_bytes: most bytes of a file; more tensors go to further files, with an index.
 
     Raises:
       CheckpointError: the checkpoint is damaged, or the destination cannot be written.
@@ -68,29 +75,9 @@ def export(
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """A tensor to write, and the type that it is stored in."""
-
-    tensor: FileTensor
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.tensor.shape) * self.dtype.itemsize
-
-
-def _groups(tensors: Sequence[_Stored], limit: int) -> list[list[_Stored]]:
-    """The tensors in order, in groups of at most `limit` bytes, or of one tensor."""
-    groups: list[list[_Stored]] = []
-    held = limit
-    for stored in tensors:
-        if not groups or held + stored.nbytes > limit:
-            groups.append([])
-            held = 0
-        groups[-1].append(stored)
-        held += stored.nbytes
-    return groups
+def _nbytes(stored: Stored) -> int:
+    tensor, dtype = stored
+    return tensor.nbytes(dtype)
 
 
 def _write_shards(
@@ -101,28 +88,28 @@ def _write_shards(
     progress: OnProgress | None,
 ) -> None:
     stored = [
-        _Stored(tensor, np.dtype(jnp.dtype(manifest.tensors[tensor.parts[0].path].dtype)))
+        (tensor, np.dtype(jnp.dtype(manifest.tensors[tensor.parts[0].path].dtype)))
         for tensor in expected_tensors(manifest.config, "hf").values()
     ]
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    shards, total, done = _groups(stored, limit), sum(one.nbytes for one in stored), 0
+    shards, total, done = in_groups(stored, _nbytes, limit), sum(map(_nbytes, stored)), 0
     placed: dict[str, str] = {}
     for number, tensors in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         name = name if len(shards) > 1 else "model.safetensors"
-        placed |= dict.fromkeys((one.tensor.name for one in tensors), name)
+        placed |= dict.fromkeys((tensor.name for tensor, _ in tensors), name)
         with (folder / name).open("wb") as file:
             _write_header(file, tensors)
-            for batch in _groups(tensors, GROUP):
+            for batch in in_groups(tensors, _nbytes, GROUP):
                 wanted = {
-                    part.path: jax.ShapeDtypeStruct(part.info.shape, one.dtype, sharding=host)
-                    for one in batch
-                    for part in one.tensor.parts
+                    part.path: jax.ShapeDtypeStruct(part.info.shape, dtype, sharding=host)
+                    for tensor, dtype in batch
+                    for part in tensor.parts
                 }
                 arrays = restore(checkpoint, manifest, wanted)
-                for one in batch:
+                for tensor, _ in batch:
                     parts = [
-                        part.to_file(np.asarray(arrays.pop(part.path))) for part in one.tensor.parts
+                        part.to_file(np.asarray(arrays.pop(part.path))) for part in tensor.parts
                     ]
                     values = np.concatenate(parts) if len(parts) > 1 else parts[0]
                     file.write(np.ascontiguousarray(values).view(np.uint8).data)
@@ -136,14 +123,14 @@ def _write_shards(
         write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
-def _write_header(file: BinaryIO, tensors: Sequence[_Stored]) -> None:
+def _write_header(file: BinaryIO, tensors: Sequence[Stored]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for stored in tensors:
-        end = at + stored.nbytes
-        header[stored.tensor.name] = {
-            "dtype": DTYPE_NAMES[stored.dtype],
-            "shape": list(stored.tensor.shape),
+    for tensor, dtype in tensors:
+        end = at + tensor.nbytes(dtype)
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [at, end],
         }
         at = end

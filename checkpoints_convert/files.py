@@ -1,6 +1,6 @@
-"""What is converted: a config, tensors that are read once and piece by piece, and a tokenizer.
+"""The source of a conversion: a config, tensors and a tokenizer.
 
-Files are read front to back by byte ranges, with the checksum on the way.
+Files of tensors are read once, from front to back in byte ranges, and hashed at the same time.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from checkpoints_convert.names import IGNORED, expected_tensors
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
 
-# Bytes that are skipped at a time, when only the checksum wants them.
+# Bytes read at a time where they are only hashed or compared.
 STEP = 8 << 20
-# Bytes of float32 values that are decoded at a time: what reading needs beside the result.
+# Bytes of float32 values decoded at a time.
 PIECE = 16 << 20
 
 
@@ -30,9 +30,9 @@ class SourceTensor:
     """A tensor in a file.
 
     Attributes:
-      dtype: of its values as `dtype="source"` stores them.
-      file, offset, nbytes: where its bytes are.
-      decode: bytes of some rows -> their values, `[rows, shape[-1]]`.
+      dtype: of the stored values with `dtype="source"`.
+      file, offset, nbytes: the place of its bytes.
+      decode: (bytes of some rows, number of rows) -> values `[rows, shape[-1]]`.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Source:
     """A checkpoint to convert.
 
     Attributes:
-      label: what the person named.
+      label: the source as the user named it.
       config: the model.
       extras: entries of the Hugging Face config that `ModelConfig` does not hold and an export
-        should give back (token ids).
+        writes back (token ids).
       naming: of its tensors (see `names.expected_tensors`).
       tensors: in the order of the files.
-      read_files: files that were read beside those of the tensors, with their SHA-256.
+      read_files: SHA-256 of each file that was read, without those of the tensors.
       tokenizer: its files by name: the text, or the file to copy.
     """
 
@@ -77,59 +77,62 @@ class Source:
 
 
 class HashedFile:
-    """A file read front to back by byte ranges; what lies between them is only hashed.
+    """A file read front to back by byte ranges; the bytes between them are only hashed.
 
     Ranges are read, not mapped: mapped pages of a whole shard would count as this process's memory.
     """
 
     def __init__(self, path: Path):
-        self.path = path
-        self._hash = hashlib.sha256()
-        self._position = 0
+        self.path, self._hash = path, hashlib.sha256()
         try:
             self._file = path.open("rb")
         except OSError as error:
             raise unreadable(path, error) from error
+        self.close = self._file.close
 
     def read(self, offset: int, size: int) -> bytes:
         """The bytes `offset` to `offset + size`; offsets only grow from call to call."""
-        assert offset >= self._position, "ranges are read in the order of the file"
-        while self._position < offset:
-            self._next(min(STEP, offset - self._position))
-        return self._next(size)
-
-    def finish(self) -> str:
-        """The SHA-256 of the whole file."""
-        while self._advance(STEP):
+        while (gap := offset - self._file.tell()) > 0 and self._next(min(STEP, gap)):
             pass
-        return self._hash.hexdigest()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-    def _next(self, size: int) -> bytes:
-        data = self._advance(size)
+        data = self._next(size)
         if len(data) < size:
             raise CheckpointError(
-                f"{self.path} is truncated: it ends at byte {self._position}, "
-                f"expected at least {self._position - len(data) + size}; fetch it again"
+                f"{self.path} is truncated: it ends at byte {self._file.tell()}, expected at least "
+                f"{offset + size}; fetch it again"
             )
         return data
 
-    def _advance(self, size: int) -> bytes:
+    def finish(self) -> str:
+        """The SHA-256 of the whole file."""
+        while self._next(STEP):
+            pass
+        return self._hash.hexdigest()
+
+    def _next(self, size: int) -> bytes:
         """Up to `size` bytes; fewer only at the end of the file."""
         try:
             data = self._file.read(size)
         except OSError as error:
             raise unreadable(self.path, error) from error
         self._hash.update(data)
-        self._position += len(data)
         return data
 
 
+def in_groups[T](items: Iterable[T], size: Callable[[T], int], limit: int) -> list[list[T]]:
+    """The items in order, in groups of at most `limit` bytes, or of one item."""
+    groups: list[list[T]] = []
+    held = 0
+    for item in items:
+        if not groups or held + size(item) > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(item)
+        held += size(item)
+    return groups
+
+
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The one line for a file that the system does not let us read."""
+    """The error for a file that cannot be read."""
     return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
 
 
@@ -173,7 +176,7 @@ def read_array(file: HashedFile, tensor: SourceTensor, dtype: np.dtype) -> np.nd
         if values.dtype == dtype:
             piece[...] = values
         else:
-            # Too large a value becomes infinite and is found below.
+            # Values too large for `dtype` become infinite, which is checked below.
             with np.errstate(over="ignore"):
                 piece[...] = values.astype(dtype)
         if not _all_finite(piece):
@@ -182,7 +185,7 @@ def read_array(file: HashedFile, tensor: SourceTensor, dtype: np.dtype) -> np.nd
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    # The exponent bits are all ones in NaN and infinity; for bfloat16 numpy has no fast test.
+    # NaN and infinity have all exponent bits set; numpy has no fast test for bfloat16.
     if values.dtype == jnp.bfloat16:
         bits = values.view(np.uint16) & 0x7F80
         return not (bits == 0x7F80).any()
@@ -206,15 +209,15 @@ def check_tensors(
     naming: str,
     left_out: str | None = None,
 ) -> list[SourceTensor]:
-    """The tensors to convert: all that the model has, each of its shape, and nothing unknown.
+    """The tensors to convert, after a check of their names and shapes.
 
     Args:
-      left_out: a tensor that may be there and is not converted.
+      left_out: a tensor that may be in the files and is not converted.
 
     Raises:
       CheckpointError: a tensor is missing, unknown or of another shape.
     """
-    # The names of a model that does not belong to these tensors can take minutes to list.
+    # Too many layers could take minutes to list.
     if config.num_layers > len(tensors):
         raise CheckpointError(
             f"{label}: the config says {config.num_layers} layers, but the files hold "

@@ -1,13 +1,12 @@
 """A GGUF file, llama.cpp's format: metadata, tokenizer and (quantised) tensors in one.
 
-The `gguf` package maps the file and reads its directory; the tensors' bytes are then read range by
-range and dequantised a few rows at a time, so neither the file nor a float32 copy of a tensor is
-ever whole in memory.
+The `gguf` package maps the file and reads its directory. Then the tensors' bytes are read in ranges
+and dequantised a few rows at a time, so neither the file nor a float32 copy of a tensor is ever
+whole in memory.
 
-llama.cpp writes a model's numbers under its architecture's name (`llama.block_count`). Three things
-are not said there and follow from the tensors: tied embeddings (no `output.weight`), biases, and
-llama3's rotary scaling, of which the file keeps only the divisor of every frequency
-(`rope_freqs.weight`).
+llama.cpp writes a model's settings under the name of its architecture (`llama.block_count`). Three
+settings follow from the tensors instead: tied embeddings (no `output.weight`), biases, and llama3's
+rotary scaling, whose divisor of each frequency is stored (`rope_freqs.weight`).
 """
 
 import math
@@ -25,24 +24,24 @@ from checkpoints_convert.config import model_config
 from checkpoints_convert.files import Source, SourceTensor, check_tensors
 from checkpoints_convert.vocabulary import gguf_tokenizer_files
 from jax_longctx.errors import CheckpointError, ConfigError
-from jax_longctx.models.families import FAMILIES
+from jax_longctx.models.config import FAMILIES
 from jax_longctx.models.storage import first_line
 
 READABLE = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
 )
-# The format's value where a file says nothing (llama.cpp, `rope_freq_base`).
+# The format's default (llama.cpp, `rope_freq_base`).
 DEFAULT_THETA = 10000.0
-# Of an array, of the metadata, and of tensors; vocabularies have some 300,000 tokens and merges.
+# The most entries of an array, of the metadata, and tensors; vocabularies have some 300,000.
 MOST_ENTRIES = 1 << 21
 
 
 def open_gguf(path: Path, label: str) -> Source:
-    """A GGUF file. Values that were quantised count as float32, in which dequantising is exact.
+    """A GGUF file. Quantised values count as float32, in which dequantising is exact.
 
     Raises:
-      CheckpointError: no GGUF file, or an incomplete or damaged one.
+      CheckpointError: the file is not GGUF, incomplete or damaged.
       ConfigError: the architecture is not implemented.
     """
     metadata, found, factors = read_directory(path)
@@ -68,7 +67,7 @@ def read_directory(
     """Metadata, tensors in the order of the file, and llama3's rotary factors where stored.
 
     Raises:
-      CheckpointError: no GGUF file, a truncated one, or one of several parts.
+      CheckpointError: the file is not GGUF, truncated, or one of several parts.
     """
     try:
         reader = Reader(path)
@@ -119,10 +118,10 @@ def _tensor(path: Path, entry: Any) -> SourceTensor:
 
 
 class Reader(gguf.GGUFReader):
-    """Says where a damaged file ends, and which tensor a truncated one lacks.
+    """A reader whose errors name the end of a damaged file, or the tensor a truncated one lacks.
 
-    The mapped file is a plain array here: for the package's hundreds of thousands of small
-    slices that is twice as fast as numpy's memmap class.
+    The mapped file is a plain array: the package's hundreds of thousands of small slices are twice
+    as fast as with numpy's memmap class.
     """
 
     def __init__(self, path: Path):
@@ -140,7 +139,7 @@ class Reader(gguf.GGUFReader):
     def _get(
         self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None
     ) -> np.ndarray:
-        # The package would read nothing past the end, as often as a damaged length says.
+        # The package would read empty arrays past the end, up to a damaged length.
         if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
             raise ValueError(f"it is truncated or damaged at byte {offset} of its metadata")
         return super()._get(offset, dtype, count, override_order)
@@ -192,14 +191,14 @@ def config_from_metadata(
       ConfigError: an architecture or rotary scaling that is not implemented.
     """
     architecture = str(metadata.get("general.architecture"))
-    said = _Said(path, metadata, architecture)
+    said = _Settings(path, metadata, architecture)
     known = dict.fromkeys(name for traits in FAMILIES.values() for name in traits.gguf)
     if architecture not in known:
         raise ConfigError(
             f"{path}: architecture {architecture!r} is not implemented; "
             f"implemented are {', '.join(known)}"
         )
-    # Of families that share the architecture, one has windows (Mistral).
+    # One of the families that share an architecture has windows (Mistral).
     families = [name for name, traits in FAMILIES.items() if architecture in traits.gguf]
     window = said.get("attention.sliding_window", None)
     slides = [name for name in families if FAMILIES[name].windows == "all"]
@@ -235,8 +234,8 @@ def config_from_metadata(
     return config
 
 
-class _Said:
-    """The entries of one architecture."""
+class _Settings:
+    """The metadata of one architecture."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], architecture: str):
         self.path, self._metadata, self._prefix = path, metadata, architecture
@@ -261,11 +260,11 @@ class _Said:
 
 
 def _decimal(value: float) -> float:
-    """The number that was written, not its float32 neighbour: 1e-05 for 9.999999747e-06."""
+    """The shortest decimal with this float32 value: 1e-05 for 9.999999747e-06."""
     return float(str(np.float32(value)))
 
 
-def _check_plain(said: _Said, config: Mapping[str, Any]) -> None:
+def _check_plain(said: _Settings, config: Mapping[str, Any]) -> None:
     if said.get("expert_count", 0):
         raise ConfigError(f"{said.path}: mixtures of experts are not implemented")
     rotated = said.get("rope.dimension_count", config["head_dim"])
@@ -279,10 +278,10 @@ def _check_plain(said: _Said, config: Mapping[str, Any]) -> None:
 
 
 def _rope_scaling(
-    said: _Said, config: Mapping[str, Any], factors: np.ndarray | None
+    said: _Settings, config: Mapping[str, Any], factors: np.ndarray | None
 ) -> dict[str, Any] | None:
     kind = said.get("rope.scaling.type", "none", str)
-    # Files from before scaling had a type.
+    # Old files, without a type of scaling.
     linear = said.get("rope.scale_linear", 1.0, float)
     if kind == "none" and linear != 1.0:
         return {"rope_type": "linear", "factor": _decimal(linear)}
@@ -309,13 +308,13 @@ def _rope_scaling(
     older = said.get("rope.scaling.attn_factor", 1.0, float)
     attention = said.get("rope.scaling.yarn_attn_factor", older, float)
     if attention != 1.0:
-        # llama.cpp multiplies this with YaRN's own factor, which Hugging Face replaces.
+        # llama.cpp multiplies YaRN's own factor by this one; Hugging Face's replaces it.
         scaling["attention_factor"] = _decimal(attention) * (0.1 * math.log(max(factor, 1.0)) + 1.0)
     return scaling
 
 
 def llama3_scaling(path: Path, config: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any]:
-    """llama3's parameters from the divisor of each frequency.
+    """The parameters of llama3 scaling, from the divisor of each frequency.
 
     A frequency of wavelength w is divided by 1 / ((1 - s) / factor + s), where
     s = (trained / w - low) / (high - low) clipped to 0..1. So s is linear in 1 / w between the two

@@ -1,10 +1,10 @@
 """A Hugging Face checkpoint: config.json, safetensors (one file or indexed shards), tokenizer.
 
-A safetensors file is eight bytes of length, a JSON header, then the tensors. It is read here rather
-than through the `safetensors` package because that one maps whole shards into memory; ours reads
-byte ranges and can say which tensor a truncated file lacks.
+A safetensors file has eight bytes of length, a JSON header, then the tensors. The `safetensors`
+package maps whole shards into memory. This module reads byte ranges, and names the tensor that a
+truncated file lacks.
 
-A hub id is first fetched by `huggingface_hub` into its cache, only the files named here.
+`huggingface_hub` first fetches a hub id into its cache, only the files named here.
 """
 
 import math
@@ -17,6 +17,7 @@ import numpy as np
 
 from checkpoints_convert.config import model_config
 from checkpoints_convert.files import (
+    STEP,
     Source,
     SourceTensor,
     check_tensors,
@@ -33,7 +34,7 @@ from jax_longctx.models.storage import first_line, sha256_of
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-# Copied beside the parameters, and back on export. The first is the tokenizer itself.
+# Copied into the checkpoint, and back on export. The first is the tokenizer itself.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -46,10 +47,10 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 
-# Of the config, what an export gives back beside the model itself.
+# Entries of the config that an export writes back besides the model.
 EXTRAS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-# Names that safetensors gives to the types weights can be read from.
+# Readable types of weights, by their name in safetensors.
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -63,7 +64,7 @@ HEADER_LIMIT = 100 << 20
 
 
 def open_huggingface(folder: Path, label: str) -> Source:
-    """A directory as `save_pretrained` writes it.
+    """A directory such as `save_pretrained` writes.
 
     Raises:
       CheckpointError: the directory or a file in it is incomplete or damaged.
@@ -142,7 +143,7 @@ def _find_tensors(folder: Path) -> list[SourceTensor]:
 def _check_tied_head(
     config: ModelConfig, naming: str, tensors: list[SourceTensor], head: str | None
 ) -> None:
-    """Checks that a stored tied head, which is left out, equals the embedding."""
+    """Raises CheckpointError where a stored tied head differs from the embedding."""
     by_name = {tensor.name: tensor for tensor in tensors}
     stored = by_name.get(head) if head else None
     embed = by_name[tensor_name(config, naming, "embed.table")]
@@ -156,13 +157,12 @@ def _check_tied_head(
 def _same_bytes(one: SourceTensor, other: SourceTensor) -> bool:
     if (one.nbytes, one.dtype) != (other.nbytes, other.dtype):
         return False
-    step = 8 << 20
     try:
         with one.file.open("rb") as first, other.file.open("rb") as second:
             first.seek(one.offset)
             second.seek(other.offset)
-            for begin in range(0, one.nbytes, step):
-                size = min(step, one.nbytes - begin)
+            for begin in range(0, one.nbytes, STEP):
+                size = min(STEP, one.nbytes - begin)
                 if first.read(size) != second.read(size):
                     return False
     except OSError as error:
@@ -171,11 +171,11 @@ def _same_bytes(one: SourceTensor, other: SourceTensor) -> bool:
 
 
 def read_header(path: Path) -> list[SourceTensor]:
-    """The tensors of a file, in the order they lie in it.
+    """The tensors of a file, in the order of their bytes.
 
     Raises:
-      CheckpointError: no safetensors file, a damaged or truncated one, or weights of a type that
-        is not implemented (quantised).
+      CheckpointError: the file is not safetensors, damaged or truncated, or has weights of a type
+        that is not implemented (quantised).
     """
     try:
         with path.open("rb") as file:
@@ -245,7 +245,7 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> SourceTensor:
 
 
 def fetch(repository: str, revision: str | None) -> Path:
-    """A hub repository's files in the local cache, fetched where they are not there yet.
+    """The folder of a hub repository in the local cache; fetches missing files.
 
     Raises:
       CheckpointError: the hub does not answer, or has no such repository.

@@ -1,15 +1,13 @@
 """A source -> a checkpoint directory, one tensor at a time.
 
-For each tensor, in the order of the files: its bytes are read in pieces of a few rows, dequantised,
-checked for NaN and cast into one array of the target type; its parts are laid out as our parameters
-and put straight onto their shards; groups of them are written by Orbax. At no time are there more
-than a group and a tensor in memory.
+Tensors pass in the order of the files. A tensor's bytes are read in pieces of a few rows,
+dequantised, checked for NaN and cast into one array of the target type. Its parts, laid out as our
+parameters, go straight onto their shards. Orbax writes them in groups. At most a group and a tensor
+are in memory at a time.
 """
 
 import collections
 import contextlib
-import itertools
-import math
 import re
 import shutil
 import tempfile
@@ -22,46 +20,48 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints_convert.files import HashedFile, Source, SourceTensor, read_array
+from checkpoints_convert.files import HashedFile, Source, SourceTensor, in_groups, read_array
 from checkpoints_convert.huggingface import fetch, open_huggingface
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, SUFFIX, OnProgress, Partial, check_destination
 from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
 from jax_longctx.locks import only_writer
-from jax_longctx.models.checkpoint import (
+from jax_longctx.models.llama import check_mesh
+from jax_longctx.models.storage import (
     MANIFEST,
     PARAMS,
     TOKENIZER,
     Manifest,
     TensorEntry,
+    bytes_below,
+    describe_files,
     read_manifest,
+    write_text,
 )
-from jax_longctx.models.llama import check_mesh
-from jax_longctx.models.storage import bytes_below, describe_files, write_text
 from jax_longctx.sharding import logical_sharding, make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
 
 DTYPES = ("float32", "bfloat16", "float16")
 HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
-# What is converted: a tensor of the source, what it holds, and the type it is stored in.
+# A tensor of the source, its parameters, and the type in which they are stored.
 Step = tuple[SourceTensor, FileTensor, np.dtype]
 
 
 def open_source(source: str | Path) -> Source:
     """A directory, a `.gguf` file, or a hub id (`owner/name`, `owner/name@revision`).
 
-    Everything that can be known without reading the weights is checked here.
+    All checks that need no weights are made here.
 
     Raises:
-      CheckpointError: not a checkpoint, or an incomplete one.
+      CheckpointError: the source is not a checkpoint, or incomplete.
       ConfigError: the architecture is not implemented.
     """
     path = Path(source).expanduser()
     if path.is_file() and path.name.endswith(".safetensors"):
         raise CheckpointError(f"{path}: name its folder, which holds the config and tokenizer")
     if path.is_file():
-        # The package that reads these files is only needed here.
+        # Only GGUF files need the package `gguf`.
         from checkpoints_convert.gguf import open_gguf
 
         opened = open_gguf(path, str(source))
@@ -92,19 +92,19 @@ def _check_tokenizer(source: Source) -> None:
                 f"{source.label}: its tokenizer cannot be read: {error}"
             ) from error
         except LongctxError as error:
-            # Of the copies, a person knows the names alone.
+            # The folder is temporary.
             said = str(error).replace(f"{folder}/", "")
             raise CheckpointError(f"{source.label}: {said}") from error
 
 
 def _check_chat(tokenizer: Tokenizer) -> None:
-    """Renders the chat template once: one that is damaged would show only at the first question."""
-    # A template may refuse these messages, or want others, and be whole.
+    """Renders the chat template once, to find damage before the first question."""
+    # A valid template may refuse these messages.
     with contextlib.suppress(InputError):
         try:
             tokenizer.chat([{"role": "user", "content": "Hello"}])
         except ConfigError as error:
-            # Its remedy is for a question.
+            # The remedy after the semicolon is for a question.
             said = str(error).rpartition(";")[0]
             raise CheckpointError(f"{said}; repair it in the source, or remove it") from error
 
@@ -120,15 +120,15 @@ def convert(
 ) -> Manifest:
     """Converts a Hugging Face directory, a hub id or a GGUF file to a checkpoint directory.
 
-    Nothing is left half-written: all goes to `DESTINATION.partial`, which is renamed at the end,
-    deleted after an error, and kept after an interruption (Ctrl-C, a kill) to be continued.
+    All is written to `DESTINATION.partial`, which is renamed at the end. It is deleted after an
+    error, and kept after an interruption (Ctrl-C, a kill), from which a conversion can resume.
 
     Args:
-      dtype: "float32", "bfloat16", "float16", or "source" (or None) for each tensor's own; values
-        that were quantised count as float32.
-      mesh: the devices the parameters pass over, one by default.
+      dtype: "float32", "bfloat16", "float16", or "source" (or None) for each tensor's own, where
+        quantised values count as float32.
+      mesh: devices over which the parameters are sharded; one by default.
       progress: called with (bytes done, bytes in all) of the parameters.
-      resume: continue an interrupted conversion to this destination; otherwise begin anew.
+      resume: continue an interrupted conversion to this destination, if there is one.
 
     Raises:
       CheckpointError: the source is incomplete or damaged, or the destination cannot be written.
@@ -161,7 +161,6 @@ def convert(
             hashes = _write_tensors(partial, steps, mesh, progress)
             _write_rest(partial, opened, steps, hashes)
         except Exception as error:
-            # Whatever went wrong: nothing is left behind.
             partial.discard()
             if isinstance(error, OSError):
                 said = f"{destination} could not be written: {error}"
@@ -171,16 +170,16 @@ def convert(
 
 
 def _stored_bytes(step: Step) -> int:
-    tensor, _, dtype = step
-    return math.prod(tensor.shape) * dtype.itemsize
+    _, wanted, dtype = step
+    return wanted.nbytes(dtype)
 
 
 def _check_space(destination: Path, needed: int) -> None:
-    """A disk that is full already is told before hours of work, not after."""
+    """Raises CheckpointError where the disk lacks the space, before hours of work."""
     parent = next(path for path in destination.parents if path.exists())
     begun = destination.with_name(destination.name + SUFFIX)
     try:
-        # What an interrupted conversion has written is continued or deleted.
+        # An interrupted conversion is continued or deleted, so its space counts as free.
         free = shutil.disk_usage(parent).free + bytes_below(begun)
     except OSError as error:
         raise CheckpointError(f"{parent} cannot be written: {error.strerror}") from error
@@ -192,7 +191,7 @@ def _check_space(destination: Path, needed: int) -> None:
 
 
 def _made_from(opened: Source, steps: Sequence[Step]) -> dict[str, Any]:
-    """What must be the same for an interrupted conversion to be continued."""
+    """The facts that must not change before an interrupted conversion is continued."""
     status = {tensor.file: tensor.file.stat() for tensor, _, _ in steps}
     files = {path.name: [found.st_size, found.st_mtime_ns] for path, found in status.items()}
     return {
@@ -205,45 +204,38 @@ def _made_from(opened: Source, steps: Sequence[Step]) -> dict[str, Any]:
 def _write_tensors(
     partial: Partial, steps: Sequence[Step], mesh: Mesh, progress: OnProgress | None
 ) -> dict[Path, str]:
-    """Writes what is not written yet; the checksum of every file of tensors."""
-    total = sum(map(_stored_bytes, steps))
-    limit = group_limit(max(map(_stored_bytes, steps)))
-    finished = partial.finished
-    group: dict[str, jax.Array] = {}
-    held = done = 0
-    hashes: dict[Path, str] = {}
-    for path, own_steps in itertools.groupby(steps, key=lambda step: step[0].file):
-        with contextlib.closing(HashedFile(path)) as file:
-            for tensor, wanted, dtype in own_steps:
-                size = _stored_bytes((tensor, wanted, dtype))
-                if any(part.path not in finished for part in wanted.parts):
-                    if group and held + size > limit:
-                        partial.save(group)
-                        group, held = {}, 0
-                    array = read_array(file, tensor, dtype)
-                    for part in wanted.parts:
-                        sharding = logical_sharding(mesh, part.info.axes)
-                        view = part.from_file(array)
-                        # Each shard is made contiguous on its own.
-                        group[part.path] = jax.make_array_from_callback(
-                            view.shape,
-                            sharding,
-                            lambda index, v=view: np.ascontiguousarray(v[index]),
-                        )
-                        del view
-                    del array
-                    held += size
-                done += size
+    """Writes what is not written yet; returns the checksum of each file of tensors."""
+    finished, sizes = partial.finished, [*map(_stored_bytes, steps)]
+    left = [step for step in steps if any(part.path not in finished for part in step[1].parts)]
+    total, done = sum(sizes), sum(sizes) - sum(map(_stored_bytes, left))
+    with contextlib.ExitStack() as stack:
+        files = {
+            path: stack.enter_context(contextlib.closing(HashedFile(path)))
+            for path in dict.fromkeys(step[0].file for step in steps)
+        }
+        for group in in_groups(left, _stored_bytes, group_limit(max(sizes))):
+            arrays: dict[str, jax.Array] = {}
+            for tensor, wanted, dtype in group:
+                array = read_array(files[tensor.file], tensor, dtype)
+                for part in wanted.parts:
+                    view = part.from_file(array)
+                    # Each shard is made contiguous on its own.
+                    arrays[part.path] = jax.make_array_from_callback(
+                        view.shape,
+                        logical_sharding(mesh, part.info.axes),
+                        lambda index, v=view: np.ascontiguousarray(v[index]),
+                    )
+                    del view
+                del array
+                done += wanted.nbytes(dtype)
                 if progress is not None:
                     progress(done, total)
-            hashes[path] = file.finish()
-    if group:
-        partial.save(group)
-    return hashes
+            partial.save(arrays)
+        return {path: file.finish() for path, file in files.items()}
 
 
 def group_limit(largest: int) -> int:
-    """Bytes of parameters that are written together, for a largest tensor of so many bytes."""
+    """Bytes of a group of parameters, where the largest tensor has `largest` bytes."""
     return max(GROUP, largest // 2)
 
 

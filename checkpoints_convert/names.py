@@ -1,12 +1,12 @@
 """Tensor names and layouts of Hugging Face, InternLM2 and GGUF files, against our parameters.
 
-Names come from one table a family (`jax_longctx.models.families`), those of GGUF files from them
-through the `gguf` package. The layout follows from a parameter's logical axes: a file has the
-outputs as rows and the inputs as columns (`[out, in]`). Reading and writing are the two directions
-of the same description, so an export gives back every bit.
+Names come from the table of families (`jax_longctx.models.config`); the `gguf` package maps them to
+those of GGUF files. The layout follows from a parameter's logical axes: a file has the outputs as
+rows and the inputs as columns (`[out, in]`). Reading and writing use one description, so an export
+restores each bit.
 
-Three things order rows otherwise, which `Part.rows` undoes:
-- A family may keep several parameters in one tensor, one after another.
+Rows have another order in three cases, which `Part.rows` undoes:
+- A family may store several parameters in one tensor, one after another.
 - InternLM2 fuses q, k and v: for each kv head its G query heads, then its key, then its value.
 - llama.cpp pairs neighbouring rows of q and k for interleaved rotary embedding, in files of
   architecture llama and internlm2 (not qwen2 and qwen3).
@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.families import LLAMA_NAMES
+from jax_longctx.models.config import LLAMA_NAMES, ModelConfig
 from jax_longctx.models.llama import ParamInfo, param_infos
 
-# Our modules -> those of InternLM2's own files.
+# Our modules -> those of InternLM2's files.
 INTERNLM2_NAMES = {
     "embed": "model.tok_embeddings",
     "layers.*.attn_norm": "model.layers.*.attention_norm",
@@ -40,7 +39,7 @@ INTERNLM2_NAMES = {
     "head": "output",
 }
 
-# Tensors that hold nothing of the model: rotary tables that follow from the config.
+# Rotary tables, which follow from the config.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rope\.inv_freq|rope_freqs\.weight")
 
 Rows = Callable[[np.ndarray], np.ndarray]
@@ -48,10 +47,10 @@ Rows = Callable[[np.ndarray], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of our parameters as it lies in a tensor of a file.
+    """One of our parameters in a tensor of a file.
 
     Attributes:
-      rows: picks and orders the parameter's rows in the file's tensor.
+      rows: selects and orders the parameter's rows in the file's tensor.
     """
 
     path: str
@@ -66,7 +65,7 @@ class Part:
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """Shape in the file, once `rows` has picked and ordered the rows."""
+        """Shape in the file, after `rows`."""
         columns = math.prod(self.info.shape[axis] for axis in self.info.inputs)
         rows = math.prod(self.info.shape) // columns
         return (rows, columns) if self.info.inputs else (rows,)
@@ -85,15 +84,19 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
-    """A tensor that a file must hold, and what becomes of it."""
+    """A tensor that a file must hold, and the parameters in it."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
+    def nbytes(self, dtype: np.dtype) -> int:
+        """Bytes of the tensor in a type."""
+        return math.prod(self.shape) * dtype.itemsize
+
 
 def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
-    """What the files hold for a model, by name; `naming`: "hf", "internlm2" or "gguf"."""
+    """The tensors of a model's files by name; `naming` is "hf", "internlm2" or "gguf"."""
     found: dict[str, list[Part]] = {}
     for path, info in param_infos(config).items():
         part = Part(path, info, _reordered(config, naming, path.split(".")[-1]))
@@ -114,7 +117,7 @@ def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
 
 
 def tensor_name(config: ModelConfig, naming: str, path: str) -> str:
-    """What a parameter's tensor is called in the files."""
+    """The name of a parameter's tensor in the files."""
     suffix = "bias" if path.endswith("_bias") else "weight"
     module = re.sub(r"(_bias|\.scale|\.table)$", "", path)
     layer = re.search(r"\d+", module)
@@ -136,7 +139,7 @@ def _gguf_names(architecture: str, layers: int) -> Any:
 
 
 def naming_of(names: Iterable[str]) -> str:
-    """Which of the Hugging Face namings these tensor names follow."""
+    """The naming of a Hugging Face directory's tensors: "hf" or "internlm2"."""
     return "internlm2" if any(".attention.wqkv." in name for name in names) else "hf"
 
 
@@ -150,7 +153,7 @@ def _reordered(config: ModelConfig, naming: str, kind: str) -> Rows | None:
 
 
 def _run(begin: int, end: int, array: np.ndarray) -> np.ndarray:
-    """Rows that follow each other."""
+    """Consecutive rows."""
     return array[begin:end]
 
 

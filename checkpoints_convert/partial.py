@@ -1,8 +1,8 @@
 """The unfinished conversion on disk: `DESTINATION.partial`, renamed when it is whole.
 
-Groups of tensors are written by Orbax's partial save, each into a folder of its own; after each,
-`progress.json` notes which tensors that folder holds. What an interruption left half-written is in
-no note and is deleted on resuming. At the end Orbax merges the folders into one checkpoint.
+Orbax's partial save writes each group of tensors into a folder of its own. After each group,
+`progress.json` records the tensors of that folder. A group that was interrupted has no record and
+is deleted on resuming. At the end Orbax merges the folders into one checkpoint.
 """
 
 import contextlib
@@ -19,8 +19,9 @@ from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.errors import CheckpointError
-from jax_longctx.models.checkpoint import PARAMS, TensorEntry
 from jax_longctx.models.storage import (
+    PARAMS,
+    TensorEntry,
     bytes_below,
     partial_of,
     write_text,
@@ -28,13 +29,13 @@ from jax_longctx.models.storage import (
 )
 
 SUFFIX = ".partial"
-# Seconds that a partial is watched after a failed write (see `Partial.discard`).
+# Seconds to watch a deleted partial after a failed write (see `Partial.discard`).
 SETTLE = 0.5
 PROGRESS = "progress.json"
-# Where Orbax keeps the groups until they are merged.
+# Orbax's folder of groups, until they are merged.
 GROUPS = PARAMS + ".partial_save"
-# Bytes of parameters that are written, or read for an export, together: each group costs Orbax some
-# tens of milliseconds, and an interruption loses at most one.
+# Bytes of a group of parameters, also in an export. Each group costs Orbax some tens of
+# milliseconds; an interruption loses at most one.
 GROUP = 64 << 20
 
 OnProgress = Callable[[int, int], None]
@@ -52,11 +53,11 @@ class Partial:
     """An unfinished conversion.
 
     Args:
-      made_from: source and options; a partial made from others is not continued.
-      resume: continue what an interruption left; otherwise begin anew.
+      made_from: source and options, which must be those of a partial to continue.
+      resume: continue an interrupted conversion; otherwise start anew.
 
     Raises:
-      CheckpointError: what was left was made from another source or with other options.
+      CheckpointError: the interrupted conversion has another source or other options.
     """
 
     def __init__(self, destination: Path, made_from: Mapping[str, Any], *, resume: bool):
@@ -103,7 +104,7 @@ class Partial:
         self._note()
 
     def check(self, entries: Mapping[str, TensorEntry]) -> None:
-        """Raises CheckpointError unless every array is there, with every byte of it."""
+        """Raises CheckpointError unless all arrays are stored whole."""
         folder = self.folder / PARAMS
         base = {"driver": "file", "path": f"{folder / 'state'}/"}
         lacking, wanted = [], 0
@@ -130,10 +131,10 @@ class Partial:
         self.folder.rename(self.destination)
 
     def discard(self) -> None:
-        """Deletes all of it.
+        """Deletes the folder.
 
-        After a failed save it must stay away for a while: writers that Orbax did not wait for make
-        their folders again.
+        After a failed save, this repeats until the folder stays away for a while: writers that
+        Orbax did not wait for make their folders again.
         """
         while True:
             if self.folder.exists():
@@ -147,7 +148,7 @@ class Partial:
     @contextlib.contextmanager
     def _orbax(self) -> Iterator[None]:
         context = ocp.Context()
-        # Weights are close to noise: compression takes longer than writing what it saves.
+        # Weights hardly compress: compression takes longer than writing the bytes it saves.
         context.array.saving.use_compression = False
         try:
             with writing(self.destination), context:
@@ -157,7 +158,7 @@ class Partial:
             raise
 
     def _check_ours(self) -> None:
-        """A folder of that name that is not a partial is somebody's."""
+        """Raises CheckpointError where a folder of that name is not a partial."""
         known = {PROGRESS, partial_of(Path(PROGRESS)).name}
         if not self.folder.exists() or (self.folder / PROGRESS).exists():
             return
@@ -167,7 +168,7 @@ class Partial:
             )
 
     def _continue(self) -> bool:
-        """Takes over what is there; false where nothing usable is."""
+        """Continues the existing partial; returns False where there is none to continue."""
         try:
             noted = json.loads((self.folder / PROGRESS).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -182,7 +183,7 @@ class Partial:
         if changed:
             raise self._refusal(f"it was begun with another {changed[0]}")
         if state == "merging":
-            # Orbax moves files while it merges; there is no telling how far it came.
+            # Orbax moves files while it merges, and does not record how far it came.
             return False
         self._groups, self._state = groups, state
         if self.merged:

@@ -1,10 +1,10 @@
-"""Tokenizers made from what a checkpoint has: GGUF metadata, or a sentencepiece model.
+"""Tokenizers made from GGUF metadata or from a sentencepiece model, as a `tokenizer.json`.
 
-The `tokenizers` library writes them as a `tokenizer.json`. Checkpoints from before that file (Llama
-2 as first published, InternLM2) have only `tokenizer.model`, a sentencepiece model.
+Checkpoints older than `tokenizer.json` (Llama 2 as first published, InternLM2) have only a
+sentencepiece model, `tokenizer.model`.
 
-Two families: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM), which differ in how text is split
-before merging, and sentencepiece BPE (Llama 2, Mistral, InternLM2), whose merges follow from the
+There are two families: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM), with a split of the text
+before the merges, and sentencepiece BPE (Llama 2, Mistral, InternLM2), whose merges follow from the
 pieces and their scores.
 """
 
@@ -22,9 +22,9 @@ from checkpoints_convert.files import read_json
 from jax_longctx.errors import CheckpointError, LongctxError
 from jax_longctx.models.storage import first_line
 
-# Kinds of tokens: sentencepiece's numbers, which GGUF uses too.
+# Types of tokens in sentencepiece and GGUF.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-# The type of a sentencepiece model that is BPE.
+# The model type of BPE in sentencepiece.
 BPE = 2
 
 PREFIX = "tokenizer.ggml."
@@ -34,7 +34,7 @@ SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# Ids that end an answer: of the text, of a turn, of a message.
+# Ids that end an answer: end of text, of turn, of message.
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -54,10 +54,10 @@ class Split:
     """How a byte-level tokenizer cuts text before merging.
 
     Attributes:
-      patterns: applied one after another; what they match and what lies between become pieces.
-      whole: a piece that is in the vocabulary is one token, whatever the merges say.
-      bos: texts begin with the beginning-of-text token unless the file says otherwise.
-      nfc: text is brought to Unicode's composed form first.
+      patterns: applied one after another; matches, and the text between them, become pieces.
+      whole: a piece in the vocabulary is one token, without merges.
+      bos: texts begin with the beginning-of-text token by default.
+      nfc: text is normalised to Unicode's composed form (NFC) first.
     """
 
     patterns: tuple[str, ...]
@@ -69,7 +69,7 @@ class Split:
 _LLAMA3_SPLIT = Split(patterns=(_LLAMA3,), whole=True, bos=True)
 _QWEN2_SPLIT = Split(patterns=(_QWEN2,), nfc=True)
 
-# By the name that llama.cpp gives (`tokenizer.ggml.pre`).
+# By llama.cpp's name (`tokenizer.ggml.pre`).
 SPLITS = {
     "gpt-2": Split(patterns=(_GPT2,)),
     "smollm": Split(patterns=(r"\p{N}", _GPT2)),
@@ -87,8 +87,8 @@ class Vocabulary:
     """Tokens by id.
 
     Attributes:
-      kinds: of each token (NORMAL, CONTROL ...).
-      bos: id that a text begins with, or None.
+      kinds: type of each token (NORMAL, CONTROL ...).
+      bos: id at the start of a text, or None.
     """
 
     tokens: Sequence[str]
@@ -101,7 +101,7 @@ class Vocabulary:
         return {token: index for index, token in enumerate(self.tokens)}
 
     def of_kind(self, kind: int) -> list[str]:
-        """Tokens of one kind."""
+        """Tokens of one type."""
         return [token for token, own in zip(self.tokens, self.kinds, strict=True) if own == kind]
 
 
@@ -122,7 +122,7 @@ def byte_level(vocabulary: Vocabulary, merges: Sequence[str], split: Split) -> T
 def sentencepiece(
     vocabulary: Vocabulary, scores: Sequence[float], *, prefix: bool = True
 ) -> Tokenizer:
-    """Sentencepiece BPE; `prefix`: a text is read as if a space stood before it."""
+    """Sentencepiece BPE; with `prefix`, a space is put before each text."""
     ids = vocabulary.ids
     unknown = vocabulary.of_kind(UNKNOWN)
     model = models.BPE(
@@ -133,30 +133,25 @@ def sentencepiece(
         byte_fallback="<0x00>" in ids,
     )
     tokenizer = Tokenizer(model)
-    spaces = [normalizers.Replace(" ", "\u2581")]
-    if prefix:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), *spaces])
-    else:
-        tokenizer.normalizer = normalizers.Sequence(spaces)
+    prepend = [normalizers.Prepend("\u2581")] * prefix
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "\u2581")])
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] * prefix)])
     return _finish(tokenizer, vocabulary)
 
 
 def _merges(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way a piece is made of two others, the best scored piece first."""
+    """All splits of a piece into two others, the piece with the best score first."""
     rows = zip(vocabulary.tokens, scores, vocabulary.kinds, strict=True)
     ids = vocabulary.ids
-    found: list[tuple[float, int, int, str, str]] = []
-    for token, score, kind in rows:
-        if kind != NORMAL:
-            continue
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ids and right in ids:
-                found.append((-score, ids[left], ids[right], left, right))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+    found = [
+        (-score, ids[token[:cut]], ids[token[cut:]], token[:cut], token[cut:])
+        for token, score, kind in rows
+        if kind == NORMAL
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    return [(left, right) for *_, left, right in sorted(found)]
 
 
 def _finish(tokenizer: Tokenizer, vocabulary: Vocabulary) -> Tokenizer:
@@ -175,7 +170,7 @@ def _finish(tokenizer: Tokenizer, vocabulary: Vocabulary) -> Tokenizer:
 
 
 def gguf_tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
-    """File name -> text, for tokenizer.json and its companions.
+    """File name -> text, for tokenizer.json and the files that belong to it.
 
     Raises:
       CheckpointError: the metadata has no tokenizer, a damaged one, or one that is not implemented.
@@ -197,7 +192,7 @@ def gguf_tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, s
         raise
     except KeyError as error:
         raise CheckpointError(f"{path}: the tokenizer has no {error.args[0]}") from error
-    except Exception as error:  # the package raises the bare class on any fault in merges or tokens
+    except Exception as error:  # `tokenizers` raises Exception itself
         raise CheckpointError(f"{path}: the tokenizer is damaged: {first_line(error)}") from error
 
 
@@ -253,10 +248,10 @@ def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
     """File name -> text, from `tokenizer.model` and the added tokens of `tokenizer_config.json`.
 
     Args:
-      vocab_size: embeddings the model has, which bound the ids.
+      vocab_size: embeddings of the model; ids must be below it.
 
     Raises:
-      CheckpointError: the model is damaged, or no BPE model.
+      CheckpointError: the model is damaged, or is not BPE.
     """
     path = folder / "tokenizer.model"
     try:
@@ -292,7 +287,7 @@ def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
     vocabulary = Vocabulary(tokens=tokens, kinds=kinds, bos=bos_id)
     try:
         files = {"tokenizer.json": sentencepiece(vocabulary, scores, prefix=prefix).to_str()}
-    except Exception as error:  # the package raises the bare class on any fault in the pieces
+    except Exception as error:  # `tokenizers` raises Exception itself
         raise CheckpointError(f"{path}: the tokenizer is damaged: {first_line(error)}") from error
     if not settings.exists():
         said: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -302,8 +297,8 @@ def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
 
 
 def _read_pieces(data: bytes) -> tuple[list[str], list[float], list[int], bool]:
-    """Pieces, scores, kinds, and whether a text gets a space put before it."""
-    # sentencepiece's own schema; transformers 5 carries it, as made for current protobuf.
+    """Pieces, scores, types, and whether a space is put before a text."""
+    # sentencepiece's schema, which transformers 5 has for current versions of protobuf.
     from transformers.utils import sentencepiece_model_pb2_new as schema
 
     model: Any = schema.ModelProto.FromString(data)  # pyright: ignore[reportAttributeAccessIssue]

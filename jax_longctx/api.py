@@ -33,7 +33,7 @@ from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS, STUDIES, Full
-from jax_longctx.models.checkpoint import Manifest, load_params, read_manifest, tokenizer_folder
+from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import (
     PromptLayout,

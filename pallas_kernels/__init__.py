@@ -1,11 +1,11 @@
-"""The hot loops: one folder an operation, arrays in, arrays out.
+"""The operations that long-context attention spends its time in; one folder each.
 
     from pallas_kernels.decode_attention import decode_attention
     from pallas_kernels.prefill_attention import cache_attention, causal_attention
     from pallas_kernels.common import merge
 
-Each folder holds `reference.py` (the definition), `xla.py` (memory-bounded, runs everywhere), the
-platforms' own implementations, and `api.py`, which picks one. What XLA alone does (`page_scores`)
-stands in `api.py`. Operations are imported from their
-folders: a function of a folder's name here would hide the folder.
+Each folder holds `reference.py` (the definition), `xla.py` (bounded memory, every platform), the
+platforms' own kernels, and `api.py`, the public function, which picks one. An operation that has
+no kernel is one module (`page_scores.py`). Operations are imported from their folders: a function
+with the folder's name here would hide the folder.
 """

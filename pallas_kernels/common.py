@@ -1,4 +1,4 @@
-"""What the attention implementations share: shape checks, the masked value, merging of parts.
+"""What the implementations share: types of arrays, checks, masks, groups of heads, merges.
 
 Letters: B batch, T queries, S slots, N query heads, K kv heads, G = N / K, H head dim, R rows.
 """
@@ -8,26 +8,29 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jax import Array
+from jaxtyping import Bool, Float, Int, Shaped
 
 from pallas_kernels.plane import ArrayLike, Plane
 
-# The arrays of an attention by their axes: queries or outputs, a number a query (its log-sum-exp),
-# keys or values, a number a row of the batch; and what an attention returns.
+# Arrays of an attention: queries or outputs; a number for each query and head, as its log-sum-exp;
+# a cache's keys or values; a number for each row of the batch; a chunk's own keys or values; and
+# (output, log-sum-exp), which an attention returns.
 Queries = Float[Array, "B T N H"]
 PerQuery = Float[Array, "B T N"]
 Cache = Float[Array, "B K S H"]
 AnyCache = Cache | Plane
 PerRow = Int[Array, " B"]
+Chunk = Float[Array, "B T K H"]
 Attended = tuple[Queries, PerQuery]
 
-# Large enough that exp(MASKED - m) is 0 for every real score m, and unlike -inf it never makes NaN.
+# The score of a masked slot: exp(MASKED - m) is 0 for every real score m, and unlike -inf it never
+# makes NaN.
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
 def check_heads(operation: str, q: Array, *caches: ArrayLike, kv_axis: int = 1) -> None:
-    """Raise ValueError unless q [B,...,N,H] fits the caches, whose kv heads stand on `kv_axis`."""
+    """Raise ValueError unless q [B,...,N,H] fits the caches, whose kv heads are axis `kv_axis`."""
     fits = all(
         q.ndim in (3, 4)
         and x.ndim == 4
@@ -44,6 +47,20 @@ def check_heads(operation: str, q: Array, *caches: ArrayLike, kv_axis: int = 1) 
             f"{operation}: q {q.dtype}{q.shape} does not fit {shown} of the cache; expected one "
             "dtype, batch and head dim, no empty axis, and query heads a multiple of kv heads"
         )
+
+
+def pack_rows(x: Shaped[Array, "B T N *H"], kv_heads: int) -> Shaped[Array, "B K R *H"]:
+    """Queries, or numbers for them, as rows t * G + g of their kv head; no copy for one query."""
+    b, t, n, *rest = x.shape
+    x_BTKG = x.reshape(b, t, kv_heads, n // kv_heads, *rest)
+    return jnp.swapaxes(x_BTKG, 1, 2).reshape(b, kv_heads, t * n // kv_heads, *rest)
+
+
+def unpack_rows(x: Shaped[Array, "B K R *H"], queries: int) -> Shaped[Array, "B T N *H"]:
+    """Undo `pack_rows`."""
+    b, k, r, *rest = x.shape
+    x_BTKG = jnp.swapaxes(x.reshape(b, k, queries, r // queries, *rest), 1, 2)
+    return x_BTKG.reshape(b, queries, k * r // queries, *rest)
 
 
 @jax.tree_util.register_dataclass
@@ -89,38 +106,6 @@ def ungroup_heads(x: Float[Array, "B K G T *H"]) -> Float[Array, "B T N *H"]:
     return x_BTKG.reshape(b, t, k * g, *rest)
 
 
-def block_of_rows(x: Cache, block_B: PerRow, size: int) -> Array:
-    """Block number block_B[b] of `size` slots of every row, [B,K,size,H]; S % size == 0."""
-    return jax.vmap(lambda row, i: lax.dynamic_slice_in_dim(row, i * size, size, axis=1))(
-        x, block_B
-    )
-
-
-def split_tail(k: Cache, v: Cache, lengths: PerRow, size: int) -> tuple[Array, Array, Array, Array]:
-    """Cut every row at its last whole block, so that garbage in v never meets a matmul.
-
-    A masked slot has weight 0, and 0 x NaN is NaN, so values beyond a row's length have to be
-    replaced; replacing them in place would copy the cache. Only the one block that the length
-    cuts through is copied.
-
-    Returns:
-      (whole_B, k_tail, v_tail, tail_B): the number of slots in whole blocks, the cut block
-      [B,K,size,H] zeroed beyond the length, and how many of its slots are valid.
-    """
-    blocks = k.shape[2] // size
-    whole_B = lengths // size
-    at_B = jnp.minimum(whole_B, blocks - 1)
-    tail_B = jnp.where(whole_B < blocks, lengths - whole_B * size, 0)
-    valid_B1C1 = (jnp.arange(size) < tail_B[:, None])[:, None, :, None]
-    k_tail, v_tail = (jnp.where(valid_B1C1, block_of_rows(x, at_B, size), 0) for x in (k, v))
-    return whole_B * size, k_tail, v_tail, tail_B
-
-
-def largest_divisor(size: int, choices: tuple[int, ...]) -> int | None:
-    """The first of `choices`, given in falling order, that divides `size`."""
-    return next((c for c in choices if size % c == 0), None)
-
-
 def blank_rows(out: Queries, lse: PerQuery, empty_B: Bool[Array, " B"]) -> tuple[Array, Array]:
     """Out 0 and log-sum-exp -inf for the batch rows that see nothing."""
     empty_B11 = empty_B[:, None, None]
@@ -163,6 +148,6 @@ def merge(
 def side_by_side(
     *parts: tuple[Float[Array, "B _ N H"], Float[Array, "B _ N"]],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """The attention of queries that follow each other, put together in their order."""
+    """Concatenate the attentions of consecutive runs of queries."""
     outs, lses = zip(*parts, strict=True)
     return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)

@@ -1,9 +1,9 @@
-"""Which implementation of an operation runs: by platform and shape, said once in the log.
+"""The choice of the implementation that runs, by platform and shapes; the log states it once.
 
-The platform is that of the mesh being traced for (inside `shard_map`), so that a program compiled
-ahead of time for a TPU on a CPU host gets the TPU's kernel; without a mesh it is the default
-backend's. `xla` runs everywhere; a platform's own kernel is preferred where it supports the case,
-and the log says why where it does not.
+The platform is that of the mesh that the program is traced for (inside `shard_map`). So a program
+compiled on a CPU host for a TPU gets the TPU's kernel. Without a mesh it is the default backend's.
+`xla` runs everywhere. A platform's own kernel is preferred where it supports the arguments; where
+it does not, the log says why.
 """
 
 import functools
@@ -19,11 +19,11 @@ _logger = logging.getLogger("pallas_kernels")
 
 
 class Kernel(NamedTuple):
-    """An implementation that only devices of the platform of its name can run.
+    """An implementation that runs only on the platform of its name.
 
     Attributes:
       unsupported: gives the reason why it cannot run these arguments, or None where it can.
-      held_back: why it runs only where it is asked for, or None where it need not.
+      held_back: why it is not preferred, and runs only by its name; None where it is preferred.
       planes: whether it reads a `Plane` where it lies; others are given the layer's part.
     """
 
@@ -37,7 +37,7 @@ class UnknownImplementation(ValueError):
     """There is no implementation of that name.
 
     Attributes:
-      offered: the names that there are.
+      offered: the known names.
     """
 
     def __init__(self, operation: str, asked: str, offered: tuple[str, ...]) -> None:
@@ -59,12 +59,12 @@ def select(
     """The implementation to run.
 
     Args:
-      asked: the name of the one that the caller insists on, or None.
+      asked: the name that the caller gave, or None to choose one.
       shapes: what the log shows of the arguments; one line is logged for each.
       implementations: functions that run anywhere, `xla` among them, and the platforms' `Kernel`s.
 
     Raises:
-      NotImplementedError: the asked-for implementation cannot run this.
+      NotImplementedError: the named implementation cannot run these arguments.
       UnknownImplementation: there is none of that name.
     """
     on = platform()
@@ -94,7 +94,7 @@ def offered(call: Callable[[str], Any]) -> tuple[str, ...]:
     """The names that an operation takes as `implementation`.
 
     Args:
-      call: calls the operation, with arguments that fit it, for the implementation of that name.
+      call: calls the operation with valid arguments and that `implementation`.
     """
     try:
         call("")

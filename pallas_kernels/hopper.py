@@ -1,17 +1,18 @@
-"""What the Mosaic GPU kernels share: which devices and arrays they take, and streaming attention.
+"""What the Mosaic GPU kernels share: supported devices and arrays, and streaming attention.
 
 The kernels are written for NVIDIA's Hopper (compute capability 9.0): asynchronous bulk copies into
-shared memory (TMA) and matrix products by warpgroups (wgmma). 16-bit operands, float32 results.
+shared memory (TMA) and matrix products by warpgroups (wgmma). Operands have 16 bits, results are
+float32.
 
-Streaming attention takes up to 64 query rows. The rows of one kv head's group stand together in one
-wgmma, so that keys and values are read once for the whole group; a wgmma takes 64 rows, of which
-one query of a group uses G.
+Streaming attention takes up to 64 query rows. All query heads of a kv head are rows of one wgmma,
+so that keys and values are read once for the whole group. A wgmma always takes 64 rows; one query
+uses G of them.
 """
 
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +20,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
-from pallas_kernels.common import MASKED, Queries, merge
+from pallas_kernels.common import MASKED, merge
 
 _logger = logging.getLogger("pallas_kernels")
 
@@ -33,13 +34,13 @@ ROWS = 64
 # Rows of a tile of shared memory under the 128-byte swizzle: copies take whole tiles.
 TILE_ROWS = 8
 LOG2_E = math.log2(math.e)
-# Their stubs leave methods abstract, so that a type checker would not let them be made.
+# Typed Any: JAX's stubs leave these classes abstract, and a type checker refuses to construct them.
 _TRANSFORMS: tuple[Any, Any] = plgpu.TilingTransform, plgpu.SwizzleTransform
 # Streaming multiprocessors of an H100 or H200 (SXM), for programs lowered where there is no GPU.
 _PROCESSORS = 132
 # GPUs of that capability by name, for programs lowered for a GPU that is not there.
 _NAMES = ("H100", "H200", "H800", "H20", "GH200")
-# Columns of the result that leave together, and the rows of the buffer through which they do.
+# Columns of a result that are copied out together, and the rows of the buffer for them.
 COLUMNS = 32
 _OUT_ROWS = 80
 # Parts that are merged without a reduction.
@@ -71,7 +72,10 @@ def unsupported_device() -> str | None:
 
 
 def compute_capability() -> str:
-    """Of the GPU traced for, as "9.0"; "unknown" for one that is not here and no Hopper by name."""
+    """The compute capability of the GPU traced for, as "9.0".
+
+    A GPU that is not on this host counts as Hopper by its name, or is "unknown".
+    """
     kind, gpu = _device_kind(), _local()
     if gpu is not None and gpu.device_kind == kind:
         return str(gpu.compute_capability)
@@ -123,7 +127,7 @@ def product(x: Any, y: Any) -> Float[Array, "M N"]:
 
 def add_product(acc: Array, x: Array, y: Any, interpreted: bool) -> Array:
     """acc + x @ y, with x in registers and y in shared memory."""
-    if interpreted:  # JAX's interpreter knows wgmma of shared memory alone
+    if interpreted:  # JAX's interpreter has wgmma only of shared memory
         return acc + jnp.dot(x, y[...], preferred_element_type=jnp.float32)
 
     def multiply(acc_ref):
@@ -131,20 +135,6 @@ def add_product(acc: Array, x: Array, y: Any, interpreted: bool) -> Array:
 
     start: Any = plgpu.WGMMAAccumulatorRef.init(acc)
     return pl.run_state(multiply)(start)
-
-
-def pack_rows(q: Queries, kv_heads: int) -> Float[Array, "B K R H"]:
-    """The queries of every kv head as rows t * G + g; with one query this moves nothing."""
-    b, t, n, h = q.shape
-    q_BTKGH = q.reshape(b, t, kv_heads, n // kv_heads, h)
-    return jnp.swapaxes(q_BTKGH, 1, 2).reshape(b, kv_heads, t * n // kv_heads, h)
-
-
-def unpack_rows(x: Shaped[Array, "B K R *H"], queries: int) -> Shaped[Array, "B T N *H"]:
-    """Undo `pack_rows`, for outputs [B,K,R,H] and for log-sum-exps [B,K,R]."""
-    b, k, r, *rest = x.shape
-    x_BTKG = jnp.swapaxes(x.reshape(b, k, queries, r // queries, *rest), 1, 2)
-    return x_BTKG.reshape(b, queries, k * r // queries, *rest)
 
 
 def full(
@@ -160,12 +150,12 @@ def iota(shape: tuple[int, ...], axis: int) -> Array:
 
 
 def outputs(shape: tuple[int, ...], *dtypes: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a kernel returns: arrays of one shape."""
+    """Results of a kernel: one array of this shape for each dtype."""
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes)
 
 
 def copy_ahead(steps: Array, free: Any, stages: int, copy: Callable[[Array, Array], None]) -> None:
-    """Call copy(step, slot) for each step, once its slot of the ring is free, until all is used."""
+    """Call copy(step, slot) for each step once its slot is free; wait until all are used."""
 
     @pl.loop(0, steps)
     def _step(i):
@@ -191,7 +181,7 @@ def drain(free: Any, steps: Array, stages: int) -> None:
 def registers(warpgroups: int) -> tuple[int, int]:
     """Registers of a thread of each of `warpgroups` that compute, and of the one that copies.
 
-    Together they may take the 65,536 of a multiprocessor; a wrong sum waits for ever.
+    All threads' registers must fit a multiprocessor's 65,536; otherwise the kernel hangs.
     """
     return {1: (232, 40), 2: (232, 40), 3: (160, 32)}[warpgroups]
 
@@ -206,12 +196,35 @@ def _nothing_attended(head_dim: int) -> Carry:
     )
 
 
+def rings_scratch(
+    stages: int, block: int, head_dim: int, dtype: Any, copies: int = 1
+) -> dict[str, Any]:
+    """Two rings [stages,block,H] in shared memory, of keys and of values, and their barriers.
+
+    Every slot of a ring has a barrier `ready`, at which the `copies` that fill it arrive, and a
+    barrier `free`, at which its reader arrives.
+    """
+    ring = tiled(stages, block, head_dim, dtype=dtype)
+    ready = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+    free = plgpu.Barrier(num_barriers=stages)
+    return dict(rings=(ring, ring), ready=(ready, ready), free=(free, free))
+
+
+def fill_rings(
+    scratch: dict, refs: Sequence, step: Array, slot: Array, copy: Callable[..., None]
+) -> None:
+    """Call copy(ref, ring, ready) for keys and for values, once the step's slot is free."""
+    for ref, ring, ready, free in zip(
+        refs, scratch["rings"], scratch["ready"], scratch["free"], strict=True
+    ):
+        pl.when(step >= ring.shape[0])(functools.partial(plgpu.barrier_wait, free.at[slot]))
+        copy(ref, ring, ready.at[slot])
+
+
 def attend_blocks(
     blocks: tuple[Any, Any],
     q: Any,
-    rings: tuple[Any, Any],
-    ready: tuple[Any, Any],
-    free: tuple[Any, Any],
+    scratch: dict,
     *,
     slot_of: Callable[[Array], Array],
     mask: Callable[[Array, Array], Array],
@@ -221,12 +234,12 @@ def attend_blocks(
     """Attend to the blocks first <= j < last, as their keys and values come into the rings.
 
     Args:
-      q, rings: [64,H], and [stages,block,H] of keys and of values, in shared memory; rows of q that
-        are not wanted may hold anything.
-      ready, free: of keys and values each a barrier for every slot of the rings.
-      slot_of: the slot that holds block j.
-      mask: of block j's logits; makes those that are not seen -inf.
+      q: [64,H] in shared memory; rows that are not wanted may hold anything.
+      scratch: holds `rings_scratch`.
+      slot_of: gives the slot of block j in the rings.
+      mask: makes those of block j's logits -inf that are not seen.
     """
+    rings, ready, free = (scratch[name] for name in ("rings", "ready", "free"))
 
     def step(j: Array, carry: Carry) -> Carry:
         acc, top, total = carry
@@ -249,7 +262,7 @@ def attend_blocks(
     return lax.fori_loop(*blocks, step, _nothing_attended(rings[0].shape[-1]))
 
 
-def attended(carry: Carry) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
+def _attended(carry: Carry) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
     """The mean of the values and the natural log-sum-exp; 0 and -inf where nothing was seen."""
     acc, top, total = carry
     some = total > 0
@@ -271,7 +284,8 @@ def pad_rows(q: Float[Array, "*B R H"]) -> Float[Array, "X R8 H"]:
 def out_scratch(rows: int, most: int = _OUT_ROWS) -> dict[str, Any]:
     """The shared memory that `write` needs for results of which the first `rows` count.
 
-    In `most` rows as many pieces of 64 find place that overlap but for the first rows of each.
+    Overlapping windows of 64 rows share a buffer of at most `most` rows. The first `rows` rows of
+    each window are its own.
     """
     windows = max(w for w in (4, 2, 1) if w == 1 or ROWS + (w - 1) * rows <= most)
     return dict(
@@ -280,26 +294,28 @@ def out_scratch(rows: int, most: int = _OUT_ROWS) -> dict[str, Any]:
     )
 
 
-def write_attended(
-    out: Array, lse: Array, out_ref: Any, lse_ref: Any, *, out_tile, lse_tile
-) -> None:
-    """Begin to write the first rows of `out` [64,H], as many as `out_ref` has, and all of `lse`.
+def write_attended(carry: Carry, out_ref: Any, lse_ref: Any, scratch: dict) -> None:
+    """Begin to write the first rows of the output, as many as `out_ref` has, and all log-sum-exps.
 
-    `written` waits for it; the next call, as long as it must.
+    `written` waits until all is there. The next call waits for this one only as long as it must.
+
+    Args:
+      scratch: holds `out_scratch`.
     """
-    write_rows(out, out_ref, out_tile)
-    # The copies before this piece's have left, and with them that of its last log-sum-exps.
-    lse_tile[...] = lse
+    out, lse = _attended(carry)
+    write_rows(out, out_ref, scratch["out_tile"])
+    # The copies of earlier pieces have left `lse_tile` too: `write_rows` has waited for them.
+    scratch["lse_tile"][...] = lse
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(lse_tile, lse_ref)
+    plgpu.copy_smem_to_gmem(scratch["lse_tile"], lse_ref)
 
 
 def write_rows(x: Array, ref: Any, tile: Any) -> None:
     """Begin to write the first rows of x [64,M], as many as `ref` [R,M] has.
 
-    Registers go to shared memory by 64 rows. Where few of them count, pieces of columns stand so
-    close that each leaves the rows that count of those before it, and none has to wait until
-    another has left.
+    Registers are stored to shared memory 64 rows at a time. Where few rows count, the windows of
+    several pieces of columns overlap. A piece overwrites only rows of earlier pieces that do not
+    count, so that no piece waits until another has been copied out.
     """
     rows, all_columns = ref.shape
     windows = (tile.shape[0] - ROWS) // rows + 1
@@ -309,7 +325,7 @@ def write_rows(x: Array, ref: Any, tile: Any) -> None:
         for i, column in enumerate(columns):
             place = tile.at[pl.ds(i * rows, ROWS)]
             place[...] = x[:, column : column + COLUMNS]
-            # All warps: what one leaves here must not come after the next piece's rows that count.
+            # For all warps: this piece must be stored before the next one overwrites its end.
             plgpu.commit_smem()
         for i, column in enumerate(columns):
             plgpu.copy_smem_to_gmem(
@@ -318,17 +334,17 @@ def write_rows(x: Array, ref: Any, tile: Any) -> None:
 
 
 def written() -> None:
-    """Wait until all that was written is there: before the kernel ends."""
+    """Wait for all writes; needed before a kernel ends."""
     plgpu.wait_smem_to_gmem(0)
 
 
 def merge_parts(
     out: Float[Array, "*B R H"], lse: Float[Array, "*B R"], axis: int
 ) -> tuple[Float[Array, "*C R H"], Float[Array, "*C R"]]:
-    """Merge the attentions that lie along `axis`; -inf marks those without a part.
+    """Merge the attentions along `axis`; an absent one has log-sum-exp -inf and a finite output.
 
-    Outputs without a part must be finite. Few are merged one after another, elementwise, which XLA
-    fuses with what follows; many in one reduction.
+    Few are merged one after another, elementwise, which XLA fuses with the operations that follow.
+    Many are merged in one reduction.
     """
     parts = out.shape[axis]
     if parts <= _FEW_PARTS:

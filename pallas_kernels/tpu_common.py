@@ -1,9 +1,9 @@
-"""What the Mosaic TPU kernels share: key blocks, the caches' layout, matmuls, running softmaxes.
+"""What the Mosaic TPU kernels share: key blocks, cache layouts, matmuls, the running softmax.
 
-A TPU array is tiled over its two minor axes, the last one in vectors of 128 lanes. A cache
-[B,K,S,H] with H a multiple of 128 lies row-major and a block of keys is [Z,H]. With H below 128
-the lanes would be padded, so XLA lays it out with the slots minor; asking for another layout copies
-the cache. Kernels are then handed [B,K,H,S], which is the same bytes, and a block is [H,Z].
+A TPU array is tiled over its two minor axes, and the last one fills vectors of 128 lanes. A cache
+[B,K,S,H] with H a multiple of 128 lies row-major, and a block of keys is [Z,H]. With a smaller H
+the lanes would be padded, so XLA stores such a cache with the slots minor; another layout would
+copy the cache. Kernels then take it as [B,K,H,S], which is the same bytes, in blocks of [H,Z].
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ LANES = 128
 # Rows of a tile by the size of a number: packed numbers share a vector's rows.
 SUBLANES = {4: 8, 2: 16}
 HEAD_DIMS = (64, 128, 256)
-# Of the 16 MiB of vector memory that a kernel gets where nothing else is asked for (v5e, v5p and
-# v6e alike); the rest is the compiler's for what does not fit registers.
+# A kernel has 16 MiB of vector memory by default (v5e, v5p and v6e). It plans with these; the rest
+# is for what the compiler cannot hold in registers.
 VMEM_BYTES = 10 * 2**20
 # Scalars that a kernel may prefetch: half of the 1 MiB of scalar memory.
 SCALARS = 2**17
@@ -66,8 +66,8 @@ def _minor(b, k, j):
 def key_block(slots: int, most: int) -> int:
     """A multiple of the lanes, at most about `most`, that cuts `slots` into even blocks.
 
-    The last block may reach beyond the cache, where nothing is read: what the kernel finds there is
-    garbage, beyond every length.
+    The last block may reach beyond the cache. Nothing is read there; the kernel finds garbage,
+    which lies beyond every length.
     """
     most = max(LANES, most // LANES * LANES)
     blocks = -(-slots // most)
@@ -93,8 +93,8 @@ def call(
     """Run a kernel whose integer scalars are prefetched.
 
     Args:
-      parallel: so many axes of the grid, the first, may be split over a chip's cores; along the
-        others steps follow each other in order.
+      parallel: how many of the grid's first axes may be split over a chip's cores; steps along
+        the others run in order.
       cost: operations, transcendentals and bytes, for the compiler's schedule.
     """
     in_order = len(grid) - parallel

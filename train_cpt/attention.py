@@ -1,22 +1,22 @@
 """The attention that continued pretraining runs: causal, or RefreshKV's pattern at the end.
 
-Xu et al. 2025, "RefreshKV", section 6: a model is trained for decoding over a partial cache by
-texts of L + S tokens in which
+Xu et al. 2025, "RefreshKV", section 6, train a model for decoding over a partial cache, with texts
+of L + S tokens in which
 
 1. the first L tokens attend all tokens before them;
-2. the last S attend the K tokens that the L-th one's attention would choose (for each layer and kv
-   head on its own), and among themselves those before them,
+2. the last S attend the K tokens that the L-th token's attention selects (for each layer and kv
+   head on its own), and the tokens before them among the last S,
 
-as if they had been decoded after a prompt of L tokens without a full step. The choice is made by
-the functions that inference chooses with; no gradient flows through it, but through the chosen
-keys and values. With S = 0 all is causal: the control.
+as in decoding after a prompt of L tokens without a full step. Inference selects with the same
+functions. No gradient flows through the selection, only through the selected keys and values. With
+S = 0 all attention is causal: the control.
 
 The first L rows are flash attention with gradients (`causal_attention`), in memory linear in the
 sequence; the S rows have S (K + S) scores a head. No array has L x L or S x L elements.
 
-Over mesh axis `seq` each device has a run of a text's tokens: their queries, keys and values of the
-layer. Keys and values are gathered for the layer and its gradient, the last S + 1 queries too; no
-device holds all queries, hidden states or logits.
+With a text sharded over mesh axis `seq`, each device has the queries, keys and values of a run of
+its tokens. Keys and values are gathered for the layer and its gradient, and so are the last S + 1
+queries. No device holds all queries, hidden states or logits.
 """
 
 import dataclasses
@@ -52,8 +52,8 @@ class Pattern:
 
     Attributes:
       tail: S, the tokens that attend sparsely; 0 is causal attention throughout.
-      budget: K, tokens of the first part that each kv head keeps for them.
-      kernel, over_group, force_self: how they are chosen, as in `RefreshKV`.
+      budget: K, tokens of the first part that each kv head selects for them.
+      kernel, over_group, force_self: how they are selected, as in `RefreshKV`.
     """
 
     tail: int = 0
@@ -75,7 +75,7 @@ class Pattern:
 
 
 def check_attention(config: ModelConfig, mesh: Mesh, pattern: Pattern, length: int) -> None:
-    """Raises ConfigError unless texts of `length` tokens can be trained on like this."""
+    """Raises ConfigError where the model, mesh and pattern do not fit texts of `length` tokens."""
     check_mesh(config, mesh)
     refuse_windows("training", config)
     if length % mesh.shape["seq"]:
@@ -110,7 +110,7 @@ def attend_with(config: ModelConfig, mesh: Mesh, pattern: Pattern) -> Attend:
             own = ahead if shards > 1 else None
             return pattern_attention(pattern, q, k, v, scale=ctx.scale, ahead=own)
 
-        # The replication check stays off, as in inference: kernels carry no proof of it.
+        # No replication check, as in inference: kernels do not support it.
         run = jax.shard_map(
             local,
             mesh=mesh,
@@ -135,7 +135,7 @@ def pattern_attention(
     """Attention of rotated queries and keys under the pattern.
 
     Args:
-      ahead: of tokens that lie over mesh axis `seq`: how many stand before this device's own.
+      ahead: tokens before this device's own, where a text is sharded over mesh axis `seq`.
     """
     own = q.shape[1]
     if ahead is None:
@@ -144,7 +144,7 @@ def pattern_attention(
     else:
         k, v = (jax.lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
         prefix = k.shape[1] - pattern.tail
-        # The last rows too: on most devices there are none, and all run one program.
+        # The last rows included: most devices have none of them, and all run one program.
         first = causal_attention(q, k, v, scale=scale, ahead=ahead)
     if pattern.tail == 0:
         return first
@@ -153,7 +153,7 @@ def pattern_attention(
         at_T = prefix - 1 - ahead + jnp.arange(pattern.tail + 1)
         mine_T = (at_T >= 0) & (at_T < own)
         rows = jnp.take(q, jnp.clip(at_T, 0, own - 1), axis=1)
-        # Each row is one device's; its gradient is what all devices' outputs give it.
+        # One device has each row; its gradient sums over the outputs of all devices.
         rows = jax.lax.psum(jnp.where(mine_T[:, None, None], rows, 0), "seq")
     k_BKTH, v_BKTH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
     chosen_BKC = _choose(pattern, rows[:, :1], k_BKTH[:, :, :prefix], scale)
@@ -168,7 +168,7 @@ def pattern_attention(
 def _choose(
     pattern: Pattern, q: Float[Array, "B 1 N H"], k: Float[Array, "B K L H"], scale: float
 ) -> Int[Array, "B K C"]:
-    """The tokens that the prefix's last query chooses (spec: `build_partial`), ascending."""
+    """The tokens that the last query of the prefix selects, ascending."""
     q, k = jax.lax.stop_gradient((q, k))
     batch, kv_heads, prefix, _ = k.shape
     length_B = jnp.full((batch,), prefix, jnp.int32)
@@ -190,9 +190,9 @@ def _tail(
     chosen: Int[Array, "B K C"],
     scale: float | Array,
 ) -> Float[Array, "B S N H"]:
-    """The last S queries over the chosen tokens, and causally over their own.
+    """The last S queries over the selected tokens, and causally over the last S.
 
-    The scores are made again for the gradient.
+    The scores are computed again for the gradient.
     """
     queries, budget = q.shape[1], chosen.shape[2]
     own_S = jnp.arange(k.shape[2] - queries, k.shape[2])
@@ -226,34 +226,34 @@ def causal_attention(
     """Token t attends the tokens j <= t; differentiable in q, k and v.
 
     On NVIDIA GPUs this is cuDNN's flash attention, forward and backward, through
-    `jax.nn.dot_product_attention`. Elsewhere the forward pass is the library's own
-    `pallas_kernels.prefill_attention.causal_attention`, which streams over blocks and cannot be
-    differentiated; its gradient is written out here, as in FlashAttention-2 (Dao 2023, algorithm
-    2). With the log-sum-exp of every row kept from the forward pass, the probabilities of one block
-    of queries and one block of keys are made again,
+    `jax.nn.dot_product_attention`. Elsewhere the forward pass is
+    `pallas_kernels.prefill_attention.causal_attention`, which streams over blocks and has no
+    gradient. The gradient is written out here, as in FlashAttention-2 (Dao 2023, algorithm 2). The
+    forward pass stores the log-sum-exp of each row. From it, the backward pass computes the
+    probabilities of one block of queries and one block of keys at a time:
 
         P = exp(scale Q K^T - lse)    D = rowsum(dO * O)    dS = P * (dO V^T - D)
         dV += P^T dO                  dQ += scale dS K      dK += scale dS^T Q
 
-    and forgotten. Blocks above the diagonal are not visited. Temporaries: four blocks of scores,
-    and dK and dV in float32; 10 L^2 N H operations (half of it, causal), 5/2 of the forward pass.
+    Blocks above the diagonal are skipped. Temporaries: four blocks of scores, and dK and dV in
+    float32. Operations: 10 L^2 N H, half of it where causal, 5/2 of the forward pass.
 
-    Where a text lies over several devices (mesh axis `seq`), each has a run of its queries and,
-    gathered for the layer, all of its keys; `ahead` is how many tokens stand before the run. The
-    forward pass merges the run's own attention with that to the keys before it; the gradient is the
-    one above, on GPUs too. The last device of a text has the most to do, twice the average.
+    With a text sharded over mesh axis `seq`, each device has a run of its queries and, gathered for
+    the layer, all of its keys. The forward pass merges attention to the run's own keys with
+    attention to the keys before it. The gradient is the one above, on GPUs too. The last device of
+    a text does the most work, twice the average.
 
     Args:
       block: queries and keys of one block of the gradient, where cuDNN does not run.
-      ahead: the queries' first is token `ahead` of the keys', of which there are more.
+      ahead: tokens before the first query, where there are more keys than queries.
     """
-    if ahead is not None:
-        return _attention(q, k, v, ahead, scale, min(block, q.shape[1]))
-    if dispatch.platform() == "gpu" and gpu.unsupported_causal(q) is None:
+    cudnn = dispatch.platform() == "gpu" and gpu.unsupported_causal(q) is None
+    if ahead is None and cudnn:
         return jax.nn.dot_product_attention(
             q, k, v, scale=scale, is_causal=True, implementation="cudnn"
         )
-    return _attention(q, k, v, jnp.int32(0), scale, min(block, q.shape[1]))
+    ahead = jnp.int32(0) if ahead is None else ahead
+    return _attention(q, k, v, ahead, scale, min(block, q.shape[1]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -281,14 +281,14 @@ def _backward(
     q, k, v, ahead, out, lse = kept
     length, keys_length, kv_heads = q.shape[1], k.shape[1], k.shape[2]
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    # Rows that fill the last block up have dout 0: they add nothing to any gradient.
+    # The padding of the last block has dout 0, so it adds nothing to any gradient.
     q, dout, lse, delta, k, v = (_fill(x, block) for x in (q, dout, lse, delta, k, v))
     queries = tuple(group_heads(x, kv_heads) for x in (q, dout))
     rows = tuple(group_heads(x[..., None], kv_heads)[..., 0] for x in (lse, delta))
     keys = (jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2))
     zeros = jnp.zeros(keys[0].shape, jnp.float32)
     blocks = k.shape[1] // block
-    # Of keys, that the first block of queries sees; each next one sees one more.
+    # Blocks of keys that the first block of queries sees; each next one sees one more.
     seen = (ahead + 2 * block - 1) // block
 
     def of_queries(sums: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
@@ -319,9 +319,9 @@ _attention.defvjp(_forward, _backward)
 def _block_gradient(
     queries: tuple[Array, ...], keys: tuple[Array, ...], ahead: Array, scale: float
 ) -> tuple[Array, Array, Array]:
-    """What one block of queries and one of keys add to dq, dk and dv, in float32.
+    """The terms of one block of queries and one of keys in dq, dk and dv, in float32.
 
-    `ahead` is how many tokens the first query stands behind the first key.
+    The first query is `ahead` tokens behind the first key.
     """
     q, dout, lse, delta = queries
     k, v = keys
@@ -340,14 +340,14 @@ def _block_gradient(
 
 
 def _add(x: Float[Array, "B K T H"], part: Float[Array, "B K C H"], number: Array) -> Array:
-    """`x` with `part` added to its block of that number."""
+    """`x` with `part` added to block `number`."""
     block = part.shape[2]
     total = _block(x, number, block, 2) + part
     return jax.lax.dynamic_update_slice_in_dim(x, total, number * block, axis=2)
 
 
 def _fill(x: Array, block: int) -> Array:
-    """`[B, T, ...]` with zeros up to a whole number of blocks."""
+    """`[B, T, ...]` padded with zeros to a whole number of blocks."""
     more = -x.shape[1] % block
     return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
 

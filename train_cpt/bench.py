@@ -22,14 +22,14 @@ from jax_longctx.memory import peak_memory
 from jax_longctx.models.llama import init_params
 from jax_longctx.models.presets import PRESETS, preset
 from train_cpt.metrics import device_peak, step_rates
-from train_cpt.step import Remat, Setup, init_state, place_texts, step_program
+from train_cpt.step import Remat, TrainSetup, init_state, place_texts, step_program
 
 
-def measure(setup: Setup, length: int, rows: int, steps: int) -> dict[str, Any]:
-    """Median seconds of `steps` steps on `rows` texts, after one that is not counted."""
+def measure(setup: TrainSetup, length: int, rows: int, steps: int) -> dict[str, Any]:
+    """Median seconds of `steps` steps on `rows` texts, after a warm-up step."""
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, setup.config.vocab_size, (1, rows, length)).astype(np.int32)
-    placed = place_texts(setup.mesh, tokens)
+    texts = rng.integers(0, setup.config.vocab_size, (rows, length))
+    placed = place_texts(setup.mesh, texts, np.arange(rows)[None])
     begun = time.perf_counter()
     step = step_program(setup, placed.shape)
     compiled = time.perf_counter() - begun
@@ -75,7 +75,7 @@ def peer(model: str, length: int, rows: int, steps: int, checkpoint: bool) -> di
 
 def run(
     model: str,
-    setup_of: Callable[[Any], Setup],
+    setup_of: Callable[[Any], TrainSetup],
     *,
     remat: Remat,
     length: int,
@@ -84,13 +84,13 @@ def run(
     with_peer: bool,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measures our step, and the baseline's beside it; JSON-able.
+    """Measures our step and the baseline's; JSON-able.
 
     Args:
       model: a preset's name.
-      setup_of: what to compile for, given the model's configuration; called when the baseline is
-        done with the device.
-      remat: of `setup_of`; where it is not "none", the baseline checkpoints too.
+      setup_of: makes the setup from the model's configuration, once the baseline has left the
+        device.
+      remat: of `setup_of`; the baseline uses gradient checkpointing unless it is "none".
     """
     baseline: dict[str, Any] | None = None
     if with_peer:
@@ -103,7 +103,7 @@ def run(
     peak, source = device_peak(device, setup.dtype)
     if baseline is not None:
         shape, seconds = (1, rows, length), baseline["seconds"]
-        # On one device, whatever our mesh is.
+        # The baseline runs on one device.
         rates = step_rates(setup, shape, seconds)
         baseline |= {**rates, "mfu": rates["mfu"] * setup.mesh.size}
     return {

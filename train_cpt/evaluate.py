@@ -1,14 +1,14 @@
 """Losses of texts' last tokens: during training, and of checkpoints under inference methods.
 
-The comparison of checkpoints is Table 5 of Xu et al. 2025, "RefreshKV", section 6. Of a text of L +
-S tokens the first L are read as a prompt, whose last token is the question; the last S are then fed
-one by one through the method's decode path, each the text's own, whatever the model would have said
-(`jax_longctx.evaluation.perplexity`): S losses a text.
+The comparison of checkpoints is Table 5 of Xu et al. 2025, "RefreshKV", section 6. A text has L + S
+tokens. The first L are the prompt, whose last token is the question. The last S tokens of the text,
+not those that the model predicts, are fed one by one through the method's decode path
+(`jax_longctx.evaluation.perplexity`), which gives S losses a text.
 
 Two checkpoints are compared on the same texts. The perplexity of a method is exp of the mean loss
-over all texts and tokens. How much it fell is in nats a token, and so is by how much more it fell
-than that of the first method; the intervals are of a paired bootstrap over texts: each resample
-takes the same texts for all methods and both checkpoints.
+over all texts and tokens. The fall of the loss, and how far it exceeds that of the first method,
+are in nats a token. Intervals are of a paired bootstrap over texts: each resample takes the same
+texts for all methods and both checkpoints.
 """
 
 import functools
@@ -28,24 +28,23 @@ from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.perplexity import perplexity, score_texts
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.models.checkpoint import load_params, read_manifest, tokenizer_folder
-from jax_longctx.models.storage import sha256_of
+from jax_longctx.models.storage import load_params, read_manifest, sha256_of, tokenizer_folder
 from jax_longctx.settings import parse_mesh
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer
-from train_cpt.data import MANIFEST, Windows, open_windows, own_rows
+from train_cpt.data import MANIFEST, Windows, open_windows
 from train_cpt.data import read_manifest as read_data_manifest
-from train_cpt.step import Setup, inference_shardings, place_texts, text_losses
+from train_cpt.step import TrainSetup, inference_shardings, place_texts, text_losses
 
 Watch = Callable[[str], Callable[[int, int], None]]
 
 
 def parse_method(spec: str) -> Any:
-    """The method of `"refreshkv:schedule=fixed,stride=10"`.
+    """The method of a text such as `"refreshkv:schedule=fixed,stride=10"`.
 
     Raises:
-      InputError: it is not written so.
-      ConfigError: there is no such method, or not with such settings.
+      InputError: the text has another form.
+      ConfigError: the method or one of its settings does not exist.
     """
     parsed = Spec.parse(spec)
     return make_method(parsed.name, dict(parsed.settings))
@@ -57,11 +56,11 @@ def drop_interval(
     than: tuple[np.ndarray, np.ndarray] | None = None,
     seed: int = 0,
 ) -> tuple[float, float, float]:
-    """How much the mean loss fell: (estimate, lower, upper), 95% by a bootstrap over texts.
+    """The fall of the mean loss: (estimate, lower, upper), 95% by a bootstrap over texts.
 
     Args:
-      before, after: mean loss of every text.
-      than: the same of another method; by how much more it fell than that one's.
+      before, after: mean loss of each text.
+      than: the same for another method, whose fall is subtracted.
     """
     drops = before - after
     if than is not None:
@@ -70,7 +69,7 @@ def drop_interval(
 
 
 def dev_losses(
-    setup: Setup,
+    setup: TrainSetup,
     params: Any,
     dev: Windows,
     *,
@@ -79,43 +78,40 @@ def dev_losses(
     last: int = 0,
     methods: Sequence[str] = (),
 ) -> dict[str, float]:
-    """What an evaluation adds to a line of metrics.
+    """The metrics of an evaluation.
 
     Args:
-      params: float32 masters, as in the training state.
-      rows: texts that are read together.
-      texts: how many are read, rounded down to whole batches.
-      last: tokens of each that are scored; 0 for the pattern's tail, or for all but the first.
-      methods: inference methods that also decode them.
+      params: float32 master weights, as in the training state.
+      rows: texts of a batch.
+      texts: number of texts, rounded down to whole batches.
+      last: last tokens of each text that are scored; 0 for the pattern's tail, or for all but the
+        first token where the pattern has none.
+      methods: inference methods that also decode these tokens.
 
     Returns:
       `dev_loss`, the mean loss in nats under the training pattern, and `dev_perplexity/METHOD`.
     """
     count = min(len(dev), texts) // rows
     last = last or setup.pattern.tail or len(dev[0]) - 1
-    tokens = np.stack([dev[row] for row in range(count * rows)]).reshape(count, rows, -1)
-    own = tokens[:, own_rows(setup.mesh, rows)]
     losses = [
-        float(
-            text_losses(setup, params, place_texts(setup.mesh, own[number : number + 1])[0], last)
-        )
-        for number in range(count)
+        float(text_losses(setup, params, place_texts(setup.mesh, dev, numbers[None])[0], last))
+        for numbers in np.arange(count * rows).reshape(count, rows)
     ]
     found = {"dev_loss": float(np.mean(losses))}
     if methods:
-        # The masters in the compute dtype, laid out as inference has them.
+        # The master weights in the compute dtype, sharded as in inference.
         cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(jnp.dtype(setup.dtype)))
         weights = jax.jit(cast, out_shardings=inference_shardings(setup))(params)
     for spec in methods:
         engine = Engine(setup.config, weights, parse_method(spec), setup.mesh)
-        flat = tokens.reshape(count * rows, -1)
-        scores = score_texts(engine, flat, through="decode", score=last, batch=rows)
+        tokens = dev[: count * rows].astype(np.int32)
+        scores = score_texts(engine, tokens, through="decode", score=last, batch=rows)
         found[f"dev_perplexity/{spec}"] = perplexity(scores.losses)
     return found
 
 
 def tokenizer_digest(checkpoint: Path) -> str:
-    """What a checkpoint's tokenizer is known by in data sets.
+    """The fingerprint of a checkpoint's tokenizer in data sets.
 
     Raises:
       CheckpointError: there is no checkpoint, or it has no tokenizer.
@@ -142,15 +138,16 @@ def evaluate(
     """Mean losses of the last tokens of texts, by checkpoint and method; JSON-able.
 
     Args:
-      methods: as `parse_method` takes them.
-      count: texts of the split, at even distances.
-      batch, chunk: texts, and tokens of each, that are read together.
-      dtype: of weights and caches; each checkpoint's own unless given.
-      watch: told what is being done, gives back what to call with (done, total) scored tokens.
+      methods: for `parse_method`.
+      tail: last tokens of a text that are scored.
+      count: texts of the split, evenly spaced.
+      batch, chunk: texts of a batch, and tokens of a prefill chunk.
+      dtype: of weights and caches; by default each checkpoint's own.
+      watch: called with a description of each run; returns a function of (done, total) tokens.
 
     Returns:
       `runs`, a record for each checkpoint and method: their names, `settings`, and `losses`, the
-      mean loss in nats of every text's last tokens; and what was evaluated on what.
+      mean loss in nats of each text's last tokens; and the data, settings and device.
 
     Raises:
       LongctxError: a checkpoint, a method, the data or the mesh does not fit.
@@ -159,7 +156,7 @@ def evaluate(
     sizes: dict[str, Any] = dict(parse_mesh(mesh))
     on = make_mesh(**sizes)
     length = read_data_manifest(data).length
-    # The texts must be of every checkpoint's tokenizer.
+    # All checkpoints must have the tokenizer of the data.
     known_as = [tokenizer_digest(checkpoint) for checkpoint in checkpoints]
     opened = [open_windows(data, split, length=length, tokenizer=name) for name in known_as]
     if not 1 <= count <= len(opened[0]):
@@ -167,7 +164,7 @@ def evaluate(
             f"the {split} split has {len(opened[0])} texts, asked for {count}; ask for fewer (at "
             f"least one) or prepare more documents"
         )
-    texts = np.stack([opened[0][number * len(opened[0]) // count] for number in range(count)])
+    texts = opened[0][np.arange(count) * len(opened[0]) // count].astype(np.int32)
     runs = []
     for checkpoint in checkpoints:
         manifest = read_manifest(checkpoint)
@@ -196,7 +193,7 @@ def evaluate(
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Methods by checkpoints: perplexities, and what the last fell by since the first."""
+    """A table of perplexities, methods by checkpoints, with the fall from first to last."""
     names = list(dict.fromkeys(run["checkpoint"] for run in result["runs"]))
     methods = list(dict.fromkeys(run["method"] for run in result["runs"]))
     found = {(run["checkpoint"], run["method"]): np.array(run["losses"]) for run in result["runs"]}

@@ -1,19 +1,19 @@
-"""The training loop: steps, metrics, checkpoints; begun anew or taken up where it stopped.
+"""The training loop: steps, metrics and checkpoints of a new or a resumed run.
 
 A run is a folder:
 
-    run.json         what is run, and by which versions; another configuration is refused
+    run.json         the configuration, which a resumed run must share, and the versions
     metrics.jsonl    one line a step: loss, gradient norm, learning rate, tokens a second, MFU,
                      peak memory; the dev loss after an evaluation
     tensorboard/     the same as TensorBoard events, for `tensorboard --logdir`
-    checkpoints/     Orbax: weights, moments and step count (`state`), and the position in the data
-                     and the best step so far (`position`), all with checksums; the newest ones, and
-                     the one with the lowest dev loss
+    checkpoints/     the newest checkpoints, and the one with the lowest dev loss (Orbax): weights,
+                     moments and step count (`state`), and the position in the data and the best
+                     step so far (`position`), all with checksums
 
-A run that is killed resumes from its newest whole checkpoint and computes what it would have
-computed, bit for bit: all that a step depends on is in the checkpoint. Lines of steps that are run
-again are cut off first, so that each step has one. SIGTERM saves and ends the run in order. A loss
-or gradient that is no number stops it before anything is saved, with the batch kept.
+A killed run resumes from its newest whole checkpoint and computes the same bits as without the
+kill: the checkpoint holds all that a step depends on. Metrics of steps that run again are removed
+first. SIGTERM saves a checkpoint and ends the run. A loss or gradient norm that is not finite ends
+the run without a checkpoint, and its batch is saved.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ from jax_longctx.models.storage import (
     writing,
 )
 from train_cpt.attention import check_attention
-from train_cpt.data import Windows, batches, own_part
+from train_cpt.data import Windows, batches
 from train_cpt.evaluate import dev_losses, parse_method
 from train_cpt.metrics import metrics_log, step_rates
 from train_cpt.step import (
-    Setup,
+    TrainSetup,
     TrainState,
     abstract_state,
     init_state,
@@ -59,7 +59,7 @@ from train_cpt.step import (
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 FORMAT, POSITION = 1, "position.json"
 
-# The facts that a run may be taken up with others of.
+# The facts that may differ in a resumed run.
 VERSIONS = "versions"
 
 # (steps done, steps in all, the newest line of metrics)
@@ -68,21 +68,21 @@ Progress = Callable[[int, int, Mapping[str, Any]], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """What goes into a step, and what is done how often.
+    """Batch size, and the intervals of checkpoints and evaluations.
 
     Attributes:
       rows: texts of a micro-batch, over all devices.
-      micro_batches: of a step; their product is the global batch.
+      micro_batches: of a step; the global batch has rows x micro_batches texts.
       seed: of the order of the texts.
-      save_every: steps between checkpoints; the last step is always saved, and each that has the
+      save_every: steps between checkpoints. The last step is always saved, and so is each with the
         lowest dev loss so far.
-      keep: newest checkpoints that stay, beside the one with the lowest dev loss.
+      keep: newest checkpoints that are kept, beside the one with the lowest dev loss.
       evaluate_every: steps between evaluations; 0 for none.
-      evaluate_texts: texts of the dev split that an evaluation reads at most.
-      evaluate_methods: inference methods (`train_cpt.evaluate.parse_method`) under which an
-        evaluation also decodes these texts' last tokens, those that the dev loss is of.
-      evaluate_last: how many tokens that is; 0 for the pattern's tail, or for all where it has
-        none.
+      evaluate_texts: the most texts of the dev split that an evaluation reads.
+      evaluate_methods: inference methods (`train_cpt.evaluate.parse_method`). An evaluation also
+        decodes the last tokens of the texts under each of them.
+      evaluate_last: last tokens of a text that an evaluation scores; 0 for the pattern's tail, or
+        for all tokens where the pattern has none.
     """
 
     rows: int = 8
@@ -114,21 +114,21 @@ class Best:
 
 
 class Checkpoints:
-    """The checkpoints of one run; a context manager that waits for what is being written.
+    """The checkpoints of one run; a context manager that waits for unfinished writes.
 
     Args:
-      folder: theirs, made if it is not there.
-      keep: how many of the newest stay.
+      folder: of the checkpoints, made if missing.
+      keep: number of newest checkpoints that are kept.
 
     Attributes:
-      best: the best step so far, which stays too.
+      best: the best step so far, whose checkpoint is kept too.
     """
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.best, self._keep = folder, Best(), keep
         options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self)
         handlers: dict[str, Any] = {
-            # Zarr 3 has checksums. Weights are close to noise, which does not compress.
+            # Zarr 3 has checksums. Weights hardly compress.
             "state": ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
             "position": ocp.JsonCheckpointHandler(POSITION),
         }
@@ -149,7 +149,7 @@ class Checkpoints:
         return self._manager.latest_step() or 0
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Orbax's question what stays."""
+        """Which checkpoints Orbax keeps."""
         newest = len(checkpoints) - self._keep
         return [
             number >= newest or info.step == self.best.step
@@ -157,7 +157,7 @@ class Checkpoints:
         ]
 
     def save(self, step: int, state: TrainState, data: Any) -> None:
-        """Begins to save; what the next step overwrites has been copied when this returns."""
+        """Starts a save; the next step may overwrite the state once this returns."""
         # JSON has no infinity.
         best = dataclasses.asdict(self.best) if self.best.step else {}
         position = seal(FORMAT, {"data": data.get_state(), "best": best})
@@ -168,22 +168,22 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
 
     def offer(self, step: int, dev_loss: float) -> bool:
-        """Whether this step is the best so far, which then stays once it is saved."""
+        """Whether this step is the best so far; if so, its checkpoint will be kept."""
         if dev_loss < self.best.dev_loss:
             self.best = Best(step, dev_loss)
             return True
         return False
 
     def wait(self) -> None:
-        """Until what is being saved is whole."""
+        """Waits for unfinished writes."""
         with writing(self.folder):
             self._manager.wait_until_finished()
 
-    def restore(self, step: int, setup: Setup, data: Any = None) -> TrainState:
-        """The state of a step; `data` is set to its position, and the best step to what it was.
+    def restore(self, step: int, setup: TrainSetup, data: Any = None) -> TrainState:
+        """The state of a step. With `data`, also sets its position and the best step so far.
 
         Raises:
-          CheckpointError: it is damaged.
+          CheckpointError: the checkpoint is damaged.
         """
         folder = self.folder / str(step)
         remedy = f"remove {folder} to go on from the checkpoint before"
@@ -202,7 +202,7 @@ class Checkpoints:
 
 
 def _by_path(state: TrainState) -> dict[str, Any]:
-    """The state's arrays by names that its structure gives them, in the order of its leaves."""
+    """The state's arrays by dot-joined path, in the order of its leaves."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree.leaves_with_path(state)
@@ -211,7 +211,7 @@ def _by_path(state: TrainState) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended: after which step, why, with which state, and the best step before it."""
+    """The last step of a run, why it ended, its state, and the best step so far."""
 
     step: int
     ended: Literal["done", "terminated"]
@@ -221,7 +221,7 @@ class Outcome:
 
 def train(
     loop: LoopConfig,
-    setup: Setup,
+    setup: TrainSetup,
     make_params: Callable[[], Any],
     windows: Windows,
     dev: Windows,
@@ -230,15 +230,16 @@ def train(
     facts: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Outcome:
-    """Runs, or goes on with, the run in `directory`.
+    """Starts or resumes the run in `directory`.
 
     Args:
-      make_params: the weights to begin with; not called where the run is taken up.
-      facts: what the run is, as JSON; a folder with other ones, `VERSIONS` aside, is left alone.
+      make_params: makes the initial weights; not called for a resumed run.
+      facts: the configuration of the run, JSON-able. They must equal those of an existing run, with
+        the exception of `VERSIONS`.
 
     Raises:
       ConfigError: texts, batch or mesh do not fit each other.
-      InputError: the folder holds another run, or the loss is no number.
+      InputError: the folder holds another run, or the loss is not finite.
       CheckpointError: the newest checkpoint cannot be read.
     """
     _check(loop, setup, windows, dev)
@@ -248,7 +249,6 @@ def train(
         micro_batches=loop.micro_batches,
         rows=loop.rows,
         seed=loop.seed,
-        part=own_part(setup.mesh),
     )
     with (
         Checkpoints(directory / CHECKPOINTS, loop.keep) as saved,
@@ -257,10 +257,11 @@ def train(
     ):
         step = saved.newest
         state = saved.restore(step, setup, data) if step else init_state(setup, make_params())
-        while step < setup.optimizer.steps and not any_process(terminated.is_set()):
-            tokens = next(data)
+        while step < setup.optimizer.steps and not _any_process(terminated.is_set()):
+            numbers = next(data)
+            tokens = place_texts(setup.mesh, windows, numbers)
             state, line = _advance(setup, state, tokens, step + 1)
-            _check_finite(line, tokens, directory, saved)
+            _check_finite(line, windows, numbers, directory, saved)
             step += 1
             is_best = False
             if _is_due(loop.evaluate_every, step, setup):
@@ -288,26 +289,25 @@ def train(
 
 
 def _advance(
-    setup: Setup, state: TrainState, tokens: np.ndarray, number: int
+    setup: TrainSetup, state: TrainState, tokens: jax.Array, number: int
 ) -> tuple[TrainState, dict[str, Any]]:
     """The state after step `number`, and its line of metrics."""
-    placed = place_texts(setup.mesh, tokens)
-    run = step_program(setup, placed.shape)
+    run = step_program(setup, tokens.shape)
     begun = time.perf_counter()
-    state, metrics = run(state, placed)
-    # Reading the numbers waits for the step.
+    state, metrics = run(state, tokens)
+    # This waits for the step.
     values = {name: float(value) for name, value in metrics.items()}
     seconds = time.perf_counter() - begun
-    rates = step_rates(setup, placed.shape, seconds)
+    rates = step_rates(setup, tokens.shape, seconds)
     return state, {"step": number, **values, **rates, "peak_bytes": peak_memory()}
 
 
-def _is_due(every: int, step: int, setup: Setup) -> bool:
-    """Whether something done every so many steps is due after this one, as it is after the last."""
+def _is_due(every: int, step: int, setup: TrainSetup) -> bool:
+    """Whether something with this interval is due after this step; it is after the last one."""
     return every > 0 and (step % every == 0 or step == setup.optimizer.steps)
 
 
-def _check(loop: LoopConfig, setup: Setup, windows: Windows, dev: Windows) -> None:
+def _check(loop: LoopConfig, setup: TrainSetup, windows: Windows, dev: Windows) -> None:
     if not len(windows):
         raise InputError("the training split has no text; prepare more documents")
     check_attention(setup.config, setup.mesh, setup.pattern, len(windows[0]))
@@ -323,12 +323,12 @@ def _check(loop: LoopConfig, setup: Setup, windows: Windows, dev: Windows) -> No
 
 
 def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Writes `run.json`, or makes sure that it says the same; nothing is overwritten."""
+    """Writes `run.json`, or checks that it holds the same facts; overwrites nothing."""
     path, ours = directory / RUN, json.loads(json.dumps(facts))
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        # A run that was killed as it began has left at most the unfinished file.
+        # A run killed at its start has left at most the unfinished file.
         if directory.exists() and any(entry != partial_of(path) for entry in directory.iterdir()):
             raise InputError(f"{directory} is not empty and no run; name another folder") from None
         directory.mkdir(parents=True, exist_ok=True)
@@ -351,29 +351,30 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def _termination() -> Iterator[threading.Event]:
     """An event that SIGTERM sets; outside the main thread nothing sets it."""
-    asked = threading.Event()
+    terminated = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield terminated
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:
-        yield asked
+        yield terminated
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _check_finite(
     line: Mapping[str, Any],
-    tokens: np.ndarray,
+    windows: Windows,
+    numbers: np.ndarray,
     directory: Path,
     saved: Checkpoints,
 ) -> None:
     bad = [name for name in ("loss", "gradient_norm") if not math.isfinite(line[name])]
     if bad:
         step = line["step"]
-        part = f"-{jax.process_index()}" if jax.process_count() > 1 else ""
-        kept = directory / f"bad-batch-{step}{part}.npy"
-        np.save(kept, tokens)
+        kept = directory / f"bad-batch-{step}.npy"
+        if is_leader():
+            np.save(kept, windows[numbers])
         saved.wait()
         newest = f"of step {saved.newest}" if saved.newest else "none"
         raise InputError(
@@ -383,8 +384,8 @@ def _check_finite(
         )
 
 
-def any_process(asked: bool) -> bool:
-    """Whether it is true in any process; all must call this."""
+def _any_process(value: bool) -> bool:
+    """Whether `value` is true in any process; all processes must call this."""
     if jax.process_count() == 1:
-        return asked
-    return bool(np.any(multihost_utils.process_allgather(np.array(asked))))
+        return value
+    return bool(np.any(multihost_utils.process_allgather(np.array(value))))

@@ -1,10 +1,10 @@
-"""English that a machine has on it: manuals, and the docstrings of Python packages.
+"""English texts of this machine: manuals, and the docstrings of Python packages.
 
-For experiments without a download. A text file of documentation (`.txt`, `.rst`, `.md`, `.info`,
-plain or gzipped) is a document; so are the docstrings of all Python files of one folder, in order.
-A paragraph that came before, in whichever document, is left out: installed documentation repeats
-itself, and what one split trains on must not be in another. A document that is short by then, or
-where fewer than one word in forty is "the", is left out too.
+They are for experiments without a download. A documentation file (`.txt`, `.rst`, `.md`, `.info`,
+plain or gzipped) is a document, and so are the docstrings of all Python files of a folder, in
+order. Repeated paragraphs are left out across all documents: installed documentation repeats
+itself, and no text of one split may be in another. Documents that are too short after that, or in
+which fewer than one word in forty is "the", are left out too.
 """
 
 import ast
@@ -20,7 +20,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.models.storage import partial_of
 
 SUFFIXES = (".txt", ".rst", ".md", ".info")
-# Changes, licences and lists of names are no running text.
+# Changes, licences and lists of names are not prose.
 NOT_PROSE = re.compile(r"change|copyright|licen[sc]e|news|authors|thanks|tags|index|record", re.I)
 WORD = re.compile(r"[A-Za-z']+")
 
@@ -32,14 +32,14 @@ def collect(
     least: int = 40_000,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[int, int]:
-    """Writes a JSON line for each document: its text, where it is from, and its SHA-256.
+    """Writes a JSON line for each document: its text, its path, and its SHA-256.
 
     Args:
-      least: characters of a document.
+      least: fewest characters of a document.
       progress: called with (folders done, folders in all).
 
     Returns:
-      Documents, and their characters together.
+      Number of documents, and of their characters.
 
     Raises:
       InputError: a folder is missing, the destination exists, or nothing was found.
@@ -90,7 +90,7 @@ def _documents(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _manual(path: Path) -> str:
-    """The text of a file; empty where it is not UTF-8 or no gzip after all."""
+    """The text of a file; empty where it is not UTF-8, or not gzip despite its suffix."""
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
@@ -99,10 +99,10 @@ def _manual(path: Path) -> str:
 
 
 def _docstrings(path: Path) -> list[str]:
-    """Of a module, its classes and its functions, in order; none where it does not parse."""
+    """Docstrings of a module, its classes and functions, in order; none of a file with errors."""
     try:
         with warnings.catch_warnings():
-            # Other people's escape sequences.
+            # Invalid escape sequences.
             warnings.simplefilter("ignore")
             tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
@@ -113,7 +113,7 @@ def _docstrings(path: Path) -> list[str]:
 
 
 def _fresh(text: str, seen: set[bytes]) -> str:
-    """The paragraphs that did not come before, which are noted."""
+    """The paragraphs that are not in `seen`, to which they are added."""
     kept = []
     for paragraph in re.split(r"\n\s*\n", text):
         words = " ".join(paragraph.split())

@@ -3,13 +3,13 @@
 MFU = model FLOPs of the step / (its seconds x devices x peak of one device), as in Chowdhery et al.
 2022, "PaLM", appendix B. For a text of T tokens a step has
 
-    6 P T                      every matmul weight, forward and backward; P counts the output
-                               table and leaves the embedding out, of which rows are looked up
+    6 P T                      matmul weights, forward and backward; P includes the output table
+                               and excludes the embedding, which is only looked up
     + 3 x 4 N H L x pairs      scores and outputs of attention, N heads of width H in L layers
 
-where pairs are those of query and key that the pattern lets meet: T (T + 1) / 2 where all is
-causal; what the last S tokens do not see is not counted. Neither is what rematerialisation computes
-again: the figure is of the model, not of the hardware.
+A pair is a query and a key that it attends: T (T + 1) / 2 pairs where all attention is causal,
+fewer with a sparse tail. Rematerialised work is not counted: MFU measures the model's FLOPs, not
+the hardware's.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import param_infos
 from jax_longctx.models.storage import partial_of, write_text
 from train_cpt.attention import Pattern
-from train_cpt.step import Setup
+from train_cpt.step import TrainSetup
 
 # Dense bfloat16 FLOP/s of one device, as JAX counts devices, from the makers' data sheets.
 DATA_SHEETS = {
@@ -56,12 +56,12 @@ Line = Mapping[str, Any]
 def metrics_log(
     directory: Path, step: int, *, write: bool = True
 ) -> Iterator[Callable[[Line], None]]:
-    """Appends lines to a run's metrics; what was there after `step`, or cut short, is dropped.
+    """Appends lines to a run's metrics, after it drops incomplete lines and those after `step`.
 
-    TensorBoard's files are only appended to: they are told to forget what comes after `step`.
+    TensorBoard's files are append-only: an entry tells TensorBoard to ignore later steps.
 
     Args:
-      write: False in the processes that leave it to the first one.
+      write: False in all processes but the leader.
     """
     if not write:
         yield lambda line: None
@@ -73,7 +73,7 @@ def metrics_log(
         str(directory / EVENTS),
         purge_step=step + 1 if step else None,
         flush_secs=10,
-        # Names go by the second; a run may be taken up within one.
+        # Names have a resolution of a second; a run may resume within one.
         filename_suffix=f".{time.time_ns()}",
     )
     with contextlib.closing(events), path.open("a", encoding="utf-8") as file:
@@ -89,11 +89,7 @@ def metrics_log(
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, in order.
-
-    Raises:
-      InputError: there are none.
-    """
+    """The lines of a run's metrics, in order; raises InputError where there are none."""
     lines = list(_whole_lines(directory / METRICS))
     if not lines:
         raise InputError(f"{directory} holds no metrics of a training run ({METRICS})")
@@ -101,7 +97,7 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line but one that was cut short."""
+    """All complete lines."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
             yield json.loads(line)
@@ -157,7 +153,7 @@ def text_flops(config: ModelConfig, pattern: Pattern, length: int) -> int:
     return 6 * weights * length + 12 * width * config.num_layers * pairs
 
 
-def step_rates(setup: Setup, shape: tuple[int, ...], seconds: float) -> dict[str, float]:
+def step_rates(setup: TrainSetup, shape: tuple[int, ...], seconds: float) -> dict[str, float]:
     """Tokens a second and MFU of a step on `shape` = (A, B, T) tokens."""
     peak, _ = device_peak(setup.mesh.devices.flat[0], setup.dtype)
     flops = math.prod(shape[:-1]) * text_flops(setup.config, setup.pattern, shape[-1])
@@ -168,9 +164,9 @@ def step_rates(setup: Setup, shape: tuple[int, ...], seconds: float) -> dict[str
 
 
 def device_peak(device: Any, dtype: str) -> tuple[float, str]:
-    """FLOP/s of one device in matmuls of a dtype, and where the figure is from.
+    """FLOP/s of one device in matmuls of a dtype, and its source.
 
-    The data sheet's where the device is listed and the dtype bfloat16; else measured, with square
+    The source is the data sheet for bfloat16 on a listed device, else a measurement with square
     matrices.
     """
     if dtype == "bfloat16" and device.device_kind in DATA_SHEETS:
@@ -182,7 +178,7 @@ def device_peak(device: Any, dtype: str) -> tuple[float, str]:
 def _measured_peak(device: Any, dtype: str) -> float:
     size, times = (1024 if device.platform == "cpu" else 8192), []
     with jax.default_device(device):
-        # Values do not matter to the time; the result is fed in again, so that all are computed.
+        # Each result is the next input, so that no product is skipped.
         x = jnp.full((size, size), 1 / size, dtype)
         multiply = jax.jit(lambda x, y: (x @ y).astype(dtype))
         y = multiply(x, x).block_until_ready()

@@ -1,12 +1,23 @@
 """A configured run from beginning to end: data prepared, weights loaded, trained, written out.
 
-The run's folder (see `train_cpt.loop`) also gets `loss.png` and, once the run is done, `model/`, a
-checkpoint as `jax-longctx convert` writes one; and `best/`, another, where an evaluation before the
-last step had a lower dev loss than the last.
+The configuration is one TOML file; each key is known, typed and in its range:
+
+    [run]                              [data]
+    checkpoint = "llama3"              directory = "data-8k"
+    output = "runs/first"              sources = ["docs", "more.jsonl"]
+    mesh = "data=2,tensor=2"           length = 8192
+
+and `[pattern]`, `[optimizer]`, `[loop]` with the fields of `Pattern`, `OptimizerConfig` and
+`LoopConfig`. Paths are relative to the working directory.
+
+The run's folder (see `train_cpt.loop`) also gets `loss.png` and, at the end of the run, `model/`, a
+checkpoint as `jax-longctx convert` writes it. Where an earlier step had a lower dev loss than the
+last one, `best/` is the checkpoint of that step.
 """
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -17,52 +28,93 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from jax_longctx.engine.distributed import from_leader, is_leader
+from jax_longctx.engine.distributed import from_leader
 from jax_longctx.errors import InputError
 from jax_longctx.locks import only_writer
-from jax_longctx.models.checkpoint import (
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.storage import (
     MANIFEST,
     PARAMS,
     TOKENIZER,
     Manifest,
-    load_params,
-    read_manifest,
-    tokenizer_folder,
-)
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.storage import (
     describe_files,
+    load_params,
     partial_of,
+    read_manifest,
     sha256_of,
+    tokenizer_folder,
     write_text,
     writing,
 )
-from jax_longctx.settings import parse_mesh
+from jax_longctx.settings import from_toml, parse_mesh, read_toml
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
-from train_cpt.attention import check_attention
-from train_cpt.config import DataConfig, RunConfig
-from train_cpt.data import document_files, file_record, open_windows, prepare, read_documents
+from train_cpt.attention import Pattern, check_attention
+from train_cpt.data import (
+    DataConfig,
+    document_files,
+    file_record,
+    open_windows,
+    prepare,
+    read_documents,
+)
 from train_cpt.evaluate import tokenizer_digest
-from train_cpt.loop import CHECKPOINTS, VERSIONS, Checkpoints, Outcome, Progress, any_process, train
+from train_cpt.loop import CHECKPOINTS, VERSIONS, Checkpoints, LoopConfig, Outcome, Progress, train
 from train_cpt.metrics import PLOT, plot_losses
-from train_cpt.step import Setup
+from train_cpt.step import Float32OrHalf, OptimizerConfig, Remat, TrainSetup
 
-# Below the run's folder: the trained model, and that of the lowest dev loss.
+# In the run's folder: the trained model, and the one with the lowest dev loss.
 MODEL, BEST = "model", "best"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What is trained, where it goes, and how it is computed (see `train_cpt.step.TrainSetup`)."""
+
+    checkpoint: Path
+    output: Path
+    mesh: str = ""
+    dtype: Float32OrHalf = "bfloat16"
+    remat: Remat = "full"
+    loss_chunk: int = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The five sections."""
+
+    run: RunOptions
+    data: DataConfig
+    optimizer: OptimizerConfig
+    pattern: Pattern
+    loop: LoopConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, paths as text."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+
+def read_config(path: Path) -> RunConfig:
+    """Reads a TOML file.
+
+    Raises:
+      InputError: it cannot be read or is no TOML.
+      ConfigError: a section or key is missing, unknown, of the wrong type or out of range.
+    """
+    return from_toml(RunConfig, read_toml(path))
 
 
 def run_config(
     config: RunConfig, *, note: Callable[[str], None], progress: Progress | None = None
 ) -> Outcome:
-    """Runs, or goes on with, the configured run; where it is done, `model/` holds the result.
+    """Starts or resumes the configured run; at its end, `model/` holds the result.
 
     Args:
-      note: is told in a line what was prepared.
+      note: called with a line about the prepared data.
 
     Raises:
-      LongctxError: what is wrong with the configuration, the data, the checkpoint or the run; or
-        another process writes the run's folder.
+      LongctxError: the configuration, the data, the checkpoint or the run is not usable, or another
+        process writes the run's folder.
     """
     with contextlib.ExitStack() as held:
         from_leader(lambda: held.enter_context(only_writer(config.run.output.absolute())))
@@ -75,7 +127,7 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
     sizes: dict[str, Any] = dict(parse_mesh(config.run.mesh))
-    setup = Setup(
+    setup = TrainSetup(
         config=manifest.config,
         mesh=make_mesh(**sizes),
         optimizer=config.optimizer,
@@ -112,7 +164,7 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
     if outcome.ended == "done":
         params, best = outcome.state.params, outcome.best.step
         _write_model(output / MODEL, checkpoint, manifest, params, outcome.step)
-        if best not in (0, outcome.step) and _is_missing(output / BEST):
+        if best not in (0, outcome.step) and not from_leader((output / BEST).exists):
             with Checkpoints(output / CHECKPOINTS, config.loop.keep) as saved:
                 params = saved.restore(best, setup).params
             _write_model(output / BEST, checkpoint, manifest, params, best)
@@ -120,7 +172,7 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that matter, and the library's git revision where it runs from a checkout."""
+    """Versions of the main packages, and the git revision of a checkout."""
     packages = ("jax-longctx", "jax", "flax", "optax", "orbax-checkpoint", "grain")
     found = {name: metadata.version(name) for name in packages}
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -138,7 +190,7 @@ def _prepare(
     model: ModelConfig,
     note: Callable[[str], None],
 ) -> None:
-    """Makes the data set where it is not there yet."""
+    """Makes the data set if it does not exist."""
     if data.directory.exists():
         return
     if not data.sources:
@@ -158,23 +210,19 @@ def _prepare(
             sources=map(file_record, files),
         )
     counts = made.documents
-    texts = ", ".join(f"{made.windows(split):,} {split}" for split in made.shards)
+    texts = ", ".join(f"{count:,} {split}" for split, count in made.windows.items())
     note(
         f"{data.directory}: {texts} texts of {made.length:,} tokens from {counts['used']:,} "
         f"documents; {counts['short']:,} too short, {counts['repeated']:,} repeated"
     )
 
 
-def _is_missing(path: Path) -> bool:
-    """As the first process sees it, so that all do the same."""
-    return any_process(is_leader() and not path.exists())
-
-
 def _write_model(
     destination: Path, checkpoint: Path, manifest: Manifest, params: Any, step: int
 ) -> None:
-    """The weights after a step in the dtype they came in, as a checkpoint that loads like any."""
-    if not _is_missing(destination):
+    """Writes the weights after a step as a checkpoint, in the dtype of the initial one."""
+    # As the leader sees it, so that all processes do the same.
+    if from_leader(destination.exists):
         return
     building = partial_of(destination)
 

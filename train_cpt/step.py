@@ -1,11 +1,11 @@
 """One optimiser step: loss and gradients of a global batch, clipped, through AdamW.
 
-Master weights, gradients' sums and moments are float32 (the first moment bfloat16 if asked for);
-the forward pass runs on a copy of the weights in the compute dtype. The global batch is read in
-micro-batches, one after another inside one program, whose gradients are summed. Weights lie on the
-mesh as in inference, heads, MLP and vocabulary over `tensor`; a text's tokens lie over `seq`. What
-is kept from step to step is divided over `data` too (as in ZeRO, Rajbhandari et al. 2020, stages 1
-and 2), so that each device updates its own part.
+Master weights, sums of gradients and moments are float32; the first moment may be bfloat16. The
+forward pass runs on a copy of the weights in the compute dtype. One program reads the micro-batches
+of a global batch one after another and sums their gradients. Weights are sharded as in inference:
+heads, MLP and vocabulary over `tensor`. The tokens of a text are sharded over `seq`. The training
+state is sharded over `data` too (as in ZeRO, Rajbhandari et al. 2020, stages 1 and 2), and each
+device updates its own part.
 
 The defaults are those of Xu et al. 2025, "RefreshKV", section 6: learning rate 5e-6 after 20
 warm-up steps, falling linearly, no weight decay.
@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from flax import nnx, traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
@@ -29,7 +29,7 @@ from jax_longctx.models.llama import Attend, Layer, Llama, model_of, param_infos
 from jax_longctx.sharding import logical_sharding, logical_spec
 from train_cpt.attention import Pattern, attend_with
 
-# What a layer keeps for its gradient: all it computes; its matmuls' results; its input alone.
+# What a layer stores for its gradient: everything, the results of its matmuls, or its input alone.
 Remat = Literal["none", "dots", "full"]
 Float32OrHalf = Literal["float32", "bfloat16"]
 
@@ -40,8 +40,8 @@ class OptimizerConfig:
 
     Attributes:
       warmup: steps in which the learning rate rises to its peak.
-      clip: largest norm of all gradients together; 0 does not clip.
-      first_moment: dtype that the first moment is kept in.
+      clip: largest global norm of the gradients; 0 does not clip.
+      first_moment: dtype of the stored first moment.
     """
 
     steps: int
@@ -73,13 +73,13 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setup:
-    """Everything static: what the step is compiled for.
+class TrainSetup:
+    """The static arguments of a training step.
 
     Attributes:
       dtype: of the forward pass.
-      remat: what layers keep for their gradients (see `Remat`).
-      loss_chunk: tokens whose logits are held at a time on each device.
+      remat: what layers store for their gradients (see `Remat`).
+      loss_chunk: tokens whose logits each device holds at a time.
     """
 
     config: ModelConfig
@@ -102,7 +102,7 @@ class Setup:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step changes: float32 weights, the optimiser's state, and how many steps were done."""
+    """Float32 weights, the optimiser's state, and the number of steps done."""
 
     params: Any
     moments: Any
@@ -110,7 +110,7 @@ class TrainState:
 
 
 def learning_rate(optimizer: OptimizerConfig, step: Int[Array, ""]) -> Float[Array, ""]:
-    """The learning rate of step 0, 1, ...: never 0, at its peak in step warmup - 1."""
+    """The learning rate of a step, counted from 0: above 0, with its peak at step warmup - 1."""
     rising = (step + 1) / max(optimizer.warmup, 1)
     falling = (optimizer.steps - step) / max(optimizer.steps - optimizer.warmup, 1)
     return optimizer.learning_rate * jnp.clip(jnp.minimum(rising, falling), 0.0, 1.0)
@@ -130,12 +130,12 @@ def make_optimizer(optimizer: OptimizerConfig) -> optax.GradientTransformation:
     return optax.chain(*clip, adamw)
 
 
-def init_state(setup: Setup, params: Any) -> TrainState:
+def init_state(setup: TrainSetup, params: Any) -> TrainState:
     """The state before the first step, on its shards.
 
     Args:
-      params: the model's, of any dtype. They are given up: where nothing had to change, their
-        buffers are the state's, which the first step overwrites.
+      params: the model's, of any dtype. Do not use them afterwards: the state may share their
+        buffers, which the first step overwrites.
     """
     state = abstract_state(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -149,7 +149,7 @@ def init_state(setup: Setup, params: Any) -> TrainState:
 
 
 @functools.lru_cache(maxsize=16)
-def abstract_state(setup: Setup) -> TrainState:
+def abstract_state(setup: TrainSetup) -> TrainState:
     """Shapes, dtypes and shardings of the state."""
     kept = {
         path: jax.ShapeDtypeStruct(
@@ -177,7 +177,7 @@ def abstract_state(setup: Setup) -> TrainState:
 def _kept_sharding(
     mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> NamedSharding:
-    """As in inference, and the first other axis that divides over `data`."""
+    """As in inference, with the first other axis that divides over `data` on it."""
     spec = [*logical_spec(axes)]
     for axis, size in enumerate(shape):
         if spec[axis] is None and size % mesh.shape["data"] == 0:
@@ -186,24 +186,31 @@ def _kept_sharding(
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def inference_shardings(setup: Setup) -> Any:
-    """Where inference has each parameter, as nested dicts."""
+def inference_shardings(setup: TrainSetup) -> Any:
+    """The sharding of each parameter in inference, as nested dicts."""
     infos = param_infos(setup.config).items()
     flat = {path: logical_sharding(setup.mesh, info.axes) for path, info in infos}
     return traverse_util.unflatten_dict(flat, sep=".")
 
 
 def text_sharding(mesh: Mesh) -> NamedSharding:
-    """Of `[A, B, T]` tokens: the texts divided over `data`."""
+    """Of `[A, B, T]` tokens: texts over `data`."""
     return NamedSharding(mesh, PartitionSpec(None, "data"))
 
 
-def place_texts(mesh: Mesh, own: Int[np.ndarray, "A b T"]) -> Int[Array, "A B T"]:
-    """The texts of all processes on the devices, of which each gives its own."""
-    return jax.make_array_from_process_local_data(text_sharding(mesh), own)
+def place_texts(
+    mesh: Mesh, windows: Integer[np.ndarray, "n T"], numbers: Int[np.ndarray, "A B"]
+) -> Int[Array, "A B T"]:
+    """The texts with these numbers; each process reads the texts of its own devices."""
+
+    def read(index: Any) -> np.ndarray:
+        return windows[numbers[index[:2]]].astype(np.int32)
+
+    shape = (*numbers.shape, windows.shape[1])
+    return jax.make_array_from_callback(shape, text_sharding(mesh), read)
 
 
-def _loss_sum(setup: Setup, params: Any, tokens: Array, weights: Array) -> Array:
+def _loss_sum(setup: TrainSetup, params: Any, tokens: Array, weights: Array) -> Array:
     """Weighted sum of the next-token losses of `[B, T]` texts; the last token predicts nothing."""
     used = jax.tree.map(lambda value: value.astype(setup.dtype), params)
     used = jax.lax.with_sharding_constraint(used, inference_shardings(setup))
@@ -224,7 +231,7 @@ def _loss_sum(setup: Setup, params: Any, tokens: Array, weights: Array) -> Array
 
 
 def gradients(
-    setup: Setup, params: Any, tokens: Int[Array, "A B T"]
+    setup: TrainSetup, params: Any, tokens: Int[Array, "A B T"]
 ) -> tuple[Float[Array, ""], Any]:
     """Mean next-token loss in nats over A micro-batches of B texts, and its float32 gradients."""
     count = tokens.shape[0] * tokens.shape[1] * (tokens.shape[2] - 1)
@@ -243,7 +250,7 @@ def gradients(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def train_step(
-    setup: Setup, state: TrainState, tokens: Int[Array, "A B T"]
+    setup: TrainSetup, state: TrainState, tokens: Int[Array, "A B T"]
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
     """The state after one step, and the step's loss, gradient norm and learning rate."""
     loss, grads = gradients(setup, state.params, tokens)
@@ -260,15 +267,15 @@ def train_step(
 
 
 @functools.lru_cache(maxsize=4)
-def step_program(setup: Setup, shape: tuple[int, ...]) -> Any:
-    """The compiled step: its first run takes no longer than the others."""
+def step_program(setup: TrainSetup, shape: tuple[int, ...]) -> Any:
+    """The step, compiled before its first run."""
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=text_sharding(setup.mesh))
     return train_step.lower(setup, abstract_state(setup), tokens).compile()
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def text_losses(
-    setup: Setup, params: Any, tokens: Int[Array, "B T"], last: Int[Array, ""] | int
+    setup: TrainSetup, params: Any, tokens: Int[Array, "B T"], last: Int[Array, ""] | int
 ) -> Float[Array, ""]:
     """Mean loss in nats of predicting the last `last` tokens of every text."""
     batch, length = tokens.shape
@@ -278,31 +285,29 @@ def text_losses(
     return _loss_sum(setup, params, tokens, weights) / (batch * jnp.minimum(last, length - 1))
 
 
-class Rematerialised(nnx.Module):
-    """A layer of the model whose forward pass is run again for its gradient."""
+def _rematerialised(layer: Layer, remat: Remat) -> Any:
+    """The layer as a function whose forward pass runs again for its gradient."""
+    graph, state = nnx.split(layer)
+    saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
 
-    def __init__(self, layer: Layer, remat: Remat):
-        self.layer, self.remat = layer, remat
-
-    def __call__(self, x_BTD: Array, index: int, cache: None, attend: Attend) -> tuple[Array, None]:
-        graph, state = nnx.split(self.layer)
-
+    def call(x_BTD: Array, index: int, cache: None, attend: Attend) -> tuple[Array, None]:
         def run(state: Any, x_BTD: Array) -> Array:
             return nnx.merge(graph, state)(x_BTD, index, cache, attend)[0]
 
-        kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        policy = kept if self.remat == "dots" else None
-        return jax.checkpoint(run, policy=policy)(state, x_BTD), cache
+        return jax.checkpoint(run, policy=saved)(state, x_BTD), cache
+
+    return call
 
 
 def hidden_states(
     model: Llama, tokens: Int[Array, "B T"], attend: Attend, remat: Remat = "none"
 ) -> Float[Array, "B T D"]:
     """Final normed hidden states of texts that begin at position 0."""
+    caches = (None,) * len(model.layers)
     if remat != "none":
-        layers: Any = nnx.List([Rematerialised(layer, remat) for layer in model.layers])
+        layers: Any = tuple(_rematerialised(layer, remat) for layer in model.layers)
         model.layers = layers
-    return model.hidden(tokens, (None,) * len(model.layers), attend)[0]
+    return model.hidden(tokens, caches, attend)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -318,15 +323,15 @@ def cross_entropy(
 
     Differentiable in `hidden` and `table`; the weights count as constants.
 
-    Logits of 8K tokens over 128K words are 4 GB in float32, their gradient as much again. Here the
-    tokens pass in chunks: a chunk's logits, its loss, and at once its gradients with respect to the
-    hidden states and the output table (the loss is a scalar, so that they only need scaling later).
-    Logits are computed once, not again for the gradient: 6 T D V operations in all. What is kept
-    from the forward pass is the gradients themselves: `[T, D]`, and `[V, D]` in float32.
+    Logits of 8K tokens over 128K words take 4 GB in float32, and so does their gradient. So tokens
+    are processed in chunks. The forward pass computes a chunk's logits, its loss, and at once its
+    gradients by the hidden states and the output table; the backward pass only scales them, since
+    the loss is a scalar. Logits are computed once: 6 T D V operations in all. The forward pass
+    stores the gradients: `[T, D]`, and `[V, D]` in float32.
 
-    Each device runs this on its own tokens and its own part of the vocabulary, inside a `shard_map`
+    Each device processes its own tokens and its own part of the vocabulary, inside a `shard_map`
     manual over every axis: the table's gradient is summed over the devices once, not once a chunk.
-    Softmax and sums are float32; matmuls take the hidden states' dtype.
+    Softmax and sums are float32; matmuls are in the dtype of the hidden states.
 
     Args:
       table: the output embedding in any float dtype; its gradient is summed in float32.
@@ -370,9 +375,9 @@ def _local(
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
 ) -> tuple[Array, ...]:
-    """The loss, and if asked for its gradients, of this device's tokens and words."""
+    """The loss of this device's tokens and words, and its gradients with `differentiate`."""
     table_VD = table.astype(hidden.dtype)
-    # Of this device's words, which one is the target; out of range where it is another device's.
+    # The target's index on this device; out of range where another device has the word.
     targets = targets - jax.lax.axis_index("tensor") * table.shape[0]
     count = targets.size
     chunk = min(chunk, count)

@@ -61,7 +61,7 @@ def methods(
         if checkpoint is None:
             config = preset(model)
         else:
-            from jax_longctx.models.checkpoint import read_manifest
+            from jax_longctx.models.storage import read_manifest
 
             config = read_manifest(checkpoint).config
         for each in [name] if name is not None else METHODS:

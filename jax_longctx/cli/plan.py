@@ -135,7 +135,7 @@ def _config(model: str, terminal: Terminal) -> Any:
         return preset(model)
     with terminal.starting():
         from checkpoints_convert import read_config
-        from jax_longctx.models.checkpoint import read_manifest
+        from jax_longctx.models.storage import read_manifest
 
     if (path / "manifest.json").is_file():
         return read_manifest(path).config

@@ -51,8 +51,7 @@ def train(
         return
     terminal = Terminal()
     with terminal.starting(extra="train"):
-        from train_cpt.config import read_config
-        from train_cpt.run import run_config
+        from train_cpt.run import read_config, run_config
     settings = read_config(config)
     newest: dict[str, Any] = {}
     with terminal.progress("training", "steps", lambda: _moment(newest)) as update:
@@ -218,13 +217,13 @@ def bench(
         from jax_longctx.sharding import make_mesh
         from train_cpt.attention import Pattern
         from train_cpt.bench import run
-        from train_cpt.step import OptimizerConfig, Setup
+        from train_cpt.step import OptimizerConfig, TrainSetup
 
     sizes: dict[str, Any] = dict(parse_mesh(mesh or ""))
     kept: Any = remat
 
     def setup_of(config: Any) -> Any:
-        return Setup(
+        return TrainSetup(
             config=config,
             mesh=make_mesh(**sizes),
             optimizer=OptimizerConfig(steps=1000),

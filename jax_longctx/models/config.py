@@ -1,16 +1,19 @@
-"""What a model is, read from a whole Hugging Face config; nothing is defaulted here.
+"""What a model is: the table of families, and configurations read from a whole Hugging Face config.
 
-`ModelConfig.from_hf` refuses by name what is not implemented: a family, a rope type, an activation.
-`checkpoints_convert.read_config` fills in what a `config.json` leaves out.
+A new family of this decoder is one entry of `FAMILIES`. A new activation or norm is one function in
+`jax_longctx.models.llama` (`ACTIVATIONS`, `NORMS`). Nothing else names a family.
+
+`ModelConfig.from_hf` has no defaults, and refuses what is not implemented: a family, a rope type,
+an activation. `checkpoints_convert.read_config` fills in what a `config.json` leaves out.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.models.families import FAMILIES, ROPE_KINDS, Family
+from jax_longctx.settings import check_name, look_up
 
 # Our names of a model's sizes -> those of a Hugging Face config.
 SIZES = {
@@ -22,8 +25,119 @@ SIZES = {
     "num_kv_heads": "num_key_value_heads",
     "max_position": "max_position_embeddings",
 }
-# These kinds of rotary embedding extend a length that they name; the others scale what was trained.
+# Kinds of rotary embedding whose settings name the length that they extend.
 NAMED_LENGTH = ("llama3", "yarn")
+
+# Required and optional settings of each kind of rotary embedding.
+ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (
+        ("factor",),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
+
+LLAMA_NAMES = {
+    "embed": "model.embed_tokens",
+    "layers.*.attn_norm": "model.layers.*.input_layernorm",
+    "layers.*.attn.q": "model.layers.*.self_attn.q_proj",
+    "layers.*.attn.k": "model.layers.*.self_attn.k_proj",
+    "layers.*.attn.v": "model.layers.*.self_attn.v_proj",
+    "layers.*.attn.o": "model.layers.*.self_attn.o_proj",
+    "layers.*.attn.q_norm": "model.layers.*.self_attn.q_norm",
+    "layers.*.attn.k_norm": "model.layers.*.self_attn.k_norm",
+    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.mlp.gate": "model.layers.*.mlp.gate_proj",
+    "layers.*.mlp.up": "model.layers.*.mlp.up_proj",
+    "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+}
+QK_NORM_NAMES = {"layers.*.attn.q_norm", "layers.*.attn.k_norm"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """What sets a family apart; the defaults are Llama's.
+
+    Attributes:
+      architecture: its name in the `architectures` of a `config.json`.
+      defaults: the `model_type` whose defaults its config has; None for its own. A family that is
+        not in transformers must name one that is (`"llama"`).
+      names: our modules -> those of its Hugging Face files; `*` is the layer, and `.weight` or
+        `.bias` is appended. Modules with the same name share a tensor, one's rows after the
+        other's. All keys of `LLAMA_NAMES` are required, with two exceptions: `q_norm` and `k_norm`
+        only with `qk_norm`; `head` not in a family that always ties its embeddings.
+      activation: of the gated MLP: a key of `llama.ACTIVATIONS`, and Hugging Face's `hidden_act`.
+      norm: a key of `llama.NORMS`.
+      softmax_scale: factor of the scores, from the width of a head.
+      embed_scale: factor of the embeddings, from the width of the model.
+      rope_kinds: its kinds of rotary embedding.
+      bias_flags: flags of its config. `attention_bias` adds biases to q, k, v and o, `mlp_bias` to
+        gate, up and down.
+      qkv_bias: q, k and v always have biases; the config has no flag for them.
+      qk_norm: norms of queries and keys per head, before rotary embedding.
+      windows: sliding windows in no layer, in all layers or none, or set layer by layer.
+      gguf: llama.cpp's names of its architecture, the usual one first.
+      interleaved: llama.cpp pairs the rows of its q and k for interleaved rotary embedding.
+    """
+
+    architecture: str
+    defaults: str | None = None
+    names: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NAMES)
+    activation: str = "silu"
+    norm: str = "rms"
+    softmax_scale: Callable[[int], float] = lambda head_dim: head_dim**-0.5
+    embed_scale: Callable[[int], float] | None = None
+    rope_kinds: tuple[str, ...] = tuple(ROPE_KINDS)
+    bias_flags: tuple[Literal["attention_bias", "mlp_bias"], ...] = ()
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: Literal["none", "all", "by layer"] = "none"
+    gguf: tuple[str, ...] = ()
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        optional = (
+            ("head",) if self.qk_norm else ("head", "layers.*.attn.q_norm", "layers.*.attn.k_norm")
+        )
+        if lacking := sorted(LLAMA_NAMES.keys() - self.names.keys() - {*optional}):
+            raise ConfigError(f"{self.architecture}: `names` lacks {', '.join(lacking)}")
+
+    @property
+    def has_head(self) -> bool:
+        """Whether its files may hold an output head besides the embedding."""
+        return "head" in self.names
+
+
+# By the `model_type` of a Hugging Face config.
+FAMILIES = {
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        bias_flags=("attention_bias", "mlp_bias"),
+        # GGUF files hold InternLM2's fused projection split, so it is a Llama.
+        gguf=("llama", "internlm2"),
+        interleaved=True,
+    ),
+    # In a GGUF file it is a Llama with a window.
+    "mistral": Family(
+        architecture="MistralForCausalLM", windows="all", gguf=("llama",), interleaved=True
+    ),
+    # Its config does not say that q, k and v have biases.
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM", qkv_bias=True, windows="by layer", gguf=("qwen2",)
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        bias_flags=("attention_bias",),
+        qk_norm=True,
+        windows="by layer",
+        gguf=("qwen3",),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,8 +214,7 @@ class ModelConfig:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ConfigError(f"family {self.family!r} is unknown; known: {', '.join(FAMILIES)}")
+        check_name(FAMILIES, self.family, "family")
         if self.rope.kind not in self.traits.rope_kinds:
             raise ConfigError(
                 f"rope type {self.rope.kind!r} is not implemented for family {self.family!r}; "
@@ -135,16 +248,16 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """What attention multiplies scores by before its softmax."""
+        """The factor of attention scores before the softmax."""
         return self.traits.softmax_scale(self.head_dim)
 
     @property
     def trained_length(self) -> float:
-        """Tokens that the model was trained or extended to; infinite where nothing limits them.
+        """Tokens that the model was trained or extended to; infinite without a limit.
 
-        `linear` and `yarn` stretch a length by their factor, as transformers documents them: the
-        checkpoint may name the length before or after. `dynamic` stretches to any. Where all layers
-        slide, no distance exceeds the widest window.
+        `linear` and `yarn` extend a length by their factor, as documented in transformers: the
+        checkpoint may name the length before or after. `dynamic` extends to any length. Where all
+        layers have windows, no distance exceeds the widest one.
         """
         rope, length = self.rope, self.max_position
         if rope.kind in ("linear", "yarn"):
@@ -154,18 +267,15 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
-        """Reads a Hugging Face config that leaves nothing out, as transformers' `to_dict` gives it.
+        """Reads a complete Hugging Face config, such as transformers' `to_dict` returns.
 
         `checkpoints_convert.read_config` reads a `config.json`, whose missing keys have defaults.
 
         Raises:
-          ConfigError: a family, rope type or activation that is not implemented, or a key that is
-            missing.
+          ConfigError: the family, rope type or activation is not implemented, or a key is missing.
         """
         family, activation = str(_need(config, "model_type")), _need(config, "hidden_act")
-        traits = FAMILIES.get(family)
-        if traits is None:
-            raise ConfigError(f"family {family!r} is unknown; known: {', '.join(FAMILIES)}")
+        traits = look_up(FAMILIES, family, "family")
         if activation != traits.activation:
             raise ConfigError(
                 f"hidden_act {activation!r} is not implemented; implemented: {traits.activation}"
@@ -204,7 +314,7 @@ class ModelConfig:
         """A `config.json` that `from_hf` and transformers, since version 4, read as this model.
 
         Raises:
-          ConfigError: the family's config has no words for this model (a Llama with windows).
+          ConfigError: the family's config cannot describe this model (a Llama with windows).
         """
         biases = {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
         hf: dict[str, Any] = {
@@ -298,7 +408,7 @@ def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     if rope.kind == "yarn":
         said["truncate"] = rope.truncate
     whole = {"rope_theta": rope.theta, "rope_parameters": {"rope_theta": rope.theta, **said}}
-    # Version 4 of transformers knows these two alone, and would default the rest in silence.
+    # Version 4 of transformers reads only rope_theta and rope_scaling.
     return whole if rope.kind == "default" else {**whole, "rope_scaling": said}
 
 
@@ -324,7 +434,7 @@ def _windows_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        # For versions of transformers that do not read layer_types.
+        # For older versions of transformers, which ignore layer_types.
         "max_window_layers": config.windows.index(window) if window else config.num_layers,
         "layer_types": kinds,
     }

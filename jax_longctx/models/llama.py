@@ -40,7 +40,7 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) ->
     return scale * normed.astype(x.dtype)
 
 
-# What families choose from (`jax_longctx.models.families`).
+# What families choose from (`jax_longctx.models.config`).
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu}
 NORMS: dict[str, Callable[[Array, Array, float], Array]] = {"rms": rms_norm}
 

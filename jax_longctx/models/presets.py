@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import SIZES, ModelConfig
+from jax_longctx.settings import look_up
 
 _LLAMA_ROPE = {
     "rope_theta": 500000.0,
@@ -70,6 +70,4 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def preset(name: str) -> ModelConfig:
     """The configuration of a published model. Raises ConfigError for one that is not listed."""
-    if name not in PRESETS:
-        raise ConfigError(f"unknown model preset {name!r}; known: {', '.join(PRESETS)}")
-    return ModelConfig.from_hf(PRESETS[name])
+    return ModelConfig.from_hf(look_up(PRESETS, name, "model preset"))

@@ -1,13 +1,17 @@
-"""Arrays and facts on disk, in which no damage goes unnoticed.
+"""Checkpoints on disk: `manifest.json`, `params/` (Orbax) and `tokenizer/`, all with checksums.
+
+`checkpoints_convert` and `train_cpt` write checkpoints, all else reads them here. Parameters are
+restored straight onto their shards.
 
 Orbax writes arrays as Zarr 3 inside OCDBT. OCDBT has a CRC-32C on its index and none on values, so
-every chunk of an array gets one of its own here, which TensorStore checks wherever a chunk is read:
-in whole, in part, or by one process of many. The small files around the arrays have a SHA-256 in a
-manifest, and the manifest has one of itself.
+every chunk of an array gets one of its own here, which TensorStore checks at each read. The
+manifest is written last. It lists the small files with their sizes and SHA-256, and holds a SHA-256
+of itself. Saved contexts and training checkpoints are stored by the same functions.
 """
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -23,21 +27,31 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import tensorstore as ts
+from flax import traverse_util
+from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import check_mesh, param_infos
+from jax_longctx.sharding import logical_sharding
 
-# Every file below a folder: its size, and its SHA-256, which is None where TensorStore checks it.
+# 1 had no digests.
+FORMAT = 2
+REMEDY = "convert the source again"
+MANIFEST, PARAMS, TOKENIZER = "manifest.json", "params", "tokenizer"
+# Each file below a folder: its size, and its SHA-256, or None where TensorStore checks the file.
 type Files = Mapping[str, list[Any]]
 
-# Seconds that the other workers of a failed save or load are waited for.
+# Seconds to wait for the other workers of a failed save or load.
 WORKERS = 2.0
-# Bytes that are read ahead of what is placed on devices.
+# Bytes read ahead of those placed on devices.
 AHEAD = 1 << 30
 DIGEST = "sha256"
 CHECKSUM = {"name": "crc32c"}
-# What a write that ends after Orbax's error raises.
+# The error of a write that ends after Orbax has failed.
 CLOSED = "Event loop is closed"
 # Orbax's folder of arrays, and in it OCDBT's folders of data files.
 STATE, DATA = "state", "d"
@@ -51,28 +65,28 @@ def _with_checksums(*args: Any, **options: Any) -> dict[str, Any]:
     return metadata
 
 
-# Orbax has no option for it. Should it build its metadata elsewhere one day, `load_arrays` refuses
-# what is written then.
+# Orbax has no option for checksums. If a later Orbax builds its metadata elsewhere, `load_arrays`
+# refuses the arrays it writes.
 tensorstore_utils._build_zarr3_metadata = _with_checksums
 
 
 def seal(version: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with their `format` and digest, to be written as JSON (see `read_sealed`)."""
+    """The fields with their `format` and digest, to write as JSON (see `read_sealed`)."""
     # As JSON reads it back: tuples are lists there.
     fields = json.loads(json.dumps({"format": version, **fields}))
     return {**fields, DIGEST: _digest(fields)}
 
 
 def read_sealed(path: Path, version: int, remedy: str) -> dict[str, Any]:
-    """The fields that were given to `seal`, from a JSON file.
+    """The fields given to `seal`, from a JSON file.
 
     Args:
-      version: the `format` that is read here.
-      remedy: what to do about another one or about damage, for the error.
+      version: the expected `format`.
+      remedy: what to do about another format or about damage, for the error.
 
     Raises:
       FileNotFoundError: no such file.
-      CheckpointError: it is damaged, or of another version.
+      CheckpointError: the file is damaged, or of another version.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +124,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """What a file or a folder is called until it is whole."""
+    """The name of a file or a folder until it is whole."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -133,12 +147,12 @@ def describe_files(folder: Path) -> dict[str, list[Any]]:
 
 
 def bytes_below(folder: Path) -> int:
-    """What the files below a folder take; 0 where there is none."""
+    """Bytes of all files below a folder; 0 without a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def check_files(folder: Path, files: Files, remedy: str) -> None:
-    """Raises CheckpointError where a file is missing or not what it was.
+    """Raises CheckpointError where a file is missing or has changed.
 
     Args:
       remedy: what to do about it, for the error.
@@ -163,11 +177,11 @@ def load_arrays(
 ) -> dict[str, jax.Array]:
     """Some or all of the arrays that Orbax wrote below a folder, onto their shards.
 
-    TensorStore reads them: where one of Orbax's own reads meets damage, its others are left to fail
-    behind our back. Each process reads what its shards need.
+    TensorStore reads them: when one of Orbax's own reads fails, its others go on and fail later.
+    Each process reads what its shards need.
 
     Args:
-      wanted: by dot-joined path, with shardings; other types are cast to.
+      wanted: by dot-joined path, with shardings and the dtypes to cast to.
       remedy: what to do about damage, for the error.
 
     Raises:
@@ -195,7 +209,7 @@ def load_arrays(
                 loaded[path] = array()
         loaded.update((path, array()) for path, _, array in reads)
     except (OSError, ValueError) as error:
-        # Behind the bracket: where in TensorStore's source it was found, and the whole spec.
+        # After the bracket TensorStore gives a line of its source and the whole spec.
         said = str(error).strip().splitlines()[0].split(" [")[0]
         raise CheckpointError(f"{folder} is damaged: {said:.300}; {remedy}") from error
     return loaded
@@ -210,10 +224,10 @@ def _check_store(path: str, store: Any, wanted: jax.ShapeDtypeStruct) -> None:
 
 
 def _begin_read(store: Any, wanted: jax.ShapeDtypeStruct) -> tuple[int, Callable[[], jax.Array]]:
-    """Begins to read this process's shards: their bytes, and what waits for the array."""
+    """Starts to read this process's shards; returns their bytes, and a function for the array."""
     source, sharding = ts.cast(store, wanted.dtype), wanted.sharding
     placed = sharding.addressable_devices_indices_map(wanted.shape)  # pyright: ignore
-    # What several devices hold is read once.
+    # A shard of several devices is read once.
     indices = {str(index): index for index in placed.values()}
     reads = {name: source[index].read() for name, index in indices.items()}
     shard = math.prod(sharding.shard_shape(wanted.shape))  # pyright: ignore
@@ -228,7 +242,7 @@ def _begin_read(store: Any, wanted: jax.ShapeDtypeStruct) -> tuple[int, Callable
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Keeps Orbax from logging the trace of every worker thread beside the error it raises."""
+    """Keeps Orbax from logging a traceback of each worker thread besides its error."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
     threads = set(threading.enumerate())
@@ -237,8 +251,10 @@ def quiet_orbax() -> Iterator[None]:
     try:
         yield
     except Exception:
-        # Passed on, once Orbax's other workers have stopped.
-        _await_threads(set(threading.enumerate()) - threads)
+        # Workers that fail after the first one would still log and write.
+        end = time.monotonic() + WORKERS
+        for thread in set(threading.enumerate()) - threads:
+            thread.join(max(0.0, end - time.monotonic()))
         raise
     finally:
         for logger, level in zip(loggers, levels, strict=True):
@@ -247,21 +263,21 @@ def quiet_orbax() -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Tells in one line why Orbax could not write `path`; raises CheckpointError then."""
+    """Turns Orbax's errors into a CheckpointError: one line why `path` could not be written."""
     _hush_late_writes()
     try:
         with quiet_orbax():
             yield
-    except (OSError, ValueError) as error:  # the latter when a disk is full
+    except (OSError, ValueError) as error:  # ValueError: the disk is full
         raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
 
 
 @functools.cache
 def _hush_late_writes() -> None:
-    """Writes that end after the first error find Orbax's event loop closed, a traceback each.
+    """Hides the tracebacks of writes that end after Orbax's first error and closed event loop.
 
-    TensorStore's threads show it through `sys.unraisablehook`: before Orbax tells of the error,
-    which may be at the next save, and long after it.
+    TensorStore's threads print them through `sys.unraisablehook`, before or long after Orbax raises
+    its error, which may be at the next save.
     """
     usual = sys.unraisablehook
 
@@ -273,7 +289,7 @@ def _hush_late_writes() -> None:
 
 
 def why_unwritten(error: Exception) -> str:
-    """What kept Orbax from writing, in a few words: a full disk names a file of Orbax's own."""
+    """Why Orbax could not write, without the names of its internal files."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     if found is not None:
         return os.strerror(int(found[1]))
@@ -281,12 +297,127 @@ def why_unwritten(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def _await_threads(threads: set[threading.Thread]) -> None:
-    """Workers that fail after the first one would still log, and write, behind our back."""
-    end = time.monotonic() + WORKERS
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """Shape and dtype of a stored parameter."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The contents of `manifest.json`.
+
+    Attributes:
+      config: the model.
+      dtype: of the parameters; where they differ, of most of the bytes.
+      tensors: each parameter by its dot-joined path.
+      source: what the checkpoint was converted from.
+      sources: SHA-256 of each source file, by name.
+      files: files of `params/` (see `describe_files`).
+      tokenizer_files: files of `tokenizer/`.
+      extras: entries of the source's config besides the model (token ids), for an export.
+    """
+
+    config: ModelConfig
+    dtype: str
+    tensors: Mapping[str, TensorEntry]
+    source: str
+    sources: Mapping[str, str]
+    files: Files
+    tokenizer_files: Files
+    extras: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        return json.dumps(seal(FORMAT, dataclasses.asdict(self)), indent=1)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "Manifest":
+        """The manifest with these fields; raises ValueError, KeyError or TypeError if damaged."""
+        fields["config"] = ModelConfig.from_dict(fields["config"])
+        fields["tensors"] = {
+            path: TensorEntry(tuple(entry["shape"]), entry["dtype"])
+            for path, entry in fields["tensors"].items()
+        }
+        return cls(**fields)
+
+
+def read_manifest(directory: str | Path) -> Manifest:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+      CheckpointError: the directory is no converted checkpoint.
+    """
+    path = Path(directory) / MANIFEST
+    try:
+        return Manifest.from_fields(read_sealed(path, FORMAT, REMEDY))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} is not a converted checkpoint (no {MANIFEST}); "
+            f"make one: jax-longctx convert SOURCE DESTINATION"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!s:.200}; {REMEDY}") from error
+
+
+def load_params(directory: str | Path, mesh: Mesh, dtype: Any = None) -> dict[str, Any]:
+    """The parameters as nested dicts of arrays, each restored straight onto its shards.
+
+    Args:
+      dtype: of all arrays; by default the manifest's.
+
+    Raises:
+      CheckpointError: the checkpoint is incomplete, damaged, or of another model than its manifest.
+      ConfigError: the model does not divide over the mesh.
+    """
+    manifest = read_manifest(directory)
+    infos = param_infos(manifest.config)
+    said = Path(directory) / MANIFEST
+    for path, info in infos.items():
+        entry = manifest.tensors.get(path)
+        if entry is None:
+            raise CheckpointError(f"{said}: parameter {path} is missing")
+        if entry.shape != info.shape:
+            raise CheckpointError(
+                f"{said}: parameter {path} has shape {list(entry.shape)}, "
+                f"the config says {list(info.shape)}"
+            )
+    if unknown := sorted(set(manifest.tensors) - set(infos)):
+        raise CheckpointError(f"{said}: parameter {unknown[0]} is unknown")
+    check_mesh(manifest.config, mesh)
+    target = jnp.dtype(manifest.dtype if dtype is None else dtype)
+    wanted = {
+        path: jax.ShapeDtypeStruct(info.shape, target, sharding=logical_sharding(mesh, info.axes))
+        for path, info in infos.items()
+    }
+    return traverse_util.unflatten_dict(restore(directory, manifest, wanted), sep=".")
+
+
+def restore(
+    directory: str | Path, manifest: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Some or all parameters, by dot-joined path.
+
+    Raises:
+      CheckpointError: the stored arrays are incomplete or damaged.
+    """
+    folder = Path(directory).absolute() / PARAMS
+    check_files(folder, manifest.files, REMEDY)
+    return load_arrays(folder, wanted, REMEDY)
+
+
+def tokenizer_folder(directory: str | Path, manifest: Manifest) -> Path:
+    """The folder of the tokenizer, after a check of its files.
+
+    Raises:
+      CheckpointError: a file is missing or damaged.
+    """
+    folder = Path(directory) / TOKENIZER
+    check_files(folder, manifest.tokenizer_files, REMEDY)
+    return folder

@@ -11,10 +11,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache, local_slots
 from jax_longctx.contract import LayerContext
 from pallas_kernels.common import merge
-from pallas_kernels.sparse_decode_attention import (
-    flat_sparse_decode_attention,
-    sparse_decode_attention,
-)
+from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 
 
 class Span(NamedTuple):
@@ -121,12 +118,10 @@ def attend_lists(
     where = (span.start - ctx.seq_offset(slots), span.stop - ctx.seq_offset(slots))
     how: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale}
     how |= {} if prior is None else prior.arguments()
-    if lists.heads is None:
-        chosen = sparse_decode_attention(q, store.k, store.v, local, *where, **how)
-    else:
-        chosen = flat_sparse_decode_attention(
-            q, store.k, store.v, lists.heads, local[:, 0], *where, **how
-        )
+    listed_pages = local if lists.heads is None else local[:, 0]
+    chosen = sparse_decode_attention(
+        q, store.k, store.v, listed_pages, *where, heads=lists.heads, **how
+    )
     parts = [chosen] if fixed is None else [fixed, chosen]
     out, lse = ctx.seq_merge(*merge([(part[0], part[1]) for part in parts]))
     kept_BN = _kept(lists, span, store, q.shape[2])

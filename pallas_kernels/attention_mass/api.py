@@ -1,13 +1,13 @@
 """The softmax mass that every key of a cache receives, from queries whose log-sum-exp is known.
 
-For query t of head n, p[b,n,t,s] = exp(scale q.k - lse[b,t,n]) is the attention paid to slot s when
-`lse` comes from the attention that the query took part in; that attention may have seen more keys
-than this cache holds. Methods rank keys by it: its sum over queries (H2O, CSE, SnapKV), the last
-query alone (TOVA, RefreshKV), with squares (RoCo). Implementations: `xla` on every platform,
-`gpu` and `tpu` (Mosaic), `reference` for tests.
+For query t of head n, p[b,n,t,s] = exp(scale q.k - lse[b,t,n]) is its attention to slot s. `lse`
+comes from the attention that the query took part in, which may have seen more keys than this cache
+holds. Methods rank keys by the mass: the sum over queries (H2O, CSE, SnapKV), the last query alone
+(TOVA, RefreshKV), the sum and the squares (RoCo). Implementations: `xla` on every platform, `gpu`
+and `tpu` (Mosaic), `reference` for tests.
 """
 
-from typing import Literal, overload
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -18,40 +18,6 @@ from pallas_kernels.attention_mass import gpu, reference, tpu, xla
 from pallas_kernels.attention_mass.reference import OverGroup, OverQueries, Reduction
 from pallas_kernels.common import AnyCache, check_heads
 from pallas_kernels.tpu_common import unsupported_keys
-
-
-@overload
-def attention_mass(
-    q: Float[Array, "B T N H"],
-    k: AnyCache,
-    lse: Float[Array, "B T N"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    valid: Int[Array, " B"] | None = None,
-    causal_start: Int[Array, " B"] | None = None,
-    over_group: OverGroup = "sum",
-    over_queries: OverQueries = "sum",
-    squares: Literal[False] = False,
-    implementation: str | None = None,
-) -> Float[Array, "B K S"]: ...
-
-
-@overload
-def attention_mass(
-    q: Float[Array, "B T N H"],
-    k: AnyCache,
-    lse: Float[Array, "B T N"],
-    lengths: Int[Array, " B"],
-    *,
-    scale: float,
-    valid: Int[Array, " B"] | None = None,
-    causal_start: Int[Array, " B"] | None = None,
-    over_group: OverGroup = "sum",
-    over_queries: OverQueries = "sum",
-    squares: Literal[True],
-    implementation: str | None = None,
-) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]: ...
 
 
 def attention_mass(
@@ -67,7 +33,7 @@ def attention_mass(
     over_queries: OverQueries = "sum",
     squares: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "B K S"] | tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
+) -> Float[Array, "B K S"] | Any:
     """The mass of every slot in float32: per head over the queries, then over the group's heads.
 
     Slots at and beyond lengths[b] receive exactly 0, whatever finite numbers lie there, and so
@@ -81,9 +47,13 @@ def attention_mass(
         None lets every query see all filled slots.
       over_group: sum or maximum over the query heads that share a kv head, or the first of them.
       over_queries: sum or maximum over the queries of one head.
-      squares: return (mass, squares), where squares is the sum over queries of the square of the
-        group's mean probability (RoCo), whatever the mass is reduced by.
+      squares: return the squares too.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
+
+    Returns:
+      The mass, or with `squares` (mass, squares), both float32 [B,K,S]. The squares are the sum
+      over queries of the square of the group's mean probability (RoCo), however the mass is
+      reduced.
     """
     check_heads("attention_mass", q, k)
     run = dispatch.select(

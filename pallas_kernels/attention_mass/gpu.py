@@ -1,22 +1,22 @@
-"""Attention mass on Hopper: every key's probabilities are summed in the registers they appear in.
+"""Attention mass on Hopper: a key's probabilities are summed in the registers that compute them.
 
-Keys are the rows of the wgmma and queries its columns: a thread holds parts of a key's row, so that
-the sum over queries is elementwise on registers, [64,8] a warpgroup, until the last query, and only
-then across lanes. Three warpgroups of 64 keys keep their keys in shared memory while a fourth
-streams all queries of the group past them with their log-sum-exps; exponentials of one warpgroup
-overlap matmuls of the others. Queries that do not count have an infinite log-sum-exp.
+Keys are the rows of the wgmma and queries its columns. A thread holds parts of a key's row, so that
+the sum over queries is elementwise on registers, [64,8] a warpgroup, and crosses lanes only after
+the last query. Three warpgroups keep 64 keys each in shared memory while a fourth streams all
+queries of the group past them with their log-sum-exps; exponentials of one warpgroup overlap the
+matmuls of the others. Queries that do not count have an infinite log-sum-exp.
 
-Work items (192 keys of a head) go round the workers, one a multiprocessor; the next item's keys are
-copied while the last queries of this one are used. Items beyond a row's length are only zeroed.
-Shared memory: keys 2 x 48 KiB, queries 2 x 32 KiB. Bytes moved: k once, the queries once an item
-(from the L2 cache), 4 bytes a key out.
+Work items (192 keys of a head) are dealt to the workers in turn, one worker a multiprocessor. The
+next item's keys are copied while this one's last queries are in use. Items beyond a row's length
+are only zeroed. Shared memory: keys 2 x 48 KiB, queries 2 x 32 KiB. Bytes moved: k once, the
+queries once an item (from the L2 cache), 4 bytes a key out.
 
-Roofline: tensor cores, 2 T S N H operations, beside one exponential a score, of which the special
-function units do a tile in the time of its matmul. On an H200, 512 queries of 32 heads against
+Roofline: tensor cores, 2 T S N H operations. There is one exponential a score besides; the special
+function units do a tile's in the time of its matmul. On an H200, 512 queries of 32 heads against
 131,072 keys of 8 heads of 128, bfloat16: 0.97 ms, 569 TFLOP/s (XLA's form 9.8 ms; a matmul of 8192
 cubed reaches 650 to 790); the maximum over heads with a causal mask 1.15 ms; 32 queries 0.098 ms
-(XLA 0.75); one query 0.076 (0.072). Two warpgroups of keys took 1.14 ms, three with steps of 64
-queries 1.26.
+(XLA 0.75); one query 0.076 (0.072). Rejected: two warpgroups of keys, 1.14 ms; three with steps of
+64 queries, 1.26.
 """
 
 import functools
@@ -38,10 +38,9 @@ from pallas_kernels.plane import ArrayLike
 
 # Columns of a wgmma's result that one thread quad holds side by side: sums are kept for each.
 _LANES = 8
-# Query rows of a step where there are few: 32 float32, for TMA writes to multiples of 128 bytes.
+# Query rows of a step where there are few: at least 32 float32, since TMA writes to multiples of
+# 128 bytes.
 _FEW_QUERIES = (32, 64)
-
-
 # Warpgroups of 64 keys, keys of one work item, query rows of a step at most, steps in flight.
 _WARPGROUPS, _QUERIES, _STAGES = 3, 128, 2
 _TILE = hopper.ROWS * _WARPGROUPS
@@ -49,7 +48,7 @@ _TILE = hopper.ROWS * _WARPGROUPS
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What the kernel knows when it is compiled."""
+    """The kernel's static arguments."""
 
     batch: int
     kv_heads: int
@@ -79,15 +78,13 @@ def attention_mass(
     q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Reduction, interpret: Any = None
 ) -> Masses:
     """The mass of every slot below its row's length and 0 elsewhere; see the public function."""
-    if how.squares:
-        raise NotImplementedError(f"attention_mass: {unsupported(q, k, how.squares)}")
     batch, queries = q.shape[:2]
     kv_heads = k.shape[1]
     if how.over_group == "first":
         group = q.shape[2] // kv_heads
         q, lse = q[:, :, ::group], lse[:, :, ::group]
     group = q.shape[2] // kv_heads
-    # Sums of sums need no border between a group's heads: they are one run of rows.
+    # For a sum over both, all heads of a group are one run of rows.
     parts = 1 if how.over_group == how.over_queries == "sum" else group
     rows = queries * group // parts
     tile = next((n for n in _FEW_QUERIES if n >= rows), _QUERIES)
@@ -117,7 +114,7 @@ def _rows(
     queries = q.shape[1]
     counted_BT1 = (jnp.arange(queries) < job.how.valid[:, None])[..., None]
     counts_BTN = counted_BT1 & (lse > -jnp.inf)
-    # What does not count may hold anything, NaN as well.
+    # Rows that do not count may hold anything, NaN included.
     q = jnp.where(counts_BTN[..., None], q, 0)
     lse = jnp.where(counts_BTN, lse * hopper.LOG2_E, jnp.inf)
     start = job.how.causal_start

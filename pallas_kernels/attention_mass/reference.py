@@ -9,11 +9,11 @@ from jaxtyping import Float
 
 from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
 
-# How mass is reduced over the query heads that share a kv head ("first" is the group's lowest head
-# alone), and before that over a head's queries.
+# How mass is reduced over the query heads that share a kv head ("first": only the group's first
+# head), and before that over a head's queries.
 OverGroup = Literal["sum", "max", "first"]
 OverQueries = Literal["sum", "max"]
-# Of every slot its mass, and its squares where they are asked for.
+# The mass of every slot, and with `squares` these too.
 Masses = tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]
 
 

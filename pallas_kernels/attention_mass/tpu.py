@@ -1,25 +1,23 @@
 """Attention mass on TPUs: one streaming pass over the keys in a Mosaic kernel.
 
 Grid: (row of the batch, kv head, block of keys, tile of queries), the queries innermost and in
-order. Keys lie along the lanes, so what a block of keys receives is a sum of vectors down the
-sublanes, and it leaves as one row. VMEM: two buffers of a key block and of a tile of queries (all
-heads of the group, with their log-sum-exps as a column), the logits of a part of the tile,
+order. Keys lie along the lanes, so the mass of a block of keys is a sum of vectors down the
+sublanes, and it is written as one row. VMEM: two buffers of a key block and of a tile of queries
+(all heads of the group, with their log-sum-exps as a column), the logits of a part of the tile,
 about 1 MiB in float32, and the block's sums, [G, keys] and [1, keys]. Up to 2048 query rows are one
-tile, which stays where it is while the keys pass by.
+tile, which stays in VMEM while the keys pass by.
 
-Log-sum-exps come in base 2, and as +inf for queries that count for nothing, so that a probability
-is one multiplication, one subtraction and one power of 2. What keys beyond a length receive is
-computed with their block and set to 0 as it leaves; it mixes with nothing. Prefetched scalars: the
-rows' lengths, counts of queries and first causal slots; blocks beyond a length are not fetched,
-parts of the tile beyond the count, or before the block, are not computed, and only parts that the
-diagonal crosses are masked.
+Log-sum-exps are in base 2, so that a probability is one multiplication, one subtraction and one
+power of 2; they are +inf for queries that do not count. Keys beyond a length are computed with
+their block and set to 0 as it is written. Prefetched scalars: the rows' lengths, counts of queries
+and first causal slots. Blocks beyond a length are not fetched. Parts of the tile beyond the count,
+or before the block, are not computed. Only parts that the diagonal crosses are masked.
 
 Bytes moved: k once; q once, or once for each block of keys where there are several tiles; the mass.
 A column of log-sum-exps fills one lane of 128, in memory too: 512 bytes for each query and head.
-Roofline: 2 T S N H operations, half of attention's, or the bytes of k for few queries. Read from
-the schedules that the compiler makes, not measured: of 1024 keys and 256 rows on v5e the matrix
-unit's share takes 512 cycles and all of it 650; of one query's block of 4096 keys the copy takes
-about 1900 cycles, the rest 690.
+Roofline: 2 T S N H operations, half of attention's, or the bytes of k for few queries. The
+compiler's schedules (not measured) say: for 1024 keys and 256 rows on v5e the matrix unit takes 512
+of 650 cycles; for one query's block of 4096 keys the copy takes about 1900 cycles, the rest 690.
 """
 
 import math
@@ -76,7 +74,7 @@ def attention_mass(
     causal_start = jnp.zeros_like(lengths)
     if how.causal_start is not None:
         causal_start = how.causal_start
-        # No query sees more: what lies behind is not fetched.
+        # No query sees later slots: they are not fetched.
         lengths = jnp.clip(causal_start + how.valid, 0, lengths)
 
     def visited(b, h, j, i, lengths, valid, causal_start):
@@ -150,7 +148,6 @@ def _kernel(
         if how.causal_start is None:
             probabilities(None)
             return
-        # Query t of the part sees the keys up to ahead + t of the block.
         pl.when(ahead >= block - 1)(lambda: probabilities(None))
         pl.when(ahead < block - 1)(lambda: probabilities(ahead))
 
@@ -171,7 +168,10 @@ def _kernel(
 
 
 def _add_part(how: Reduction, part: int, q, lse, k, heads, squared, start, ahead) -> None:
-    """Add what the queries from `start` on give a block of keys; `ahead` as in `_kernel`."""
+    """Add the probabilities of the part's queries, from `start` on, to a block's sums.
+
+    Query t of the part sees the keys up to ahead + t of the block, or all if `ahead` is None.
+    """
     groups, head_dim = q.shape[2], q.shape[4]
     rows = pl.ds(pl.multiple_of(start, part), part)
     q_RH = q[0, 0, :, rows].reshape(groups * part, head_dim)

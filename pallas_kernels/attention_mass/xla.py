@@ -1,12 +1,12 @@
 """Attention mass in plain XLA, streaming over blocks of keys and of queries.
 
-The log-sum-exp of every query is known, so one sweep over the keys is enough: a block of logits
-becomes probabilities and is reduced over queries at once; only [B,K,G,C] sums of a block of C keys
-live on. Rows that count for nothing (padding, and queries that saw no key) have their log-sum-exp
-replaced by +inf, which makes their probabilities 0. What lies beyond a row's length is computed
-with the rest and set to 0 in the reduced block. The loop over keys ends at the last block that any
-row fills and any query sees; with causal queries the loop over queries begins at the first that
-sees the block. One query (decode) needs no loop: its logits are small beside the cache.
+The log-sum-exp of every query is known, so one sweep over the keys is enough. A block of logits
+becomes probabilities and is reduced over queries at once; only the sums of a block of C keys,
+[B,K,G,C], are kept. Queries that do not count (padding, or that saw no key) get a log-sum-exp of
++inf, so that their probabilities are 0. Slots beyond a row's length are computed with the rest and
+set to 0 in the reduced block. The loop over keys ends at the last block that any row fills and any
+query sees; with causal queries the loop over queries begins at the first that sees the block. One
+query (decode) needs no loop: its logits are small beside the cache.
 
 Temporaries: a block of float32 logits of at most `_LOGIT_BYTES`, and copies of q. Roofline:
 2 T S N H operations, half of attention's; with one query the bytes of k over the bandwidth.
@@ -75,7 +75,7 @@ def _causal(
 
 
 def _over_queries(how: Reduction, p: Float[Array, "B K G T C"]) -> tuple[Array, ...]:
-    """The sums that live on: [B,K,G,C] of probabilities and, if asked, [B,K,C] of squares."""
+    """Sums over the queries: [B,K,G,C] of probabilities and, with squares, [B,K,C] of these."""
     per_head_BKGC = jnp.sum(p, axis=3) if how.over_queries == "sum" else jnp.max(p, axis=3)
     if not how.squares:
         return (per_head_BKGC,)
@@ -124,7 +124,7 @@ def _stream(
         slots_C = key_start + jnp.arange(key_block)
 
         def some_queries(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            # The last block is moved back to end with T; what the one before counted counts not.
+            # The last block is moved back to end with T; queries of the one before do not count.
             start = jnp.minimum(i * query_block, queries - query_block)
             queries_T = start + jnp.arange(query_block)
             lse_BKGT = lax.dynamic_slice_in_dim(lse, start, query_block, axis=3)

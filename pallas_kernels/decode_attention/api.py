@@ -1,15 +1,16 @@
-"""Dense attention of one or a few queries to a long cache, bound by reading the cache once.
+"""Dense attention of one or a few queries to a long cache; it reads the cache once.
 
-`decode_attention` has the arguments and result of `prefill_attention.cache_attention`, and is made
-for few queries. One query's attention also comes in two halves with the logits between them.
-RefreshKV's full step needs the query's output and its score for every key, to choose the partial
-cache by; so do TOVA and H2O while they decode. `decode_logits` reads the keys once and
-`attend_logits` the values once; scores are made of the logits and the log-sum-exp. Both at once are
-`attend_with_logits`.
+`decode_attention` has the arguments and the result of `prefill_attention.cache_attention`, and is
+made for few queries. One query's attention also comes in two halves: `decode_logits` reads the keys
+and returns the logits, `attend_logits` reads the values. Methods that rank keys while they decode
+(RefreshKV's full step, TOVA, H2O) use the logits in between. `attend_with_logits` does both halves.
 
-Implementations: `xla` on every platform, of one half it alone; `gpu` (Mosaic), `tpu` (Mosaic; of
-`decode_attention`), `reference` for tests.
+Implementations: `xla` on every platform, `gpu` (Mosaic; of `decode_attention` and
+`attend_with_logits`), `tpu` (Mosaic; of `decode_attention`), `reference` for tests.
 """
+
+from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -34,7 +35,7 @@ def decode_attention(
     slot_start: Int[Array, ""] | int = 0,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Every query of row b against the slots below lengths[b]; beyond lies anything finite.
+    """Every query of row b against the slots below lengths[b]; the others hold anything finite.
 
     Args:
       q: at most 16 queries a row; more are for `cache_attention`.
@@ -83,7 +84,7 @@ def attend_logits(
     nothing has output 0 and log-sum-exp -inf.
 
     Args:
-      logits: float32, from `decode_logits` and changed as a method likes.
+      logits: float32, from `decode_logits`; a method may change them.
 
     Raises:
       ValueError: the heads of the logits are no multiple of those of v.
@@ -105,7 +106,7 @@ def attend_with_logits(
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
     """`attend_logits` of `decode_logits`: output in v's dtype, log-sum-exp, logits.
 
-    The logits of slots at and beyond lengths[b] may be anything; what lies there must be finite.
+    The logits of slots at and beyond lengths[b] are undefined; k and v must be finite there.
 
     Args:
       implementation: "xla", "gpu" or "reference"; None picks by platform and shape.
@@ -115,8 +116,14 @@ def attend_with_logits(
         "attend_with_logits",
         implementation,
         dispatch.shape_class(q, k.shape[1]),
-        xla=xla.attend_with_logits,
+        xla=partial(_both, xla),
         gpu=dispatch.Kernel(gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k)),
-        reference=reference.attend_with_logits,
+        reference=partial(_both, reference),
     )
     return run(q, k, v, lengths, scale=scale)
+
+
+def _both(halves: Any, q: Array, k: Array, v: Array, lengths: Array, scale: float) -> tuple:
+    """The two halves of the module `halves`, one after the other."""
+    logits = halves.decode_logits(q, k, lengths, scale=scale)
+    return *halves.attend_logits(logits, v), logits

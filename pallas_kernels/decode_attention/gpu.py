@@ -1,26 +1,28 @@
 """Attention of one or a few queries to a long cache on Hopper: a Mosaic GPU kernel.
 
-All filled blocks of 128 slots of all rows and kv heads form one list, of which every worker (one
-block of threads a multiprocessor) takes an equal run, whatever the rows' lengths are: a worker may
-end one head and begin the next. To begin a head takes time too and counts as a block, or workers
-with many short rows would be the last. A second launch merges the mean and log-sum-exp of each
-piece (split attention as in Flash-Decoding). One warpgroup copies blocks of keys and values by TMA
-into rings in shared memory, three blocks deep, and the next head's queries beside those in use, and
-does not stop where a head ends; the other computes, and does not wait for what it writes. The
-queries of a kv head's group are the rows of one wgmma, so that keys and values are read once for
-all of them. One query uses G of the 64 rows, which costs tensor core time that nothing waits for.
-Empty capacity is not read; slots beyond a length must hold finite values.
+Work: the filled blocks of 128 slots of all rows and kv heads form one list, and every worker (one
+block of threads a multiprocessor) takes an equal run of it, whatever the rows' lengths are. So a
+worker may end one head and begin the next. To begin a head takes time too and counts as one block;
+otherwise workers with many short rows would finish last. A second launch merges the pieces of each
+head by their log-sum-exp (split attention as in Flash-Decoding).
 
-Shared memory: q 16 KiB and 2 for the next one's, rings 192 KiB, 9 KiB on the way out. Registers:
+Threads: one warpgroup copies blocks of keys and values by TMA into rings in shared memory, three
+blocks deep, and the next head's queries beside those in use; it does not stop where a head ends.
+The other warpgroup computes and does not wait for its writes. The queries of a kv head's group are
+the rows of one wgmma, so that keys and values are read once for all of them. One query uses G of
+the 64 rows; that costs tensor core time, which is not the bound. Empty capacity is not read. Slots
+beyond a length must hold finite values.
+
+Shared memory: q 16 KiB and 2 for the next head's, rings 192 KiB, 9 KiB for results. Registers:
 weighted values [64,H], logits [64,128], float32. Bytes moved: k and v of the filled slots; partial
 results 0.5 MB.
 
 Roofline: memory. On an H200 (copy 4.07 TB/s), 32 query heads over 8 kv heads of 128, bfloat16,
 medians of calls in a device loop: 1 x 131,072 slots 0.135 ms, 97% of the copy (XLA's form 0.152,
 cuDNN 0.132); 8 x 16,384 0.138 ms (0.150, 0.132); 1 x 32,768 0.037 ms, 90% (0.040, 0.032); eight
-rows of 64 to 16,384 slots, 41% of the capacity, 0.056 ms (0.143, 0.064) where their bytes allow
-0.054. Two blocks of threads a multiprocessor with half the ring each were slower at every size,
-blocks of 64 slots as well.
+rows of 64 to 16,384 slots, 41% of the capacity, 0.056 ms (0.143, 0.064), where their bytes allow
+0.054. Rejected, slower at every size: two blocks of threads a multiprocessor with half the ring
+each, and blocks of 64 slots.
 """
 
 import functools
@@ -36,23 +38,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.common import Attended, Cache, PerQuery, PerRow, Queries, Window
+from pallas_kernels.common import (
+    Attended,
+    Cache,
+    PerQuery,
+    PerRow,
+    Queries,
+    Window,
+    pack_rows,
+    unpack_rows,
+)
 from pallas_kernels.plane import ArrayLike
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
-_MAX_BATCH = 240  # lines of the plan that find place in shared memory
+_MAX_BATCH = 240  # lines of the plan that fit shared memory
 # Slots of one step, steps in flight, and how many steps it takes to begin a head.
 _BLOCK, _STAGES, _BEGIN = 128, 3, 1
-_LOGIT_ROWS = 96  # of the buffer through which logits leave
-# The merge: threads of a block, each with one channel of a row, and pieces that are read at once,
-# all in registers.
+_LOGIT_ROWS = 96  # of the buffer through which logits are written
+# The merge: threads of a block, each with one channel of a row, and the most pieces that registers
+# hold.
 _MERGE_THREADS, _MERGE_MOST = 128, 40
 _MERGE_LAYOUT = plgpu.Layout.WG_STRIDED((_MERGE_THREADS,), vec_size=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What the kernel knows when it is compiled."""
+    """The kernel's static arguments."""
 
     batch: int
     kv_heads: int
@@ -70,10 +81,6 @@ class _Job:
     def tile_rows(self) -> int:
         """Rows read and written: whole tiles."""
         return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
-
-    def out_scratch(self) -> dict[str, Any]:
-        """The shared memory for what is written: a block's logits at once."""
-        return hopper.out_scratch(self.tile_rows, *([_LOGIT_ROWS] if self.logits else []))
 
     @property
     def parts(self) -> int:
@@ -156,10 +163,10 @@ def attend_with_logits(
     scale: float,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
-    """`decode_attention` and the logits it is made of; anything beyond the lengths.
+    """`decode_attention` and its logits, which are undefined at and beyond the lengths.
 
-    Of each product the rows of a group leave for global memory while the next block is awaited:
-    32 bytes a slot and head beside its 512.
+    The group's rows of each product are written while the kernel waits for the next block: 32 bytes
+    a slot and head, beside the 512 that it reads.
     """
     low_B = jnp.zeros_like(lengths)
     return _attention(q, k, v, low_B, lengths, scale, interpret, logits=True)
@@ -177,7 +184,7 @@ def _attention(
     windowed: bool = False,
     logits: bool = False,
 ) -> tuple[Queries, PerQuery, Any]:
-    """Output, log-sum-exp, and the logits [B,N,S] if they are asked for."""
+    """Output, log-sum-exp, and the logits [B,N,S] or None."""
     batch, kv_heads, slots, head_dim = k.shape
     job = _Job(
         batch=batch,
@@ -193,10 +200,10 @@ def _attention(
         logits=logits,
     )
     plan = _plan(low, high, job)
-    out, lse, *found = _partials(hopper.pack_rows(q, kv_heads), k, v, plan, job)
+    out, lse, *found = _partials(pack_rows(q, kv_heads), k, v, plan, job)
     out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype)
-    out = hopper.unpack_rows(out_BKRH.astype(q.dtype), q.shape[1])
-    lse = hopper.unpack_rows(lse_BKR, q.shape[1])
+    out = unpack_rows(out_BKRH.astype(q.dtype), q.shape[1])
+    lse = unpack_rows(lse_BKR, q.shape[1])
     if not logits:
         return out, lse, None
     logits_BKGS = found[0].reshape(batch, kv_heads, job.tile_rows, -1)[:, :, : job.rows]
@@ -204,10 +211,9 @@ def _attention(
 
 
 def _plan(low: PerRow, high: PerRow, job: _Job) -> Int[Array, "Q 4"]:
-    """A line a row: its first step among the steps of all rows and heads, its slots, its steps.
+    """One line a row: its first step among those of all rows and heads, its slots, a head's steps.
 
-    The steps of a head are those to begin it and its blocks. The last line holds the number of all
-    steps.
+    A head takes a step to begin it and one a block. The last line holds the number of all steps.
     """
     # A later query's window begins later: with low below 0 as well.
     blocks = pl.cdiv(high, _BLOCK) - jnp.maximum(low, 0) // _BLOCK
@@ -225,12 +231,11 @@ def _partials(
 
     Means [P,R8,H], log-sum-exps [P,M] and, where the job has them, logits [B K,R8,S].
 
-    The piece of worker w of head h of row b is part w + b K + h, for the pieces follow each other
-    in that order and no two share a sum; parts without a piece are not written.
+    Worker w writes its piece of head h of row b to part w + b K + h. Pieces follow each other in
+    that order, so no two have the same sum. Parts without a piece are not written.
     """
     parts = job.workers + job.batch * job.kv_heads
     logits = job.batch * job.kv_heads, job.tile_rows, k.shape[2]
-    ring = hopper.tiled(_STAGES, _BLOCK, job.head_dim, dtype=job.dtype)
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
@@ -244,13 +249,12 @@ def _partials(
             q_tiles=hopper.tiled(
                 hopper.ROWS + (job.q_tiles - 1) * job.tile_rows, job.head_dim, dtype=job.dtype
             ),
-            rings=(ring, ring),
             planned=plgpu.Barrier(),
             asked=plgpu.Barrier(num_barriers=job.q_tiles),
             answered=plgpu.Barrier(num_barriers=job.q_tiles),
-            ready=(plgpu.Barrier(num_barriers=_STAGES), plgpu.Barrier(num_barriers=_STAGES)),
-            free=(plgpu.Barrier(num_barriers=_STAGES), plgpu.Barrier(num_barriers=_STAGES)),
-            **job.out_scratch(),
+            **hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype),
+            # A block's logits leave at once.
+            **hopper.out_scratch(job.tile_rows, *([_LOGIT_ROWS] if job.logits else [])),
         ),
         grid=(job.workers,),
         grid_names=("worker",),
@@ -321,7 +325,7 @@ def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
             pl.when(runs[1] > runs[0])(lambda: work(piece))
             return pieces + (runs[1] > runs[0]).astype(jnp.int32), blocks + runs[1] - runs[0]
 
-        # Of a row that has no steps, or none in this run, no head.
+        # A row without steps in this run has no head to visit.
         each = jnp.maximum(steps, 1)
         heads = lax.div(first - base, each), lax.div(last - 1 - base, each) + 1
         return lax.fori_loop(jnp.where(last > first, heads[0], heads[1]), heads[1], head, done)
@@ -347,19 +351,15 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
         step = piece.ahead + j
         slot = lax.rem(step, _STAGES)
         block = (piece.row, piece.head, pl.ds(j * _BLOCK, _BLOCK))
-        for ref, ring, full, empty in zip(
-            caches, scratch["rings"], scratch["ready"], scratch["free"], strict=True
-        ):
 
-            @pl.when(step >= _STAGES)
-            def _(empty=empty):
-                plgpu.barrier_wait(empty.at[slot])
+        def copy(ref, ring, ready):
+            plgpu.copy_gmem_to_smem(ref.at[block], ring.at[slot], ready)
 
-            plgpu.copy_gmem_to_smem(ref.at[block], ring.at[slot], full.at[slot])
+        hopper.fill_rings(scratch, caches, step, slot, copy)
 
 
 def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
-    """The attention to the piece's slots, to the piece's part."""
+    """Attend to the piece's slots, and write the result to the piece's part."""
     out_ref, lse_ref, *logits_ref = refs
     tile = lax.rem(piece.number, job.q_tiles)
     queries = scratch["q_tiles"].at[pl.ds(tile * job.tile_rows, hopper.ROWS)]
@@ -375,18 +375,14 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     carry = hopper.attend_blocks(
         (piece.first, piece.last),
         queries,
-        scratch["rings"],
-        scratch["ready"],
-        scratch["free"],
+        scratch,
         slot_of=lambda j: lax.rem(piece.ahead + j, _STAGES),
         mask=mask,
         scale=job.scale,
         interpreted=job.interpret is not None,
     )
     plgpu.barrier_arrive(scratch["answered"].at[tile])
-    out, lse = hopper.attended(carry)
-    tiles = {name: scratch[name] for name in job.out_scratch()}
-    hopper.write_attended(out, lse, out_ref.at[piece.part], lse_ref.at[piece.part], **tiles)
+    hopper.write_attended(carry, out_ref.at[piece.part], lse_ref.at[piece.part], scratch)
 
 
 def _mask(s: Array, slot: Array, piece: _Piece, job: _Job) -> Array:
@@ -437,7 +433,7 @@ def _merged(
 
 
 def _piece(plan: Any, head: Any, i: Any, job: _Job) -> tuple[Array, Array]:
-    """The i-th part that may be of a head, counted over all rows, and whether it is one."""
+    """The i-th part that a head may have, heads counted over all rows; and whether it exists."""
     row = lax.div(head, job.kv_heads)
     share = jnp.maximum(lax.div(plan[job.batch, _BASE] + (job.workers - 1), job.workers), 1)
     steps = plan[row, _STEPS]
@@ -452,9 +448,9 @@ def _piece(plan: Any, head: Any, i: Any, job: _Job) -> tuple[Array, Array]:
 def _merge_kernel(plan_ref, out_ref, lse_ref, merged_ref, total_ref, *, job: _Job) -> None:
     """The pieces of a head's attention as one: a block of threads takes one query row of a head.
 
-    It reads its pieces' log-sum-exps and means, which are few and lie in the L2 cache; their
-    weights never leave registers. XLA's form of the same is four launches: 9 us for 8 heads of 4
-    queries on an H200.
+    It reads its pieces' log-sum-exps and means, which are few and lie in the L2 cache. Their
+    weights stay in registers. XLA's form takes four launches: 9 us for 8 heads of 4 queries on an
+    H200.
     """
     head, row = lax.axis_index("head"), lax.axis_index("row")
     last = out_ref.shape[0] - 1

@@ -7,19 +7,17 @@ from jaxtyping import Float
 
 from pallas_kernels.common import Cache, PerRow
 from pallas_kernels.prefill_attention.reference import cache_attention as decode_attention
+from pallas_kernels.prefill_attention.reference import logits_of
 
-__all__ = ["attend_logits", "attend_with_logits", "decode_attention", "decode_logits"]
+__all__ = ["attend_logits", "decode_attention", "decode_logits"]
 
 
 def decode_logits(
     q: Float[Array, "B 1 N H"], k: Cache, lengths: PerRow, *, scale: float
 ) -> Float[Array, "B N S"]:
     """scale q.k for the slots below lengths[b], -inf for the others."""
-    k_BNSH = jnp.repeat(k, q.shape[2] // k.shape[1], axis=1).astype(jnp.float32)
-    q_BNH = q[:, 0].astype(jnp.float32)
-    logits_BNS = scale * jnp.einsum("BNH,BNSH->BNS", q_BNH, k_BNSH, precision="highest")
     held_B1S = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None]
-    return jnp.where(held_B1S, logits_BNS, -jnp.inf)
+    return jnp.where(held_B1S, logits_of(q, k, scale)[:, 0], -jnp.inf)
 
 
 def attend_logits(
@@ -32,11 +30,3 @@ def attend_logits(
     p_BNS = jnp.exp(logits - jnp.where(some_BN1, lse_BN[..., None], 0.0))
     out_BNH = jnp.einsum("BNS,BNSH->BNH", p_BNS, v_BNSH, precision="highest")
     return out_BNH.astype(v.dtype)[:, None], lse_BN[:, None]
-
-
-def attend_with_logits(
-    q: Array, k: Array, v: Array, lengths: Array, *, scale: float
-) -> tuple[Array, ...]:
-    """Both halves."""
-    logits = decode_logits(q, k, lengths, scale=scale)
-    return *attend_logits(logits, v), logits

@@ -1,20 +1,20 @@
 """Attention of one or a few queries to a cache on TPUs: a streaming Mosaic kernel.
 
-Grid: (row, kv head, block of slots), the blocks innermost and in order; rows and heads may be split
-over a chip's cores. The group's queries, R = G T rows of one matrix, share every block, so keys and
-values are read once for the whole group. VMEM: two buffers of a key and a value block each (a
-few thousand slots, about 2 MiB a step, so that a step's fixed cost is small beside its copy), the
-scores [R, block] in float32, and the running maximum, sum and output of the softmax.
+Grid: (row, kv head, block of slots); the blocks are innermost and in order, rows and heads may be
+split over a chip's cores. The group's queries, R = G T rows of one matrix, share every block, so
+that keys and values are read once for the whole group. VMEM: two buffers of a key and a value block
+each (a few thousand slots, about 2 MiB a step, so that a step's fixed cost is small beside its
+copy), the scores [R, block] in float32, and the running maximum, sum and output of the softmax.
 
-The rows' first and last blocks are prefetched scalars: a block outside them is not fetched, since
-its index is held at the last one's. Slots are masked, and values beyond the length replaced by 0,
-only in the block that the length cuts through; garbage there, NaN included, meets no matmul.
-With a window the grid has as many blocks as one can touch, beginning at the row's first.
+The rows' first and last blocks are prefetched scalars. Outside them the block index stays at the
+last one's, so nothing more is fetched. Only in the block that the length cuts through are slots
+masked and values beyond the length replaced by 0; so garbage there, NaN included, reaches no
+matmul. With a window the grid has as many blocks as a window can touch, from the row's first.
 
 Bytes moved: keys and values of the visible blocks, once. Roofline: those bytes over the bandwidth.
-Read from the schedules that the compiler makes, not measured: of a block of 4096 keys of 128 with 4
-query rows all arithmetic takes 680 cycles on v5e, where the copy of keys and values takes about
-3800, and 610 of about 2000 on v6e.
+The compiler's schedules (not measured) say: for a block of 4096 keys of 128 with 4 query rows, all
+arithmetic takes 680 cycles on v5e, where the copy of keys and values takes about 3800, and 610 of
+about 2000 on v6e.
 """
 
 from functools import partial

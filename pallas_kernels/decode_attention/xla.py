@@ -1,22 +1,22 @@
-"""Attention of one or a few queries to a long cache, in plain XLA: bound by reading the cache.
+"""Attention of one or a few queries to a long cache, in plain XLA.
 
-Two matmuls over the whole capacity with a softmax between them; the scores, [B,K,G,T,S] float32,
-are small beside the cache while T is small (with T = 1, 2 G / H of it in bfloat16), and the cache
-is an operand of the matmuls as it lies in memory. Nothing of the cache's size is made. The second
-matmul contracts S, so it has only B x K outputs to spread over a GPU's 132 processors: it is split
-into blocks of slots, an extra batch dimension, whose partial outputs are summed.
+Two matmuls over the whole capacity with a softmax between them. The scores, [B,K,G,T,S] float32,
+are small beside the cache while T is small (with T = 1, 2 G / H of a bfloat16 cache). The matmuls
+read the cache in place, and no temporary has its size. The second matmul contracts S, so it has
+only B x K outputs, too few for a GPU's 132 processors. It is therefore split into blocks of slots,
+an extra batch dimension, and the partial outputs are summed.
 
-Slots beyond a row's length must hold finite numbers, as caches do: their weight is 0, and 0 x NaN
-is NaN. Keeping NaN out (the cut block computed from a clean copy) cost 16% at 32,768 slots on an
+Slots beyond a row's length must hold finite numbers: their weight is 0, and 0 x NaN is NaN. A
+variant that tolerates NaN (the cut block computed from a clean copy) cost 16% at 32,768 slots on an
 H200 (0.058 ms against 0.050, which is 2.7 TB/s).
 
-Empty capacity is read too: a loop that stops at the longest row has to slice the cache, which
-copies it: the streaming loop of `prefill_attention/xla.py` takes 3.4 ms on a 2-core CPU, this 1.2
-(8192 slots, 3 kv heads of 64 in float32). Roofline: the bytes of k and v over the bandwidth.
+Empty capacity is read too. A loop that stops at the longest row would slice the cache, which copies
+it: the streaming loop of `prefill_attention/xla.py` takes 3.4 ms on a 2-core CPU, this 1.2 (8192
+slots, 3 kv heads of 64 in float32).
 
-The two halves of one query's attention do the same. The logits and the weights made of them,
-[B,N,S] in float32, are 4 G / H of a bfloat16 cache's bytes together; the roofline of a half is the
-bytes of k, or of v, and 4 N S of logits.
+Roofline: the bytes of k and v over the bandwidth. A half of one query's attention moves the bytes
+of k, or of v, and 4 N S bytes of logits; logits and weights together are 4 G / H of a bfloat16
+cache's bytes.
 """
 
 import jax.numpy as jnp
@@ -131,11 +131,3 @@ def attend_logits(
     out_BNH = acc_BKGTH.reshape(b, n, v.shape[3]) / total_BN1  # [B, K, G, 1, H]
     lse_BN1 = jnp.where(some_BN1, top_BN1 + jnp.log(total_BN1), -jnp.inf)
     return out_BNH.astype(v.dtype)[:, None], lse_BN1.swapaxes(1, 2)
-
-
-def attend_with_logits(
-    q: Array, k: Array, v: Array, lengths: Array, *, scale: float
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
-    """Both halves."""
-    logits = decode_logits(q, k, lengths, scale=scale)
-    return *attend_logits(logits, v), logits

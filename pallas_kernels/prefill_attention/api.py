@@ -1,8 +1,9 @@
-"""Dense attention of a chunk of queries: to itself, and to what a cache holds.
+"""Dense attention of a chunk of queries: to itself, and to a cache.
 
-Implementations: `xla` anywhere, `gpu` (cuDNN), `tpu` (splash attention), `reference` for tests.
-Where q, k and v are bfloat16 so are the outputs; the log-sum-exp is float32 natural log, -inf for
-a query that sees nothing, whose output is 0. Partial results merge with `pallas_kernels.common`.
+Implementations: `xla` on every platform, `gpu` (cuDNN), `tpu` (splash attention), `reference` for
+tests. Outputs have q's dtype. The log-sum-exp is the natural log in float32. A query that sees no
+key has output 0 and log-sum-exp -inf. Attentions over different keys merge with
+`pallas_kernels.common.merge`.
 """
 
 from functools import partial
@@ -51,7 +52,7 @@ def cache_attention(
     slot_start: Int[Array, ""] | int = 0,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Every query of row b against the slots below lengths[b]; beyond lies anything finite.
+    """Every query of row b against the slots below lengths[b]; the others hold anything finite.
 
     Args:
       lengths: filled slots of every row, taken as 0 below 0 and as S above S.

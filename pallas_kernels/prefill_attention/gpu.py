@@ -1,17 +1,17 @@
 """Attention of a chunk on NVIDIA GPUs: cuDNN's flash attention with a float32 log-sum-exp.
 
 `jax.nn.dot_product_attention` runs the same cuDNN kernel but casts the log-sum-exp to bfloat16,
-too coarse for merging partial attentions; the function below it, private to JAX, returns what
+too coarse for merging partial attentions. The function below it is private to JAX and returns what
 cuDNN wrote: natural log, float32, [B,N,T].
 
 The chunk against itself: causal mask (and cuDNN's sliding window), layout [B,T,N,H]. The chunk
-against the cache: padding mask with the rows' lengths, layout [B,N,T,H], so that the cache is read
-where it lies and only q is transposed. Slots beyond a length must be finite: cuDNN weighs those in
-the length's last tile with 0, and 0 x NaN is NaN.
+against the cache: padding mask with the rows' lengths, layout [B,N,T,H]; the cache is read in
+place, and only q is transposed. Slots beyond a length must be finite: cuDNN multiplies those in the
+length's last tile by 0, and 0 x NaN is NaN.
 
-Roofline: matrix throughput, 4 T S N H operations (half when causal); cuDNN reached 650 TFLOP/s at
-32K causal on an H100, 82% of what a large matmul reached there; with the float32 residual, 575 at
-32K causal and 559 for 8192 queries against 32,668 slots on an H200.
+Roofline: matrix throughput, 4 T S N H operations (half when causal). cuDNN reached 650 TFLOP/s at
+32K causal on an H100, 82% of a large matmul there. With the float32 residual it reached 575 at 32K
+causal and 559 for 8192 queries against 32,668 slots, on an H200.
 """
 
 from typing import Any
@@ -19,9 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
 
-from pallas_kernels.common import Attended, Cache, PerRow, Queries, blank_rows
+from pallas_kernels.common import Attended, Cache, Chunk, PerRow, Queries, blank_rows
 
 _HEAD_DIMS = (64, 128)
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -48,12 +47,7 @@ def unsupported_cache(q: Array, window: int | None) -> str | None:
 
 
 def causal_attention(
-    q: Queries,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    *,
-    scale: float,
-    window: int | None = None,
+    q: Queries, k: Chunk, v: Chunk, *, scale: float, window: int | None = None
 ) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     cudnn = _cudnn()

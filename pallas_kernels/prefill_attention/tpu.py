@@ -1,26 +1,29 @@
 """Attention of a chunk on TPUs: JAX's splash attention with a float32 log-sum-exp.
 
-Batch rows are folded into heads, since splash takes one sequence of heads and keeps a block map
-for every head: query head (b, n) reads kv head (b, n // G), and ragged rows become block maps.
+Splash takes one sequence of heads and keeps a block map for each head. So the rows of the batch are
+folded into the heads: query head (b, n) reads kv head (b, n // G), and rows of different lengths
+are different block maps.
 
-The chunk against itself: a causal or local mask, computed in the kernel from positions; blocks
-that no query sees are not visited. The chunk against the cache: only blocks wholly below a row's
-length are visited (the map says so, and blocks beyond are neither computed nor fetched), without
-any mask; the block that the length cuts through is a second, one-block call on a zeroed copy,
-masked by segment ids, and the two are merged. So capacity that is empty costs no arithmetic and
-garbage in it, NaN included, meets no matmul.
+The chunk against itself: the kernel computes a causal or local mask from positions, and skips
+blocks that no query sees. The chunk against the cache takes two calls. The first visits the blocks
+that lie wholly below a row's length and needs no mask; the block map keeps the others from being
+fetched. The second takes the one block that the length cuts through, from a copy whose invalid
+slots are zero, masked by segment ids. The two results are merged. So empty capacity costs no
+arithmetic, and garbage in it, NaN included, reaches no matmul.
 
-Queries are padded to whole blocks. A head dim of 64 is not padded: k and v are handed over with
-the slots minor, as XLA lays them out, so that no copy of the cache is made (compiled for v5e: 2 MB
-of temporaries against 1.1 GB beside a 0.5 GB cache). `scale` is folded into q in q's dtype, for
-splash has none. VMEM a step: blocks of q, k, v, and the scores
-[block_q, block_kv] in float32, 1 MiB. Roofline: matrix throughput, 4 T S N H operations (half
-when causal); published splash and flash figures are 75-89% of peak on v5p, a third on v6e.
+Queries are padded to whole blocks. A head dim of 64 is not padded: k and v go in with the slots
+minor, as XLA stores them, and the cache is not copied (compiled for v5e: 2 MB of temporaries
+against 1.1 GB, with a cache of 0.5 GB). Splash has no scale, so `scale` is multiplied into q in q's
+dtype.
+
+VMEM of a step: blocks of q, k, v, and the scores [block_q, block_kv] in float32, 1 MiB. Roofline:
+matrix throughput, 4 T S N H operations (half when causal). Published figures for splash and flash
+are 75-89% of peak on v5p, a third on v6e.
 """
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
@@ -29,12 +32,11 @@ from jaxtyping import Float
 from pallas_kernels.common import (
     Attended,
     Cache,
+    Chunk,
     PerRow,
     Queries,
     blank_rows,
-    largest_divisor,
     merge,
-    split_tail,
 )
 from pallas_kernels.plane import ArrayLike
 
@@ -58,7 +60,7 @@ def unsupported_cache(q: Array, k: ArrayLike, window: int | None) -> str | None:
     """Why splash cannot run the chunk against the cache, or None."""
     if window is not None:
         return "no sliding window against a cache"
-    block = largest_divisor(k.shape[2], _BLOCKS)
+    block = _key_block(k.shape[2])
     if block is None:
         return f"{k.shape[2]} slots are not a multiple of {_BLOCKS[-1]}"
     batch, queries, heads, _ = q.shape
@@ -71,8 +73,8 @@ def unsupported_cache(q: Array, k: ArrayLike, window: int | None) -> str | None:
 
 def causal_attention(
     q: Queries,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Chunk,
+    v: Chunk,
     *,
     scale: float,
     window: int | None = None,
@@ -103,12 +105,12 @@ def cache_attention(
     q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: float, interpret: bool = False
 ) -> Attended:
     """Every query of row b sees the slots below lengths[b]."""
-    block = largest_divisor(k.shape[2], _BLOCKS)
+    block = _key_block(k.shape[2])
     if block is None:
         raise NotImplementedError(unsupported_cache(q, k, None))
     q_heads = _fold_queries(q, scale)
     query_block, heads = _query_block(q.shape[1]), q.shape[2]
-    whole_B, k_tail, v_tail, tail_B = split_tail(k, v, lengths, block)
+    whole_B, k_tail, v_tail, tail_B = _split_tail(k, v, lengths, block)
     # The first whole blocks of every row's cache. One map serves all heads of a single row;
     # otherwise every folded head has its row's.
     blocks_B = whole_B // block
@@ -168,6 +170,38 @@ def _kernel(
         mask_function=None,
         interpret=interpret,
     )
+
+
+def _split_tail(
+    k: Cache, v: Cache, lengths: PerRow, size: int
+) -> tuple[Array, Array, Array, Array]:
+    """Cut every row at its last whole block, so that garbage in v never meets a matmul.
+
+    A masked slot has weight 0, and 0 x NaN is NaN, so values beyond a row's length have to be
+    replaced. To replace them in place would copy the cache. Only the one block that the length
+    cuts through is copied.
+
+    Returns:
+      (whole_B, k_tail, v_tail, tail_B): the number of slots in whole blocks, the cut block
+      [B,K,size,H] zeroed beyond the length, and how many of its slots are valid.
+    """
+    blocks = k.shape[2] // size
+    whole_B = lengths // size
+    at_B = jnp.minimum(whole_B, blocks - 1)
+    tail_B = jnp.where(whole_B < blocks, lengths - whole_B * size, 0)
+    valid_B1C1 = (jnp.arange(size) < tail_B[:, None])[:, None, :, None]
+
+    def tail(x: Cache) -> Array:
+        block = jax.vmap(lambda row, i: lax.dynamic_slice_in_dim(row, i * size, size, axis=1))
+        return jnp.where(valid_B1C1, block(x, at_B), 0)
+
+    k_tail, v_tail = tail(k), tail(v)
+    return whole_B * size, k_tail, v_tail, tail_B
+
+
+def _key_block(slots: int) -> int | None:
+    """The largest block that divides the slots, or None."""
+    return next((size for size in _BLOCKS if slots % size == 0), None)
 
 
 def _query_block(queries: int) -> int:

@@ -1,15 +1,14 @@
 """Attention of a chunk in plain XLA, streaming over blocks of keys with an online softmax.
 
-For a block of queries the keys pass by in blocks: scores [queries, keys] of one block, running
-maximum, sum and output in float32 (Milakov & Gimelshein's online softmax, as in FlashAttention).
-The largest temporary is one block of scores, whatever T and S. The loop over key blocks runs from
-the first block any query can see to the last that any row fills, so empty capacity and keys
-outside a window cost nothing. Matmuls take the input dtype and accumulate in float32; k and v are
-never repeated for grouped heads.
+Each block of queries goes over the blocks of keys. It keeps a running maximum, sum and output in
+float32 (Milakov & Gimelshein's online softmax, as in FlashAttention). The largest temporary is one
+block of scores, whatever T and S are. The loop runs from the first key block that a query can see
+to the last that a row fills, so empty capacity and keys outside a window cost nothing. Matmuls take
+the input dtype and accumulate in float32. k and v are never repeated for grouped heads.
 
-Roofline: 4 T S N H operations (causal half of it). On a 2-core AVX-512 machine (297 GFLOP/s in a
-2048^3 matmul) 512 queries against 8192 slots, 9 heads of 64 in float32, take 66 ms (147 GFLOP/s);
-einsum, softmax, einsum take 594 ms there, since their 151 MB of scores go through memory.
+Roofline: 4 T S N H operations (half when causal). On a 2-core AVX-512 machine (297 GFLOP/s in a
+2048^3 matmul) 512 queries against 8192 slots, 9 heads of 64 in float32, take 66 ms (147 GFLOP/s).
+Einsum, softmax, einsum take 594 ms there, since their 151 MB of scores go through memory.
 """
 
 from collections.abc import Callable
@@ -17,12 +16,12 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
 
 from pallas_kernels.common import (
     MASKED,
     Attended,
     Cache,
+    Chunk,
     PerRow,
     Queries,
     Window,
@@ -55,12 +54,7 @@ class _Job:
 
 
 def causal_attention(
-    q: Queries,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    *,
-    scale: float,
-    window: int | None = None,
+    q: Queries, k: Chunk, v: Chunk, *, scale: float, window: int | None = None
 ) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     key_block = min(_KEY_BLOCK, q.shape[1])

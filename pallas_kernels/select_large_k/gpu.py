@@ -1,15 +1,15 @@
 """The border of the k best of S scores on Hopper in one launch: a Mosaic GPU kernel.
 
 XLA's form is bound by its launches, three a digit. Here a cluster of 8 blocks of threads takes a
-row: every block keeps an eighth of its keys in registers (rows of up to 131,072 scores; longer ones
-are read again from the L2 cache in every pass), and a pass decides two bits: each block counts its
-keys that reach the three candidates, writes the counts, and after a barrier of the cluster reads
-those of all. A pass has counts of its own, so that one barrier does. The search ends where exactly
-k keys reach a candidate, which with few ties is before the last bits. What is chosen is then found
-as in XLA's form.
+row. Every block keeps an eighth of the row's keys in registers (rows of up to 131,072 scores;
+longer ones are read again from the L2 cache in every pass). A pass decides two bits: each block
+counts its keys that reach the three candidates and writes the counts; after a barrier of the
+cluster it reads the counts of all. Each pass has counts of its own, so one barrier a pass is
+enough. The search ends where exactly k keys reach a candidate, which with few ties is before the
+last bits. The chosen slots are then found as in XLA's form.
 
-Work: for each of at most 16 passes 9 operations a key, 64 multiprocessors busy with 8 rows.
-Roofline: reading the scores once, far below the 16 exchanges.
+Work: 9 operations a key in each of at most 16 passes; 8 rows use 64 multiprocessors. Roofline:
+reading the scores once, which takes far less time than the 16 exchanges.
 """
 
 import functools
@@ -33,19 +33,19 @@ _THREADS = 128
 # Keys of one load of a thread, and those that it can keep in registers.
 _VECTOR, _KEPT = 4, 128
 _SIGN = 1 << 31
-# Counts of a block: 32 bytes, so that no two blocks write to what a cache holds as one.
+# Counts of a block: 32 bytes, so that no two blocks write to the same sector of the cache.
 _SECTOR = 8
 
 
-# On an H200, 8 rows: 55 us and XLA's form 145 for 131,072 scores, but 48 and 22 for 32,768. With
-# many rows XLA's form is the quicker below that too.
+# On an H200, 8 rows: 55 us against 145 of XLA's form for 131,072 scores, but 48 against 22 for
+# 32,768. With many rows XLA's form is faster below this number too.
 _LEAST = 65_536
 
 
 def held_back(scores: Float[Array, "*R S"]) -> str | None:
     """Why XLA's form is to be preferred for these scores, or None."""
     if scores.shape[-1] < _LEAST:
-        return f"XLA's form is quicker below {_LEAST:,} scores"
+        return f"XLA's form is faster below {_LEAST:,} scores"
     return None
 
 
@@ -90,10 +90,10 @@ def _kth_best(
 def _fence(_: Any) -> None:
     """This block's stores before what follows, for all blocks of the cluster.
 
-    Mosaic's arrival at a cluster's barrier orders them for its own block alone, and some threads
-    arrive for others. Without this a block may read another's old counts, decide for another number
-    of passes, and leave while the rest signal it: a launch failure. Tried with JAX 0.11.2, whose
-    Mosaic has no public fence for a cluster.
+    Mosaic's arrival at a cluster's barrier orders stores only for its own block, and some threads
+    arrive for others. Without the fence a block may read another's old counts, take another number
+    of passes, and exit while the rest still signal it, which is a launch failure. Tried with JAX
+    0.11.2, whose Mosaic has no public fence for a cluster.
     """
     mosaic.utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
     mosaic.warpgroup_barrier()
@@ -103,7 +103,7 @@ _order_memory: Any = plgpu.inline_mgpu()(_fence)
 
 
 def _kernel(key_ref, k_ref, counts_ref, border_ref, *, barrier, chunks: int, chunk: int):
-    """Find a row's border; a block of threads has `chunks` of `chunk` keys, held one at a time."""
+    """Find a row's border; a block of threads has `chunks` chunks of `chunk` keys each."""
     row, tile = lax.axis_index("row"), lax.axis_index("tile")
     k = k_ref[row]
     values = range(1, 1 << _DIGIT)

@@ -2,18 +2,18 @@
 
 A float's bits map to an unsigned integer of the same order (negative numbers complemented, the
 sign bit set on the others). The k-th best key is found bit by bit from the highest: a bit stays set
-while at least k keys are not below the candidate, 32 passes that only count. Every key above it is
-chosen, and of its equals the lowest slots: the slot below which just enough of them lie is found
-bit by bit too, ceil(log2 S) passes. The chosen slots are then numbered by a running sum and put in
-ascending order: by a scatter on CPU; elsewhere, where a scatter of S single elements is slow, by
-looking up for every output the slot at which the running sum reaches it (binary search).
+while at least k keys reach the candidate; 32 passes that only count. Every key above the k-th best
+is chosen, and of those equal to it the lowest slots: the slot below which just enough of them lie
+is found bit by bit too, in ceil(log2 S) passes. The chosen slots are then numbered by a running sum
+and put in ascending order. On CPU a scatter does it. Elsewhere a scatter of S single elements is
+slow; there a binary search finds for every output the slot at which the running sum reaches it.
 
-On a GPU a pass is launches: one decides four bits at once, its 15 counts taken in one reading. Then
-which keys lie above the border and which equal it is written as bits, 32 slots a word; from there
-on everything is a 32nd of the scores. The bits are counted in words and blocks of words, and how
-many lie before each is summed up: of a word's equal ones as many are chosen as the quota leaves.
-The slot of every place is then found from above: its block, its word, its bit. No scatter, no sort,
-no loop: three small reductions and the lookup.
+On a GPU each pass costs launches. So a pass decides four bits at once from 15 counts, taken in one
+reading. Then bits are written, 32 slots a word: which keys lie above the border, and which equal
+it. All that follows has a 32nd of the scores' size. The bits are counted in words and in blocks of
+words, and those before each are summed up. The quota that is left says how many of a word's equal
+ones are chosen. The slot of every place is found by its block, then its word, then its bit: three
+small reductions and the lookup, without scatter, sort or loop.
 
 Work: (32 + log2 S) passes over 4 S bytes a row, on a GPU 8. Temporaries: keys, running sum (with
 its partial sums), places and slots, 17 bytes a score on CPU. Source: ours; the radix descent is the
@@ -128,19 +128,15 @@ def _largest(
     return lax.fori_loop(0, bits, set_bit, jnp.zeros(shape, jnp.uint32))
 
 
-def kth_best_by_digits(
-    key: UInt32[Array, "R S"], k: Int[Array, " R"], digit: int = _DIGIT
-) -> UInt32[Array, " R"]:
+def kth_best_by_digits(key: UInt32[Array, "R S"], k: Int[Array, " R"]) -> UInt32[Array, " R"]:
     """The k-th best key, found digit by digit, all values of a digit in one pass.
 
-    On a GPU a pass is launches, and a turn of a loop waits for the host: few, and unrolled.
-
-    Args:
-      digit: bits of a pass.
+    On a GPU every pass is some launches, and a loop's turn waits for the host. So passes are few
+    and unrolled.
     """
     found_R = jnp.zeros(k.shape, jnp.uint32)
-    for shift in reversed(range(0, 32, digit)):
-        values = range(1, 1 << min(digit, 32 - shift))
+    for shift in reversed(range(0, 32, _DIGIT)):
+        values = range(1, 1 << _DIGIT)
         borders = [found_R | (jnp.uint32(value) << shift) for value in values]
         reached = [count_R >= k for count_R in _counts_from(key, borders)]
         found_R |= jnp.sum(jnp.stack(reached), axis=0, dtype=jnp.uint32) << shift

@@ -1,15 +1,16 @@
 """Attention of one query a row to chosen pages of a cache, with RESA's second softmax.
 
-The pages are listed per kv head (one list for a group), per query head, or, where heads have
-budgets of different sizes (Ada-KV), as one flat list of (kv head, page) entries a row. Slots that
-are always kept are attended elsewhere, cut out here by `start` and `stop`, and merged by their
-log-sum-exp (`pallas_kernels.common`).
+The pages are listed per kv head (one list for a group), per query head, or as one flat list of
+(kv head, page) entries a row, for heads with budgets of different sizes (Ada-KV). Slots that every
+method keeps lie outside `start` and `stop`; they are attended elsewhere, and the two results are
+merged by their log-sum-exp (`pallas_kernels.common`).
 
-RESA (spec: its selected set I) also needs the prior's softmax over the same slots: each call
-returns it beside the attention, from one reading of the values. The prior is given by its query,
-whose logits are made of the keys that are read anyway, or by the logits themselves.
-Implementations: `xla` on every platform, `gpu` and `tpu` (Mosaic, not with a prior's logits, which
-would be read beside the keys), `reference` for tests.
+RESA also needs the softmax of a prior over the same slots (its selected set I). A call returns it
+beside the attention and reads the values once for both. The prior is given by its query, whose
+logits come from the same keys, or by the logits themselves.
+
+Implementations: `xla` on every platform, `gpu` and `tpu` (Mosaic; not with a prior's logits, which
+they would have to read beside the keys), `reference` for tests.
 """
 
 from typing import Any
@@ -27,10 +28,11 @@ def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
     k: AnyCache,
     v: AnyCache,
-    pages: Int[Array, "B X C"],
+    pages: Int[Array, "B X C"] | Int[Array, "B E"],
     start: Int[Array, " B"],
     stop: Int[Array, " B"],
     *,
+    heads: Int[Array, "B E"] | None = None,
     page_size: int,
     scale: float,
     prior: Float[Array, "B N S"] | None = None,
@@ -40,9 +42,12 @@ def sparse_decode_attention(
     """Attend to the slots s of the listed pages s // page_size with start[b] <= s < stop[b].
 
     Args:
-      pages: for X = K lists shared by a kv head's group, for X = N one for each query head; a page
-        at most once in a list, -1 for none. With page_size 1 they are slots.
-      start, stop: what lies outside may be anything.
+      pages: lists [B,X,C]: for X = K one for each kv head's group, for X = N one for each query
+        head; a page is at most once in a list, and -1 is no page. With page_size 1 they are slots.
+        With `heads` one flat list [B,E] a row.
+      start, stop: the slots outside may hold anything.
+      heads: entry e of row b is page pages[b,e] of kv head heads[b,e], in any order and at most
+        once in a row; -1 in either is no entry.
       prior: float32 logits of every slot, -inf for weight 0.
       prior_query: instead of `prior`, queries in q's dtype whose logits are scale prior_query.k:
         RESA's mean query.
@@ -50,72 +55,24 @@ def sparse_decode_attention(
 
     Returns:
       (out [B,1,N,H] in q's dtype, lse [B,1,N] float32), and with a prior also (out, lse) of the
-      softmax whose logits are the prior's, both float32. Where nothing counts 0 and -inf.
+      softmax of the prior's logits, both float32. Out is 0 and lse -inf where no slot counts.
 
     Raises:
       ValueError: q, k, v, the lists or the prior do not fit each other, or both forms of a prior
         are given.
     """
-    if pages.shape[1] not in (k.shape[1], q.shape[2]) or pages.shape[2] < 1:
+    operation = "sparse_decode_attention"
+    if heads is not None and (heads.shape != pages.shape or heads.shape[1] < 1):
         raise ValueError(
-            f"sparse_decode_attention: pages {pages.shape}; expected a list of at least one page "
-            f"for each of {k.shape[1]} kv heads or {q.shape[2]} query heads"
-        )
-    how: dict[str, Any] = dict(page_size=page_size, scale=scale)
-    how |= dict(prior=prior, prior_query=prior_query, implementation=implementation)
-    return _attend("sparse_decode_attention", q, k, v, None, pages, start, stop, **how)
-
-
-def flat_sparse_decode_attention(
-    q: Float[Array, "B 1 N H"],
-    k: AnyCache,
-    v: AnyCache,
-    heads: Int[Array, "B E"],
-    pages: Int[Array, "B E"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    *,
-    page_size: int,
-    scale: float,
-    prior: Float[Array, "B N S"] | None = None,
-    prior_query: Float[Array, "B 1 N H"] | None = None,
-    implementation: str | None = None,
-) -> tuple[Array, ...]:
-    """`sparse_decode_attention` over one list of (kv head, page) entries a row, in any order.
-
-    Args:
-      heads, pages: entry e of row b is page pages[b, e] of kv head heads[b, e], at most once in a
-        row; -1 in either for none.
-
-    The other arguments and the results are those of `sparse_decode_attention`.
-    """
-    if heads.shape != pages.shape or heads.shape[1] < 1:
-        raise ValueError(
-            f"flat_sparse_decode_attention: heads {heads.shape} and pages {pages.shape}; expected "
+            f"{operation}: heads {heads.shape} and pages {pages.shape} of a flat list; expected "
             "one shape with at least one entry a row"
         )
-    how: dict[str, Any] = dict(page_size=page_size, scale=scale)
-    how |= dict(prior=prior, prior_query=prior_query, implementation=implementation)
-    return _attend("flat_sparse_decode_attention", q, k, v, heads, pages, start, stop, **how)
-
-
-def _attend(
-    operation: str,
-    q: Array,
-    k: AnyCache,
-    v: AnyCache,
-    heads: Array | None,
-    pages: Array,
-    start: Array,
-    stop: Array,
-    *,
-    page_size: int,
-    scale: float,
-    prior: Array | None,
-    prior_query: Array | None,
-    implementation: str | None,
-) -> tuple[Array, ...]:
-    """Check what both operations share, and run; `heads` of a flat list alone."""
+    lists = pages.shape[1] if heads is None else 1
+    if heads is None and (lists not in (k.shape[1], q.shape[2]) or pages.shape[2:] in ((), (0,))):
+        raise ValueError(
+            f"{operation}: pages {pages.shape}; expected a list of at least one page "
+            f"for each of {k.shape[1]} kv heads or {q.shape[2]} query heads"
+        )
     check_heads(operation, q, k, v)
     if q.shape[1] != 1 or page_size < 1:
         raise ValueError(
@@ -135,7 +92,7 @@ def _attend(
     without = None
     if prior is not None:
         without = "a prior's logits lie apart from the keys; give prior_query"
-    lists, priors = 1 if heads is not None else pages.shape[1], prior_query is not None
+    priors = prior_query is not None
     run = dispatch.select(
         operation,
         implementation,

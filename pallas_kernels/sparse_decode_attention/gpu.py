@@ -1,23 +1,23 @@
-"""Attention of one query a row to chosen pages on Hopper: pages are copied from where they lie.
+"""Attention of one query a row to chosen pages on Hopper, copied page by page from the cache.
 
-The form is dense decode's: one warpgroup copies, here page by page, the other attends to blocks of
-128 slots with all query heads of the list as rows of one wgmma. Every list (of a row and kv head,
-or query head) is cut into pieces where there are fewer lists than multiprocessors; pieces are
-merged by their log-sum-exp. Lists end at their last page: one list may be shorter than another.
-Page numbers pass through shared memory. Only blocks with a page that is none, or that `start` or
-`stop` cuts, are masked. Nothing is gathered in global memory.
+The form is that of dense decode. One warpgroup copies pages into rings; the other attends to blocks
+of 128 slots, with all query heads of the list as rows of one wgmma. Where there are fewer lists (of
+a row and kv head, or query head) than multiprocessors, each list is cut into pieces, which are
+merged by their log-sum-exp. A list is read up to its last page, so lists may have different
+lengths. Page numbers pass through shared memory. Only blocks with an entry of -1, or that `start`
+or `stop` cuts, are masked. Nothing is gathered in global memory.
 
-A wgmma has 64 rows, of which a group's queries fill few. So the prior's queries (RESA) are rows
-beside them and cost neither bytes nor time in the kernel; and a flat list of (kv head, page)
-entries (Ada-KV) is attended by the query heads of all kv heads at once, each masked to its own
-head's entries, for every page in the list is read once whoever reads it.
+A wgmma has 64 rows, and a group's queries fill few of them. So the prior's queries (RESA) are
+further rows and cost neither bytes nor time in the kernel. A flat list of (kv head, page) entries
+(Ada-KV) is attended by the query heads of all kv heads at once, each masked to its own head's
+entries; every listed page is still read once.
 
-Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 10 KiB on the way out, 4 KiB of ids.
+Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 10 KiB for results, 4 KiB of ids.
 
 Roofline: the bytes of the listed pages. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads
 of 128, bfloat16, 256 random pages of 16 of 131,072 slots a head, whole calls: batch 16 0.077 ms,
-3.5 TB/s (86% of the copy; XLA's gather 0.328 ms); batch 1 0.0146 ms (0.0200). Each holds 0.010 ms
-of the timing loop.
+3.5 TB/s (86% of the copy; XLA's gather 0.328 ms); batch 1 0.0146 ms (0.0200). Each figure includes
+0.010 ms of the timing loop.
 """
 
 import functools
@@ -47,7 +47,7 @@ _STAGES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What the kernel knows when it is compiled."""
+    """The kernel's static arguments."""
 
     lists: int  # of a row
     kv_heads: int
@@ -154,9 +154,6 @@ def _partials(
     # Steps up to the last listed page: the others are not visited.
     listed = jnp.arange(1, entries.shape[2] + 1) * (entries >= 0)
     steps = pl.cdiv(jnp.max(listed, axis=2), job.pages)
-    ring = hopper.tiled(_STAGES, _BLOCK, job.head_dim, dtype=job.dtype)
-    ready = plgpu.Barrier(num_arrivals=job.pages, num_barriers=_STAGES)
-    free = plgpu.Barrier(num_barriers=_STAGES)
     parts = batch * job.lists, job.splits
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
@@ -167,9 +164,7 @@ def _partials(
         scratch_types=dict(
             ids=plgpu.SMEM((job.share * job.pages // _ID_LINE, _ID_LINE), jnp.int32),
             q_tile=hopper.tiled(hopper.ROWS, job.head_dim, dtype=job.dtype),
-            rings=(ring, ring),
-            ready=(ready, ready),
-            free=(free, free),
+            **hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, copies=job.pages),
             loaded=plgpu.Barrier(num_barriers=2),
             **hopper.out_scratch(job.tile_rows),
         ),
@@ -217,17 +212,13 @@ def _kernel(
         carry = hopper.attend_blocks(
             (0, steps),
             scratch["q_tile"],
-            scratch["rings"],
-            scratch["ready"],
-            scratch["free"],
+            scratch,
             slot_of=lambda i: lax.rem(i, _STAGES),
             mask=mask,
             scale=job.scale,
             interpreted=job.interpret is not None,
         )
-        out, lse = hopper.attended(carry)
-        tiles = {name: scratch[name] for name in hopper.out_scratch(job.tile_rows)}
-        hopper.write_attended(out, lse, out_ref.at[each, split], lse_ref.at[each, split], **tiles)
+        hopper.write_attended(carry, out_ref.at[each, split], lse_ref.at[each, split], scratch)
         hopper.written()
 
 
@@ -237,18 +228,14 @@ def _fetch(refs: tuple, steps: Array, job: _Job, scratch: dict) -> None:
     @pl.loop(0, steps)
     def _step(i):
         slot = lax.rem(i, _STAGES)
-        for ref, ring, ready, free in zip(
-            refs, scratch["rings"], scratch["ready"], scratch["free"], strict=True
-        ):
 
-            @pl.when(i >= _STAGES)
-            def _(free=free):
-                plgpu.barrier_wait(free.at[slot])
-
+        def copy(ref, ring, ready):
             for j in range(job.pages):
                 entry = jnp.maximum(_entry(scratch["ids"], i, j, job), 0)
                 place = ring.at[slot, pl.ds(j * job.page_size, job.page_size)]
-                plgpu.copy_gmem_to_smem(ref.at[entry], place, ready.at[slot])
+                plgpu.copy_gmem_to_smem(ref.at[entry], place, ready)
+
+        hopper.fill_rings(scratch, refs, i, slot, copy)
 
     for free in scratch["free"]:
         hopper.drain(free, steps, _STAGES)

@@ -1,9 +1,9 @@
-"""What the Mosaic kernels make of the arguments: entries of pages, rows of queries, and results.
+"""Arguments and results as the Mosaic kernels see them: entries of pages, rows of queries.
 
-A kernel sees lists of entries (kv head x pages of a head + page), -1 for none, and for each list
-the query rows that attend to it: [L,R] where L is 2 with a prior's query and else 1. A list of a
-head, kv or query, has the R query heads that follow each other; the flat list of a batch row has
-all of them, ordered by kv head, and a row counts only the entries of its own kv head.
+A kernel takes lists of entries (kv head x pages of a head + page), -1 for none. For each list it
+takes the query rows that attend to it, [L,R]; L is 2 with a prior's query, else 1. The list of a
+head, kv or query, has R query heads that follow each other. The flat list of a batch row has all
+query heads, ordered by kv head; a row counts only the entries of its own kv head.
 """
 
 import jax.numpy as jnp

@@ -5,6 +5,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels.common import Cache, PerRow
+from pallas_kernels.prefill_attention.reference import logits_of, weigh
 
 
 def sparse_decode_attention(
@@ -35,27 +36,14 @@ def sparse_decode_attention(
         listed_BXS = jnp.any(head_BEK1 & (pages[:, :, None, None] == page_S), axis=1)
     held_BS = (slots_S >= start[:, None]) & (slots_S < stop[:, None])
     held_BNS = jnp.repeat(listed_BXS & held_BS[:, None], q.shape[2] // listed_BXS.shape[1], axis=1)
-    k_BNSH, v_BNSH = (
-        jnp.repeat(x, q.shape[2] // x.shape[1], axis=1).astype(jnp.float32) for x in (k, v)
-    )
-    v_BNSH = jnp.where(held_BS[:, None, :, None], v_BNSH, 0)  # 0 x NaN is NaN
-
-    def logits_of(query: Array) -> Array:
-        query_BNH = query[:, 0].astype(jnp.float32)
-        return scale * jnp.einsum("BNH,BNSH->BNS", query_BNH, k_BNSH, precision="highest")
-
+    v = jnp.where(held_BS[:, None, :, None], v, 0)  # 0 x NaN is NaN
+    logits = [logits_of(q, k, scale)]
     if prior_query is not None:
-        prior = logits_of(prior_query)
+        logits.append(logits_of(prior_query, k, scale))
+    if prior is not None:
+        logits.append(prior[:, None])
     results = []
-    for logits_BNS in (logits_of(q),) if prior is None else (logits_of(q), prior):
-        masked_BNS = jnp.where(held_BNS, logits_BNS, -jnp.inf)
-        top_BN1 = jnp.max(masked_BNS, axis=-1, keepdims=True)
-        some_BN1 = top_BN1 > -jnp.inf
-        top_BN1 = jnp.where(some_BN1, top_BN1, 0)
-        weights_BNS = jnp.exp(masked_BNS - top_BN1)
-        total_BN1 = jnp.where(some_BN1, jnp.sum(weights_BNS, axis=-1, keepdims=True), 1)
-        out_BNH = jnp.einsum("BNS,BNSH->BNH", weights_BNS, v_BNSH, precision="highest")
-        lse_BN1 = jnp.where(some_BN1, top_BN1 + jnp.log(total_BN1), -jnp.inf)
-        dtype = jnp.float32 if results else q.dtype
-        results += [(out_BNH / total_BN1).astype(dtype)[:, None], lse_BN1[:, None, :, 0]]
+    for logits_B1NS in logits:
+        out_B1NH, lse_B1N = weigh(jnp.where(held_BNS[:, None], logits_B1NS, -jnp.inf), v)
+        results += [out_B1NH.astype(jnp.float32 if results else q.dtype), lse_B1N]
     return tuple(results)

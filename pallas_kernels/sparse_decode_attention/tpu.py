@@ -2,23 +2,23 @@
 
 Grid: (row of the batch, list of pages, block of list entries), the last two in order; rows may be
 split over a chip's cores. The lists are prefetched scalars. A step starts the copies of the next
-step's pages, of its own list or the next one, from where they lie in the cache to one of two
-buffers in VMEM, then waits for its own and attends to them as one block of keys; nothing
-gathered is written to memory. VMEM: those buffers of keys and values, 1024 slots each and about
-1 MiB in all, and the running maximum, sum and output of the softmax.
+step's pages, of its own list or the next one, from the cache to one of two buffers in VMEM. Then it
+waits for its own pages and attends to them as one block of keys. Nothing that is gathered is
+written to memory. VMEM: those buffers of keys and values, 1024 slots each and about 1 MiB in all,
+and the running maximum, sum and output of the softmax.
 
-For whom a slot counts comes as a row of numbers beside the lists (4 bytes a slot, 1% of its keys
-and values): the kv head whose rows see it, or -1. The flat list of a row (Ada-KV) is one list of
-all query heads, in which every row sees its own head's slots; the prior's queries (RESA) are rows
-beside the others, for which nothing more is read. Blocks beyond a list's last entry are skipped; an
+A row of numbers beside the lists says for which queries a slot counts: the kv head whose rows see
+it, or -1 (4 bytes a slot, 1% of its keys and values). The flat list of a row (Ada-KV) is one list
+of all query heads, in which every row sees its own head's slots. The prior's queries (RESA) are
+further rows, for which nothing more is read. Blocks beyond a list's last entry are skipped. An
 entry of -1 within the list copies page 0 and counts for nothing. Values that do not count are
-replaced by 0 page by page, only in blocks that have any, which a prefetched scalar says.
+replaced by 0 page by page, only in blocks that have any, as a prefetched scalar says.
 
 Bytes moved: keys and values of the listed pages, once for each list. Roofline: those bytes over the
-bandwidth. Read from the schedules that the compiler makes for v5e, not measured: to start a page's
-two copies takes 14 cycles, to attend to a block and all else 300, so with pages of 16 a block takes
-1200 cycles where its copies take 960; on chips of twice the bandwidth or more such small pages are
-bound by starting them, and pages of 64 by their bytes.
+bandwidth. The compiler's schedules for v5e (not measured) say: to start a page's two copies takes
+14 cycles, to attend to a block and all else 300. So with pages of 16 a block takes 1200 cycles
+where its copies take 960. On chips of twice the bandwidth or more, pages of 16 are bound by
+starting their copies, and pages of 64 by their bytes.
 """
 
 from dataclasses import dataclass
@@ -79,9 +79,6 @@ def sparse_decode_attention(
       block: list entries of a block; None takes as many as make a few hundred slots.
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
-    reason = unsupported(q, k, pages, page_size)
-    if reason is not None:
-        raise NotImplementedError(f"sparse_decode_attention: {reason}")
     kv_heads, slots, head_dim = k.shape[1:]
     pages_of_head = slots // page_size
     entries = entries_of(heads, pages, kv_heads, pages_of_head)
@@ -150,7 +147,7 @@ def sparse_decode_attention(
 
 @dataclass(frozen=True)
 class _Job:
-    """What the kernel knows when it is compiled."""
+    """The kernel's static arguments."""
 
     page_size: int
     scale: float

@@ -1,17 +1,17 @@
 """Attention of one query to chosen pages in plain XLA: gather the pages, attend, merge.
 
-The pages of a block of list entries are gathered, k and v and the prior's logits, and attended
-with a softmax of their own; blocks merge by running maximum and sum, as in streaming attention.
-One block is all there is unless its copies pass `_GATHERED_BYTES`. A prior's softmax is one more
-set of logits over the same values, which are read once for both; where its query is given, they are
-made of the same keys.
+The list entries go by in blocks. The pages of a block are gathered (k, v and the prior's logits)
+and attended with a softmax of their own; blocks merge by running maximum and sum, as in streaming
+attention. There is one block unless its copies pass `_GATHERED_BYTES`. A prior's softmax is one
+more set of logits over the same values, which are read once for both; where the prior's query is
+given, its logits come from the same keys.
 
-The flat list's entries are attended one by one by their kv head's group; their partial results
-are summed per head by a matmul with the 0-1 matrix of entries and heads, as a scatter would be
+The entries of a flat list are attended one by one by their kv head's group. Their partial results
+are summed per head by a matmul with the 0-1 matrix of entries and heads, since a scatter would be
 serial on a TPU.
 
-Gathering writes what it reads and reads it again: three times the roofline's bytes, which are k
-and v of the listed pages and 4 bytes of prior a query head and slot.
+Roofline: the bytes of k and v of the listed pages, and 4 bytes of prior a query head and slot.
+Gathering writes these and reads them again, so it moves three times as many.
 """
 
 from collections.abc import Callable

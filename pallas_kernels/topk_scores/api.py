@@ -1,8 +1,8 @@
 """The best keys of every query by unscaled dot product, exact, streaming over the cache.
 
-ReAttention (Liu et al., 2024) attends to the segments around these keys. Memory is
-O(B T N count) and bounded blocks, never T x S scores. Implementations: `xla` on every platform,
-`gpu` and `tpu` (Mosaic), `reference` for tests.
+ReAttention (Liu et al., 2024) attends to the segments around these keys. Memory is O(B T N count)
+and bounded blocks, never T x S scores. Implementations: `xla` on every platform, `gpu` and `tpu`
+(Mosaic), `reference` for tests.
 """
 
 import jax.numpy as jnp
@@ -73,7 +73,9 @@ def topk_scores(
     start, stop = (jnp.clip(x.astype(jnp.int32), 0, k.shape[2]) for x in (start, stop))
     if tolerance is None:
         tolerance = jnp.zeros(q.shape[:3], jnp.float32)
-    values, indices = run(q, k, start, stop, tolerance, count=count, tile_best=tile_best)
+    # The kernels have no `tile_best`: they are not chosen where it is given.
+    how = {} if tile_best is None else dict(tile_best=tile_best)
+    values, indices = run(q, k, start, stop, tolerance, count=count, **how)
     if valid is None:
         return values, indices
     padding_BT11 = (jnp.arange(q.shape[1]) >= valid[:, None])[..., None, None]

@@ -1,47 +1,48 @@
 """The best keys of every query on Hopper: a matmul that keeps running lists of the best.
 
-Many queries. The keys are cut into blocks of 16. Only the `count` blocks of the largest maxima can
-hold one of the `count` best keys, for each of them holds a key at least as good as all outside
-(ties: lower block, lower slots). So the first kernel keeps, for every query, the best blocks and
-their maxima; a second kernel scores the keys of those few once more, and they are ranked exactly.
-Scores never leave registers.
+Many queries. The keys are cut into blocks of 16. Only the `count` blocks with the largest maxima
+can hold one of the `count` best keys, since each of them holds a key that is at least as good as
+all keys of the other blocks (ties: lower block, lower slots). So a first kernel keeps, for every
+query, the best blocks and their maxima. A second kernel scores the keys of these blocks again, and
+they are ranked exactly. Scores stay in registers.
 
-A tile of 128 keys is laid out block-minor in shared memory (column c is key c // 8 of block c % 8),
-so that the maximum over a block is taken elementwise among the registers of one thread: no shuffle,
-one operation a score. A lane of 8 keeps its own sorted list of `count` (maximum, block) pairs,
-updated for every tile by compares and selects, without branches: the time does not depend on the
-data. Sixteen copies of 8 keys each make a tile; only tiles that `start` or `stop` cuts are masked.
+A tile of 128 keys is laid out block-minor in shared memory (column c is key c // 8 of block c % 8).
+So the maximum over a block is taken elementwise among the registers of one thread: no shuffle, one
+operation a score. Every place of the resulting [64,8] keeps its own sorted list of `count`
+(maximum, block) pairs. Every tile updates it by compares and selects, without branches, so the time
+does not depend on the data. Sixteen copies of 8 keys each make a tile. Only tiles that `start` or
+`stop` cuts are masked.
 
 Grid: tiles of 128 query rows (the queries of one kv head's group, query-major), heads, and splits
 of the keys where rows are few. Two warpgroups of 64 rows take turns on the tensor cores; a third
 copies. Shared memory: queries 32 KiB, ring of 5 tiles 160 KiB. Registers: scores [64,128] and
 lists.
 
-Scoring the chosen blocks again: a program takes 64 query rows. Per step the 16 keys of four blocks
-are copied from where they lie (4 KiB each, by block number) and multiplied as the 64 rows of a
-wgmma with a group of 8 queries, of which each row needs one column; the others are dropped. Nothing
-is gathered in global memory. Shared memory: queries 16 KiB, ring of 4 steps 64 KiB. Bytes moved: C
-blocks of 16 keys a query, more of them from the L2 cache the more queries choose alike. On an H200,
-16,384 queries and 4 random blocks each: 0.081 ms for 268 MB, 3.3 TB/s.
+Scoring the chosen blocks again: a program takes 64 query rows. A step copies the 16 keys of four
+blocks (4 KiB each, by block number) and multiplies them, as the 64 rows of a wgmma, with a group of
+8 queries. Each row needs one column of the result; the others are dropped. Nothing is gathered in
+global memory. Shared memory: queries 16 KiB, ring of 4 steps 64 KiB. Bytes moved: C blocks of 16
+keys a query; the more queries choose the same blocks, the more of them come from the L2 cache. On
+an H200, 16,384 queries and 4 random blocks each: 0.081 ms for 268 MB, 3.3 TB/s.
 
-A few queries, as while decoding (up to 8 a kv head). One query uses G of the 64 rows of a wgmma, so
-here the queries are its columns, 8 of them, and keys its rows. A thread then holds a few scores of
+A few queries, as in decoding (up to 8 a kv head). One query would use only G of the 64 rows of a
+wgmma, so here the queries are its 8 columns, and the keys its rows. A thread holds a few scores of
 every tile, and each place of the [64,8] result keeps its own sorted list of the `count` best
-(score, slot) so far: with no second look at any key. When all keys of a block of threads are
-through, its lists are merged over the 64 rows: of those that tie with the best that stands first in
-any, the lowest slot leaves its list, `count` times. What the splits found is ranked by comparing
-each with each. Grid: heads, and splits of the keys over the processors. One warpgroup copies tiles
-of 128 keys as they lie, the other computes. Shared memory: queries 2 KiB, ring of 5 tiles 160 KiB.
+(score, slot) so far, so no key is scored twice. When a block of threads has seen all its keys, it
+merges its lists over the 64 rows, in `count` rounds: among the entries that tie with the best, the
+one with the lowest slot leaves its list. The results of the splits are ranked by comparing each
+with each. Grid: heads, and splits of the keys over the processors. One warpgroup copies tiles of
+128 keys as they lie, the other computes. Shared memory: queries 2 KiB, ring of 5 tiles 160 KiB.
 
 Roofline: tensor cores, 2 T S N H operations, for many queries; the bytes of k for one. On an H200,
 512 queries of 32 heads over 8 kv heads of 128, bfloat16, the 4 best, whole calls: of 8,192 keys
 0.123 ms, 131,072 1.00 ms (550 TFLOP/s, where a matmul of 8192 cubed reaches 650 to 790), 1,048,576
-7.5 ms (585). Of the 1.00 ms the kernel is 0.91 and rescoring 0.08. The lists' upkeep limits it: 1
-best takes 0.89 ms, 8 best 1.28. With 4 tiles in flight instead of 5 the kernel took 1.02 ms; with a
-compare and a select for the maximum (`jnp.maximum` would keep NaN) 0.1 ms more. The kernel for a
-few was checked on an H200, not timed there yet; in its stead the search for many read the 268 MB of
-8 heads and 131,072 keys in 63 us, and took 25 more to choose blocks, score their keys once more and
-rank them, in 15 launches.
+7.5 ms (585). Of the 1.00 ms the first kernel takes 0.91 and scoring again 0.08. Updating the lists
+is the bound: 1 best takes 0.89 ms, 8 best 1.28. Rejected: 4 tiles in flight instead of 5, 1.02 ms;
+a compare and a select for the maximum, 0.1 ms more (`jnp.maximum` would keep NaN). The kernel for a
+few queries was checked on an H200 but is not timed there yet. The search for many, in its place,
+read the 268 MB of 8 heads and 131,072 keys in 63 us, and took 25 us more to choose blocks, score
+their keys again and rank them, in 15 launches.
 """
 
 import functools
@@ -59,7 +60,7 @@ from jaxlib.mlir.dialects import arith
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, pack_rows, unpack_rows
 from pallas_kernels.plane import ArrayLike
 
 # Keys of a tile, and of a block whose best score alone is ranked. A thread of a wgmma holds columns
@@ -81,8 +82,8 @@ _STEP, _GROUP, _RESCORE_STAGES = hopper.ROWS // _BLOCK, 8, 4
 # Elementwise operations of the compiler's own are private to JAX (as of 0.11.2).
 _POINTWISE = hasattr(FragmentedArray, "_pointwise")
 
-# A kv head's queries, a number for each, and what is found for each: scores and numbers; lists of
-# both in registers, the best first.
+# A kv head's queries; a tolerance for each; the scores and numbers found for each; and lists of
+# both in registers, best first.
 Rows = Float[Array, "B K R H"]
 Tolerances = Float[Array, "B K R"]
 Ranked = tuple[Float[Array, "*R C"], Int[Array, "*R C"]]
@@ -91,7 +92,7 @@ Lists = list[tuple[Array, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What a kernel knows when it is compiled; of a few queries there are no tiles of rows."""
+    """The static arguments of a kernel; the one for few queries has no tiles of rows."""
 
     batch: int
     kv_heads: int
@@ -127,14 +128,11 @@ def topk_scores(
     tolerance: PerQuery,
     *,
     count: int,
-    tile_best: int | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
     """The `count` best slots of [start, stop) within [0, S]; see the public function."""
-    if tile_best is not None:
-        raise NotImplementedError(f"topk_scores: {unsupported(q, k, count, tile_best)}")
-    q_BKRH = hopper.pack_rows(q, k.shape[1])
-    tolerance_BKR = hopper.pack_rows(tolerance[..., None], k.shape[1])[..., 0]
+    q_BKRH = pack_rows(q, k.shape[1])
+    tolerance_BKR = pack_rows(tolerance[..., None], k.shape[1])[..., 0]
     rows, heads = q_BKRH.shape[2], k.shape[0] * k.shape[1]
     warpgroups = _WARPGROUPS if rows > hopper.ROWS else 1
     row_tiles = pl.cdiv(rows, hopper.ROWS * warpgroups)
@@ -157,7 +155,7 @@ def topk_scores(
         values, ids = _best_blocks(q_BKRH, k, bounds, tolerance_BKR, job)
         _, ids = _choose(values, ids, count, tolerance_BKR)
         values, slots = _best_keys(q_BKRH, k, start, stop, tolerance_BKR, ids, interpret)
-    return hopper.unpack_rows(values, q.shape[1]), hopper.unpack_rows(slots, q.shape[1])
+    return unpack_rows(values, q.shape[1]), unpack_rows(slots, q.shape[1])
 
 
 def _best_keys(
@@ -185,7 +183,7 @@ def _choose(
 ) -> Ranked:
     """The best entries in order, ties to the lowest id; -1 where there is nothing above -inf.
 
-    As many passes as entries are asked for: one small kernel each, where a sort takes longer.
+    It takes `count` passes of one small kernel each; a sort takes longer.
     """
     chosen, tolerances = [], jnp.broadcast_to(tolerance[..., None], values.shape)
     for _ in range(count):
@@ -203,7 +201,7 @@ def _choose(
 
 def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
     (value, number, tolerance), (its_value, its_number, its_tolerance) = one, other
-    # The same, but in what a reduction begins with.
+    # Both are equal, except that a reduction begins with 0.
     tolerance = jnp.maximum(tolerance, its_tolerance)
     above, below = value - tolerance > its_value, its_value - tolerance > value
     first = above | (~below & (number < its_number))
@@ -343,10 +341,10 @@ def _fold(s: Array, job: _Job) -> Array:
 
 
 def _insert(lists: Lists, value: Array, number: Array, tolerance: Array) -> Lists:
-    """Put (value, number) behind the last listed one that it does not beat by the tolerance.
+    """Insert (value, number) behind the last entry that it does not beat by the tolerance.
 
-    There is a list, kept sorted, for every place of an array in registers. Compares and selects
-    alone: the time does not depend on the data. NaN is not put anywhere.
+    Every place of an array in registers has its own sorted list. Only compares and selects are
+    used, so the time does not depend on the data. NaN is never inserted.
     """
     value_less = value - tolerance
     better = [value_less > listed for listed, _ in lists]
@@ -495,7 +493,7 @@ def _ranked(
     value, rival = ranks[..., :, None], ranks[..., None, :]
     slot, its_slot = slots[..., :, None], slots[..., None, :]
     entry = jnp.arange(values.shape[-1])
-    # Absent ones are alike: their places tell them apart.
+    # Absent entries are all -1: their places order them.
     earlier = (its_slot < slot) | ((its_slot == slot) & (entry < entry[:, None]))
     ahead = (rival > value) | ((rival == value) & earlier)
     rank = jnp.sum(ahead, axis=-1, dtype=jnp.int32)[..., None, :]

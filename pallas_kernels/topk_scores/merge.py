@@ -1,13 +1,13 @@
-"""Rankings in which scores that differ by no more than a tolerance tie; merges of ranked lists.
+"""Rankings in which scores tie that differ by at most a tolerance, and merges of ranked lists.
 
-A score ranks as the best score that is at most `tolerance` above it. Where two rank alike, the
-first comes first. So if a ranks before b, then a >= b - tolerance.
+A score ranks as the best score that is at most `tolerance` above it. Where two rank alike, the one
+with the lower index comes first. So if a ranks before b, then a >= b - tolerance.
 
-Scores form groups if any two of a group are within the tolerance and any two of different groups
-are not. Then every score ranks as its group's best, and `a ranks before b` is a weak order: a
-search by blocks, lists and merges that compares in this way finds the definition's slots, for the
-same reasons as with exact ties. Where scores form a chain instead (b is within the tolerance of a
-and of c, but a is not of c), parts of the slots may rank otherwise than the whole.
+Scores form groups if any two of one group are within the tolerance and any two of different groups
+are not. Then every score ranks as its group's best, and `a ranks before b` is a weak order. A
+search by blocks, lists and merges with this comparison then finds the definition's slots, as it
+does with exact ties. Scores may also form a chain: b is within the tolerance of a and of c, but a
+is not within it of c. Then parts of the slots may rank otherwise than all of them.
 """
 
 import jax.numpy as jnp

@@ -6,25 +6,25 @@ buffers of a key block, the block's scores in float32, 1 MiB, and the sorted lis
 values and slots, which stay in the output blocks while the keys pass by. Many rows lie along the
 lanes and the keys down the sublanes; for a few rows it is the other way round.
 
-A block's keys form classes, one for each number of a few vectors (key i is of class i modulo their
-count). One sweep over the scores keeps of every class and row the best score, its key, and the
+A block's keys form classes: key i is in class i modulo the number of classes, which fills a few
+vectors. One sweep over the scores keeps of every class and row the best score, its key, and the
 second best score. Then, as long as any row's best class beats its list's worst entry, that key is
-inserted; a list is improved count / i times by block i of keys in no order, so it is one or two
-insertions for all rows together. The block is done unless a class whose best went into the list has
-a second best that could follow it; then the bests are removed from the scores and they are swept
-again, at most `count` times. Neighbours are in different classes, so that is rare.
+inserted. Block i of keys in random order improves a list count / i times, so all rows together need
+one or two insertions. The block is done unless some class had its best inserted and its second best
+could follow. Then the bests are removed from the scores, which are swept again, at most `count`
+times. Neighbours are in different classes, so that is rare.
 
-Ties: a key beats a list's entry by a score that is higher by more than the tolerance, or by a lower
-slot where neither is. What is no number is neither above nor below anything, and so is never kept.
+Ties: a key beats a list's entry if its score is higher by more than the tolerance, or if neither
+score is and its slot is lower. NaN compares false with every score, so it is never kept.
 
 The rows' bounds are prefetched scalars: blocks outside them are not fetched, and only blocks that
 a bound cuts through are masked.
 
 Bytes moved: k once for each tile of rows, 8 count for each query. Roofline: 2 T S N H operations,
-or the bytes of k for few queries. Read from the schedules that the compiler makes, not measured: of
-a block of 512 keys and 512 rows on v5e the matrix unit's share takes 512 cycles, matmul and sweep
-together 600, a round of insertions 70, sweeping again 560; of a block of 4096 keys and 4 rows the
-copy takes about 1900 cycles, matmul and sweep 430.
+or the bytes of k for few queries. The compiler's schedules (not measured) say: for a block of 512
+keys and 512 rows on v5e the matrix unit takes 512 cycles, matmul and sweep together 600, a round of
+insertions 70, another sweep 560. For a block of 4096 keys and 4 rows the copy takes about 1900
+cycles, matmul and sweep 430.
 """
 
 import math
@@ -40,10 +40,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import tpu_common as tpu
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, pack_rows, unpack_rows
 
-# Query rows of a tile, and how many are few; scores that are made and swept at once, and keys of a
-# block of few rows, where the copy of the keys is what counts.
+# Query rows of a tile; how many are few; scores that are computed and swept at once; and keys of a
+# block of few rows, where the copy of the keys is the bound.
 _ROWS = 512
 _FEW_ROWS = 32
 _SCORES = 2**18
@@ -53,8 +53,8 @@ _FEW_ROWS_KEYS = 4096
 _STATE = 4096
 _NO_SLOT = jnp.iinfo(jnp.int32).max
 
-# Of every class and row the best score, the second best, and the best key's number within its
-# class, -1 for none; laid out as the scores are.
+# For every class and row: the best score, the second best, and the best key's number within its
+# class, -1 for none. Laid out as the scores are.
 Classes = tuple[Array, Array, Array]
 
 
@@ -73,7 +73,6 @@ def topk_scores(
     tolerance: PerQuery,
     *,
     count: int,
-    tile_best: int | None = None,
     blocks: tuple[int, int] | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
@@ -83,13 +82,9 @@ def topk_scores(
       blocks: query rows and keys of a block, multiples of 128; None takes the heuristic's.
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
-    reason = unsupported(q, tile_best)
-    if reason is not None:
-        raise NotImplementedError(f"topk_scores: {reason}")
-    (batch, queries, heads, head_dim), (_, kv_heads, slots, _) = q.shape, k.shape
+    batch, kv_heads, slots, head_dim = k.shape
     # Queries before heads: a tile of rows is a run of queries with all heads of the group.
-    q_BTKGH = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
-    q_BKRH = jnp.moveaxis(q_BTKGH, 1, 2).reshape(batch, kv_heads, -1, head_dim)
+    q_BKRH = pack_rows(q, kv_heads)
     rows = q_BKRH.shape[2]
     row_tile, block = blocks or _blocks(rows, slots)
     row_tile = min(row_tile, rows)
@@ -97,14 +92,13 @@ def topk_scores(
     stop_block_B = jnp.where(stop > start, -(-stop // block), first_B)
     tiles = -(-rows // row_tile)
     axis = _key_axis(row_tile)
-    # Of a list as much as fills its vectors.
+    # A list fills whole vectors.
     listed = (-(-count // tpu.SUBLANES[4]) * tpu.SUBLANES[4], tpu.LANES)[axis]
     scores, all_lists, some_lists = (
         (x, y) if axis == 0 else (y, x)
         for x, y in ((block, row_tile), (listed, rows), (listed, row_tile))
     )
-    tolerance_BKTG = jnp.moveaxis(tolerance.reshape(q_BTKGH.shape[:-1]), 1, 2)
-    tolerance_BKR = tolerance_BKTG.reshape(q_BKRH.shape[:-1])
+    tolerance_BKR = pack_rows(tolerance, kv_heads)
 
     def visited(b, h, r, j, start, stop, first, stop_block):
         return b, h, jnp.minimum(first[b] + j, jnp.maximum(stop_block[b] - 1, 0))
@@ -136,15 +130,8 @@ def topk_scores(
         name="topk_scores",
     )
     lists_BKRC = (jnp.moveaxis(x, 2 + axis, 3)[..., :count] for x in lists)
-    values, indices = (_by_query(x, q.shape[:3]) for x in lists_BKRC)
+    values, indices = (unpack_rows(x, q.shape[1]) for x in lists_BKRC)
     return jnp.where(values == 0, 0.0, values), indices  # -0 is 0
-
-
-def _by_query(x: Float[Array, "B K R C"] | Int[Array, "B K R C"], shape: tuple) -> Array:
-    """Lists of a kv head's rows, R = T G, as [B,T,N,C]."""
-    batch, queries, heads = shape
-    x_BKTGC = x.reshape(*x.shape[:2], queries, -1, x.shape[3])
-    return jnp.moveaxis(x_BKTGC, 1, 2).reshape(batch, queries, heads, -1)
 
 
 def _key_axis(row_tile: int) -> int:
@@ -265,7 +252,7 @@ class _Search:
             if removed is not None:
                 x = jnp.where(removed == at, -jnp.inf, x)
                 self.scores[keys] = x
-            # Strict, so that the earliest key wins, and false for what is no number.
+            # Strict, so that the earliest key wins; false for NaN.
             less = x - self.tolerance
             above_first, above_second = less > first, less > second
             second = jnp.where(above_second, jnp.where(above_first, first, x), second)
@@ -274,7 +261,7 @@ class _Search:
         return first, second, number
 
     def insert(self, classes: Classes, base: Array) -> Array:
-        """Insert the classes' best keys where they beat a row's worst; 1 if more may do so, or 0.
+        """Insert the classes' best keys that beat a row's worst entry; 1 if others may too, else 0.
 
         Args:
           base: the slot of the block's first key.

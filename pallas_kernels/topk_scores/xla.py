@@ -1,13 +1,13 @@
-"""The best keys of every query in plain XLA: blocks of scores, the maxima of their tiles, a merge.
+"""The best keys of every query in plain XLA: blocks of scores, maxima of their tiles, a merge.
 
-For a block of queries the keys pass by in blocks. The scores of a block are cut into tiles; only
-the `count` tiles of the largest maxima can hold one of the block's `count` best keys (each of them
-holds one that is at least as good as all that lies outside), so the maxima are ranked, the scores
-of those tiles are gathered and ranked once more together with the best so far. Every ranking knows
-ties (`merge.tied_top_k`) and puts the lowest index first: tiles that tie are chosen from the left
-and laid out in ascending order, and the best so far, whose slots are lower, stand before the block.
+Each block of queries goes over the blocks of keys. The scores of a block are cut into tiles. Only
+the `count` tiles with the largest maxima can hold one of the block's `count` best keys, since each
+of them holds a key that is at least as good as all keys of the other tiles. So the maxima are
+ranked, the scores of the chosen tiles are gathered, and they are ranked together with the best so
+far. Every ranking handles ties (`merge.tied_top_k`) and puts the lowest index first: chosen tiles
+are laid out in ascending order, after the best so far, whose slots are lower.
 
-With `tile_best` the tiles are that method's own: blocks begin at each row's `start`, and a chosen
+With `tile_best` the tiles are the method's own: blocks begin at each row's `start`, and a chosen
 tile gives one candidate, its first best key.
 
 A few queries against a cache whose scores fit `_ONE_PASS_BYTES` take one block of all slots, read

@@ -12,7 +12,7 @@ from checkpoints_convert import convert
 from checkpoints_convert.config import model_config
 from checkpoints_convert.gguf import llama3_scaling
 from jax_longctx.errors import CheckpointError, ConfigError
-from jax_longctx.models.checkpoint import load_params
+from jax_longctx.models.storage import load_params
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.test_names import flat, paired_rows
 from tests.checkpoints_convert.tiny import hf_config, params_from_hf, random_state

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints_convert import convert, export, read_config
 from checkpoints_convert.config import model_config
 from jax_longctx.errors import CheckpointError
-from jax_longctx.models.checkpoint import load_params, read_manifest
+from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.test_names import flat, internlm2_state
 from tests.checkpoints_convert.tiny import (

@@ -15,9 +15,9 @@ from jax_longctx.cli.main import app
 from jax_longctx.engine import Engine
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import make_method
-from jax_longctx.models import families, llama
-from jax_longctx.models.checkpoint import load_params, read_manifest
-from jax_longctx.models.families import FAMILIES, LLAMA_NAMES, Family
+from jax_longctx.models import config, llama
+from jax_longctx.models.config import FAMILIES, LLAMA_NAMES, Family
+from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.tiny import hf_config, random_state, same_bits, write_checkpoint
 from tests.oracle import probabilities, rope, weighted_values
@@ -46,8 +46,8 @@ def robin(monkeypatch):
         monkeypatch.setattr(llama, name, dict(getattr(llama, name)))
     files = files_of("model_family")
     exec(files["jax_longctx/models/llama.py"], dict(vars(llama)))
-    entry = textwrap.dedent(files["jax_longctx/models/families.py"])
-    for name, family in eval(f"{{{entry}}}", dict(vars(families))).items():
+    entry = textwrap.dedent(files["jax_longctx/models/config.py"])
+    for name, family in eval(f"{{{entry}}}", dict(vars(config))).items():
         monkeypatch.setitem(FAMILIES, name, family)
     described = hf_config("llama") | {"architectures": ["RobinForCausalLM"], "model_type": "robin"}
     described["hidden_act"] = "gelu"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass import tpu as mass_tpu
 from pallas_kernels.attention_mass.reference import Reduction
@@ -21,6 +22,7 @@ from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
+from pallas_kernels.topk_scores import topk_scores
 from pallas_kernels.topk_scores import tpu as topk_tpu
 from pallas_kernels.tpu_common import key_block, unsupported_keys
 
@@ -165,11 +167,12 @@ def test_two_of_the_best_in_one_class() -> None:
     np.testing.assert_array_equal(indices[:, 0, 0], [best for _, best in planted])
 
 
-def test_the_best_of_tiles_is_refused() -> None:
+def test_the_best_of_tiles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = _random("float32", (1, 1, 1, 64), (1, 1, 128, 64))
     bounds = jnp.array([0], jnp.int32), jnp.array([128], jnp.int32)
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
     with pytest.raises(NotImplementedError, match="tiles are counted from each row's start"):
-        topk_tpu.topk_scores(q, k, *bounds, jnp.zeros((1, 1, 1)), count=1, tile_best=128)
+        topk_scores(q, k, *bounds, count=1, tile_best=128, implementation="tpu")
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.sparse_decode_attention import (
-    flat_sparse_decode_attention,
-    sparse_decode_attention,
-)
+from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
 
 pytestmark = pytest.mark.optimized
@@ -179,8 +176,12 @@ def test_tpu_flat_sparse_decode_attention_with_a_prior_compiles(mesh: Mesh) -> N
     cache = HEADS, (4, 8, slots, 128), jnp.bfloat16
     q, listed = (QUERIES, (4, 1, 32, 128), jnp.bfloat16), (ROW, (4, entries), jnp.int32)
     compiled = _compile(
-        lambda q, prior, k, v, heads, pages, start, stop: flat_sparse_decode_attention(
-            q, k, v, heads, pages, start, stop, page_size=64, scale=0.1, prior_query=prior
+        lambda q, prior, k, v, heads, pages, start, stop: sparse_decode_attention(
+            *(q, k, v, pages, start, stop),
+            heads=heads,
+            page_size=64,
+            scale=0.1,
+            prior_query=prior,
         ),
         mesh,
         (QUERIES,) * 4,

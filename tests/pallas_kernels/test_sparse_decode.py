@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.common import merge
 from pallas_kernels.sparse_decode_attention import (
-    flat_sparse_decode_attention,
     reference,
     sparse_decode_attention,
     xla,
@@ -213,16 +212,16 @@ def test_any_bounds_and_lists_attend_alike_in_every_form(
         )
 
 
-def _temporaries(operation: Callable, lists: tuple[tuple[int, ...], ...], prior: bool) -> int:
+def _temporaries(page_size: int, lists: tuple[int, ...], flat: bool = False) -> int:
     """Bytes for 32 heads over 8 of 128 and a bfloat16 cache of a million slots, 4 GB."""
     shape = jax.ShapeDtypeStruct
     cache = shape((1, 8, 2**20, 128), jnp.bfloat16)
     q = shape((1, 1, 32, 128), jnp.bfloat16)
-    ids = [shape(x, jnp.int32) for x in lists]
+    ids = shape(lists, jnp.int32)
     bounds = [shape((1,), jnp.int32)] * 2
-    given = dict(prior=shape((1, 32, 2**20), jnp.float32)) if prior else {}
-    run = jax.jit(partial(operation, scale=0.1))
-    compiled = run.lower(q, cache, cache, *ids, *bounds, **given).compile()
+    given = dict(prior=shape((1, 32, 2**20), jnp.float32)) | (dict(heads=ids) if flat else {})
+    run = jax.jit(partial(sparse_decode_attention, page_size=page_size, scale=0.1))
+    compiled = run.lower(q, cache, cache, ids, *bounds, **given).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -233,14 +232,12 @@ def test_long_lists_copy_blocks_of_pages_and_never_the_cache(
     page_size: int, lists: tuple[int, ...]
 ) -> None:
     """Up to 65,536 slots a head are chosen: 268 MB of keys and values."""
-    operation = partial(sparse_decode_attention, page_size=page_size)
-    assert _temporaries(operation, (lists,), prior=True) < 128 * 2**20
+    assert _temporaries(page_size, lists) < 128 * 2**20
 
 
 @pytest.mark.parametrize("page_size", [16, 1])
 def test_long_flat_lists_copy_blocks_of_pages_and_never_the_cache(page_size: int) -> None:
-    operation = partial(flat_sparse_decode_attention, page_size=page_size)
-    assert _temporaries(operation, ((1, 32768),) * 2, prior=True) < 128 * 2**20
+    assert _temporaries(page_size, (1, 32768), flat=True) < 128 * 2**20
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -253,14 +250,14 @@ def test_on_a_tpu_neither_the_cache_nor_the_prior_is_copied(flat: bool) -> None:
     mesh = Mesh(np.array([device]), ("tensor",))
     shape = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
     cache = shape((1, 8, 2**17, 128), jnp.bfloat16)
-    lists = [shape((1, 1024), jnp.int32)] * 2 if flat else [shape((1, 8, 128), jnp.int32)]
-    operation = flat_sparse_decode_attention if flat else sparse_decode_attention
+    lists = shape((1, 1024) if flat else (1, 8, 128), jnp.int32)
 
-    def run(prior: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
-        return operation(*rest, page_size=16, scale=0.1, prior=prior, implementation="xla")
+    def run(prior: jax.Array, heads: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+        how = dict(page_size=16, scale=0.1, prior=prior, heads=heads if flat else None)
+        return sparse_decode_attention(*rest, **how, implementation="xla")
 
     prior, q = shape((1, 32, 2**17), jnp.float32), shape((1, 1, 32, 128), jnp.bfloat16)
-    arguments = prior, q, cache, cache, *lists, *[shape((1,), jnp.int32)] * 2
+    arguments = prior, lists, q, cache, cache, lists, *[shape((1,), jnp.int32)] * 2
     manual = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with jax.default_matmul_precision("default"):  # as users run it
         memory = jax.jit(manual).lower(*arguments).compile().memory_analysis()
@@ -289,9 +286,10 @@ def test_partial_results_of_a_head_are_summed_at_the_highest_precision() -> None
     case = CASES["flat"]
     q, k, v, _ = _inputs(case)
     bounds = [jnp.array(x, jnp.int32) for x in (STARTS, STOPS)]
-    run = partial(flat_sparse_decode_attention, page_size=8, scale=0.1, implementation="xla")
+    heads, pages = _flat(_lists(case))
+    run = partial(sparse_decode_attention, page_size=8, scale=0.1, implementation="xla")
     with jax.default_matmul_precision("default"):
-        program = str(jax.make_jaxpr(run)(q, k, v, *_flat(_lists(case)), *bounds))
+        program = str(jax.make_jaxpr(run)(q, k, v, pages, *bounds, heads=heads))
     assert program.count("Precision.HIGHEST") == 4  # both operands of two sums
 
 
@@ -312,6 +310,6 @@ def test_bad_arguments_are_named(unchecked_signatures) -> None:
     with pytest.raises(ValueError, match="as q has"):
         sparse_decode_attention(q, k, v, lists, *bounds, **options, prior_query=q[:, :, 1:])
     with pytest.raises(ValueError, match="one shape"):
-        flat_sparse_decode_attention(q, k, v, lists[:, 0], lists[:, 0, 1:], *bounds, **options)
+        sparse_decode_attention(q, k, v, lists[:, 0, 1:], *bounds, heads=lists[:, 0], **options)
     with pytest.raises(ValueError, match="does not fit"):
         sparse_decode_attention(q[:, :, :3], k, v, lists, *bounds, **options)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import checkpoints_convert
 from jax_longctx.cli.main import app
 from jax_longctx.locks import only_writer
-from jax_longctx.models.checkpoint import load_params, read_manifest
+from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
 from tests.train_cpt.tiny_files import write_tiny
 

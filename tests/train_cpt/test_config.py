@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError
-from train_cpt.config import parse_config, read_config
+from jax_longctx.settings import from_toml
+from train_cpt.run import RunConfig, read_config
 
 LEAST = {
     "run": {"checkpoint": "model", "output": "out"},
@@ -35,15 +36,15 @@ def test_a_file_becomes_five_sections(tmp_path):
     assert repr(config.optimizer.learning_rate) == "1.0" and config.optimizer.warmup == 20
     assert (config.pattern.tail, config.pattern.force_self, config.loop.rows) == (8, False, 2)
     echoed = json.loads(json.dumps(config.to_dict()))
-    assert parse_config(echoed) == config
+    assert from_toml(RunConfig, echoed) == config
     # Without its section, attention is causal.
-    assert parse_config(LEAST).pattern.tail == 0
+    assert from_toml(RunConfig, LEAST).pattern.tail == 0
 
 
 def test_the_readmes_run_is_a_configuration():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     run = readme.split("<<'TOML'\n")[1].split("TOML\n")[0]
-    config = parse_config(tomllib.loads(run))
+    config = from_toml(RunConfig, tomllib.loads(run))
     assert config.pattern.tail == 50 and len(config.data.sources) == 4
     assert len(config.loop.evaluate_methods) == 2
 
@@ -79,7 +80,7 @@ def test_the_readmes_run_is_a_configuration():
 )
 def test_wrong_configurations_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
-        parse_config(fields)
+        from_toml(RunConfig, fields)
 
 
 def test_files_that_are_no_toml_are_refused(tmp_path):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from train_cpt.data import (
     batches,
     document_files,
@@ -107,7 +107,7 @@ def test_saved_datasets_are_read_by_what_they_list(tmp_path):
         ("x.jsonl", b'{"text": "a"}\n{"body": "b"}', r"x.jsonl:2: expected an object with a text"),
         ("x.jsonl", b"[", "x.jsonl:1: this line is not JSON"),
         ("x.txt", b"ab\xff", r"x.txt is not UTF-8 text \(byte 2\)"),
-        ("x.pdf", b"", "x.pdf is no kind of document that is read here"),
+        ("x.pdf", b"", "x.pdf has an unknown suffix; expected .txt"),
         ("x.parquet", b"PAR1 but no more", "x.parquet is damaged: Parquet"),
         ("x.arrow", b"nothing of the kind", "x.arrow is damaged: "),
         ("x.parquet", {"body": ["a"]}, "has no column 'text' but id, body; name the field"),
@@ -154,7 +154,7 @@ def test_windows_follow_each_other_and_everything_is_counted(tmp_path):
 
 
 def test_a_split_depends_on_the_text_alone(tmp_path):
-    prepared(tmp_path / "all", shard_bytes=3 * LENGTH * 2)
+    prepared(tmp_path / "all")
     prepared(tmp_path / "some", texts(40)[::-2])
     found = {}
     for split in ("train", "dev", "test"):
@@ -169,15 +169,17 @@ def test_a_split_depends_on_the_text_alone(tmp_path):
     assert set(everything) == {"dev"}
 
 
-def test_shards_hold_all_windows_in_order(tmp_path):
-    whole = prepared(tmp_path / "one")
-    parts = prepared(tmp_path / "many", shard_bytes=3 * LENGTH * 2)
-    assert len(whole.shards["train"]) == 1 < len(parts.shards["train"])
-    assert whole.windows("train") == parts.windows("train") == len(opened(tmp_path / "many"))
-    for one, many in zip(opened(tmp_path / "one"), opened(tmp_path / "many"), strict=True):
-        assert one.dtype == np.int32
-        np.testing.assert_array_equal(one, many)
-    assert prepared(tmp_path / "wide", vocab_size=128256).dtype == "uint32"
+def test_files_hold_all_windows_in_order_in_the_smallest_dtype(tmp_path):
+    documents = texts(40)
+    small = prepared(tmp_path / "small", documents)
+    wide = prepared(tmp_path / "wide", documents, vocab_size=128256)
+    for split in ("train", "dev", "test"):
+        own = [text for _, text in documents if split_of(text, SHARES) == split]
+        expected = np.array([encode(text)[:LENGTH] for text in own for _ in range(2)])
+        for name, manifest, dtype in (("small", small, "uint16"), ("wide", wide, "uint32")):
+            found = opened(tmp_path / name, split)
+            assert found.dtype == dtype and len(found) == manifest.windows[split]
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_bad_data_sets_are_refused_and_nothing_is_overwritten(tmp_path):
@@ -200,17 +202,21 @@ def test_bad_data_sets_are_refused_and_nothing_is_overwritten(tmp_path):
         open_windows(data, "train", length=9, tokenizer="bytes")
     with pytest.raises(InputError, match="another tokenizer"):
         open_windows(data, "train", length=LENGTH, tokenizer="other")
-    shard = data / "train-00000.npy"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    with pytest.raises(InputError, match=r"train-00000.npy is damaged \(SHA-256"):
+    stored = data / "train.npy"
+    stored.write_bytes(stored.read_bytes()[:-1] + b"?")
+    with pytest.raises(InputError, match=r"train.npy is damaged \(SHA-256"):
         opened(data)
-    shard.unlink()
-    with pytest.raises(InputError, match=r"train-00000\.npy cannot be read"):
+    stored.unlink()
+    with pytest.raises(InputError, match=r"train\.npy cannot be read"):
         opened(data)
     fields = json.loads((data / "manifest.json").read_text())
-    (data / "manifest.json").write_text(json.dumps({**fields, "format": 0}))
-    with pytest.raises(InputError, match=r"manifest\.json is damaged: format 0, expected 1"):
-        opened(data)
+    for changes, message in (
+        ({"format": 1}, r"manifest\.json has format 1, expected 2: .*; prepare the data again"),
+        ({"length": 4}, r"manifest\.json is damaged: its sha256 does not match"),
+    ):
+        (data / "manifest.json").write_text(json.dumps({**fields, **changes}))
+        with pytest.raises(CheckpointError, match=message):
+            opened(data)
 
 
 def test_batches_go_through_every_epoch_and_their_position_can_be_taken_up(tmp_path):
@@ -218,15 +224,15 @@ def test_batches_go_through_every_epoch_and_their_position_can_be_taken_up(tmp_p
     windows = opened(tmp_path / "data")
     assert len(windows) == 80
 
-    def start(process=0, processes=1, seed=0):
-        return batches(windows, micro_batches=2, rows=4, seed=seed, part=(process, processes))
+    def start(seed=0):
+        return batches(windows, micro_batches=2, rows=4, seed=seed)
 
     whole = start()
     taken = [next(whole) for _ in range(15)]
-    assert taken[0].shape == (2, 4, LENGTH) and taken[0].dtype == np.int32
-    order = np.concatenate([batch[..., 0].ravel() for batch in taken])
+    assert taken[0].shape == (2, 4)
+    order = np.concatenate([batch.ravel() for batch in taken])
     first, rest = order[:80], order[80:]
-    np.testing.assert_array_equal(np.sort(first), sorted([33 + i for i in range(40)] * 2))
+    np.testing.assert_array_equal(np.sort(first), np.arange(80))
     assert not np.array_equal(first, np.sort(first)) and not np.array_equal(rest, first[:40])
 
     again = start()
@@ -237,20 +243,13 @@ def test_batches_go_through_every_epoch_and_their_position_can_be_taken_up(tmp_p
     resumed.set_state(position)
     for expected in taken[9:]:
         np.testing.assert_array_equal(next(resumed), expected)
-
-    halves = [start(process, 2) for process in range(2)]
-    for expected in taken[:3]:
-        parts = np.concatenate([next(half) for half in halves], axis=1)
-        np.testing.assert_array_equal(parts, expected)
     assert not np.array_equal(next(start(seed=1)), taken[0])
-    with pytest.raises(ConfigError, match="4 texts do not divide over 3 processes"):
-        start(0, 3)
 
 
 def test_a_batch_of_one_text_never_ends(tmp_path):
     prepared(tmp_path / "data", shares=(1.0, 0.0, 0.0))
     windows = opened(tmp_path / "data")
-    alone = batches(windows, micro_batches=1, rows=1, seed=0, part=(0, 1))
+    alone = batches(windows, micro_batches=1, rows=1, seed=0)
     first, second = ([next(alone).tobytes() for _ in windows] for _ in range(2))
     assert sorted(first) == sorted(second) and first != second
 
@@ -258,10 +257,4 @@ def test_a_batch_of_one_text_never_ends(tmp_path):
 def test_an_empty_split_is_refused(tmp_path):
     prepared(tmp_path / "data", shares=(1.0, 0.0, 0.0))
     with pytest.raises(InputError, match="no text"):
-        batches(
-            opened(tmp_path / "data", "dev"),
-            micro_batches=1,
-            rows=1,
-            seed=0,
-            part=(0, 1),
-        )
+        batches(opened(tmp_path / "data", "dev"), micro_batches=1, rows=1, seed=0)

@@ -80,8 +80,7 @@ def test_evaluations_read_the_last_tokens_of_the_dev_split(straight):
     assert [line["step"] for line in lines if "dev_loss" in line] == [8, STEPS]
     dev = open_windows(folder / "data", "dev", length=LENGTH, tokenizer="letters")
     assert 4 <= len(dev) < 8
-    tokens = np.stack([dev[row] for row in range(4)])
-    expected = text_losses(tiny_setup(), outcome.state.params, tokens, 4)
+    expected = text_losses(tiny_setup(), outcome.state.params, dev[:4].astype(np.int32), 4)
     np.testing.assert_allclose(lines[-1]["dev_loss"], expected, rtol=1e-6)
 
 
@@ -173,11 +172,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(straight, tmp_p
     }
 
     def attempt(loop, mesh=(1, 1, 1), texts="train"):
-        arrays = (windows[texts] if texts else open_windows_of_nothing(), windows["dev"])
+        arrays = (windows[texts] if texts else windows["dev"][:0], windows["dev"])
         train(loop, tiny_setup(mesh), no_params, *arrays, tmp_path / "run", facts=FACTS)
-
-    def open_windows_of_nothing():
-        return type(windows["dev"])([])
 
     with pytest.raises(ConfigError, match="rows=3 do not divide over mesh axis data=2"):
         attempt(LoopConfig(rows=3), (2, 1, 1))

@@ -13,9 +13,8 @@ from jax_longctx.methods import RefreshKV
 from jax_longctx.sharding import make_mesh
 from tests.support import random_rows, tiny_config, tiny_engine
 from train_cpt.attention import Pattern
-from train_cpt.data import Windows
 from train_cpt.evaluate import dev_losses, drop_interval, parse_method
-from train_cpt.step import OptimizerConfig, Setup, text_losses
+from train_cpt.step import OptimizerConfig, TrainSetup, text_losses
 
 LENGTH, TAIL = 22, 5
 CONFIG = tiny_config(num_layers=1)
@@ -36,7 +35,7 @@ def losses_of(spec, mesh=(1, 1, 1), batch=3):
 
 
 def setup_of(pattern):
-    return Setup(
+    return TrainSetup(
         config=CONFIG,
         mesh=make_mesh(),
         optimizer=OptimizerConfig(steps=1, warmup=0),
@@ -83,7 +82,7 @@ def test_losses_do_not_depend_on_the_mesh():
 @pytest.mark.thorough
 def test_an_evaluation_reads_the_dev_texts_as_trained_and_as_decoded():
     params = engine_of("full").params
-    dev = Windows([TEXTS, TEXTS[:1]])
+    dev = np.concatenate([TEXTS, TEXTS[:1]])
     how = {"rows": 1, "texts": 3, "methods": [NEVER]}
     found = dev_losses(setup_of(PATTERN), params, dev, **how)
     assert found == {

@@ -9,12 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.errors import ConfigError
-from jax_longctx.models.checkpoint import load_params
+from jax_longctx.models.storage import load_params
 from jax_longctx.sharding import make_mesh
 from tests.train_cpt.tiny_files import run_interrupted, write_tiny
-from train_cpt.data import own_part, own_rows, part_of
 from train_cpt.metrics import read_metrics
+from train_cpt.step import place_texts
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,27 +67,22 @@ def test_two_processes_train_as_one(tmp_path):
     assert (runs[1] / "loss.png").exists()
 
 
-def test_one_process_holds_all_texts():
-    mesh = make_mesh(2, 1, 2)
-    assert own_part(mesh) == (0, 1) and own_rows(mesh, 6) == slice(0, 6)
+def test_each_device_gets_the_texts_of_its_shard_of_data():
+    """No other texts are read, and devices of one `tensor` group hold the same."""
+    read = []
 
+    class Watched(np.ndarray):
+        def __getitem__(self, index):
+            read.append(np.asarray(index).tolist())
+            return super().__getitem__(index)
 
-@pytest.mark.parametrize(
-    ("owners", "expected"),
-    [
-        ([[0], [0], [1], [1]], (0, 2)),
-        ([[1], [1], [0], [0]], (1, 2)),
-        ([[1], [0], [2], [3]], (1, 4)),
-        # Both hold every text, and one half of the heads each.
-        ([[0, 1], [0, 1]], (0, 1)),
-        ([[0], [1], [0], [1]], None),
-        ([[1], [0], [0], [1]], None),
-    ],
-)
-def test_a_process_reads_the_texts_of_its_shards(owners, expected):
-    grid = np.array(owners)[:, None]
-    if expected is None:
-        with pytest.raises(ConfigError, match="give each process the same number"):
-            part_of(0, grid)
-    else:
-        assert part_of(0, grid) == expected
+    windows = np.arange(60, dtype=np.uint16).reshape(20, 3)
+    numbers = np.array([[3, 19, 0, 7], [5, 5, 2, 11]])
+    placed = place_texts(make_mesh(2, 1, 2), windows.view(Watched), numbers)
+    assert placed.dtype == np.int32
+    np.testing.assert_array_equal(placed, windows[numbers])
+    halves = [numbers[:, :2], numbers[:, 2:]]
+    assert {str(half) for half in read} == {str(half.tolist()) for half in halves}
+    assert len(placed.addressable_shards) == 4
+    for shard in placed.addressable_shards:
+        np.testing.assert_array_equal(shard.data, windows[numbers[shard.index[:2]]])

@@ -16,7 +16,7 @@ from tests.train_cpt.tiny_run import tiny_setup
 from train_cpt.attention import Pattern, attend_with
 from train_cpt.step import (
     OptimizerConfig,
-    Setup,
+    TrainSetup,
     abstract_state,
     gradients,
     hidden_states,
@@ -36,7 +36,7 @@ OPTIMIZER = OptimizerConfig(steps=20, warmup=2, learning_rate=0.02)
 def setup_of(mesh=(1, 1, 1), **changes):
     fields = {"dtype": "float32", "remat": "none", "loss_chunk": 6, "pattern": PATTERN}
     fields |= {"config": tiny_config(num_layers=1), "optimizer": OPTIMIZER, **changes}
-    return Setup(mesh=make_mesh(*mesh), **fields)
+    return TrainSetup(mesh=make_mesh(*mesh), **fields)
 
 
 @functools.cache

@@ -50,8 +50,7 @@ def write_tiny(folder):
 
 def run_interrupted(path):
     """The run of a configuration, ended by a SIGTERM to the last process alone, and taken up."""
-    from train_cpt.config import read_config
-    from train_cpt.run import run_config
+    from train_cpt.run import read_config, run_config
 
     config, stopped = read_config(path), []
 

@@ -24,7 +24,7 @@ from tests.support import tiny_config
 from train_cpt.attention import Pattern
 from train_cpt.data import open_windows, prepare
 from train_cpt.loop import LoopConfig, train
-from train_cpt.step import OptimizerConfig, Setup
+from train_cpt.step import OptimizerConfig, TrainSetup
 
 LENGTH, STEPS = 16, 12
 LOOP = LoopConfig(rows=4, micro_batches=2, save_every=2, keep=2)
@@ -32,7 +32,7 @@ FACTS = {"config": {"tiny": True}}
 
 
 def tiny_setup(mesh=(1, 1, 1)):
-    return Setup(
+    return TrainSetup(
         config=tiny_config(num_layers=1),
         mesh=make_mesh(*mesh),
         optimizer=OptimizerConfig(steps=STEPS, warmup=2, learning_rate=0.01),

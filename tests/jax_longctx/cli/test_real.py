@@ -8,8 +8,7 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 
-from jax_longctx.models.checkpoint import read_manifest
-from jax_longctx.models.storage import describe_files
+from jax_longctx.models.storage import describe_files, read_manifest
 
 
 def refused(result, message):

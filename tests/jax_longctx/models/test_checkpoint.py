@@ -13,15 +13,17 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.models import storage
-from jax_longctx.models.checkpoint import (
+from jax_longctx.models.llama import init_params, param_infos
+from jax_longctx.models.storage import (
     Manifest,
     TensorEntry,
+    describe_files,
     load_params,
     read_manifest,
+    read_sealed,
+    seal,
     tokenizer_folder,
 )
-from jax_longctx.models.llama import init_params, param_infos
-from jax_longctx.models.storage import describe_files, read_sealed, seal
 from jax_longctx.sharding import make_mesh
 from tests.support import tiny_config
 

@@ -147,7 +147,7 @@ def rope(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 REFUSED = {
-    "family": ({"family": "gpt2"}, "family 'gpt2' is unknown; known: llama"),
+    "family": ({"family": "gpt2"}, "unknown family 'gpt2'; known: llama"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented"),
     "longrope": (
         rope("longrope", factor=4.0),
@@ -237,7 +237,7 @@ def test_refused_in_one_line(case):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "gemma"}, "family 'gemma' is unknown; known: llama"),
+        ({"family": "gemma"}, "unknown family 'gemma'; known: llama"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
         ({"windows": (None,)}, "1 windows given for 4 layers"),
         ({"windows": (0, None, None, None)}, "a sliding window must be at least 1 token"),
