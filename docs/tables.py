@@ -4,7 +4,7 @@
     python docs/tables.py --check    # write nothing; exit code 1 where a page is stale
 
 `docs/results/NAME.json` holds one experiment each. `docs/templates` holds Jinja templates that look
-figures up in them. Two pages are whole templates; in other pages a template fills the lines between
+figures up in them. Two pages are whole templates; in README a template fills the lines between
 `<!-- NAME -->` and `<!-- /NAME -->`. The papers' figures are those of `studies/published.toml`.
 """
 
@@ -26,7 +26,7 @@ ROOT = DOCS.parent
 PUBLISHED = ROOT / "jax_longctx/studies/published.toml"
 # Templates that are a whole page, and pages with places that templates fill.
 WHOLE = ("benchmarks.md", "papers.md")
-FILLED = ("README.md", "docs/guides/memory.md")
+FILLED = ("README.md",)
 KINDS = ("quality", "speed", "memory")
 INTERVAL = "{score} [{interval[0]}, {interval[1]}]"
 
