@@ -100,6 +100,11 @@ class Result:
             raise ResultError(f"{self.name}.json has neither 'tables' nor 'columns'; say one")
         if self.kind == "quality" and not all(row.get("n") for row in self.rows):
             raise ResultError(f"{self.name}.json has a row without 'n', the number of samples")
+        bare = [row for row in self.rows if not any(key.endswith("interval") for key in row)]
+        if self.kind == "quality" and bare and not any("interval" in note for note in self.notes):
+            raise ResultError(
+                f"{self.name}.json has a row without an interval; add it, or a note that says why"
+            )
 
 
 def parse_result(name: str, found: Mapping[str, Any]) -> Result:
@@ -156,11 +161,11 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 
 
-def flat_table(columns: Sequence[Mapping[str, str]], rows: Sequence[Row]) -> str:
+def flat_table(columns: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
     """One line a row; a format may name other keys of its row."""
 
-    def cell(column: Mapping[str, str], row: Row) -> str:
-        value = label(row) if column["key"] == "label" else row.get(column["key"])
+    def cell(column: Mapping[str, Any], row: Row) -> str:
+        value: Any = label(row) if column["key"] == "label" else row.get(column["key"])
         if value is None:
             return ""
         if "format" not in column:
@@ -309,11 +314,10 @@ def draw_depths(result: Result, path: Path) -> None:
     figure, axes = pyplot.subplots(
         1, len(names), figsize=(13, 3.4), width_ratios=widths, sharey=True, layout="constrained"
     )
-    image = None
     for ax, (name, part) in zip(axes, parts.items(), strict=True):
         depths = len(part[0]["by_depth"])
         grid = [[row["by_depth"][depth] for row in part] for depth in range(depths)]
-        image = ax.imshow(grid, vmin=0, vmax=100, cmap="cividis", aspect="auto")
+        ax.imshow(grid, vmin=0, vmax=100, cmap="cividis", aspect="auto")
         for down, line in enumerate(grid):
             for across, value in enumerate(line):
                 ink = "black" if value > 50 else "white"
@@ -324,7 +328,7 @@ def draw_depths(result: Result, path: Path) -> None:
         ax.set_yticks(range(depths), ticks, fontsize=7)
     axes[0].set_ylabel("depth of the pass key", fontsize=8)
     figure.supxlabel("tokens of text", fontsize=8)
-    figure.colorbar(image, ax=list(axes), label="found, %")
+    figure.colorbar(axes[0].images[0], ax=list(axes), label="found, %")
     figure.savefig(path, dpi=120, metadata={"Description": fingerprint(result)})
     pyplot.close(figure)
 
@@ -341,7 +345,7 @@ def stale_pictures(results: Mapping[str, Result]) -> dict[Path, Result]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write what is stale, or only name it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where stale")
     check = parser.parse_args(argv).check
     try:

@@ -1,5 +1,6 @@
 """The notebook runs as its cells say; commands in README, guides and results are commands."""
 
+import io
 import itertools
 import json
 import re
@@ -121,6 +122,33 @@ def test_our_figures_are_those_of_the_benchmarks():
     for _, _, ours, _ in ROWS:
         said = re.sub(r"not measured.*|`[^`]*`", "", ours)
         assert set(re.findall(r"\d[\d,.]*\d|\d", said)) <= known, ours
+
+
+@pytest.mark.slow
+def test_the_pages_python_runs(tmp_path, monkeypatch, capsys):
+    from checkpoints_convert import convert
+    from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
+
+    config = hf_config("llama", max_position_embeddings=8192)
+    write_checkpoint(tmp_path / "hf", config, random_state(config))
+    # The tiny model's own template shows no message.
+    settings = tmp_path / "hf/tokenizer_config.json"
+    shown = {"chat_template": "{% for one in messages %}{{ one['content'] }}{% endfor %}"}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | shown))
+    convert(tmp_path / "hf", tmp_path / "llama-8b")
+    for name in ("a.txt", "b.txt", "book.txt"):
+        (tmp_path / name).write_text("The rain fell on the roof. " * (len(name) * 5))
+    monkeypatch.chdir(tmp_path)
+    texts = [page.read_text("utf-8") for page in PAGES]
+    blocks = [
+        code for text in texts for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    ]
+    assert len(blocks) == 2
+    for code in blocks:
+        # Paths are closed when their text is read, which the pages leave to Python.
+        exec(code, {"open": lambda name: io.StringIO(Path(name).read_text())})
+    assert capsys.readouterr().out.count("\n") >= 3
+    assert (tmp_path / "both.ctx").exists()
 
 
 def cells(kind):

@@ -88,6 +88,7 @@ def test_a_result_says_where_it_comes_from(field):
         ({"date": "yesterday"}, "date 'yesterday'; expected YYYY-MM-DD"),
         ({"tables": []}, "neither 'tables' nor 'columns'"),
         ({"rows": [{"method": "full", "score": 98}]}, "a row without 'n'"),
+        ({"rows": [{"method": "full", "score": 98, "n": 50}]}, "a row without an interval"),
     ],
 )
 def test_a_wrong_result_is_refused_in_one_line(changed, message):
