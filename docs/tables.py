@@ -158,7 +158,7 @@ def size(count: int) -> str:
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+    return "\n".join(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |") for line in lines)
 
 
 def flat_table(columns: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
