@@ -1,5 +1,6 @@
-"""The notebook runs as its cells say, and the commands of `docs/papers.md` are commands."""
+"""The notebook runs as its cells say; commands in README, guides and results are commands."""
 
+import io
 import itertools
 import json
 import re
@@ -22,6 +23,28 @@ NOTEBOOK = ROOT / "docs/one-context-many-questions.ipynb"
 COMMANDS = re.findall(r"`jax-longctx ([^`]+)`", PAPERS)
 ROWS = re.findall(r"^\| (?!in the paper|---)(.+) \| (.+) \| (.+) \| (.+) \|$", PAPERS, re.MULTILINE)
 SECTIONS = PAPERS.split("\n## ")[1:]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/guides").glob("*.md")))
+RESULTS = sorted((ROOT / "docs/results").glob("*.json"))
+
+
+def commands_of(text):
+    """The `jax-longctx` commands in a page's code blocks, without what is piped into them."""
+    for block in re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.match(r"(?:\.venv/bin/|[^`]*\| )?jax-longctx (?!ask:)(.+)", line)
+            if found:
+                yield re.sub(r" +#.*", "", found[1])
+
+
+WRITTEN = [
+    *itertools.chain.from_iterable(commands_of(page.read_text("utf-8")) for page in PAGES),
+    *(
+        command.removeprefix("jax-longctx ")
+        for path in RESULTS
+        for command in json.loads(path.read_text("utf-8"))["command"]
+        if command.startswith("jax-longctx ")
+    ),
+]
 
 
 def parsed(words):
@@ -36,8 +59,14 @@ def parsed(words):
         name, command, words = command.resolve_command(context, left)
 
 
-@pytest.mark.parametrize("text", COMMANDS)
-def test_a_command_of_the_papers_page_parses(text, tmp_path, monkeypatch):
+def test_the_pages_commands_are_found():
+    assert len(WRITTEN) > 60
+    assert any(text.startswith("generate -") for text in WRITTEN)
+    assert any("-m reattention:count=1 " in text for text in WRITTEN)
+
+
+@pytest.mark.parametrize("text", dict.fromkeys([*COMMANDS, *WRITTEN]))
+def test_a_written_command_parses(text, tmp_path, monkeypatch):
     # What a command reads must be there: paths are looked at with the other arguments.
     monkeypatch.chdir(tmp_path)
     words = shlex.split(text)
@@ -47,6 +76,11 @@ def test_a_command_of_the_papers_page_parses(text, tmp_path, monkeypatch):
             (tmp_path / value / "manifest.json").touch()
         elif option in ("--config", "--data"):
             (tmp_path / value).touch()
+        elif option in ("--load-context", "plot"):
+            (tmp_path / value).mkdir(parents=True, exist_ok=True)
+    for word in words:
+        if re.fullmatch(r"[\w-]+\.(txt|jsonl|gguf)", word):
+            (tmp_path / word).touch()
     context = parsed(words)
     options = context.params
     if options.get("suite"):
@@ -82,12 +116,39 @@ def test_the_parts_that_rows_name_are_those_of_their_papers_suite():
         assert named and set(named) == {part.name for part in read_suite(suite).part}
 
 
-def test_our_figures_are_those_of_the_readme():
-    measured = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Measured")[1]
+def test_our_figures_are_those_of_the_benchmarks():
+    measured = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     known = set(re.findall(r"\d[\d,.]*\d|\d", measured))
     for _, _, ours, _ in ROWS:
         said = re.sub(r"not measured.*|`[^`]*`", "", ours)
         assert set(re.findall(r"\d[\d,.]*\d|\d", said)) <= known, ours
+
+
+@pytest.mark.slow
+def test_the_pages_python_runs(tmp_path, monkeypatch, capsys):
+    from checkpoints_convert import convert
+    from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
+
+    config = hf_config("llama", max_position_embeddings=8192)
+    write_checkpoint(tmp_path / "hf", config, random_state(config))
+    # The tiny model's own template shows no message.
+    settings = tmp_path / "hf/tokenizer_config.json"
+    shown = {"chat_template": "{% for one in messages %}{{ one['content'] }}{% endfor %}"}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | shown))
+    convert(tmp_path / "hf", tmp_path / "llama-8b")
+    for name in ("a.txt", "b.txt", "book.txt"):
+        (tmp_path / name).write_text("The rain fell on the roof. " * (len(name) * 5))
+    monkeypatch.chdir(tmp_path)
+    texts = [page.read_text("utf-8") for page in PAGES]
+    blocks = [
+        code for text in texts for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    ]
+    assert len(blocks) == 2
+    for code in blocks:
+        # Paths are closed when their text is read, which the pages leave to Python.
+        exec(code, {"open": lambda name: io.StringIO(Path(name).read_text())})
+    assert capsys.readouterr().out.count("\n") >= 3
+    assert (tmp_path / "both.ctx").exists()
 
 
 def cells(kind):

@@ -41,9 +41,9 @@ def test_a_file_becomes_five_sections(tmp_path):
     assert from_toml(RunConfig, LEAST).pattern.tail == 0
 
 
-def test_the_readmes_run_is_a_configuration():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    run = readme.split("<<'TOML'\n")[1].split("TOML\n")[0]
+def test_the_guides_run_is_a_configuration():
+    guide = (Path(__file__).parents[2] / "docs/guides/train.md").read_text()
+    run = guide.split("<<'TOML'\n")[1].split("TOML\n")[0]
     config = from_toml(RunConfig, tomllib.loads(run))
     assert config.pattern.tail == 50 and len(config.data.sources) == 4
     assert len(config.loop.evaluate_methods) == 2

@@ -203,11 +203,11 @@ def test_constants_are_told_with_their_source(run, monkeypatch, target, told):
     assert told in shown
 
 
-def test_the_readme_shows_what_the_command_prints(run, monkeypatch):
+def test_the_guide_shows_what_the_command_prints(run, monkeypatch):
     """Its compiled lines are of a compile that takes minutes; those are left out."""
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    guide = (Path(__file__).parents[3] / "docs/guides/memory.md").read_text()
     pattern = r"```\njax-longctx (plan [^\n]*) --compile\n```\n\n```\n(.*?)```"
-    command, block = re.search(pattern, readme, re.DOTALL).groups()
+    command, block = re.search(pattern, guide, re.DOTALL).groups()
     mesh = re.search(r"--mesh (\S+) \(proposed\)", block)[1]
     monkeypatch.setenv("COLUMNS", "200")
     shown = " ".join(run(*command.split(), "--mesh", mesh).stdout.split())
