@@ -107,15 +107,8 @@ def _compile(
     from jax_longctx.planning.compiled import compile_plan, most_temporaries
     from jax_longctx.planning.plan import make_plan
 
-    doing = ""
-
-    def tell(name: str, done: int, count: int) -> None:
-        nonlocal doing
-        doing = name
-        update(done, count)
-
-    with terminal.progress("compiling", "programs", lambda: doing) as update:
-        found = compile_plan(request, made.mesh, tell)
+    with terminal.progress("compiling", "programs") as update:
+        found = compile_plan(request, made.mesh, update)
     made = make_plan(request, made.mesh, temporaries=most_temporaries(found))
     largest = max(found, key=lambda name: found[name].held)
     return made, {

@@ -55,11 +55,11 @@ def train(
         from train_cpt.run import run_config
     settings = read_config(config)
     newest: dict[str, Any] = {}
-    with terminal.progress("training", "steps", lambda: _moment(newest)) as update:
+    with terminal.progress("training", "steps") as update:
 
         def progress(step: int, steps: int, line: Any) -> None:
             newest.update(line)
-            update(step, steps)
+            update(step, steps, _moment(newest))
 
         outcome = run_config(settings, note=terminal.note, progress=progress)
     _report(outcome, newest, settings.run.output, terminal)

@@ -75,12 +75,12 @@ class Compiled:
 def compile_plan(
     request: PlanRequest,
     sizes: dict[str, int],
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> dict[str, Compiled]:
     """Every program that a run would use, by name and in the order of first use.
 
     Args:
-      progress: called before each with its name, the number of those done, and of all.
+      progress: called before each program with the number compiled, of all, and its name.
 
     Raises:
       InputError: the target cannot be compiled for here.
@@ -90,8 +90,7 @@ def compile_plan(
     compiled = {}
     with no_persistent_cache():
         for done, program in enumerate(used):
-            if progress is not None:
-                progress(program.name, done, len(used))
+            progress(done, len(used), program.name)
             compiled[program.name] = _compiled(program)
     return compiled
 
