@@ -1,4 +1,4 @@
-"""`jax-longctx bench`: measured times beside a baseline and a roofline, from one run."""
+"""`jax-longctx bench`: measured times beside a baseline and a roofline of the same run."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +17,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure on this device, as r
 
 
 def _layers() -> Any:
-    return option("Time so many layers, and one, and scale; all of the shape's if not.")
+    return option("Time this many layers, and one, and scale to all; all unless given.")
 
 
 def _runs() -> Any:
@@ -196,7 +196,7 @@ def _steps(result: dict[str, Any]) -> Iterable[Any]:
 
 
 def _layers_said(layers: dict[str, int]) -> str:
-    """What a table's last line says of them; `layers` has `timed` and `of`."""
+    """The layers in a table's last line; `layers` has `timed` and `of`."""
     if layers["timed"] == layers["of"]:
         return f"all {layers['of']} layers"
     return (
@@ -210,8 +210,7 @@ def _layers_said(layers: dict[str, int]) -> str:
 def prefill(
     output: options.Output,
     methods: list[str] = options.methods(
-        "A method and its settings; repeat for several. The first is what the others' speed "
-        "is told against.",
+        "A method and its settings; repeat for several. Speed is relative to the first.",
         default=...,
     ),
     model: str = options.shape(),
@@ -226,12 +225,12 @@ def prefill(
     blocks: int = option(
         "Blocks of 32 decode steps that are timed; 0 times none.", default=2, min=0
     ),
-    chunk: int = option("Tokens a pass takes of a shard.", default=8192, min=1),
+    chunk: int = option("Tokens of a prefill pass on each shard.", default=8192, min=1),
 ) -> None:
     """Time to first token of methods over several devices, random bfloat16 weights.
 
-    Beside each time stands what the method's FLOPs on the busiest device take at the rates of
-    projections and of attention that are measured in the same run.
+    Beside each time is the time that the method's FLOPs on the busiest device take, at the rates of
+    projections and of attention measured in the same run.
 
     [bold]Example[/bold]
 

@@ -38,22 +38,22 @@ def plan(
         default="llama-3.1-8b",
     ),
     context: int = option("Tokens of context.", default=131072),
-    batch: int = option("Rows that are read together.", default=1),
+    batch: int = option("Rows of the batch.", default=1),
     reserve: int = option("Tokens of question and answer.", default=256),
     dtype: str | None = options.dtype(default="bfloat16"),
     mesh: str | None = options.mesh(),
     chunk: int = options.chunk(),
     compiles: bool = option(
-        "Compile the programs for the target, here, and say what they hold.",
+        "Compile the programs for the target on this machine, and show their memory.",
         "--compile",
         default=False,
     ),
     as_json: bool = options.as_json(),
 ) -> None:
-    """Plan a model, a method and a context for devices that need not be here.
+    """Plan a model, a method and a context for devices that need not exist.
 
-    Bytes on each device against its memory, the longest context that fits, and the times that a
-    roofline predicts, whose constants are shown. A mesh is proposed unless one is given.
+    Bytes on each device against its memory, the longest context that fits, and times that a
+    roofline predicts, with its constants. A mesh is proposed unless one is given.
 
     [bold]Examples[/bold]
 
@@ -63,7 +63,7 @@ def plan(
     """
     devices = parse_target(target)
     terminal = Terminal(as_json=as_json)
-    # Nothing is computed: no device is looked for, and libtpu is left to the compiler.
+    # Nothing is computed, so JAX needs no device, and libtpu stays free for the compiler.
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
     config = _config(model, terminal)
     with terminal.starting():
@@ -103,7 +103,7 @@ def plan(
 def _compile(
     request: "PlanRequest", made: "Plan", terminal: Terminal
 ) -> tuple["Plan", dict[str, Any]]:
-    """The plan with the compiled programs' temporaries, and what is told of these."""
+    """The plan with the compiled programs' temporaries, and the record of these programs."""
     from jax_longctx.planning.compiled import compile_plan, most_temporaries
     from jax_longctx.planning.plan import make_plan
 
@@ -136,7 +136,7 @@ def _config(model: str, terminal: Terminal) -> Any:
 
 
 def _figures(made: "Plan", source: str) -> dict[str, Any]:
-    """`source` is that of the bytes of memory."""
+    """The plan's part of the record; `source` describes the bytes of memory."""
     return {
         "memory_bytes": {
             "weights": made.weights,

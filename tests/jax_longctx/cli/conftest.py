@@ -48,7 +48,7 @@ def checkpoints(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def loads(tiny, tmp_path_factory, monkeypatch):
-    """`jax_longctx.api.load` returns the tiny model for `m` and `model`; its arguments are listed."""
+    """`load` returns the tiny model for `m` and `model`; its arguments are listed."""
     enter_checkpoints(tmp_path_factory, monkeypatch)
     calls = []
 
