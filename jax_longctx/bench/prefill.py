@@ -28,8 +28,7 @@ from jax_longctx.engine import programs
 from jax_longctx.engine.engine import BLOCK, SPARE
 from jax_longctx.errors import InputError
 from jax_longctx.methods import make_method
-from jax_longctx.models.llama import param_infos
-from jax_longctx.planning.plan import prefill_work
+from jax_longctx.planning.plan import matmul_weights, prefill_work
 from jax_longctx.sharding import logical_sharding, logical_spec
 from pallas_kernels.prefill_attention import causal_attention
 
@@ -173,11 +172,7 @@ def _linear_rate(shape: Shape, runs: int) -> float:
     sharding = logical_sharding(shape.mesh, ("batch", "tokens"))
     make = functools.partial(jnp.zeros, (rows, shards * shape.chunk), jnp.int32)
     tokens = jax.jit(make, out_shardings=sharding)()
-    weights = sum(
-        math.prod(info.shape)
-        for path, info in param_infos(engine.config).items()
-        if path.startswith("layers.") and len(info.shape) > 1
-    )
+    weights, _ = matmul_weights(engine.config)
     seconds = _timed(lambda: layers(engine.params, tokens), runs)
     return 2 * weights / shape.mesh.shape["tensor"] * shape.chunk / seconds
 

@@ -8,7 +8,14 @@ import typer
 
 from jax_longctx.cli import options, process
 from jax_longctx.cli.options import option
-from jax_longctx.cli.terminal import Terminal, check_folder, check_matplotlib, save, table
+from jax_longctx.cli.terminal import (
+    Terminal,
+    check_folder,
+    check_matplotlib,
+    save,
+    shown_time,
+    table,
+)
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.settings import MESH_AXES, parse_mesh
@@ -103,10 +110,10 @@ def e2e(
 def _end_to_end(result: dict[str, Any]) -> Iterable[Any]:
     rows = []
     for row in result["rows"]:
-        cells = [row["what"], f"{row['context']:,}", _time(row["seconds"], 0.1)]
+        cells = [row["what"], f"{row['context']:,}", shown_time(row["seconds"])]
         against = ["-", "-", "-"]
         if row["baseline_seconds"] is not None:
-            its = _time(row["baseline_seconds"], 0.1)
+            its = shown_time(row["baseline_seconds"])
             against = [row["baseline"], its, f"{row['ratio']:.2f}"]
         rows.append([*cells, *against])
     made = table(("what", "context", "time", "against", "its time", "ours / its"), rows)
@@ -272,11 +279,12 @@ def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
         if "failed" in row:
             times.append([*cells, row["failed"]])
             continue
-        step = _time(row["step"]) if "step" in row else "-"
+        step = shown_time(row["step"], 1) if "step" in row else "-"
         merging = f"{row['merge_share']:.1%}" if "merge_share" in row else "-"
-        times.append([*cells, _time(row["first_token"]), f"{row['speedup']:.2f}x", step, merging])
+        first = shown_time(row["first_token"], 1)
+        times.append([*cells, first, f"{row['speedup']:.2f}x", step, merging])
         flops = [f"{row[kind] / 1e12:,.4g}" for kind in ("linear", "attention")]
-        ratio = [_time(row["model_seconds"]), f"{row['of_model']:.2f}"]
+        ratio = [shown_time(row["model_seconds"], 1), f"{row['of_model']:.2f}"]
         work.append([*cells, *flops, f"{row['received'] / 1e9:,.3g} GB", *ratio])
     first = result["rows"][0]["method"]
     yield table(("method", "tokens", "first token", f"{first} / this", "step", "merging"), times)
@@ -305,8 +313,3 @@ def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
 
 def _name(row: dict[str, Any]) -> str:
     return " ".join([row["method"], *(f"{key}={value}" for key, value in row["settings"].items())])
-
-
-def _time(seconds: float, least: float = 1) -> str:
-    """In seconds from `least` on, in milliseconds below."""
-    return f"{seconds:.2f} s" if seconds >= least else f"{seconds * 1e3:.2f} ms"

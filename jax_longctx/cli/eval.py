@@ -1,10 +1,9 @@
 """`jax-longctx eval`: tasks with known answers, over methods and lengths, with intervals."""
 
-import contextlib
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,28 +204,49 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal) -> None:
     if config.run.checkpoint != DEMO:
         options.check_checkpoint(Path(config.run.checkpoint))
     check_matplotlib("the report")
+    rows = _computed(config, output, terminal, lambda: _open(config, terminal))
+    if rows is None:
+        return
+    from jax_longctx.evaluation.report import write_about
+
+    about = {"title": config.title, "about": config.about, "published": list(config.published)}
+    write_about(output, about)
+    _report(output, rows, about, terminal)
+
+
+def _computed(
+    config: "EvalConfig",
+    folder: Path,
+    terminal: Terminal,
+    open_model: Callable[[], "LongContext"],
+    saved: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]] | None:
+    """All rows, after computing those that the folder lacks; None but in the first process.
+
+    `saved` is called after each batch of rows that is saved. The bar shows this run's rows alone.
+    """
     with terminal.starting():
         from jax_longctx.evaluation.runner import check_config, run_eval
 
         # A mistake in the last method is reported before a folder is made and the model loaded.
         check_config(config)
-    check_folder(output, "--output")
-    model = _open(config, terminal)
-    about = {"title": config.title, "about": config.about, "published": list(config.published)}
-    with _shown(terminal) as update:
-        rows = run_eval(
-            model,
-            config,
-            output,
-            facts=_facts(model, config),
-            progress=update if process.is_leader() else None,
-        )
-    if rows is None:
-        return
-    from jax_longctx.evaluation.report import write_about
+    check_folder(folder, "--output")
+    model = open_model()
+    with terminal.progress("evaluating", "rows") as update:
 
-    write_about(output, about)
-    _report(output, rows, about, terminal)
+        def show(progress: "Progress") -> None:
+            if progress.before and not progress.done:
+                terminal.note(f"{progress.before:,} of {progress.total:,} rows are there already")
+            update(progress.done, progress.total - progress.before, progress.doing)
+            if progress.done:
+                saved()
+
+        name, known = config.run.checkpoint, options.run_facts(model)
+        if model.manifest is not None:
+            name = f"{name} ({Path(model.manifest.source).name})"
+        facts = {"checkpoint": name, **{k: known[k] for k in ("device", "mesh", "versions")}}
+        watch = show if process.is_leader() else None
+        return run_eval(model, config, folder, facts=facts, progress=watch)
 
 
 @eval_app.command()
@@ -305,28 +325,6 @@ def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
     names = ("mesh", "dtype", "chunk", "by_layer")
     how: dict[str, Any] = {name: getattr(config.run, name) for name in names}
     return options.ModelChoice(checkpoint=checkpoint, **how).open(terminal)
-
-
-def _facts(model: "LongContext", config: "EvalConfig") -> dict[str, Any]:
-    """The facts about the run that every row records."""
-    facts = options.run_facts(model)
-    name = config.run.checkpoint
-    if model.manifest is not None:
-        name = f"{name} ({Path(model.manifest.source).name})"
-    return {"checkpoint": name, **{key: facts[key] for key in ("device", "mesh", "versions")}}
-
-
-@contextlib.contextmanager
-def _shown(terminal: Terminal) -> Iterator[Any]:
-    """Progress as a bar over the rows that this run computes."""
-    with terminal.progress("evaluating", "rows") as update:
-
-        def show(progress: "Progress") -> None:
-            if progress.before and not progress.done:
-                terminal.note(f"{progress.before:,} of {progress.total:,} rows are there already")
-            update(progress.done, progress.total - progress.before, progress.doing)
-
-        yield show
 
 
 def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to: Terminal) -> None:
@@ -433,16 +431,14 @@ def passkey(
 
         jax-longctx eval passkey -c smollm2 -m reattention --depth 0.1 --depth 0.9 --trials 2
     """
+    from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions
+
     check_file(out)
     check_plot(heatmap, "--heatmap")
     terminal = Terminal(as_json=as_json)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         task = trials.task(folder)
-        with terminal.starting():
-            from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions
-            from jax_longctx.evaluation.rows import read_rows
-            from jax_longctx.evaluation.runner import Progress, check_config, run_eval
         part = Part(
             name="passkey",
             methods=tuple(methods or ["full"]),
@@ -458,16 +454,15 @@ def passkey(
             by_layer=model.by_layer,
         )
         config = EvalConfig(run=how, part=(part,))
-        check_config(config)
-        loaded = model.open(terminal)
-        with terminal.progress("passkeys", "trials") as update:
 
-            def show(progress: Progress) -> None:
-                update(progress.done, progress.total)
-                if out is not None and progress.done and process.is_leader():
-                    save({"rows": read_rows(folder)}, out)
+        def saved() -> None:
+            from jax_longctx.evaluation.rows import read_rows
 
-            rows = run_eval(loaded, config, folder, facts=_facts(loaded, config), progress=show)
+            save({"rows": read_rows(folder)}, out)
+
+        rows = _computed(
+            config, folder, terminal, lambda: model.open(terminal), saved if out else lambda: None
+        )
     if rows is not None:
         _report_passkeys(rows, heatmap, terminal)
 

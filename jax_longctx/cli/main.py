@@ -110,11 +110,8 @@ app = typer.Typer(
 
 def _version(wanted: bool | None) -> None:
     if wanted:
-        releases = {name: metadata.version(name) for name in ("jax-longctx", "jax")}
-        python = platform.python_version()
-        typer.echo(
-            f"jax-longctx {releases['jax-longctx']} (jax {releases['jax']}, Python {python})"
-        )
+        ours, jax = map(metadata.version, ("jax-longctx", "jax"))
+        typer.echo(f"jax-longctx {ours} (jax {jax}, Python {platform.python_version()})")
         raise typer.Exit
 
 

@@ -364,11 +364,7 @@ class Output:
     def hand_over(self, result: Any, shown: Callable[[Any], Iterable[Any]]) -> None:
         """Writes the file, and prints JSON or the tables and lines of `shown` on stdout."""
         self.save(result)
-        terminal = self.terminal()
-        if self.as_json:
-            terminal.record(result)
-        else:
-            terminal.show(*shown(result))
+        self.terminal().result(result, shown)
 
 
 def run_facts(model: "LongContext") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import option
-from jax_longctx.cli.terminal import Terminal, table
+from jax_longctx.cli.terminal import Terminal, shown_time, table
 from jax_longctx.memory import shown_bytes
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.settings import parse_mesh
@@ -94,10 +94,7 @@ def plan(
         "compiled": compiled,
     }
     record["method"] = record.pop("name")
-    if as_json:
-        terminal.record(record)
-    else:
-        terminal.show(*_shown(record))
+    terminal.result(record, _shown)
 
 
 def _compile(
@@ -201,8 +198,8 @@ def _work_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
     seconds = record["seconds"]
     return [
         *rows,
-        ("time to first token", _time(seconds["first_token"]), "roofline"),
-        ("time a token", _time(seconds["token"]), "roofline"),
+        ("time to first token", shown_time(seconds["first_token"]), "roofline"),
+        ("time a token", shown_time(seconds["token"]), "roofline"),
     ]
 
 
@@ -242,7 +239,3 @@ def _flops(count: float) -> str:
         if count >= size:
             return f"{count / size:,.1f} {unit}"
     return f"{count / 1e9:,.1f} GFLOP"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"

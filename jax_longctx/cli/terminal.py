@@ -64,6 +64,13 @@ class Terminal:
         if not self._silent:
             rich.console.Console(highlight=False).print(*parts, sep="\n", markup=False)
 
+    def result(self, record: Any, shown: Callable[[Any], Iterable[Any]]) -> None:
+        """Prints the record as JSON, or the tables and lines that `shown` returns."""
+        if self.as_json:
+            self.record(record)
+        else:
+            self.show(*shown(record))
+
     def records(
         self, records: list[dict[str, Any]], shown: Callable[[list[dict[str, Any]]], str]
     ) -> None:
@@ -233,6 +240,11 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def shown_time(seconds: float, least: float = 0.1) -> str:
+    """In seconds from `least` on, in milliseconds below."""
+    return f"{seconds:,.2f} s" if seconds >= least else f"{seconds * 1e3:.2f} ms"
 
 
 def _count(done: int, total: int, unit: str) -> str:

@@ -308,8 +308,8 @@ def step_weight_bytes(setup: programs.Setup) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _sizes(config: ModelConfig) -> tuple[int, int]:
-    """Numbers of weights: those that multiply every token, and those of the head."""
+def matmul_weights(config: ModelConfig) -> tuple[int, int]:
+    """Numbers of matmul weights: those of all layers, and those of the head."""
     table = config.vocab_size * config.model_dim
     every = sum(
         math.prod(info.shape) for info in param_infos(config).values() if len(info.shape) > 1
@@ -344,7 +344,7 @@ def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: in
     """The work of prefilling `batch` rows of `context` tokens."""
     config, tensor = setup.config, setup.mesh.shape["tensor"]
     rows, layers = batch // setup.mesh.shape["data"], config.num_layers
-    body, head = _sizes(config)
+    body, head = matmul_weights(config)
     work, segments, spread = _row_work(setup, context, reserve)
     received, collectives = _traffic(setup, rows * work.tokens, segments, spread)
     if spread and setup.mesh.shape["seq"] > 1:
@@ -365,7 +365,7 @@ def decode_work(setup: programs.Setup, *, batch: int, read: int) -> Work:
     """The work of one decode step; `read` is the bytes that it reads of all caches."""
     config, shape, item = setup.config, setup.mesh.shape, setup.dtype.itemsize
     tensor, rows = shape["tensor"], batch // shape["data"]
-    body, head = _sizes(config)
+    body, head = matmul_weights(config)
     received, collectives = _traffic(setup, rows, 1, spread=False)
     # Small caches are replicated over the axis `seq`; the larger ones are divided.
     divided = shape["data"] * tensor * (shape["seq"] if setup.method.info.keeps_all else 1)
