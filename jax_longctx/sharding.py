@@ -150,8 +150,14 @@ def axes_of(node: Any, describe: Any) -> Any:
 
 def leaf_axes(tree: Any) -> list[tuple[str | None, ...]]:
     """The logical axes of every array, in the order of `jax.tree.leaves`."""
-    # A tuple would be a subtree; a `PartitionSpec` is a leaf.
-    return [tuple(spec) for spec in jax.tree.leaves(axes_of(tree, lambda a: PartitionSpec(*a)))]
+    return [marker.axes for marker in jax.tree.leaves(axes_of(tree, _Axes))]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """A pytree leaf that holds the axes (a tuple would be a subtree)."""
+
+    axes: tuple[str | None, ...]
 
 
 def tree_specs(tree: Any) -> Any:
