@@ -14,7 +14,7 @@ from jax_longctx.methods import METHODS, describe, make_method
 from jax_longctx.models.presets import preset
 from jax_longctx.settings import parse_pairs
 
-# Tokens kept free for question and answer in the figures shown.
+# Tokens reserved for question and answer in the memory shown.
 RESERVE = 256
 
 
@@ -27,7 +27,7 @@ def methods(
     settings: list[str] | None = options.settings(),
     model: str = options.shape(),
     checkpoint: Path | None = option(
-        "The model's shape from here.",
+        "Take the model's shape from this checkpoint.",
         "--checkpoint",
         "-c",
         metavar="DIR",
@@ -40,8 +40,8 @@ def methods(
 ) -> None:
     """List the long-context methods: what each changes, and what its caches cost.
 
-    Memory is that of keys, values and what goes with them: at the peak of prefill, kept after it
-    for more questions, while answering the last one, and read by each decode step.
+    Memory is that of the KV caches: at the peak of prefill, kept after it for more questions, while
+    answering the last one, and read by each decode step.
 
     [bold]Examples[/bold]
 
@@ -104,7 +104,7 @@ def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> d
 
 
 def _all(described: list[dict[str, Any]]) -> list[Any]:
-    """What each costs, and below it, for lines of 80 characters hold no more, what each does."""
+    """A table of costs, and a second one of summaries, as lines have 80 characters."""
     headers = ("method", "changes", "asks\nfirst", "keeps\nall")
     sizes = ("peak", "kept", "answering", "read\na step")
     rows = [
