@@ -98,10 +98,7 @@ def score_texts(
     through = "decode" if looks and not ahead else through
     found = Scores(np.zeros((count, scored), np.float32), through, looks and ahead, [], [])
     asked = [list(question)] * batch if question and through == "context" else None
-    for start in range(0, count, batch):
-        rows = texts[start : start + batch]
-        # The last batch is filled up with its last text: one shape for all.
-        padded = np.concatenate([rows, np.repeat(rows[-1:], batch - len(rows), axis=0)])
+    for start, used, padded in batches(texts, batch):
         begun = time.perf_counter()
         states = forced_states(
             engine,
@@ -116,12 +113,24 @@ def score_texts(
         read = time.perf_counter()
         pieces = itertools.chain([first], states)
         if progress is not None:
-            pieces = _told(pieces, len(rows), start * scored, count * scored, progress)
-        likelihoods = gathered(engine, pieces, len(rows))
+            pieces = _told(pieces, used, start * scored, count * scored, progress)
+        likelihoods = gathered(engine, pieces, used)
         found.read_seconds.append(read - begun)
         found.score_seconds.append(time.perf_counter() - read)
-        found.losses[start : start + batch] = -np.stack([row.logprobs for row in likelihoods])
+        found.losses[start : start + used] = -np.stack([row.logprobs for row in likelihoods])
     return found
+
+
+def batches(
+    texts: Int[np.ndarray, "n T"], size: int
+) -> Iterator[tuple[int, int, Int[np.ndarray, "B T"]]]:
+    """Batches of one shape: (index of the first text, number of texts, `size` rows).
+
+    The last batch repeats its last text.
+    """
+    for start in range(0, len(texts), size):
+        rows = texts[start : start + size]
+        yield start, len(rows), np.pad(rows, ((0, size - len(rows)), (0, 0)), mode="edge")
 
 
 def _told(
