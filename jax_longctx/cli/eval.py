@@ -167,7 +167,7 @@ def _eval(
         return
     if suite is None:
         raise InputError("--suite is missing; give its name, or a command: see eval --help")
-    from jax_longctx.evaluation.suite import read_suite
+    from jax_longctx.evaluation.config import read_suite
 
     _run(given.over(read_suite(suite)), output, Terminal())
 
@@ -298,11 +298,11 @@ def suites() -> None:
 
         jax-longctx eval suites
     """
-    from jax_longctx.evaluation import suite
+    from jax_longctx.evaluation.config import read_suite, suites
 
     terminal = Terminal()
-    for name in suite.suites():
-        config = suite.read_suite(name)
+    for name in suites():
+        config = read_suite(name)
         cells = config.cells()
         rows = sum(cell.trials for cell in cells)
         terminal.write(f"{name}: {config.title}; {len(cells):,} cells, {rows:,} rows\n")
