@@ -11,8 +11,8 @@ A method is a frozen dataclass of hyper-parameters (a static argument of `jit`) 
 5. `fork(cache)`: the cache as it was at the end of the context, for one more question;
 
 and `info`, its metadata. `@method` names it, and its kind says what it does to inference
-(`Registered`). The model and the engine know no method by name. A method whose positions
-stay behind a text's length says how far they go (`Bounded`).
+(`Registered`). The model and the engine know no method by name. Optional duties are `reach`,
+`step_variant` and `prefill_work`, which this module describes.
 
 `attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
 and `tensor`, also on one device: they see the local rows, the local heads and the local slots, and
@@ -26,8 +26,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, Protocol, dataclass_transform, runtime_checkable
 
-from jax_longctx.contract.context import LayerContext
-from jax_longctx.contract.merging import QKV, Attended
+from jax_longctx.contract.context import QKV, Attended, LayerContext
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
@@ -199,36 +198,22 @@ class Method(Protocol):
         ...
 
 
-@runtime_checkable
-class Bounded(Protocol):
-    """A method that reads texts longer than the model was trained to at lengths that it knows."""
+def reach(method: Any, config: ModelConfig, tokens: int) -> int:
+    """The trained length that a row of `tokens` tokens, answer included, needs of the model.
 
-    def reach(self, config: ModelConfig, tokens: int) -> int:
-        """The trained length that a row of `tokens` tokens, answer included, asks of the model."""
-        ...
-
-
-def reach(method: Method, config: ModelConfig, tokens: int) -> int:
-    """As `Bounded.reach`; all of the tokens where positions grow with the text."""
-    return method.reach(config, tokens) if isinstance(method, Bounded) else tokens
-
-
-@runtime_checkable
-class Scheduled(Protocol):
-    """A method whose decode steps are of several kinds that follow a schedule.
-
-    Each kind is a program of its own, which the engine picks; a branch in every layer would cost
-    copies of what it may change, and a wait for its predicate.
+    All of the tokens, unless the method has a function `reach(config, tokens)`.
     """
-
-    def step_variant(self, step: int) -> str:
-        """`Segment.variant` of an answer's decode step; the first is 1."""
-        ...
+    return method.reach(config, tokens) if hasattr(method, "reach") else tokens
 
 
-def step_variant(method: Method, step: int) -> str:
-    """The variant of an answer's decode step (the first is 1); "" where all steps are alike."""
-    return method.step_variant(step) if isinstance(method, Scheduled) else ""
+def step_variant(method: Any, step: int) -> str:
+    """`Segment.variant` of an answer's decode step; the first step is 1.
+
+    "", unless the method has a function `step_variant(step)`. Each variant is a program of its own,
+    which the engine picks. A branch in every layer would copy what it may change, and wait for its
+    predicate.
+    """
+    return method.step_variant(step) if hasattr(method, "step_variant") else ""
 
 
 @dataclasses.dataclass(frozen=True)

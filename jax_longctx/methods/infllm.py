@@ -35,7 +35,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import append
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     CacheShape,
@@ -140,7 +139,7 @@ class InfLLM(Appending):
     def attend(
         self, new: QKV, cache: UnitMemory, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, UnitMemory]:
-        (q, k, v), valid_B = new, segment.valid_of(CHUNK_ROWS)
+        (q, k, v), valid_B = new, segment.valid_of()
         if segment.role == "decode" and self.decode == "dense":
             store = append(cache.store, k, v, valid_B, ctx)
             return attend_everything(q, store, ctx), dataclasses.replace(cache, store=store)

@@ -36,7 +36,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, append
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     LayerContext,
@@ -159,7 +158,7 @@ class ReAttention(Appending):
         self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, AppendCache]:
         q, k, v = new
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         cache = append(cache, k, v, valid_B, ctx)
         scope = self.choose(q, cache, valid_B, ctx, rank=segment.variant != WHOLE)
         part = voted_keys.attend_scope(new, cache, valid_B, scope, ctx, self.position == "original")

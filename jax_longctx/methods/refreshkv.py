@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_longctx.caches import where_rows
-from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, LayerContext, Segment, method
+from jax_longctx.contract import QKV, Attended, LayerContext, Segment, method
 from jax_longctx.errors import ConfigError
 from jax_longctx.parts.partial_decode import Partial, PartialDecoding, RefreshCache
 
@@ -109,7 +109,7 @@ class RefreshKV(PartialDecoding):
     ) -> tuple[Attended, RefreshCache]:
         """One answered token, partial or full as the schedule says."""
         raw, k, v = new
-        valid_B, at_B1 = segment.valid_of(CHUNK_ROWS), cache.store.position[:, None]
+        valid_B, at_B1 = segment.valid_of(), cache.store.position[:, None]
         q, k = ctx.rotate(raw, at_B1), ctx.rotate(k, at_B1)
         cache = self.push(k, v, cache, valid_B, ctx)
         if segment.variant == PARTIAL:

@@ -26,7 +26,6 @@ from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     ENDS,
     QKV,
     Attended,
@@ -132,7 +131,7 @@ class Resa(Selecting):
         positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         rotated = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
         part, cache = self.base.attend(new, cache, segment, ctx)
-        store, valid_B = cache.store, segment.valid_of(CHUNK_ROWS)
+        store, valid_B = cache.store, segment.valid_of()
         background = residual.observe(cache.background, *rotated, valid_B, store.length)
         if segment.variant == ENDS:
             background = residual.begin_answer(background, store, segment.ends, ctx)
@@ -141,7 +140,7 @@ class Resa(Selecting):
     def _decode(
         self, new: QKV, cache: ResaCache, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, ResaCache]:
-        base, valid_B = self.base, segment.valid_of(CHUNK_ROWS)
+        base, valid_B = self.base, segment.valid_of()
         q, k, cache = base.append_token(new, cache, segment, ctx)
         background = cache.background
         if self.growth in ("append", "rebuild"):

@@ -28,7 +28,6 @@ from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     LayerContext,
@@ -108,7 +107,7 @@ class Ring(Appending):
             return super().attend(new, cache, segment, ctx)
         q, k, v = new
         size, rank, zigzag = q.shape[1], ctx.seq_index, self.order == "zigzag"
-        length_B = ctx.psum_seq(segment.valid_of(CHUNK_ROWS))
+        length_B = ctx.psum_seq(segment.valid_of())
         # Where this shard's tokens stand in the text.
         index_T = jnp.arange(size)
         at_T = rank * size + index_T

@@ -29,7 +29,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, empty_append_cache
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     CacheShape,
@@ -129,7 +128,7 @@ class SnapKV(Registered):
         self, new: QKV, cache: Cache, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, Cache]:
         q, k, v = new
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         if isinstance(cache, FifoCache):
             at_B1, limit = cache.order.position[:, None], self.limit(cache)
             # With expand_kv each query head's own.

@@ -31,7 +31,6 @@ from jaxtyping import Array, Int
 
 from jax_longctx.caches import AppendCache, write_rows
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     CacheShape,
@@ -96,7 +95,7 @@ class Star(Blocks):
     ) -> tuple[Attended, Any]:
         if not segment.spread:
             return self.decode.attend(new, cache, segment, ctx)
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         if segment.variant == ANCHOR:
             return self._read_anchor(new, cache, valid_B, ctx)
         return self._read_block(new, cache, valid_B, ctx, sends=segment.variant == SENDS)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jax_longctx.caches import AppendCache, append, empty_append_cache
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     CacheShape,
@@ -61,7 +60,7 @@ class Appending(Registered):
         positions_BT = cache.position[:, None] + jnp.arange(q.shape[1])
         q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
         past_B = cache.held(ctx)
-        cache = append(cache, k, v, segment.valid_of(CHUNK_ROWS), ctx)
+        cache = append(cache, k, v, segment.valid_of(), ctx)
         # This shard's slots are global slots offset .. offset + S - 1; slot is position here.
         first = ctx.seq_offset(cache.k.shape[2])
         where = {"query_start": positions_BT[:, 0], "slot_start": first}

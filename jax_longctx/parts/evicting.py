@@ -300,7 +300,7 @@ class Evicting(Registered):
     ) -> tuple[Attended, BudgetCache]:
         """Attention over the cache and the text's columns, which join it; nothing leaves."""
         q, k, v = new
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         if q.shape[1] > 1:
             seen = self.look(new, cache, segment, ctx)
             return (seen.out, seen.lse), cache.append(seen.store_k, v, valid_B)

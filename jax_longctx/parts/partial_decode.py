@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, append, empty_append_cache, local_slots, where_rows
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     ENDS,
     QKV,
     Attended,
@@ -156,7 +155,7 @@ class PartialDecoding(Appending):
         part, store = super().attend(new, cache.store, segment, ctx)
         cache = dataclasses.replace(cache, store=store)
         if segment.variant == ENDS:
-            last_B = jnp.maximum(segment.valid_of(CHUNK_ROWS) - 1, 0)
+            last_B = jnp.maximum(segment.valid_of() - 1, 0)
             q = jnp.take_along_axis(new[0], last_B[:, None, None, None], axis=1)
             cache = where_rows(segment.ends, self.begin(q, cache, ctx), cache)
         return part, cache

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, append, read_lines, write_rows
-from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, CacheShape, LayerContext, Segment
+from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext, Segment
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
@@ -201,7 +201,7 @@ class Selecting(Appending):
         if segment.role == "decode":
             q, _, cache = self.append_token(new, cache, segment, ctx)
             chosen = self.attend_selected(q, cache, ctx)
-            return (chosen.out, chosen.lse), cache.counted(chosen, segment.valid_of(CHUNK_ROWS))
+            return (chosen.out, chosen.lse), cache.counted(chosen, segment.valid_of())
         past_B = cache.store.length
         part, store = super().attend(new, cache.store, segment, ctx)
         cache = dataclasses.replace(cache, store=store, prompt=store.length)
@@ -244,7 +244,7 @@ class Selecting(Appending):
         past_B = cache.store.length
         positions_B1 = cache.store.position[:, None]
         q, k = ctx.rotate(q, positions_B1), ctx.rotate(k, positions_B1)
-        store = append(cache.store, k, v, segment.valid_of(CHUNK_ROWS), ctx)
+        store = append(cache.store, k, v, segment.valid_of(), ctx)
         return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
 
     def refreshed(self, cache: Any, past: Array, added: int, ctx: LayerContext) -> Any:

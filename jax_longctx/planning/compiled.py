@@ -8,7 +8,7 @@ program that a run uses is compiled once, with the shapes that the run calls it 
   an anchor's or one that ends a row may be of another shape or variant, a program of its own;
 - `finish`: the end of the context, and of the question where the method then makes new caches;
 - `question`: the pieces of a question, the longest that leaves room for a token of answer;
-- `decode`: a block of an answer's steps, one program for each kind of step (`contract.Scheduled`).
+- `decode`: a block of an answer's steps, one program for each variant (`contract.step_variant`).
 
 What makes the empty caches and chooses the first token holds nothing that these do not.
 """

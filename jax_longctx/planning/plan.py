@@ -6,7 +6,7 @@ Everything here is arithmetic over shapes, on a mesh of devices that need not be
 Weights take 2 FLOPs a matmul weight and token; the embedding is a look-up, the head is computed for
 a row's last token. Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
 
-- those that a method states itself (`contract.work.Planned`);
+- those that a method states itself (`contract.Planned`);
 - of segments that are spread over the shards: every shard's tokens among themselves, causally, as
   if they were one text (more than is attended where a shard reads several blocks);
 - of a method that leaves prefill alone: all, the keys divided over the shards of the slots;
@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment, merging
+from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment
+from jax_longctx.contract.context import merge_cost
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import USABLE, Footprint, bucket, footprint, read_bytes
 from jax_longctx.errors import ConfigError, InputError
@@ -401,7 +402,7 @@ def _traffic(
     if shards > 1 and not spread:
         # Partial results of every shard's own keys.
         size = int(tokens / segments * config.num_heads) // tensor
-        sent, times = merging.cost(size, config.head_dim, item, shards)
+        sent, times = merge_cost(size, config.head_dim, item, shards)
         received += segments * sent
         collectives += segments * times
     return config.num_layers * received, config.num_layers * collectives

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import where_rows
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     CacheShape,
@@ -97,7 +96,7 @@ class ArkValePaged(ArkVale):
         part, cache = super().attend(new, cache, segment, ctx)
         if segment.role != "query" or not isinstance(cache, PagedCache):
             return part, cache
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         last_B1 = jnp.maximum(valid_B - 1, 0)[:, None]
         last_B1NH = jnp.take_along_axis(new[0], last_B1[..., None, None], axis=1)
         rotated = ctx.rotate(last_B1NH, cache.store.position[:, None] - 1)

@@ -27,7 +27,6 @@ from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache, write_run
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     CacheShape,
@@ -65,7 +64,7 @@ class Recorder(Appending):
     ) -> tuple[Attended, Recorded]:
         q = new[0]
         positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         rotated = ctx.rotate(q, positions_BT)
         queries = write_run(cache.queries, rotated, cache.store.length, valid_B, ctx)
         part, store = super().attend(new, cache.store, segment, ctx)

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, append, read_lines
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     LayerContext,
@@ -59,7 +58,7 @@ class StarReleasedMask(Star):
         q, k, v = new
         at_BT = cache.position[:, None] + jnp.arange(q.shape[1])
         q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
-        valid_B, held_B = segment.valid_of(CHUNK_ROWS), cache.held(ctx)
+        valid_B, held_B = segment.valid_of(), cache.held(ctx)
         size = cache.k.shape[2]
         # The host of the text's last token.
         whole_B = (cache.length - 1) // size == ctx.seq_index
