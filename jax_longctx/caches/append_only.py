@@ -7,7 +7,7 @@ compiled for TPU, and no read copies a cache there (tests see both in the progra
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,37 @@ from jax_longctx.sharding import axes_field
 from pallas_kernels.dispatch import platform
 
 
+class Rewinding:
+    """A dataclass of arrays that can go back to the end of the context.
+
+    A field `context_x` holds what `x` was there. Fields that are such dataclasses go back too.
+    """
+
+    def end_context(self) -> Any:
+        """Remembers where the context ends."""
+        changes: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Rewinding):
+                changes[name] = value.end_context()
+            elif name.startswith("context_"):
+                changes[name] = getattr(self, name.removeprefix("context_"))
+        return dataclasses.replace(cast(Any, self), **changes)
+
+    def rewind(self) -> Any:
+        """The cache at the end of the context. It shares the buffers; later slots are garbage."""
+        changes: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Rewinding):
+                changes[name] = value.rewind()
+            elif name.startswith("context_"):
+                # New arrays: a fork is donated to the next step while the context keeps its own.
+                changes[name.removeprefix("context_")] = jnp.array(value, copy=True)
+        return dataclasses.replace(cast(Any, self), **changes)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AppendCache:
+class AppendCache(Rewinding):
     """Keys and values of every token of a row.
 
     Attributes:
@@ -44,25 +72,13 @@ class AppendCache:
 
     @property
     def store(self) -> "AppendCache":
-        """Itself: where other caches keep one of these beside what they derive from it."""
+        """Itself. Other caches hold one as their field `store`."""
         return self
 
-    def with_store(self, store: "AppendCache") -> "AppendCache":
-        """The cache around another store."""
-        return store
 
-    def end_context(self) -> "AppendCache":
-        """Remembers where the context ends, so that `rewind` can return there."""
-        return dataclasses.replace(self, context_length=self.length, context_position=self.position)
-
-    def rewind(self) -> "AppendCache":
-        """The cache at the end of the context; shares the buffers, later slots become garbage."""
-        return dataclasses.replace(
-            self,
-            # New arrays: a fork is donated to the next step while the context keeps its own.
-            length=jnp.array(self.context_length, copy=True),
-            position=jnp.array(self.context_position, copy=True),
-        )
+def with_store(cache: Any, store: AppendCache) -> Any:
+    """A cache that is a store or holds one, with another store."""
+    return store if isinstance(cache, AppendCache) else dataclasses.replace(cache, store=store)
 
 
 def empty_append_cache(shape: CacheShape) -> AppendCache:

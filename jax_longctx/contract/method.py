@@ -90,14 +90,24 @@ class Registered:
         names = (field.name for field in dataclasses.fields(MethodInfo))
         return MethodInfo(**{name: getattr(self, name) for name in names})
 
+    def refused(self, why: str) -> ConfigError:
+        """The error for settings, or a model, that this method cannot run with."""
+        return ConfigError(f"{self.name or type(self).__name__}: {why}")
+
     def at_least(self, least: int, *names: str) -> None:
         """Raises ConfigError unless each of these settings is None or at least so large."""
         for name in names:
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(
-                    f"{type(self).__name__}: {name} must be at least {least}, got {value}"
-                )
+            if value is not None and not value >= least:
+                raise self.refused(f"{name} must be at least {least}, got {value}")
+
+    def share(self, *names: str, zero: bool = True) -> None:
+        """Raises ConfigError unless each is None or from 0 (without `zero` above it) to 1."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (0 <= value <= 1 and (zero or value)):
+                least = "from 0 to" if zero else "above 0 and at most"
+                raise self.refused(f"{name} must be {least} 1, got {value}")
 
 
 # Methods by name, as their modules are imported.

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_longctx.contract import method
-from jax_longctx.errors import ConfigError
 from jax_longctx.parts.page_digests import PageDigests, masked_max, masked_mean
 from jax_longctx.parts.selecting import Granularity, SelectingPages
 
@@ -64,8 +63,8 @@ class ArkVale(SelectingPages):
         super().__post_init__()
         covered = self.local > 0 if self.whole_pages else self.local >= self.page_size
         if not covered:
-            raise ConfigError(
-                f"arkvale: local {self.local} must cover the page of {self.page_size} tokens that "
+            raise self.refused(
+                f"local {self.local} must cover the page of {self.page_size} tokens that "
                 "is being filled, which has no digest yet; raise local or set whole_pages=true"
             )
 

@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any
 
 from jax_longctx.contract import QKV, Attended, LayerContext, Segment, method
-from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
 
@@ -28,14 +27,13 @@ class DynamicNTK(Appending):
     phase = "both"
 
     def __post_init__(self) -> None:
-        if not self.factor >= 1.0:
-            raise ConfigError(f"dynamic-ntk: factor must be at least 1, got {self.factor}")
+        self.at_least(1, "factor")
 
     def validate(self, config: ModelConfig) -> None:
         if config.rope.kind != "default":
-            raise ConfigError(
-                f"dynamic-ntk would replace the checkpoint's own rope scaling "
-                f"{config.rope.kind!r}; use --method full with such a model"
+            raise self.refused(
+                f"it would replace the checkpoint's own rope scaling {config.rope.kind!r}; "
+                "use --method full with such a model"
             )
 
     def reach(self, config: ModelConfig, tokens: int) -> int:

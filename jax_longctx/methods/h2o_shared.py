@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_longctx.contract import method
-from jax_longctx.errors import ConfigError
 from jax_longctx.parts.by_instruction import ByInstruction
 from jax_longctx.parts.evicting import Look
 
@@ -43,8 +42,7 @@ class H2OShared(ByInstruction):
     acc_kind: Literal["sum", "mean"] = "sum"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"H2OShared: alpha must lie within 0 and 1, got {self.alpha}")
+        self.share("alpha")
         super().__post_init__()
 
     @property

@@ -45,10 +45,9 @@ from jax_longctx.contract import (
     method,
     question_segments,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.rope import attention_factor
-from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.appending import Appending, least_window
 from jax_longctx.parts.unit_memory import Layout, UnitMemory, best_units, empty_unit_memory
 from jax_longctx.parts.windowed_attention import Score, WindowedAttention, attend_everything
 
@@ -87,18 +86,16 @@ class InfLLM(Appending):
     query_aware = looks_ahead = True
 
     def __post_init__(self) -> None:
-        least_of = {"n_local": 1, "block_size": 1, "repr_topk": 1, "chunk": 1}
-        for name, given in vars(self).items():
-            if isinstance(given, int) and given < (least := least_of.get(name, 0)):
-                raise ConfigError(f"infllm: {name} must be at least {least}, got {given}")
+        self.at_least(0, "n_init", "topk", "far_distance")
+        self.at_least(1, "n_local", "block_size", "repr_topk", "chunk")
         if self.chunk > self.n_local:
-            raise ConfigError(
-                f"infllm: n_local {self.n_local} must hold a chunk of {self.chunk} tokens; raise "
+            raise self.refused(
+                f"n_local {self.n_local} must hold a chunk of {self.chunk} tokens; raise "
                 "n_local or lower chunk"
             )
         if self.repr_topk > self.block_size:
-            raise ConfigError(
-                f"infllm: repr_topk {self.repr_topk} tokens cannot be chosen of block_size "
+            raise self.refused(
+                f"repr_topk {self.repr_topk} tokens cannot be chosen of block_size "
                 f"{self.block_size}; lower repr_topk"
             )
 
@@ -117,14 +114,14 @@ class InfLLM(Appending):
     def validate(self, config: ModelConfig) -> None:
         """Refuses distances beyond what the model was trained to or what a layer looks back."""
         if self.distances > config.trained_length:
-            raise ConfigError(
-                f"infllm: n_local {self.n_local} and far_distance {self.far_distance} reach beyond "
+            raise self.refused(
+                f"n_local {self.n_local} and far_distance {self.far_distance} reach beyond "
                 f"the {config.trained_length} positions that the model was trained to; lower them"
             )
-        least = min((window for window in config.windows if window is not None), default=None)
+        least = least_window(config)
         if least is not None and least < self.n_local:
-            raise ConfigError(
-                f"infllm: a layer's sliding window of {least} tokens is less than n_local "
+            raise self.refused(
+                f"a layer's sliding window of {least} tokens is less than n_local "
                 f"{self.n_local}; lower n_local"
             )
 

@@ -45,10 +45,9 @@ from jax_longctx.contract import (
     method,
     question_segments,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts import voted_keys
-from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.appending import Appending, least_window
 
 TILE = 128
 # The tag of segments in which everything that a row has cached is attended.
@@ -98,16 +97,15 @@ class ReAttention(Appending):
         )
 
     def __post_init__(self) -> None:
-        for name, least in (("global_size", 0), ("span", 1), ("kept", 1), ("chunk", 1)):
-            if (given := getattr(self, name)) < least:
-                raise ConfigError(f"reattention: {name} must be at least {least}, got {given}")
+        self.at_least(0, "global_size")
+        self.at_least(1, "span", "kept", "chunk")
         if not 0 <= self.count <= 16:
-            raise ConfigError(f"reattention: count must be from 0 to 16, got {self.count}")
+            raise self.refused(f"count must be from 0 to 16, got {self.count}")
         spare = TILE if self.align == TILE or self.first_chunk == "released" else 0
         if self.local_size < self.chunk + spare:
             beside = f" and {spare} tokens of alignment" if spare else ""
-            raise ConfigError(
-                f"reattention: local_size {self.local_size} must hold a chunk of "
+            raise self.refused(
+                f"local_size {self.local_size} must hold a chunk of "
                 f"{self.chunk} tokens{beside}; raise local_size or lower chunk"
             )
 
@@ -121,15 +119,15 @@ class ReAttention(Appending):
         contiguous, size = self.position == "contiguous", self.scope_size
         if contiguous and size > config.trained_length:
             middle = f" + kept {self.kept} * span {self.span}" if self.count else ""
-            raise ConfigError(
-                f"reattention: global_size {self.global_size}{middle} + local_size "
+            raise self.refused(
+                f"global_size {self.global_size}{middle} + local_size "
                 f"{self.local_size} = {size} positions, the model was trained to "
                 f"{config.trained_length}; lower local_size or kept"
             )
-        least = min((window for window in config.windows if window is not None), default=None)
+        least = least_window(config)
         if least is not None and (least < size or not contiguous):
-            raise ConfigError(
-                f"reattention: a layer's sliding window of {least} tokens would hide parts of the "
+            raise self.refused(
+                f"a layer's sliding window of {least} tokens would hide parts of the "
                 f"scope of {size}; lower local_size or kept, with position=contiguous"
             )
 

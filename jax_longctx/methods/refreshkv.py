@@ -40,8 +40,8 @@ from jaxtyping import Array, Bool, Float
 
 from jax_longctx.caches import where_rows
 from jax_longctx.contract import QKV, Attended, LayerContext, Segment, method
-from jax_longctx.errors import ConfigError
-from jax_longctx.parts.partial_decode import Partial, PartialDecoding, RefreshCache
+from jax_longctx.parts.partial import FifoCache
+from jax_longctx.parts.partial_decode import PartialDecoding, RefreshCache
 
 # Variants of decode steps: over the partial cache alone, and those that may attend every key.
 PARTIAL = "partial"
@@ -71,13 +71,13 @@ class RefreshKV(PartialDecoding):
         self.at_least(1, "stride", "qc_stride")
         super().__post_init__()
         if not -1 <= self.threshold <= 1:
-            raise ConfigError(
-                f"RefreshKV: threshold is a cosine from -1 to 1, got {self.threshold}; for no full "
+            raise self.refused(
+                f"threshold is a cosine from -1 to 1, got {self.threshold}; for no full "
                 f"step at all set schedule=fixed and a stride beyond the answer"
             )
         if self.ablation == "no_full" and not self.force_self:
-            raise ConfigError(
-                "RefreshKV: ablation=no_full reads the new partial cache alone, which must hold "
+            raise self.refused(
+                "ablation=no_full reads the new partial cache alone, which must hold "
                 "the token itself; set force_self=true"
             )
 
@@ -124,13 +124,13 @@ class RefreshKV(PartialDecoding):
             # Branches hold collectives: every shard of a row must take the same one.
             turned_B = ctx.agree(turned_B)
 
-            def stay() -> tuple[Array, Array, Partial]:
+            def stay() -> tuple[Array, Array, FifoCache]:
                 return *self.read(q, cache, ctx), cache.partial
 
-            def full() -> tuple[Array, Array, Partial]:
+            def full() -> tuple[Array, Array, FifoCache]:
                 return self._full_step(q, cache, turned_B, ctx)
 
-            def some() -> tuple[Array, Array, Partial]:
+            def some() -> tuple[Array, Array, FifoCache]:
                 *attended, partial = full()
                 return *where_rows(turned_B, tuple(attended), self.read(q, cache, ctx)), partial
 
@@ -144,7 +144,7 @@ class RefreshKV(PartialDecoding):
 
     def _full_step(
         self, q: Array, cache: RefreshCache, turned: Bool[Array, " B"], ctx: LayerContext
-    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Partial]:
+    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], FifoCache]:
         """Every key attended, the partial cache of `turned` rows chosen anew; ablations less."""
         out, lse, partial = self.look(q, cache, turned, ctx)
         if self.ablation == "no_refresh":

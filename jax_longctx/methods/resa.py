@@ -36,7 +36,6 @@ from jax_longctx.contract import (
     mark_ends,
     method,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.methods.arkvale import ArkVale, Digest
 from jax_longctx.methods.ideal_topk import IdealTopK
 from jax_longctx.methods.quest import Quest
@@ -75,15 +74,13 @@ class Resa(Selecting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.lam <= 1:
-            raise ConfigError(f"resa: lam must be from 0 to 1, got {self.lam}")
+        self.at_least(1, "rebuild_every")
+        self.share("lam")
         if self.page_size not in (None, 1) and self.selector == "ideal":
-            raise ConfigError(
-                f"resa: the ideal selector chooses single tokens; page_size {self.page_size} "
+            raise self.refused(
+                f"the ideal selector chooses single tokens; page_size {self.page_size} "
                 "is for quest and arkvale"
             )
-        if self.rebuild_every < 1:
-            raise ConfigError(f"resa: rebuild_every must be at least 1, got {self.rebuild_every}")
         # It checks what it is made of.
         _ = self.base
 

@@ -31,7 +31,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_longctx.contract import method
-from jax_longctx.errors import ConfigError
 from jax_longctx.parts.evicting import Evicting, Look
 from pallas_kernels.select_large_k import select_mask
 
@@ -62,8 +61,8 @@ class RoCo(Evicting):
         self.at_least(0, "sink", "protected_last")
         for name in ("recent_ratio", "decode_recent_ratio"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(
-                    f"RoCo: {name} must be at least 0 and below 1, got {getattr(self, name)}"
+                raise self.refused(
+                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
                 )
         super().__post_init__()
 

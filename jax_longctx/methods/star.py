@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_longctx.caches import AppendCache, write_rows
+from jax_longctx.caches import AppendCache, with_store, write_rows
 from jax_longctx.contract import (
     QKV,
     Attended,
@@ -42,7 +42,6 @@ from jax_longctx.contract import (
     method,
     step_variant,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import refuse_windows
@@ -64,23 +63,23 @@ class Star(Blocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.decode, Adopting):
-            raise ConfigError(
-                f"star: {type(self.decode).__name__} cannot decode over blocks read elsewhere; "
+            raise self.refused(
+                f"{type(self.decode).__name__} cannot decode over blocks read elsewhere; "
                 f"choose one of full, quest, arkvale, ideal-topk, resa, refreshkv"
             )
         # Slots that it summarises together, which no other may cut.
         page = getattr(getattr(self.decode, "base", self.decode), "page_size", 1)
         if self.block % page:
-            raise ConfigError(
-                f"star: block {self.block} must be whole pages of {page} tokens (decode.page_size)"
+            raise self.refused(
+                f"block {self.block} must be whole pages of {page} tokens (decode.page_size)"
             )
 
     def validate(self, config: ModelConfig) -> None:
-        refuse_windows("star", config)
+        refuse_windows(self.name, config)
         self.decode.validate(config)
         if self.content == "constant" and not 0 <= self.constant < config.vocab_size:
-            raise ConfigError(
-                f"star: constant is a token from 0 to {config.vocab_size - 1}, got {self.constant}"
+            raise self.refused(
+                f"constant is a token from 0 to {config.vocab_size - 1}, got {self.constant}"
             )
 
     def init_cache(self, shape: CacheShape) -> StarCache:
@@ -156,7 +155,7 @@ class Star(Blocks):
             k=write_rows(store.k, k, filled_B, valid),
             v=write_rows(store.v, v, filled_B, valid),
         )
-        decode = cache.decode.with_store(store)
+        decode = with_store(cache.decode, store)
         cache = dataclasses.replace(cache, decode=decode, filled=(filled_B + valid)[:, None])
         return merge(parts), cache.observed(q, valid)
 
@@ -183,7 +182,7 @@ class Star(Blocks):
         length_B = ctx.psum_seq(cache.filled[:, 0])
         store = dataclasses.replace(cache.decode.store, length=length_B, position=length_B)
         assert isinstance(self.decode, Adopting)
-        adopted = self.decode.adopt(cache.decode.with_store(store), ctx)
+        adopted = self.decode.adopt(with_store(cache.decode, store), ctx)
         if cache.queries is not None:
             assert isinstance(self.decode, Remembering)
             adopted = self.decode.recall_queries(adopted, ctx.psum_seq(cache.queries[:, 0]))

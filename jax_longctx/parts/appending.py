@@ -84,11 +84,16 @@ class Appending(Registered):
         return (cache.k.size + cache.v.size) * cache.k.dtype.itemsize
 
 
+def least_window(config: ModelConfig) -> int | None:
+    """The smallest sliding window of a layer, in tokens; None where no layer has one."""
+    return min((window for window in config.windows if window is not None), default=None)
+
+
 def refuse_windows(name: str, config: ModelConfig) -> None:
     """Raises ConfigError for a model that hides by a sliding window what the method keeps."""
-    windows = [window for window in config.windows if window is not None]
-    if windows:
+    least = least_window(config)
+    if least is not None:
         raise ConfigError(
-            f"{name}: this model has layers with a sliding window of {min(windows)} tokens, "
+            f"{name}: this model has layers with a sliding window of {least} tokens, "
             f"which the method does not support; use --method full"
         )

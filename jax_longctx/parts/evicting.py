@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jax_longctx.caches import BudgetCache, choose, empty_budget_cache, replace_one
+from jax_longctx.caches import BudgetCache, choose, empty_budget_cache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     QKV,
@@ -41,6 +41,7 @@ from jax_longctx.contract import (
 )
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import least_window
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.common import merge
 from pallas_kernels.decode_attention import decode_attention
@@ -197,34 +198,33 @@ class Evicting(Registered):
         return 1
 
     def __post_init__(self) -> None:
-        name, citrus = type(self).__name__, self.protocol == "citrus"
-        if self.chunk < 1:
-            raise ConfigError(f"{name}: chunk must be at least 1 token, got {self.chunk}")
+        self.at_least(1, "chunk")
+        citrus = self.protocol == "citrus"
         room = self.budget - self.chunk if citrus else self.budget
         if room < self.kept:
             less = f" less chunk {self.chunk}" if citrus else ""
-            raise ConfigError(
-                f"{name}: budget {self.budget}{less} leaves {room} tokens, but the method always "
+            raise self.refused(
+                f"budget {self.budget}{less} leaves {room} tokens, but the method always "
                 f"keeps {self.kept}; raise budget"
             )
 
     def validate(self, config: ModelConfig) -> None:
         """Refuses positions that the model was not trained to, and windows that hide tokens."""
-        name, most = type(self).__name__, self.budget + self.chunk
+        most = self.budget + self.chunk
         if self.positions == "shifted" and most > config.trained_length:
-            raise ConfigError(
-                f"{name}: budget {self.budget} + chunk {self.chunk} = {most} positions, more than "
+            raise self.refused(
+                f"budget {self.budget} + chunk {self.chunk} = {most} positions, more than "
                 f"the {config.trained_length} that the model was trained to; lower them"
             )
-        least = min((window for window in config.windows if window is not None), default=None)
+        least = least_window(config)
         if least is not None and self.positions == "true":
-            raise ConfigError(
-                f"{name}: this model has layers with a sliding window of {least} tokens, which "
+            raise self.refused(
+                f"this model has layers with a sliding window of {least} tokens, which "
                 f"positions=true does not support; use positions=shifted"
             )
         if least is not None and least < most:
-            raise ConfigError(
-                f"{name}: budget {self.budget} and chunk {self.chunk} exceed the model's sliding "
+            raise self.refused(
+                f"budget {self.budget} and chunk {self.chunk} exceed the model's sliding "
                 f"window of {least} tokens; lower them"
             )
 
@@ -263,7 +263,7 @@ class Evicting(Registered):
         longest = max(map(len, question), default=1)
         if longest > self.budget:
             raise InputError(
-                f"{type(self).__name__}: the question has {longest} tokens, more than the cache's "
+                f"{self.name}: the question has {longest} tokens, more than the cache's "
                 f"budget of {self.budget}; move text from the question to the context, or raise "
                 f"budget"
             )
@@ -354,9 +354,9 @@ class Evicting(Registered):
         scores_BKU = jnp.broadcast_to(scores, (*cache.k.shape[:2], scores.shape[2]))
         count_B = cache.length + seen.joining - seen.leaving
         # One token in: at most one leaves, and slots move by one. Otherwise all are chosen anew.
-        single = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
-        keep = replace_one if single else choose
-        return keep(cache, seen.store_k, seen.v, scores_BKU, sums, count_B, seen.joining)
+        one = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
+        kept = (scores_BKU, sums, count_B, seen.joining)
+        return choose(cache, seen.store_k, seen.v, *kept, one=one)
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
         """Nothing changes at the end of the context."""

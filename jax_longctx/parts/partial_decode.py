@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, append, empty_append_cache, local_slots, where_rows
+from jax_longctx.caches import (
+    AppendCache,
+    Rewinding,
+    append,
+    empty_append_cache,
+    local_slots,
+    where_rows,
+)
 from jax_longctx.contract import (
     ENDS,
     QKV,
@@ -23,55 +30,41 @@ from jax_longctx.contract import (
     LayerContext,
     Prompt,
     Segment,
-    Stage,
     mark_ends,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending, refuse_windows
 from jax_longctx.parts.partial import (
     Count,
     FifoCache,
-    FifoList,
     best_last,
     check_kernel,
     empty_fifo_cache,
-    empty_fifo_list,
-    gather_fifo,
     pooled_scores,
 )
 from jax_longctx.sharding import axes_field
-from pallas_kernels.decode_attention import attend_with_logits, decode_attention
+from pallas_kernels.decode_attention import attend_with_logits
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
-
-Partial = FifoCache | FifoList
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RefreshCache:
+class RefreshCache(Rewinding):
     """Every key and value of a row, and the part that decode reads.
 
+    The end of a question replaces all but the store.
+
     Attributes:
-      partial: keys and values, or with `indexed` only which tokens they are.
+      partial: the tokens that a partial step attends; with `indexed` without keys and values.
       query: sum over all heads of the query of the layer's last full step.
       steps, full_steps: decode steps of this answer, and those that attended every key.
     """
 
     store: AppendCache
-    partial: Partial
+    partial: FifoCache
     query: Float[Array, "B H"] = axes_field("batch", None)
     steps: Int[Array, " B"] = axes_field("batch")
     full_steps: Int[Array, " B"] = axes_field("batch")
-
-    def with_store(self, store: AppendCache) -> "RefreshCache":
-        """The cache around another store."""
-        return dataclasses.replace(self, store=store)
-
-    @property
-    def order(self) -> FifoList:
-        """Which tokens the partial cache holds."""
-        return self.partial.order if isinstance(self.partial, FifoCache) else self.partial
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,15 +93,13 @@ class PartialDecoding(Appending):
     query_aware = True
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
         self.at_least(1, "budget")
-        if not 0 < self.ratio <= 1:
-            raise ConfigError(f"{name}: ratio must be above 0 and at most 1, got {self.ratio}")
-        check_kernel(name, self.kernel)
+        self.share("ratio", zero=False)
+        check_kernel(self)
         if self.indexed and not self.evict_on_push:
-            raise ConfigError(
-                f"{name}: indexed=true gathers a fixed number of tokens, which "
-                f"evict_on_push=false exceeds; set one of them otherwise"
+            raise self.refused(
+                "indexed=true gathers a fixed number of tokens, which "
+                "evict_on_push=false exceeds; set one of them otherwise"
             )
 
     def step(
@@ -127,18 +118,15 @@ class PartialDecoding(Appending):
         return ctx.psum_heads(jnp.sum(rotated[:, 0].astype(jnp.float32), axis=1))
 
     def validate(self, config: ModelConfig) -> None:
-        refuse_windows(type(self).__name__, config)
+        refuse_windows(self.name, config)
 
     def init_cache(self, shape: CacheShape) -> RefreshCache:
+        # No prompt is longer than the slots.
+        size, axis = math.ceil(self.ratio * shape.slots), "share"
         if self.budget is not None:
-            order = empty_fifo_list(shape, self.budget, "budget")
-        else:
-            # No prompt is longer than the slots.
-            order = empty_fifo_list(shape, math.ceil(self.ratio * shape.slots), "share")
-        partial = order
-        if not self.indexed:
-            room = None if self.evict_on_push else shape.reserve
-            partial = empty_fifo_cache(shape, order, room)
+            size, axis = self.budget, "budget"
+        room = None if self.evict_on_push else shape.reserve
+        partial = empty_fifo_cache(shape, size, axis, room, indexed=self.indexed)
         query = jnp.zeros((shape.batch, shape.head_dim), jnp.float32)
         steps, full_steps = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(2))
         return RefreshCache(empty_append_cache(shape), partial, query, steps, full_steps)
@@ -164,20 +152,12 @@ class PartialDecoding(Appending):
         """The cache whose store another method's prefill has filled; a question chooses anew."""
         return cache
 
-    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
-        return dataclasses.replace(cache, store=cache.store.end_context())
-
-    def fork(self, cache: Any) -> Any:
-        # What else a question finds here is replaced where it ends.
-        return dataclasses.replace(cache, store=cache.store.rewind())
-
     def read_bytes(self, cache: Any, length: int) -> int:
         """The partial cache."""
         store, partial = cache.store, cache.partial
-        if isinstance(partial, FifoCache) and not self.evict_on_push:
-            tokens = partial.k.shape[2]
-        else:
-            tokens = (self.budget or max(int(self.ratio * length), 1)) + 1
+        tokens = (self.budget or max(int(self.ratio * length), 1)) + 1
+        if not self.evict_on_push:
+            tokens = partial.capacity
         token = 2 * store.k.size // store.k.shape[2] * store.k.dtype.itemsize
         return token * tokens
 
@@ -190,9 +170,7 @@ class PartialDecoding(Appending):
 
     def limit(self, cache: RefreshCache) -> Count:
         """Tokens that a partial step reads at most."""
-        if isinstance(cache.partial, FifoCache) and not self.evict_on_push:
-            return cache.partial.k.shape[2]
-        return self.chosen(cache) + 1
+        return self.chosen(cache) + 1 if self.evict_on_push else cache.partial.capacity
 
     def begin(
         self, q: Float[Array, "B 1 N H"], cache: RefreshCache, ctx: LayerContext
@@ -208,10 +186,7 @@ class PartialDecoding(Appending):
         self, k: Array, v: Array, cache: RefreshCache, valid: Int[Array, " B"], ctx: LayerContext
     ) -> RefreshCache:
         """The cache with a step's token, its key rotated, in the store and in the partial cache."""
-        if isinstance(cache.partial, FifoList):
-            partial = cache.partial.push(valid)
-        else:
-            partial = cache.partial.push(k, v, valid, self.limit(cache))
+        partial = cache.partial.push(k, v, valid, self.limit(cache))
         store = append(cache.store, k, v, valid, ctx)
         return dataclasses.replace(cache, store=store, partial=partial, steps=cache.steps + valid)
 
@@ -221,7 +196,7 @@ class PartialDecoding(Appending):
         cache: RefreshCache,
         turned: Bool[Array, " B"],
         ctx: LayerContext,
-    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Partial]:
+    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], FifoCache]:
         """One query over all keys, and in `turned` rows what its probabilities choose."""
         store = cache.store
         batch, kv_heads, size, _ = store.k.shape
@@ -235,23 +210,21 @@ class PartialDecoding(Appending):
         mass_BKS = ctx.gather_seq(over[self.over_group](p_BKGS, axis=2), axis=2)
         own = 1 if self.force_self else 0
         scores_BKS = pooled_scores(mass_BKS, store.length, own, self.kernel, "max")
-        listed = cache.order.chosen.shape[2]
-        order = best_last(scores_BKS, store.length, self.chosen(cache), listed, self.leaving)
-        order = dataclasses.replace(order, chosen_axis=cache.order.chosen_axis)
-        order = where_rows(turned, order, cache.order)
-        if isinstance(cache.partial, FifoList):
-            return out.astype(q.dtype), lse, order
-        # The other rows' tokens are read again too: to keep them would copy their buffers.
-        partial = gather_fifo(store, order, self.limit(cache), cache.partial.k.shape[2], ctx)
-        partial = dataclasses.replace(partial, slots_axis=cache.partial.slots_axis)
+        old = dataclasses.replace(cache.partial, k=None, v=None)
+        listed = old.chosen.shape[2]
+        new = best_last(scores_BKS, store.length, self.chosen(cache), listed, self.leaving)
+        new = dataclasses.replace(new, chosen_axis=old.chosen_axis, slots_axis=old.slots_axis)
+        partial = where_rows(turned, new, old)
+        if not self.indexed:
+            # The other rows' tokens are gathered again too: to keep them would copy the buffers.
+            partial = partial.filled(store, self.limit(cache), cache.partial.capacity, ctx)
         return out.astype(q.dtype), lse, partial
 
     def read(self, q: Array, cache: RefreshCache, ctx: LayerContext) -> tuple[Array, Array]:
         """One query over the partial cache."""
         partial, limit = cache.partial, self.limit(cache)
-        if isinstance(partial, FifoCache):
-            length_B = partial.order.length(limit)
-            return decode_attention(q, partial.k, partial.v, length_B, scale=ctx.scale)
+        if not self.indexed:
+            return partial.read(q, limit, ctx.scale)
         store, size = cache.store, cache.store.k.shape[2]
         # Tokens are slots of the full cache.
         local_BKC = local_slots(partial.tokens(limit, partial.chosen.shape[2] + 1), size, ctx)

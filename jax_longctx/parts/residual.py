@@ -22,13 +22,12 @@ is.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, where_rows
+from jax_longctx.caches import AppendCache, Rewinding, where_rows
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.parts.sparse_decode import Prior, Selected
@@ -38,7 +37,7 @@ from pallas_kernels.decode_attention import decode_logits
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Background:
+class Background(Rewinding):
     """The prior of one layer, float32 but for `mean`. M is N, or K where a group shares its prior.
 
     Attributes:
@@ -65,24 +64,9 @@ class Background:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResaCache(SelectiveCache):
-    """A selector's cache and the prior."""
+    """A selector's cache and the prior. After a rewind the next question makes the prior anew."""
 
     background: Background
-
-    def end_context(self) -> Any:
-        """Remembers where the context ends, and the sums there, so that `rewind` can return."""
-        sums = self.background.query_sum, self.background.key_sum
-        background = dataclasses.replace(
-            self.background, context_query_sum=sums[0], context_key_sum=sums[1]
-        )
-        return dataclasses.replace(super().end_context(), background=background)
-
-    def rewind(self) -> Any:
-        """The cache at the end of the context; the prior is made anew with the next question."""
-        kept = self.background.context_query_sum, self.background.context_key_sum
-        sums = [jnp.array(x, copy=True) for x in kept]
-        background = dataclasses.replace(self.background, query_sum=sums[0], key_sum=sums[1])
-        return dataclasses.replace(super().rewind(), background=background)
 
 
 def empty_background(shape: CacheShape, *, shared: bool, masked: bool) -> Background:

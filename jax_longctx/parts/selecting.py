@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, append, read_lines, write_rows
+from jax_longctx.caches import AppendCache, Rewinding, append, read_lines, write_rows
 from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext, Segment
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
@@ -54,7 +54,7 @@ _GRANULE = 128
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SelectiveCache:
+class SelectiveCache(Rewinding):
     """All keys and values, and what selects among them.
 
     Attributes:
@@ -71,25 +71,13 @@ class SelectiveCache:
     kept: Int[Array, "B N"] = axes_field("batch", "heads")
     steps: Int[Array, " B"] = axes_field("batch")
 
-    def with_store(self, store: AppendCache) -> Any:
-        """The cache around another store."""
-        return dataclasses.replace(self, store=store)
-
-    def end_context(self) -> Any:
-        """Remembers where the context ends, so that `rewind` can return there."""
-        return dataclasses.replace(self, store=self.store.end_context())
-
     def rewind(self) -> Any:
         """The cache at the end of the context.
 
         Digests beyond it become garbage, which no query sees before they are made anew.
         """
-        return dataclasses.replace(
-            self,
-            store=self.store.rewind(),
-            kept=jnp.zeros_like(self.kept),
-            steps=jnp.zeros_like(self.steps),
-        )
+        kept, steps = jnp.zeros_like(self.kept), jnp.zeros_like(self.steps)
+        return dataclasses.replace(super().rewind(), kept=kept, steps=steps)
 
     def counted(self, chosen: Selected, valid: Int[Array, " B"]) -> Any:
         """The cache after a decode step of rows with valid[b] = 1."""
@@ -133,27 +121,15 @@ class Selecting(Appending):
     pools: ClassVar[Literal["mass", "scores"]] = "mass"
 
     def __post_init__(self) -> None:
-        self._check_least(budget=1, sink=0, local=0, skip_layers=0)
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise self._wrong(f"ratio must be above 0 and at most 1, got {self.ratio}")
-        if not 0 <= self.alpha <= 1:
-            raise self._wrong(f"alpha must be from 0 to 1, got {self.alpha}")
-        if not 0 < self.epsilon <= 1:
-            raise self._wrong(f"epsilon must be above 0 and at most 1, got {self.epsilon}")
+        self.at_least(1, "budget")
+        self.at_least(0, "sink", "local", "skip_layers")
+        self.share("alpha")
+        self.share("ratio", "epsilon", zero=False)
         needed = self._allocation.granularity
         if needed is not None and self.granularity != needed:
-            raise self._wrong(
+            raise self.refused(
                 f"allocation {self.allocation} needs granularity {needed}, got {self.granularity}"
             )
-
-    def _wrong(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.name}: {what}")
-
-    def _check_least(self, **settings: int) -> None:
-        for name, least in settings.items():
-            if getattr(self, name) < least:
-                given = getattr(self, name)
-                raise self._wrong(f"{name} must be at least {least}, got {given}")
 
     @property
     def _allocation(self) -> Uniform:
@@ -421,11 +397,11 @@ class SelectingPages(Selecting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_least(min_pages=1, page_size=1)
+        self.at_least(1, "min_pages", "page_size")
         if _GRANULE % self.page_size:
-            raise self._wrong(f"page_size must divide {_GRANULE}, got {self.page_size}")
+            raise self.refused(f"page_size must divide {_GRANULE}, got {self.page_size}")
         if self.whole_pages and not self.local:
-            raise self._wrong("whole_pages extends the local window; local must be at least 1")
+            raise self.refused("whole_pages extends the local window; local must be at least 1")
 
     def scores(
         self, q: Float[Array, "B N H"], cache: SelectiveCache, ctx: LayerContext

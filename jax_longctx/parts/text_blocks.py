@@ -38,7 +38,6 @@ from jax_longctx.contract import (
     spread_segment,
     tail_size,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.sharding import axes_field
 
 # Variants of segments: the anchor's tokens, and a whole first block whose head is the anchor.
@@ -124,14 +123,14 @@ class Blocks(Registered):
 
     def __post_init__(self) -> None:
         if self.block < 1:
-            raise ConfigError(f"star: block must be at least 1, got {self.block}")
+            raise self.refused(f"block must be at least 1, got {self.block}")
         if not 0 <= self.anchor_size <= self.block:
-            raise ConfigError(
-                f"star: anchor must be from 0 to the block's {self.block} tokens, got {self.anchor}"
+            raise self.refused(
+                f"anchor must be from 0 to the block's {self.block} tokens, got {self.anchor}"
             )
         if self.anchor_kv == "broadcast" and not self._one_anchor:
-            raise ConfigError(
-                "star: anchor_kv=broadcast sends the first block's own keys; with other content or "
+            raise self.refused(
+                "anchor_kv=broadcast sends the first block's own keys; with other content or "
                 "positions set anchor_kv=recompute"
             )
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, empty_append_cache, gather_slots, write_run
+from jax_longctx.caches import AppendCache, Rewinding, empty_append_cache, gather_slots, write_run
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.parts.voted_keys import tie_tolerance
 from jax_longctx.sharding import axes_field
@@ -58,7 +58,7 @@ class Layout:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class UnitMemory:
+class UnitMemory(Rewinding):
     """Every key and value of a row, and what its units are chosen by.
 
     Attributes:
@@ -72,17 +72,6 @@ class UnitMemory:
     units: Float[Array, "B N P H"] = axes_field("batch", "heads", "pages", None)
     received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
     context_received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
-
-    def end_context(self) -> "UnitMemory":
-        """Remembers where the context ends, so that `rewind` can return there."""
-        return dataclasses.replace(
-            self, store=self.store.end_context(), context_received=self.received
-        )
-
-    def rewind(self) -> "UnitMemory":
-        """The memory at the end of the context; later units become garbage."""
-        received = jnp.array(self.context_received, copy=True)
-        return dataclasses.replace(self, store=self.store.rewind(), received=received)
 
     def pack(
         self,

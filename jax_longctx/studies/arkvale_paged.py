@@ -27,7 +27,6 @@ from jax_longctx.contract import (
     Segment,
     method,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.methods.arkvale import ArkVale
 from jax_longctx.parts.selecting import SelectiveCache, gathered
 from jax_longctx.parts.sparse_decode import Lists, Prior, Selected, Span
@@ -72,14 +71,14 @@ class ArkValePaged(ArkVale):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.granularity != "layer" or self.allocation != "uniform" or self.ratio is not None:
-            raise ConfigError(
-                "arkvale-paged: resident, one page cache a layer, needs granularity layer, "
+            raise self.refused(
+                "resident, one page cache a layer, needs granularity layer, "
                 f"allocation uniform and a budget in tokens; got granularity {self.granularity}, "
                 f"allocation {self.allocation}, ratio {self.ratio}"
             )
         if self.resident < max(self.budget, self.page_size):
-            raise ConfigError(
-                f"arkvale-paged: resident {self.resident} must hold the budget of {self.budget} "
+            raise self.refused(
+                f"resident {self.resident} must hold the budget of {self.budget} "
                 f"tokens that may be recalled, and a page of {self.page_size}; raise resident"
             )
 

@@ -25,14 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import AppendCache, write_run
+from jax_longctx.caches import AppendCache, Rewinding, write_run
 from jax_longctx.contract import (
     QKV,
     Attended,
     CacheShape,
     LayerContext,
     Segment,
-    Stage,
 )
 from jax_longctx.engine import Engine
 from jax_longctx.engine.distributed import to_host
@@ -44,7 +43,7 @@ from jax_longctx.sharding import axes_field
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class Recorded(Rewinding):
     """Full attention's cache and the rotated query of every token."""
 
     store: AppendCache
@@ -69,12 +68,6 @@ class Recorder(Appending):
         queries = write_run(cache.queries, rotated, cache.store.length, valid_B, ctx)
         part, store = super().attend(new, cache.store, segment, ctx)
         return part, Recorded(store, queries)
-
-    def finish(self, cache: Recorded, ctx: LayerContext, stage: Stage, reserve: int) -> Recorded:
-        return dataclasses.replace(cache, store=cache.store.end_context())
-
-    def fork(self, cache: Recorded) -> Recorded:
-        return dataclasses.replace(cache, store=cache.store.rewind())
 
     def read_bytes(self, cache: Recorded, length: int) -> int:
         return super().read_bytes(cache.store, length)

@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, gather_slots, where_rows
 from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext, method
-from jax_longctx.errors import ConfigError
 from jax_longctx.methods.infllm import InfLLM
 from jax_longctx.parts.unit_memory import Layout, UnitMemory
 from jax_longctx.sharding import axes_field
@@ -71,13 +70,13 @@ class InfLLMAccounted(InfLLM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.at_least(0, "max_cached_block")
+        self.share("score_decay")
         if self.max_cached_block < self.topk or self.granularity != "layer":
-            raise ConfigError(
-                f"infllm: max_cached_block {self.max_cached_block} must hold the topk {self.topk} "
+            raise self.refused(
+                f"max_cached_block {self.max_cached_block} must hold the topk {self.topk} "
                 f"units that a layer attends, chosen with granularity layer, got {self.granularity}"
             )
-        if not 0 <= self.score_decay <= 1:
-            raise ConfigError(f"infllm: score_decay must be from 0 to 1, got {self.score_decay}")
 
     def init_cache(self, shape: CacheShape) -> AccountedMemory:
         memory = super().init_cache(shape)

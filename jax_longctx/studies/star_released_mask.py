@@ -25,7 +25,6 @@ from jax_longctx.contract import (
     Segment,
     method,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.star import Star
 from pallas_kernels.common import merge
@@ -39,9 +38,7 @@ class StarReleasedMask(Star):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.decode != Full():
-            raise ConfigError(
-                "star-released-mask: the authors' code decodes by full attention; set decode=full"
-            )
+            raise self.refused("the authors' code decodes by full attention; set decode=full")
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         # The mask is that of a question read at once.
