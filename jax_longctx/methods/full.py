@@ -3,6 +3,8 @@
 The baseline of every method and the definition of right; `parts.appending` says how it is computed.
 """
 
+from jaxtyping import Array
+
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import LayerContext, method
 from jax_longctx.parts.appending import Appending
@@ -12,6 +14,8 @@ from jax_longctx.parts.appending import Appending
 class Full(Appending):
     """Exact attention over every token; the baseline."""
 
-    def adopt(self, cache: AppendCache, ctx: LayerContext) -> AppendCache:
+    def adopt(
+        self, cache: AppendCache, ctx: LayerContext, queries: Array | None = None
+    ) -> AppendCache:
         """The cache that another method's prefill has filled."""
         return cache

@@ -72,6 +72,8 @@ class Resa(Selecting):
     prior_group: Literal["query_head", "mean"] = "query_head"
     page_size: int | None = None
 
+    wants_queries = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "rebuild_every")
@@ -155,17 +157,13 @@ class Resa(Selecting):
         part = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=literal)
         return part, dataclasses.replace(cache.counted(chosen, valid_B), background=background)
 
-    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
-        """The cache whose store another method's prefill has filled."""
+    def adopt(
+        self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
+    ) -> Any:
         if isinstance(cache, AppendCache):
             return cache
-        background = residual.adopt(cache.background, cache.store, ctx)
+        background = residual.adopt(cache.background, cache.store, ctx, queries)
         return dataclasses.replace(self.base.adopt(cache, ctx), background=background)
-
-    def recall_queries(self, cache: ResaCache, total: Float[Array, "B N H"]) -> ResaCache:
-        """The adopted cache with the sum of the text's queries, of which mu_q is the mean."""
-        background = dataclasses.replace(cache.background, query_sum=total)
-        return dataclasses.replace(cache, background=background)
 
     def read_bytes(self, cache: Any, length: int) -> int:
         read = self.base.read_bytes(cache, length)

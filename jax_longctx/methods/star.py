@@ -45,7 +45,7 @@ from jax_longctx.contract import (
 from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import refuse_windows
-from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Adopting, Blocks, Remembering, StarCache
+from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Adopting, Blocks, StarCache
 from pallas_kernels.common import merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
@@ -182,10 +182,8 @@ class Star(Blocks):
         length_B = ctx.psum_seq(cache.filled[:, 0])
         store = dataclasses.replace(cache.decode.store, length=length_B, position=length_B)
         assert isinstance(self.decode, Adopting)
-        adopted = self.decode.adopt(with_store(cache.decode, store), ctx)
-        if cache.queries is not None:
-            assert isinstance(self.decode, Remembering)
-            adopted = self.decode.recall_queries(adopted, ctx.psum_seq(cache.queries[:, 0]))
+        queries = None if cache.queries is None else ctx.psum_seq(cache.queries[:, 0])
+        adopted = self.decode.adopt(with_store(cache.decode, store), ctx, queries)
         return self.decode.finish(adopted, ctx, stage, reserve)
 
     def fork(self, cache: Any) -> Any:

@@ -40,6 +40,8 @@ class Appending(Registered):
 
     phase = "none"
     keeps_all = append_only = True
+    # Whether the queries of a prefill by another method (Star) are needed in decode.
+    wants_queries = False
 
     def validate(self, config: ModelConfig) -> None:
         """Every model can run it."""

@@ -148,7 +148,7 @@ class PartialDecoding(Appending):
             cache = where_rows(segment.ends, self.begin(q, cache, ctx), cache)
         return part, cache
 
-    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
+    def adopt(self, cache: Any, ctx: LayerContext, queries: Array | None = None) -> Any:
         """The cache whose store another method's prefill has filled; a question chooses anew."""
         return cache
 

@@ -112,12 +112,20 @@ def observe(
     return dataclasses.replace(background, query_sum=query_sum, key_sum=key_sum, counted=length)
 
 
-def adopt(background: Background, store: AppendCache, ctx: LayerContext) -> Background:
-    """The background of a store which another method has filled, without its queries."""
+def adopt(
+    background: Background,
+    store: AppendCache,
+    ctx: LayerContext,
+    queries: Float[Array, "B N H"] | None,
+) -> Background:
+    """The background of a store that another method has filled; `queries` is their sum."""
+    if queries is None:
+        queries = background.query_sum
     held_BS = jnp.arange(store.k.shape[2]) < store.held(ctx)[:, None]
     keys = jnp.where(held_BS[:, None, :, None], store.k.astype(jnp.float32), 0.0)
     total_BKH = ctx.psum_seq(jnp.sum(keys, axis=2))
-    return dataclasses.replace(background, key_sum=total_BKH, counted=store.length)
+    sums = {"query_sum": queries, "key_sum": total_BKH}
+    return dataclasses.replace(background, **sums, counted=store.length)
 
 
 def begin_answer(

@@ -28,10 +28,10 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
 from jax_longctx.parts.head_budgets import (
     Allocation,
-    Candidates,
     Granularity,
-    Uniform,
-    allocation_of,
+    ada_kv,
+    best_pages,
+    progressive,
     share,
     softmax_mass,
 )
@@ -46,7 +46,6 @@ from jax_longctx.parts.sparse_decode import (
     listed,
 )
 from jax_longctx.sharding import axes_field
-from pallas_kernels.select_large_k import select_large_k
 
 # Caches and their shards are whole numbers of this many slots, so that no page is cut.
 _GRANULE = 128
@@ -125,15 +124,11 @@ class Selecting(Appending):
         self.at_least(0, "sink", "local", "skip_layers")
         self.share("alpha")
         self.share("ratio", "epsilon", zero=False)
-        needed = self._allocation.granularity
-        if needed is not None and self.granularity != needed:
+        needed = {"ada": "kv_head", "psa": "query_head"}.get(self.allocation[:3], self.granularity)
+        if self.granularity != needed:
             raise self.refused(
                 f"allocation {self.allocation} needs granularity {needed}, got {self.granularity}"
             )
-
-    @property
-    def _allocation(self) -> Uniform:
-        return allocation_of(self.allocation, self.alpha, self.epsilon)
 
     # What a method says.
 
@@ -183,7 +178,9 @@ class Selecting(Appending):
         cache = dataclasses.replace(cache, store=store, prompt=store.length)
         return part, self.refreshed(cache, past_B, new[0].shape[1], ctx)
 
-    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
+    def adopt(
+        self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
+    ) -> Any:
         """The cache whose store another method's prefill has filled: every page summarised."""
         if isinstance(cache, AppendCache):
             return cache
@@ -199,7 +196,10 @@ class Selecting(Appending):
         # A group whose heads select alone reads a page once for each of them.
         times = cache.kept.shape[1] // store.k.shape[1] if self.granularity == "query_head" else 1
         keys = self.attended(length, slots) * times * all_keys // slots
-        return self.scored_bytes(cache) + self._allocation.reads(keys, all_keys) + 2 * keys
+        # PSA also reads the visited pages' keys (`psa-digest` does not) or all keys, to choose.
+        visited = keys * (self.allocation in ("psa-oracle", "psa-estimate", "psa-resa"))
+        visited += all_keys * (self.allocation == "psa-oracle")
+        return self.scored_bytes(cache) + visited + 2 * keys
 
     def scored_bytes(self, cache: SelectiveCache) -> int:
         """What `scores` reads: the keys of all tokens."""
@@ -303,7 +303,7 @@ class Selecting(Appending):
         forced: tuple[Float[Array, "B N"], ...] = (),
         prior: Prior | None = None,
     ) -> Lists:
-        """The pages to attend. `forced`: as in `Candidates`."""
+        """The pages to attend. `forced` and `prior` are for PSA: see `head_budgets.progressive`."""
         pages = span.tokens.shape[1]
         most = self.most_pages(pages * self.page_size, pages)
         count_B = jnp.minimum(self.pages_of(cache.prompt), most)
@@ -314,22 +314,17 @@ class Selecting(Appending):
         if self.allocation == "uniform" and few:
             return Lists(self._best_of_shards(own_BNP, span, count_B, most, kv_heads, ctx))
         scores_BNP = gathered(own_BNP, span, ctx)
-        return self._allocation.choose(
-            Candidates(
-                q=q,
-                store=cache.store,
-                span=span,
-                scores=scores_BNP,
-                ranked=self.pooled(scores_BNP, span.tokens, kv_heads, ctx),
-                masses=self.pools == "mass",
-                count=count_B,
-                least=self.min_pages,
-                most=most,
-                forced=forced,
-                prior=prior,
-            ),
-            ctx,
-        )
+        kind, _, form = self.allocation.partition("-")
+        if kind == "psa":
+            limits = {"most": most, "least": self.min_pages, "epsilon": self.epsilon}
+            given = (q, cache.store, span, scores_BNP, count_B, ctx)
+            return progressive(*given, **limits, stop=form, forced=forced, prior=prior)
+        ranked = self.pooled(scores_BNP, span.tokens, kv_heads, ctx)
+        if kind == "uniform":
+            return Lists(best_pages(ranked, count_B, most))
+        if self.pools == "scores":
+            ranked = softmax_mass(ranked, span.tokens, ctx.scale)
+        return ada_kv(ranked, count_B, most, ctx, alpha=self.alpha, blend=form == "blend")
 
     def _best_of_shards(
         self,
@@ -344,16 +339,14 @@ class Selecting(Appending):
 
         Whatever is among the best of all is among the best of its shard.
         """
-        first = ctx.seq_offset(own.shape[2])
-        tokens_BP = jax.lax.dynamic_slice_in_dim(span.tokens, first, own.shape[2], axis=1)
+        tokens_BP = ctx.own_seq(span.tokens, axis=1)
         own = jnp.where((tokens_BP > 0)[:, None], own, -jnp.inf)
         ranked_BXP = self.pooled(own, tokens_BP, kv_heads, ctx, sharded=True)
-        count_BX = jnp.broadcast_to(count[:, None], ranked_BXP.shape[:2])
-        best_BXC = select_large_k(ranked_BXP, count_BX, size=most)
+        best_BXC = best_pages(ranked_BXP, count, most)
         scores_BXC = listed(ranked_BXP, best_BXC)
         # Shard after shard, each ascending: ties still go to the lowest page.
-        pages_BXE = ctx.gather_seq(best_BXC + first, axis=2)
-        chosen_BXC = select_large_k(ctx.gather_seq(scores_BXC, axis=2), count_BX, size=most)
+        pages_BXE = ctx.gather_seq(best_BXC + ctx.seq_offset(own.shape[2]), axis=2)
+        chosen_BXC = best_pages(ctx.gather_seq(scores_BXC, axis=2), count, most)
         return listed(pages_BXE, chosen_BXC, -1)
 
     def pooled(

@@ -49,22 +49,22 @@ Columns = list[list[list[int]]]  # of each row, the tokens of each shard
 
 @runtime_checkable
 class Adopting(Protocol):
-    """A method that decodes over a cache of all keys which another method's prefill has filled.
+    """A method that decodes over a cache of all keys that another method's prefill has filled.
 
-    Its caches name the cache of all keys `store`, and go around another by `with_store`.
+    Attributes:
+      wants_queries: whether it needs the sum of the text's queries.
     """
 
-    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
-        """The cache, its other parts made right for what `cache.store` holds."""
-        ...
+    wants_queries: bool
 
+    def adopt(
+        self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
+    ) -> Any:
+        """The cache, its other parts made right for what `cache.store` holds.
 
-@runtime_checkable
-class Remembering(Adopting, Protocol):
-    """One that also wants to know the queries which the store was filled with."""
-
-    def recall_queries(self, cache: Any, total: Float[Array, "B N H"]) -> Any:
-        """The adopted cache with the float32 sum of the text's queries, rotated as its keys."""
+        Args:
+          queries: the float32 sum of the text's queries, rotated as its keys.
+        """
         ...
 
 
@@ -157,7 +157,7 @@ class Blocks(Registered):
         anchors = (shape.batch, shape.num_kv_heads, size, shape.head_dim)
         counts = (shape.batch, shape.shards)
         queries = None
-        if isinstance(decode, Remembering):
+        if getattr(decode, "wants_queries", False):
             queries = jnp.zeros((*counts, shape.num_heads, shape.head_dim), jnp.float32)
         return StarCache(
             decode.init_cache(slots),
@@ -170,8 +170,12 @@ class Blocks(Registered):
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         """The context, a row's end marked in the last segment that holds tokens of it."""
-        each = self._blocks_each(prompt.slots, prompt.shards)
-        fed = [part for turn in range(each) for part in self._turn(prompt, turn, each)]
+        fed: list[tuple[Columns, int, str]] = []
+        for anchors, blocks, sends in self._turns(prompt):
+            fed += [(part, prompt.chunk, ANCHOR) for part in _chunks(anchors, prompt.chunk)]
+            # The keys that are sent must be there before the block's last token attends to them.
+            chunk, variant = (self.block, SENDS) if sends else (prompt.chunk, "")
+            fed += [(part, chunk, variant) for part in _chunks(blocks, chunk)]
         last: dict[int, int] = {}
         for index, (columns, _, _) in enumerate(fed):
             last |= {b: index for b, row in enumerate(columns) if any(row)}
@@ -180,43 +184,27 @@ class Blocks(Registered):
             most = max(len(part) for row in columns for part in row)
             yield spread_segment(columns, tail_size(most, chunk), ends, variant)
 
-    def _turn(self, prompt: Prompt, turn: int, each: int) -> Iterator[tuple[Columns, int, str]]:
-        """What is fed in every shard's turn-th block of `each`: tokens, chunk and variant."""
+    def _turns(self, prompt: Prompt) -> Iterator[tuple[Columns, Columns, bool]]:
+        """Anchors and blocks that the shards read in each turn; whether the anchor is sent."""
         rows, size, shards = prompt.context or (), self.block, range(prompt.shards)
-        starts = [(s * each + turn) * size for s in shards]
-        blocks = [[list(row[at : at + size]) for at in starts] for row in rows]
-        if not any(part for row in blocks for part in row):
-            return
-        if self._reads_anchor(turn):
+        each, shared = self._blocks_each(prompt.slots, prompt.shards), self._one_anchor
+        for turn in range(each):
+            starts = [(s * each + turn) * size for s in shards]
+            blocks = [[list(row[at : at + size]) for at in starts] for row in rows]
+            # A shared anchor is read once, by the shards that have a block behind it.
+            reads = self.anchor_kv == "recompute" and (turn == 0 or not shared)
+            needing = range(each) if shared else [turn]
             anchors = [
                 [
-                    self.anchor_tokens(row, at, prompt.vocab_size)
-                    if self._has_anchor(len(row), s * each, turn, each)
+                    self.anchor_tokens(row, starts[s], prompt.vocab_size)
+                    if reads and any(0 < (s * each + t) * size < len(row) for t in needing)
                     else []
-                    for s, at in zip(shards, starts, strict=True)
+                    for s in shards
                 ]
                 for row in rows
             ]
-            yield from ((part, prompt.chunk, ANCHOR) for part in _chunks(anchors, prompt.chunk))
-        # The keys that are sent must be there before the block's last token attends to them.
-        chunk, variant = (self.block, SENDS) if self._sends(turn) else (prompt.chunk, "")
-        yield from ((part, chunk, variant) for part in _chunks(blocks, chunk))
-
-    def _reads_anchor(self, turn: int) -> bool:
-        """Whether anchors are read before the blocks of this turn."""
-        return self.anchor_kv == "recompute" and (turn == 0 or not self._one_anchor)
-
-    def _sends(self, turn: int) -> bool:
-        """Whether the head of the first shard's block of this turn goes to all as their anchor."""
-        return turn == 0 and self.anchor_kv == "broadcast" and self.anchor_size > 0
-
-    def _has_anchor(self, length: int, first: int, turn: int, each: int) -> bool:
-        """Whether the shard whose first block is `first` needs an anchor at this turn.
-
-        For its block of this turn, or for a later one that shares it.
-        """
-        turns = range(turn, each) if self._one_anchor else [turn]
-        return any(0 < (first + t) * self.block < length for t in turns)
+            sends = turn == 0 and self.anchor_kv == "broadcast" and self.anchor_size > 0
+            yield anchors, blocks, sends
 
     def anchor_tokens(self, row: Sequence[int], start: int, vocab_size: int) -> list[int]:
         """Tokens of the anchor of the block that starts there."""
@@ -257,29 +245,25 @@ class Blocks(Registered):
         Every block costs t tokens and t (t + 1) / 2 + a t pairs, an anchor that is read a tokens
         and a (a + 1) / 2 pairs. The anchor that is sent is a sum over the shards, all but one zero.
         """
-        (row,) = prompt.context or ((),)
-        each, shards = self._blocks_each(prompt.slots, prompt.shards), prompt.shards
-        return max(
-            (self._shard_work(prompt, len(row), s * each, each) for s in range(shards)),
-            key=lambda work: (work.pairs, work.tokens),
-        )
+        turns = list(self._turns(prompt)) if prompt.context else []
+        works = (self._shard_work(prompt, turns, shard) for shard in range(prompt.shards))
+        return max(works, key=lambda work: (work.pairs, work.tokens))
 
-    def _shard_work(self, prompt: Prompt, length: int, first: int, each: int) -> PrefillWork:
-        """Of the shard whose first block is `first`."""
-        size, a, chunk, shards = self.block, self.anchor_size, prompt.chunk, prompt.shards
+    def _shard_work(
+        self, prompt: Prompt, turns: list[tuple[Columns, Columns, bool]], shard: int
+    ) -> PrefillWork:
+        a, chunk, shards = self.anchor_size, prompt.chunk, prompt.shards
         tokens = pairs = passes = sums = 0
-        for turn in range(each):
-            start = (first + turn) * size
-            own = min(max(length - start, 0), size)
+        for turn, (anchors, blocks, sends) in enumerate(turns):
+            read, own = len(anchors[0][shard]), len(blocks[0][shard])
             if not own:
                 break
-            if a and self._reads_anchor(turn) and self._has_anchor(length, first, turn, each):
-                tokens, pairs = tokens + a, pairs + a * (a + 1) // 2
-                passes += -(-a // chunk)
-            sends = self._sends(turn)
+            tokens += read + own
+            pairs += read * (read + 1) // 2 + own * (own + 1) // 2
+            # All blocks but the text's first attend to an anchor.
+            pairs += a * own if shard or turn else 0
+            passes += -(-read // chunk) + (1 if sends else -(-own // chunk))
             sums += sends and shards > 1
-            tokens, pairs = tokens + own, pairs + own * (own + 1) // 2 + (a * own if start else 0)
-            passes += 1 if sends else -(-own // chunk)
         received = sums * 2 * a * (shards - 1) / shards
         return PrefillWork(tokens, pairs, received, 2 * sums, passes)
 

@@ -100,9 +100,9 @@ class ArkValePaged(ArkVale):
         last_B1NH = jnp.take_along_axis(new[0], last_B1[..., None, None], axis=1)
         rotated = ctx.rotate(last_B1NH, cache.store.position[:, None] - 1)
         ranked_BP = self._ranked(rotated, cache, self.selectable(cache.store, ctx), ctx)
-        begun_BP = _local(select_mask(ranked_BP, self.most_pages(0, ranked_BP.shape[1])), ctx)
+        begun_BP = select_mask(ranked_BP, self.most_pages(0, ranked_BP.shape[1]))
         # The last segment of a question with tokens of a row is the one that counts.
-        resident = where_rows(valid_B > 0, begun_BP, cache.resident)
+        resident = where_rows(valid_B > 0, ctx.own_seq(begun_BP, 1), cache.resident)
         return part, dataclasses.replace(cache, resident=resident)
 
     def most_pages(self, slots: int, pages: int) -> int:
@@ -147,9 +147,3 @@ def recall(
     wanted_BP = select_mask(scores, count)
     others_BP = jnp.where(held, scores, -jnp.inf)
     return select_large_k(jnp.where(wanted_BP, jnp.inf, others_BP), size, size=size)
-
-
-def _local(pages: Bool[Array, "B P"], ctx: LayerContext) -> Bool[Array, "B X"]:
-    """This shard's part of a mask over all pages."""
-    own = pages.shape[1] // ctx.seq_size
-    return jax.lax.dynamic_slice_in_dim(pages, ctx.seq_offset(own), own, axis=1)

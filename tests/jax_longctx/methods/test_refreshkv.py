@@ -78,7 +78,8 @@ def resized(cache, method):
     """The context's cache with an empty partial one of the method's own kind and size."""
     size = method.budget or math.ceil(method.ratio * cache.store.k.shape[2])
     chosen = np.full((*cache.partial.chosen.shape[:2], size), -1, np.int32)
-    partial = dataclasses.replace(cache.partial, chosen=chosen)
+    buffers = dict.fromkeys("kv") if method.indexed else {}
+    partial = dataclasses.replace(cache.partial, chosen=chosen, **buffers)
     return dataclasses.replace(cache, partial=partial)
 
 
