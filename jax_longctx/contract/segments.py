@@ -113,6 +113,11 @@ class Prompt:
     shards: int = 1
     vocab_size: int = 0
 
+    @property
+    def rows(self) -> Sequence[Sequence[int]]:
+        """The rows of this stage."""
+        return (self.context if self.stage == "context" else self.question) or ()
+
 
 def make_segment(rows: Sequence[Sequence[int]], size: int, role: Role, ends: np.ndarray) -> Segment:
     """One row group of `size` columns from rows of at most that length, padded on the right."""

@@ -32,8 +32,9 @@ class _Classes(UserDict[str, Any]):
 
         try:
             importlib.import_module(home)
-        except ImportError as error:
-            raise ConfigError(f"method {name!r}: {home} cannot be imported: {error}") from error
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"method {name!r}: {home} cannot be imported: {said}") from error
         if name not in REGISTERED:
             raise ConfigError(
                 f"method {name!r}: {home} registers no method of that name; decorate its class "

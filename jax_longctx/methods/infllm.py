@@ -130,8 +130,8 @@ class InfLLM(Appending):
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "context":
-            return chunk_segments(prompt.context or (), self.chunk, "context")
-        return question_segments(prompt.question or (), self.chunk)
+            return chunk_segments(prompt.rows, self.chunk, "context")
+        return question_segments(prompt.rows, self.chunk)
 
     def attend(
         self, new: QKV, cache: UnitMemory, segment: Segment, ctx: LayerContext

@@ -135,7 +135,7 @@ class ReAttention(Appending):
         return tokens if self.position == "original" else min(tokens, self.scope_size)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        rows = (prompt.context if prompt.stage == "context" else prompt.question) or ()
+        rows = prompt.rows
         if prompt.stage == "question":
             if self.last_token_decode:
                 return question_segments(rows, self.chunk)

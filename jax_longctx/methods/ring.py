@@ -74,7 +74,7 @@ class Ring(Appending):
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "question":
             return super().segments(prompt)
-        rows, shards = prompt.context or (), prompt.shards
+        rows, shards = prompt.rows, prompt.shards
         if not any(rows):
             return ()
         size = prompt.slots // shards

@@ -51,9 +51,8 @@ class Appending(Registered):
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         """Chunks of the engine's own size."""
-        if prompt.stage == "context":
-            return chunk_segments(prompt.context or (), prompt.chunk, "context")
-        return chunk_segments(prompt.question or (), prompt.chunk, "query")
+        role = "context" if prompt.stage == "context" else "query"
+        return chunk_segments(prompt.rows, prompt.chunk, role)
 
     def attend(
         self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext

@@ -55,7 +55,7 @@ class ByInstruction(Evicting):
             return super().segments(prompt)
         instructions = prompt.question or ()
         width = self.question_width(instructions)
-        chunks = chunk_segments(prompt.context or (), self.chunk, "context")
+        chunks = chunk_segments(prompt.rows, self.chunk, "context")
         return (beside(chunk, instructions, width) for chunk in chunks)
 
     def attend(

@@ -90,13 +90,15 @@ class Look:
         """Slots of each row that hold something."""
         return self.cache.length[:, None, None]
 
+    def _joint(self, slots: Shaped[Array, "_ _"], tokens: Array) -> Shaped[Array, "B 1 U"]:
+        slots_BC = jnp.broadcast_to(slots, (len(tokens), self.past_k.shape[2]))
+        return jnp.concatenate([slots_BC, tokens], axis=1)[:, None]
+
     @property
     def order(self) -> Int[Array, "B 1 U"]:
         """Rank of each slot and token in the row's order, 0 the oldest."""
-        slots_C = jnp.arange(self.past_k.shape[2])
         tokens_BT = self.cache.length[:, None] + jnp.arange(self.k.shape[1])
-        slots_BC = jnp.broadcast_to(slots_C, (tokens_BT.shape[0], slots_C.shape[0]))
-        return jnp.concatenate([slots_BC, tokens_BT], axis=1)[:, None]
+        return self._joint(jnp.arange(self.past_k.shape[2])[None], tokens_BT)
 
     @property
     def token(self) -> Int[Array, "B K U"]:
@@ -107,15 +109,13 @@ class Look:
     def present(self) -> Bool[Array, "B 1 U"]:
         """Slots and tokens that hold something."""
         slots_BC = jnp.arange(self.past_k.shape[2]) < self.cache.length[:, None]
-        tokens_BT = jnp.arange(self.k.shape[1]) < self.valid[:, None]
-        return jnp.concatenate([slots_BC, tokens_BT], axis=1)[:, None]
+        return self._joint(slots_BC, jnp.arange(self.k.shape[1]) < self.valid[:, None])
 
     @property
     def onlookers(self) -> Float[Array, "B 1 U"]:
         """How many valid queries see each slot and token: token t those from t on; float32."""
-        slots_BC = jnp.broadcast_to(self.valid[:, None], (len(self.valid), self.past_k.shape[2]))
         after_BT = self.valid[:, None] - jnp.arange(self.k.shape[1])
-        return jnp.concatenate([slots_BC, after_BT], axis=1).astype(jnp.float32)[:, None]
+        return self._joint(self.valid[:, None], after_BT).astype(jnp.float32)
 
     @property
     def competing(self) -> Bool[Array, "B 1 U"]:
@@ -245,14 +245,13 @@ class Evicting(Registered):
           InputError: under `citrus`, a question longer than the cache which it looks at.
         """
         if prompt.stage == "context":
-            return chunk_segments(prompt.context or (), self.chunk, "context")
-        question = prompt.question or ()
+            return chunk_segments(prompt.rows, self.chunk, "context")
         if self.protocol == "own":
-            return chunk_segments(question, self.chunk, "query")
+            return chunk_segments(prompt.rows, self.chunk, "query")
         # One segment each: the question looks as a whole.
-        width = self.question_width(question)
-        probe = chunk_segments(question, width, "probe")
-        return [*probe, *chunk_segments(question, width, "query")]
+        width = self.question_width(prompt.rows)
+        probe = chunk_segments(prompt.rows, width, "probe")
+        return [*probe, *chunk_segments(prompt.rows, width, "query")]
 
     def question_width(self, question: Sequence[Sequence[int]]) -> int:
         """Columns for a question that looks as a whole: in powers of two, for few compilations.
