@@ -1,10 +1,10 @@
 """Budgeted storage: a few tokens of a row, kept in token order, chosen anew as the text goes by.
 
-Slots 0..length-1 hold the kept tokens in ascending order, each kv head its own set, all heads of a
-row equally many. The buffers are small and whole on every shard of the slots. Where answering only
-adds to them their axis is `room`, which grows; where it evicts, `budget`, which does not.
-Choosing gathers from the cache and the newest segment together, so that a buffer never has to hold
-both; appending without choosing writes in place.
+Slots 0..length-1 hold the kept tokens in ascending order. Each kv head has its own set, all heads
+of a row equally many. The buffers are small and whole on every shard of the slots. Their axis is
+`room`, which grows, where the answer is only added, and `budget`, which does not grow, where the
+answer evicts. Choosing gathers from the cache and the newest segment, so a buffer never has to hold
+both; appending writes in place.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ class BudgetCache:
     """Keys and values of the kept tokens of a row.
 
     Attributes:
-      k, v: slot c is valid when `c < length[b]`; other slots hold garbage. Whether keys are stored
-        before or after rotary embedding is the method's choice.
+      k, v: slot c is valid when `c < length[b]`; other slots hold garbage. The method stores keys
+        before or after rotary embedding.
       token: each kept token's index in the row's text.
       statistics: M running sums of each kept token, float32, or None.
       length: kept tokens of each row, the same for all its heads.

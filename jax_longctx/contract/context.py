@@ -44,16 +44,16 @@ WORTH_A_COLLECTIVE = 1 << 18
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """What `attend` and `finish` may know about the layer and the mesh.
+    """What `attend` and `finish` know about the layer and the mesh.
 
-    Not which layer it is: layers that are alike share one trace. What differs by layer is decided
-    in `init_cache`.
+    The layer's index is not among it: equal layers share one trace. `init_cache` decides what
+    differs by layer.
 
     Attributes:
       scale: factor of the attention logits.
       window: sliding window of this layer in tokens, or None.
       rope: the checkpoint's rotary embedding.
-      total: each row's total length, fixed before its first chunk (dynamic NTK needs it).
+      total: each row's total length, known before its first chunk (for dynamic NTK).
     """
 
     scale: float
@@ -74,7 +74,7 @@ class LayerContext:
         return jax.lax.axis_size("tensor")
 
     def psum_heads(self, x: Array) -> Array:
-        """Sum over the shards of the heads (each shard has already reduced its own)."""
+        """Sum over the shards of the heads, of sums over each shard's own heads."""
         return jax.lax.psum(x, "tensor")
 
     def gather_heads(self, x: Array, axis: int) -> Array:
@@ -121,10 +121,10 @@ class LayerContext:
         return jax.lax.ppermute(x, "seq", list(enumerate(to)))
 
     def agree(self, decided: Bool[Array, "*S"]) -> Bool[Array, "*S"]:
-        """Where any shard that holds a part of the same rows has decided so, on all of them.
+        """True on all shards of the same rows where it is True on any of them.
 
-        Shards compute the same numbers in their own order: their last bits, and what is decided by
-        them, may differ. A branch with a collective that only some shards enter never ends.
+        Shards add the same numbers in different orders, so their last bits and their decisions may
+        differ. If only some shards enter a branch with a collective, the program hangs.
         """
         return jax.lax.pmax(decided.astype(jnp.int32), ("tensor", "seq")) > 0
 

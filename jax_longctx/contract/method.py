@@ -1,25 +1,24 @@
-"""What a long-context method is: five duties, the segments it is fed, the context it attends in.
+"""What a long-context method is: a frozen dataclass of hyper-parameters with five duties.
 
-A method is a frozen dataclass of hyper-parameters (a static argument of `jit`) with
+The dataclass is a static argument of `jit`. The duties are
 
 1. `init_cache(shape)`: the cache of one layer, a dataclass whose fields say their logical axes;
-2. `segments(prompt)`: how a prompt is fed, as `Segment`s of fixed shapes;
-3. `attend(new, cache, segment, ctx)`: attention of one layer over one segment, updating the cache;
+2. `segments(prompt)`: the prompt as `Segment`s of fixed shapes;
+3. `attend(new, cache, segment, ctx)`: attention of one layer over one segment, and the new cache;
    queries, keys and values arrive before rotary embedding;
-4. `finish(cache, ctx, stage, reserve)`: the context (or the question) has been read; the cache may
+4. `finish(cache, ctx, stage, reserve)`: the end of the context (or the question); the cache may
    change its shapes here;
-5. `fork(cache)`: the cache as it was at the end of the context, for one more question;
+5. `fork(cache)`: the cache at the end of the context, for one more question;
 
 and `info`, its metadata. `@method` names it, and its kind says what it does to inference
 (`Registered`). The model and the engine know no method by name. Optional duties are `reach`,
 `step_variant` and `prefill_work`, which this module describes.
 
 `attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
-and `tensor`, also on one device: they see the local rows, the local heads and the local slots, and
-reach other shards only through `LayerContext`'s helpers. A branch (`lax.cond`, `lax.while_loop`)
-that holds such a helper is taken by what `LayerContext.agree` returns wherever floats decide, and
-so are the counters and references that go with it; integers that all shards hold alike (lengths,
-steps) need no agreement.
+and `tensor`, also on one device. They see the local rows, heads and slots, and reach other shards
+only through `LayerContext`. Where floats decide a branch (`lax.cond`, `lax.while_loop`) that holds
+a collective, the predicate comes from `LayerContext.agree`, and so do the counters and references
+that go with it. Integers that are equal on all shards (lengths, steps) need no agreement.
 """
 
 import dataclasses
@@ -41,16 +40,16 @@ class MethodInfo:
     Attributes:
       summary: one line for a user.
       source: paper and section.
-      phase: which phase it changes.
-      query_aware: whether what is kept or read of the context depends on the question's tokens.
-      by_values: whether it depends on values, so that weights cannot be told from outputs.
+      phase: the phase of inference that it changes.
+      query_aware: whether the tokens kept or read depend on the question.
+      by_values: whether they depend on values; then outputs do not show the attention weights.
       keeps_all: whether every key of the context stays in memory.
-      needs_question: whether the question must be known at prefill (one prefill a question).
+      needs_question: whether prefill needs the question (one prefill a question).
       append_only: whether `fork` is a rewind that shares the context's buffers; if not it copies.
-      looks_ahead: whether tokens that are read together choose together what they attend, so that
-        what is predicted at one of them has the help of later ones. A lone token chooses alone.
-      shrinks: whether `finish` makes a new, smaller cache once the question has been read; the
-        context's own is then left as it is, and freed when no other question will follow.
+      looks_ahead: whether tokens that are read together choose together what they attend. Then a
+        prediction uses later tokens, unless its token is read alone.
+      shrinks: whether `finish` makes a new, smaller cache at the end of the question. The context's
+        cache stays as it is, and is freed when no other question will follow.
     """
 
     summary: str
@@ -68,8 +67,7 @@ class MethodInfo:
 class Registered:
     """Name and metadata of a method. A kind overrides what is true of all methods of that kind.
 
-    Each of `MethodInfo`'s fields is an attribute or a property here, so that a part that changes
-    one (a protocol, an allocation) says so itself.
+    Each field of `MethodInfo` is an attribute or a property here.
     """
 
     name: ClassVar[str] = ""
@@ -141,10 +139,11 @@ def method[T](*, source: str, name: str | None = None) -> Callable[[type[T]], ty
 class CacheShape:
     """What a method needs to allocate one layer's cache, in global (unsharded) sizes.
 
-    `slots` is the capacity in tokens that the engine planned for context, question and answer;
-    `reserve` is the part of it that is free for question and answer. A cache that keeps a budget
-    needs its budget and `reserve`; one that evicts after each segment also room for a segment,
-    `chunk` tokens at most. The slots lie on `shards` shards.
+    Attributes:
+      slots: capacity in tokens for context, question and answer.
+      reserve: the part of it for question and answer.
+      chunk: most tokens of a segment.
+      shards: shards that hold the slots.
     """
 
     batch: int
@@ -228,13 +227,13 @@ def step_variant(method: Any, step: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillWork:
-    """Of one row, on the shard of the slots that has the most to do.
+    """Prefill of one row, on the shard of the slots with the most work.
 
     Attributes:
-      tokens: that pass through projections and MLP.
-      pairs: of query and key that are attended, in a layer without a sliding window.
+      tokens: tokens that pass through projections and MLP.
+      pairs: attended pairs of query and key, in a layer without a sliding window.
       received: tokens whose keys and values come from other shards, in a layer.
-      collectives: how many bring them, in a layer.
+      collectives: collectives that bring them, in a layer.
       passes: segments, each of which reads all weights.
     """
 
@@ -247,8 +246,8 @@ class PrefillWork:
 
 @runtime_checkable
 class Planned(Protocol):
-    """A method whose prefill is not told by its segments and by what a decode step reads."""
+    """A method whose prefill work does not follow from its segments and `read_bytes`."""
 
     def prefill_work(self, prompt: Prompt) -> PrefillWork:
-        """Of the one row of a prompt at stage `context`; only its length counts."""
+        """The work of a prompt of one row at stage `context`; only the length matters."""
         ...
