@@ -1,6 +1,6 @@
 """The contract between the engine and a method (see `jax_longctx.contract.method`)."""
 
-from jax_longctx.contract.context import QKV, Attended, LayerContext
+from jax_longctx.contract.context import QKV, Attended, LayerContext, WithCache
 from jax_longctx.contract.method import (
     REGISTERED,
     CacheShape,
@@ -53,6 +53,7 @@ __all__ = [
     "RowGroup",
     "Segment",
     "Stage",
+    "WithCache",
     "beside",
     "chunk_segments",
     "decode_segment",

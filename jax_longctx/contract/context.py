@@ -23,6 +23,7 @@ collectives and bytes in the programs compiled for CPU and v5e.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,8 @@ from pallas_kernels.common import merge
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
 # An attention's output, and its natural-log float32 log-sum-exp, -inf where nothing was seen.
 Attended = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
+# That, and the cache with the new tokens.
+WithCache = tuple[Attended, Any]
 
 # Bytes that a link of a TPU slice (90 GB/s) moves while a collective starts (3 us). NVLink moves
 # more while an NCCL collective starts, which takes longer.

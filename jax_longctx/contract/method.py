@@ -25,7 +25,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, Protocol, dataclass_transform, runtime_checkable
 
-from jax_longctx.contract.context import QKV, Attended, LayerContext
+from jax_longctx.contract.context import QKV, LayerContext, WithCache
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
@@ -181,9 +181,7 @@ class Method(Protocol):
         """The prompt as segments, in order, as numpy arrays."""
         ...
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         """Attention of a segment, and the cache with it.
 
         Rows beyond `valid` may hold anything finite.

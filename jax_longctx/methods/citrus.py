@@ -27,9 +27,9 @@ from jax_longctx.contract import (
     CHUNK_ROWS,
     INSTRUCTION_ROWS,
     QKV,
-    Attended,
     LayerContext,
     Segment,
+    WithCache,
     method,
 )
 from jax_longctx.parts.by_instruction import ByLayer
@@ -46,9 +46,7 @@ class Citrus(ByLayer):
 
     evict_first: bool = False
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role != "probe_and_context" or not self.evict_first:
             return super().attend(new, cache, segment, ctx)
         probe = self.look(new, cache, segment, ctx, INSTRUCTION_ROWS)

@@ -18,11 +18,11 @@ from jax_longctx.caches import BudgetCache, empty_budget_cache
 from jax_longctx.contract import (
     INSTRUCTION_ROWS,
     QKV,
-    Attended,
     CacheShape,
     LayerContext,
     Segment,
     Stage,
+    WithCache,
     method,
 )
 from jax_longctx.parts.by_instruction import ByLayer
@@ -47,9 +47,7 @@ class CitrusIndividual(ByLayer):
         language = empty_budget_cache(shape, self.budget, grows=False)
         return ThreadCaches(language, super().init_cache(shape))
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role != "probe_and_context":
             return super().attend(new, cache, segment, ctx)
         chunk = self.look(new, cache.language, segment, ctx)

@@ -10,7 +10,7 @@ base moves while they decode over keys that were turned under older ones compute
 import dataclasses
 from typing import Any
 
-from jax_longctx.contract import QKV, Attended, LayerContext, Segment, method
+from jax_longctx.contract import QKV, LayerContext, Segment, WithCache, method
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
 
@@ -40,8 +40,6 @@ class DynamicNTK(Appending):
         # The base follows the text, but not in place of a scaling that the checkpoint has.
         return min(tokens, config.max_position) if config.rope.kind == "default" else tokens
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         rope = dataclasses.replace(ctx.rope, kind="dynamic", factor=self.factor)
         return super().attend(new, cache, segment, dataclasses.replace(ctx, rope=rope))

@@ -28,7 +28,7 @@ may attend everything instead (`decode=dense`), as in the port that MInference a
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -41,6 +41,7 @@ from jax_longctx.contract import (
     LayerContext,
     Prompt,
     Segment,
+    WithCache,
     chunk_segments,
     method,
     question_segments,
@@ -133,9 +134,7 @@ class InfLLM(Appending):
             return chunk_segments(prompt.rows, self.chunk, "context")
         return question_segments(prompt.rows, self.chunk)
 
-    def attend(
-        self, new: QKV, cache: UnitMemory, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, UnitMemory]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         (q, k, v), valid_B = new, segment.valid_of()
         if segment.role == "decode" and self.decode == "dense":
             store = append(cache.store, k, v, valid_B, ctx)

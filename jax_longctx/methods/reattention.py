@@ -28,7 +28,7 @@ is whole tiles). `ReAttention.released()` does as they did.
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,10 +37,10 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache, append
 from jax_longctx.contract import (
     QKV,
-    Attended,
     LayerContext,
     Prompt,
     Segment,
+    WithCache,
     chunk_segments,
     method,
     question_segments,
@@ -152,9 +152,7 @@ class ReAttention(Appending):
         )
         return itertools.chain(whole, chunk_segments(rest, self.chunk, "context"))
 
-    def attend(
-        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, AppendCache]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q, k, v = new
         valid_B = segment.valid_of()
         cache = append(cache, k, v, valid_B, ctx)

@@ -32,14 +32,14 @@ key and value are written to both caches before, so that the branches only read 
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_longctx.caches import where_rows
-from jax_longctx.contract import QKV, Attended, LayerContext, Segment, method
+from jax_longctx.contract import QKV, Attended, LayerContext, Segment, WithCache, method
 from jax_longctx.parts.partial import FifoCache
 from jax_longctx.parts.partial_decode import PartialDecoding, RefreshCache
 
@@ -104,9 +104,7 @@ class RefreshKV(PartialDecoding):
         """Its cosine is that of the mean query."""
         return super().summed(raw, raw if self.qc_space == "pre_rope" else rotated, ctx)
 
-    def step(
-        self, new: QKV, cache: RefreshCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, RefreshCache]:
+    def step(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         """One answered token, partial or full as the schedule says."""
         raw, k, v = new
         valid_B, at_B1 = segment.valid_of(), cache.store.position[:, None]
@@ -118,40 +116,40 @@ class RefreshKV(PartialDecoding):
         done_B = ~turned_B
         summed_BH = self.summed(raw, q, ctx)
         if self.schedule == "fixed":
-            out, lse, partial = self._full_step(q, cache, turned_B, ctx)
+            attended, partial = self._full_step(q, cache, turned_B, ctx)
         else:
             turned_B &= _cosine(summed_BH, cache.query) <= self.threshold
             # Branches hold collectives: every shard of a row must take the same one.
             turned_B = ctx.agree(turned_B)
 
-            def stay() -> tuple[Array, Array, FifoCache]:
-                return *self.read(q, cache, ctx), cache.partial
+            def stay() -> tuple[Attended, FifoCache]:
+                return self.read(q, cache, ctx), cache.partial
 
-            def full() -> tuple[Array, Array, FifoCache]:
+            def full() -> tuple[Attended, FifoCache]:
                 return self._full_step(q, cache, turned_B, ctx)
 
-            def some() -> tuple[Array, Array, FifoCache]:
-                *attended, partial = full()
-                return *where_rows(turned_B, tuple(attended), self.read(q, cache, ctx)), partial
+            def some() -> tuple[Attended, FifoCache]:
+                attended, partial = full()
+                return where_rows(turned_B, attended, self.read(q, cache, ctx)), partial
 
             all_or_some = jnp.where(jnp.all(turned_B | done_B), 2, 1)
             branch = jnp.where(jnp.any(turned_B), all_or_some, 0)
-            out, lse, partial = jax.lax.switch(branch, [stay, some, full])
+            attended, partial = jax.lax.switch(branch, [stay, some, full])
         query = where_rows(turned_B, summed_BH, cache.query)
         full_steps = cache.full_steps + turned_B
         cache = dataclasses.replace(cache, partial=partial, query=query, full_steps=full_steps)
-        return (out, lse), cache
+        return attended, cache
 
     def _full_step(
         self, q: Array, cache: RefreshCache, turned: Bool[Array, " B"], ctx: LayerContext
-    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], FifoCache]:
+    ) -> tuple[Attended, FifoCache]:
         """Every key attended, the partial cache of `turned` rows chosen anew; ablations less."""
-        out, lse, partial = self.look(q, cache, turned, ctx)
+        attended, partial = self.look(q, cache, turned, ctx)
         if self.ablation == "no_refresh":
             partial = cache.partial
         if self.ablation == "no_full":
-            out, lse = self.read(q, dataclasses.replace(cache, partial=partial), ctx)
-        return out, lse, partial
+            attended = self.read(q, dataclasses.replace(cache, partial=partial), ctx)
+        return attended, partial
 
 
 def _cosine(a: Float[Array, "B H"], b: Float[Array, "B H"]) -> Float[Array, " B"]:

@@ -28,11 +28,11 @@ from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
     ENDS,
     QKV,
-    Attended,
     CacheShape,
     LayerContext,
     Prompt,
     Segment,
+    WithCache,
     mark_ends,
     method,
 )
@@ -119,9 +119,7 @@ class Resa(Selecting):
         due = self.growth == "rebuild" and step % self.rebuild_every == 0
         return REBUILD if due else ""
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if not isinstance(cache, ResaCache):
             return self.base.attend(new, cache, segment, ctx)
         if segment.role == "decode":
@@ -136,9 +134,7 @@ class Resa(Selecting):
             background = residual.begin_answer(background, store, segment.ends, ctx)
         return part, dataclasses.replace(cache, background=background)
 
-    def _decode(
-        self, new: QKV, cache: ResaCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, ResaCache]:
+    def _decode(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         base, valid_B = self.base, segment.valid_of()
         q, k, cache = base.append_token(new, cache, segment, ctx)
         background = cache.background

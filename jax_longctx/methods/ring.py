@@ -19,14 +19,13 @@ ends last; 2 N H L^2 / R for each with zigzag. R - 1 times a shard's keys and va
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
     QKV,
     Attended,
@@ -34,6 +33,7 @@ from jax_longctx.contract import (
     PrefillWork,
     Prompt,
     Segment,
+    WithCache,
     method,
     spread_segment,
 )
@@ -99,9 +99,7 @@ class Ring(Appending):
     def _hops(self, shards: int) -> int:
         return shards - 1 if self.hops < 0 else min(self.hops, shards - 1)
 
-    def attend(
-        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, AppendCache]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if not segment.spread:
             return super().attend(new, cache, segment, ctx)
         q, k, v = new

@@ -27,15 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, Rewinding
-from jax_longctx.contract import (
-    QKV,
-    Attended,
-    CacheShape,
-    LayerContext,
-    Segment,
-    Stage,
-    method,
-)
+from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, Stage, WithCache, method
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending, refuse_windows
 from jax_longctx.parts.partial import (
@@ -114,9 +106,7 @@ class SnapKV(Appending):
 
         return ObservedCache(super().init_cache(shape), *window(), *window())
 
-    def attend(
-        self, new: QKV, cache: Cache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Cache]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q, k, v = new
         valid_B = segment.valid_of()
         if isinstance(cache, FifoCache):

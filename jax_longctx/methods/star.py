@@ -39,6 +39,7 @@ from jax_longctx.contract import (
     Prompt,
     Segment,
     Stage,
+    WithCache,
     method,
     step_variant,
 )
@@ -89,9 +90,7 @@ class Star(Blocks):
         of = self.decode if prompt.stage == "question" else super()
         return of.segments(prompt)
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if not segment.spread:
             return self.decode.attend(new, cache, segment, ctx)
         valid_B = segment.valid_of()

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax_longctx.caches import AppendCache, append, empty_append_cache
 from jax_longctx.contract import (
     QKV,
-    Attended,
     CacheShape,
     LayerContext,
     Prompt,
     Registered,
     Segment,
     Stage,
+    WithCache,
     chunk_segments,
 )
 from jax_longctx.errors import ConfigError
@@ -54,9 +54,7 @@ class Appending(Registered):
         role = "context" if prompt.stage == "context" else "query"
         return chunk_segments(prompt.rows, prompt.chunk, role)
 
-    def attend(
-        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, AppendCache]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q, k, v = new
         positions_BT = cache.position[:, None] + jnp.arange(q.shape[1])
         q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)

@@ -20,10 +20,10 @@ from jaxtyping import Array, Float
 from jax_longctx.contract import (
     INSTRUCTION_ROWS,
     QKV,
-    Attended,
     LayerContext,
     Prompt,
     Segment,
+    WithCache,
     beside,
     chunk_segments,
 )
@@ -58,9 +58,7 @@ class ByInstruction(Evicting):
         chunks = chunk_segments(prompt.rows, self.chunk, "context")
         return (beside(chunk, instructions, width) for chunk in chunks)
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role != "probe_and_context":
             return super().attend(new, cache, segment, ctx)
         probe = self.look(new, cache, segment, ctx, INSTRUCTION_ROWS)

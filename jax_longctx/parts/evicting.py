@@ -37,6 +37,7 @@ from jax_longctx.contract import (
     Registered,
     Segment,
     Stage,
+    WithCache,
     chunk_segments,
 )
 from jax_longctx.errors import ConfigError, InputError
@@ -268,9 +269,7 @@ class Evicting(Registered):
             )
         return 1 << max(longest - 1, 7).bit_length()
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if self.protocol == "citrus" and segment.role in ("query", "decode"):
             return self.read_and_append(new, cache, segment, ctx)
         seen = self.look(new, cache, segment, ctx)

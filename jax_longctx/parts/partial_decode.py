@@ -30,6 +30,7 @@ from jax_longctx.contract import (
     LayerContext,
     Prompt,
     Segment,
+    WithCache,
     mark_ends,
 )
 from jax_longctx.models.config import ModelConfig
@@ -102,9 +103,7 @@ class PartialDecoding(Appending):
                 "evict_on_push=false exceeds; set one of them otherwise"
             )
 
-    def step(
-        self, new: QKV, cache: RefreshCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, RefreshCache]:
+    def step(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         """One answered token."""
         raise NotImplementedError(f"{type(self).__name__}: a method of this kind defines step")
 
@@ -135,9 +134,7 @@ class PartialDecoding(Appending):
         segments = super().segments(prompt)
         return mark_ends(segments) if prompt.stage == "question" else segments
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role == "decode":
             return self.step(new, cache, segment, ctx)
         part, store = super().attend(new, cache.store, segment, ctx)
@@ -179,7 +176,7 @@ class PartialDecoding(Appending):
         rotated = ctx.rotate(q, cache.store.position[:, None] - 1)
         zeros = jnp.zeros_like(cache.steps)
         cache = dataclasses.replace(cache, steps=zeros, full_steps=zeros)
-        _, _, partial = self.look(rotated, cache, jnp.ones(zeros.shape, bool), ctx)
+        _, partial = self.look(rotated, cache, jnp.ones(zeros.shape, bool), ctx)
         return dataclasses.replace(cache, partial=partial, query=self.summed(q, rotated, ctx))
 
     def push(
@@ -196,7 +193,7 @@ class PartialDecoding(Appending):
         cache: RefreshCache,
         turned: Bool[Array, " B"],
         ctx: LayerContext,
-    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], FifoCache]:
+    ) -> tuple[Attended, FifoCache]:
         """One query over all keys, and in `turned` rows what its probabilities choose."""
         store = cache.store
         batch, kv_heads, size, _ = store.k.shape
@@ -218,9 +215,9 @@ class PartialDecoding(Appending):
         if not self.indexed:
             # The other rows' tokens are gathered again too: to keep them would copy the buffers.
             partial = partial.filled(store, self.limit(cache), cache.partial.capacity, ctx)
-        return out.astype(q.dtype), lse, partial
+        return (out.astype(q.dtype), lse), partial
 
-    def read(self, q: Array, cache: RefreshCache, ctx: LayerContext) -> tuple[Array, Array]:
+    def read(self, q: Array, cache: RefreshCache, ctx: LayerContext) -> Attended:
         """One query over the partial cache."""
         partial, limit = cache.partial, self.limit(cache)
         if not self.indexed:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, Rewinding, append, read_lines, write_rows
-from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext, Segment
+from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
@@ -164,9 +164,7 @@ class Selecting(Appending):
         prompt, kept, steps = (jnp.zeros(n, jnp.int32) for n in (shape.batch, heads, shape.batch))
         return SelectiveCache(store, digests, prompt, kept, steps)
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if isinstance(cache, AppendCache):
             return super().attend(new, cache, segment, ctx)
         if segment.role == "decode":

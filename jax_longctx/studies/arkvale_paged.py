@@ -19,14 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import where_rows
-from jax_longctx.contract import (
-    QKV,
-    Attended,
-    CacheShape,
-    LayerContext,
-    Segment,
-    method,
-)
+from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache, method
 from jax_longctx.methods.arkvale import ArkVale
 from jax_longctx.parts.selecting import SelectiveCache, gathered
 from jax_longctx.parts.sparse_decode import Lists, Prior, Selected, Span
@@ -89,9 +82,7 @@ class ArkValePaged(ArkVale):
         resident = jnp.zeros((shape.batch, shape.slots // self.page_size), bool)
         return PagedCache(**vars(cache), resident=resident)
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         part, cache = super().attend(new, cache, segment, ctx)
         if segment.role != "query" or not isinstance(cache, PagedCache):
             return part, cache

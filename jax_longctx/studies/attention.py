@@ -26,13 +26,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache, Rewinding, write_run
-from jax_longctx.contract import (
-    QKV,
-    Attended,
-    CacheShape,
-    LayerContext,
-    Segment,
-)
+from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache
 from jax_longctx.engine import Engine
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.errors import InputError
@@ -58,9 +52,7 @@ class Recorder(Appending):
         size = (shape.batch, shape.num_heads, shape.slots, shape.head_dim)
         return Recorded(super().init_cache(shape), jnp.zeros(size, shape.dtype))
 
-    def attend(
-        self, new: QKV, cache: Recorded, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Recorded]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q = new[0]
         positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         valid_B = segment.valid_of()

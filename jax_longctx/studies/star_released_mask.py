@@ -17,14 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, append, read_lines
-from jax_longctx.contract import (
-    QKV,
-    Attended,
-    LayerContext,
-    Prompt,
-    Segment,
-    method,
-)
+from jax_longctx.contract import QKV, LayerContext, Prompt, Segment, WithCache, method
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.star import Star
 from pallas_kernels.common import merge
@@ -47,9 +40,7 @@ class StarReleasedMask(Star):
             prompt = dataclasses.replace(prompt, chunk=max(prompt.chunk, longest))
         return super().segments(prompt)
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role != "query":
             return super().attend(new, cache, segment, ctx)
         q, k, v = new
