@@ -1,12 +1,12 @@
-"""Exact attention over an append-only cache: the kind that keeps every token.
+"""The kind that keeps every token: exact attention over an append-only cache.
 
 Keys are cached after rotary embedding at their true positions. A chunk of queries attends the
 cache (all of it visible) and itself (causal), two partial results merged by log-sum-exp; one token
 attends the cache alone, after its own key was appended. Cost: O(L^2) in prefill, the whole cache
 read once a decode step.
 
-Where a layer has a sliding window (Mistral v0.1, some Qwen2), keys further back are not seen.
-They stay in memory: slots are not reused.
+In a layer with a sliding window (Mistral v0.1, some Qwen2) older keys are masked. They stay in
+memory: slots are not reused.
 """
 
 import dataclasses
@@ -72,14 +72,14 @@ class Appending(Registered):
         return merge([earlier, within]), cache
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
-        """A kind may keep another cache, which can go back to the end of its context too."""
+        """The cache of a subclass is `Rewinding` too."""
         return cache.end_context()
 
     def fork(self, cache: Any) -> Any:
         return cache.rewind()
 
     def read_bytes(self, cache: AppendCache, length: int) -> int:
-        # Dense decode reads empty slots too, which is why capacities are close to lengths.
+        # Dense decode reads empty slots too.
         return (cache.k.size + cache.v.size) * cache.k.dtype.itemsize
 
 
@@ -89,7 +89,7 @@ def least_window(config: ModelConfig) -> int | None:
 
 
 def refuse_windows(name: str, config: ModelConfig) -> None:
-    """Raises ConfigError for a model that hides by a sliding window what the method keeps."""
+    """Raises ConfigError for a model with a sliding window."""
     least = least_window(config)
     if least is not None:
         raise ConfigError(

@@ -2,19 +2,18 @@
 
 - `best_pages`: every head the same number;
 - `ada_kv` (Feng et al. 2024, section 3.3): the kv heads of a layer share one budget. The best pages
-  of all heads win, ranked by the softmax of their scores, which makes heads comparable. `floor`
-  keeps the best `alpha` share of each head's uniform budget first, its total is exact; `blend`
-  mixes the counts of the unfloored winners with the uniform count, as the authors' code does, and
-  meets the total up to rounding;
+  of all heads are kept, ranked by the softmax of each head's scores. `floor` first keeps the best
+  `alpha` share of each head's uniform budget; its total is exact. `blend`, as the authors' code,
+  mixes the counts without that floor with the uniform count; its total is exact up to rounding;
 - `progressive` (PSA, progressive sparse attention, Zhou et al. 2025): each head visits its pages
   from the best on until the share `epsilon` of the attention is reached. The authors' stop test is
-  not published; here the mass still missing is read from all keys (`oracle`), from the pages'
-  scores (`estimate`), or from RESA's prior (`resa`). The visited pages' masses are exact: their
-  keys are read here once more. Under `digest` these too are what the pages' scores say, and no key
-  is read. How many pages that takes is known only then, so the lists have the static length that
-  the method's budget allows, and end early by -1.
+  not published; here the mass still missing comes from all keys (`oracle`), from the pages' scores
+  (`estimate`), or from RESA's prior (`resa`). The visited pages' masses are exact: their keys are
+  read once more. Under `digest` these masses too come from the pages' scores, and no key is read.
+  The lists have the static length that the method's budget allows, -1 after the last page.
 
-Scores are [B,heads,P] of all pages, -inf where a page is no candidate; lists hold global page ids.
+Scores are [B, heads, P] of all pages, -inf where a page is no candidate; lists hold global page
+ids.
 """
 
 import fractions
@@ -148,7 +147,7 @@ def share(ratio: float, count: Any) -> Any:
 def page_logits(
     scores: Float[Array, "B X P"], tokens: Int[Array, "B P"], scale: float
 ) -> Float[Array, "B X P"]:
-    """Each page's log-sum-exp, if all its tokens had the page's score; -inf stays."""
+    """Each page's log-sum-exp if all its tokens had the page's score; -inf stays -inf."""
     return scale * scores + jnp.log(jnp.maximum(tokens, 1).astype(jnp.float32))[:, None]
 
 
@@ -189,9 +188,9 @@ def pages_until(
 ) -> Bool[Array, "B N C"]:
     """Which of the pages to attend, best first, until `epsilon` of the attention is reached.
 
-    All masses are natural logs. After t pages A(t) is the mass of `forced` and those pages; enough
-    is A(t) / known >= epsilon where `known` is the attention's `whole` mass, or
-    A(t) / (A(t) + known(t)) >= epsilon where it is what is thought to be missing after page t.
+    All masses are natural logs. A(t) is the mass of `forced` and the first t pages. A head stops
+    where A(t) / known >= epsilon, with `whole`: `known` is the whole mass of the attention; or else
+    where A(t) / (A(t) + known(t)) >= epsilon: `known` is the estimated missing mass after page t.
     """
     top = jnp.max(jnp.concatenate([forced[..., None], pages, known], axis=-1), axis=-1)[..., None]
     top = jnp.maximum(top, jnp.finfo(jnp.float32).min)
@@ -248,7 +247,7 @@ def _estimated(
     lists: Int[Array, "B N C"],
     scale: float,
 ) -> Float[Array, "B N C"]:
-    """Log of what the pages after each listed one hold, if all tokens had their page's score."""
+    """Log of the mass of the pages after each listed one, if tokens had their page's score."""
     logits = page_logits(scores, tokens, scale)
     top = jnp.max(logits, axis=-1, keepdims=True)
     top = jnp.maximum(top, jnp.finfo(jnp.float32).min)
@@ -256,7 +255,7 @@ def _estimated(
     among = select_mask(scores, jnp.broadcast_to(count[:, None], scores.shape[:2]))
     outside_BN1 = jnp.sum(jnp.where(among, 0.0, guess_BNP), axis=-1, keepdims=True)
     each_BNC = listed(guess_BNP, lists, 0.0)
-    # Summed from the end, where a difference of sums would cancel.
+    # Summed from the end: a difference of sums would cancel.
     later_BNC = jnp.cumsum(each_BNC[..., ::-1], axis=-1)[..., ::-1]
     later_BNC = jnp.pad(later_BNC[..., 1:], [(0, 0), (0, 0), (0, 1)])
     return jnp.log(outside_BN1 + later_BNC) + top

@@ -1,14 +1,13 @@
-"""A partial cache: a few chosen tokens of a row, to which new ones come and the worst may leave.
+"""A partial cache: a few chosen tokens of a row, then the new ones, in place of the worst.
 
-Tokens are chosen by pooled scores (`pooled_scores`, `best_last`). The cache begins as a list of
-them, each kv head its own, in the order in which they would leave; every token after them is pushed
-behind. In a buffer the i-th of all these lies in slot i modulo
-`limit`, so that a push writes one slot in place. With limit = budget + 1 the slot written is that
-of the token which left before: a step appends first, then reads budget + 1 tokens, itself among
-them. A limit that is never reached lets the cache grow. Rows may have budgets of their own.
+Tokens are chosen by pooled scores (`pooled_scores`, `best_last`). Each kv head has its own list of
+them, the first to leave first; new tokens are pushed behind. The i-th of all these lies in slot
+i modulo `limit`, so a push writes one slot in place. With limit = budget + 1 that is the slot of
+the token that left before: a step appends its token, then reads budget + 1 tokens. Under a limit
+that is never reached the cache grows. Rows may have different budgets.
 
-No token ids are written when a token is pushed: pushed tokens follow each other in the text, so
-that where each slot's token stands is known from the list and three numbers a row.
+A push writes no token index: pushed tokens follow each other in the text, so the list and three
+numbers a row give the token of each slot.
 """
 
 import dataclasses
@@ -24,10 +23,10 @@ from jax_longctx.sharding import OwnAxis, axes_field
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.select_large_k import select_large_k
 
-# The attention kernels tile by as many slots.
+# Slots of a tile of the attention kernels.
 GRANULE = 128
 
-# So many smallest of a list are found without sorting it: what XLA has a GPU kernel for.
+# Up to so many smallest entries are found by `top_k`, for which XLA has a GPU kernel.
 _FEW = 16
 
 # Of each row, or the same for all.
@@ -165,12 +164,12 @@ def best_last(
 ) -> FifoCache:
     """The `budget` best of each row's first `position[b]` tokens, the worst first to leave.
 
-    Of equal scores the lower index is kept, and the younger leaves first.
+    Of equal scores the lower index is kept, and the higher leaves first.
 
     Args:
-      scores: finite, or -inf where nothing is.
-      size: M, at least what a budget can choose.
-      leaving: how many may leave before the list is made anew; the others follow in the text's
+      scores: finite, or -inf for empty slots.
+      size: M, at least the largest budget.
+      leaving: most tokens that leave before the list is made anew; the others follow in the text's
         order. None: any number.
     """
     count_B = jnp.minimum(position, jnp.minimum(budget, size))
@@ -187,7 +186,7 @@ def best_last(
 
 def _sorted(scores: Float[Array, "B K M"], slots: Int[Array, "B K M"]) -> Int[Array, "B K M"]:
     """Ascending slots by ascending score, of equals the last first."""
-    # Turned around, so that a stable sort leaves the younger of equals in front.
+    # Flipped, so that a stable sort puts the higher slot of equals first.
     turned = (jnp.flip(scores, axis=2), jnp.flip(slots, axis=2))
     return jax.lax.sort(turned, dimension=2, is_stable=True, num_keys=1)[1]
 
@@ -197,10 +196,10 @@ def _worst_first(
 ) -> Int[Array, "B K M"]:
     """The first `number` of `_sorted`, then the other slots as they are."""
     size = slots.shape[2]
-    # Of equals `top_k` takes the first: turned around, the younger.
+    # Of equals `top_k` takes the first: flipped, the higher slot.
     _, turned_BKX = jax.lax.top_k(-jnp.flip(scores, axis=2), number)
     places_BKX = size - 1 - turned_BKX
-    # The place of the j-th of the others: those of the worst that lie before it are skipped.
+    # The place of the j-th of the others, past those of the worst that lie before it.
     place, rival = places_BKX[..., :, None], places_BKX[..., None, :]
     before_BKX = places_BKX - jnp.sum(rival < place, axis=-1)
     index_M = jnp.arange(size - number)
@@ -214,9 +213,9 @@ def pooled_scores(
 ) -> Float[Array, "B K S"]:
     """Scores of each row's first `length[b]` tokens, -inf for the slots beyond.
 
-    All but the last `window` tokens are scored by their mass (at most 1) pooled over `kernel`
-    neighbours among themselves: the maximum, or the sum over `kernel`, so that missing neighbours
-    count as zeros. The last `window` come before all others, the newest first.
+    All but the last `window` tokens are scored by their mass (at most 1), pooled over `kernel`
+    neighbours among themselves: the maximum, or the mean with missing neighbours as zeros. The last
+    `window` tokens come before all others, the newest first.
     """
     slots_S = jnp.arange(mass.shape[2])
     newest_BS = slots_S - (length - window)[:, None]
@@ -224,7 +223,7 @@ def pooled_scores(
     half = kernel // 2
     how = ((1, 1, kernel), (1, 1, 1), ((0, 0), (0, 0), (half, half)))
     if pool == "max":
-        # No mass is below zero, so that zeros beyond the ends are as good as -inf.
+        # Masses are not negative, so padding with -inf equals padding with zeros.
         scores = jax.lax.reduce_window(mass, -jnp.inf, jax.lax.max, *how)
     else:
         scores = jax.lax.reduce_window(mass, 0.0, jax.lax.add, *how) / kernel

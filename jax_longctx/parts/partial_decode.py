@@ -1,8 +1,8 @@
 """The kind that decodes over a partial cache: a few tokens of each kv head, chosen from all keys.
 
-Context and question are read by full attention, and every key stays. What the question's last token
-attends to chooses the partial cache (`begin`). A method of this kind says what a decode step does:
-it may read the partial cache (`read`), or attend every key and choose anew (`look`).
+Context and question are read by full attention, and every key stays. The attention of the
+question's last token chooses the partial cache (`begin`). A method of this kind defines the decode
+step: it may read the partial cache (`read`), or attend every key and choose anew (`look`).
 """
 
 import dataclasses
@@ -109,11 +109,11 @@ class PartialDecoding(Appending):
 
     @property
     def leaving(self) -> int | None:
-        """Tokens that may leave the partial cache before it is chosen anew; None: any number."""
+        """Most tokens that leave the partial cache before it is chosen anew; None: any number."""
         return None if self.evict_on_push else 0
 
     def summed(self, raw: Array, rotated: Array, ctx: LayerContext) -> Float[Array, "B H"]:
-        """What the cache remembers of a full step's query: the sum over all heads."""
+        """The sum over all heads of a full step's query, which the cache remembers."""
         return ctx.psum_heads(jnp.sum(rotated[:, 0].astype(jnp.float32), axis=1))
 
     def validate(self, config: ModelConfig) -> None:
@@ -159,7 +159,7 @@ class PartialDecoding(Appending):
         return token * tokens
 
     def chosen(self, cache: RefreshCache) -> Count:
-        """Tokens that are chosen: as many for all rows, or a share of each row's own prompt."""
+        """Number of chosen tokens: the same for all rows, or a share of each row's prompt."""
         if self.budget is not None:
             return self.budget
         prompt_B = cache.store.length - cache.steps
@@ -194,7 +194,7 @@ class PartialDecoding(Appending):
         turned: Bool[Array, " B"],
         ctx: LayerContext,
     ) -> tuple[Attended, FifoCache]:
-        """One query over all keys, and in `turned` rows what its probabilities choose."""
+        """Attention of one query to all keys, and in `turned` rows the tokens that it chooses."""
         store = cache.store
         batch, kv_heads, size, _ = store.k.shape
         held_B = store.held(ctx)
@@ -218,7 +218,7 @@ class PartialDecoding(Appending):
         return (out.astype(q.dtype), lse), partial
 
     def read(self, q: Array, cache: RefreshCache, ctx: LayerContext) -> Attended:
-        """One query over the partial cache."""
+        """Attention of one query to the partial cache."""
         partial, limit = cache.partial, self.limit(cache)
         if not self.indexed:
             return partial.read(q, limit, ctx.scale)

@@ -6,12 +6,11 @@ A decode step attends
 - always the first `sink` and the last `local` tokens;
 - of what lies between them the best pages, as many as the budget says (see `head_budgets`).
 
-A method says what is kept of each page (`summarise`) and what a page promises to a query
-(`scores`). Layers with a sliding window stay exact, as do the first `skip_layers`.
+A method defines the digest of a page (`summarise`) and the score of a page for a query (`scores`).
+Layers with a sliding window stay exact, as do the first `skip_layers`.
 
-Over shards of the slots every shard scores its own pages. Under a uniform budget it sends its own
-best with their scores, as many as a list may have, and all select from those; other budgets need
-all scores.
+Every shard of the slots scores its own pages. Under a uniform budget it sends its best pages with
+their scores, and all shards select from those; other budgets need all scores.
 """
 
 import dataclasses
@@ -54,7 +53,7 @@ _GRANULE = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SelectiveCache(Rewinding):
-    """All keys and values, and what selects among them.
+    """All keys and values, and the digests of pages.
 
     Attributes:
       store: keys after rotary embedding, and values.
@@ -73,7 +72,7 @@ class SelectiveCache(Rewinding):
     def rewind(self) -> Any:
         """The cache at the end of the context.
 
-        Digests beyond it become garbage, which no query sees before they are made anew.
+        Later digests are garbage until they are made anew; no query sees them before.
         """
         kept, steps = jnp.zeros_like(self.kept), jnp.zeros_like(self.steps)
         return dataclasses.replace(super().rewind(), kept=kept, steps=steps)
@@ -86,13 +85,13 @@ class SelectiveCache(Rewinding):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selecting(Appending):
-    """A method whose decode steps attend the tokens that promise most.
+    """A method whose decode steps attend the tokens of the highest scores.
 
     Attributes:
       budget: tokens that each head attends beside the fixed ones; under PSA at most.
       ratio: the budget as a share of the prompt, in place of `budget`.
       sink, local: first and last tokens that are always attended.
-      count_fixed: whether these are part of the budget.
+      count_fixed: whether the budget includes these.
       granularity: which heads select together.
       skip_layers: first layers that stay exact.
       allocation: `uniform`; `ada-floor`, `ada-blend` (Ada-KV); `psa-oracle`, `psa-estimate`,
@@ -130,18 +129,18 @@ class Selecting(Appending):
                 f"allocation {self.allocation} needs granularity {needed}, got {self.granularity}"
             )
 
-    # What a method says.
+    # What a method defines.
 
     def summarise(
         self, keys: Float[Array, "B K P Z H"], held: Bool[Array, "B P Z"]
     ) -> PageDigests | None:
-        """What is kept of each page, of its held keys, finite for empty pages; here nothing."""
+        """The digest of each page from its held keys, finite for empty pages; None for none."""
 
     def scores(
         self, q: Float[Array, "B N H"], cache: SelectiveCache, ctx: LayerContext
     ) -> Float[Array, "B N P"]:
-        """What each of this shard's pages promises to each query head, on the scale of q.k."""
-        raise NotImplementedError(f"{self.name}: a selector says what a page promises (scores)")
+        """The score of each of this shard's pages for each query head, on the scale of q.k."""
+        raise NotImplementedError(f"{self.name}: a method that selects defines scores")
 
     # The duties.
 
@@ -222,18 +221,18 @@ class Selecting(Appending):
         return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
 
     def refreshed(self, cache: Any, past: Array, added: int, ctx: LayerContext) -> Any:
-        """The cache with digests right for its store, whose rows got `added` tokens after `past`.
+        """The cache with up-to-date digests, after at most `added` tokens behind slot `past`.
 
-        At most so many: the pages they touch are summarised anew from their keys. That costs little
-        more than the tokens' own keys, needs no state of a half-filled page, and is right again
-        after a cache was rewound. A page's slots lie together on one shard.
+        The pages that the tokens touch are summarised anew from their keys. That costs little more
+        than the tokens' own keys, needs no state of a half-filled page, and is right after a
+        rewind. A page's slots lie together on one shard.
         """
         if cache.digests is None:
             return cache
         store, page = cache.store, self.page_size
         pages = store.k.shape[2] // page
         touched = min((added + page - 2) // page + 1, pages)
-        # A run of pages that crosses the shard's border is shifted: to redo a page does no harm.
+        # A run of pages across the shard's border is shifted: pages may be summarised again.
         first_B = jnp.clip(past // page - ctx.seq_offset(pages), 0, pages - touched)
         slot_BM = first_B[:, None] * page + jnp.arange(touched * page)
         paged = (*store.k.shape[:2], touched, page, store.k.shape[3])
@@ -335,7 +334,7 @@ class Selecting(Appending):
     ) -> Int[Array, "B X C"]:
         """The count[b] best pages of all shards, ascending, from the scores of this shard's own.
 
-        Whatever is among the best of all is among the best of its shard.
+        The best of all are among the best of their shards.
         """
         tokens_BP = ctx.own_seq(span.tokens, axis=1)
         own = jnp.where((tokens_BP > 0)[:, None], own, -jnp.inf)
@@ -356,7 +355,7 @@ class Selecting(Appending):
         *,
         sharded: bool = False,
     ) -> Float[Array, "B X P"]:
-        """What each list is ranked by: X query heads, kv heads, or kv heads that all agree.
+        """The scores that rank each list's pages: one list a query head or kv head.
 
         The pages are all, or with `sharded` this shard's.
         """
@@ -374,11 +373,11 @@ class Selecting(Appending):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectingPages(Selecting):
-    """A method whose decode steps attend the pages that promise most, by a digest of their keys.
+    """A method whose decode steps attend the pages of the highest scores, by a digest of keys.
 
     Attributes:
       page_size: tokens of a page.
-      whole_pages: whether the fixed tokens are extended to whole pages.
+      whole_pages: extend the fixed tokens to whole pages.
       min_pages: least pages of a head.
     """
 

@@ -1,20 +1,18 @@
-"""How Star cuts a text into blocks: which goes to which shard, behind which anchor, at what cost.
+"""Star's blocks: how a text is divided over the shards, the anchors, and the cost.
 
-The text's slots are dealt to the shards in runs of whole blocks, so that slot s is token s. A
-shard has room for `blocks_each` of them and fills them in turns: all shards read their first block
-at once, then their second ... Before a turn each shard reads the anchor of its block; once for all
-turns where all blocks have the same. As many blocks as shards need slots for no token more: the
-text with its question and answer fits in shards x block. A token beyond gives every shard room for
-a block more, which doubles the cache and leaves shards idle; make the block a little larger.
+Each shard holds a run of whole blocks, so slot s is token s. The shards read in turns: all read
+their first block at once, then their second, and so on. Before a turn each shard reads the anchor
+of its block; an anchor that all blocks share is read once.
 
-To keep one block a shard there, question and answer would need `room` slots more on each. For it
-the engine would have to ask the method how many slots a text takes (`init_cache` is told the slots
-alone, of which 4 blocks with an answer and 4.01 blocks are the same), and `finish` would have to
-move blocks to where slots follow the text: one `send_seq` of less than a block a layer.
+Context, question and answer that fit in shards x block tokens take one block a shard. One token
+more gives every shard a second block, which doubles the cache and leaves shards idle: make the
+block a little larger. To avoid that, the engine would have to ask the method how many slots a text
+needs (`init_cache` gets the slots alone), and `finish` would have to move blocks to where slots
+follow the text, by one `send_seq` of less than a block a layer.
 
-The anchors of the paper's section 4.2 (Table 3), which are read before every block: content
-`constant`, `random` or `shuffled`, or that of the block before (`previous`); positions `previous`
-(of the block before) or `random` (drawn below the block, ascending).
+The anchors of the paper's section 4.2 (Table 3) are read before every block. Their content is
+`constant`, `random`, `shuffled`, or that of the block before (`previous`). Their positions are
+`previous` (those of the block before) or `random` (drawn below the block, ascending).
 """
 
 import dataclasses
@@ -76,9 +74,9 @@ class StarCache:
     Attributes:
       decode: what phase 2 reads; its store's slot s is the text's token s.
       filled: tokens of the text that a shard has read, from its first slot on.
-      anchor_k, anchor_v: the anchor's keys (rotated) and values, on each shard its own.
-      anchored: how many of them there are.
-      queries: sum of the rotated queries that a shard has read, where phase 2 wants to know.
+      anchor_k, anchor_v: keys (rotated) and values of the shard's anchor.
+      anchored: the number of them.
+      queries: sum of the rotated queries that a shard has read, where phase 2 needs it.
     """
 
     decode: Any
@@ -89,7 +87,7 @@ class StarCache:
     queries: Float[Array, "B X N H"] | None = axes_field("batch", "shards", "heads", None)
 
     def observed(self, q: Float[Array, "B T N H"], valid: Int[Array, " B"]) -> "StarCache":
-        """Each row's first `valid[b]` queries in the sum, where somebody wants to know."""
+        """Adds each row's first `valid[b]` queries to the sum, if there is one."""
         if self.queries is None:
             return self
         read_BT11 = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
@@ -141,18 +139,18 @@ class Blocks(Registered):
 
     @property
     def _one_anchor(self) -> bool:
-        """Whether all blocks have the same."""
+        """Whether all blocks share one anchor."""
         return self.content == "first" and self.positions == "first"
 
     def _blocks_each(self, slots: int, shards: int) -> int:
-        """Blocks that a shard has room for."""
+        """Blocks on each shard."""
         return -(-slots // (self.block * shards))
 
     def empty_cache(self, shape: CacheShape, decode: Method) -> StarCache:
-        """Room for whole blocks on every shard, nothing read, for `decode` to go on with."""
+        """An empty cache of whole blocks on every shard, around the cache of `decode`."""
         each = self._blocks_each(shape.slots, shape.shards)
         slots = dataclasses.replace(shape, slots=each * self.block * shape.shards)
-        # One slot where there is no anchor: arrays without elements cannot be donated.
+        # At least one slot: arrays without elements cannot be donated.
         size = max(self.anchor_size, 1) * shape.shards
         anchors = (shape.batch, shape.num_kv_heads, size, shape.head_dim)
         counts = (shape.batch, shape.shards)
@@ -169,11 +167,11 @@ class Blocks(Registered):
         )
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        """The context, a row's end marked in the last segment that holds tokens of it."""
+        """The context; a row ends in the last segment that holds tokens of it."""
         fed: list[tuple[Columns, int, str]] = []
         for anchors, blocks, sends in self._turns(prompt):
             fed += [(part, prompt.chunk, ANCHOR) for part in _chunks(anchors, prompt.chunk)]
-            # The keys that are sent must be there before the block's last token attends to them.
+            # One segment: the anchor is sent before the block's last token attends to it.
             chunk, variant = (self.block, SENDS) if sends else (prompt.chunk, "")
             fed += [(part, chunk, variant) for part in _chunks(blocks, chunk)]
         last: dict[int, int] = {}
@@ -223,7 +221,7 @@ class Blocks(Registered):
     def anchor_positions(
         self, index: Int[Array, "B T"], block: Int[Array, " B"], longest: int
     ) -> Int[Array, "B T"]:
-        """Where the anchor's tokens of that index stand before such a block of `longest` slots."""
+        """Positions of the anchor's tokens before a block; `longest` is the number of slots."""
         if self.positions == "first":
             return index
         if self.positions == "previous":
@@ -240,10 +238,10 @@ class Blocks(Registered):
         return jnp.take_along_axis(drawn_BA, jnp.minimum(index, self.anchor_size - 1), axis=1)
 
     def prefill_work(self, prompt: Prompt) -> PrefillWork:
-        """The work of the shard with the most: blocks of t tokens behind an anchor of a.
+        """The work of the shard with the most pairs.
 
-        Every block costs t tokens and t (t + 1) / 2 + a t pairs, an anchor that is read a tokens
-        and a (a + 1) / 2 pairs. The anchor that is sent is a sum over the shards, all but one zero.
+        A block of t tokens behind an anchor of a costs t tokens and t (t + 1) / 2 + a t pairs;
+        reading an anchor costs a tokens and a (a + 1) / 2 pairs. Sending one is a sum over shards.
         """
         turns = list(self._turns(prompt)) if prompt.context else []
         works = (self._shard_work(prompt, turns, shard) for shard in range(prompt.shards))
