@@ -1,6 +1,6 @@
 """Full attention: every token attends every earlier token, exactly.
 
-The baseline of every method and the definition of right; `parts.appending` says how it is computed.
+The baseline of every method; `parts.appending` holds the computation.
 """
 
 from jaxtyping import Array

@@ -1,4 +1,4 @@
-"""RefreshKV: decode over a small partial cache, chosen anew from the full one when the query turns.
+"""RefreshKV: decode over a small partial cache, chosen anew when the query's direction changes.
 
 Xu et al. 2025, "RefreshKV: Updating Small KV Cache During Long-form Generation", sections 2 and
 A.1. Context and question are read by full attention. The last token's probabilities (maximum over
@@ -18,17 +18,17 @@ from the full cache at each step.
 
 Where the paper is silent: the token of a full step is always chosen and leaves last
 (`force_self`), which makes RefreshKV without full steps SnapKV with window 1; the mean query is
-taken after rotary embedding (`qc_space`), as it meets the keys. Unlike the paper's the full cache
-takes each token at once, so that no token is lost where more than `budget` come between two full
-steps. Thresholds lie in [-1, 1]: at 1 every check refreshes, at -1 practically none; a fixed
-stride beyond the answer never does. `evict_on_push=False` lets the partial cache grow between two
-full steps. `ablation` is that of section 5.
+taken after rotary embedding (`qc_space`), as the keys see it. Unlike in the paper each token joins
+the full cache at once: no token is lost where more than `budget` come between two full steps.
+Thresholds lie in [-1, 1]: at 1 every check refreshes, at -1 practically none; a fixed stride beyond
+the answer never does. `evict_on_push=False` lets the partial cache grow between two full steps.
+`ablation` is that of section 5.
 
-Which steps are partial by schedule the host knows: they are a program that does not hold the full
-cache's matmuls at all. In the others all rows are due alike. A full step by schedule has no branch
-either; where a cosine decides, one `lax.switch` a layer says whether the full cache is touched, and
-where one row must, every row of the shard does and takes the result that is its own. The token's
-key and value are written to both caches before, so that the branches only read the large one.
+The host knows the steps that are partial by schedule: they are a program without the full cache's
+matmuls. A full step by schedule has no branch. Where a cosine decides, one `lax.switch` a layer
+says whether the full cache is read. Where one row needs it, all rows of the shard compute it, and
+each takes its own result. The token's key and value are written to both caches before, so the
+branches only read the full one.
 """
 
 import dataclasses
@@ -50,12 +50,12 @@ CHECK = "check"
 
 @method(source="Xu et al. 2025, section 2")
 class RefreshKV(PartialDecoding):
-    """Decode reads a part of the cache, chosen anew by full steps when the query turns.
+    """Decode reads a part of the cache, chosen anew by full steps when the query changes.
 
     Attributes:
       schedule: full steps by the cosine (`adaptive`) or by `stride` alone (`fixed`).
       stride, qc_stride: steps from one full step (`fixed`) or check (`adaptive`) to the next.
-      threshold: a full step follows where the cosine is at most so large.
+      threshold: a full step follows where the cosine is at most this.
       qc_space: the queries are compared after rotary embedding or before it.
       ablation: section 5's: full steps choose nothing anew, or attend the new partial cache alone.
     """
@@ -96,12 +96,12 @@ class RefreshKV(PartialDecoding):
         return PARTIAL if step % self.every else CHECK
 
     def read_bytes(self, cache: RefreshCache, length: int) -> int:
-        """The partial cache, and the part of a full step that falls to one; "adaptive": at most."""
+        """The partial cache and a step's share of a full step; with "adaptive" the most."""
         keys = cache.store.k
         return super().read_bytes(cache, length) + 2 * keys.size * keys.dtype.itemsize // self.every
 
     def summed(self, raw: Array, rotated: Array, ctx: LayerContext) -> Float[Array, "B H"]:
-        """Its cosine is that of the mean query."""
+        """The sum of the queries whose cosine is taken."""
         return super().summed(raw, raw if self.qc_space == "pre_rope" else rotated, ctx)
 
     def step(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
@@ -143,7 +143,7 @@ class RefreshKV(PartialDecoding):
     def _full_step(
         self, q: Array, cache: RefreshCache, turned: Bool[Array, " B"], ctx: LayerContext
     ) -> tuple[Attended, FifoCache]:
-        """Every key attended, the partial cache of `turned` rows chosen anew; ablations less."""
+        """Attention to all keys, and a new partial cache for `turned` rows; ablations do less."""
         attended, partial = self.look(q, cache, turned, ctx)
         if self.ablation == "no_refresh":
             partial = cache.partial

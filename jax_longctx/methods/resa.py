@@ -1,20 +1,21 @@
 """RESA: sparse decode that estimates what it does not read.
 
-RESA, section 4. A selector (Quest, ArkVale or the ideal one) says which tokens a query attends; any
-other gets the logit it would have under the prompt's mean query, shifted by one number a head, and
-its value counts through sums that are known without reading it (see `residual`). The prior is made
-at the end of the question, by one more query row over all keys; generated tokens join it in O(1).
+RESA, section 4. A selector (Quest, ArkVale or the ideal one) chooses the tokens that a query
+attends. Every other token gets its logit under the prompt's mean query, shifted by one number a
+head; its value counts through sums that are known without reading it (see `residual`). The prior is
+made at the end of the question, by one more query row over all keys; a generated token joins it in
+O(1).
 
 Cost beside the selector's: one more query row over the selected keys, which are read anyway, and
-O(heads H) of state. Only under `frozen` the prior's float32 logits of all slots are kept (3% of the
-cache for groups of 4 and heads of 128 in bfloat16) and those of the selected ones read.
+O(heads H) of state. `frozen` also keeps the prior's float32 logits of all slots (3% of the cache
+for groups of 4 and heads of 128 in bfloat16) and reads those of the selected ones.
 
-What the paper leaves open, and how it is read here: the first 4 and last 64 tokens are attended
-beside the budget, the selectors' own page sizes are kept, every layer is sparse, pages are chosen
-for each query head. `growth` says what generated tokens do: `append` is the paper's Eq. 2 for all
-keys so far, `append-fixed-mean` leaves mu_k the prompt's mean, under `frozen` they count only while
-they are selected, and `rebuild` is `append` with a mean query that generated tokens' queries join:
-every `rebuild_every` steps the prior is made anew from it, over all keys.
+Where the paper is silent: the first 4 and last 64 tokens are attended beside the budget, the
+selectors keep their own page sizes, every layer is sparse, and pages are chosen for each query
+head. `growth` says how generated tokens change the prior. `append` is the paper's Eq. 2 for all
+keys so far. `append-fixed-mean` keeps mu_k at the prompt's mean. Under `frozen` generated tokens
+count only while they are selected. `rebuild` is `append` with generated tokens' queries in the mean
+query: every `rebuild_every` steps the prior is made anew from it, over all keys.
 """
 
 import dataclasses
@@ -53,14 +54,14 @@ class Resa(Selecting):
     """Sparse decode over selected tokens, the others estimated from the mean query.
 
     Attributes:
-      selector: which.
-      digest: ArkVale's.
-      lam: how much the residual counts, 0 (plain sparse attention) to 1.
-      lambda_mode: `normalized`, or as Eq. 5 is printed (`paper_literal`).
-      growth: what generated tokens do to the prior.
-      rebuild_every: steps from one rebuilding to the next.
-      prior_group: a prior for each query head, or one for a kv head of its group's mean query.
-      page_size: None is the selector's own.
+      selector: the method that chooses tokens.
+      digest: ArkVale's setting.
+      lam: weight of the residual, 0 (plain sparse attention) to 1.
+      lambda_mode: `normalized`, or Eq. 5 as printed (`paper_literal`).
+      growth: how generated tokens change the prior.
+      rebuild_every: steps between two rebuilds.
+      prior_group: a prior for each query head, or one for a kv head, of its group's mean query.
+      page_size: None is the selector's default.
     """
 
     selector: Literal["quest", "arkvale", "ideal"] = "quest"
@@ -83,7 +84,7 @@ class Resa(Selecting):
                 f"the ideal selector chooses single tokens; page_size {self.page_size} "
                 "is for quest and arkvale"
             )
-        # It checks what it is made of.
+        # The selector checks its settings.
         _ = self.base
 
     @property

@@ -1,17 +1,16 @@
 """Ring Attention: exact attention whose context is spread over the shards of the slots.
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers", section 3. Every shard projects and
-keeps a run of the text; keys and values then go around the ring, from each shard to the next, and
-are attended where they pass; the parts are merged by log-sum-exp in float32. The whole context is
-one segment: a layer needs what all shards have computed of the layer below. Question and answer
-are read by full attention over the sharded cache: their partial results travel, no key does.
+keeps a run of the text. Keys and values go around the ring, from each shard to the next, and each
+shard attends to those that pass; the parts are merged by log-sum-exp in float32. The whole context
+is one segment, as a layer needs the outputs of all shards. Question and answer are read by full
+attention over the sharded cache, whose shards exchange partial results.
 
 In the order of the text the last shard attends to everything and the first to itself alone. With
-`order=zigzag` shard r of R holds pieces r and 2R - 1 - r of 2R, which makes every hop half the work
-for all; before they are cached, keys and values go back to the order of the text, one hop more.
+`order=zigzag` shard r of R holds pieces r and 2R - 1 - r of 2R, so all shards have the same work in
+every hop. One more hop returns keys and values to the order of the text before they are cached.
 
-`hops` less than R - 1 cuts the ring: a shard sees itself and as many before it. 0 is attention
-within the shard alone, an ablation.
+`hops` less than R - 1 is an ablation: a shard attends to itself and that many shards before it.
 
 Cost on R shards, text L: 4 N H L^2 (R - 1/2) / R^2 operations a layer for the last shard, which
 ends last; 2 N H L^2 / R for each with zigzag. R - 1 times a shard's keys and values are received.

@@ -8,15 +8,15 @@ and question are read by full attention. Then, in each layer and for each kv hea
 2. the sums of all tokens before the window are pooled over `kernel` neighbours;
 3. the budget - window best tokens and the window itself stay, at their true positions.
 
-Reading the question costs one more pass of `window` queries over the keys (their log-sum-exp is
-remembered from the prefill, layer by layer); each answered token reads budget + answer tokens. The
-cache of the context stays for the next question, and is freed where there will be none.
+Reading the question costs one more pass of `window` queries over the keys; the log-sum-exps of
+these queries are kept from prefill. Each decode step reads budget + answer tokens. The context's
+cache stays for the next question, and is freed where there will be none.
 
-Beside the paper: the authors repeat keys for every query head before they are cached, so that each
-query head keeps its own tokens and grouped queries save no memory; here a kv head's group shares
-one choice (`over_group`; `layer` averages over all heads of the layer), unless `expand_kv` asks for
-theirs: the answer's cache is then as many times larger. `decode_policy="fifo"` lets a token leave
-for each new one, the lowest score first, then the oldest: RefreshKV's partial cache.
+The authors repeat keys for every query head before they are cached: each query head keeps its own
+tokens, and grouped queries save no memory. Here a kv head's group shares one choice (`over_group`;
+`layer` averages over all heads of the layer). `expand_kv` does as the authors; the answer's cache
+is larger by the size of a group. With `decode_policy="fifo"` a token leaves for each new one, the
+lowest score first, then the oldest, as in RefreshKV's partial cache.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class ObservedCache(Rewinding):
     Attributes:
       queries: rotated, the newest last.
       lse: log-sum-exp of each one's attention, -inf where a row has had fewer queries.
-      context_queries, context_lse: both as they were at the end of the context.
+      context_queries, context_lse: both at the end of the context.
     """
 
     store: AppendCache
@@ -60,7 +60,7 @@ class ObservedCache(Rewinding):
     context_lse: Float[Array, "B W N"] = axes_field("batch", None, "heads")
 
 
-# While text is read, and while it is answered.
+# In prefill, and in decode.
 Cache = ObservedCache | FifoCache
 
 
@@ -99,7 +99,7 @@ class SnapKV(Appending):
     def init_cache(self, shape: CacheShape) -> ObservedCache:
         size = (shape.batch, self.window, shape.num_heads)
 
-        # Four arrays, not two twice: a donated buffer may be named once.
+        # An array for each field: a donated buffer may be named once.
         def window() -> tuple[Array, Array]:
             queries = jnp.zeros((*size, shape.head_dim), shape.dtype)
             return queries, jnp.full(size, -jnp.inf, jnp.float32)
@@ -145,7 +145,7 @@ class SnapKV(Appending):
         X is K, or N with expand_kv.
         """
         store, group = cache.store, cache.queries.shape[2] // cache.store.k.shape[1]
-        # Tokens before the window are seen by all of it: no mask among its queries is needed.
+        # All queries of the window see the tokens before it: no causal mask is needed.
         seen_B = store.held(ctx, but_last=self.window)
 
         def given(q: Array, lse: Array, over_group: Any = "sum") -> Float[Array, "B K S"]:

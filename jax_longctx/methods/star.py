@@ -1,21 +1,22 @@
-"""Star Attention: the context in blocks, each read beside an anchor, all of them at once.
+"""Star Attention: the context in blocks, each behind an anchor, read at the same time.
 
 Acharya et al. 2024, "Star Attention: Efficient LLM Inference over Long Sequences", section 2.
-Phase 1: the context is cut into blocks, dealt to the shards of the slots in the text's order.
+Phase 1: the context is cut into blocks, which lie on the shards of the slots in the text's order.
 Every block but the first is read behind the anchor, a copy of the first block's first tokens at
-their own positions, and attends to it and causally to itself; nothing travels. The anchor's keys
-are dropped, the blocks' keys stay where they were computed, at their true positions. Phase 2: the
-question and the answer attend to all blocks, each shard to its own, merged by log-sum-exp.
+their own positions. It attends to the anchor and causally to itself; shards exchange nothing. The
+anchor's keys are dropped. The blocks' keys stay where they were computed, at their true positions.
+Phase 2: the question and the answer attend to all blocks, each shard to its own, merged by
+log-sum-exp.
 
-As slots follow the text, what phase 1 leaves is the cache of full attention, sharded: phase 2 can
-be any method that decodes over one (`decode`: full, quest, arkvale, ideal-topk, resa over each of
-them, refreshkv). Selectors choose among all shards' keys, as on one device, not each shard a part
-of the budget. RESA's mean query is that of the blocks' tokens, anchors left out.
+Slots follow the text, so phase 1 leaves the sharded cache of full attention. Phase 2 can be any
+method that decodes over one (`decode`: full, quest, arkvale, ideal-topk, resa over each of them,
+refreshkv). Selectors choose among the keys of all shards, as on one device. RESA's mean query is
+that of the blocks' tokens without anchors.
 
-A shard reads the anchor once, for all its blocks: its keys do not depend on the block. With
-`anchor_kv=broadcast` nobody reads it twice: it is the head of block 0, whose keys and values the
-first shard sends to the others layer by layer, in a segment of a whole block (tokens^2 attention,
-activations of a block at once). One block, or two with anchor = block, are full attention.
+A shard reads the anchor once, for all its blocks. With `anchor_kv=broadcast` no shard reads it: it
+is the head of block 0, whose keys and values the first shard sends to the others in each layer, in
+a segment of a whole block (tokens^2 attention, activations of a block at once). One block, or two
+with anchor = block, are full attention.
 
 Cost on a shard with n blocks of b tokens, anchor a: (a + n b) tokens through the model, and n b
 (a + b / 2) attended pairs; text^2 / 2 over all shards with full attention.
@@ -68,7 +69,7 @@ class Star(Blocks):
                 f"{type(self.decode).__name__} cannot decode over blocks read elsewhere; "
                 f"choose one of full, quest, arkvale, ideal-topk, resa, refreshkv"
             )
-        # Slots that it summarises together, which no other may cut.
+        # A page must lie in one block.
         page = getattr(getattr(self.decode, "base", self.decode), "page_size", 1)
         if self.block % page:
             raise self.refused(
@@ -133,7 +134,7 @@ class Star(Blocks):
         q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
         if sends:
             cache = self._sent(k, v, cache, valid, ctx)
-        # All rows that read are in the same turn; those that do not may have ended in any.
+        # All rows with valid tokens are in the same turn.
         turn = jnp.max(jnp.where(valid > 0, filled_B // self.block, 0))
         first_block = ctx.seq_index * (local // self.block) + turn == 0
         parts = [causal_attention(q, k, v, scale=ctx.scale)]
@@ -161,7 +162,7 @@ class Star(Blocks):
     def _sent(
         self, k: Array, v: Array, cache: StarCache, valid: Array, ctx: LayerContext
     ) -> StarCache:
-        """The head of the first shard's block as everybody's anchor."""
+        """The head of the first shard's block as the anchor of all shards."""
         first = ctx.seq_index == 0
 
         def everywhere(x: Array) -> Array:
