@@ -6,7 +6,7 @@ Both parts merge by log-sum-exp. Every shard of the slots attends the pages that
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, local_slots
 from jax_longctx.contract import LayerContext
@@ -147,6 +147,11 @@ def _kept(lists: Lists, span: Span, store: AppendCache, query_heads: int) -> Int
         tokens_BX = jnp.sum(jnp.where(named_BEK, tokens_BC[..., None], 0), axis=1)
     each = query_heads // tokens_BX.shape[1]
     return fixed_B[:, None] + jnp.repeat(tokens_BX, each, axis=1)
+
+
+def named(lists: Int[Array, "*B C"], pages: int) -> Bool[Array, "*B P"]:
+    """Which of `pages` pages each list names."""
+    return jnp.any(lists[..., None] == jnp.arange(pages), axis=-2)
 
 
 def listed(x: Array, lists: Int[Array, "*B C"], none: float = -jnp.inf) -> Array:

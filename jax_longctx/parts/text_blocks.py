@@ -120,8 +120,7 @@ class Blocks(Registered):
     keeps_all = append_only = True
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise self.refused(f"block must be at least 1, got {self.block}")
+        self.at_least(1, "block")
         if not 0 <= self.anchor_size <= self.block:
             raise self.refused(
                 f"anchor must be from 0 to the block's {self.block} tokens, got {self.anchor}"

@@ -1,11 +1,10 @@
 """Star Attention as the authors' released code computes it, for studies of parity alone.
 
-The first phase is Star's. In the second their code calls flash attention with a causal mask on
-every host. Where queries and keys are not as many, that mask is aligned to the last key: of n
-queries row r sees the keys up to L - n + r of the host's L. On the host that holds the end of the
-text the question's own keys are the last ones, which makes it right; every other host loses up to
-n - 1 of its last tokens to the first rows of a question (spec: ST-B1). A generated token, n = 1,
-sees everything.
+The first phase is Star's. In the second, their code calls flash attention with a causal mask on
+every host. With fewer queries than keys that mask is aligned to the last key: of n queries, row r
+sees the keys up to L - n + r of the host's L. That is right on the host that holds the end of the
+text, where the question's own keys are the last ones. On every other host the first rows of a
+question miss up to n - 1 of the last tokens (spec: ST-B1). A generated token, n = 1, sees all.
 """
 
 import dataclasses
