@@ -99,12 +99,12 @@ class Registered:
             if value is not None and not value >= least:
                 raise self.refused(f"{name} must be at least {least}, got {value}")
 
-    def share(self, *names: str, zero: bool = True) -> None:
-        """Raises ConfigError unless each is None or from 0 (without `zero` above it) to 1."""
+    def fraction(self, *names: str, above_zero: bool = False) -> None:
+        """Raises ConfigError unless each of these settings is None or from 0 to 1."""
         for name in names:
             value = getattr(self, name)
-            if value is not None and not (0 <= value <= 1 and (zero or value)):
-                least = "from 0 to" if zero else "above 0 and at most"
+            if value is not None and not (0 <= value <= 1 and (value or not above_zero)):
+                least = "above 0 and at most" if above_zero else "from 0 to"
                 raise self.refused(f"{name} must be {least} 1, got {value}")
 
 

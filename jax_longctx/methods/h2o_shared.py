@@ -41,7 +41,7 @@ class H2OShared(ByInstruction):
     acc_kind: Literal["sum", "mean"] = "sum"
 
     def __post_init__(self) -> None:
-        self.share("alpha")
+        self.fraction("alpha")
         super().__post_init__()
 
     @property

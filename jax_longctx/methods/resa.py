@@ -78,7 +78,7 @@ class Resa(Selecting):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "rebuild_every")
-        self.share("lam")
+        self.fraction("lam")
         if self.page_size not in (None, 1) and self.selector == "ideal":
             raise self.refused(
                 f"the ideal selector chooses single tokens; page_size {self.page_size} "

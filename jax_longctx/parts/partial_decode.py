@@ -95,7 +95,7 @@ class PartialDecoding(Appending):
 
     def __post_init__(self) -> None:
         self.at_least(1, "budget")
-        self.share("ratio", zero=False)
+        self.fraction("ratio", above_zero=True)
         check_kernel(self)
         if self.indexed and not self.evict_on_push:
             raise self.refused(

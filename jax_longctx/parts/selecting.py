@@ -121,8 +121,8 @@ class Selecting(Appending):
     def __post_init__(self) -> None:
         self.at_least(1, "budget")
         self.at_least(0, "sink", "local", "skip_layers")
-        self.share("alpha")
-        self.share("ratio", "epsilon", zero=False)
+        self.fraction("alpha")
+        self.fraction("ratio", "epsilon", above_zero=True)
         needed = {"ada": "kv_head", "psa": "query_head"}.get(self.allocation[:3], self.granularity)
         if self.granularity != needed:
             raise self.refused(

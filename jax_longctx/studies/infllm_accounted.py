@@ -71,7 +71,7 @@ class InfLLMAccounted(InfLLM):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(0, "max_cached_block")
-        self.share("score_decay")
+        self.fraction("score_decay")
         if self.max_cached_block < self.topk or self.granularity != "layer":
             raise self.refused(
                 f"max_cached_block {self.max_cached_block} must hold the topk {self.topk} "
