@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_longctx.contract import Bounded, Method, reach
+from jax_longctx.contract import Method, reach
 from jax_longctx.engine import Context, Engine, Progress, Sampling
 from jax_longctx.engine.capacity import Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
@@ -284,8 +284,7 @@ class LongContext:
             for name, kind in METHODS.items()
             if name not in STUDIES
             and (method := kind()).info.keeps_all
-            and isinstance(method, Bounded)
-            and method.reach(self.config, FAR) < FAR
+            and reach(method, self.config, FAR) < FAR
         ]
         return (
             f"{tokens:,} tokens are more than the {trained:,} that the model was trained to, and "

@@ -5,7 +5,7 @@ the answer fit in `tokens`. The predicted time is the FLOPs on the busiest devic
 `planning.plan`) at two rates measured in the same run on the same devices: `linear`, of the layers
 without attention, and `attention`, of a causal square. It leaves out communication. Also measured
 are the bytes a second that a device receives from its neighbour, and the time of one decode step's
-merge by each implementation (`contract.merging`), in a chain of merges.
+merge by each implementation (`contract.context`), in a chain of merges.
 
 With fewer layers than the shape has, a method is timed with those and with one (see `timing`).
 """
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from jax_longctx.bench.decode import WARM
 from jax_longctx.bench.timing import TOO_MUCH, Shape, answered, call_times, scaled
-from jax_longctx.contract import merging
+from jax_longctx.contract.context import by_gather, by_sum, merge_way
 from jax_longctx.engine import programs
 from jax_longctx.engine.engine import BLOCK, SPARE
 from jax_longctx.errors import InputError
@@ -239,12 +239,12 @@ def _merge_seconds(shape: Shape, runs: int) -> dict[str, Any]:
         return body
 
     found: dict[str, Any] = {}
-    for name, merge in (("by_sum", merging.by_sum), ("by_gather", merging.by_gather)):
+    for name, merge in (("by_sum", by_sum), ("by_gather", by_gather)):
         one, many = (
             _timed(_sharded(shape.mesh, chain(merge, times), *sizes), max(runs, 5))
             for times in (1, 1 + CHAIN)
         )
         found[name] = max(many - one, 0.0) / CHAIN
-    used = merging.choose(size=sizes[2], width=sizes[3], itemsize=2, shards=shards)
+    used = merge_way(size=sizes[2], width=sizes[3], itemsize=2, shards=shards)
     found["used"] = used.__name__
     return found

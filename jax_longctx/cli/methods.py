@@ -56,7 +56,7 @@ def methods(
     if min(context, batch) < 1:
         raise InputError(f"--context and --batch must be at least 1, got {context} and {batch}")
     terminal = Terminal(as_json=as_json)
-    described = []
+    described, failed = [], []
     with terminal.starting():
         if checkpoint is None:
             config = preset(model)
@@ -65,7 +65,13 @@ def methods(
 
             config = read_manifest(checkpoint).config
         for each in [name] if name is not None else METHODS:
-            entry = describe(each)
+            try:
+                entry = describe(each)
+            except ConfigError as error:
+                if name is not None:
+                    raise
+                failed.append(str(error))
+                continue
             method = make_method(each, parse_pairs(settings or ()))
             measured = {"context": context, "batch": batch, "dtype": dtype}
             memory = _memory(config, method, context, batch, dtype or "bfloat16")
@@ -81,6 +87,8 @@ def methods(
             *_all(described),
             f"\nmemory: {shape}, {dtype}, {batch} x {context:,} tokens of context",
         )
+    if failed:
+        raise ConfigError("; ".join(failed))
 
 
 def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> dict[str, Any]:

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment, merging
+from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment
+from jax_longctx.contract.context import merge_cost
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import USABLE, Footprint, bucket, footprint, read_bytes
 from jax_longctx.errors import ConfigError, InputError
@@ -394,7 +395,7 @@ def _traffic(
     if shards > 1 and not spread:
         # Partial results over each shard's own keys.
         size = int(tokens / segments * config.num_heads) // tensor
-        sent, times = merging.cost(size, config.head_dim, item, shards)
+        sent, times = merge_cost(size, config.head_dim, item, shards)
         received += segments * sent
         collectives += segments * times
     return config.num_layers * received, config.num_layers * collectives
