@@ -34,7 +34,7 @@ __all__ = [
     "parse_mesh",
 ]
 
-# Which module has which names.
+# The module that defines each name.
 _HOMES = {
     "api": ("Answer", "LongContext", "load"),
     "engine": ("Context", "Engine", "Progress", "Sampling"),
@@ -53,7 +53,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        # Its import takes longer than all that `jax-longctx` imports before it hears Ctrl-C.
+        # Importing this takes longer than all that `jax-longctx` imports before it handles Ctrl-C.
         from importlib import metadata
 
         return metadata.version("jax-longctx")

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_longctx.contract import Bounded, Method, reach
+from jax_longctx.contract import Method, reach
 from jax_longctx.engine import Context, Engine, Progress, Sampling
 from jax_longctx.engine.capacity import Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
@@ -54,13 +54,13 @@ OnProgress = Callable[[Progress], None]
 
 
 class AnswerOptions(TypedDict, total=False):
-    """How answers are drawn and where they end.
+    """How answers are sampled and where they end.
 
     Attributes:
       sampling: greedy by default.
       max_tokens: most tokens of an answer, 128 by default.
-      stop: strings that end an answer; special tokens too, as they are written.
-      stop_at_eos: whether the tokenizer's end-of-text ids do, as by default.
+      stop: strings that end an answer; may be special tokens, as text.
+      stop_at_eos: whether the tokenizer's end-of-text ids end an answer, True by default.
       on_text: called with (row, new text) as the answers arrive.
     """
 
@@ -79,10 +79,10 @@ class Answer:
       text: up to, not including, the stop string that ended it.
       tokens: the generated ids, the one that ended the answer included.
       finish: "stop" (a stop id or string) or "length" (max_tokens).
-      prefill_seconds: reading the context; 0 for `ask`, whose context was read before.
+      prefill_seconds: of `generate`; 0 for `ask`, whose context was prefilled earlier.
       first_token_seconds: from the start of the question to its first token.
       decode_seconds: from the first token to the last.
-      warning: that text, question and answer go beyond what the model was trained to, or None
+      warning: None, or that text, question and answer are longer than the model was trained for
         (see `LongContext.length_warning`).
     """
 
@@ -104,15 +104,15 @@ def load(
     chunk: int = 512,
     by_layer: bool | None = None,
 ) -> "LongContext":
-    """A checkpoint directory (`jax-longctx convert` writes them), ready to answer.
+    """Loads a checkpoint directory that `jax-longctx convert` wrote.
 
     Args:
       method: a long-context method, full attention by default.
       mesh: devices to run on, one by default (see `make_mesh`).
       dtype: of weights and cache: "float32", "bfloat16" or "float16"; the checkpoint's by default.
       chunk: tokens a prefill pass takes.
-      by_layer: whether a program holds one layer and not all of them: compiled much sooner, run
-        somewhat slower. For few and short texts.
+      by_layer: whether programs hold one layer instead of all: compilation is much faster,
+        inference somewhat slower. For few and short texts.
 
     Raises:
       CheckpointError: not a checkpoint, or damaged.
@@ -135,7 +135,7 @@ class LongContext:
     Attributes:
       engine: the token-level engine.
       tokenizer: of the checkpoint.
-      manifest: what the checkpoint says about itself.
+      manifest: of the checkpoint.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, manifest: Manifest | None = None):
@@ -150,7 +150,7 @@ class LongContext:
         """The checkpoint's chat template around text and question; plain where there is none.
 
         Raises:
-          ConfigError: `chat` is asked for and the checkpoint has no chat template.
+          ConfigError: `chat` is True and the checkpoint has no chat template.
         """
         chat = self.tokenizer.has_chat if chat is None else chat
         return chat_layout(self.tokenizer) if chat else plain_layout()
@@ -163,11 +163,11 @@ class LongContext:
         questions: str | Sequence[str] | None = None,
         progress: OnProgress | None = None,
     ) -> Context:
-        """Reads one text, or a batch of texts of any lengths, into a context.
+        """Prefills one text, or a batch of texts of any lengths, into a context.
 
-        Warns before reading where the method does not reach as far (see `length_warning`).
-        `reserve` tokens are kept free for a question and its answer; longer ones make the cache
-        grow. `questions` are for methods that need the question at prefill.
+        Warns first where a text is too long for model and method (see `length_warning`). The cache
+        reserves `reserve` tokens for a question and its answer, and grows for longer ones.
+        `questions` are for methods that need the question at prefill.
         """
         rows = [self.tokenizer.encode(text, bos=True) for text in _listed(texts)]
         asked = None if questions is None else self._encode(_listed(questions))
@@ -182,15 +182,15 @@ class LongContext:
         keep: bool = True,
         **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
-        """One question for each row of the context. The context stays, for the next question.
+        """Answers one question for each row of the context.
 
         Args:
-          keep: False gives the context up with its last question: its memory is free as soon as
-            the method can do without.
+          keep: whether the context stays usable for further questions. If False, its memory is
+            freed as soon as the method allows.
         """
         asked = self._encode(_listed(questions))
         if self.length_warning(max(context.lengths)) is None:
-            # What was said of the text alone is not said again.
+            # `prefill` has already warned where the text alone is too long.
             self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
         return self.ask_tokens(context, asked, keep=keep, **options)
 
@@ -202,11 +202,10 @@ class LongContext:
         keep: bool = True,
         **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
-        """`ask` with questions that are token ids already; no warning but the answers' own."""
+        """`ask` with questions as token ids; it warns only through `Answer.warning`."""
         stream = functools.partial(self.engine.stream, context, rows, keep=keep)
-        answers = self._answers(stream, rows, **options)
         given = [length + len(row) for length, row in zip(context.lengths, rows, strict=True)]
-        return self._with_warnings(answers, given)
+        return self._answers(stream, rows, given, **options)
 
     def generate(
         self,
@@ -215,9 +214,9 @@ class LongContext:
         progress: OnProgress | None = None,
         **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
-        """Continues each prompt. All but its last token is context, the last is the question.
+        """Continues each prompt: its last token is the question, the tokens before the context.
 
-        Warns before reading where the method does not reach as far (see `length_warning`).
+        Warns first where a prompt is too long for model and method (see `length_warning`).
         """
         rows = [self.tokenizer.encode(prompt, bos=True) for prompt in _listed(prompts)]
         self._warn_beyond(max(map(len, rows), default=0))
@@ -230,30 +229,30 @@ class LongContext:
             seconds = time.perf_counter() - begun
             return blocks
 
-        answers = self._answers(stream, [row[-1:] for row in rows], **options)
-        answers = [dataclasses.replace(answer, prefill_seconds=seconds) for answer in answers]
-        return self._with_warnings(answers, list(map(len, rows)))
+        lasts = [row[-1:] for row in rows]
+        answers = self._answers(stream, lasts, list(map(len, rows)), **options)
+        return [dataclasses.replace(answer, prefill_seconds=seconds) for answer in answers]
 
     def score(
         self, contexts: str | Sequence[str], continuations: str | Sequence[str], **options: Any
     ) -> list[Likelihood]:
-        """How likely each continuation is after its context, as the method reads and answers.
+        """Log-likelihood of each continuation after its context, under the method.
 
-        A continuation follows directly on its context, as a question would. Options and errors are
-        those of `jax_longctx.engine.scoring.forced_states`.
+        A continuation directly follows its context, like a question. Options and errors are those
+        of `jax_longctx.engine.scoring.forced_states`.
         """
         rows = [self.tokenizer.encode(text, bos=True) for text in _listed(contexts)]
         continued = self._encode(_listed(continuations))
         return loglikelihoods(self.engine, rows, continued, **options)
 
     def footprint(self, tokens: int, *, batch: int = 1, reserve: int = 256) -> Footprint:
-        """Bytes of the method's caches for `batch` texts of `tokens` tokens, and read a step.
+        """Bytes of the method's caches for `batch` texts of `tokens` tokens, and bytes read a step.
 
-        Of all layers and all devices together, from shapes alone: nothing is allocated. `reserve`
-        is as `prefill` takes it.
+        They are sums over all layers and devices, computed from shapes: nothing is allocated.
+        `reserve` is as in `prefill`.
 
         Raises:
-          InputError: fewer than one token or text, or less than nothing in reserve.
+          InputError: fewer than one token or text, or a negative reserve.
         """
         if tokens < 1 or batch < 1 or reserve < 0:
             raise InputError(
@@ -267,16 +266,16 @@ class LongContext:
         save_context(self.engine, context, path)
 
     def load_context(self, path: str | Path) -> Context:
-        """Reads a context that the same model and method saved."""
+        """Loads a context that the same model and method saved."""
         context = load_context(self.engine, path)
         self._warn_beyond(max(context.lengths))
         return context
 
     def length_warning(self, tokens: int) -> str | None:
-        """What is wrong with a row of that many tokens, answer included; None if nothing is.
+        """The warning for a row of that many tokens, answer included; None for no warning.
 
-        A model does not know positions beyond those it was trained to: what it says there is noise.
-        A method says how far its positions go (`contract.reach`).
+        At positions beyond its trained length a model's output is noise. `contract.reach` gives
+        the largest position that a method uses.
         """
         engine, trained = self.engine, self.config.trained_length
         if reach(engine.method, self.config, tokens) <= trained:
@@ -286,8 +285,7 @@ class LongContext:
             for name, kind in METHODS.items()
             if name not in STUDIES
             and (method := kind()).info.keeps_all
-            and isinstance(method, Bounded)
-            and method.reach(self.config, FAR) < FAR
+            and reach(method, self.config, FAR) < FAR
         ]
         return (
             f"{tokens:,} tokens are more than the {trained:,} that the model was trained to, and "
@@ -299,17 +297,11 @@ class LongContext:
         if said is not None:
             warnings.warn(said, TrainedLengthWarning, stacklevel=3)
 
-    def _with_warnings(self, answers: list[Answer], given: Sequence[int]) -> list[Answer]:
-        """The answers with what is to be said of their lengths; `given` tokens stand before."""
-        return [
-            dataclasses.replace(answer, warning=self.length_warning(before + len(answer.tokens)))
-            for answer, before in zip(answers, given, strict=True)
-        ]
-
     def _answers(
         self,
         stream: Callable[..., Generator[list[list[int]]]],
         rows: Sequence[Sequence[int]],
+        given: Sequence[int],
         *,
         sampling: Sampling | None = None,
         max_tokens: int = 128,
@@ -317,15 +309,18 @@ class LongContext:
         stop_at_eos: bool = True,
         on_text: OnText | None = None,
     ) -> list[Answer]:
-        """The tokens that `stream` yields as answers; `rows` are the tokens that they follow."""
-        # Special tokens are no text: a stop string that is one ends the answer by its id.
+        """The tokens that `stream` yields as answers.
+
+        `rows` are the tokens directly before each answer; `given` is the number of all before it.
+        """
+        # Special tokens have no text: a stop string that is one ends the answer by its id.
         special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
         ends = [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
         blocks = stream(sampling=sampling, max_tokens=max_tokens, stop_ids=ends)
         readers = [_Reader(self.tokenizer, row, stop, ends) for row in rows]
         begun = time.perf_counter()
         first = None
-        # Closed whatever happens, also in `on_text`: the context gets its cache back.
+        # Closing returns the cache to the context, also after an error in `on_text`.
         with contextlib.closing(blocks):
             for block in blocks:
                 first = first or time.perf_counter()
@@ -336,12 +331,13 @@ class LongContext:
                 if all(reader.finished for reader in readers):
                     break
         ended = time.perf_counter()
-        answers = []
-        for row, reader in enumerate(readers):
+        first, answers = first or ended, []
+        for row, (reader, before) in enumerate(zip(readers, given, strict=True)):
             text = reader.flush()
             if text and on_text is not None:
                 on_text(row, text)
-            answers.append(reader.answer((first or ended) - begun, ended - (first or ended)))
+            warning = self.length_warning(before + len(reader.tokens))
+            answers.append(reader.answer(first - begun, ended - first, warning))
         return answers
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -365,7 +361,7 @@ class _Reader:
         return self.ended or self.stops.stopped is not None
 
     def push(self, tokens: list[int]) -> str:
-        """New text of these tokens; nothing once the answer has ended."""
+        """The new text of these tokens; empty once the answer has ended."""
         begun = len(self.pieces)
         for token in tokens:
             if self.finished:
@@ -381,9 +377,9 @@ class _Reader:
         self.pieces.append(self.stops.push(self.decoder.flush()) + self.stops.flush())
         return self.pieces[-1]
 
-    def answer(self, first: float, decode: float) -> Answer:
+    def answer(self, first: float, decode: float, warning: str | None) -> Answer:
         finish = "stop" if self.finished else "length"
-        return Answer("".join(self.pieces), self.tokens, finish, 0.0, first, decode)
+        return Answer("".join(self.pieces), self.tokens, finish, 0.0, first, decode, warning)
 
 
 def _listed(texts: str | Sequence[str]) -> list[str]:
@@ -391,15 +387,14 @@ def _listed(texts: str | Sequence[str]) -> list[str]:
 
 
 def keep_compilations() -> None:
-    """Compiled programs are kept on the disk, where the next process finds them.
+    """Turns on JAX's persistent compilation cache, in `jax_longctx` under the user's cache folder.
 
-    They lie in `jax_longctx` under the user's cache folder; the least recently used ones beyond
-    `MOST_BYTES` leave at the next start. `JAX_COMPILATION_CACHE_DIR` and `jax.config` win, and
-    theirs is left as it is; `JAX_ENABLE_COMPILATION_CACHE=false` turns all of it off.
+    Each start removes the least recently used programs beyond `MOST_BYTES`. A cache folder set by
+    `JAX_COMPILATION_CACHE_DIR` or `jax.config` is used instead, and nothing is removed from it;
+    `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    if not jax.config.jax_enable_compilation_cache:
+    config = jax.config
+    if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
         return
     folder = _cache_folder()
     if folder is not None:
@@ -408,7 +403,7 @@ def keep_compilations() -> None:
 
 
 def _cache_folder() -> Path | None:
-    """Where programs may be kept; None where that cannot be written, which JAX would warn of."""
+    """The cache folder; None where it cannot be written, of which JAX would warn."""
     try:
         # A user without a home has no cache.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_longctx"
@@ -419,7 +414,7 @@ def _cache_folder() -> Path | None:
 
 
 def _make_room(folder: Path, most: int) -> None:
-    """Removes what was used least recently until `most` bytes are left, as far as it may."""
+    """Removes the least recently used files until `most` bytes are left."""
     try:
         found = [(file, file.stat()) for file in folder.iterdir() if file.is_file()]
         left = sum(about.st_size for _, about in found)
@@ -429,6 +424,6 @@ def _make_room(folder: Path, most: int) -> None:
             file.unlink(missing_ok=True)
             left -= about.st_size
     except OSError:
-        # Another process removed one meanwhile and makes room itself, or it is another user's: no
-        # reason not to begin.
+        # Another process removed a file meanwhile, or it belongs to another user: neither is an
+        # error.
         return

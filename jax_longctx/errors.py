@@ -1,4 +1,4 @@
-"""Errors a person can act on: one line that says what was wrong, what was expected, what to do."""
+"""Errors that the user can act on: one line with what was wrong, what was expected, what to do."""
 
 
 class LongctxError(Exception):
@@ -14,7 +14,7 @@ class InputError(LongctxError):
 
 
 class LengthError(InputError):
-    """A number of tokens that a task's words do not fit in, or cannot fill."""
+    """A length in tokens that a task cannot fit into, or cannot fill."""
 
 
 class CheckpointError(LongctxError):
@@ -22,8 +22,8 @@ class CheckpointError(LongctxError):
 
 
 class CapacityError(LongctxError):
-    """A context that does not fit: bytes needed, bytes there are, and what would fit."""
+    """A context that does not fit: bytes needed, bytes available, and what would fit."""
 
 
 class TrainedLengthWarning(UserWarning):
-    """A text goes beyond what the model was trained to, and the method does not make up for it."""
+    """A text is longer than the model was trained for, and the method does not compensate."""

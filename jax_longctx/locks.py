@@ -1,4 +1,4 @@
-"""One writer at a time: a lock beside what is written, which the kernel frees with its holder."""
+"""One writer at a time: a lock file beside the output; the kernel releases it with its holder."""
 
 import contextlib
 import errno
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jax_longctx.errors import InputError
 
-# Of file systems without locks; files are written there as on any other.
+# Errors of file systems without locks, where writers go on without one.
 UNLOCKED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
@@ -17,7 +17,7 @@ UNLOCKED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 def only_writer(path: Path) -> Iterator[None]:
     """Holds the right to write `path`, with a lock on the file `PATH.lock`.
 
-    A killed process leaves the file but not the lock, so it stops nobody.
+    A killed process leaves the file but not the lock, so the next writer is not refused.
 
     Raises:
       InputError: another process is writing `path`, or its folder cannot be written.
@@ -35,7 +35,7 @@ def only_writer(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Before it is let go: the next holder must not lose the file it has locked.
+        # Deleted before the lock is released, so that no other holder's file is deleted.
         lock.unlink(missing_ok=True)
         os.close(held)
 
@@ -44,26 +44,16 @@ def _acquire(lock: Path) -> int:
     while True:
         held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            _lock(held)
-            # The holder before may have deleted this file, and another process made a new one.
-            if _is_at(lock, held):
-                return held
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in UNLOCKED:
+                    raise
+            # The previous holder may have deleted this file, and another process made a new one.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(lock), os.fstat(held)):
+                    return held
         except BaseException:
             os.close(held)
             raise
         os.close(held)
-
-
-def _lock(held: int) -> None:
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in UNLOCKED:
-            raise
-
-
-def _is_at(lock: Path, held: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(lock), os.fstat(held))
-    except FileNotFoundError:
-        return False

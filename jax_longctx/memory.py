@@ -37,7 +37,7 @@ def shown_bytes(count: int) -> str:
 
 
 def _device_bytes(key: str) -> int | None:
-    # Showing memory must not be what starts JAX.
+    # Reading the memory in use must not import JAX.
     jax = sys.modules.get("jax")
     if jax is None:
         return None
@@ -45,7 +45,7 @@ def _device_bytes(key: str) -> int | None:
         devices = [device for device in jax.local_devices() if device.platform != "cpu"]
         stats = [device.memory_stats() for device in devices]
     except (NotImplementedError, jax.errors.JaxRuntimeError):
-        # Some plugins do not tell.
+        # Some plugins have no memory statistics.
         return None
     known = [entry[key] for entry in stats if entry and key in entry]
     return max(known, default=None)

@@ -1,7 +1,7 @@
-"""What a user sets, checked without JAX: names, `--set key=value`, TOML files, meshes, sampling.
+"""Users' settings, checked without JAX: names, `--set key=value`, TOML files, meshes, sampling.
 
-`parse_settings` reads a dataclass's fields from text, `from_toml` a dataclass of sections from a
-parsed file; both convert by the fields' annotations.
+`parse_settings` converts text to a dataclass's fields; `from_toml` converts a parsed file to a
+dataclass of sections. Both convert by the fields' annotations.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from jax_longctx.errors import ConfigError, InputError
 
 MESH_AXES = ("data", "seq", "tensor")
-# Of a repetition penalty: beyond it a product with a logit could leave float32's range.
+# Largest repetition penalty: a larger product with a logit could exceed float32's range.
 MOST_PENALTY = 1e6
 SEEDS = 2**64
 
@@ -31,13 +31,13 @@ _NOUNS = {
 
 
 def look_up[T](table: Mapping[str, T], name: str, noun: str) -> T:
-    """`table[name]`; ConfigError as of `check_name`."""
+    """`table[name]`; raises ConfigError like `check_name`."""
     check_name(table, name, noun)
     return table[name]
 
 
 def check_name(table: Collection[str], name: str, noun: str) -> None:
-    """ConfigError unless the name is known: lists the known ones, and the nearest of them."""
+    """Raises ConfigError for an unknown name, with the known names and the most similar one."""
     if name in table:
         return
     near = difflib.get_close_matches(name, table, n=1)
@@ -46,7 +46,7 @@ def check_name(table: Collection[str], name: str, noun: str) -> None:
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
-    """`["budget=512"]`, as `--set` gives it, -> `{"budget": "512"}`; InputError where it is not."""
+    """`["budget=512"]`, the values of `--set`, -> `{"budget": "512"}`; InputError for others."""
     settings: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -66,13 +66,13 @@ def parse_settings(
     name: str,
     names: Iterable[str],
 ) -> dict[str, Any]:
-    """Values of the fields `names` of `kind`, from text or from values that print as such.
+    """Values of the fields `names` of `kind`, from text or from values, which become text.
 
     Args:
-      noun, name: what the dataclass is, in errors: the method 'citrus'.
+      noun, name: of the dataclass in errors: the method 'citrus'.
 
     Raises:
-      ConfigError: a setting that is none of `names`, or text that is no value of its type.
+      ConfigError: a setting that is not in `names`, or text that is no value of its type.
     """
     names, hints, values = list(names), typing.get_type_hints(kind), {}
     for key, text in settings.items():
@@ -88,7 +88,7 @@ def parse_settings(
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The parsed file. Raises InputError when it cannot be read or is no TOML."""
+    """The parsed file. Raises InputError when it cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -98,10 +98,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def from_toml[T](kind: type[T], given: Mapping[str, Any], name: str = "") -> T:
-    """The dataclass `kind` of a parsed file, or of its section `name`.
+    """The dataclass `kind` from a parsed file, or from its section `name`.
 
-    A field that is a dataclass is a section, which may be left out, and a tuple of dataclasses the
-    tables [[field]].
+    A field that is a dataclass is a section, which may be left out; a field that is a tuple of
+    dataclasses is the tables [[field]].
 
     Raises:
       ConfigError: a section or key is missing, unknown or of the wrong type.
@@ -136,18 +136,18 @@ def from_toml[T](kind: type[T], given: Mapping[str, Any], name: str = "") -> T:
 
 
 class _WrongError(ValueError):
-    """What was expected in words, and what was found."""
+    """Arguments: the expected kind of value in words, and the found value."""
 
 
 def _convert(value: Any, hint: Any, *, text: bool = False) -> Any:
-    """The value as one of the annotated type, or what the text says of it.
+    """The value, or with `text` the text, converted to the annotated type.
 
-    Of a TOML value a whole number is taken for a float, a list for a tuple and a text for a path;
-    nothing else changes.
+    A TOML value is converted only from a whole number to a float, a list to a tuple, and a text to
+    a path.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union) and type(None) in args:
-        # TOML has no null: a value that is given is of the other type.
+        # TOML has no null: a TOML value has the other type.
         if text and value.lower() == "none":
             return None
         (inner,) = (arg for arg in args if arg is not type(None))
@@ -184,7 +184,7 @@ def type_name(hint: Any) -> str:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`"data=1,seq=2,tensor=4"` -> sizes for `make_mesh`; axes left out are 1."""
+    """`"data=1,seq=2,tensor=4"` -> sizes for `make_mesh`; missing axes have size 1 there."""
     sizes: dict[str, int] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, value = part.partition("=")
@@ -198,17 +198,18 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn.
+    """How tokens are sampled.
 
     Attributes:
       temperature: divides the logits; 0 is greedy (and ignores top_k, top_p and seed).
-      top_k: only the k most likely tokens; 0 is all.
-      top_p: only the smallest set of most likely tokens whose probability reaches p; 1 is all.
-      repetition_penalty: divides positive and multiplies negative logits of tokens that the
-        prompt or the answer already holds (Keskar et al. 2019, section 4.1); 1 is off.
-      seed: of the random draws. One seed for all rows: each row draws by its place, equal prompts
-        draw differently. A tuple with a seed for each row: a row draws by its own seed alone,
-        wherever it stands.
+      top_k: samples from the k most likely tokens only; 0 is all.
+      top_p: samples from the smallest set of most likely tokens whose probability reaches p; 1 is
+        all.
+      repetition_penalty: divides positive and multiplies negative logits of tokens that are
+        already in prompt or answer (Keskar et al. 2019, section 4.1); 1 is off.
+      seed: one seed for all rows, from which each row derives its own by its place, so that equal
+        prompts get different samples; or a tuple with the seed of each row, which then does not
+        depend on its place.
     """
 
     temperature: float = 0.0
@@ -243,10 +244,10 @@ class Sampling:
         return self.repetition_penalty != 1.0
 
     def at(self, places: Iterable[tuple[int, ...]]) -> "Sampling":
-        """The same sampling for rows that stand at these places of the input.
+        """The same sampling with seeds for rows at these places of the input.
 
-        A place is the index of the input's row and, where it holds several, of the question:
-        (row,) and (row, 0) are one place. The rows of a call stand at (0,), (1,) ... unless told.
+        A place is the index of the input's row and, where it has several questions, of the
+        question: (row,) and (row, 0) are the same. By default a call's places are (0,), (1,) ...
         """
         if isinstance(self.seed, tuple):
             raise InputError("every row has a seed of its own already; give one seed or places")
@@ -256,7 +257,7 @@ class Sampling:
         """The same sampling with a seed for each of `rows` rows.
 
         Raises:
-          InputError: it has seeds already, and not as many.
+          InputError: it already has another number of seeds.
         """
         if not isinstance(self.seed, tuple):
             return self.at((row,) for row in range(rows))
@@ -267,15 +268,15 @@ class Sampling:
         return self
 
     def static(self) -> tuple[bool, int, bool, bool]:
-        """What decides the program: (greedy, top_k, uses top_p, uses the penalty)."""
+        """The static part of a program: (greedy, top_k, uses top_p, uses the penalty)."""
         import numpy as np
 
-        # A p that rounds to 1 in float32 leaves nothing out.
+        # A p that rounds to 1 in float32 excludes no token.
         return self.temperature == 0, self.top_k, bool(np.float32(self.top_p) < 1), self.penalised
 
 
 def _derived(seed: int, place: tuple[int, ...]) -> int:
-    """The seed of the request at `place`: 64 bits, so that equal ones need billions of requests."""
+    """The seed of the request at `place`: 64 bits, so that two are equal after billions only."""
     import numpy as np
 
     index, question = (*place, 0)[:2]

@@ -1,8 +1,8 @@
-"""The mesh and the one table that says which logical axis lies on which mesh axis.
+"""The mesh, and the table that maps logical axes to mesh axes.
 
 Every array of the library is described by *logical* axes (`"batch"`, `"kv_heads"`, `"mlp"` ...).
-`RULES` maps them to the three mesh axes `data`, `seq` and `tensor`. What these mean is fixed: the
-engine pads rows to `data`, `LayerContext` reduces over `tensor` and merges over `seq`.
+`RULES` maps them to the three mesh axes `data`, `seq` and `tensor`. The mesh axes have a fixed
+meaning: the engine pads rows to `data`, `LayerContext` reduces over `tensor` and merges over `seq`.
 
 Cache dataclasses describe their own fields with `axes_field("batch", "kv_heads", "slots", None)`;
 `tree_specs` reads that back, so a method's cache is sharded without the engine knowing its type.
@@ -21,23 +21,23 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax_longctx.errors import ConfigError
 from jax_longctx.settings import MESH_AXES
 
-# A mesh without devices stands for one in what is only planned.
+# A plan uses a mesh without devices.
 AnyMesh = Mesh | AbstractMesh
 
 RULES: dict[str, str | None] = {
     "batch": "data",
-    # Slots by token: they grow where question and answer need more than was planned for.
+    # One slot a token; they grow where question and answer need more than was reserved.
     "slots": "seq",
-    # Runs of as many slots each; they grow in proportion.
+    # Runs of equally many slots; they grow in proportion to the slots.
     "pages": "seq",
-    # Slots of a small cache that every shard keeps whole. What follows the context joins `room`,
-    # which grows by as many; `share` is part of the slots and grows in proportion, in whole tiles;
-    # from a `budget` something leaves instead.
+    # Slots of a small cache that is replicated over the shards. `room` grows by the tokens after
+    # the context; `share` is a part of the slots and grows in proportion, in whole tiles; `budget`
+    # does not grow: tokens are evicted from it.
     "room": None,
     "share": None,
     "budget": None,
-    # Columns of a segment whose tokens are spread over the shards, numbers of each shard, and
-    # slots of small caches of its own; none of them grows.
+    # None of these grows: columns of a segment that is spread over the shards, numbers with one
+    # value for each shard, and slots of small caches that differ from shard to shard.
     "tokens": "seq",
     "shards": "seq",
     "own_slots": "seq",
@@ -75,7 +75,7 @@ def make_mesh(
     """A `data x seq x tensor` mesh over the first devices of all processes, `tensor` innermost.
 
     Raises:
-      ConfigError: a size below one, or more devices asked for than there are.
+      ConfigError: a size below one, or more devices than there are.
     """
     sizes = {"data": data, "seq": seq, "tensor": tensor}
     bad = {name: size for name, size in sizes.items() if size < 1}
@@ -100,7 +100,7 @@ def make_mesh(
 
 
 def check_divisible(mesh: AnyMesh, **sizes: int) -> None:
-    """Each named logical axis must divide over its mesh axis: `check_divisible(mesh, heads=8)`."""
+    """ConfigError unless each logical axis divides over its mesh axis: `(mesh, heads=8)`."""
     for name, size in sizes.items():
         axis = RULES[name]
         parts = mesh.shape[axis] if axis is not None else 1
@@ -113,7 +113,7 @@ def check_divisible(mesh: AnyMesh, **sizes: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OwnAxis:
-    """A logical axis that every instance names itself, in its static field `field`."""
+    """A logical axis whose name each instance gives in its static field `field`."""
 
     field: str
 

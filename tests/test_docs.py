@@ -12,9 +12,9 @@ import typer
 
 from jax_longctx.cli.eval import Choice
 from jax_longctx.cli.main import app
+from jax_longctx.evaluation.config import read_suite
 from jax_longctx.evaluation.runner import check_config
 from jax_longctx.evaluation.specs import Spec
-from jax_longctx.evaluation.suite import read_suite
 from jax_longctx.methods import make_method
 
 ROOT = Path(__file__).parents[1]

@@ -33,7 +33,7 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Attend, check_mesh
 from jax_longctx.parts.appending import refuse_windows
-from jax_longctx.parts.partial import check_kernel, pooled_scores
+from jax_longctx.parts.partial import pooled_scores
 from jax_longctx.sharding import logical_spec
 from pallas_kernels import dispatch
 from pallas_kernels.common import MASKED, group_heads, merge, ungroup_heads
@@ -71,7 +71,8 @@ class Pattern:
             raise ConfigError(
                 f"pattern: over_group must be max, mean or first, got {self.over_group!r}"
             )
-        check_kernel("pattern", self.kernel)
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ConfigError(f"pattern: kernel must be odd and at least 1, got {self.kernel}")
 
 
 def check_attention(config: ModelConfig, mesh: Mesh, pattern: Pattern, length: int) -> None:

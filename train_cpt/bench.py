@@ -5,10 +5,7 @@ Baseline: a plain training step of transformers and PyTorch on the same device
 """
 
 import dataclasses
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.errors import InputError
+from jax_longctx.bench.timing import run_peer
 from jax_longctx.memory import peak_memory
 from jax_longctx.models.llama import init_params
-from jax_longctx.models.presets import PRESETS, preset
+from jax_longctx.models.presets import preset
 from train_cpt.metrics import device_peak, step_rates
 from train_cpt.step import Remat, TrainSetup, init_state, place_texts, step_program
 
@@ -56,23 +53,6 @@ def measure(setup: TrainSetup, length: int, rows: int, steps: int) -> dict[str, 
     }
 
 
-def peer(model: str, length: int, rows: int, steps: int, checkpoint: bool) -> dict[str, Any]:
-    """What `train_cpt.transformers_peer` prints; raises InputError where it cannot run."""
-    command = [sys.executable, "-m", "train_cpt.transformers_peer"]
-    command += ["--config", json.dumps(PRESETS[model]), "--length", str(length)]
-    command += ["--rows", str(rows), "--steps", str(steps)]
-    command += ["--checkpoint"] if checkpoint else []
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "Error" in line]
-        reason = said[-1] if said else f"exit status {done.returncode}"
-        raise InputError(
-            f"the transformers baseline failed: {reason:.300}; lower --rows or leave it out "
-            f"(--no-peer)"
-        )
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def run(
     model: str,
     setup_of: Callable[[Any], TrainSetup],
@@ -95,7 +75,10 @@ def run(
     baseline: dict[str, Any] | None = None
     if with_peer:
         say("transformers and PyTorch ...")
-        baseline = peer(model, length, rows, steps, remat != "none")
+        arguments = ["--length", length, "--rows", rows, "--steps", steps]
+        arguments += ["--checkpoint"] if remat != "none" else []
+        advice = "lower --rows or leave it out"
+        baseline = run_peer("train_cpt.transformers_peer", model, *arguments, advice=advice)
     say("compiling ...")
     setup = setup_of(preset(model))
     ours = measure(setup, length, rows, steps)

@@ -1,16 +1,16 @@
-"""JSON lines on the disk that survive a kill at any moment: whole ones count, a torn one goes.
+"""JSON lines on disk that survive a kill at any moment: an incomplete last line is dropped.
 
-The first line of a file that a run goes on with says what it was begun with. `Journal` holds what
-a batch run leaves on the disk:
+The first line of a file that can be resumed holds the options of its run. `Journal` keeps the files
+of a batch run:
 
     OUT.jsonl.partial    finished rows in the order of the input; becomes OUT.jsonl at the end
-    OUT.jsonl.journal    what the run was begun with, the answers of the window's finished batches,
-                         and how much of the partial file is written
+    OUT.jsonl.journal    the run's options, the answers of the window's finished batches, and the
+                         size of the partial file
 
-A batch is in the journal, on the disk, before its rows appear in the partial file. After a kill the
-partial file is cut to what the journal says and goes on from there; the journal's batches are not
-computed again. The journal is begun anew with each window of rows, so it stays small. Each of its
-lines has a CRC-32, and one line has that of the partial file: what was changed is not gone on with.
+A batch is written to the journal before its rows are written to the partial file. After a kill the
+partial file is cut to the size in the journal, and the batches in the journal are not computed
+again. Each window of rows starts a new journal, so it stays small. Each of its lines has a CRC-32,
+and so has the partial file: a run does not resume from files that were changed.
 """
 
 import json
@@ -25,15 +25,15 @@ from jax_longctx.errors import InputError
 # 1 had no checksums.
 FORMAT = 2
 CHECKSUM = "crc32"
-# What a run with other values may not go on with; the rest of the header is what it chose itself.
+# Key of the options in the header; a run with other options may not resume.
 GIVEN = "given"
 
 
 def append(file: Any, lines: Sequence[Mapping[str, Any]]) -> bytes:
-    """Whole lines, on the disk when this returns. Raises InputError when they cannot be.
+    """Appends whole lines and returns their bytes; they are on disk when it returns.
 
-    Returns:
-      what was written.
+    Raises:
+      InputError: the file cannot be written.
     """
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8")
     try:
@@ -48,7 +48,7 @@ def append(file: Any, lines: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def cut(path: Path) -> int:
-    """Cuts a file behind its last line break; the number of lines that are left."""
+    """Cuts a file after its last line break; returns the number of lines that remain."""
     if not path.exists():
         return 0
     with path.open("r+b") as file:
@@ -61,7 +61,7 @@ def cut(path: Path) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Every whole line. Raises ValueError when one is no JSON object."""
+    """Every whole line. Raises ValueError for one that is no JSON object."""
     found = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -77,10 +77,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def check_given(path: Path, known: Mapping[str, Any], given: Mapping[str, Any], other: str) -> None:
-    """Raises InputError where a run was begun with other values than it is given now.
+    """Raises InputError where the `known` options of a run differ from the `given` ones.
 
     Args:
-      other: what goes with `path` and would be removed with it, for the error.
+      other: what the user can do instead, for the error.
     """
     for key in [*given, *known]:
         if known.get(key) != given.get(key):
@@ -94,14 +94,14 @@ class Journal:
     """The files of one run.
 
     Args:
-      output: where the finished file will be.
+      output: path of the finished file.
       given: options and input of the run, JSON values.
-      chosen: what the run chooses where it begins here.
+      chosen: values that a new run chooses by itself.
 
     Attributes:
-      chosen: what it chose where it was begun.
+      chosen: the values that the first run chose.
       rows: lines of the partial file.
-      resumed: whether an earlier run had begun.
+      resumed: whether it resumes an earlier run.
 
     Raises:
       InputError: the files belong to a run with other options, are damaged, or cannot be written.
@@ -112,9 +112,9 @@ class Journal:
         self.partial = output.with_name(output.name + ".partial")
         self.journal = output.with_name(output.name + ".journal")
         self._anew = f"remove it and {self.partial.name} to begin anew"
-        # As the header is read back: tuples are lists in JSON.
+        # JSON turns tuples into lists, as in the header that is read back.
         given = json.loads(json.dumps(given))
-        # How much of the partial file is written, and the CRC-32 of it.
+        # Size and CRC-32 of the partial file.
         self._written = {"rows": 0, "bytes": 0, "of": 0}
         self._entries: list[dict[str, Any]] = []
         try:
@@ -142,13 +142,13 @@ class Journal:
         return self._written["rows"]
 
     def finished(self, window: int) -> dict[int, Any]:
-        """Answers of the window's batches that are in the journal, by the batch's number."""
+        """The answers in the journal of the window's batches, by the batch's number."""
         return {
             entry["batch"]: entry["answers"] for entry in self._entries if entry["window"] == window
         }
 
     def begin_window(self, window: int) -> None:
-        """Drops the batches of other windows, whose rows are all in the partial file."""
+        """Drops the batches of earlier windows, whose rows are all in the partial file."""
         if any(entry["window"] != window for entry in self._entries):
             self._log.close()
             self._entries = [entry for entry in self._entries if entry["window"] == window]
@@ -156,13 +156,13 @@ class Journal:
             self._log = self.journal.open("ab")
 
     def keep(self, window: int, batch: int, answers: Any) -> None:
-        """A finished batch; on the disk when this returns."""
+        """Adds a finished batch to the journal, on disk when it returns."""
         entry = {"window": window, "batch": batch, "answers": answers}
         self._entries.append(entry)
         append(self._log, [_checked(entry)])
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        """The next rows of the output."""
+        """Appends the next rows of the output to the partial file."""
         text = append(self._out, rows)
         self._written = {
             "rows": self.rows + len(rows),
@@ -172,18 +172,18 @@ class Journal:
         append(self._log, [_checked(self._written)])
 
     def finish(self) -> None:
-        """All rows are written: the output gets its name."""
+        """Renames the partial file to the output; all rows are written."""
         self.close()
         os.replace(self.partial, self.output)
         self.journal.unlink()
 
     def close(self) -> None:
-        """Closes the files; the run can go on later."""
+        """Closes the files; the run can resume later."""
         self._out.close()
         self._log.close()
 
     def _read(self) -> dict[str, Any]:
-        """The header; takes over the other  A line that a kill tore is left out."""
+        """Reads the journal's entries and returns its header; drops an incomplete last line."""
         cut(self.journal)
         try:
             found = read(self.journal)
@@ -202,7 +202,7 @@ class Journal:
         return header
 
     def _check_partial(self) -> None:
-        """Cuts the partial file behind what the journal knows; the rest is written again."""
+        """Cuts the partial file to the size in the journal; later rows are written again."""
         known = self._written["bytes"]
         self.partial.touch()
         with self.partial.open("r+b") as file:

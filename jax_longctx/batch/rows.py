@@ -1,17 +1,17 @@
-"""The rows of a batch: one JSON object a line, checked, turned into tokens, and packed.
+"""The rows of a batch run: JSON lines, checked, tokenized, and packed into batches.
 
     {"prompt": "Once upon"}                                   continued as it is
     {"context": "A text ...", "question": "Who?"}             one answer
     {"file": "book.txt", "questions": ["Who?", "Where?"]}     several answers over one text
 
-and an "id" (text or a whole number) where the caller wants one. A row that cannot be used is a row
-with an `error`, which goes to its own line of the output. A "file" may be any that this process can
-read, and its text shows in the answers; rows of strangers are confined to a folder (`under`).
+A row may have an "id" (text or a whole number). A row that cannot be used has an `error`, which is
+written to its line of the output. A "file" may be any file that the process can read, and answers
+can show its text; `under` confines the files of untrusted rows to a folder.
 
 A window of the input is sorted by length, longest first, and cut into batches. The number of cache
 slots is rounded up to a quarter of an octave and the number of rows to a power of two, so that few
-programs are compiled. The same window, options and memory limit give the same batches: a run that
-was killed computes those that are left as it would have done.
+programs are compiled. The same window, options and memory limit give the same batches, so a run
+that was killed computes the remaining batches as it would have without the kill.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.text import PromptLayout, Tokenizer
 
 KEYS = ("id", "prompt", "context", "file", "question", "questions")
-# Least slots of a batch.
+# Fewest slots of a batch.
 SMALLEST = 256
 
 
@@ -36,12 +36,12 @@ class Row:
     """One row of the input.
 
     Attributes:
-      index: counts the rows; lines that are empty are none.
-      line: of the file, from 1.
-      id: the caller's, or None.
+      index: number of the row, from 0, without empty lines.
+      line: number of the line in the file, from 1.
+      id: the user's, or None.
       context, questions: token ids; one question unless the row has several.
-      kind: "prompt", "question" or "questions", which decides the shape of the output line.
-      error: why the row cannot be answered, else None.
+      kind: "prompt", "question" or "questions"; it decides the form of the output line.
+      error: why the row cannot be answered, or None.
     """
 
     index: int
@@ -54,16 +54,12 @@ class Row:
 
     @property
     def total(self) -> int:
-        """Tokens that are known when reading begins: all of a prompt, of others the context."""
+        """Tokens known at prefill: the whole prompt, or the context of a question."""
         prompt = self.kind == "prompt"
         return len(self.context) + (len(self.questions[0]) if prompt else 0)
 
-    def head(self) -> dict[str, Any]:
-        """What every output line of this row begins with."""
-        return {"line": self.line} | ({} if self.id is None else {"id": self.id})
-
     def jobs(self, split: bool) -> Iterator["Job"]:
-        """One job, or with `split` one for each question; none for a row with an error."""
+        """One job, or with `split` a job for each question; none for a row with an error."""
         if self.error is not None:
             return
         groups = [(each,) for each in self.questions] if split else [self.questions]
@@ -73,10 +69,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one row of a batch computes: questions `first`, `first + 1` ... of an input row.
+    """One row of a batch: questions `first`, `first + 1` ... of an input row.
 
     Attributes:
-      total: the row's total length as rotary embedding sees it (see `Engine.prefill`).
+      total: the total length for rotary embedding (see `Engine.prefill`).
     """
 
     row: int
@@ -92,7 +88,7 @@ class Job:
 
 
 def scan(path: Path) -> tuple[int, str]:
-    """The number of rows, and SHA-256 of the bytes. Raises InputError when it cannot be read."""
+    """The number of rows and the file's SHA-256. InputError when it cannot be read or is empty."""
     rows, digest = 0, hashlib.sha256()
     try:
         with path.open("rb") as lines:
@@ -113,8 +109,8 @@ class RowReader:
     """Reads the rows of one input.
 
     Attributes:
-      path: of the input; files are relative to its folder.
-      under: the folder that files must be in, links followed; any if None.
+      path: of the input; paths in rows are relative to its folder.
+      under: the folder that files must be in, after resolving links; any folder if None.
     """
 
     path: Path
@@ -145,7 +141,7 @@ class RowReader:
     def _parts(
         self, fields: dict[str, Any]
     ) -> tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """Kind, context and questions."""
+        """A row's kind, context and questions."""
         unknown = sorted(set(fields) - set(KEYS))
         if unknown:
             raise InputError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
@@ -176,7 +172,7 @@ class RowReader:
                 raise InputError(f"file {name!r} is not under {under}, as files must be")
             return path.read_bytes().decode("utf-8-sig")
         except (OSError, RuntimeError, ValueError) as error:
-            # A name may hold a zero byte or a loop of links, a file something else than UTF-8.
+            # A name may have a zero byte, links may form a loop, a file may not be UTF-8.
             reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
 
@@ -185,7 +181,7 @@ def _fields(raw: bytes) -> dict[str, Any]:
     try:
         text = raw.decode("utf-8-sig")
         fields = json.loads(text)
-        # Escapes may spell half of a surrogate pair, which is no text.
+        # Escapes may give a lone surrogate, which is not text.
         json.dumps(fields, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
         raise InputError(f"the row is not UTF-8 text: {error!s:.120}") from error
@@ -218,8 +214,8 @@ class Batch:
     """Jobs that are computed together.
 
     Attributes:
-      rows: of the programs, at least as many as there are jobs.
-      slots: least capacity of the cache in tokens.
+      rows: of the compiled programs, at least the number of jobs.
+      slots: minimum capacity of the cache in tokens.
       reserve: slots for question and answer.
     """
 
@@ -237,7 +233,7 @@ def pack(
     Args:
       rows: most rows of a batch.
       max_tokens: of an answer.
-      fits: rows that fit in memory, of (context tokens, reserve).
+      fits: (context tokens, reserve) -> rows that fit in memory.
     """
     ordered = sorted(jobs, key=lambda job: (-job.length, -len(job.questions), job.row, job.first))
     batches: list[Batch] = []
@@ -266,6 +262,6 @@ def _batch(jobs: Sequence[Job], limit: int, max_tokens: int) -> Batch:
 
 
 def _rounded(tokens: int) -> int:
-    """Up to the next of 4, 5, 6, 7 times a power of two."""
+    """`tokens` rounded up to 4, 5, 6 or 7 times a power of two."""
     octave = 2 ** math.floor(math.log2(max(tokens, SMALLEST)))
     return -(-max(tokens, SMALLEST) // (octave // 4)) * (octave // 4)

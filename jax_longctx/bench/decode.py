@@ -1,10 +1,10 @@
 """Time of a decode step by method, context and batch, beside full attention in the same run.
 
-Random weights of a published shape. The prediction beside each figure is the bytes that must be
-read a step (every weight but the embedding table, and what the method says it reads of its caches)
-over the copy bandwidth measured in the same run. With `random_cache` the context is not read:
-stored keys and values are drawn at random, which is as good for timing where what is read does not
-depend on them, and lets long contexts be measured in seconds.
+Random weights of a published shape. The prediction beside each time is the bytes that a step must
+read (every weight but the embedding table, and what the method says it reads of its caches) over
+the copy bandwidth measured in the same run. With `random_cache` there is no prefill: keys and
+values are random, so that long contexts are measured in seconds. The time is the same where the
+amount that a step reads does not depend on the values.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import bucket, footprint
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.methods import Full, make_method
-from jax_longctx.planning.plan import weight_bytes
+from jax_longctx.planning.plan import step_weight_bytes
 from jax_longctx.sharding import make_mesh, tree_shardings
 
-# The question's one token, the short first blocks, and whole blocks that are timed.
+# Steps before the full blocks that are timed: the question's token and the short first blocks.
 WARM = 1 + sum(FIRST_BLOCKS)
 
 
@@ -37,7 +37,7 @@ def _is_store(node: Any) -> bool:
 
 
 def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Context:
-    """A context of `length` tokens a row whose append-only caches hold random keys and values."""
+    """A context of `length` tokens a row, with random keys and values in append-only caches."""
     setup = engine.setup
     slots = bucket(length + reserve + 1, engine.mesh.shape["seq"])
     shapes = programs.abstract_caches(setup, batch, slots, reserve)
@@ -53,7 +53,7 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
     made: dict[Any, Any] = {}
 
     def layer(index: int, cache: Any) -> Any:
-        """One program for all layers that are alike; nothing is made twice."""
+        """Fills a layer's cache; layers of the same shapes share one program."""
         key = jax.tree.structure(cache), tuple(leaf.shape for leaf in jax.tree.leaves(cache))
         if key not in made:
 
@@ -71,7 +71,7 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
 
 
 def step_seconds(engine: Engine, context: Context) -> float:
-    """Seconds of a decode step, all rows together: the median of the blocks that have room."""
+    """Seconds of a decode step of all rows: the median of the full blocks that fit."""
     question = [[1]] * context.batch
     stream = engine.stream(context, question, max_tokens=context.reserve - 1, keep=False)
     return statistics.median(streamed(time.perf_counter(), stream)[1])
@@ -90,10 +90,10 @@ def run(
 ) -> dict[str, Any]:
     """Full attention and `methods` at every (batch, context) of `cases`; JSON-able.
 
-    A case that does not fit the memory is recorded as such.
+    A case that does not fit the memory is recorded as failed.
 
     Args:
-      layers: that are timed; all of the shape's unless given (see `timing`).
+      layers: to time; all of the shape's unless given (see `timing`).
     """
     shape = Shape.make(model, make_mesh(), layers, chunk, say)
     bandwidth = copy_bandwidth()
@@ -123,7 +123,7 @@ def run(
 def _case(
     shape: Shape, method: Method, batch: int, length: int, blocks: int, random_cache: bool
 ) -> dict[str, Any]:
-    """A step's seconds and bytes, of all layers of the shape; why it failed, where it did."""
+    """Seconds and bytes of a step of the whole model, or the reason why it failed."""
     config, reserve, setup = shape.config, 1 + WARM + blocks * BLOCK, shape.setup(method)
     found = footprint(setup, batch=batch, context=length, reserve=reserve)
 
@@ -139,7 +139,4 @@ def _case(
     except TOO_MUCH as error:
         return {"failed": str(error).splitlines()[0]}
     row = scaled("seconds", seconds, config.num_layers) | dataclasses.asdict(found)
-    # Of an embedding table a step reads one row; a tied one is its head too.
-    table = 0 if config.tie_embeddings else config.vocab_size * config.model_dim
-    weights = weight_bytes(setup) - table * setup.dtype.itemsize
-    return {**row, "bytes": weights + found.read}
+    return {**row, "bytes": step_weight_bytes(setup) + found.read}

@@ -1,11 +1,11 @@
-"""The kernels one by one: every implementation that can run, and libraries, beside both rooflines.
+"""Kernels one by one: every implementation that can run, and libraries, beside both rooflines.
 
-The run "chosen" is the implementation that the public function picks by itself.
+The run "chosen" is the implementation that the public function selects.
 
-Every case is timed on the device in compiled loops (`timing.measure`), random inputs, bfloat16, 32
-query heads over 8 kv heads of 128. A case's floor is the larger of its operations over the rate of
-a large matmul and its fewest bytes over the bandwidth of a copy, both measured in the same run;
-`share` is that floor over the time.
+Every case runs in compiled loops on the device (`timing.measure`): random inputs, bfloat16, 32
+query heads over 8 kv heads of 128. A case's floor is the larger of two times: its operations over
+the rate of a large matmul, and the bytes that it must move over the bandwidth of a copy. Both rates
+are measured in the same run. `share` is the floor over the time.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ from pallas_kernels.topk_scores import topk_scores
 N, K, H = 32, 8, 128
 SCALE = H**-0.5
 PAGE = 16
-# Rows of very different lengths, two fifths of the capacity filled.
+# Lengths of rows as shares of the capacity; together two fifths of it.
 _RAGGED = (1.0, 0.01, 0.3, 0.05, 0.95, 0.004, 0.73, 0.18)
-# Tokens that RESA's step attends, in whole pages.
+# Tokens that RESA's step attends to, in whole pages.
 _RESA_BUDGET = 500
 Step = Callable[..., Any]
-# What lowering, compiling and running a kernel raise; a mistake of this program's own is none.
+# Errors of lowering, compiling and running a kernel, other than mistakes in this module.
 _FAULTS = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
 
@@ -51,9 +51,9 @@ class Case:
 
     Attributes:
       operations, moved: floating-point operations, and the fewest bytes read and written.
-      inputs: makes the arrays; the first is the queries (or scores) that the timing loop carries.
-      others: by name what is timed besides implementations, step(i, *inputs).
-      run: run(implementation, i, *inputs), where there are implementations to choose from.
+      inputs: makes the arrays; the timing loop carries the first, queries or scores.
+      others: what is timed besides implementations, by name: step(i, *inputs).
+      run: run(implementation, i, *inputs), where the operation has implementations.
     """
 
     operation: str
@@ -69,7 +69,7 @@ class Case:
         return f"{self.operation} {self.shape}"
 
     def steps(self, inputs: tuple[Any, ...]) -> dict[str, Step]:
-        """By name what is timed, step(i, *inputs); the definition, which is for tests, is not."""
+        """What is timed, by name: step(i, *inputs); all implementations but `reference`."""
         run = self.run
         if run is None:
             return self.others
@@ -82,7 +82,7 @@ class Case:
                 trace(name)
             except NotImplementedError:
                 return False
-            except _FAULTS:  # its row will say so
+            except _FAULTS:  # its row will show the error
                 pass
             return True
 
@@ -111,7 +111,7 @@ def cases(shrink: int = 1) -> list[Case]:
     found += [_sparse(b, slots(131072), listed) for b in (1, 16)]
     found += [_resa(b, slots(131072), budget) for b in (1, 16)]
     found += [_page_scores(8, slots(131072)), _select(slots(131072))]
-    # Of shapes that shrinking has made equal the first.
+    # Shrinking may make shapes equal: the first of each is kept.
     return list({case.name: case for case in reversed(found)}.values())[::-1]
 
 
@@ -137,7 +137,7 @@ def _rows(
     case: Case, bandwidth: float, rate: float, repeats: int, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     floor = max(case.operations / rate, case.moved / bandwidth)
-    # What a timing loop takes at least: what the host does around it differs by some 50 us.
+    # Shortest timing loop: the host's time around it varies by some 50 us.
     least = 0.0 if dispatch.platform() == "cpu" else 5e-3
     inputs = case.inputs()
     for name, step in case.steps(inputs).items():
@@ -146,7 +146,7 @@ def _rows(
         row |= dict(operations=case.operations, moved=case.moved, floor_seconds=floor)
         try:
             timing = measure(step, *inputs, repeats=repeats, least=least)
-        except _FAULTS as error:  # one kernel's fault must not cost the figures of the others
+        except _FAULTS as error:  # the other kernels are still measured
             yield row | dict(failed=f"{type(error).__name__}: {error}"[:500])
             continue
         share = floor / timing.seconds if timing.seconds else None
@@ -179,7 +179,7 @@ def _decode(batch: int, slots: int, lengths: Sequence[int] | None = None) -> Cas
     filled = [slots - 7] * batch if lengths is None else list(lengths)
 
     def einsum(_: Array, q: Array, k: Array, v: Array, n: Array) -> Any:
-        """What one would write first: einsum, softmax, einsum."""
+        """The plain form: einsum, softmax, einsum."""
         q = q.reshape(batch, K, N // K, H)
         scores = jnp.einsum("BKGH,BKSH->BKGS", q, k, preferred_element_type=jnp.float32) * SCALE
         seen = jnp.arange(slots) < n[:, None, None, None]
@@ -220,7 +220,7 @@ def _causal(tokens: int) -> Case:
 
 
 def _chunk(queries: int, filled: float, slots: int) -> Case:
-    """A chunk against a cache of which a part is filled."""
+    """A chunk of queries over a partly filled cache."""
     length = int(filled * slots)
     return Case(
         operation="cache_attention",
@@ -245,7 +245,7 @@ def _topk(queries: int, slots: int, with_others: bool = True) -> Case:
         return topk_scores(q, k, stop * 0, stop, count=best, implementation=how)
 
     def library(_: Array, q: Array, k: Array) -> Any:
-        """One kv head's scores at a time, in memory, and `lax.top_k`."""
+        """All scores of one kv head at a time, and `lax.top_k`."""
 
         def head(pair: tuple[Array, Array]) -> Any:
             scores = jnp.einsum("RH,SH->RS", *pair, preferred_element_type=jnp.float32)
@@ -284,7 +284,7 @@ def _mass(queries: int, slots: int) -> Case:
         run=lambda how, _, q, k, lse: attention_mass(
             q, k, lse, filled, scale=SCALE, implementation=how
         ),
-        # Its scores are written in bfloat16.
+        # This matmul writes its scores in bfloat16.
         others={
             "matmul alone": lambda _, q, k, lse: jnp.einsum("KRH,KSH->KRS", _by_kv_head(q), k[0])
         },
@@ -295,7 +295,7 @@ def _sparse(batch: int, slots: int, entries: int) -> Case:
     pages = slots // PAGE
 
     def run(how: str | None, i: Array, q: Array, k: Array, v: Array, listed: Array) -> Any:
-        # Other pages every time: one selection's would stay in the L2 cache.
+        # Other pages every time: the same pages would stay in the L2 cache.
         listed = (listed + i * 4099) % pages
         stop = jnp.full((batch,), slots, jnp.int32)
         options: dict[str, Any] = dict(page_size=PAGE, scale=SCALE, implementation=how)
@@ -324,7 +324,7 @@ def _page_lists(batch: int, pages: int, entries: int) -> Array:
 
 
 def _resa(batch: int, slots: int, entries: int) -> Case:
-    """Pages scored, selected and attended, with RESA's estimate of the others and without."""
+    """Pages scored, selected and attended, with and without RESA's estimate of the others."""
     pages, stop = slots // PAGE, jnp.full((batch,), slots, jnp.int32)
     rope = RopeConfig(kind="default", theta=1e4, trained_length=slots)
     ctx = LayerContext(scale=SCALE, window=None, rope=rope, total=stop)
@@ -337,9 +337,8 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
     def run(
         resa: bool, i: Array, q: Array, kv: tuple[Array, Array], given: Any, background: Background
     ) -> Any:
-        """`given`: pages, or the bounds that they are selected by."""
+        """`given` is a list of pages, or the bounds to select pages by."""
         listed = select(q, given) if isinstance(given, tuple) else given
-        # Other pages every time: one selection's would stay in the L2 cache.
         listed = (listed + i * 4099) % pages
         how: dict[str, Any] = dict(page_size=PAGE, scale=SCALE)
         if not resa:
@@ -378,7 +377,7 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
 
 
 def _background(batch: int, slots: int) -> Background:
-    """What RESA knows of a prompt that fills the slots."""
+    """RESA's sums over a prompt that fills the slots."""
     queries = slots * _random(4, batch, N, H, dtype=jnp.float32)
     keys = slots * _random(5, batch, K, H, dtype=jnp.float32)
     return Background(
@@ -426,7 +425,7 @@ def _select(slots: int) -> Case:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A table of all runs: time and spread, rate, share of the floor, time over the chosen's."""
+    """A table of all runs: time and spread, rates, share of the roofline, ratio to the chosen's."""
     lines = [
         f"{result['device']}, jax {result['jax']}: copy "
         f"{result['copy_bandwidth'] / 1e12:.3g} TB/s, matmul "
@@ -466,14 +465,12 @@ def _cells(row: dict[str, Any], chosen: dict[tuple[str, str], float]) -> list[st
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Rates over operations a byte, under the lines of the measured copy and matmul."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    """Plots rates over operations a byte, under the rooflines of the measured copy and matmul."""
+    from matplotlib.figure import Figure
 
     bandwidth, peak = result["copy_bandwidth"], result["matmul_rate"]
-    figure, axes = pyplot.subplots(figsize=(9, 6))
+    figure = Figure(figsize=(9, 6), layout="tight")
+    axes = figure.subplots()
     rows = [row for row in result["rows"] if row.get("seconds") and row["operations"]]
     intensities = [row["operations"] / row["moved"] for row in rows] or [1.0]
     ends = min(intensities) / 2, max(*intensities, 2 * peak / bandwidth)
@@ -500,6 +497,4 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_title(f"{result['device']}, bfloat16")
     axes.legend(fontsize="small")
     axes.grid(True, which="both", alpha=0.2)
-    figure.tight_layout()
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -1,11 +1,11 @@
-"""Time to first token over several devices, by method, beside what its FLOPs would take.
+"""Time to first token over several devices, by method, beside the time that its FLOPs take.
 
 Random weights of a published shape, one row of random tokens: context, a question of one token and
-the answer fit in `tokens`. The model of a method's time is its FLOPs on the busiest device (see
-`planning.work`) at two rates measured in the same run on the same devices: `linear`, of the layers
-without attention, and `attention`, of a causal square; nothing of what travels is in it. Beside
-them: what a device receives from its neighbour a second, and the time of one decode step's merges
-by either way (`contract.merging`), a chain of them on its own.
+the answer fit in `tokens`. The predicted time is the FLOPs on the busiest device (see
+`planning.plan`) at two rates measured in the same run on the same devices: `linear`, of the layers
+without attention, and `attention`, of a causal square. It leaves out communication. Also measured
+are the bytes a second that a device receives from its neighbour, and the time of one decode step's
+merge by each implementation (`contract.context`), in a chain of merges.
 
 With fewer layers than the shape has, a method is timed with those and with one (see `timing`).
 """
@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,24 +22,24 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_longctx.bench.decode import WARM
-from jax_longctx.bench.timing import TOO_MUCH, Shape, answered, scaled
-from jax_longctx.contract import merging
+from jax_longctx.bench.timing import TOO_MUCH, Shape, answered, call_times, scaled
+from jax_longctx.contract.context import by_gather, by_sum, merge_way
 from jax_longctx.engine.engine import BLOCK, SPARE
 from jax_longctx.errors import InputError
 from jax_longctx.methods import make_method
-from jax_longctx.models.llama import ends_of, layer_of, layer_params, param_infos
-from jax_longctx.planning.plan import prefill_work
+from jax_longctx.models.llama import ends_of, layer_of, layer_params
+from jax_longctx.planning.plan import matmul_weights, prefill_work
 from jax_longctx.sharding import logical_sharding, logical_spec
 from pallas_kernels.prefill_attention import causal_attention
 
-# Merges in the chain that is timed, and calls queued in a timed loop.
+# Merges in the timed chain, and calls queued in a timed loop.
 CHAIN = 16
 QUEUED = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Tokens of context, question and answer together; the block of methods that have one."""
+    """Tokens of context, question and answer together; block size of methods that have one."""
 
     tokens: int
     block: int | None = None
@@ -58,12 +57,12 @@ def run(
     chunk: int = 8192,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Every method at every case; JSON-able. A case that does not fit is recorded as such.
+    """Every method at every case; JSON-able. A case that does not fit is recorded as failed.
 
     Raises:
       InputError: more layers than the shape has, or a case shorter than its answer.
     """
-    # Settings are checked before anything is made.
+    # Settings are checked before weights are made.
     made = [[(name, *_made(name, own, case)) for name, own in methods] for case in cases]
     shape = Shape.make(model, mesh, layers, chunk, say)
     answer = WARM + blocks * BLOCK if blocks else 1
@@ -98,7 +97,7 @@ def run(
 
 
 def _made(name: str, settings: dict[str, str], case: Case) -> tuple[dict[str, str], Any]:
-    """The method of a case, and its settings with the case's block where it has blocks."""
+    """The settings, with the case's block size where the method has blocks, and the method."""
     method = make_method(name, settings)
     has_blocks = "block" in {field.name for field in dataclasses.fields(method)}
     if case.block is None or not has_blocks or "block" in settings:
@@ -110,7 +109,7 @@ def _made(name: str, settings: dict[str, str], case: Case) -> tuple[dict[str, st
 def _row(
     shape: Shape, method: Any, context: int, answer: int, runs: int, rates: dict[str, Any]
 ) -> dict[str, Any]:
-    """Times and FLOPs of a case; why it failed, where it did."""
+    """Times and FLOPs of a case, or the reason why it failed."""
     try:
         measured = shape.times(method, lambda e: answered(e, context, answer, runs, keep=False))
     except TOO_MUCH as error:
@@ -154,22 +153,16 @@ def _rates(shape: Shape, tokens: int, runs: int) -> dict[str, Any]:
 
 def _timed(run: Callable[[], Any], runs: int) -> float:
     """Median seconds of a call, of several that are queued without waiting."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(runs):
-        begun = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(QUEUED)])
-        times.append((time.perf_counter() - begun) / QUEUED)
-    return statistics.median(times)
+    return statistics.median(call_times(lambda: [run() for _ in range(QUEUED)], runs)) / QUEUED
 
 
 def _linear_rate(shape: Shape, runs: int) -> float:
-    """Two layers over a chunk of tokens on each device, queries passed on as attention's output."""
+    """FLOP/s of two layers without attention, over a chunk of tokens on each device."""
     engine = shape.engine(make_method("full", {}), 2)
     shards, rows = shape.mesh.shape["seq"], shape.mesh.shape["data"]
 
     def attend(layer: int, q: Any, k: Any, v: Any, cache: Any) -> tuple[Any, Any]:
-        # Keys and values are made too, and as good as nothing is done with them.
+        # The output needs keys and values, so they are computed too.
         return q + jnp.mean(k + v, axis=2, keepdims=True).astype(q.dtype), cache
 
     @jax.jit
@@ -182,17 +175,13 @@ def _linear_rate(shape: Shape, runs: int) -> float:
     sharding = logical_sharding(shape.mesh, ("batch", "tokens"))
     make = functools.partial(jnp.zeros, (rows, shards * shape.chunk), jnp.int32)
     tokens = jax.jit(make, out_shardings=sharding)()
-    weights = sum(
-        math.prod(info.shape)
-        for path, info in param_infos(engine.config).items()
-        if path.startswith("layers.") and len(info.shape) > 1
-    )
+    weights, _ = matmul_weights(engine.config)
     seconds = _timed(lambda: layers(engine.params, tokens), runs)
     return 2 * weights / shape.mesh.shape["tensor"] * shape.chunk / seconds
 
 
 def _sharded(mesh: Mesh, body: Callable[..., Any], *sizes: int) -> Callable[[], Any]:
-    """`body` on random arrays of a local `sizes` with heads second to last, one on each device."""
+    """`body` on a random array, of shape `sizes` [.., heads, width] on each device."""
     spec = logical_spec(("batch", "tokens", "heads", None))
     split = (mesh.shape["data"], mesh.shape["seq"], mesh.shape["tensor"], 1)
     whole = tuple(size * parts for size, parts in zip(sizes, split, strict=True))
@@ -224,7 +213,7 @@ def _attention_rate(shape: Shape, square: int, runs: int) -> float:
 
 
 def _link_rate(shape: Shape, square: int, runs: int) -> float:
-    """Bytes a second that a device receives of its neighbour's keys."""
+    """Bytes a second of keys that a device receives from its neighbour."""
     shards = shape.mesh.shape["seq"]
     kv_heads, width = shape.config.num_kv_heads // shape.mesh.shape["tensor"], shape.config.head_dim
     onward = [(s, (s + 1) % shards) for s in range(shards)]
@@ -237,7 +226,7 @@ def _link_rate(shape: Shape, square: int, runs: int) -> float:
 
 
 def _merge_seconds(shape: Shape, runs: int) -> dict[str, Any]:
-    """Seconds of one merge of a decode step, by either way, and which of them is used."""
+    """Seconds of one merge of a decode step by each implementation, and the one that is used."""
     sizes = (1, 1, shape.config.num_heads // shape.mesh.shape["tensor"], shape.config.head_dim)
     shards = shape.mesh.shape["seq"]
 
@@ -245,7 +234,7 @@ def _merge_seconds(shape: Shape, runs: int) -> dict[str, Any]:
         def body(x: Any) -> Any:
             out, lse = x, jnp.max(x, axis=-1).astype(jnp.float32)
             for _ in range(times):
-                # Each waits for the last, as a layer does for the one below.
+                # Each merge waits for the one before, as layers do.
                 out, lse = merge(out, lse)
                 lse = lse - math.log(shards)
             return out + lse[..., None].astype(out.dtype)
@@ -253,12 +242,12 @@ def _merge_seconds(shape: Shape, runs: int) -> dict[str, Any]:
         return body
 
     found: dict[str, Any] = {}
-    for name, merge in (("by_sum", merging.by_sum), ("by_gather", merging.by_gather)):
+    for name, merge in (("by_sum", by_sum), ("by_gather", by_gather)):
         one, many = (
             _timed(_sharded(shape.mesh, chain(merge, times), *sizes), max(runs, 5))
             for times in (1, 1 + CHAIN)
         )
         found[name] = max(many - one, 0.0) / CHAIN
-    used = merging.choose(size=sizes[2], width=sizes[3], itemsize=2, shards=shards)
+    used = merge_way(size=sizes[2], width=sizes[3], itemsize=2, shards=shards)
     found["used"] = used.__name__
     return found

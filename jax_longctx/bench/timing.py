@@ -1,14 +1,17 @@
-"""What the measurements share: the time of a step on the device, a copy's bandwidth, cut shapes.
+"""Shared parts of the benchmarks: a step's time on the device, copy bandwidth, cut models.
 
-A step is timed in compiled loops, so that the host costs nothing. Of a model with many layers some
-layers and one alone may be timed in place of all: they compile in a fraction of it. Layers are
-alike. The difference of both times is the time of the layers between them, what remains is fixed
-(embedding, head, the host), and the whole is scaled from both.
+A step runs in compiled loops, so that its time has no host overhead. A model of many layers may be
+timed with a few of its layers and with one, which compiles much faster. All layers take the same
+time. The difference of the two times gives a layer's time, the rest is fixed (embedding, head,
+host), and both together give the time of the whole model.
 """
 
 import dataclasses
+import json
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,17 +27,17 @@ from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import first_layers, init_params, stacked_layers
-from jax_longctx.models.presets import preset
+from jax_longctx.models.presets import PRESETS, preset
 
-# Where a case does not fit the memory.
+# Raised where a case does not fit the memory.
 TOO_MUCH = (CapacityError, jax.errors.JaxRuntimeError)
-# Steps in one compiled loop, of a static number: a dynamic one costs a host round trip a step.
+# Steps of one compiled loop. A dynamic number would cost a host round trip a step.
 INNER = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one run: the median of many, the least and the most; temporaries in bytes."""
+    """Seconds of one run: median, least and most of many; temporaries in bytes."""
 
     seconds: float
     least: float
@@ -50,24 +53,26 @@ def measure(
     inner: int = INNER,
     least: float = 0.0,
 ) -> Timing:
-    """Time step(i, q, *rest) on the device: `repeats` compiled loops of `inner` runs each.
+    """Times step(i, q, *rest) on the device: `repeats` compiled loops of `inner` runs each.
 
-    Run i takes a q that depends on what run i - 1 returned (nothing is added to it, which the
-    compiler cannot know), so that none is dropped or moved out of the loop. What the loop costs
-    without the step is measured alike and taken off.
+    The q of run i depends on the results of run i - 1 (by a zero that the compiler cannot see), so
+    the compiler cannot drop a run or move it out of the loop. The time of the loop without the step
+    is measured in the same way and subtracted.
 
     Args:
-      step: returns any arrays; i is for turning through inputs that would fit a cache.
-      least: seconds that a loop takes; a quicker one is made longer, up to 64 times. What the host
-        does around a loop differs by tens of microseconds, as much as 16 runs of a small kernel.
+      step: returns any arrays; i lets it rotate inputs that would stay in a hardware cache.
+      least: shortest seconds of a loop; a shorter loop is made up to 64 times longer. The host's
+        time around a loop varies by tens of microseconds, as much as 16 runs of a small kernel.
     """
     compiled = _loop(step, inner).lower(q, *rest).compile()
-    taken = min(_loop_times(compiled, (q, *rest), 2)) if least else 0.0
+    taken = min(call_times(lambda: compiled(q, *rest), 2)) if least else 0.0
     if taken < least:
         inner *= min(math.ceil(least / max(taken, 1e-9)), 64)
         compiled = _loop(step, inner).lower(q, *rest).compile()
-    idle = statistics.median(_loop_times(_loop(lambda _, q: q, inner), (q,), repeats))
-    times = [max(t - idle, 0.0) / inner for t in _loop_times(compiled, (q, *rest), repeats)]
+    empty = _loop(lambda _, q: q, inner)
+    idle = statistics.median(call_times(lambda: empty(q), repeats))
+    found = call_times(lambda: compiled(q, *rest), repeats)
+    times = [max(seconds - idle, 0.0) / inner for seconds in found]
     memory = compiled.memory_analysis()
     return Timing(
         seconds=statistics.median(times),
@@ -79,7 +84,7 @@ def measure(
 
 def _loop(step: Callable[..., Any], inner: int) -> Any:
     def once(i: Array, q: Array, rest: tuple) -> Array:
-        # Behind the barrier nothing of the step can be left out as unused.
+        # The barrier keeps the compiler from removing unused results of the step.
         made = jax.tree.leaves(lax.optimization_barrier(step(i, q, *rest)))
         flags = [(x[(0,) * x.ndim] > 1e30).astype(q.dtype) for x in made]
         return q + sum(flags)
@@ -90,31 +95,33 @@ def _loop(step: Callable[..., Any], inner: int) -> Any:
     return jax.jit(loop)
 
 
-def _loop_times(loop: Callable[..., Array], args: tuple, repeats: int) -> list[float]:
+def call_times(call: Callable[[], Any], repeats: int) -> list[float]:
+    """Seconds until the results of each of `repeats` calls are ready, after one warm-up call."""
     times = []
-    for _ in range(1 + repeats):  # the first warms up
+    for _ in range(1 + repeats):
         begun = time.perf_counter()
-        loop(*args).block_until_ready()
+        jax.block_until_ready(call())
         times.append(time.perf_counter() - begun)
     return times[1:]
 
 
 def copy_bandwidth(size: int = 1 << 31, repeats: int = 20) -> float:
-    """Bytes a second, read plus written, of adding one to `size` bytes inside a compiled loop."""
+    """Bytes read and written a second while a compiled loop adds one to `size` bytes."""
     x = jax.random.normal(jax.random.key(0), (size // 4,), jnp.float32)
     loop = jax.jit(lambda x: lax.fori_loop(0, repeats, lambda _, y: y + 1.0, x), donate_argnums=0)
-    times = []
-    for _ in range(6):  # the first warms up
-        begun = time.perf_counter()
-        x = loop(x).block_until_ready()
-        times.append(time.perf_counter() - begun)
-    return 2 * size * repeats / statistics.median(times[1:])
+
+    def again() -> Array:
+        nonlocal x
+        x = loop(x)
+        return x
+
+    return 2 * size * repeats / statistics.median(call_times(again, 5))
 
 
 def streamed(begun: float, stream: Iterator[list[list[int]]]) -> tuple[float, list[float]]:
-    """Seconds from `begun` to the first block of an answer, and a step's of every whole block.
+    """Seconds from `begun` to an answer's first block, and seconds a step of every full block.
 
-    The shorter first blocks show more of the host.
+    The first blocks are shorter, so their times contain more host overhead.
     """
     first, steps = 0.0, []
     previous = begun
@@ -130,14 +137,16 @@ def streamed(begun: float, stream: Iterator[list[list[int]]]) -> tuple[float, li
 def answered(
     engine: Engine, tokens: int, answer: int, runs: int, keep: bool
 ) -> tuple[list[float], list[float], int]:
-    """Random text prefilled and continued: seconds of every run, of every step, bytes a token.
+    """Times prefill and decode of `runs` random contexts of `tokens` tokens, after a warm-up run.
 
     Args:
-      tokens: of the context; the last of them is asked again.
-      keep: whether the context could be asked once more.
+      tokens: of the context; its last token is also the question.
+      answer: tokens to decode.
+      keep: whether the context is kept for another question.
 
     Returns:
-      Seconds to the first token of each run, a step of each whole block, bytes of cache a token.
+      Seconds to the first token of each run, seconds a step of each full block, and bytes of cache
+      a token.
     """
     draw = np.random.default_rng(tokens).integers(0, engine.config.vocab_size, tokens)
     row = [int(token) for token in draw]
@@ -145,7 +154,7 @@ def answered(
     for index in range(1 + runs):
         begun = time.perf_counter()
         prefilled = engine.prefill([row], reserve=1 + answer)
-        if not index:  # this run warms up
+        if not index:  # the warm-up run
             bytes_per_token = prefilled.resident_bytes // prefilled.slots
         stream = engine.stream(prefilled, [row[-1:]], max_tokens=answer, keep=keep)
         found.append(streamed(begun, stream))
@@ -154,13 +163,29 @@ def answered(
 
 
 def device_facts() -> dict[str, str]:
-    """What every result says of where it was measured."""
+    """The device and the version of JAX, for results."""
     return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+
+def run_peer(module: str, model: str, *arguments: object, advice: str) -> Any:
+    """Runs a baseline's `module` on a preset in a process of its own; returns the JSON it prints.
+
+    Raises:
+      InputError: the baseline failed; `advice` says what to do.
+    """
+    command = [sys.executable, "-m", module, "--config", json.dumps(PRESETS[model])]
+    command += map(str, arguments)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "Error" in line]
+        reason = errors[-1] if errors else f"exit status {done.returncode}"
+        raise InputError(f"the transformers baseline failed: {reason:.300}; {advice} (--no-peer)")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A published shape and random weights of the first `layers` of it, which are timed."""
+    """A published shape, and random weights of its first `layers` layers, which are timed."""
 
     config: ModelConfig
     params: Any
@@ -172,7 +197,7 @@ class Shape:
     def make(
         cls, model: str, mesh: Mesh, layers: int | None, chunk: int, say: Callable[[str], None]
     ) -> "Shape":
-        """All layers unless given. Raises InputError unless the shape has as many, and two."""
+        """Takes all layers unless given. InputError unless `layers` is from 2 to all."""
         config = preset(model)
         timed = config.num_layers if layers is None else layers
         if not 2 <= timed <= config.num_layers:
@@ -185,17 +210,17 @@ class Shape:
         return cls(config, params, mesh, timed, chunk)
 
     def engine(self, method: Any, layers: int | None = None) -> Engine:
-        """The method on the first layers."""
+        """An engine of the method on the first layers, all that are timed unless given."""
         layers = layers or self.layers
         params = first_layers(self.params, layers)
         return Engine(_cut(self.config, layers), params, method, self.mesh, chunk=self.chunk)
 
     def setup(self, method: Any) -> programs.Setup:
-        """What all layers would run under."""
+        """The setup of the whole model."""
         return programs.Setup(self.config, method, self.mesh, jnp.dtype(jnp.bfloat16), self.chunk)
 
     def times[T](self, method: Any, measure: Callable[[Engine], T]) -> dict[int, T]:
-        """What is measured of the layers that are timed, and of one where they are not all."""
+        """`measure` by number of layers: the timed ones, and one where these are not all."""
         numbers = [self.layers, *([1] if self.layers < self.config.num_layers else [])]
         return {number: measure(self.engine(method, number)) for number in numbers}
 
@@ -208,7 +233,7 @@ def _cut(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 def scaled(name: str, seconds: dict[int, float], layers: int) -> dict[str, float]:
-    """Seconds of all `layers`, from those of as many, or of some and of one."""
+    """Seconds of all `layers`, from the seconds of all, or of some and of one."""
     most = max(seconds)
     if most == layers:
         return {name: seconds[most]}

@@ -2,6 +2,7 @@
 
 from jax_longctx.caches.append_only import (
     AppendCache,
+    Rewinding,
     append,
     empty_append_cache,
     gather_slots,
@@ -10,19 +11,16 @@ from jax_longctx.caches.append_only import (
     local_slots,
     read_lines,
     where_rows,
+    with_store,
     write_rows,
     write_run,
 )
-from jax_longctx.caches.budget import (
-    BudgetCache,
-    choose,
-    empty_budget_cache,
-    replace_one,
-)
+from jax_longctx.caches.budget import BudgetCache, choose, empty_budget_cache
 
 __all__ = [
     "AppendCache",
     "BudgetCache",
+    "Rewinding",
     "append",
     "choose",
     "empty_append_cache",
@@ -32,8 +30,8 @@ __all__ = [
     "local_run",
     "local_slots",
     "read_lines",
-    "replace_one",
     "where_rows",
+    "with_store",
     "write_rows",
     "write_run",
 ]

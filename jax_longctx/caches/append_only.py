@@ -1,13 +1,13 @@
 """Append-only storage: every key and value of a row in slots 0..length-1, in token order.
 
-Slots are sharded over the mesh axis `seq` in contiguous runs; a write goes to the shard that owns
-the slot and is left out by the others. Writes are in place under a donated cache, on CPU and
-compiled for TPU, and no read copies a cache there (tests see both in the programs).
+Slots are sharded over the mesh axis `seq` in contiguous runs. A slot is written by the shard that
+owns it. Writes to a donated cache are in place, and no read copies a cache; tests check both in the
+programs compiled for CPU and TPU.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,37 @@ from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import Plane
 
 
+class Rewinding:
+    """A dataclass of arrays that can go back to the end of the context.
+
+    A field `context_x` holds what `x` was there. Fields that are such dataclasses go back too.
+    """
+
+    def end_context(self) -> Any:
+        """Remembers where the context ends."""
+        changes: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Rewinding):
+                changes[name] = value.end_context()
+            elif name.startswith("context_"):
+                changes[name] = getattr(self, name.removeprefix("context_"))
+        return dataclasses.replace(cast(Any, self), **changes)
+
+    def rewind(self) -> Any:
+        """The cache at the end of the context. It shares the buffers; later slots are garbage."""
+        changes: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Rewinding):
+                changes[name] = value.rewind()
+            elif name.startswith("context_"):
+                # New arrays: a fork is donated to the next step while the context keeps its own.
+                changes[name.removeprefix("context_")] = jnp.array(value, copy=True)
+        return dataclasses.replace(cast(Any, self), **changes)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AppendCache:
+class AppendCache(Rewinding):
     """Keys and values of every token of a row.
 
     Attributes:
@@ -49,32 +77,20 @@ class AppendCache:
 
     @property
     def store(self) -> "AppendCache":
-        """Itself: where other caches keep one of these beside what they derive from it."""
+        """Itself. Other caches hold one as their field `store`."""
         return self
 
-    def with_store(self, store: "AppendCache") -> "AppendCache":
-        """The cache around another store."""
-        return store
 
-    def end_context(self) -> "AppendCache":
-        """Remembers where the context ends, so that `rewind` can return there."""
-        return dataclasses.replace(self, context_length=self.length, context_position=self.position)
-
-    def rewind(self) -> "AppendCache":
-        """The cache at the end of the context; shares the buffers, later slots become garbage."""
-        return dataclasses.replace(
-            self,
-            # New arrays: a fork is donated to the next step while the context keeps its own.
-            length=jnp.array(self.context_length, copy=True),
-            position=jnp.array(self.context_position, copy=True),
-        )
+def with_store(cache: Any, store: AppendCache) -> Any:
+    """A cache that is a store or holds one, with another store."""
+    return store if isinstance(cache, AppendCache) else dataclasses.replace(cache, store=store)
 
 
 def empty_append_cache(shape: CacheShape) -> AppendCache:
     """A cache of `shape.slots` empty slots in the model's dtype."""
     size = (shape.batch, shape.num_kv_heads, shape.slots, shape.head_dim)
 
-    # Six arrays, none of them twice: a donated buffer may be named once.
+    # An array for each field: a donated buffer may be named once.
     keys_and_values = (jnp.zeros(size, shape.dtype) for _ in range(2))
     counts = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(4))
     return AppendCache(*keys_and_values, *counts)
@@ -89,8 +105,8 @@ def write_run(
 ) -> Float[Array, "B K S H"] | Plane:
     """Writes each row's first `valid[b]` new tokens into global slots from `start[b]` on.
 
-    In place when `buffer` is donated; what a shard of the slots does not own is not written there.
-    The slot after a row's last valid one may get garbage: a buffer has one slot to spare.
+    In place when `buffer` is donated. A shard writes its own slots. The slot after a row's last
+    valid one may get garbage, so a buffer has one slot to spare.
     """
     local_B = start - ctx.seq_offset(buffer.shape[2])
     return write_rows(buffer, new, local_B, valid, whole=ctx.seq_size == 1)
@@ -106,7 +122,7 @@ def write_rows(
 ) -> Shaped[Array, "B K S H"] | Plane:
     """`write_run` for a buffer that is whole on every shard, or for one shard's slots.
 
-    Without `whole`, `start` may lie outside the buffer, and what falls outside is not written.
+    Without `whole`, `start` may lie outside the buffer; tokens outside are not written.
     """
     new_BKTH = jnp.swapaxes(new, 1, 2).astype(buffer.dtype)
     if isinstance(buffer, Plane):
@@ -192,9 +208,9 @@ def append(
 
 
 def local_slots(index: Int[Array, "*shape"], size: int, ctx: LayerContext) -> Int[Array, "*shape"]:
-    """Global slots or pages as this shard counts them, which has `size`; -1 for the others'.
+    """Global slots or pages as indices on this shard, which has `size` of them.
 
-    Negative ones, which are none, come back as -1 too.
+    -1 for those of other shards, and for negative ones.
     """
     local = index - ctx.seq_offset(size)
     return jnp.where((index >= 0) & (local >= 0) & (local < size), local, -1)
@@ -208,15 +224,15 @@ def local_run(
     *,
     descending: bool = False,
 ) -> tuple[Int[Array, "B Y"], Int[Array, " B"], Int[Array, " B"]]:
-    """The part that this shard holds of each row's monotone list of global slots: a run of it.
+    """The run of each row's monotone list of global slots that this shard holds.
 
     Args:
       slots: ascending, or descending, in the first number[b] entries; the others do not count.
       size: this shard's slots.
 
     Returns:
-      (local, first, count): Y = min(X, size) local slots, of which the first count[b] count and
-      the others are -1; entry i is entry first[b] + i of the list.
+      (local, first, count): Y = min(X, size) local slots, -1 from entry count[b] on; entry i is
+      entry first[b] + i of the list.
     """
     first_B, count_B, most = jnp.zeros_like(number), number, min(slots.shape[1], size)
     if ctx.seq_size > 1:
@@ -249,9 +265,9 @@ def _lines(batch: int, heads: int, size: int, slots: Array, first: Any) -> Int[A
 def read_lines(
     buffer: Shaped[Array, "B K S H"] | Plane, slots: Int[Array, "B X C"]
 ) -> Shaped[Array, "B K C H"]:
-    """What lies in this shard's `slots`, X = 1 list for all heads or one for each; zeros for -1.
+    """The lines in this shard's `slots`, X = 1 list for all heads or K; zeros for -1.
 
-    Read as lines of the flattened buffer, whose layout stays as it is: a gather along the slots
+    They are read from the flattened buffer, whose layout stays as it is: a gather along the slots
     makes the TPU compiler copy the cache with its axes moved.
     """
     flat, lines_BKC = lines_of(buffer, jnp.maximum(slots, 0))
@@ -271,7 +287,7 @@ def gather_slots(
 
 
 def where_rows(pick: Bool[Array, " B"], new: Any, old: Any) -> Any:
-    """`new` in the rows of `pick`, `old` in the others; for any tree of arrays with rows first."""
+    """`new` in the rows of `pick`, else `old`; for any tree of arrays whose first axis is rows."""
 
     def choose(a: Array, b: Array) -> Array:
         return jnp.where(pick.reshape(-1, *(1,) * (a.ndim - 1)), a, b)

@@ -1,13 +1,14 @@
 """Budgeted storage: a few tokens of a row, kept in token order, chosen anew as the text goes by.
 
-Slots 0..length-1 hold the kept tokens in ascending order, each kv head its own set, all heads of a
-row equally many. The buffers are small and whole on every shard of the slots. Where answering only
-adds to them their axis is `room`, which grows; where it evicts, `budget`, which does not.
-Choosing gathers from the cache and the newest segment together, so that a buffer never has to hold
-both; appending without choosing writes in place.
+Slots 0..length-1 hold the kept tokens in ascending order. Each kv head has its own set, all heads
+of a row equally many. The buffers are small and whole on every shard of the slots. Their axis is
+`room`, which grows, where the answer is only added, and `budget`, which does not grow, where the
+answer evicts. Choosing gathers from the cache and the newest segment, so a buffer never has to hold
+both; appending writes in place.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -28,8 +29,8 @@ class BudgetCache:
     """Keys and values of the kept tokens of a row.
 
     Attributes:
-      k, v: slot c is valid when `c < length[b]`; other slots hold garbage. Whether keys are stored
-        before or after rotary embedding is the method's choice.
+      k, v: slot c is valid when `c < length[b]`; other slots hold garbage. The method stores keys
+        before or after rotary embedding.
       token: each kept token's index in the row's text.
       statistics: M running sums of each kept token, float32, or None.
       length: kept tokens of each row, the same for all its heads.
@@ -99,6 +100,8 @@ def choose(
     statistics: Float[Array, "B K U M"] | None,
     count: Int[Array, " B"],
     read: Int[Array, " B"],
+    *,
+    one: bool = False,
 ) -> BudgetCache:
     """Keeps each row's `count[b]` best-scored tokens of the cache and the segment, in token order.
 
@@ -109,45 +112,44 @@ def choose(
       statistics: of slots and tokens, to be carried along where the cache has any.
       count: tokens to keep, at most C.
       read: how many tokens of the text this segment held.
+      one: T is 1, and at most one slot or the new token leaves. Slots move down by one at most: a
+        pass of selects over the cache. Choosing takes some forty dependent passes over the scores,
+        too many for each layer of each decode step.
     """
-    batch, heads, size, _ = cache.k.shape
-    flat = scores.reshape(batch * heads, -1)  # [B*K, U]
-    slots = select_large_k(flat, jnp.repeat(count, heads), size=size)
-    slots_BKC = jnp.maximum(slots, 0).reshape(batch, heads, size)
-
-    def gather(kept: Array, new: Array) -> Array:
-        both = jnp.concatenate([kept, new], axis=2)
-        index = slots_BKC if both.ndim == 3 else slots_BKC[..., None]
-        return jnp.take_along_axis(both, index, axis=2)
-
+    take = _without_worst(cache, scores, count, read) if one else _best(cache, scores, count)
+    size = cache.k.shape[2]
+    if statistics is not None:
+        statistics = take(statistics[:, :, :size], statistics[:, :, size:])
     return BudgetCache(
-        gather(cache.k, jnp.swapaxes(k, 1, 2)),
-        gather(cache.v, jnp.swapaxes(v, 1, 2)),
-        gather(cache.token, cache.next_tokens(k.shape[1])),
-        None
-        if statistics is None
-        else jnp.take_along_axis(statistics, slots_BKC[..., None], axis=2),
+        take(cache.k, jnp.swapaxes(k, 1, 2)),
+        take(cache.v, jnp.swapaxes(v, 1, 2)),
+        take(cache.token, cache.next_tokens(k.shape[1])),
+        statistics,
         count,
         cache.position + read,
         cache.slots_axis,
     )
 
 
-def replace_one(
-    cache: BudgetCache,
-    k: Float[Array, "B 1 K H"],
-    v: Float[Array, "B 1 K H"],
-    scores: Float[Array, "B K U"],
-    statistics: Float[Array, "B K U M"] | None,
-    count: Int[Array, " B"],
-    read: Int[Array, " B"],
-) -> BudgetCache:
-    """`choose` for one new token, of which at most one slot or the token itself leaves.
+def _best(cache: BudgetCache, scores: Array, count: Array) -> Callable[[Array, Array], Array]:
+    """Gathers the best of slots and tokens."""
+    batch, heads, size, _ = cache.k.shape
+    flat = scores.reshape(batch * heads, -1)  # [B*K, U]
+    slots = select_large_k(flat, jnp.repeat(count, heads), size=size)
+    slots_BKC = jnp.maximum(slots, 0).reshape(batch, heads, size)
 
-    Slots after the one that leaves move down by one: a pass of selects over the cache, where
-    choosing takes some forty dependent passes over the scores, too many for each layer of each
-    decode step.
-    """
+    def take(slots: Array, tokens: Array) -> Array:
+        both = jnp.concatenate([slots, tokens], axis=2)
+        index = slots_BKC if both.ndim == 3 else slots_BKC[..., None]
+        return jnp.take_along_axis(both, index, axis=2)
+
+    return take
+
+
+def _without_worst(
+    cache: BudgetCache, scores: Array, count: Array, read: Array
+) -> Callable[[Array, Array], Array]:
+    """Moves the slots after the worst down by one, and puts the new token behind the last."""
     size = cache.k.shape[2]
     leaves_B = count < cache.length + read
     # Among the worst the newest leaves: the last in slot order, where the token comes last of all.
@@ -155,21 +157,12 @@ def replace_one(
     worst_BK = size - jnp.argmin(jnp.flip(ranked_BKU, axis=2), axis=2)
     worst_BK = jnp.where(leaves_B[:, None], worst_BK, size + 1)
     moves_BKC = jnp.arange(size) >= worst_BK[..., None]
-    source_BKC = jnp.arange(size) + moves_BKC
-    newest_BKC = source_BKC == cache.length[:, None, None]
+    newest_BKC = jnp.arange(size) + moves_BKC == cache.length[:, None, None]
 
-    def shift(kept: Array, new: Array) -> Array:
+    def take(slots: Array, token: Array) -> Array:
         mask = (moves_BKC, newest_BKC)
-        moves, newest = mask if kept.ndim == 3 else (m[..., None] for m in mask)
-        moved = jnp.where(moves, jnp.roll(kept, -1, axis=2), kept)
-        return jnp.where(newest, new, moved).astype(kept.dtype)
+        moves, newest = mask if slots.ndim == 3 else (m[..., None] for m in mask)
+        moved = jnp.where(moves, jnp.roll(slots, -1, axis=2), slots)
+        return jnp.where(newest, token, moved).astype(slots.dtype)
 
-    return BudgetCache(
-        shift(cache.k, jnp.swapaxes(k, 1, 2)),
-        shift(cache.v, jnp.swapaxes(v, 1, 2)),
-        shift(cache.token, cache.next_tokens(1)),
-        None if statistics is None else shift(statistics[:, :, :size], statistics[:, :, size:]),
-        count,
-        cache.position + read,
-        cache.slots_axis,
-    )
+    return take

@@ -1,7 +1,7 @@
 """`jax-longctx ask`: one or many questions over one long text.
 
-The context (everything up to and including the document) is read once; each question is asked of
-that same context. A method that must know the question while it reads gets one reading a question.
+The context (everything up to and including the document) is prefilled once; each question is asked
+of that context. A method that needs the question at prefill gets one prefill for each question.
 """
 
 import dataclasses
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from jax_longctx.engine import Context
     from jax_longctx.text import Tokenizer
 
-# Written beside a saved context: whether it was laid out as a chat.
+# Written beside a saved context: whether it uses the chat template.
 PROMPT_FILE = "prompt.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of what.
+    """The document and the questions, validated.
 
     Attributes:
-      words: the document and the questions; a saved context stands for the document.
-      completion: stems to be continued, in place of questions.
+      words: the document and the questions; a saved context replaces the document.
+      completion: starts of answers, to be continued, in place of questions.
 
     Raises:
-      InputError: the words and options do not go together.
+      InputError: words and options contradict each other.
     """
 
     PANEL = "Context"
@@ -67,7 +67,7 @@ class Request:
         show_default=False,
     )
     save_context: Path | None = option(
-        "Keep the context, once read, in a new folder: later questions start at once.",
+        "Save the context to a new folder: later questions start without prefill.",
         metavar="DIR",
     )
     load_context: Path | None = option(
@@ -79,12 +79,12 @@ class Request:
 
     @property
     def file(self) -> str | None:
-        """The document; None where a saved context stands for it."""
+        """The document; None where a saved context replaces it."""
         return None if self.load_context is not None else (self.words or [""])[0]
 
     @property
     def questions(self) -> list[str]:
-        """Questions, or stems to be continued."""
+        """Questions, or starts of answers."""
         return self.completion or self._asked
 
     @property
@@ -170,14 +170,14 @@ class Session:
             )
         self.unsaved: CheckpointError | InputError | None = None
         self.chat = _chosen_chat(model.tokenizer, request)
-        # Late: it brings tokenizers and templates.
+        # Imported late: it imports tokenizers and templates.
         from jax_longctx.text import chat_layout, plain_layout
 
         stem = bool(request.completion)
         self.layout = chat_layout(model.tokenizer) if self.chat else plain_layout(stem=stem)
 
     def run(self, document: str | None) -> None:
-        """Reads the document, or loads its context, and answers every question."""
+        """Prefills the document, or loads its context, and answers every question."""
         questions = [self.layout.question(question) for question in self.request.questions]
         if self.rereads and len(questions) > 1:
             self.terminal.note(
@@ -199,7 +199,7 @@ class Session:
     def _context(
         self, document: str | None, questions: list[str], question: str
     ) -> tuple["Context", float | None]:
-        """The context, and the seconds it took to read; None when it was loaded."""
+        """The context, and the seconds of its prefill; None for a loaded context."""
         if document is None:
             assert self.request.load_context is not None
             with self.terminal.waiting("loading the context"):
@@ -223,7 +223,7 @@ class Session:
         return context, seconds
 
     def _check_space(self, folder: Path, document: str, reserve: int) -> None:
-        """A full disk is told before the text is read."""
+        """CheckpointError where the context will not fit on the disk, before it is prefilled."""
         tokens = len(self.model.tokenizer.encode(self.layout.context(document), bos=True))
         needed = self.model.footprint(tokens, reserve=reserve).kept
         free = shutil.disk_usage(folder.absolute().parent).free
@@ -234,7 +234,7 @@ class Session:
             )
 
     def _save(self, context: "Context", folder: Path) -> None:
-        """Keeps the context. Where that fails, what it was read for comes first: the answers."""
+        """Saves the context. An error is raised only after all questions are answered."""
         try:
             with self.terminal.waiting("saving the context"):
                 self.model.save_context(context, folder)
@@ -247,12 +247,12 @@ class Session:
     def _answer(
         self, context: "Context", number: int, question: str, prefill: float | None, keep: bool
     ) -> None:
-        """Question `number`, laid out as `question`; its draws follow from its number."""
+        """Answers question `number`, laid out as `question`; its number decides its seed."""
         asked, how = self.request.questions[number], self.answers.arguments()
         how["sampling"] = self.answers.sampling.at([(0, number)])
         if len(self.request.questions) > 1 and not self.terminal.as_json:
             self.terminal.note(f"> {asked}")
-        # Streamed text shows that work goes on; JSON needs a sign of it.
+        # Streamed text shows progress; JSON mode needs a spinner.
         with self.terminal.waiting("answering", when=self.terminal.as_json):
             answer = self.terminal.stream(
                 lambda on_text: self.model.ask(
@@ -270,7 +270,7 @@ class Session:
 
 
 def _chosen_chat(tokenizer: "Tokenizer", request: Request) -> bool:
-    """Whether the prompt is a chat: as asked for, as the saved context is, or where possible."""
+    """Whether the prompt uses the chat template: as given, as saved, or where there is one."""
     load, chat = request.load_context, False if request.completion else request.chat
     saved = None if load is None else _read_prompt(load)
     if saved is None:
@@ -282,7 +282,7 @@ def _chosen_chat(tokenizer: "Tokenizer", request: Request) -> bool:
 
 
 def _read_prompt(folder: Path) -> bool | None:
-    """Whether a saved context is a chat; None where it was saved from Python."""
+    """Whether a saved context uses the chat template; None where it was saved from Python."""
     try:
         value: Any = json.loads((folder / PROMPT_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -40,7 +40,7 @@ def batch(
     method: options.MethodChoice,
     answers: options.AnswerOptions,
     rows: int = option(
-        "Most rows that are computed together; fewer where memory asks for it.",
+        "Most rows of one batch; fewer where memory is short.",
         default=8,
         rich_help_panel=_BATCH,
     ),
@@ -79,28 +79,23 @@ def batch(
 
     wanted = BatchOptions(rows=rows, chat=chat, files_under=files_under, **answers.arguments())
     loaded = model.open(terminal, method)
-    newest: list[BatchProgress] = []
-    bar = terminal.progress("answering", "rows", lambda: _moment(newest))
-    with terminal.warnings(), bar as update:
+    first = True
+    with terminal.warnings(), terminal.progress("answering", "rows") as update:
 
         def progress(now: "BatchProgress") -> None:
-            if not newest and now.resumed:
+            nonlocal first
+            if first and now.resumed:
                 terminal.note(f"going on: {now.before:,} of {now.total:,} rows were answered")
-            newest[:] = [now]
-            update(now.done, now.total - now.before)
+            first = False
+            rate = per_second(now.tokens, now.seconds)
+            detail = f"{rate:,.0f} tokens/s, {now.errors:,} with an error"
+            update(now.done, now.total - now.before, detail)
 
         outcome = run_batch(loaded, source, output, wanted, progress=progress)
     if outcome is not None:
         terminal.note(_closing(outcome, output))
     if outcome is not None and outcome.errors:
         raise typer.Exit(process.PARTLY)
-
-
-def _moment(newest: list["BatchProgress"]) -> str:
-    if not newest:
-        return ""
-    now = newest[-1]
-    return f"{per_second(now.tokens, now.seconds):,.0f} tokens/s, {now.errors:,} with an error"
 
 
 def _closing(outcome: "BatchProgress", output: Path) -> str:

@@ -1,4 +1,4 @@
-"""`jax-longctx bench`: measured times beside a baseline and a roofline, from one run."""
+"""`jax-longctx bench`: measured times beside a baseline and a roofline of the same run."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +8,14 @@ import typer
 
 from jax_longctx.cli import options, process
 from jax_longctx.cli.options import option
-from jax_longctx.cli.terminal import Terminal, check_folder, check_matplotlib, save, table
+from jax_longctx.cli.terminal import (
+    Terminal,
+    check_folder,
+    check_matplotlib,
+    save,
+    shown_time,
+    table,
+)
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.settings import MESH_AXES, parse_mesh
@@ -17,7 +24,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure on this device, as r
 
 
 def _layers() -> Any:
-    return option("Time so many layers, and one, and scale; all of the shape's if not.")
+    return option("Time this many layers, and one, and scale to all; all unless given.")
 
 
 def _runs() -> Any:
@@ -103,10 +110,10 @@ def e2e(
 def _end_to_end(result: dict[str, Any]) -> Iterable[Any]:
     rows = []
     for row in result["rows"]:
-        cells = [row["what"], f"{row['context']:,}", _time(row["seconds"], 0.1)]
+        cells = [row["what"], f"{row['context']:,}", shown_time(row["seconds"])]
         against = ["-", "-", "-"]
         if row["baseline_seconds"] is not None:
-            its = _time(row["baseline_seconds"], 0.1)
+            its = shown_time(row["baseline_seconds"])
             against = [row["baseline"], its, f"{row['ratio']:.2f}"]
         rows.append([*cells, *against])
     made = table(("what", "context", "time", "against", "its time", "ours / its"), rows)
@@ -196,7 +203,7 @@ def _steps(result: dict[str, Any]) -> Iterable[Any]:
 
 
 def _layers_said(layers: dict[str, int]) -> str:
-    """What a table's last line says of them; `layers` has `timed` and `of`."""
+    """The layers in a table's last line; `layers` has `timed` and `of`."""
     if layers["timed"] == layers["of"]:
         return f"all {layers['of']} layers"
     return (
@@ -210,8 +217,7 @@ def _layers_said(layers: dict[str, int]) -> str:
 def prefill(
     output: options.Output,
     methods: list[str] = options.methods(
-        "A method and its settings; repeat for several. The first is what the others' speed "
-        "is told against.",
+        "A method and its settings; repeat for several. Speed is relative to the first.",
         default=...,
     ),
     model: str = options.shape(),
@@ -226,12 +232,12 @@ def prefill(
     blocks: int = option(
         "Blocks of 32 decode steps that are timed; 0 times none.", default=2, min=0
     ),
-    chunk: int = option("Tokens a pass takes of a shard.", default=8192, min=1),
+    chunk: int = option("Tokens of a prefill pass on each shard.", default=8192, min=1),
 ) -> None:
     """Time to first token of methods over several devices, random bfloat16 weights.
 
-    Beside each time stands what the method's FLOPs on the busiest device take at the rates of
-    projections and of attention that are measured in the same run.
+    Beside each time is the time that the method's FLOPs on the busiest device take, at the rates of
+    projections and of attention measured in the same run.
 
     [bold]Example[/bold]
 
@@ -273,11 +279,12 @@ def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
         if "failed" in row:
             times.append([*cells, row["failed"]])
             continue
-        step = _time(row["step"]) if "step" in row else "-"
+        step = shown_time(row["step"], 1) if "step" in row else "-"
         merging = f"{row['merge_share']:.1%}" if "merge_share" in row else "-"
-        times.append([*cells, _time(row["first_token"]), f"{row['speedup']:.2f}x", step, merging])
+        first = shown_time(row["first_token"], 1)
+        times.append([*cells, first, f"{row['speedup']:.2f}x", step, merging])
         flops = [f"{row[kind] / 1e12:,.4g}" for kind in ("linear", "attention")]
-        ratio = [_time(row["model_seconds"]), f"{row['of_model']:.2f}"]
+        ratio = [shown_time(row["model_seconds"], 1), f"{row['of_model']:.2f}"]
         work.append([*cells, *flops, f"{row['received'] / 1e9:,.3g} GB", *ratio])
     first = result["rows"][0]["method"]
     yield table(("method", "tokens", "first token", f"{first} / this", "step", "merging"), times)
@@ -306,8 +313,3 @@ def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
 
 def _name(row: dict[str, Any]) -> str:
     return " ".join([row["method"], *(f"{key}={value}" for key, value in row["settings"].items())])
-
-
-def _time(seconds: float, least: float = 1) -> str:
-    """In seconds from `least` on, in milliseconds below."""
-    return f"{seconds:.2f} s" if seconds >= least else f"{seconds * 1e3:.2f} ms"

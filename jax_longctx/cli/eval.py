@@ -1,10 +1,9 @@
 """`jax-longctx eval`: tasks with known answers, over methods and lengths, with intervals."""
 
-import contextlib
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
     from jax_longctx.evaluation.config import EvalConfig
     from jax_longctx.evaluation.runner import Progress
 
-# In place of a checkpoint: the model of `jax-longctx demo`, converted where it is not there.
+# Stands for a checkpoint: the model of `jax-longctx demo`, converted where it is missing.
 DEMO = "demo"
 
 
 class _Group(typer.core.TyperGroup):
-    """Contexts are of the class that the callback below asks for; the stock ones are its base."""
+    """Makes contexts of the class that the callback below is annotated with."""
 
     context_class = typer.Context
 
@@ -52,7 +51,7 @@ eval_app.command("resa-spectrum")(eval_texts.resa_spectrum)
 
 def _folder() -> Any:
     return option(
-        "Where rows and report go. A run that was ended goes on there, and one with more methods, "
+        "Folder of rows and report. An interrupted run resumes there, and a run with more methods, "
         "tasks, lengths or trials adds to it.",
         "--output",
         "-o",
@@ -62,7 +61,7 @@ def _folder() -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """Options that win over a file's or suite's `[run]`; None where they were not given."""
+    """Options that override `[run]` of a file or suite; None where not given."""
 
     checkpoint: str | None = option(
         "Converted checkpoint; [bold]demo[/bold] is the demo's model. A suite or file may "
@@ -71,8 +70,8 @@ class Overrides:
         "-c",
         metavar="DIR",
     )
-    batch: int | None = option("Rows that are computed together; fewer where memory asks for it.")
-    chunk: int | None = option("Tokens read in one pass.")
+    batch: int | None = option("Rows of one batch; fewer where memory is short.")
+    chunk: int | None = option("Tokens of a prefill pass.")
     dtype: str | None = options.dtype()
     mesh: str | None = options.mesh()
     chat: bool | None = option(
@@ -80,26 +79,24 @@ class Overrides:
         "--chat/--no-chat",
         show_default=False,
     )
-    seed: int | None = option("Of the prompts.")
+    seed: int | None = option("Seed of the prompts.")
     by_layer: bool | None = option(
-        "Compile one layer in place of all: ready sooner, slower from then on. All unless given.",
+        "Compile one layer instead of all: compilation is faster, inference slower.",
         "--by-layer/--whole",
         show_default=False,
     )
 
     def over(self, config: "EvalConfig") -> "EvalConfig":
-        """The configuration with these in place of its own."""
+        """The configuration with the given options in place of its own."""
         given = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
         return dataclasses.replace(config, run=dataclasses.replace(config.run, **given))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is evaluated: a file, or one part as options."""
+    """What is evaluated: a configuration file, or one part given as options."""
 
-    config: Path | None = option(
-        "A file that says all of it, in place of the options.", metavar="TOML"
-    )
+    config: Path | None = option("A configuration file in place of the options.", metavar="TOML")
     methods: list[str] | None = options.methods(
         "A method and its settings, L/8 for an eighth of the length; repeat for several. "
         "Exact attention unless given."
@@ -112,7 +109,7 @@ class Choice:
         metavar="NAME[:KEY=VALUE,...]",
     )
     lengths: list[int] | None = option(
-        "Of a prompt, room for the answer included; repeat for several.",
+        "Length of a prompt, room for the answer included; repeat for several.",
         "--length",
         metavar="TOKENS",
     )
@@ -123,12 +120,12 @@ class Choice:
         from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions, read_config
 
         given = {"--method": self.methods, "--task": self.tasks, "--length": self.lengths}
+        given["--trials"] = self.trials
         if self.config is not None:
-            for name, value in {**given, "--trials": self.trials}.items():
-                if value:
-                    raise InputError(
-                        f"{name} and --config exclude each other; write it in {self.config}"
-                    )
+            for name in filter(given.get, given):
+                raise InputError(
+                    f"{name} and --config exclude each other; write it in {self.config}"
+                )
             return read_config(self.config)
         for name in ("--task", "--length"):
             if not given[name]:
@@ -170,7 +167,7 @@ def _eval(
         return
     if suite is None:
         raise InputError("--suite is missing; give its name, or a command: see eval --help")
-    from jax_longctx.evaluation.suite import read_suite
+    from jax_longctx.evaluation.config import read_suite
 
     _run(given.over(read_suite(suite)), output, Terminal())
 
@@ -185,8 +182,8 @@ def run(
 ) -> None:
     """Run methods on tasks and lengths, and write rows and a report.
 
-    All methods get the same prompts. Rows are kept batch by batch: the same command goes on where
-    it was ended, and computes no row twice. The report is DIR/report.html and DIR/report.md.
+    All methods get the same prompts. Rows are saved batch by batch: run the same command again to
+    resume; no row is computed twice. The report is DIR/report.html and DIR/report.md.
 
     [bold]Examples[/bold]
 
@@ -198,7 +195,7 @@ def run(
 
 
 def _run(config: "EvalConfig", output: Path | None, terminal: Terminal) -> None:
-    """Computes what `output` does not hold yet, and writes the report."""
+    """Computes the rows that `output` does not hold yet, and writes the report."""
     if output is None:
         raise InputError("--output is missing; name a folder for rows and report")
     if not config.run.checkpoint:
@@ -207,28 +204,49 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal) -> None:
     if config.run.checkpoint != DEMO:
         options.check_checkpoint(Path(config.run.checkpoint))
     check_matplotlib("the report")
-    with terminal.starting():
-        from jax_longctx.evaluation.runner import check_config, run_eval
-
-        # A mistake in the last method shows before a folder is made and the model loaded.
-        check_config(config)
-    check_folder(output, "--output")
-    model = _open(config, terminal)
-    about = {"title": config.title, "about": config.about, "published": list(config.published)}
-    with _shown(terminal) as update:
-        rows = run_eval(
-            model,
-            config,
-            output,
-            facts=_facts(model, config),
-            progress=update if process.is_leader() else None,
-        )
+    rows = _computed(config, output, terminal, lambda: _open(config, terminal))
     if rows is None:
         return
     from jax_longctx.evaluation.report import write_about
 
+    about = {"title": config.title, "about": config.about, "published": list(config.published)}
     write_about(output, about)
     _report(output, rows, about, terminal)
+
+
+def _computed(
+    config: "EvalConfig",
+    folder: Path,
+    terminal: Terminal,
+    open_model: Callable[[], "LongContext"],
+    saved: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]] | None:
+    """All rows, after computing those that the folder lacks; None but in the first process.
+
+    `saved` is called after each batch of rows that is saved. The bar shows this run's rows alone.
+    """
+    with terminal.starting():
+        from jax_longctx.evaluation.runner import check_config, run_eval
+
+        # A mistake in the last method is reported before a folder is made and the model loaded.
+        check_config(config)
+    check_folder(folder, "--output")
+    model = open_model()
+    with terminal.progress("evaluating", "rows") as update:
+
+        def show(progress: "Progress") -> None:
+            if progress.before and not progress.done:
+                terminal.note(f"{progress.before:,} of {progress.total:,} rows are there already")
+            update(progress.done, progress.total - progress.before, progress.doing)
+            if progress.done:
+                saved()
+
+        name, known = config.run.checkpoint, options.run_facts(model)
+        if model.manifest is not None:
+            name = f"{name} ({Path(model.manifest.source).name})"
+        facts = {"checkpoint": name, **{k: known[k] for k in ("device", "mesh", "versions")}}
+        watch = show if process.is_leader() else None
+        return run_eval(model, config, folder, facts=facts, progress=watch)
 
 
 @eval_app.command()
@@ -236,16 +254,16 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal) -> None:
 def report(
     folder: Path = argument("A run's --output.", default=..., metavar="DIR", exists=True),
     more: list[Path] | None = argument(
-        "Other runs, whose rows join the report.", metavar="[DIR ...]"
+        "Other runs, whose rows are added to the report.", metavar="[DIR ...]"
     ),
     perplexity: list[Path] | None = option(
-        "What eval perplexity --out wrote, for tables and curves; repeat for several.",
+        "Results of eval perplexity --out, for tables and curves; repeat for several.",
         metavar="JSON",
     ),
 ) -> None:
-    """Write the report of rows that are there, also of a run that is not finished.
+    """Write the report of the rows so far, also of an unfinished run.
 
-    Rows of further folders of the same model join it: other methods on the same prompts, say.
+    Rows of further folders of the same model are added: of other methods on the same prompts, say.
 
     [bold]Example[/bold]
 
@@ -265,7 +283,7 @@ def report(
 
 
 def _read(file: Path, command: str, key: str, rows: Callable[[Any], list[Any]]) -> list[Any]:
-    """The rows, for each item of its `key`, of a file that `eval command --out` wrote."""
+    """The `rows` of each item under `key` in a file that `eval command --out` wrote."""
     try:
         return [row for item in json.loads(read_text(str(file)))[key] for row in rows(item)]
     except (ValueError, KeyError, TypeError) as error:
@@ -274,17 +292,17 @@ def _read(file: Path, command: str, key: str, rows: Callable[[Any], list[Any]]) 
 
 @eval_app.command()
 def suites() -> None:
-    """List the suites: what each runs.
+    """List the suites and what each runs.
 
     [bold]Example[/bold]
 
         jax-longctx eval suites
     """
-    from jax_longctx.evaluation import suite
+    from jax_longctx.evaluation.config import read_suite, suites
 
     terminal = Terminal()
-    for name in suite.suites():
-        config = suite.read_suite(name)
+    for name in suites():
+        config = read_suite(name)
         cells = config.cells()
         rows = sum(cell.trials for cell in cells)
         terminal.write(f"{name}: {config.title}; {len(cells):,} cells, {rows:,} rows\n")
@@ -300,7 +318,7 @@ def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
         if process.number() is None:
             prepare_model(checkpoint, terminal)
         elif not (checkpoint / "manifest.json").is_file():
-            # One process converts; the others would load what is not whole yet.
+            # One process would convert while the others load an incomplete checkpoint.
             raise InputError(
                 f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
             )
@@ -309,32 +327,8 @@ def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
     return options.ModelChoice(checkpoint=checkpoint, **how).open(terminal)
 
 
-def _facts(model: "LongContext", config: "EvalConfig") -> dict[str, Any]:
-    """What every row says of the run."""
-    facts = options.run_facts(model)
-    name = config.run.checkpoint
-    if model.manifest is not None:
-        name = f"{name} ({Path(model.manifest.source).name})"
-    return {"checkpoint": name, **{key: facts[key] for key in ("device", "mesh", "versions")}}
-
-
-@contextlib.contextmanager
-def _shown(terminal: Terminal) -> Iterator[Any]:
-    """Progress as a bar of rows with the time left, of this run's rows alone."""
-    doing = [""]
-    with terminal.progress("evaluating", "rows", lambda: doing[0]) as update:
-
-        def show(progress: "Progress") -> None:
-            doing[0] = progress.doing
-            if progress.before and not progress.done:
-                terminal.note(f"{progress.before:,} of {progress.total:,} rows are there already")
-            update(progress.done, progress.total - progress.before)
-
-        yield show
-
-
 def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to: Terminal) -> None:
-    """Writes the report, and shows its scores."""
+    """Writes the report and prints its scores."""
     from jax_longctx.evaluation.report import write_report
     from jax_longctx.evaluation.tables import score_table, table_text
 
@@ -383,15 +377,15 @@ class Trials:
     lengths: list[int] | None = option("Tokens of a prompt; repeat for several.", "--length")
     depths: int | None = option("Depths from 0 to 1, evenly spaced; 10 unless given.", min=1)
     depth: list[float] | None = option(
-        "A depth from 0 to 1, in place of --depths; repeat.", min=0, max=1
+        "A depth from 0 to 1, in place of --depths; repeat for several.", min=0, max=1
     )
     trials: int = option("Trials of each length and method.", default=50, min=1)
-    batch: int = option("Rows that are read together.", default=1, min=1)
+    batch: int = option("Rows of one batch.", default=1, min=1)
     text: Path | None = option("Text to hide the key in; the help texts of Python unless given.")
     noise: bool = option(
         "Hide the key in five short sentences, repeated.", "--noise", default=False
     )
-    seed: int = option("Of the prompts.", default=0)
+    seed: int = option("Seed of the prompts.", default=0)
 
     def __post_init__(self) -> None:
         if self.depth and self.depths is not None:
@@ -402,9 +396,9 @@ class Trials:
             raise InputError("--noise and --text are two texts; give one")
 
     def task(self, folder: Path) -> str:
-        """The task and its settings. A copy of the text goes to the folder.
+        """The task and its settings, as text. The text file is copied to `folder`.
 
-        The copy's path holds nothing that a task's settings would read otherwise.
+        Unlike the user's path, the copy's has no character that separates settings.
         """
         source = "noise" if self.noise else "topics"
         if self.text is not None:
@@ -420,14 +414,14 @@ def passkey(
     model: options.ModelChoice,
     trials: Trials,
     methods: list[str] | None = options.methods(),
-    out: Path | None = option("Write every answer to this JSON file, as they come."),
+    out: Path | None = option("Write every answer to this JSON file as it comes."),
     heatmap: Path | None = _heatmap(),
     as_json: bool = options.as_json(),
 ) -> None:
     """How often a number hidden in a long text is found.
 
     All methods get the same prompts; the interval is Wilson's, at 95%.
-    A text that is shorter than a prompt starts over.
+    A text that is shorter than a prompt is repeated.
 
     [bold]Examples[/bold]
 
@@ -437,16 +431,14 @@ def passkey(
 
         jax-longctx eval passkey -c smollm2 -m reattention --depth 0.1 --depth 0.9 --trials 2
     """
+    from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions
+
     check_file(out)
     check_plot(heatmap, "--heatmap")
     terminal = Terminal(as_json=as_json)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         task = trials.task(folder)
-        with terminal.starting():
-            from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions
-            from jax_longctx.evaluation.rows import read_rows
-            from jax_longctx.evaluation.runner import Progress, check_config, run_eval
         part = Part(
             name="passkey",
             methods=tuple(methods or ["full"]),
@@ -462,16 +454,15 @@ def passkey(
             by_layer=model.by_layer,
         )
         config = EvalConfig(run=how, part=(part,))
-        check_config(config)
-        loaded = model.open(terminal)
-        with terminal.progress("passkeys", "trials") as update:
 
-            def show(progress: Progress) -> None:
-                update(progress.done, progress.total)
-                if out is not None and progress.done and process.is_leader():
-                    save({"rows": read_rows(folder)}, out)
+        def saved() -> None:
+            from jax_longctx.evaluation.rows import read_rows
 
-            rows = run_eval(loaded, config, folder, facts=_facts(loaded, config), progress=show)
+            save({"rows": read_rows(folder)}, out)
+
+        rows = _computed(
+            config, folder, terminal, lambda: model.open(terminal), saved if out else lambda: None
+        )
     if rows is not None:
         _report_passkeys(rows, heatmap, terminal)
 
@@ -479,7 +470,7 @@ def passkey(
 @eval_app.command()
 @options.command
 def table(
-    files: list[Path] = argument("Results that --out wrote.", default=...),
+    files: list[Path] = argument("Files that --out wrote.", default=...),
     heatmap: Path | None = _heatmap(),
 ) -> None:
     """One table, and one heatmap, of several results.
@@ -492,7 +483,7 @@ def table(
     rows: list[dict[str, Any]] = []
     for file in files:
         known = {row["label"] for row in rows}
-        # The same method of two files is two lines.
+        # A method that is in two files gets two lines.
         rows += [
             row | {"label": f"{row['label']} ({file.stem})"} if row["label"] in known else row
             for row in _read(file, "passkey", "rows", lambda row: [row | {"label": row["label"]}])
@@ -501,7 +492,7 @@ def table(
 
 
 def _report_passkeys(rows: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:
-    """Every row in JSON mode, else the table by length; and the heat map of all rows."""
+    """Prints every row as JSON, or a table by length, and writes one heat map."""
     from jax_longctx.evaluation.plots import heatmaps
     from jax_longctx.evaluation.tables import lengths_table, table_text
 
@@ -511,7 +502,7 @@ def _report_passkeys(rows: list[dict[str, Any]], heatmap: Path | None, terminal:
         if len(refused) == len(rows):
             raise InputError(said)
         terminal.note(said)
-    # One heat map of all, whatever depths and texts they were asked with.
+    # One heat map of all rows, whatever their depths and texts.
     rows = [row | {"task_label": "passkey"} for row in rows]
     if heatmap is not None and process.is_leader():
         for plot in heatmaps(rows):

@@ -35,25 +35,25 @@ def _count(default: int) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What is scored of which texts."""
+    """The texts, and which of their tokens are scored."""
 
     protocol: str = option(
-        "P1: the last 256 tokens decoded; P2: the last 50; P3, P4: a stream, every token as it is "
-        "read; P5: the last 256 tokens as a question.",
+        "P1: the last 256 tokens, decoded; P2: the last 50; P3, P4: every token of a stream, in "
+        "prefill; P5: the last 256 tokens as a question.",
         default="P1",
     )
     text: list[Path] | None = _files()
     length: int | None = option("Tokens of a text; the protocol's unless given.", min=1)
     score: int | None = option("Last tokens that are scored; the protocol's unless given.", min=1)
     texts: int = _count(1)
-    batch: int = option("Texts that are read together.", default=1, min=1)
+    batch: int = option("Texts of one batch.", default=1, min=1)
     window: int | None = option("Scored tokens of a point of the curve.", min=1)
     question: list[str] | None = option(
-        "P3, P4: what methods that need a question at prefill read for; one run each."
+        "P3, P4: the question for methods that need one at prefill; one run each."
     )
     ahead: bool = option(
-        "P3 to P5: score methods whose chunks choose together by the chunk, marked; "
-        "else token by token.",
+        "P3 to P5: score methods that select once for a chunk by the chunk, and mark them; "
+        "token by token otherwise.",
         "--ahead",
         default=False,
     )
@@ -81,8 +81,8 @@ def perplexity(
 ) -> None:
     """Perplexity of long texts under each method, against full attention on the same texts.
 
-    Texts are cut from what is given, each beginning with the beginning-of-text token; P1 and P2
-    count the scored tokens in the length.
+    Texts are cut from the files; each begins with the beginning-of-text token. In P1 and P2 the
+    length includes the scored tokens.
 
     [bold]Examples[/bold]
 
@@ -119,7 +119,7 @@ def perplexity(
 
 
 def _engines(model: "LongContext", chosen: list[Spec]) -> list["Engine"]:
-    """An engine of each method; all are made before any runs."""
+    """An engine for each method, all made before the first runs."""
     from jax_longctx.evaluation.compute import engine_of
     from jax_longctx.methods import make_method
 
@@ -129,7 +129,7 @@ def _engines(model: "LongContext", chosen: list[Spec]) -> list["Engine"]:
 def _cut(
     model: "LongContext", files: list[Path] | None, count: int, length: int, *, join: bool = False
 ) -> Any:
-    """`[n, T]` token ids; `join` lets a text run on from one file to the next."""
+    """`[n, T]` token ids; with `join` a text may continue in the next file."""
     from jax_longctx.evaluation.haystack import python_topics
     from jax_longctx.evaluation.perplexity import cut_texts
 
@@ -185,16 +185,16 @@ def agreement(
     score: int = option("Last tokens that are scored.", default=64, min=1),
     asked: int = option("Tokens before the scored ones that are the question.", default=1, min=1),
     texts: int = _count(3),
-    batch: int = option("Rows that are read together.", default=8, min=1),
+    batch: int = option("Rows of one batch.", default=8, min=1),
     attention: bool = option(
-        "Also what is attended; each layer's weights cost a pass over the text for every head-dim "
-        "tokens of it.",
+        "Compare attention too; each layer's weights cost one pass over the text for every "
+        "head-dim tokens of it.",
         default=True,
     ),
-    queries: int = option("Newest scored tokens whose attention is looked at.", default=16, min=1),
-    top: int = option("k of the recall of full attention's best.", default=64, min=1),
+    queries: int = option("Last scored tokens whose attention is compared.", default=16, min=1),
+    top: int = option("k of the recall of full attention's k largest weights.", default=64, min=1),
 ) -> None:
-    """What a method predicts and attends, against full attention on the same texts.
+    """A method's predictions and attention, against full attention on the same texts.
 
     The last tokens of every text are decoded one by one. KL is of full attention's next-token
     distribution to the method's; mass and recall are of full attention's weights.
@@ -216,7 +216,6 @@ def agreement(
     full, *engines = _engines(loaded, [Spec("full"), *chosen])
     tokens = _cut(loaded, text, texts, length)
     how = {"score": score, "asked": asked}
-    # Of more queries than are scored there would be nothing to look at.
     sizes = {"queries": min(queries, score), "top": top}
     with terminal.waiting("full attention's predictions"):
         exact = scored_states(full, tokens, batch=batch, **how)
@@ -255,12 +254,12 @@ def citrus_overlap(
     top: list[int] | None = option(
         "k, tokens that are kept; repeat for several. 25, 50, 100 unless given."
     ),
-    instruction: str = option("What is asked of the text.", default=INSTRUCTION),
+    instruction: str = option("The instruction.", default=INSTRUCTION),
 ) -> None:
-    """Do a text and an instruction look at the same tokens? (CItruS, Fig. 3)
+    """Do a text and an instruction attend to the same tokens? (CItruS, Fig. 3)
 
-    The share of the k tokens that matter most to a piece of text which also matter most to an
-    instruction, and, beside the paper, to another piece of text, all of as many tokens.
+    Of the k most important tokens to a piece of text, the share that is also among the k most
+    important to an instruction and (not in the paper) to another piece of text of the same length.
 
     [bold]Example[/bold]
 
@@ -274,41 +273,30 @@ def citrus_overlap(
     # Three pieces of one text: the first context, and two that follow far behind it.
     length = 4 * (tokens + len(asked))
     rows = _cut(loaded, text, texts, length).tolist()
-    counts = top or [25, 50, 100]
-    ratios: dict[int, list[Any]] = {count: [] for count in counts}
+    counts, ratios, size = top or [25, 50, 100], [], len(asked)
     with terminal.progress("overlap", "texts") as update:
         for done, row in enumerate(rows, start=1):
-            first, size = row[:tokens], len(asked)
             followers = [row[-size:], asked, row[-2 * size : -size]]
-            near, told, other = (importance(loaded.engine, first, part) for part in followers)
-            for count in counts:
-                pair = [intersections(near, part, count) for part in (told, other)]
-                ratios[count].append(pair)
+            near, *others = (importance(loaded.engine, row[:tokens], part) for part in followers)
+            ratios.append([[intersections(near, x, count) for x in others] for count in counts])
             update(done, len(rows))
     import numpy as np
 
-    # [texts, (instruction, text), layers] -> means by layer.
-    means = {count: np.mean(found, axis=0) for count, found in ratios.items()}
+    # [texts, counts, (instruction, text), layers] -> means over texts.
+    means = dict(zip(counts, np.mean(ratios, axis=0), strict=True))
     by_layer = {str(count): found.tolist() for count, found in means.items()}
     record = {"tokens": tokens, "texts": len(rows), "instruction": instruction}
     output.save({**record, "by_layer": by_layer})
-    terminal.write(_overlaps(means, tokens) + f"\n\n{len(rows)} texts of {tokens} tokens.\n")
-
-
-def _overlaps(means: dict[int, Any], tokens: int) -> str:
-    """A line for each k and third of the layers."""
     lines = ["| k | layers | text and instruction | text and other text | chance |"]
     lines.append("| --- | --- | --- | --- | --- |")
+    # One line for each k and third of the layers.
     for count, found in means.items():
-        layers = found.shape[1]
-        borders = sorted({layers * third // 3 for third in range(4)})
+        borders = sorted({found.shape[1] * third // 3 for third in range(4)})
         for start, stop in itertools.pairwise(borders):
-            told, other = found[:, start:stop].mean(1)
-            lines.append(
-                f"| {count} | {start}-{stop - 1} | {told:.3f} | {other:.3f} "
-                f"| {count / tokens:.3f} |"
-            )
-    return "\n".join(lines)
+            shares = [*found[:, start:stop].mean(1), count / tokens]
+            shown = " | ".join(f"{share:.3f}" for share in shares)
+            lines.append(f"| {count} | {start}-{stop - 1} | {shown} |")
+    terminal.write("\n".join(lines) + f"\n\n{len(rows)} texts of {tokens} tokens.\n")
 
 
 @options.command
@@ -321,10 +309,10 @@ def resa_spectrum(
         "Tokens of a text; repeat. 512, 1024, 2048 unless given.", "--length"
     ),
 ) -> None:
-    """How nearly attention logits are of rank one, by length. (RESA, Figs. 2 and 4)
+    """How close attention logits are to rank one, by length. (RESA, Figs. 2 and 4)
 
-    The first singular value, its share of their sum (the paper: 40-50%), and the cosine between
-    its right vector and the mean query's logits, which RESA estimates by; all heads and layers.
+    The first singular value, its share of the sum (40-50% in the paper), and the cosine between
+    its right vector and RESA's estimate, the mean query's logits; over all heads and layers.
 
     [bold]Example[/bold]
 
@@ -363,7 +351,7 @@ def resa_errors(
     ),
     texts: int = option("Texts, cut from one at even distances.", default=3, min=1),
     tokens: int = option("Tokens of each text.", default=2048, min=2),
-    queries: int = option("Last tokens of each that query.", default=64, min=1),
+    queries: int = option("Last tokens of each text that are queries.", default=64, min=1),
     text: Path | None = option(
         "Text to read; the help texts of Python unless given.",
         exists=True,
@@ -373,7 +361,7 @@ def resa_errors(
 ) -> None:
     """Errors of attention scores and outputs of RESA, and of its selectors alone (lambda 0).
 
-    Over all layers; the first 4 and last 64 tokens are read beside the budget.
+    Over all layers; the first 4 and last 64 tokens are attended beside the budget.
 
     [bold]Example[/bold]
 
@@ -404,34 +392,21 @@ def resa_errors(
 
 
 def _errors(records: list[dict[str, Any]]) -> Iterable[Any]:
-    made = table(
-        ("selector", "ratio", "lambda", "score error", "below", "output error", "below"), ()
-    )
     plain: dict[Any, dict[str, Any]] = {}
+    rows = []
     for record in records:
-        settings = record["settings"]
-        key = settings["selector"], settings["ratio"]
-        if settings["lam"] == 0:
-            plain[key] = record
-        made.add_row(
-            settings["selector"],
-            f"{settings['ratio']:.1%}",
-            f"{settings['lam']:.2f}",
-            f"{record['score_error']:.3f}",
-            _layers_below(record, plain.get(key), 0),
-            f"{record['output_error']:.3f}",
-            _layers_below(record, plain.get(key), 1),
-        )
-    yield made
+        selector, ratio, lam = (record["settings"][key] for key in ("selector", "ratio", "lam"))
+        # The first record of a selector and ratio has lambda 0.
+        alone = plain.setdefault((selector, ratio), record)
+        cells = [selector, f"{ratio:.1%}", f"{lam:.2f}"]
+        for index, error in enumerate((record["score_error"], record["output_error"])):
+            layers = list(zip(record["by_layer"], alone["by_layer"], strict=True))
+            below = sum(both[index] < base[index] for both, base in layers)
+            cells += [f"{error:.3f}", "" if record is alone else f"{below}/{len(layers)}"]
+        rows.append(cells)
+    headers = ("selector", "ratio", "lambda", "score error", "below", "output error", "below")
+    yield table(headers, rows)
     yield (
         f"{records[0]['queries']} queries in each layer; below: layers whose error is below the "
         "selector's alone"
     )
-
-
-def _layers_below(record: dict[str, Any], plain: dict[str, Any] | None, which: int) -> str:
-    """`28/30`: in how many layers the score's (0) or the output's (1) error is smaller."""
-    if plain is None or record is plain:
-        return ""
-    pairs = list(zip(record["by_layer"], plain["by_layer"], strict=True))
-    return f"{sum(mine[which] < alone[which] for mine, alone in pairs)}/{len(pairs)}"

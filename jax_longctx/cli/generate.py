@@ -32,7 +32,7 @@ def generate(
     terminal = Terminal(as_json=as_json)
     loaded = model.open(terminal, method)
     with terminal.warnings(), terminal.progress("reading") as update:
-        # The bar is gone when the first text comes, so there is no spinner here, also for JSON.
+        # The bar is erased when the first text comes; there is no spinner after it.
         answer = terminal.stream(
             lambda on_text: loaded.generate(
                 text,

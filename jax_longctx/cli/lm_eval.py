@@ -13,8 +13,8 @@ def lm_eval(
 ) -> None:
     """Run lm-evaluation-harness with --model jax-longctx: any of its tasks under any method.
 
-    What follows is handed to its own command, `lm_eval`; `jax-longctx lm-eval run --help` lists it.
-    Releases of the harness after 0.4.13 find the model by themselves, from plain `lm_eval`.
+    All arguments are passed to its own command, `lm_eval`; see `jax-longctx lm-eval run --help`.
+    Releases of the harness after 0.4.13 find the model themselves, from plain `lm_eval`.
     `--model_args` takes checkpoint=DIR, method=NAME, the method's settings, and dtype, mesh,
     max_length, question_tokens, through and rolling.
 
@@ -28,7 +28,7 @@ def lm_eval(
     with Terminal().starting(extra="harness"):
         from lm_eval.__main__ import cli_evaluate
 
-        # Its import puts the model into the harness's table.
+        # Importing this registers the model with the harness.
         import jax_longctx.evaluation.lm_harness  # noqa: F401
 
     before = sys.argv

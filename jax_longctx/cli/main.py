@@ -1,8 +1,8 @@
-"""`jax-longctx`: the subcommands, and what every one of them does with errors.
+"""`jax-longctx`: the subcommands, and how all of them report errors.
 
-What a person can act on is one line `error: ...` on stderr; a fault of the library shows its
-traceback. `process.CODES` are the exit codes. JAX is imported by the subcommand that needs it, once
-names and files are checked: help and refusals come at once.
+An error that the user can act on is one line `error: ...` on stderr; a fault of the library shows
+its traceback. `process.CODES` lists the exit codes. A subcommand imports JAX after it has checked
+names and files, so help and refusals are quick.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ from jax_longctx.cli.plan import plan
 from jax_longctx.cli.train import train_app
 from jax_longctx.errors import LongctxError
 
-# A full disk, and a quota or a limit that is reached, are no faults of the program.
+# A full disk, a quota and a size limit are not faults of the program.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class CommandLine(typer.core.TyperGroup):
-    """The command group; turns what a person can act on into one line and an exit code."""
+    """The command group; turns an error that the user can act on into one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -49,11 +49,11 @@ class CommandLine(typer.core.TyperGroup):
         except (typer.Exit, typer.Abort):
             raise
         except typer.TyperException as error:
-            # Options and arguments that do not parse.
+            # An option or argument does not parse.
             where = getattr(error, "ctx", None) or ctx
             message = error.format_message().rstrip(".")
             if not message:
-                # Nothing was asked for, and help was shown.
+                # There were no arguments, and help was shown.
                 raise typer.Exit(error.exit_code) from error
             shown = f"error: {message}; see '{where.command_path} --help'"
             raise _ended(shown, error.exit_code) from error
@@ -64,7 +64,7 @@ class CommandLine(typer.core.TyperGroup):
                 what = error.filename or "a file"
                 shown = f"error: {what} could not be written: {error.strerror}; free some space"
                 raise _ended(shown, process.REFUSED) from error
-            # Of a job's process any fault must end the others too: see `process.leave_job`.
+            # A fault in one process of a job must end the others too: see `process.leave_job`.
             if process.number() is None:
                 raise
             lost = _lost_process(error)
@@ -84,7 +84,7 @@ def _ended(message: str, code: int) -> typer.Exit:
 
 
 def _lost_process(error: Exception) -> str | None:
-    """What to say where another process of the job has ended; None for any other error."""
+    """The message where another process of the job has ended; None for any other error."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     signs = ("Gloo", "closed by peer", "heartbeat", "UNAVAILABLE", "coordination")
     if not any(sign in first for sign in signs):
@@ -110,17 +110,14 @@ app = typer.Typer(
 
 def _version(wanted: bool | None) -> None:
     if wanted:
-        releases = {name: metadata.version(name) for name in ("jax-longctx", "jax")}
-        python = platform.python_version()
-        typer.echo(
-            f"jax-longctx {releases['jax-longctx']} (jax {releases['jax']}, Python {python})"
-        )
+        ours, jax = map(metadata.version, ("jax-longctx", "jax"))
+        typer.echo(f"jax-longctx {ours} (jax {jax}, Python {platform.python_version()})")
         raise typer.Exit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """The job that the process is one of; a launcher's variables say it too."""
+    """The job of many processes that this process belongs to; a launcher's variables set it too."""
 
     PANEL = "Many processes (before the command; each process is started with the same command)"
 
@@ -128,13 +125,13 @@ class Job:
         "Where process 0 can be reached.", metavar="HOST:PORT", envvar="JAX_COORDINATOR_ADDRESS"
     )
     processes: str | None = option(
-        "Processes of the job. Found out under Slurm, Open MPI and GKE; auto asks JAX to find out, "
-        "also on TPU VMs; 1 is this one alone.",
+        "Number of processes. Slurm, Open MPI and GKE are detected; auto lets JAX detect it, also "
+        "on TPU VMs; 1 is this process alone.",
         metavar="N",
         envvar="JAX_NUM_PROCESSES",
     )
     process: int | None = option(
-        "The number of this process, from 0, which prints and writes.",
+        "Number of this process, from 0. Process 0 prints and writes.",
         metavar="I",
         envvar="JAX_PROCESS_ID",
     )
@@ -153,7 +150,7 @@ def _job(
 
 for _command in (ask, generate, batch, plan, convert, methods, demo):
     app.command()(_command)
-# What follows is the harness's own to parse, its options and its --help too.
+# The harness parses all arguments itself, --help too.
 app.command(
     "lm-eval",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
@@ -164,6 +161,6 @@ app.add_typer(train_app, name="train")
 
 
 def main() -> None:
-    """The command line in a process of its own."""
+    """Runs the command line and ends the process."""
     process.install()
     process.run(app)

@@ -14,7 +14,7 @@ from jax_longctx.methods import METHODS, describe, make_method
 from jax_longctx.models.presets import preset
 from jax_longctx.settings import parse_pairs
 
-# Tokens kept free for question and answer in the figures shown.
+# Tokens reserved for question and answer in the memory shown.
 RESERVE = 256
 
 
@@ -27,7 +27,7 @@ def methods(
     settings: list[str] | None = options.settings(),
     model: str = options.shape(),
     checkpoint: Path | None = option(
-        "The model's shape from here.",
+        "Take the model's shape from this checkpoint.",
         "--checkpoint",
         "-c",
         metavar="DIR",
@@ -40,8 +40,8 @@ def methods(
 ) -> None:
     """List the long-context methods: what each changes, and what its caches cost.
 
-    Memory is that of keys, values and what goes with them: at the peak of prefill, kept after it
-    for more questions, while answering the last one, and read by each decode step.
+    Memory is that of the KV caches: at the peak of prefill, kept after it for more questions, while
+    answering the last one, and read by each decode step.
 
     [bold]Examples[/bold]
 
@@ -56,7 +56,7 @@ def methods(
     if min(context, batch) < 1:
         raise InputError(f"--context and --batch must be at least 1, got {context} and {batch}")
     terminal = Terminal(as_json=as_json)
-    described = []
+    described, failed = [], []
     with terminal.starting():
         if checkpoint is None:
             config = preset(model)
@@ -65,7 +65,13 @@ def methods(
 
             config = read_manifest(checkpoint).config
         for each in [name] if name is not None else METHODS:
-            entry = describe(each)
+            try:
+                entry = describe(each)
+            except ConfigError as error:
+                if name is not None:
+                    raise
+                failed.append(str(error))
+                continue
             method = make_method(each, parse_pairs(settings or ()))
             measured = {"context": context, "batch": batch, "dtype": dtype}
             memory = _memory(config, method, context, batch, dtype or "bfloat16")
@@ -81,6 +87,8 @@ def methods(
             *_all(described),
             f"\nmemory: {shape}, {dtype}, {batch} x {context:,} tokens of context",
         )
+    if failed:
+        raise ConfigError("; ".join(failed))
 
 
 def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> dict[str, Any]:
@@ -104,7 +112,7 @@ def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> d
 
 
 def _all(described: list[dict[str, Any]]) -> list[Any]:
-    """What each costs, and below it, for lines of 80 characters hold no more, what each does."""
+    """A table of costs, and a second one of summaries, as lines have 80 characters."""
     headers = ("method", "changes", "asks\nfirst", "keeps\nall")
     sizes = ("peak", "kept", "answering", "read\na step")
     rows = [

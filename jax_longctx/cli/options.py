@@ -1,6 +1,6 @@
-"""Options from dataclasses: the adapter, the groups that commands share, what these mean.
+"""Options from dataclasses: the adapter to typer, and the groups of options that commands share.
 
-A command's function takes dataclasses whole; `command` makes typer's options of their fields.
+A command's function takes whole dataclasses; `command` turns their fields into typer's options.
 """
 
 import copy
@@ -9,7 +9,7 @@ import functools
 import inspect
 import platform
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 
 def option(help: str, *names: str, default: Any = None, **how: Any) -> Any:
-    """A field, or a command's own parameter, that is an option; `how` is as typer takes it.
+    """An option: a dataclass field or a command's parameter; `how` is passed to `typer.Option`.
 
-    A default of `...` is for one that must be given.
+    A default of `...` makes the option required.
     """
     return _field(typer.Option(*names, help=help, **how), default)
 
 
 def argument(help: str, default: Any = None, **how: Any) -> Any:
-    """A field, or a command's own parameter, that is an argument."""
+    """An argument: a dataclass field or a command's parameter."""
     return _field(typer.Argument(help=help, **how), default)
 
 
 def only(*names: str) -> Any:
-    """Of a dataclass that is a parameter, the fields that are options, where not all are."""
+    """The default of a dataclass parameter of which these fields alone become options."""
     return dataclasses.field(metadata={"only": names})
 
 
@@ -53,9 +53,9 @@ def _field(mark: Any, default: Any) -> Any:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as typer takes it: a parameter that is a dataclass becomes its fields' options.
+    """The function as typer takes it: each dataclass parameter is replaced by options.
 
-    `PANEL` of a dataclass is the heading of its options in the help.
+    A dataclass's `PANEL` is the heading of its options in the help.
     """
     groups: dict[str, tuple[Any, list[str]]] = {}
     flat: list[inspect.Parameter] = []
@@ -64,8 +64,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         if not dataclasses.is_dataclass(kind):
             flat.append(_parameter(given.name, kind, given.default))
             continue
-        metadata = getattr(given.default, "metadata", {})
-        fields = [each for each in dataclasses.fields(kind) if _is_in(each.name, metadata)]
+        chosen = getattr(given.default, "metadata", {}).get("only")
+        fields = [f for f in dataclasses.fields(kind) if chosen is None or f.name in chosen]
         hints, panel = typing.get_type_hints(kind), getattr(kind, "PANEL", None)
         groups[given.name] = kind, [each.name for each in fields]
         flat += [_parameter(each.name, hints[each.name], each, panel) for each in fields]
@@ -84,12 +84,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _is_in(name: str, metadata: Mapping[str, Any]) -> bool:
-    return name in metadata.get("only", (name,))
-
-
 def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> inspect.Parameter:
-    """A keyword as typer takes it; what is not of `option` or `argument` stays as it is."""
+    """A keyword parameter for typer; one that is no `option` or `argument` stays as it is."""
     if isinstance(field, dataclasses.Field):
         mark = copy.copy(field.metadata["mark"])
         if isinstance(mark, OptionInfo):
@@ -100,7 +96,7 @@ def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> in
 
 
 def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """What typer calls with an option's value: `check` raises where it does not like it."""
+    """An option's callback for typer; `check` raises an error for a bad value."""
 
     def callback(value: Any) -> Any:
         if value is not None:
@@ -111,7 +107,7 @@ def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """CheckpointError where there is none; what it holds is checked when it is loaded."""
+    """CheckpointError where the folder has no manifest; loading checks the contents."""
     if not (folder / "manifest.json").is_file():
         raise CheckpointError(
             f"{folder} is not a converted checkpoint (no manifest.json); "
@@ -126,7 +122,7 @@ def _check_dtype(name: str) -> None:
 
 
 def parse_specs(specs: list[str] | None) -> list[Spec]:
-    """What `--method` gives, its names checked; full attention where it gives none."""
+    """The values of `--method`, with known names; full attention without any."""
     parsed = [Spec.parse(text) for text in specs or ["full"]]
     for spec in parsed:
         check_method(spec.name)
@@ -134,7 +130,7 @@ def parse_specs(specs: list[str] | None) -> list[Spec]:
 
 
 def _named(table: Iterable[str]) -> Callable[[str], list[str]]:
-    """What a shell completes a name to."""
+    """The shell completion of a name in `table`."""
     return lambda incomplete: [name for name in table if name.startswith(incomplete)]
 
 
@@ -176,14 +172,14 @@ def mesh(
     "cache of one long text, data the rows of a batch. One device unless given.",
     default: str | None = None,
 ) -> Any:
-    """`--mesh`: `str | None`, checked but for the devices that there are."""
+    """`--mesh`: `str | None`; the number of devices is checked later."""
     return option(help, default=default, metavar="SIZES", callback=checked(parse_mesh))
 
 
 def chunk() -> Any:
     """`--chunk`: `int`."""
     return option(
-        "Tokens read in one pass. Larger is faster on an accelerator, smaller needs less memory; "
+        "Tokens of a prefill pass. Larger is faster on an accelerator, smaller needs less memory; "
         "the answer stays the same.",
         default=512,
     )
@@ -229,7 +225,7 @@ class MethodChoice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """A checkpoint and how it is computed; what needs no JAX is checked."""
+    """A checkpoint and how it runs; everything is checked that needs no JAX."""
 
     PANEL = "Model and method"
 
@@ -244,8 +240,8 @@ class ModelChoice:
     mesh: str | None = mesh()
     chunk: int = chunk()
     by_layer: bool = option(
-        "Compile one layer in place of all: ready sooner and slower from then on, for few "
-        "and short texts.",
+        "Compile one layer instead of all: compilation is faster, inference slower; for few and "
+        "short texts.",
         "--by-layer",
         default=False,
     )
@@ -256,19 +252,20 @@ class ModelChoice:
         check_checkpoint(self.checkpoint)
 
     def open(self, terminal: Terminal, method: MethodChoice | Spec | None = None) -> "LongContext":
-        """The checkpoint with method and mesh; what costs nothing is checked first."""
+        """Loads the checkpoint with method and mesh; cheap checks come first."""
         with terminal.starting(f"loading {self.checkpoint}"):
             if isinstance(method, Spec):
                 made = make_method(method.name, dict(method.settings))
             else:
                 made = None if method is None else method.make()
-            import jax_longctx
+            from jax_longctx.api import load
+            from jax_longctx.sharding import make_mesh
 
             sizes: dict[str, Any] = dict(parse_mesh(self.mesh or ""))
-            return jax_longctx.load(
+            return load(
                 self.checkpoint,
                 method=made,
-                mesh=None if self.mesh is None else jax_longctx.make_mesh(**sizes),
+                mesh=None if self.mesh is None else make_mesh(**sizes),
                 dtype=self.dtype,
                 chunk=self.chunk,
                 by_layer=self.by_layer,
@@ -277,22 +274,22 @@ class ModelChoice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """How answers are drawn and where they end."""
+    """How answers are sampled and where they end."""
 
     PANEL = "Answer"
 
     max_tokens: int = option("Longest answer in tokens.", default=128)
     temperature: float = option("0 takes the likeliest token; higher is more varied.", default=0.0)
-    top_k: int = option("Draw from the k likeliest tokens only; 0 is all.", default=0)
+    top_k: int = option("Sample from the k likeliest tokens only; 0 is all.", default=0)
     top_p: float = option(
-        "Draw from the likeliest tokens that together reach probability p; 1 is all.", default=1.0
+        "Sample from the likeliest tokens that together reach probability p; 1 is all.", default=1.0
     )
     repetition_penalty: float = option(
         "Above 1 makes tokens that were used already less likely; 1 is off.", default=1.0
     )
     seed: int = option(
-        "Of the draws. A prompt draws by this and its place (the line of a batch, the number of a "
-        "question), whatever is computed beside it.",
+        "Seed of sampling. A prompt's samples depend on the seed and on its place (line of a "
+        "batch, number of a question), not on the other rows of its batch.",
         default=0,
     )
     stop: list[str] | None = option(
@@ -311,12 +308,12 @@ class AnswerOptions:
 
     @property
     def sampling(self) -> Sampling:
-        """As the engine takes it. Raises InputError where it refuses a value."""
+        """The engine's sampling options. Raises InputError for a value out of range."""
         names = (field.name for field in dataclasses.fields(Sampling))
         return Sampling(**{name: getattr(self, name) for name in names})
 
     def arguments(self) -> dict[str, Any]:
-        """As `LongContext.ask` and `generate` take them."""
+        """Keyword arguments of `LongContext.ask` and `generate`."""
         stop = tuple(self.stop or ())
         return {"sampling": self.sampling, "max_tokens": self.max_tokens, "stop": stop}
 
@@ -328,7 +325,7 @@ class AnswerOptions:
         prefill: float,
         memory: dict[str, int],
     ) -> dict[str, Any]:
-        """What JSON records say of an answer; `tokens` and `memory` are of the text, too."""
+        """The JSON record of an answer; `tokens` and `memory` give the context's numbers."""
         return {
             "answer": answer.text,
             "finish": answer.finish,
@@ -349,7 +346,7 @@ class AnswerOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where a measurement goes: a file, and a table or JSON on stdout, from one process."""
+    """Where results go: a file, and a table or JSON on stdout."""
 
     out: Path | None = option("Write everything to this JSON file.")
     as_json: bool = as_json()
@@ -361,21 +358,17 @@ class Output:
         return Terminal(as_json=self.as_json)
 
     def save(self, result: Any) -> None:
-        """Writes the file, whole or not at all."""
+        """Writes the file atomically."""
         save(result, self.out)
 
     def hand_over(self, result: Any, shown: Callable[[Any], Iterable[Any]]) -> None:
-        """Writes the file, and shows the parts that `shown` makes, or the JSON, on stdout."""
+        """Writes the file, and prints JSON or the tables and lines of `shown` on stdout."""
         self.save(result)
-        terminal = self.terminal()
-        if self.as_json:
-            terminal.record(result)
-        else:
-            terminal.show(*shown(result))
+        self.terminal().result(result, shown)
 
 
 def run_facts(model: "LongContext") -> dict[str, Any]:
-    """What a JSON record says of the run: method, settings, device, versions."""
+    """The part of a JSON record that describes the run: method, settings, device, versions."""
     chosen = settings_of(model.engine.method)
     device = model.engine.mesh.devices.flat[0]
     return {

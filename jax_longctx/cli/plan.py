@@ -9,7 +9,7 @@ from rich.text import Text
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import option
-from jax_longctx.cli.terminal import Terminal, table
+from jax_longctx.cli.terminal import Terminal, shown_time, table
 from jax_longctx.memory import shown_bytes
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.settings import parse_mesh
@@ -38,22 +38,22 @@ def plan(
         default="llama-3.1-8b",
     ),
     context: int = option("Tokens of context.", default=131072),
-    batch: int = option("Rows that are read together.", default=1),
+    batch: int = option("Rows of the batch.", default=1),
     reserve: int = option("Tokens of question and answer.", default=256),
     dtype: str | None = options.dtype(default="bfloat16"),
     mesh: str | None = options.mesh(),
     chunk: int = options.chunk(),
     compiles: bool = option(
-        "Compile the programs for the target, here, and say what they hold.",
+        "Compile the programs for the target on this machine, and show their memory.",
         "--compile",
         default=False,
     ),
     as_json: bool = options.as_json(),
 ) -> None:
-    """Plan a model, a method and a context for devices that need not be here.
+    """Plan a model, a method and a context for devices that need not exist.
 
-    Bytes on each device against its memory, the longest context that fits, and the times that a
-    roofline predicts, whose constants are shown. A mesh is proposed unless one is given.
+    Bytes on each device against its memory, the longest context that fits, and times that a
+    roofline predicts, with its constants. A mesh is proposed unless one is given.
 
     [bold]Examples[/bold]
 
@@ -63,7 +63,7 @@ def plan(
     """
     devices = parse_target(target)
     terminal = Terminal(as_json=as_json)
-    # Nothing is computed: no device is looked for, and libtpu is left to the compiler.
+    # Nothing is computed, so JAX needs no device, and libtpu stays free for the compiler.
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
     config = _config(model, terminal)
     with terminal.starting():
@@ -94,28 +94,18 @@ def plan(
         "compiled": compiled,
     }
     record["method"] = record.pop("name")
-    if as_json:
-        terminal.record(record)
-    else:
-        terminal.show(*_shown(record))
+    terminal.result(record, _shown)
 
 
 def _compile(
     request: "PlanRequest", made: "Plan", terminal: Terminal
 ) -> tuple["Plan", dict[str, Any]]:
-    """The plan with the compiled programs' temporaries, and what is told of these."""
+    """The plan with the compiled programs' temporaries, and the record of these programs."""
     from jax_longctx.planning.compiled import compile_plan, most_temporaries
     from jax_longctx.planning.plan import make_plan
 
-    doing = ""
-
-    def tell(name: str, done: int, count: int) -> None:
-        nonlocal doing
-        doing = name
-        update(done, count)
-
-    with terminal.progress("compiling", "programs", lambda: doing) as update:
-        found = compile_plan(request, made.mesh, tell)
+    with terminal.progress("compiling", "programs") as update:
+        found = compile_plan(request, made.mesh, update)
     made = make_plan(request, made.mesh, temporaries=most_temporaries(found))
     largest = max(found, key=lambda name: found[name].held)
     return made, {
@@ -143,7 +133,7 @@ def _config(model: str, terminal: Terminal) -> Any:
 
 
 def _figures(made: "Plan", source: str) -> dict[str, Any]:
-    """`source` is that of the bytes of memory."""
+    """The plan's part of the record; `source` describes the bytes of memory."""
     return {
         "memory_bytes": {
             "weights": made.weights,
@@ -208,8 +198,8 @@ def _work_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
     seconds = record["seconds"]
     return [
         *rows,
-        ("time to first token", _time(seconds["first_token"]), "roofline"),
-        ("time a token", _time(seconds["token"]), "roofline"),
+        ("time to first token", shown_time(seconds["first_token"]), "roofline"),
+        ("time a token", shown_time(seconds["token"]), "roofline"),
     ]
 
 
@@ -249,7 +239,3 @@ def _flops(count: float) -> str:
         if count >= size:
             return f"{count / size:,.1f} {unit}"
     return f"{count / 1e9:,.1f} GFLOP"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"

@@ -1,17 +1,17 @@
-"""A command's process: what precedes JAX, the job it may be one of, and how it ends.
+"""The process of a command: the set-up before JAX, a job of many processes, and how it ends.
 
-A job has many processes, started once a host (or a device) by Slurm, Open MPI, GKE or by hand;
-every process runs the same command, and the first alone shows and writes anything.
+A job has many processes. Slurm, Open MPI, GKE or the user starts one for each host (or device);
+every process runs the same command, and only the first prints and writes.
 
 At Ctrl-C the process ends with code 130 and one line. While a command runs, `KeyboardInterrupt`
-unwinds it, so that files under temporary names are removed. Python delivers that exception late
-(XLA compiles for minutes outside Python), to code that swallows it (callbacks, destructors) or
-turns it into another error. So a thread hears the signal as well, and ends the process `GRACE`
-seconds later or at a second Ctrl-C. Before and after the command there is nothing to unwind: the
-process ends at once. From the signal on, stderr is closed to everything but the one line.
+unwinds it, so that temporary files are removed. Python may raise that exception late (XLA compiles
+for minutes outside Python), or inside code that ignores it (callbacks, destructors) or turns it
+into another error. So a thread also receives the signal, and ends the process `GRACE` seconds
+later or at a second Ctrl-C. Before and after the command there is nothing to unwind, and the
+process ends at once. After the signal nothing but the one line is written to stderr.
 
-Whatever the process leaves behind is what `kill -9` would leave: outputs have temporary names until
-they are whole, and the next run removes or continues them.
+The files that remain are those that `kill -9` would leave: an output has a temporary name until it
+is complete, and the next run removes or resumes it.
 """
 
 import atexit
@@ -43,25 +43,25 @@ CODES = {
 
 # Seconds that a command has for unwinding.
 GRACE = 1.0
-# What erases a bar's line and shows the cursor again.
+# Erases a bar's line and shows the cursor again.
 ERASE = b"\r\x1b[2K\x1b[?25h"
-# The C handler writes the signal's number to the pipe, Python's handler this.
+# Python's signal handler writes this to the pipe; the C handler writes the signal's number.
 BEGIN = b"b"
 
-# Seconds without a sign of life after which a process of a job counts as dead: the others end too.
+# Seconds without a heartbeat after which a process of a job counts as dead, and the others end.
 HEARTBEAT = 20
 # Seconds that a job's processes wait for each other at the start.
 START = 300
 AUTO = "auto"
 
-# What the drivers of TPUs make, up to v4 and from v5e on.
+# Device files of TPU drivers, up to v4 and from v5e on.
 TPU_NODES = ("accel*", "vfio/[0-9]*")
-# Set by whoever wants a TPU, or chooses in JAX's place.
+# Variables by which users ask for a TPU or choose a platform themselves.
 CHOSEN = ("JAX_PLATFORMS", "JAX_FORCE_TPU_INIT")
 
 
 class _State:
-    """Of the process: there is one Ctrl-C."""
+    """State of the whole process."""
 
     installed = False
     asked = False
@@ -72,7 +72,8 @@ class _State:
     code = FAULT
     voice = 2
     nowhere = wake = -1
-    # Whoever takes it ends the process; a handler on top of its holder may take it again.
+    # The thread that acquires this lock ends the process. It is reentrant: a signal handler may
+    # interrupt the thread that holds it.
     last_word = threading.RLock()
 
 
@@ -83,9 +84,9 @@ def install() -> None:
     _State.installed = True
     _State.nowhere = _hold_standard_descriptors()
     _State.voice = os.dup(2)
-    # Registered first, called last.
+    # Handlers run in reverse order: the first registered is called last.
     atexit.register(_end)
-    # A shell starts background jobs with Ctrl-C ignored; so it stays.
+    # A shell starts background jobs with Ctrl-C ignored, which stays so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         _hear_interrupts()
     _guard_outputs()
@@ -106,7 +107,7 @@ def run(command: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def unwinding() -> Iterator[None]:
-    """The command itself: Ctrl-C raises KeyboardInterrupt here, and whatever comes of it ends."""
+    """While the command runs, Ctrl-C raises KeyboardInterrupt; after unwinding the process ends."""
     _State.unwinding = True
     try:
         yield
@@ -118,7 +119,7 @@ def unwinding() -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar_shown() -> Iterator[None]:
-    """While a progress bar is on the terminal: a sudden end erases it."""
+    """While a progress bar is on the terminal, so that a sudden end erases it."""
     _State.bars += 1
     try:
         yield
@@ -138,9 +139,9 @@ def leave(code: int = INTERRUPTED, line: str = "interrupted") -> NoReturn:
 
 
 class _Guarded(io.TextIOWrapper):
-    """stdout or stderr. A gone reader ends the process as SIGPIPE would, a full disk with a line.
+    """stdout or stderr; the process ends where the reader is gone, or with a line on a full disk.
 
-    It is no exception because libraries print too, and each has its own idea of a broken pipe.
+    It raises no exception, because libraries print too and handle a broken pipe in their own ways.
     """
 
     def __init__(self, stream: TextIO):
@@ -150,7 +151,7 @@ class _Guarded(io.TextIOWrapper):
             errors=stream.errors,
             line_buffering=bool(stream.line_buffering),
         )
-        # Without it the buffer would be closed.
+        # This reference keeps the buffer open.
         self._stream = stream
 
     def write(self, text: str) -> int:
@@ -169,7 +170,7 @@ class _Guarded(io.TextIOWrapper):
         except BrokenPipeError:
             leave(READER_GONE, "")
         except OSError as error:
-            # What stderr cannot show is lost; the work and its exit code are not.
+            # An error of stderr must not end the work or change its exit code.
             if self.fileno() != 2:
                 leave(REFUSED, _unwritable(error))
 
@@ -182,7 +183,7 @@ def _guard_outputs() -> None:
     if sys.stdout is None:
         leave(REFUSED, _unwritable(OSError(errno.EBADF, "it is closed")))
     try:
-        # Nothing is written, and refused where nothing can be.
+        # Writes nothing, but fails where nothing could be written.
         os.write(1, b"")
     except OSError as error:
         leave(REFUSED, _unwritable(error))
@@ -194,7 +195,7 @@ def _guard_outputs() -> None:
 
 
 def _hold_standard_descriptors() -> int:
-    """Opens /dev/null, also in place of closed standard streams: no file may get their numbers."""
+    """Opens /dev/null, also for closed standard streams, so that no file gets their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     return descriptor
@@ -206,12 +207,12 @@ def _hear_interrupts() -> None:
     signal.signal(signal.SIGINT, _on_interrupt)
     signal.set_wakeup_fd(_State.wake, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(heard,), name="interrupts", daemon=True).start()
-    # A process forked from this one has no such thread.
+    # A forked process does not have the thread.
     os.register_at_fork(after_in_child=_forget)
     report = sys.unraisablehook
 
     def swallowed(unraisable: "sys.UnraisableHookArgs") -> None:
-        """A callback or destructor took the interrupt: nothing unwinds, so there is no waiting."""
+        """Ends at once where a callback or destructor ignores the interrupt: nothing unwinds."""
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
             leave()
         report(unraisable)
@@ -225,26 +226,26 @@ def _forget() -> None:
 
 
 def _begin() -> None:
-    """From here on stderr is closed to all but the last line."""
+    """Redirects stderr to /dev/null, for all but the last line."""
     _State.erase = _State.erase or _State.bars > 0
     _State.asked = True
     os.dup2(_State.nowhere, 2)
 
 
 def _on_interrupt(*_: object) -> None:
-    """Python's handler, in the main thread once that runs Python."""
+    """Python's signal handler, which runs in the main thread once that executes Python."""
     _begin()
     _State.handled += 1
     if _State.handled > 1 or not _State.unwinding:
         leave()
-    # An event loop may have taken the C handler's pipe for its own.
+    # An event loop may have replaced the pipe that the C handler writes to.
     with contextlib.suppress(BlockingIOError):
         os.write(_State.wake, BEGIN)
     raise KeyboardInterrupt
 
 
 def _watch(heard: int) -> None:
-    """Ends the process a while after the first signal, or at the second."""
+    """Ends the process `GRACE` seconds after the first signal, or at the second."""
     pressed, end = 0, None
     while True:
         left = None if end is None else max(0.0, end - time.monotonic())
@@ -263,7 +264,7 @@ def _watch(heard: int) -> None:
 
 
 def _end() -> None:
-    """The last thing that is done. Python's own end still takes signals, and shows tracebacks."""
+    """The last exit handler; Python's own shutdown would take signals and print tracebacks."""
     if _State.asked:
         leave()
     for stream in (sys.stdout, sys.stderr):
@@ -275,7 +276,7 @@ def _end() -> None:
 def announced(environment: Mapping[str, str]) -> bool:
     """Whether a launcher's variables say that this is one of several processes.
 
-    Slurm (a step, as srun starts them), Open MPI, and TPU workers on GKE.
+    Launchers are Slurm (a step, as srun starts it), Open MPI, and GKE with TPU workers.
     """
 
     def count(name: str) -> int:
@@ -293,10 +294,10 @@ def announced(environment: Mapping[str, str]) -> bool:
 
 
 def join(coordinator: str | None, processes: str | None, process: int | None) -> None:
-    """Joins the job that the options, or a launcher's variables, speak of; one process otherwise.
+    """Joins the job that the options or a launcher's variables describe, if any.
 
     Raises:
-      InputError: the options do not go together, or the others were not found.
+      InputError: the options do not fit together, or the other processes were not found.
     """
     given = (coordinator, processes, process)
     if processes == "1" or (given == (None, None, None) and not announced(os.environ)):
@@ -316,12 +317,12 @@ def join(coordinator: str | None, processes: str | None, process: int | None) ->
         raise InputError(f"--coordinator is {coordinator!r}; expected HOST:PORT")
     hide_absent_tpu()
     if not process:
-        # The first, or one that does not know its number yet.
+        # The first process, or one that does not know its number yet.
         print("waiting for the job's processes", file=sys.stderr, flush=True)
     import jax
 
     try:
-        # What is None JAX finds out from the launcher.
+        # JAX takes values that are None from the launcher.
         jax.distributed.initialize(
             coordinator,
             count,
@@ -330,18 +331,18 @@ def join(coordinator: str | None, processes: str | None, process: int | None) ->
             heartbeat_timeout_seconds=HEARTBEAT,
         )
     except (ValueError, RuntimeError) as error:
-        # jaxlib's errors are RuntimeErrors; the first line says what happened.
+        # jaxlib's errors are RuntimeErrors, whose first line is the reason.
         first = str(error).strip().splitlines()[0]
         raise InputError(f"the processes of the job did not find each other: {first}") from error
     if jax.process_count() > 1:
-        # Of several processes all but the first say who they are.
+        # All processes but the first name themselves in messages.
         index = jax.process_index()
         _State.who = f"process {index}: " if index else ""
         _keep_stdout()
 
 
 def _keep_stdout() -> None:
-    """Leaves stdout to answers: what Gloo and NCCL print there goes to stderr."""
+    """Keeps stdout for answers: the output of Gloo and NCCL there goes to stderr."""
     sys.stdout.flush()
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -351,7 +352,7 @@ def _keep_stdout() -> None:
 def number() -> int | None:
     """The number of this process where there are several, else None."""
     jax = sys.modules.get("jax")
-    # Before `join`, and without it, nothing may start a backend.
+    # Asking JAX for the count would start a backend, so it must have joined a job first.
     if jax is None or not jax.distributed.is_initialized() or jax.process_count() == 1:
         return None
     return jax.process_index()
@@ -373,14 +374,14 @@ def leave_job(code: int) -> NoReturn:
 
 
 def hide_absent_tpu(devices: Path = Path("/dev")) -> None:
-    """Makes JAX take libtpu as not installed where there is no TPU and nobody asks for one.
+    """Hides libtpu from JAX where there is no TPU and no variable asks for one.
 
-    JAX loads libtpu wherever it is installed, and without a TPU libtpu logs errors at length.
+    JAX loads libtpu wherever it is installed, and without a TPU libtpu logs many errors.
     `JAX_PLATFORMS=cpu` would hide GPUs too.
     """
     if any(map(os.environ.get, CHOSEN)):
         return
     if not any(node for pattern in TPU_NODES for node in devices.glob(pattern)):
-        # Importing libtpu sets it, also for the processes that one starts.
+        # Importing libtpu sets this variable, also for child processes.
         os.environ.pop("TPU_LIBRARY_PATH", None)
         sys.modules.setdefault("libtpu", None)  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
-"""What the commands read and hand over: texts, answers, progress and notes, tables, files.
+"""Input and output of the commands: texts, answers, progress, notes, tables and files.
 
-Answers go to stdout, progress and notes to stderr; with `as_json` stdout carries one JSON object a
-line and nothing else. What cannot be read or written is one line, before any work.
+Answers go to stdout, progress and notes to stderr. With `as_json` stdout carries JSON lines alone.
+A file that cannot be read or written is reported in one line, before any work.
 """
 
 import contextlib
@@ -28,22 +28,23 @@ from jax_longctx.memory import memory_used, peak_memory, shown_bytes
 if TYPE_CHECKING:
     from jax_longctx.api import Answer
 
-Update = Callable[[int, int], None]
+# update(done, total), and a third text that the progress shows.
+Update = Callable[..., None]
 OnText = Callable[[int, str], None]
 
 # Seconds between progress lines where stderr is a file or a pipe.
 LINE_EVERY = 10.0
 NARROWEST_BAR, WIDEST_BAR = 10, 40
 
-# Control characters but tab and newline: what a model writes must not steer the terminal.
+# Control characters but tab and newline: a model's text must not control the terminal.
 _CONTROLS = {code: "\ufffd" for code in (*range(9), *range(11, 32), *range(127, 160))}
 
 
 class Terminal:
-    """stdout and stderr of one command; of a job's processes the first alone shows anything.
+    """stdout and stderr of one command; in a job of many processes, the first process alone prints.
 
     Args:
-      as_json: stdout is for JSON lines; text is not streamed.
+      as_json: whether stdout carries JSON lines alone; text is then not streamed.
     """
 
     def __init__(self, *, as_json: bool = False):
@@ -63,19 +64,26 @@ class Terminal:
         if not self._silent:
             rich.console.Console(highlight=False).print(*parts, sep="\n", markup=False)
 
+    def result(self, record: Any, shown: Callable[[Any], Iterable[Any]]) -> None:
+        """Prints the record as JSON, or the tables and lines that `shown` returns."""
+        if self.as_json:
+            self.record(record)
+        else:
+            self.show(*shown(record))
+
     def records(
         self, records: list[dict[str, Any]], shown: Callable[[list[dict[str, Any]]], str]
     ) -> None:
-        """A JSON object for each, or the text that `shown` makes of all."""
+        """Prints each record as a JSON line, or all of them as the text that `shown` returns."""
         for record in records if self.as_json else ():
             self.record(record)
         self.write(shown(records))
 
     @contextlib.contextmanager
     def starting(self, doing: str = "starting", extra: str | None = None) -> Iterator[None]:
-        """Shows `doing` while JAX is imported, inside; a line where stderr is no terminal.
+        """Shows `doing` while the block imports JAX; one line where stderr is not a terminal.
 
-        Raises InputError where a package of the `extra` that is needed is not there.
+        Raises InputError where the block needs a package of the `extra` that is not installed.
         """
         if "jax" not in sys.modules:
             process.hide_absent_tpu()
@@ -130,32 +138,29 @@ class Terminal:
         sys.stdout.flush()
 
     @contextlib.contextmanager
-    def progress(
-        self, doing: str, unit: str = "tokens", detail: Callable[[], str] | None = None
-    ) -> Iterator[Update]:
-        """A bar with rate, time left and memory; call the result with (done, total).
+    def progress(self, doing: str, unit: str = "tokens") -> Iterator[Update]:
+        """A bar with rate, time left and memory; call the result with (done, total[, detail]).
 
-        Where stderr is no terminal, a line every ten seconds instead. `detail` gives what else is
-        shown of the moment.
+        Where stderr is not a terminal, it is a line every ten seconds. `detail` is a text.
         """
         if not self._console.is_terminal:
-            yield self._lines(doing, unit, detail)
+            yield self._lines(doing, unit)
             return
-        row = _Row(self._console, unit, detail)
+        row = _Row(self._console, unit)
         with Progress(row, console=self._console, transient=True) as bar, process.bar_shown():
-            task = bar.add_task(doing, total=None)
+            task = bar.add_task(doing, total=None, detail="")
 
-            def update(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
+            def update(done: int, total: int, detail: str = "") -> None:
+                bar.update(task, completed=done, total=total, detail=detail)
                 if done >= total:
-                    # The bar goes before whatever comes next is written.
+                    # The bar is erased before the next output is written.
                     bar.stop()
 
             yield update
 
     @contextlib.contextmanager
     def waiting(self, doing: str, *, when: bool = True) -> Iterator[None]:
-        """The time that passes, for work of unknown length; only `when` asked, on a terminal."""
+        """Shows the elapsed time of work of unknown length, on a terminal and if `when`."""
         if not (when and self._console.is_terminal):
             yield
             return
@@ -164,10 +169,10 @@ class Terminal:
             bar.add_task(doing, total=None)
             yield
 
-    def _lines(self, doing: str, unit: str, detail: Callable[[], str] | None) -> Update:
+    def _lines(self, doing: str, unit: str) -> Update:
         begun = last = time.monotonic()
 
-        def update(done: int, total: int) -> None:
+        def update(done: int, total: int, detail: str = "") -> None:
             nonlocal last
             now = time.monotonic()
             if now - last < LINE_EVERY or not done:
@@ -177,29 +182,24 @@ class Terminal:
             self.note(
                 f"{doing}: {_count(done, total, unit)}, {_rate(done, now - begun, unit)}, "
                 f"{left:.0f} s left, {shown_bytes(memory_used())} in use"
-                f"{'' if detail is None else f', {detail()}'}"
+                f"{detail and f', {detail}'}"
             )
 
         return update
 
 
 class _Row(ProgressColumn):
-    """All that is shown of some work, in one row; what has no room there is left out.
+    """Description, bar and figures in one row; figures that do not fit are left out.
 
-    A second row would not be erased when the first is written anew.
+    rich would not erase a second row before it redraws the first.
     """
 
-    def __init__(
-        self,
-        console: rich.console.Console,
-        unit: str = "",
-        detail: Callable[[], str] | None = None,
-    ):
-        self._console, self._unit, self._detail = console, unit, detail or str
+    def __init__(self, console: rich.console.Console, unit: str = ""):
+        self._console, self._unit = console, unit
         super().__init__()
 
     def render(self, task: Task) -> Text:
-        # Some terminals break the row after their last column.
+        # Some terminals wrap a row that fills their last column.
         room = self._console.width - 1
         parts = [_clock(task.elapsed or 0.0)] if task.total is None else self._parts(task, room)
         tail = "".join(f"  {part}" for part in parts)
@@ -216,7 +216,7 @@ class _Row(ProgressColumn):
         return row
 
     def _parts(self, task: Task, room: int) -> list[str]:
-        """The count, and as much more as there is room for beside a bar, the most useful first."""
+        """The count, and the figures that fit beside a bar, the most useful first."""
         done, total, seconds = int(task.completed), int(task.total or 0), task.elapsed or 0.0
         left = f"{_clock(seconds / done * (total - done))} left" if done else ""
         rate = _rate(done, seconds, self._unit)
@@ -226,7 +226,7 @@ class _Row(ProgressColumn):
             parts.append(left)
             room -= cell_len(left) + 2
         room -= 2 + NARROWEST_BAR
-        detail = Text(self._detail())
+        detail = Text(task.fields["detail"])
         detail.truncate(max(room - 2, 0), overflow="ellipsis")
         for part in (detail.plain, rate, shown_bytes(memory_used())):
             if part and cell_len(part) + 2 <= room:
@@ -242,6 +242,11 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def shown_time(seconds: float, least: float = 0.1) -> str:
+    """In seconds from `least` on, in milliseconds below."""
+    return f"{seconds:,.2f} s" if seconds >= least else f"{seconds * 1e3:.2f} ms"
+
+
 def _count(done: int, total: int, unit: str) -> str:
     if unit == "bytes":
         return f"{shown_bytes(done)} of {shown_bytes(total)}"
@@ -249,10 +254,9 @@ def _count(done: int, total: int, unit: str) -> str:
 
 
 def _rate(done: int, seconds: float, unit: str) -> str:
-    rate = done / seconds if seconds > 0 else 0.0
+    rate = per_second(done, seconds)
     if unit == "bytes":
         return f"{shown_bytes(int(rate))}/s"
-    # Of what takes seconds each, the first digits count.
     return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
 
 
@@ -262,8 +266,8 @@ def per_second(count: int, seconds: float) -> float:
 
 
 def closing_note(answer: "Answer", context: int, prefill: float | None, cache: int | None) -> str:
-    """Where time and memory went, in one line. `prefill` None: the context was read before."""
-    # The first token's time is its own; the rate is that of the others.
+    """An answer's time and memory in one line; `prefill` is None for a context read earlier."""
+    # The rate leaves out the first token, whose time is shown by itself.
     rate = per_second(len(answer.tokens) - 1, answer.decode_seconds)
     parts = [f"context {context:,} tokens"]
     if prefill is not None:
@@ -279,7 +283,7 @@ def closing_note(answer: "Answer", context: int, prefill: float | None, cache: i
 def read_text(source: str) -> str:
     """The text of a file, or of stdin for "-"; a byte order mark is dropped.
 
-    Of several processes the first reads it, for all: a launcher may give stdin to it alone.
+    In a job the first process reads it for all: a launcher may connect stdin to that one alone.
 
     Raises:
       InputError: it cannot be read, is not UTF-8, or is empty.
@@ -314,17 +318,17 @@ def _read(source: str) -> str:
 
 
 def check_argument(name: str, text: str) -> str:
-    """A text from the command line. Raises InputError when its bytes are not UTF-8."""
+    """Returns a text from the command line; raises InputError when its bytes are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        # Python carries bytes that do not decode as half surrogate pairs.
+        # Python decodes a bad byte of an argument to a lone surrogate.
         raise InputError(f"{name} is not UTF-8 text; check the terminal's encoding") from error
     return text
 
 
 def check_file(out: Path | None, option: str = "--out") -> None:
-    """InputError where the file could not be written once the work is done; makes its folder."""
+    """Makes the file's folder; raises InputError where the file could not be written there."""
     if out is None:
         return
     if out.is_dir():
@@ -333,18 +337,18 @@ def check_file(out: Path | None, option: str = "--out") -> None:
 
 
 def check_folder(out: Path | None, option: str = "--out") -> None:
-    """The same for a folder that files go to, which is made where it is not there."""
+    """Makes the folder; raises InputError where no file could be written to it."""
     if out is not None:
         _check_writable(out, f"{option} {out}")
 
 
 def _check_writable(folder: Path, what: str) -> None:
-    """InputError unless a file can be made there; of a job's processes the first tries it."""
+    """InputError unless a file can be made there; in a job, the first process alone tries."""
     if not process.is_leader():
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Permissions do not tell of read-only and of virtual file systems.
+        # Permission bits do not show that a file system is read-only or virtual.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -354,20 +358,20 @@ def _check_writable(folder: Path, what: str) -> None:
 
 
 def check_plot(plot: Path | None, option: str) -> None:
-    """`check_file` of a picture, which also needs matplotlib."""
+    """`check_file` for a plot, which also needs matplotlib."""
     check_file(plot, option)
     if plot is not None:
         check_matplotlib(option)
 
 
 def check_matplotlib(what: str) -> None:
-    """InputError where it is missing: before hours of work rather than after them."""
+    """Raises InputError where matplotlib is missing, before hours of work."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(f"{what} needs matplotlib; run: pip install 'jax-longctx[eval]'")
 
 
 def save(record: Any, out: Path | None) -> None:
-    """Writes JSON, whole or not at all; of a job's processes only the first does.
+    """Writes JSON atomically; in a job, the first process alone writes.
 
     Raises:
       InputError: the file cannot be written.
@@ -384,7 +388,7 @@ def save(record: Any, out: Path | None) -> None:
 
 
 def table(headers: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> rich.table.Table:
-    """A table whose first `left` columns are words, and the others numbers."""
+    """A table without lines; the first `left` columns are aligned left, the others right."""
     made = rich.table.Table(box=None, header_style="bold", pad_edge=False)
     for index, header in enumerate(headers):
         made.add_column(header, justify="left" if index < left else "right")

@@ -1,4 +1,4 @@
-"""`jax-longctx train`: continued pretraining, its plots and speed, and what it did for methods."""
+"""`jax-longctx train`: continued pretraining, its plots and speed, and its effect on methods."""
 
 import contextlib
 import dataclasses
@@ -33,10 +33,10 @@ def train(
 ) -> None:
     """Continue the pretraining of a checkpoint on long texts.
 
-    Run again to go on where it stopped: killed, interrupted, or ended by SIGTERM, which saves.
+    Run the command again to resume after a kill, Ctrl-C or SIGTERM, which saves the last step.
     Needs the extra `train`. The run's folder gets metrics.jsonl, tensorboard/ and loss.png, and the
-    result as model/, which [bold]ask -c[/bold] and [bold]convert --to-hf[/bold] take; best/ is that
-    of the lowest dev loss, where it came before the last step.
+    result as model/, for [bold]ask -c[/bold] and [bold]convert --to-hf[/bold]; best/ is the model
+    of the lowest dev loss, where that came before the last step.
 
     [bold]Examples[/bold]
 
@@ -47,18 +47,18 @@ def train(
         jax-longctx train evaluate -c small -c runs/first/model --data data-8k -m full -m snapkv
     """
     if config is None:
-        # A subcommand follows; without one there is help.
+        # A subcommand runs next; without one the help is shown.
         return
     terminal = Terminal()
     with terminal.starting(extra="train"):
         from train_cpt.run import read_config, run_config
     settings = read_config(config)
     newest: dict[str, Any] = {}
-    with terminal.progress("training", "steps", lambda: _moment(newest)) as update:
+    with terminal.progress("training", "steps") as update:
 
         def progress(step: int, steps: int, line: Any) -> None:
             newest.update(line)
-            update(step, steps)
+            update(step, steps, _moment(newest))
 
         outcome = run_config(settings, note=terminal.note, progress=progress)
     _report(outcome, newest, settings.run.output, terminal)
@@ -79,7 +79,7 @@ def _report(outcome: Any, newest: dict[str, Any], output: Path, terminal: Termin
 
 
 def _moment(line: dict[str, Any]) -> str:
-    """The newest line of metrics in words; nothing before the first."""
+    """The newest line of metrics in words; empty before the first."""
     if not line:
         return ""
     return (
@@ -94,7 +94,7 @@ def plot(
     runs: list[Path] = argument("Folders of training runs.", default=...),
     out: Path = option("The PNG to write.", default=Path("loss.png")),
 ) -> None:
-    """Plot the losses of one or several runs, also while they are running."""
+    """Plot the losses of one or several runs, finished or not."""
     check_plot(out, "--out")
     terminal = Terminal()
     with terminal.starting(extra="train"):
@@ -105,12 +105,12 @@ def plot(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What `train_cpt.evaluate.evaluate` scores, and how; the fields are its parameters."""
+    """Parameters of `train_cpt.evaluate.evaluate`."""
 
     split: str = option("train, dev or test.", default="test")
     tail: int = option("Last tokens of a text that are scored.", default=50, min=1)
     count: int = option("Texts, at even distances.", "--texts", default=200, min=1)
-    batch: int = option("Texts that are read together.", default=8, min=1)
+    batch: int = option("Texts of one batch.", default=8, min=1)
     chunk: int = options.chunk()
     dtype: str | None = options.dtype()
     mesh: str | None = options.mesh(default="")
@@ -135,9 +135,9 @@ def evaluate(
 ) -> None:
     """Perplexity of texts' last tokens under inference methods, before and after training.
 
-    A text is read as a prompt but for its last tokens, which the method decodes one by one. Between
-    the first checkpoint and the last, what each method's loss fell by, and by how much more than
-    the first method's.
+    A text is a prompt, except for its last tokens, which the method decodes one by one. Shows how
+    much each method's loss fell from the first checkpoint to the last, and how much more than the
+    first method's.
 
     [bold]Example[/bold]
 
@@ -172,9 +172,9 @@ def collect(
     ),
     out: Path = option("The JSON lines to write.", default=...),
 ) -> None:
-    """Collect English that this machine has on it, to train on without a download.
+    """Collect English text from this machine, to train on without a download.
 
-    Documentation in text files, and the docstrings of Python packages; what repeats is left out.
+    Takes documentation in text files and docstrings of Python packages, without repetitions.
 
     [bold]Example[/bold]
 
@@ -198,8 +198,8 @@ def bench(
     rows: int = option("Texts of a step, over all devices.", default=4, min=1),
     steps: int = option("Steps; the median counts.", default=5, min=1),
     tail: int = option("Last tokens that attend sparsely.", default=0),
-    remat: str = option("What layers keep: none, dots or full.", default="none"),
-    loss_chunk: int = option("Tokens whose logits are held.", default=2048),
+    remat: str = option("Rematerialization: none, dots or full.", default="none"),
+    loss_chunk: int = option("Tokens whose logits are in memory at once.", default=2048),
     mesh: str | None = options.mesh(),
     peer: bool = option("Also run transformers and PyTorch on one GPU.", default=True),
 ) -> None:

@@ -1,10 +1,8 @@
 """The contract between the engine and a method (see `jax_longctx.contract.method`)."""
 
-from jax_longctx.contract.context import LayerContext
-from jax_longctx.contract.merging import QKV, Attended
+from jax_longctx.contract.context import QKV, Attended, LayerContext, WithCache
 from jax_longctx.contract.method import (
     REGISTERED,
-    Bounded,
     CacheShape,
     Method,
     MethodInfo,
@@ -12,7 +10,6 @@ from jax_longctx.contract.method import (
     Planned,
     PrefillWork,
     Registered,
-    Scheduled,
     method,
     reach,
     step_variant,
@@ -43,7 +40,6 @@ __all__ = [
     "QKV",
     "REGISTERED",
     "Attended",
-    "Bounded",
     "CacheShape",
     "LayerContext",
     "Method",
@@ -55,9 +51,9 @@ __all__ = [
     "Registered",
     "Role",
     "RowGroup",
-    "Scheduled",
     "Segment",
     "Stage",
+    "WithCache",
     "beside",
     "chunk_segments",
     "decode_segment",

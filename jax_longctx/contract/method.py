@@ -1,33 +1,31 @@
-"""What a long-context method is: five duties, the segments it is fed, the context it attends in.
+"""What a long-context method is: a frozen dataclass of hyper-parameters with five duties.
 
-A method is a frozen dataclass of hyper-parameters (a static argument of `jit`) with
+The dataclass is a static argument of `jit`. The duties are
 
 1. `init_cache(shape)`: the cache of one layer, a dataclass whose fields say their logical axes;
-2. `segments(prompt)`: how a prompt is fed, as `Segment`s of fixed shapes;
-3. `attend(new, cache, segment, ctx)`: attention of one layer over one segment, updating the cache;
+2. `segments(prompt)`: the prompt as `Segment`s of fixed shapes;
+3. `attend(new, cache, segment, ctx)`: attention of one layer over one segment, and the new cache;
    queries, keys and values arrive before rotary embedding;
-4. `finish(cache, ctx, stage, reserve)`: the context (or the question) has been read; the cache may
+4. `finish(cache, ctx, stage, reserve)`: the end of the context (or the question); the cache may
    change its shapes here;
-5. `fork(cache)`: the cache as it was at the end of the context, for one more question;
+5. `fork(cache)`: the cache at the end of the context, for one more question;
 
 and `info`, its metadata. `@method` names it, and its kind says what it does to inference
-(`Registered`). The model and the engine know no method by name. A method whose positions
-stay behind a text's length says how far they go (`Bounded`).
+(`Registered`). The model and the engine know no method by name. Optional duties are `reach`,
+`step_variant` and `prefill_work`, which this module describes.
 
 `attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
-and `tensor`, also on one device: they see the local rows, the local heads and the local slots, and
-reach other shards only through `LayerContext`'s helpers. A branch (`lax.cond`, `lax.while_loop`)
-that holds such a helper is taken by what `LayerContext.agree` returns wherever floats decide, and
-so are the counters and references that go with it; integers that all shards hold alike (lengths,
-steps) need no agreement.
+and `tensor`, also on one device. They see the local rows, heads and slots, and reach other shards
+only through `LayerContext`. Where floats decide a branch (`lax.cond`, `lax.while_loop`) that holds
+a collective, the predicate comes from `LayerContext.agree`, and so do the counters and references
+that go with it. Integers that are equal on all shards (lengths, steps) need no agreement.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, Protocol, dataclass_transform, runtime_checkable
 
-from jax_longctx.contract.context import LayerContext
-from jax_longctx.contract.merging import QKV, Attended
+from jax_longctx.contract.context import QKV, LayerContext, WithCache
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
@@ -42,16 +40,16 @@ class MethodInfo:
     Attributes:
       summary: one line for a user.
       source: paper and section.
-      phase: which phase it changes.
-      query_aware: whether what is kept or read of the context depends on the question's tokens.
-      by_values: whether it depends on values, so that weights cannot be told from outputs.
+      phase: the phase of inference that it changes.
+      query_aware: whether the tokens kept or read depend on the question.
+      by_values: whether they depend on values; then outputs do not show the attention weights.
       keeps_all: whether every key of the context stays in memory.
-      needs_question: whether the question must be known at prefill (one prefill a question).
+      needs_question: whether prefill needs the question (one prefill a question).
       append_only: whether `fork` is a rewind that shares the context's buffers; if not it copies.
-      looks_ahead: whether tokens that are read together choose together what they attend, so that
-        what is predicted at one of them has the help of later ones. A lone token chooses alone.
-      shrinks: whether `finish` makes a new, smaller cache once the question has been read; the
-        context's own is then left as it is, and freed when no other question will follow.
+      looks_ahead: whether tokens that are read together choose together what they attend. Then a
+        prediction uses later tokens, unless its token is read alone.
+      shrinks: whether `finish` makes a new, smaller cache at the end of the question. The context's
+        cache stays as it is, and is freed when no other question will follow.
     """
 
     summary: str
@@ -69,8 +67,7 @@ class MethodInfo:
 class Registered:
     """Name and metadata of a method. A kind overrides what is true of all methods of that kind.
 
-    Each of `MethodInfo`'s fields is an attribute or a property here, so that a part that changes
-    one (a protocol, an allocation) says so itself.
+    Each field of `MethodInfo` is an attribute or a property here.
     """
 
     name: ClassVar[str] = ""
@@ -91,14 +88,24 @@ class Registered:
         names = (field.name for field in dataclasses.fields(MethodInfo))
         return MethodInfo(**{name: getattr(self, name) for name in names})
 
+    def refused(self, why: str) -> ConfigError:
+        """The error for settings, or a model, that this method cannot run with."""
+        return ConfigError(f"{self.name or type(self).__name__}: {why}")
+
     def at_least(self, least: int, *names: str) -> None:
         """Raises ConfigError unless each of these settings is None or at least so large."""
         for name in names:
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(
-                    f"{type(self).__name__}: {name} must be at least {least}, got {value}"
-                )
+            if value is not None and not value >= least:
+                raise self.refused(f"{name} must be at least {least}, got {value}")
+
+    def fraction(self, *names: str, above_zero: bool = False) -> None:
+        """Raises ConfigError unless each of these settings is None or from 0 to 1."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (0 <= value <= 1 and (value or not above_zero)):
+                least = "above 0 and at most" if above_zero else "from 0 to"
+                raise self.refused(f"{name} must be {least} 1, got {value}")
 
 
 # Methods by name, as their modules are imported.
@@ -132,10 +139,11 @@ def method[T](*, source: str, name: str | None = None) -> Callable[[type[T]], ty
 class CacheShape:
     """What a method needs to allocate one layer's cache, in global (unsharded) sizes.
 
-    `slots` is the capacity in tokens that the engine planned for context, question and answer;
-    `reserve` is the part of it that is free for question and answer. A cache that keeps a budget
-    needs its budget and `reserve`; one that evicts after each segment also room for a segment,
-    `chunk` tokens at most. The slots lie on `shards` shards.
+    Attributes:
+      slots: capacity in tokens for context, question and answer.
+      reserve: the part of it for question and answer.
+      chunk: most tokens of a segment.
+      shards: shards that hold the slots.
     """
 
     batch: int
@@ -173,9 +181,7 @@ class Method(Protocol):
         """The prompt as segments, in order, as numpy arrays."""
         ...
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         """Attention of a segment, and the cache with it.
 
         Rows beyond `valid` may hold anything finite.
@@ -199,47 +205,33 @@ class Method(Protocol):
         ...
 
 
-@runtime_checkable
-class Bounded(Protocol):
-    """A method that reads texts longer than the model was trained to at lengths that it knows."""
+def reach(method: Any, config: ModelConfig, tokens: int) -> int:
+    """The trained length that a row of `tokens` tokens, answer included, needs of the model.
 
-    def reach(self, config: ModelConfig, tokens: int) -> int:
-        """The trained length that a row of `tokens` tokens, answer included, asks of the model."""
-        ...
-
-
-def reach(method: Method, config: ModelConfig, tokens: int) -> int:
-    """As `Bounded.reach`; all of the tokens where positions grow with the text."""
-    return method.reach(config, tokens) if isinstance(method, Bounded) else tokens
-
-
-@runtime_checkable
-class Scheduled(Protocol):
-    """A method whose decode steps are of several kinds that follow a schedule.
-
-    Each kind is a program of its own, which the engine picks; a branch in every layer would cost
-    copies of what it may change, and a wait for its predicate.
+    All of the tokens, unless the method has a function `reach(config, tokens)`.
     """
-
-    def step_variant(self, step: int) -> str:
-        """`Segment.variant` of an answer's decode step; the first is 1."""
-        ...
+    return method.reach(config, tokens) if hasattr(method, "reach") else tokens
 
 
-def step_variant(method: Method, step: int) -> str:
-    """The variant of an answer's decode step (the first is 1); "" where all steps are alike."""
-    return method.step_variant(step) if isinstance(method, Scheduled) else ""
+def step_variant(method: Any, step: int) -> str:
+    """`Segment.variant` of an answer's decode step; the first step is 1.
+
+    "", unless the method has a function `step_variant(step)`. Each variant is a program of its own,
+    which the engine picks. A branch in every layer would copy what it may change, and wait for its
+    predicate.
+    """
+    return method.step_variant(step) if hasattr(method, "step_variant") else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillWork:
-    """Of one row, on the shard of the slots that has the most to do.
+    """Prefill of one row, on the shard of the slots with the most work.
 
     Attributes:
-      tokens: that pass through projections and MLP.
-      pairs: of query and key that are attended, in a layer without a sliding window.
+      tokens: tokens that pass through projections and MLP.
+      pairs: attended pairs of query and key, in a layer without a sliding window.
       received: tokens whose keys and values come from other shards, in a layer.
-      collectives: how many bring them, in a layer.
+      collectives: collectives that bring them, in a layer.
       passes: segments, each of which reads all weights.
     """
 
@@ -252,8 +244,8 @@ class PrefillWork:
 
 @runtime_checkable
 class Planned(Protocol):
-    """A method whose prefill is not told by its segments and by what a decode step reads."""
+    """A method whose prefill work does not follow from its segments and `read_bytes`."""
 
     def prefill_work(self, prompt: Prompt) -> PrefillWork:
-        """Of the one row of a prompt at stage `context`; only its length counts."""
+        """The work of a prompt of one row at stage `context`; only the length matters."""
         ...

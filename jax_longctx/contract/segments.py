@@ -1,4 +1,4 @@
-"""Segments: how a prompt is fed to the model, in pieces of a few fixed shapes."""
+"""Segments: the pieces of a prompt, in a few fixed shapes."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ class RowGroup:
 CHUNK_ROWS = "chunk"
 INSTRUCTION_ROWS = "instruction"
 
-# The variant of segments in which some row ends, for methods that do more there.
+# The variant of segments in which a row ends, for methods that do more there.
 ENDS = "ends"
 
 
@@ -40,17 +40,17 @@ class Segment:
     """A fixed-shape piece of the prompt, fed through the model in one pass.
 
     Attributes:
-      tokens: token ids; within each row group, row b's first `valid[b, group]` columns count, the
-        rest is padding that no cache may keep and no score may see.
+      tokens: token ids; within each row group, row b's first `valid[b, group]` columns are valid.
+        The rest is padding, which no cache keeps and no score counts.
       valid: valid tokens of each row in each group; a row with none is a complete no-op.
       ends: whether the row's context (or question) ends with this segment.
-      role: what the segment is for. `context`: the text itself; `probe`: tokens that look at the
-        context without joining it; `probe_and_context`: both at once, in two row groups; `query`:
-        the question, whose last token's logits start the answer; `decode`: one generated token.
-      groups: static layout of the columns. Positions are not here: they come from the cache.
-      variant: the method's own static tag, for programs that differ by what the host knows.
-      spread: the columns lie on the shards of the slots, as many on each: a shard projects and
-        attends its own alone, of which the first `valid[b, shard]` count. One row group.
+      role: `context`: the text itself; `probe`: tokens that attend to the context without joining
+        it; `probe_and_context`: both, in two row groups; `query`: the question, whose last token's
+        logits start the answer; `decode`: one generated token.
+      groups: static layout of the columns. Positions come from the cache.
+      variant: a static tag of the method, for programs that differ.
+      spread: the columns are divided over the shards of the slots, one row group. A shard computes
+        its own columns, of which the first `valid[b, shard]` are valid.
     """
 
     tokens: Int[Array, "B T"] = axes_field("batch", OwnAxis("token_axis"))
@@ -68,12 +68,12 @@ class Segment:
 
     @property
     def valid_axis(self) -> str | None:
-        """The logical axis of the counts in a row."""
+        """The logical axis of a row's `valid`."""
         return "shards" if self.spread else None
 
     @property
     def chunk_lengths(self) -> np.ndarray:
-        """On the host: tokens of text in each row; none where the segment is a pure probe."""
+        """On the host: tokens of text in each row; 0 where the segment is a probe alone."""
         if self.spread:
             return np.asarray(self.valid).sum(axis=1)
         for column, group in enumerate(self.groups):
@@ -88,21 +88,21 @@ class Segment:
                 return group
         raise KeyError(f"segment {self.role!r} has row groups {[g.name for g in self.groups]}")
 
-    def valid_of(self, name: str) -> Int[Array, " B"]:
+    def valid_of(self, name: str = CHUNK_ROWS) -> Int[Array, " B"]:
         """Valid tokens of each row in the named group."""
         return self.valid[:, self.groups.index(self.group(name))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Token rows to be fed in one stage; every row may have its own length.
+    """Token rows of one stage, each of its own length.
 
     At stage `context` the question is None unless the method needs it at prefill. At stage
-    `question` the context is already in the cache and `context` is None.
+    `question` the context is in the cache and `context` is None.
 
     Attributes:
-      slots, shards: the capacity that the caches were made for, and the shards that hold it.
-      vocab_size: token ids lie below it.
+      slots, shards: capacity of the caches, and the number of shards that hold it.
+      vocab_size: number of token ids.
     """
 
     stage: Stage
@@ -113,6 +113,11 @@ class Prompt:
     shards: int = 1
     vocab_size: int = 0
 
+    @property
+    def rows(self) -> Sequence[Sequence[int]]:
+        """The rows of this stage."""
+        return (self.context if self.stage == "context" else self.question) or ()
+
 
 def make_segment(rows: Sequence[Sequence[int]], size: int, role: Role, ends: np.ndarray) -> Segment:
     """One row group of `size` columns from rows of at most that length, padded on the right."""
@@ -120,7 +125,7 @@ def make_segment(rows: Sequence[Sequence[int]], size: int, role: Role, ends: np.
     for b, row in enumerate(rows):
         tokens[b, : len(row)] = row
     valid = np.array([[len(row)] for row in rows], np.int32)
-    # Built on the host from numpy; they become JAX arrays at the `jit` border.
+    # numpy arrays on the host, which become JAX arrays at the `jit` border.
     arrays = cast(tuple[Any, Any, Any], (tokens, valid, ends))
     return Segment(*arrays, role, (RowGroup(CHUNK_ROWS, 0, size),))
 
@@ -128,7 +133,7 @@ def make_segment(rows: Sequence[Sequence[int]], size: int, role: Role, ends: np.
 def spread_segment(
     rows: Sequence[Sequence[Sequence[int]]], size: int, ends: np.ndarray, variant: str = ""
 ) -> Segment:
-    """Context tokens `rows[b][shard]`, at most `size` of them, for each shard its own columns."""
+    """Context tokens `rows[b][shard]`, in `size` columns on each shard."""
     shards = len(rows[0])
     tokens = np.zeros((len(rows), shards, size), np.int32)
     for b, row in enumerate(rows):
@@ -143,15 +148,15 @@ def spread_segment(
 def decode_segment(
     tokens: Int[Any, "B 1"], valid: Int[Any, "B 1"], done: Bool[Any, " B"], variant: str
 ) -> Segment:
-    """One generated token of each row, of JAX or numpy; `valid` is 0 in rows that are done."""
+    """One generated token of each row; `valid` is 0 in rows that are done."""
     return Segment(tokens, valid, done, "decode", (RowGroup(CHUNK_ROWS, 0, 1),), variant)
 
 
 def chunk_segments(rows: Sequence[Sequence[int]], chunk: int, role: Role) -> Iterator[Segment]:
-    """Ragged rows in chunks of `chunk` tokens; the last one padded to a quarter, a sixteenth ...
+    """Ragged rows in chunks of `chunk` tokens; the last one padded to `tail_size`.
 
-    Row b contributes `clip(len_b - i * chunk, 0, chunk)` tokens to chunk i, so short rows become
-    no-ops instead of moving their tokens. The few sizes keep the number of compilations small.
+    Row b contributes `clip(len_b - i * chunk, 0, chunk)` tokens to chunk i. The few sizes keep the
+    number of compilations small.
     """
     lengths = np.array([len(row) for row in rows])
     longest = int(lengths.max(initial=0))
@@ -162,7 +167,7 @@ def chunk_segments(rows: Sequence[Sequence[int]], chunk: int, role: Role) -> Ite
 
 
 def question_segments(rows: Sequence[Sequence[int]], chunk: int) -> Iterator[Segment]:
-    """The question in chunks, its last token in a segment of one column: it chooses alone."""
+    """The question in chunks, and its last token in a segment of its own: it chooses alone."""
     some = np.array([len(row) > 0 for row in rows])
     for segment in chunk_segments([row[:-1] for row in rows], chunk, "query"):
         yield dataclasses.replace(segment, ends=np.zeros_like(some))
@@ -177,9 +182,9 @@ def mark_ends(segments: Iterable[Segment]) -> Iterator[Segment]:
 
 
 def beside(chunk: Segment, instructions: Sequence[Sequence[int]], width: int) -> Segment:
-    """A segment of chunk rows with each row's instruction in `width` columns of its own behind.
+    """A segment of a chunk's columns, then `width` columns of each row's instruction.
 
-    Where a row's context has ended, its instruction does not count either: the row is a no-op.
+    A row whose context has ended is a no-op: its instruction does not count either.
     """
     size = chunk.tokens.shape[1]
     looking = np.asarray(chunk.valid)[:, 0] > 0

@@ -1,31 +1,31 @@
-"""How far a method is from full attention on the same tokens: what it predicts, what it attends.
+"""Agreement of a method with full attention on the same tokens: predictions and attention weights.
 
 Both read the same text and are fed the same last tokens (P1 of `evaluation.perplexity`). For every
 scored token: KL(full || method) of the two next-token distributions, in nats, and whether their
 most likely tokens are the same.
 
-Of attention, for the newest queries in every layer and query head, with p full attention's weights
-and A the tokens that the method gives any weight to: the mass of p that A
-holds; how many of the k largest p are in A; how many tokens A has; and the entropy
--sum w ln w of the method's own weights w, at most ln |A|. Each method's queries are its own: what
-was lost in a layer shows in the next.
+Attention is measured for the newest queries, in every layer and query head. Let p be full
+attention's weights and A the tokens to which the method gives any weight. The measures are the mass
+of p on A; the share of the k largest p that are in A; the size of A; and the entropy -sum w ln w of
+the method's own weights w, at most ln |A|. Each method has its own queries: an error in one layer
+shows in the next.
 
-Weights are told by marks. Attention is linear in the values, and no method chooses what it keeps or
-reads by them. So each layer attends twice: as it is, and with marks for values, in a second cache
-that goes the same ways. A mark is a unit vector of the head's H dimensions: with tokens j0 to
-j0 + H - 1 marked and no others, dimension h of the output is the weight of token j0 + h, whatever
-was evicted, paged or selected in between. Copies of the text in one batch mark a run of H tokens
-each; ceil(S / H) rows give all weights, of every query head of every layer, from what the contract
-says alone. Each pass costs what the method costs, with twice the attention and twice the cache.
+The weights are measured from outside the method. Attention is linear in the values, and methods
+with `by_values` unset do not select by them. So each layer attends twice: with its own values, and
+with marks for values, in a second cache that is treated alike. A mark is a unit vector of the
+head's H dimensions: with tokens j0 to j0 + H - 1 marked and no others, dimension h of the output is
+the weight of token j0 + h, whatever was evicted, paged or selected in between. Each copy of the
+text in a batch marks another run of H tokens; ceil(S / H) copies give all weights. A pass costs
+what the method costs, with twice the attention and twice the cache.
 
-A run, as `eval agreement --out` writes it, is a JSON-able record: `method` and `given` settings;
-`kl` and `same`, means of every text; `attention`, a record of every text with `mass`, `recall`,
-`attended` and `entropy` by layer, or None; and of all `length`, `score`, `queries`, `top`.
+`eval agreement --out` writes a JSON record for each run: `method` and `given` settings; `kl` and
+`same`, means by text; `attention`, for each text `mass`, `recall`, `attended` and `entropy` by
+layer, or None; and `length`, `score`, `queries` and `top`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -40,8 +40,6 @@ from jax_longctx.contract import (
     CacheShape,
     LayerContext,
     Method,
-    MethodInfo,
-    Prompt,
     Segment,
     Stage,
     decode_segment,
@@ -53,8 +51,7 @@ from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.scoring import by_columns, forced_states
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
-from jax_longctx.evaluation.perplexity import label, pipe_table, shown_interval
-from jax_longctx.models.config import ModelConfig
+from jax_longctx.evaluation.perplexity import batches, label, pipe_table, shown_interval
 from jax_longctx.sharding import axes_field, logical_sharding
 
 
@@ -64,11 +61,11 @@ def scored_states(
     """Final hidden states that predict the last `score` tokens of each text, decoded one by one.
 
     Args:
-      asked: tokens before them that are the question.
-      batch: texts that are read together.
+      asked: tokens of the question, which come before the scored ones.
+      batch: texts that are computed together.
 
     Raises:
-      InputError: texts too short for that.
+      InputError: the texts are too short.
     """
     count, length = texts.shape
     if not (count and batch >= 1 and score >= 1 and asked >= 1 and score + asked < length):
@@ -78,16 +75,14 @@ def scored_states(
         )
     found = []
     prompt = length - score
-    for start in range(0, count, batch):
-        rows = texts[start : start + batch]
-        padded = np.concatenate([rows, np.repeat(rows[-1:], batch - len(rows), axis=0)])
+    for _, used, padded in batches(texts, batch):
         states = forced_states(
             engine,
             padded[:, : prompt - asked].tolist(),
             padded[:, prompt:].tolist(),
             questions=padded[:, prompt - asked : prompt].tolist(),
         )
-        pieces: list[list[np.ndarray]] = [[] for _ in rows]
+        pieces: list[list[np.ndarray]] = [[] for _ in range(used)]
         for piece in states:
             hidden = np.asarray(piece.hidden.astype(jnp.float32))
             for b, row in enumerate(pieces):
@@ -116,9 +111,9 @@ def _compare(
 def divergences(
     engine: Engine, full: Float[np.ndarray, "n S D"], other: Float[np.ndarray, "n S D"]
 ) -> tuple[Float[np.ndarray, "n S"], Bool[np.ndarray, "n S"]]:
-    """KL(full || other) in nats of the next-token distributions, and whether their best agree.
+    """KL(full || other) in nats of the next-token distributions; whether their best tokens agree.
 
-    `engine` gives the model that both states are of.
+    `engine` has the model of both.
     """
     pairs = [
         _compare(engine.setup, engine.params, one[None], two[None])
@@ -129,7 +124,7 @@ def divergences(
 
 
 def top_tokens(weights: Float[np.ndarray, "*R S"], count: int) -> Bool[np.ndarray, "*R S"]:
-    """Which are the `count` largest of each row; the earliest of those that are alike."""
+    """Marks the `count` largest weights of each row; of equal weights the earliest."""
     order = np.argsort(-weights, axis=-1, kind="stable")[..., :count]
     chosen = np.zeros(weights.shape, bool)
     np.put_along_axis(chosen, order, True, axis=-1)
@@ -181,10 +176,11 @@ def attention_agreement(
 ) -> list[list[dict[str, list[float]]] | None]:
     """`attention_measures` of every engine and text against `full`, an engine of full attention.
 
-    None for an engine whose method shows no weights. `options` are those of `attention_weights`.
+    None for an engine whose weights cannot be measured (`shows_weights`). `options` are those of
+    `attention_weights`.
 
     Args:
-      progress: called with (texts read, texts in all), a text anew for each engine.
+      progress: called with (texts read, texts in all); a text counts once for each engine.
     """
     found = [[] if shows_weights(engine) else None for engine in engines]
     done, total = 0, len(texts) * (1 + sum(part is not None for part in found))
@@ -206,15 +202,13 @@ class _Marked:
     """A layer's two caches.
 
     Attributes:
-      real: the method's own.
-      marks: the method's own, of marks in place of values.
+      both: the method's own cache, and a second one that holds marks in place of values.
       position: tokens of text that each row has read.
-      first: the first of each row's H marked tokens.
-      seen: what the newest queries made of the marks, the newest last.
+      first: position of the first of each row's H marked tokens.
+      seen: attention outputs of the newest queries over the marks, the newest last.
     """
 
-    real: Any
-    marks: Any
+    both: tuple[Any, Any]
     position: Int[Array, " B"] = axes_field("batch")
     first: Int[Array, " B"] = axes_field("batch")
     seen: Float[Array, "B N Q H"] = axes_field("batch", "heads", None, None)
@@ -222,34 +216,32 @@ class _Marked:
 
 @dataclasses.dataclass(frozen=True)
 class _Marking:
-    """A method that also attends to marks; `queries` of their outputs are kept."""
+    """A method that also attends to marks; `queries` of their outputs are kept.
+
+    Everything that is not defined here is the method's own.
+    """
 
     method: Method
     queries: int
 
-    @property
-    def info(self) -> MethodInfo:
-        return self.method.info
-
-    def validate(self, config: ModelConfig) -> None:
-        self.method.validate(config)
+    def __post_init__(self) -> None:
+        for name in dir(self.method):
+            if not hasattr(self, name):
+                object.__setattr__(self, name, getattr(self.method, name))
 
     def init_cache(self, shape: CacheShape) -> _Marked:
         none = jnp.zeros((shape.batch,), jnp.int32)
         seen = jnp.zeros((shape.batch, shape.num_heads, self.queries, shape.head_dim), jnp.float32)
-        # Two caches: one array may not be donated twice.
-        real, marks = self.method.init_cache(shape), self.method.init_cache(shape)
-        return _Marked(real, marks, none, jnp.zeros_like(none), seen)
-
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        return self.method.segments(prompt)
+        # Two caches, because one array may not be donated twice.
+        both = self.method.init_cache(shape), self.method.init_cache(shape)
+        return _Marked(both, none, jnp.zeros_like(none), seen)
 
     def attend(
         self, new: QKV, cache: _Marked, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, _Marked]:
         q, k, v = new
         group = segment.group(CHUNK_ROWS)
-        # What looks at the text without joining it is no token of it.
+        # Probes look at the text without joining it: their tokens have no position in it.
         valid_B = jnp.where(segment.role == "probe", 0, segment.valid_of(CHUNK_ROWS))
         column_T = jnp.arange(v.shape[1]) - group.start
         at_BT = cache.position[:, None] + column_T
@@ -257,35 +249,23 @@ class _Marking:
         which_BT = jnp.where(in_text_BT, at_BT - cache.first[:, None], -1)
         marks_BTH = jax.nn.one_hot(which_BT, v.shape[-1], dtype=v.dtype)
         marks = jnp.broadcast_to(marks_BTH[:, :, None], v.shape)
-        part, real = self.method.attend(new, cache.real, segment, ctx)
-        (made, _), after = self.method.attend((q, k, marks), cache.marks, segment, ctx)
+        part, real = self.method.attend(new, cache.both[0], segment, ctx)
+        (made, _), after = self.method.attend((q, k, marks), cache.both[1], segment, ctx)
         seen = cache.seen
         if segment.role in ("query", "decode"):
             last_B111 = (group.start + jnp.maximum(valid_B - 1, 0))[:, None, None, None]
             newest = jnp.swapaxes(jnp.take_along_axis(made, last_B111, axis=1), 1, 2)
             moved = jnp.concatenate([seen[:, :, 1:], newest.astype(seen.dtype)], axis=2)
             seen = jnp.where((valid_B > 0)[:, None, None, None], moved, seen)
-        return part, _Marked(real, after, cache.position + valid_B, cache.first, seen)
+        return part, _Marked((real, after), cache.position + valid_B, cache.first, seen)
 
     def finish(self, cache: _Marked, ctx: LayerContext, stage: Stage, reserve: int) -> _Marked:
-        real, marks = (
-            self.method.finish(part, ctx, stage, reserve) for part in (cache.real, cache.marks)
-        )
-        return dataclasses.replace(cache, real=real, marks=marks)
-
-    def fork(self, cache: _Marked) -> _Marked:
-        real, marks = (self.method.fork(part) for part in (cache.real, cache.marks))
-        return dataclasses.replace(cache, real=real, marks=marks)
-
-    def read_bytes(self, cache: _Marked, length: int) -> int:
-        return self.method.read_bytes(cache.real, length)
-
-    def step_variant(self, step: int) -> str:
-        return step_variant(self.method, step)
+        real, marks = (self.method.finish(part, ctx, stage, reserve) for part in cache.both)
+        return dataclasses.replace(cache, both=(real, marks))
 
 
 def shows_weights(engine: Engine) -> bool:
-    """Whether the method reads a text in its order, and not by its values: marks stand for them."""
+    """Whether marks can measure the method's weights: it reads in order and ignores the values."""
     if engine.method.info.by_values:
         return False
     rows = [[0] * 2] * engine.mesh.shape["data"]
@@ -303,20 +283,20 @@ def attention_weights(
     batch: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> Float[np.ndarray, "L N Q S"]:
-    """Every token's weight for the newest queries of a text, in each layer and query head.
+    """Attention weights of the newest queries on every token, in each layer and query head.
 
     The text is read as in P1 (`evaluation.perplexity`): the last `score` tokens are decoded one by
-    one. The queries are the last `queries` of those that predict one of them, the first of which
-    is the question's last token; tokens after a query have no weight.
+    one. The question's last token predicts the first of them. The queries are the last `queries` of
+    the tokens that predict a scored one; tokens after a query have weight 0.
 
     Args:
-      score: as many as `queries` unless given.
+      score: `queries` by default.
       asked: tokens of the question.
-      batch: copies of the text that are read together.
+      batch: copies of the text that are computed together.
       progress: called with (copies read, copies in all).
 
     Raises:
-      InputError: the text is too short, or the method reads it in parts side by side.
+      InputError: the text is too short, or the method's weights cannot be measured.
       CapacityError: the caches of a batch do not fit.
     """
     score = queries if score is None else score
@@ -335,7 +315,7 @@ def attention_weights(
     marking = Engine(
         engine.config,
         engine.params,
-        # Its metadata are another method's: an attribute of the instance, not of the class.
+        # Methods keep `info` on the class; here the instance forwards it.
         cast(Method, _Marking(engine.method, queries)),
         engine.mesh,
         chunk=engine.chunk,
@@ -357,7 +337,7 @@ def attention_weights(
 def _seen(
     engine: Engine, fed: list[int], firsts: np.ndarray, score: int, asked: int
 ) -> Float[np.ndarray, "L B N Q H"]:
-    """What the newest queries made of the marks; each row is a copy of the text."""
+    """Outputs of the newest queries over the marks; each row is a copy of the text."""
     setup, rows, prompt = engine.setup, len(firsts), len(fed) - (score - 1)
     read, question = fed[: prompt - asked], fed[prompt - asked : prompt]
     reserve = len(fed) - len(read) + 1
@@ -366,7 +346,7 @@ def _seen(
     total = jnp.full((rows,), len(fed) + 1, jnp.int32)
     sharding = logical_sharding(engine.mesh, ("batch",))
     caches = tuple(
-        # An array for every layer: they are donated.
+        # Each layer has an array of its own, because caches are donated.
         dataclasses.replace(cache, first=jax.device_put(firsts, sharding))
         for cache in programs.init_caches(setup, rows, slots, reserve)
     )
@@ -375,7 +355,7 @@ def _seen(
         caches, marker = programs.run_segment(
             setup, engine.params, caches, segment, total, None, "none"
         )
-        # No queue longer than one on the device.
+        # At most one program waits on the device.
         marker.block_until_ready()
         return caches
 
@@ -399,7 +379,7 @@ def _seen(
 
 
 def markdown(runs: Sequence[dict[str, Any]]) -> str:
-    """One line a run: divergence, agreement, and what of full attention's weights is attended."""
+    """A Markdown table with one line a run: divergence, agreement and measures of attention."""
     top = runs[0]["top"]
     head = ["method", "KL, nats", "same best token, %", "attended tokens", "mass kept, %"]
     head += [f"recall of the best {top}, %", "entropy, nats"]

@@ -1,4 +1,4 @@
-"""Batches of prompts through the engine of one method: answers, seconds and bytes."""
+"""Runs batches of prompts under one method: answers, seconds and bytes."""
 
 import dataclasses
 import functools
@@ -15,18 +15,18 @@ from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
 from jax_longctx.engine.programs import Setup
 from jax_longctx.errors import CapacityError, LongctxError
 
-# Share of the free memory that the caches of a batch are planned for.
+# Most of the free memory that the caches of a batch may take.
 PLANNED = 0.75
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """A batch, as every process must know it; JSON values.
+    """A batch as it is sent to every process; JSON values.
 
     Attributes:
-      method, settings: what `make_method` takes.
-      contexts, questions: token ids, of at most `rows` rows; the rest repeats the last one.
+      method, settings: arguments of `make_method`.
+      contexts, questions: token ids of at most `rows` rows; the last one is repeated up to `rows`.
       slots, reserve: of the caches, the same for all batches of a length.
     """
 
@@ -41,7 +41,7 @@ class Work:
     stop: list[str]
 
     def half(self, first: bool) -> "Work":
-        """The first or second half, in a shape of its own."""
+        """The first or second half; `rows` is its number of contexts."""
         middle = (len(self.contexts) + 1) // 2
         piece = slice(middle) if first else slice(middle, None)
         contexts, questions = self.contexts[piece], self.questions[piece]
@@ -49,7 +49,11 @@ class Work:
 
 
 def engine_of(model: LongContext, method: Method) -> Engine:
-    """The model's weights under another method. Raises ConfigError where it refuses the model."""
+    """An engine of the model's weights under another method.
+
+    Raises:
+      ConfigError: the method does not support the model.
+    """
     base = model.engine
     return Engine(
         base.config,
@@ -63,10 +67,10 @@ def engine_of(model: LongContext, method: Method) -> Engine:
 
 
 def rows_that_fit(engine: Engine, rows: int, slots: int, reserve: int, memory: int | None) -> int:
-    """The rows of a batch: `rows`, or a half, a quarter ... whose caches fit the free memory.
+    """Rows of a batch: `rows`, halved until the caches fit the free memory.
 
     Args:
-      memory: free bytes of each device; None where the platform does not tell.
+      memory: free bytes of each device; None if the platform does not report it.
     """
     shards = engine.mesh.shape["data"]
     rows = -(-rows // shards) * shards
@@ -79,27 +83,23 @@ def rows_that_fit(engine: Engine, rows: int, slots: int, reserve: int, memory: i
 
 
 def answer_batch(model: LongContext, engine: Engine, work: Work) -> list[dict[str, Any]]:
-    """What each row of the batch says, or `refused` with the reason.
+    """The result of each row, or `refused` with the reason.
 
-    A batch that does not fit, or of which a row cannot be asked, is halved; a row alone is refused.
-    Where memory was short the row has `short_of_memory` too: another time it may be answered.
+    A batch that does not fit, or has a row that the engine rejects, is halved; a single row is
+    refused. `short_of_memory` marks rows that a later run may answer.
     """
     try:
         return _answers(LongContext(engine, model.tokenizer, model.manifest), work)
-    except CapacityError as error:
-        # A row alone may have been in a batch of the shape of more.
-        if work.rows == 1:
-            return [{"refused": str(error), "short_of_memory": True}]
     except LongctxError as error:
-        if len(work.contexts) == 1:
-            return [{"refused": str(error)}]
+        short, reason = isinstance(error, CapacityError), str(error)
     except jax.errors.JaxRuntimeError as error:
-        # Of several processes the others may have had the room, and go on with the whole batch.
+        # Other processes may have had enough memory and computed the whole batch.
         if "RESOURCE_EXHAUSTED" not in str(error) or jax.process_count() > 1:
             raise
-        if work.rows == 1:
-            reason = f"out of memory: {str(error).splitlines()[0]:.200}"
-            return [{"refused": reason, "short_of_memory": True}]
+        short, reason = True, f"out of memory: {str(error).splitlines()[0]:.200}"
+    # One context padded to several rows may still fit alone.
+    if (work.rows if short else len(work.contexts)) == 1:
+        return [{"refused": reason} | ({"short_of_memory": True} if short else {})]
     halves = [half for half in (work.half(True), work.half(False)) if half.contexts]
     return [row for half in halves for row in answer_batch(model, engine, half)]
 
@@ -129,7 +129,7 @@ def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
             },
             "seconds": {
                 "first_token": round(read + answer.first_token_seconds, 4),
-                # Rows are decoded together: a step gives each of them a token.
+                # A step decodes one token of every row.
                 "token": round(answer.decode_seconds / steps, 5) if steps else None,
             },
             "compiled": compilations[0] > compiled,
@@ -142,12 +142,12 @@ def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=16)
 def _answering(setup: Setup, rows: int, slots: int, reserve: int) -> tuple[Any, ...]:
-    """Shapes of the caches that a batch's answers are read from."""
+    """Shapes of the caches while a batch's answers are decoded."""
     return staged_caches(setup, rows, slots - reserve - 1, reserve)[-1]
 
 
 def _bytes_of_a_row(engine: Engine, work: Work, slots: int, length: int) -> dict[str, int]:
-    """Of its part of the caches: held while answering, and read by a decode step."""
+    """Bytes of one row's share of the caches: held while answering, and read by a decode step."""
     shards = engine.mesh.shape["data"]
     rows = -(-work.rows // shards) * shards
     caches = _answering(engine.setup, rows, slots, work.reserve)
@@ -160,7 +160,7 @@ def _bytes_of_a_row(engine: Engine, work: Work, slots: int, length: int) -> dict
 
 @functools.cache
 def _compilations() -> list[int]:
-    """How many programs this process has compiled, or read back, since this was first called."""
+    """Programs that this process compiled or loaded since the first call, in a list of one."""
     count = [0]
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:

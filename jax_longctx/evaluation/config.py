@@ -1,4 +1,4 @@
-"""What is evaluated: models, methods, tasks, lengths and trials, from a TOML file or a suite.
+"""Configuration of an evaluation, from a TOML file or a suite of that name.
 
     title = "Two methods"
 
@@ -12,13 +12,16 @@
     lengths = [4096, 8192]
     trials = 50
 
-A part is every method on every task at every length; what it leaves out is as in the part before.
-Parts may overlap: a row is computed once.
+A part is every method on every task at every length. It inherits fields that it leaves out, except
+`name`, from the part before it. Parts may overlap: a row is computed once.
+
+Suites are the TOML files of `suites` beside this module. `paper:NAME` is the file `NAME.toml` of
+`jax_longctx/studies/suites`.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,11 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import check_method
-from jax_longctx.settings import check_name, from_toml, read_toml
+from jax_longctx.settings import check_name, from_toml, look_up, read_toml
 from jax_longctx.studies.published import PUBLISHED
+
+SUITES = Path(__file__).parent / "suites"
+PAPERS = Path(__file__).parents[1] / "studies" / "suites"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,16 +41,16 @@ class RunOptions:
     """How rows are computed.
 
     Attributes:
-      checkpoint: folder of the model; empty where the command line must name it, "demo" for the
-        demo's model.
+      checkpoint: folder of the model, or "demo" for the demo's model; if empty, the command line
+        must name it.
       seed: of the prompts.
-      batch: rows that are computed together, fewer where memory asks for it.
-      chunk: tokens that a prefill pass takes.
-      dtype: of weights and caches, the checkpoint's unless given.
-      mesh: devices, `data=2,tensor=2`; one unless given.
-      chat: the checkpoint's chat template around each prompt, or plain completion.
-      by_layer: whether programs are of one layer each, which are compiled in a small part of the
-        time and run slower: for prompts so few and short that compiling would be the run.
+      batch: rows that are computed together, fewer where memory is short.
+      chunk: tokens of a prefill pass.
+      dtype: of weights and caches; the checkpoint's by default.
+      mesh: devices, `data=2,tensor=2`; one by default.
+      chat: whether prompts use the checkpoint's chat template.
+      by_layer: whether each program computes one layer. Such programs compile much faster and run
+        slower: for runs with few and short prompts.
     """
 
     checkpoint: str = ""
@@ -69,9 +75,9 @@ class Part:
     """Every method on every task at every length.
 
     Attributes:
-      methods, tasks: as `Spec.parse` reads them.
+      methods, tasks: in the form of `Spec.parse`.
       lengths: tokens of a prompt, room for the answer included.
-      trials: prompts of each task and length, the same ones for every method.
+      trials: prompts of each task and length, the same for every method.
     """
 
     name: str
@@ -111,7 +117,7 @@ class EvalConfig:
 
     Attributes:
       title, about: of the report.
-      published: papers whose own numbers the report sets beside these (`studies.published`).
+      published: papers whose own results the report shows (`studies.published`).
     """
 
     run: RunOptions
@@ -125,7 +131,7 @@ class EvalConfig:
             check_name([table.paper for table in PUBLISHED], name, "paper in published")
 
     def cells(self) -> list[Cell]:
-        """Each once, with the most trials that a part asks for; by length, method and task."""
+        """All cells by length, method and task, each once with the most trials of any part."""
         trials: dict[tuple[int, Spec, Spec], int] = {}
         for part in self.part:
             methods, tasks = map(Spec.parse, part.methods), map(Spec.parse, part.tasks)
@@ -155,12 +161,22 @@ def parse_config(fields: Mapping[str, Any]) -> EvalConfig:
     tables = isinstance(parts, list) and all(isinstance(part, Mapping) for part in parts)
     if not tables or not parts:
         raise ConfigError("config: expected at least one [[part]] of methods, tasks and lengths")
-    return from_toml(EvalConfig, {**fields, "part": list(_completed(parts))})
+    whole = itertools.accumulate(
+        parts, lambda before, part: {**before, "name": "part", **part}, initial={}
+    )
+    return from_toml(EvalConfig, {**fields, "part": list(whole)[1:]})
 
 
-def _completed(parts: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Each with what it leaves out as in the one before, but for the name."""
-    whole: dict[str, Any] = {}
-    for part in parts:
-        whole = {**whole, "name": "part", **part}
-        yield whole
+def _files() -> dict[str, Path]:
+    own, papers = ({path.stem: path for path in f.glob("*.toml")} for f in (SUITES, PAPERS))
+    return dict(sorted((own | {f"paper:{name}": path for name, path in papers.items()}).items()))
+
+
+def suites() -> list[str]:
+    """Names of all suites."""
+    return list(_files())
+
+
+def read_suite(name: str) -> EvalConfig:
+    """The evaluation of that name. Raises ConfigError if there is none."""
+    return read_config(look_up(_files(), name, "suite"))

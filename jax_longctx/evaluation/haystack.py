@@ -1,4 +1,4 @@
-"""Texts of a given number of tokens, with sentences hidden in them; English that CPython ships."""
+"""Texts of a given number of tokens with sentences hidden in them, from English in CPython."""
 
 import bisect
 import dataclasses
@@ -11,20 +11,20 @@ from pathlib import Path
 
 from jax_longctx.errors import InputError, LengthError
 
-# From so many units, at least, is guessed how many tokens one has.
+# Fewest units from which the tokens of one unit are estimated.
 _PROBE = 20
-# A text that says nothing, repeated as often as it takes: the easiest to find a sentence in.
+# A text without facts, repeated to any length: a hidden sentence is easiest to find in it.
 NOISE = "Leaves fall. Rain runs down. The wind turns. Night comes. Then it is day again.\n"
 
-# A sentence's end before a capital, or a blank line: borders at which a sentence can be put in.
+# The end of a sentence before a capital, or a blank line: places for a hidden sentence.
 _BORDER = re.compile(r"(?<=[.?!])\s+(?=[A-Z])|\n{2,}")
 
 
 def python_topics() -> str:
     """The running text of Python's language reference (`pydoc_data.topics`), by paragraphs.
 
-    Grammar, examples, tables and lists are left out and lines are joined: a model as small as the
-    demo's takes up the pattern of the code around a question sooner than it looks for an answer.
+    Grammar, examples, tables and lists are left out and lines are joined: a small model continues
+    the code around a question instead of answering it.
     """
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
@@ -44,26 +44,23 @@ def _is_prose(paragraph: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Filled:
-    """A text with sentences hidden in it.
+class Fitted:
+    """A text that fills a given number of tokens.
 
     Attributes:
-      text: the whole.
-      before: about how many tokens of the text around it come before each sentence.
-      around: about how many tokens the text around has.
-      tokens: how many the whole has.
+      tokens: of the text.
+      units: sentences, lines or words that fitted.
+      depths: the place of each hidden sentence, as a share of the tokens of the text around it.
     """
 
     text: str
-    before: tuple[int, ...]
-    around: int
     tokens: int
+    units: int = 1
+    depths: tuple[float, ...] = ()
 
 
 class Haystack:
-    """A text in sentences, whose sizes in tokens are counted once, each behind the one before.
-
-    Alone a short sentence has more tokens than in a text.
+    """A text in sentences. The tokens of each are counted once, behind the sentence before it.
 
     Args:
       count: tokens of a text, without special tokens.
@@ -88,17 +85,17 @@ class Haystack:
         start: int = 0,
         head: str = "",
         inline: bool = False,
-    ) -> Filled:
+    ) -> Fitted:
         """`head` and as much of the text from its piece `start` on as `tokens` tokens hold.
 
-        A text that is too short starts over.
+        A text that is too short is repeated.
 
         Args:
-          needles: sentences to hide in it, with their depths in rising order: shares of the
-            tokens of the text around them. Each goes to the first border of sentences or
+          needles: (depth, sentence) of the sentences to hide, in the order of their depths: shares
+            of the tokens of the text around them. Each goes to the first border of sentences or
             paragraphs at or after its depth.
-          head: what the text begins with, before anything that may be hidden.
-          inline: sentences stand in the running text; else each is a paragraph.
+          head: the start of the text; nothing is hidden in it.
+          inline: sentences stand in the running text; otherwise each is a paragraph.
 
         Raises:
           LengthError: there is no room for a piece of text beside the sentences.
@@ -107,27 +104,27 @@ class Haystack:
         depths, sentences = zip(*needles, strict=True) if needles else ((), ())
 
         def around(units: int) -> int:
-            """The tokens of the first `units` pieces; `sizes` is then known up to there."""
+            """The tokens of the first `units` pieces; extends `sizes`."""
             while len(sizes) <= units:
                 piece = (start + len(sizes) - 1) % len(self.pieces)
-                # At least one: a text of which nothing counts would never fill anything.
+                # At least one: pieces without tokens would never fill the room.
                 sizes.append(sizes[-1] + max(1, self.sizes[piece]))
             return sizes[units]
 
-        def filled(units: int) -> Filled:
+        def filled(units: int) -> Fitted:
             whole = around(units)
             borders = [bisect.bisect_left(sizes, depth * whole, 0, units + 1) for depth in depths]
             chosen = [self.pieces[(start + i) % len(self.pieces)] for i in range(units)]
             text = head + _set_in(chosen, borders, sentences, inline)
-            found = tuple(sizes[border] for border in borders)
-            return Filled(text, found, whole, self.count(text))
+            found = tuple(sizes[border] / whole for border in borders) if whole else ()
+            return Fitted(text, self.count(text), units, found)
 
         room = tokens - self.count(head + "".join(f"\n\n{each}\n\n" for each in sentences))
         guess = 0
         while room > 0 and around(guess + 1) <= room:
             guess += 1
         average = sum(self.sizes) / len(self.sizes)
-        tried: dict[int, Filled] = {}
+        tried: dict[int, Fitted] = {}
 
         def size(units: int) -> int:
             tried[units] = filled(units)
@@ -144,7 +141,7 @@ class Haystack:
 def _set_in(
     chosen: Sequence[str], borders: Sequence[int], sentences: Sequence[str], inline: bool
 ) -> str:
-    """The pieces with each sentence set in before the piece of its number."""
+    """The pieces, with each sentence before the piece whose index is its border."""
     parts, last = [], 0
     for border, sentence in zip(borders, sentences, strict=True):
         parts += ["".join(chosen[last:border]), sentence + " " * inline]
@@ -157,7 +154,7 @@ def _set_in(
 
 @functools.lru_cache(maxsize=4)
 def open_haystack(source: str, count: Callable[[str], int]) -> Haystack:
-    """`noise`, `topics` (Python's own documentation), or a file's text, kept for the next call.
+    """`noise`, `topics` (Python's own documentation), or a file's text.
 
     Raises:
       InputError: no such file, not UTF-8, or empty.
@@ -169,12 +166,12 @@ def open_haystack(source: str, count: Callable[[str], int]) -> Haystack:
 
 
 def source_name(source: str) -> str:
-    """A text's short name, for tables: a file is called by its name without folder and ending."""
+    """A text's short name for tables: of a file, its name without folder and ending."""
     return source if source in ("noise", "topics") else Path(source).stem
 
 
 def read_file(path: str, advice: str) -> str:
-    """A user's UTF-8 file. Raises InputError that ends in the advice."""
+    """The text of a user's UTF-8 file. Raises InputError, which ends in the advice."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -200,13 +197,13 @@ def largest(
 ) -> int:
     """The greatest `n` from 0 to `limit` with `size(n) <= most`; -1 where there is none.
 
-    Two or three calls suffice when the guess is good. Where `size` falls now and then, as tokens
-    may where pieces join, the result fits and the next greater one does not.
+    Two or three calls suffice when the guess is good. `size` may fall now and then, as tokens may
+    where pieces join: then the result fits, and one unit more does not.
 
     Args:
       size: tokens of a text of n units, growing with n.
-      guess: where to begin.
-      each: about how many tokens a unit has: how far to go for what is missing or too much.
+      guess: the first n to try.
+      each: about how many tokens a unit has, which sets the steps of the search.
     """
     low, high = -1, math.inf if limit is None else limit + 1
     n, known, tried = guess, None, 0
@@ -214,7 +211,7 @@ def largest(
         n = int(min(max(n, low + 1), high - 1))
         tried += 1
         if tried % 4 == 0 and high < math.inf:
-            # However badly sizes grow, the rest is halved now and then.
+            # Every fourth step halves the range, however irregular the sizes are.
             n = (low + int(high)) // 2
         over = size(n) - most
         if known is not None and (over - known[1]) * (n - known[0]) > 0:
@@ -227,15 +224,6 @@ def largest(
             low = n
             n += max(1, math.floor(-over / each))
     return low
-
-
-@dataclasses.dataclass(frozen=True)
-class Fitted:
-    """A text of as many units as fit, and its tokens."""
-
-    units: int
-    text: str
-    tokens: int
 
 
 def most_units(
@@ -258,7 +246,7 @@ def most_units(
         return sizes[units]
 
     base, each, guess, probe = size(0), 1.0, 0, _PROBE
-    # What a unit has is seen in a few first, and again in a text that is not much of the whole.
+    # The tokens of a unit are estimated from a few units, then from an eighth of the guess.
     for _ in range(2):
         probe = probe if limit is None else min(probe, max(limit, 1))
         each = max((size(probe) - base) / probe, 1.0)
@@ -267,4 +255,4 @@ def most_units(
     units = largest(size, room, guess=guess, each=each, limit=limit)
     if units < fewest:
         raise LengthError(f"{max(room, 0)} tokens are too few for this task's text; ask for more")
-    return Fitted(units, text(units), sizes[units])
+    return Fitted(text(units), sizes[units], units)

@@ -1,4 +1,4 @@
-"""Confidence intervals at 95%: of shares and means, and of their differences in pairs."""
+"""95% confidence intervals of shares, means and paired differences."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]
     share, spread = right / count, z * z / count
     centre = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
-    # At the ends the interval reaches them exactly; the formula does so but for rounding.
+    # Exact at 0 and 1, where the formula only rounds to them.
     low = 0.0 if right == 0 else centre - half
     return low, 1.0 if right == count else centre + half
 
@@ -29,21 +29,21 @@ def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]
 def bootstrap(values: Float[np.ndarray, " n"], seed: int = 0) -> tuple[float, float, float]:
     """A mean and its 95% interval by resampling the values (Efron 1979, percentiles).
 
-    Of differences between two runs on the same texts the interval is a paired one. A single value
-    says nothing of how others would be: then both ends are NaN.
+    For differences between two runs on the same texts the interval is a paired one. Both ends are
+    NaN for a single value.
 
     Returns:
       (mean, lower, upper).
 
     Raises:
-      ValueError: there is no value.
+      ValueError: no values.
     """
     if not len(values):
         raise ValueError("no values to take a mean of; expected at least one")
     mean = float(np.mean(values))
     if len(values) == 1:
         return mean, math.nan, math.nan
-    # In pieces, so that many values do not take memory for all resamples at once.
+    # In batches, to bound the memory for resamples of many values.
     found = stats.bootstrap(
         (values,),
         np.mean,
@@ -57,10 +57,10 @@ def bootstrap(values: Float[np.ndarray, " n"], seed: int = 0) -> tuple[float, fl
 
 
 def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Of the mean of scores from 0 to 100: Wilson's where all are right or wrong, else a bootstrap.
+    """Interval of the mean of scores from 0 to 100.
 
-    Where all graded scores are the same a bootstrap would claim certainty. Wilson's interval of
-    their share does not: no scores of that mean spread further than right and wrong ones.
+    Wilson's where all scores are 0 or 100, else a bootstrap. Wilson's also where all scores are
+    equal: a bootstrap would have width 0, and no scores of that mean spread wider than 0 and 100.
     """
     if set(scores) <= {0, 100} or len(set(scores)) == 1:
         low, high = wilson(sum(scores) / 100, len(scores))
@@ -69,13 +69,13 @@ def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def paired_shares(both: int, first: int, second: int, neither: int) -> tuple[float, float]:
-    """Of the difference of two shares over the same trials (Newcombe 1998, method 10).
+    """Interval of the difference of two shares over the same trials (Newcombe 1998, method 10).
 
-    Wilson's intervals of both shares, put together with their correlation.
+    Combines Wilson's intervals of both shares by their correlation.
 
     Args:
-      both, first, second, neither: trials that both, the first or second alone, or none got right.
-        The difference is the first's share less the second's.
+      both, first, second, neither: trials that both, only the first, only the second, or none got
+        right. The difference is the first share minus the second.
 
     Raises:
       ValueError: no trials.
@@ -86,7 +86,7 @@ def paired_shares(both: int, first: int, second: int, neither: int) -> tuple[flo
     product = (both + first) * (second + neither) * (both + second) * (first + neither)
     excess = both * neither - first * second
     if excess > 0:
-        # A correction towards none, as the paper has it.
+        # The paper's continuity correction.
         excess = max(excess - count / 2, 0.0)
     correlation = excess / math.sqrt(product) if product else 0.0
 
@@ -98,10 +98,10 @@ def paired_shares(both: int, first: int, second: int, neither: int) -> tuple[flo
 
 
 def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Of the mean of `first[i] - second[i]`, scores from 0 to 100 of the same prompts.
+    """Interval of the mean of `first[i] - second[i]`, scores from 0 to 100 of the same prompts.
 
-    Newcombe's where all are right or wrong, else a bootstrap of the differences, which says
-    nothing, NaN, where they are all the same.
+    Newcombe's where all scores are 0 or 100, else a bootstrap of the differences; NaN where these
+    are all equal.
     """
     pairs = list(zip(first, second, strict=True))
     if {score for pair in pairs for score in pair} <= {0, 100}:

@@ -1,21 +1,21 @@
 """lm-evaluation-harness: `--model jax-longctx --model_args checkpoint=DIR,method=citrus,...`.
 
 Gao et al., "A framework for few-shot language model evaluation" (the package lm_eval). Its tasks
-ask three things of a model, and any method answers them:
+make three kinds of requests, and every method supports them:
 
-- `generate_until`: the prompt is context but for its last tokens, which are the question; the
+- `generate_until`: the last tokens of the prompt are the question, the rest is the context; the
   answer is cut before the first stop string.
-- `loglikelihood`: the continuation is forced through the method's decode steps, so that it is
-  scored as the method would have written it (`through=` chooses another way, see
-  `jax_longctx.engine.forced`).
+- `loglikelihood`: the continuation is forced through the method's decode steps, and so scored as
+  the method would have written it (`through=` chooses another way, see
+  `jax_longctx.engine.scoring`).
 - `loglikelihood_rolling`: windows as the harness cuts them, read as a context (`rolling=`).
 
-What stands where follows the harness: contexts and continuations are cut by its own `_encode_pair`,
-an empty context is the beginning-of-text token, a text that rolls starts with it. What is too long
-for `max_length` is an error before anything is computed; with `truncation=true` the start of such
-prompts is left out, as the harness's own models do, and a warning says of how many.
+Token boundaries follow the harness: its `_encode_pair` splits contexts and continuations, an empty
+context is the beginning-of-text token, and a rolling text starts with it. A request longer than
+`max_length` is an error before anything is computed. With `truncation=true` the start of such
+prompts is left out, as in the harness's own models, with a warning.
 
-Under exact attention the results are those of the harness's `hf` model.
+Under exact attention the results equal those of the harness's `hf` model.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from typing import Any, get_args
 
 import jax
 
-# The harness fills its table of models only while it is empty: its own names come first.
+# The harness registers its own models only while its table is empty, so before ours.
 import lm_eval.models  # noqa: F401
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
@@ -48,7 +48,7 @@ from jax_longctx.sharding import make_mesh
 
 logger = logging.getLogger(__name__)
 
-# Tokens at a prompt's end that a method which must know the question at prefill takes for it.
+# Last tokens of a prompt that are its question, for methods that need one at prefill.
 QUESTION = 64
 HARNESS_DEVICE = "cuda:0"
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
@@ -61,28 +61,28 @@ class LongctxLM(TemplateLM):
     """A checkpoint under a long-context method, as the harness sees a model.
 
     Args:
-      checkpoint: a converted checkpoint's directory, or a model that is loaded already; the latter
-        comes with its method, mesh, dtype and chunk.
-      method: name of the method; exact attention unless given. Every argument that is not named
-        here is a setting of it.
+      checkpoint: directory of a converted checkpoint, or a loaded model with its own method, mesh,
+        dtype and chunk.
+      method: name of the method; exact attention by default. Arguments that are not named here are
+        its settings.
       batch_size: rows that are computed together, a whole number.
-      device: platform, as JAX names it ("cpu", "cuda", "tpu"). JAX chooses unless given, and for
-        "cuda:0", which the harness's command line says for itself.
-      dtype: "float32", "bfloat16" or "float16"; the checkpoint's unless given, or "auto".
+      device: JAX's name of the platform ("cpu", "cuda", "tpu"). JAX chooses by default, and for
+        "cuda:0", the default of the harness's command line.
+      dtype: "float32", "bfloat16" or "float16"; the checkpoint's by default and for "auto".
       mesh: devices, e.g. "data=2/tensor=4" (a comma would end the argument).
-      prefill_chunk: tokens that a prefill pass takes (`chunk` is a setting of several methods).
-      max_length: most tokens of prompt and answer, and of a rolling window; what the model was
-        trained or extended to unless given. Methods that read further are told so here.
-      max_gen_toks: of an answer, where the task does not say.
-      truncation: leave out the start of prompts that are too long.
-      question_tokens: tokens at a prompt's end that are its question; 64 where the method must know
-        it at prefill, else 1.
-      through, rolling: how continuations, and texts that roll, go through the method: "decode",
-        "question" or "context".
+      prefill_chunk: tokens of a prefill pass (`chunk` is a setting of several methods).
+      max_length: most tokens of prompt and answer, and of a rolling window; by default the length
+        to which the model was trained or extended. Set it for methods that read further.
+      max_gen_toks: most tokens of an answer, where the task does not set it.
+      truncation: whether to leave out the start of prompts that are too long.
+      question_tokens: last tokens of a prompt that are its question; by default 64 for methods that
+        need it at prefill, else 1.
+      through, rolling: how continuations and rolling texts are fed: "decode", "question" or
+        "context".
       sample_seed: of the random draws, where a task samples.
 
     Raises:
-      ConfigError: an argument or a setting that does not exist or does not fit.
+      ConfigError: an argument or a setting does not exist or does not fit.
       CheckpointError: not a checkpoint.
     """
 
@@ -127,7 +127,7 @@ class LongctxLM(TemplateLM):
             question_tokens = QUESTION if self.model.engine.method.info.needs_question else 1
         self.batch_size = int(batch_size)
         trained, named = self.model.config.trained_length, self.model.config.max_position
-        # Where nothing limits a model, windows still have the length that its file names.
+        # Without a trained length, windows have the length of the model's configuration.
         self.max_length = max_length or (named if math.isinf(trained) else int(trained))
         self.max_gen_toks, self.truncation = max_gen_toks, truncation
         self.question_tokens, self.through, self.rolling = question_tokens, through, rolling
@@ -137,11 +137,11 @@ class LongctxLM(TemplateLM):
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         self.name = Path(checkpoint).resolve().name if isinstance(checkpoint, str | Path) else ""
 
-    # What the harness asks about the model.
+    # Properties of the model that the harness reads.
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's own."""
+        """The checkpoint's tokenizer."""
         return self.model.tokenizer
 
     @property
@@ -153,19 +153,19 @@ class LongctxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text begins with: the beginning-of-text token, or where there is none, the end."""
+        """The token that begins a text: beginning-of-text, or end-of-text if there is none."""
         bos = self.tokenizer.bos_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
-        """Keeps prompts of one tokenizer and template apart in the harness's cache of prompts."""
+        """Name of tokenizer and template in the harness's cache of prompts."""
         template = self.tokenizer.chat_template or ""
         digest = hashlib.sha256(template.encode()).hexdigest()[:12]
         return f"{self.name or 'model'}-{self.tokenizer.vocab_size}-{digest}"
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes beside the results."""
+        """Facts that the harness writes beside the results."""
         engine = self.model.engine
         return {
             "method": settings_of(engine.method),
@@ -183,7 +183,7 @@ class LongctxLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; with the beginning-of-text token where the tokenizer uses one, unless told."""
+        """Token ids, by default with the beginning-of-text token if the tokenizer uses one."""
         return self.tokenizer.encode(string, bos=add_special_tokens is not False)
 
     def apply_chat_template(
@@ -191,8 +191,8 @@ class LongctxLM(TemplateLM):
     ) -> str:
         """The messages in the checkpoint's chat layout.
 
-        Without a generation prompt the last message is the start of the answer: the text ends with
-        it. A template that refuses the system's message gets the others, with a warning.
+        Without a generation prompt the text ends with the last message, the start of the answer. If
+        the template refuses the system's message, it is left out with a warning.
         """
         try:
             text = self.tokenizer.chat(chat_history, answer=add_generation_prompt)
@@ -205,7 +205,7 @@ class LongctxLM(TemplateLM):
             text = self.tokenizer.chat(chat_history, answer=add_generation_prompt)
         return text if add_generation_prompt else _open_ended(text, chat_history[-1]["content"])
 
-    # What the harness asks the model.
+    # Requests of the harness.
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The answers, each cut before the first of its task's stop strings."""
@@ -223,7 +223,7 @@ class LongctxLM(TemplateLM):
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until") as progress:
             for indices, padded in batches:
                 first = indices[0]
-                # By the request's place: one that is repeated draws anew.
+                # Seeds depend on the request's index: repeated requests draw differently.
                 sampling = Sampling(**samplings[first], seed=self.sample_seed)
                 sampling = sampling.at((index,) for index in padded)
                 texts = self._generate([prompts[i] for i in padded], wanted[first], sampling)
@@ -245,7 +245,7 @@ class LongctxLM(TemplateLM):
         options: Any = {"sampling": sampling, "max_tokens": max_tokens, "stop": stop}
         answers = self.model.ask_tokens(context, questions, keep=False, **options)
         ends = self.tokenizer.eos_ids
-        # The harness decodes an answer by itself, not as what follows the prompt.
+        # The harness decodes an answer alone, without the prompt before it.
         alone = [self.tokenizer.decode([t for t in a.tokens if t not in ends]) for a in answers]
         return [postprocess_generated_text(text, stop, None) for text in alone]
 
@@ -277,7 +277,7 @@ class LongctxLM(TemplateLM):
         engine = self.model.engine
         read, questions = self._split(contexts)
         if way == "context":
-            # There the question stands beside the text, not in it.
+            # In this way the question is not part of the text.
             read, questions = contexts, questions if engine.method.info.needs_question else None
         options: Any = {"through": way, "questions": questions}
         try:
@@ -306,16 +306,15 @@ class LongctxLM(TemplateLM):
         return totals
 
     def _split(self, rows: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        """Contexts and questions: a row's last tokens are its question."""
-        cuts = [max(len(row) - self.question_tokens, 0) for row in rows]
-        pairs = list(zip(rows, cuts, strict=True))
-        return [row[:cut] for row, cut in pairs], [row[cut:] for row, cut in pairs]
+        """Contexts and questions; the question is the last `question_tokens` of a row."""
+        size = self.question_tokens
+        return [row[:-size] for row in rows], [row[-size:] for row in rows]
 
     def _fitting(self, rows: list[list[int]], after: Sequence[int]) -> list[list[int]]:
-        """The rows, each with `after` tokens to follow within `max_length`.
+        """The rows, cut so that each and the `after` tokens behind it fit `max_length`.
 
         Raises:
-          InputError: one is too long, and `truncation` is off, or what follows leaves no room.
+          InputError: a row is too long and `truncation` is off, or `after` alone is too long.
         """
         rooms = [self.max_length - extra for extra in after]
         over = [i for i, (row, room) in enumerate(zip(rows, rooms, strict=True)) if len(row) > room]
@@ -345,14 +344,12 @@ def _load(
     chunk: int,
 ) -> LongContext:
     made = make_method(method or "full", settings)
-    sizes = parse_mesh((mesh or "").replace("/", ","))
+    sizes: dict[str, Any] = dict(parse_mesh((mesh or "").replace("/", ",")))
     try:
         devices = None if device in (None, HARNESS_DEVICE) else jax.devices(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device}: {error}; JAX found {jax.devices()[0]}") from error
-    placed = make_mesh(
-        sizes.get("data", 1), sizes.get("seq", 1), sizes.get("tensor", 1), devices=devices
-    )
+    placed = make_mesh(**sizes, devices=devices)
     known = ("float32", "bfloat16", "float16")
     dtype = None if dtype == "auto" else dtype
     if dtype is not None and dtype not in known:
@@ -361,7 +358,7 @@ def _load(
 
 
 def _sampling(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a task's generation settings mean to the engine; those it does not know are an error."""
+    """The sampling options of a task's generation settings. Raises InputError on unknown ones."""
     beams = kwargs.get("num_beams", 1)
     unknown = set(kwargs) - {"until", "max_gen_toks", "do_sample", "num_beams", *SAMPLING}
     if unknown or beams != 1:
@@ -375,10 +372,10 @@ def _sampling(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _batches(
     lengths: Sequence[int], kinds: Sequence[str | None], size: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Requests computed together, by index: of one kind, the longest first.
+    """Indices of requests that are computed together: of one kind, the longest first.
 
-    A batch comes with what its rows hold: one that is not full is filled up with its last request,
-    so that all share their programs.
+    Each batch comes with the indices of its rows, which repeat the last request up to `size`, so
+    that all batches share their programs.
     """
     groups: dict[str | None, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -397,6 +394,6 @@ def _open_ended(text: str, content: str) -> str:
             "start of the answer out (gen_prefix), or the chat template"
         )
     end = at + len(content.strip())
-    # Spaces behind it stay where the template keeps them.
+    # Spaces after it stay if the template keeps them.
     behind = content[len(content.rstrip()) :]
     return text[: end + len(behind)] if text.startswith(behind, end) else text[:end]

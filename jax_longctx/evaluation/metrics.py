@@ -1,8 +1,7 @@
 """Scores of answers, from 0 to 100, without a model: containment, overlap, edit distance.
 
-Definitions are those of the evaluations the methods' papers use: RULER (string matches), LongBench
-(token F1), CItruS (ROUGE), NeedleBench (edit distance). Where packages of one name differ, the
-function says which definition it has.
+Definitions follow the evaluations that the methods' papers use: RULER (string matches), LongBench
+(token F1), CItruS (ROUGE), NeedleBench (edit distance).
 """
 
 import re
@@ -15,9 +14,9 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def clean(answer: str, stop: Sequence[str] = ()) -> str:
-    """The answer up to the first stop string, its control characters turned into line ends.
+    """The answer up to the first stop string, with control characters as line ends.
 
-    White space around it goes before and after, as in RULER's post-processing.
+    White space around it is removed before and after that, as in RULER's post-processing.
     """
     answer = _CONTROL.sub("\n", answer.strip()).strip()
     ends = [answer.find(text) for text in stop if text in answer]
@@ -25,19 +24,19 @@ def clean(answer: str, stop: Sequence[str] = ()) -> str:
 
 
 def string_match_all(answer: str, outputs: Sequence[str]) -> float:
-    """The share of the right answers that the answer contains, in any case of letters (RULER)."""
+    """Share of the right answers that the answer contains, ignoring case (RULER)."""
     lowered = answer.lower()
     return 100 * sum(gold.lower() in lowered for gold in outputs) / len(outputs)
 
 
 def string_match_part(answer: str, outputs: Sequence[str]) -> float:
-    """100 where the answer contains one of the right answers, in any case of letters (RULER)."""
+    """100 where the answer contains one of the right answers, ignoring case (RULER)."""
     lowered = answer.lower()
     return 100.0 * any(gold.lower() in lowered for gold in outputs)
 
 
 def exact_first_int(answer: str, gold: str) -> float:
-    """100 where the first run of digits is the number, digit by digit."""
+    """100 where the first run of digits equals `gold`."""
     found = re.search(r"\d+", answer)
     return 100.0 * (found is not None and found[0] == gold)
 
@@ -45,9 +44,9 @@ def exact_first_int(answer: str, gold: str) -> float:
 def rouge(answer: str, gold: str) -> dict[str, float]:
     """ROUGE-1, -2 and -L (Lin 2004) as F1 of lower-cased words split at white space.
 
-    N-grams are matched as often as they occur in both; L is the longest common subsequence of the
-    two texts as one sentence each. No stemming, and punctuation stays with its word. The packages
-    differ: `rouge` takes sets of n-grams, `rouge-score` letters and digits only.
+    N-grams count as often as they occur in both; L is the longest common subsequence of the two
+    texts, each taken as one sentence. No stemming; punctuation stays with its word. The packages
+    differ from this: `rouge` takes sets of n-grams, `rouge-score` drops punctuation.
     """
     from rapidfuzz.distance import LCSseq
 
@@ -80,15 +79,10 @@ def token_f1(answer: str, gold: str) -> float:
     return _f1((ours & theirs).total(), ours.total(), theirs.total())
 
 
-def best_token_f1(answer: str, outputs: Sequence[str]) -> float:
-    """`token_f1` with the right answer it is nearest to."""
-    return max(token_f1(answer, gold) for gold in outputs)
-
-
 def needlebench(answer: str, keyword: str, needle: str) -> float:
-    """NeedleBench's score: 100 with the keyword, else at most 20 by nearness to the needle.
+    """NeedleBench's score: 100 with the keyword, else at most 20 by similarity to the needle.
 
-    Nearness is 1 less the edit distance over the longer length, both without white space.
+    Similarity is 1 - edit distance / longer length, both texts without white space.
     """
     from rapidfuzz.distance import Levenshtein
 

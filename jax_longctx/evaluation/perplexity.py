@@ -1,8 +1,8 @@
 """Perplexity of long texts under a method, by the protocols of the papers.
 
 Perplexity is exp of the mean negative log-likelihood (nll, in nats) of the scored tokens, each
-given all before it as the method keeps or reads it. Where methods differ is in what is scored and
-how it is fed (`jax_longctx.engine.forced`):
+given the text before it under the method. The protocols differ in the scored tokens and in how they
+are fed (`jax_longctx.engine.scoring`):
 
 - P1 (RefreshKV, Table 1 and Fig. 3): of 16,384 tokens the last 256 are decoded one by one;
 - P2 (RefreshKV, Table 5): the same with the last 50;
@@ -12,16 +12,16 @@ how it is fed (`jax_longctx.engine.forced`):
 - P5: the last 256 tokens as one question behind the context, for Star Attention, whose phase 1
   reads the context alone.
 
-P1 and P2 count the scored tokens in the length. No token's prediction has the help of later ones:
-methods whose chunks choose together what they attend (ReAttention, InfLLM) are decoded token by
-token also in P3 and P4, unless `ahead` asks for what the chunks give, which is then marked.
+In P1 and P2 the length includes the scored tokens. No prediction uses later tokens: methods in
+which the tokens of a chunk select together (ReAttention, InfLLM) are decoded token by token also in
+P3 and P4, unless `ahead` is set; such results are marked.
 
 Intervals are of a bootstrap over texts, and differences are paired: every method reads the same
 texts.
 
-A run, as `eval perplexity --out` writes it, is a JSON-able record: `method`, `given` settings,
-`question`, `ahead`, `score` (tokens), `means` (nll of every text), `windows` (first and last
-position, nll of every text there), `read_seconds` and `score_seconds` of every batch, and `batch`.
+`eval perplexity --out` writes a JSON record for each run: `method`, `given` settings, `question`,
+`ahead`, `score` (tokens), `means` (nll of every text), `windows` (first and last position, nll of
+every text there), `read_seconds` and `score_seconds` of every batch, and `batch`.
 """
 
 import dataclasses
@@ -46,13 +46,13 @@ AHEAD = " \\*"
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What a method makes of texts.
+    """Scores of texts under a method.
 
     Attributes:
       losses: nll in nats of every text's scored tokens.
       through: how they were fed.
-      ahead: whether the method's chunks chose together, so that they are no predictions.
-      read_seconds, score_seconds: of each batch, before its first scored states and from then on.
+      ahead: whether tokens of a chunk selected together, so that the scores are no predictions.
+      read_seconds, score_seconds: of each batch, up to its first scored states and after them.
     """
 
     losses: Float[np.ndarray, "n S"]
@@ -76,14 +76,14 @@ def score_texts(
     """Losses of the last `score` tokens of every text (None: all but the first).
 
     Args:
-      through: how they are fed; `decode` where the method would look ahead, unless `ahead`.
-      batch: texts that are read together.
-      question: what methods that need one at prefill read the text for, with `through="context"`.
+      through: how they are fed; `decode` for methods that look ahead, unless `ahead`.
+      batch: texts that are computed together.
+      question: for methods that need one at prefill, with `through="context"`.
       progress: called with (scored tokens, scored tokens in all).
 
     Raises:
-      InputError: no texts, or nothing is left of one before its scored tokens.
-      CapacityError: a batch's caches do not fit.
+      InputError: no texts, or no tokens before the scored ones.
+      CapacityError: the caches of a batch do not fit.
     """
     count, length = texts.shape
     scored = length - 1 if score is None else score
@@ -98,10 +98,7 @@ def score_texts(
     through = "decode" if looks and not ahead else through
     found = Scores(np.zeros((count, scored), np.float32), through, looks and ahead, [], [])
     asked = [list(question)] * batch if question and through == "context" else None
-    for start in range(0, count, batch):
-        rows = texts[start : start + batch]
-        # The last batch is filled up with its last text: one shape for all.
-        padded = np.concatenate([rows, np.repeat(rows[-1:], batch - len(rows), axis=0)])
+    for start, used, padded in batches(texts, batch):
         begun = time.perf_counter()
         states = forced_states(
             engine,
@@ -116,18 +113,30 @@ def score_texts(
         read = time.perf_counter()
         pieces = itertools.chain([first], states)
         if progress is not None:
-            pieces = _told(pieces, len(rows), start * scored, count * scored, progress)
-        likelihoods = gathered(engine, pieces, len(rows))
+            pieces = _told(pieces, used, start * scored, count * scored, progress)
+        likelihoods = gathered(engine, pieces, used)
         found.read_seconds.append(read - begun)
         found.score_seconds.append(time.perf_counter() - read)
-        found.losses[start : start + batch] = -np.stack([row.logprobs for row in likelihoods])
+        found.losses[start : start + used] = -np.stack([row.logprobs for row in likelihoods])
     return found
+
+
+def batches(
+    texts: Int[np.ndarray, "n T"], size: int
+) -> Iterator[tuple[int, int, Int[np.ndarray, "B T"]]]:
+    """Batches of one shape: (index of the first text, number of texts, `size` rows).
+
+    The last batch repeats its last text.
+    """
+    for start in range(0, len(texts), size):
+        rows = texts[start : start + size]
+        yield start, len(rows), np.pad(rows, ((0, size - len(rows)), (0, 0)), mode="edge")
 
 
 def _told(
     states: Iterator[States], rows: int, done: int, total: int, progress: Callable[[int, int], None]
 ) -> Iterator[States]:
-    """The pieces; each is told of once the next is asked for."""
+    """The pieces; progress is reported when the next one is requested."""
     for piece in states:
         yield piece
         done += int(np.sum(piece.targets[:rows] >= 0))
@@ -157,11 +166,11 @@ def windows(
 def cut_texts(
     documents: Sequence[Sequence[int]], *, count: int, length: int, lead: Sequence[int] = ()
 ) -> Int[np.ndarray, "n T"]:
-    """`count` texts of `length` tokens, at even distances, none over the border of a document.
+    """`count` texts of `length` tokens, evenly spaced, none across two documents.
 
     Args:
       documents: token ids, without special tokens.
-      lead: begins every text and counts in its length: a beginning-of-text token.
+      lead: first tokens of every text, part of its length: a beginning-of-text token.
 
     Raises:
       InputError: the documents hold fewer such texts.
@@ -185,7 +194,7 @@ def cut_texts(
 
 
 def label(run: dict[str, Any]) -> str:
-    """A method, the settings that were given, and the question that it read the text for."""
+    """Name of a run: the method, its given settings, and its question."""
     parts = [run["method"], *(f"{key}={value}" for key, value in run["given"].items())]
     if run.get("question"):
         parts.append(f"({run['question']})")
@@ -193,9 +202,9 @@ def label(run: dict[str, Any]) -> str:
 
 
 def markdown(runs: Sequence[dict[str, Any]]) -> str:
-    """One line a run: perplexity with its interval, against full attention, and the time it took.
+    """A Markdown table with one line a run: perplexity, difference from full attention, and times.
 
-    Differences are to the first run by full attention, on the same texts; "-" without one.
+    Differences are from the first run of full attention on the same texts; "-" without one.
     """
     head = ["method", "perplexity", "mean of texts", "of full attention's", "nats a token more"]
     head += ["read, s", "scored, ms a token"]
@@ -203,14 +212,14 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
     base = next((run for run in runs if run["method"] == "full"), None)
     for run in runs:
         means = np.array(run["means"])
-        pooled, low, high = map(_exp, bootstrap(means))
+        pooled, low, high = map(np.exp, bootstrap(means))
         name = f"`{label(run)}`" + (AHEAD if run["ahead"] else "")
-        cells = [name, shown_interval(pooled, low, high, ".3f"), f"{_exp(means).mean():.3f}"]
+        cells = [name, shown_interval(pooled, low, high, ".3f"), f"{np.exp(means).mean():.3f}"]
         if base is None or run is base:
             cells += ["-", "-"]
         else:
             more = bootstrap(means - np.array(base["means"]))
-            ratio, least, most = map(_exp, more)
+            ratio, least, most = map(np.exp, more)
             cells += [shown_interval(ratio, least, most, ".4f"), shown_interval(*more, "+.4f")]
         tokens = run["batch"] * run["score"]
         cells += [f"{_typical(run['read_seconds']):.1f}"]
@@ -230,10 +239,6 @@ def pipe_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def _exp(value: Any) -> Any:
-    return np.exp(np.asarray(value, np.float64))
-
-
 def shown_interval(value: float, low: float, high: float, form: str) -> str:
     """`1.5 [1.2, 1.8]` in a number format; the value alone where the ends are NaN."""
     if math.isnan(low):
@@ -242,7 +247,7 @@ def shown_interval(value: float, low: float, high: float, form: str) -> str:
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """The median of the batches; without the first, which compiles, where there are others."""
+    """The median over batches, without the first, which compiles, if there are others."""
     return float(np.median(seconds[1:] or seconds))
 
 
@@ -269,7 +274,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
             if len(axes) == 2 and base is not None:
                 draw_line(axes[1], number, name, at, np.array(curve) / np.array(_curve(base)[1]))
         axes[0].set(ylabel="perplexity", yscale="log")
-        # Plain numbers; those between powers of ten where few of these are in sight.
+        # Plain numbers, also between powers of ten if few of these are in range.
         axes[0].yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
         axes[0].yaxis.set_minor_formatter(ticker.LogFormatter())
         axes[0].legend(fontsize=7)
@@ -288,10 +293,10 @@ def _curve(run: dict[str, Any]) -> tuple[list[float], list[float]]:
 def perplexity_rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of one run; methods are paired by the number of the text.
 
-    A method that chose by the scored tokens themselves is marked with an asterisk.
+    An asterisk marks a method that looked ahead (`Scores.ahead`).
 
     Raises:
-      KeyError, TypeError: `run` is no record of `eval perplexity`.
+      KeyError, TypeError: `run` is not a record of `eval perplexity`.
     """
     name = label(dict(run)) + ("*" if run["ahead"] else "")
     common = {
@@ -308,7 +313,7 @@ def perplexity_rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
         common
         | {
             "index": index,
-            # Runs of one file read the same texts.
+            # All runs of a file have the same texts.
             "prompt_sha256": f"text {index}",
             "measures": {"nats a token": mean},
             "curves": {

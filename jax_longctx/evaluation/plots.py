@@ -1,7 +1,7 @@
-"""The plots of a report, as SVG that takes its ink from the page, and as PNG.
+"""The plots of a report, as SVG in the page's own text colour, and as PNG.
 
-Colours are Okabe and Ito's, which colour-blind people tell apart, and never stand alone: points
-have shapes, cells have numbers, curves have dashes.
+Colours are Okabe and Ito's, which colour-blind people can distinguish. No plot depends on colour
+alone: points have shapes, cells have numbers, curves have dashes.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax_longctx.evaluation.summary import BASE, SCORE, Group, Row
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 _MARKERS = "osD^vPX<>"
 _DASHES = ("-", "--", "-.", ":")
-# Stand for the page's own colours until the SVG is written; no palette has them.
+# Placeholders for the page's own colours, replaced in the SVG; no palette has them.
 _INK, _PAPER = "#010203", "#fdfefc"
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -50,11 +50,11 @@ class Plot:
 
     @property
     def file(self) -> str:
-        """Its name as a picture."""
+        """File name of the PNG."""
         return f"{_slug(self.name)}.png"
 
     def svg(self) -> str:
-        """The drawing, with `currentColor` for ink; names are its own within a page."""
+        """The drawing, with `currentColor` for ink and ids that are unique in a page."""
         buffer = io.StringIO()
         with drawing():
             self.figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -62,8 +62,7 @@ class Plot:
         text = text[text.index("<svg") :].replace(_INK, "currentColor")
         text = text.replace(_PAPER, "var(--paper, #fff)")
         prefix = _slug(self.name)
-        text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
-        return text
+        return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
 
     def png(self) -> bytes:
         """The drawing on white."""
@@ -78,7 +77,7 @@ def _slug(name: str) -> str:
 
 
 def drawing() -> Any:
-    """A context of this module's style."""
+    """A context with this module's matplotlib style."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -99,23 +98,18 @@ def panels(count: int, across: int, width: float, height: float) -> tuple[Any, l
 
 
 def heatmaps(rows: Sequence[Row]) -> list[Plot]:
-    """Mean scores by where in the prompt the answer stands, of each task that says so.
+    """Mean scores by depth of the answer in the prompt, for tasks whose rows have a depth.
 
-    A panel a method, lengths across and depths down; where all rows have one length, one panel
-    with the methods down and the depths across.
+    One panel a method, with lengths across and depths down. If all rows have one length, one panel
+    with depths across and methods down.
     """
     plots = []
-    scored = [r for r in rows if SCORE in r.get("measures", {}) and _depth(r) is not None]
+    scored = [r for r in rows if SCORE in r.get("measures", {}) and "depth" in r.get("meta", {})]
     for task in dict.fromkeys(row["task_label"] for row in scored):
         own = [row for row in scored if row["task_label"] == task]
         with drawing():
             plots.append(_heatmap(task, own))
     return plots
-
-
-def _depth(row: Row) -> float | None:
-    depth = row.get("meta", {}).get("depth")
-    return depth if isinstance(depth, int | float) else None
 
 
 def _heatmap(task: str, rows: Sequence[Row]) -> Plot:
@@ -143,7 +137,7 @@ def _heatmap(task: str, rows: Sequence[Row]) -> Plot:
 
 
 def _percent(row: Row) -> int:
-    return round(100 * (_depth(row) or 0.0))
+    return round(100 * row["meta"]["depth"])
 
 
 def _tokens(count: int) -> str:
@@ -151,7 +145,7 @@ def _tokens(count: int) -> str:
 
 
 def _cells(axis: Any, rows: Sequence[Row], down: Sequence[Any], across: Sequence[Any], key: Any):
-    """Means as shades with their numbers; where there are no rows, nothing."""
+    """Means as shades with numbers; cells without rows stay empty."""
     found: dict[Any, list[float]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row["measures"][SCORE])
@@ -167,23 +161,16 @@ def _cells(axis: Any, rows: Sequence[Row], down: Sequence[Any], across: Sequence
 
 
 def pareto(group: Group) -> Plot | None:
-    """Mean score against memory and against speed; None where there is nothing to draw."""
-    costs = {
-        "cache of a row while answering, MiB": {
-            method: cost.resident / 2**20 for method, cost in group.costs.items() if cost.resident
-        },
-        "read of it by a decode step, MiB": {
-            method: cost.read / 2**20 for method, cost in group.costs.items() if cost.read
-        },
-        "time of a decode step, ms": {
-            method: 1000 * cost.token for method, cost in group.costs.items() if cost.token
-        },
-    }
-    drawn = {
-        label: {m: (cost, group.means[m]) for m, cost in values.items() if m in group.means}
-        for label, values in costs.items()
-    }
-    drawn = {label: points for label, points in drawn.items() if points}
+    """Mean score against memory and against time; None if there is nothing to draw."""
+    drawn: dict[str, dict[str, tuple[float, float]]] = {}
+    for label, name, scale in (
+        ("cache of a row while answering, MiB", "resident", 2**-20),
+        ("read of it by a decode step, MiB", "read", 2**-20),
+        ("time of a decode step, ms", "token", 1000),
+    ):
+        for method, mean in group.means.items():
+            if cost := getattr(group.costs[method], name):
+                drawn.setdefault(label, {})[method] = (scale * cost, mean)
     if not drawn:
         return None
     with drawing():
@@ -202,7 +189,7 @@ def pareto(group: Group) -> Plot | None:
 
 
 def _points(axis: Any, points: Mapping[str, tuple[float, float]], methods: Sequence[str]) -> None:
-    """Shapes, the same for a method in all panels, and the line of the best."""
+    """One marker a method, the same in all panels, and the line of the best."""
     from matplotlib import ticker
 
     for index, method in enumerate(methods):
@@ -222,7 +209,7 @@ def _points(axis: Any, points: Mapping[str, tuple[float, float]], methods: Seque
 
 
 def best_of(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points (cost, score) with a higher score than every cheaper one, the cheapest first."""
+    """The points (cost, score) that beat every cheaper one, in order of cost."""
     front: list[tuple[float, float]] = []
     for cost, score in sorted(set(points), key=lambda point: (point[0], -point[1])):
         if not front or score > front[-1][1]:
@@ -231,9 +218,9 @@ def best_of(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def curves(rows: Sequence[Row]) -> list[Plot]:
-    """Each kind of curve that rows carry, over the position in the text, a line a method.
+    """One plot for each curve of the rows over the position in the text, one line a method.
 
-    Points of several rows at one position are put together by the tokens they stand for.
+    Points of several rows at one position are averaged, weighted by their tokens.
     """
     plots = []
     found = [row for row in rows if row.get("curves")]
@@ -253,7 +240,7 @@ def curves(rows: Sequence[Row]) -> list[Plot]:
 
 
 def draw_line(axis: Any, index: int, method: str, x: Sequence[float], y: Any) -> None:
-    """A method's curve, told from the others by colour, dashes and marks."""
+    """A method's curve, with its own colour, dashes and markers."""
     style = {
         "color": _INK if method == BASE else _COLOURS[index % 6],
         "linestyle": _DASHES[index % 4],

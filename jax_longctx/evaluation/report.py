@@ -1,7 +1,7 @@
-"""A run as one self-contained HTML page, and as Markdown with PNG plots beside it.
+"""The report of a run: one self-contained HTML page, and Markdown with PNG plots.
 
-DIR/report.html    everything: no file and no address beside it
-DIR/report.md      the same tables, the plots from DIR/plots/
+DIR/report.html    everything, without links to other files or addresses
+DIR/report.md      the same tables, with the plots of DIR/plots/
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ About = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A heading, how to read what follows, and optional tables and plots."""
+    """A heading, a note, and optional tables and plots."""
 
     title: str
     note: str = ""
@@ -51,7 +51,7 @@ class Section:
 def make_sections(
     rows: Sequence[Row], summary: Summary, published: Sequence[str] = ()
 ) -> list[Section]:
-    """Those of a report that have any; `published` names the papers whose figures are shown."""
+    """The sections that are not empty; `published` names papers whose results are shown."""
     scores = [score_table(group, summary) for group in summary.groups]
     fronts = [plot for group in summary.groups if (plot := pareto(group)) is not None]
     theirs = [
@@ -64,7 +64,7 @@ def make_sections(
             "of a bootstrap. Below it, the difference from full attention on the same prompts "
             "with the interval of the pairs: ▼ or ▲ where that leaves out 0. † full attention is "
             f"not known to reach {ENOUGH} there, so the column says little about the methods.",
-            # A method's name and its mean alone are no scores.
+            # A table without columns of tasks has no scores.
             [table for table in scores if len(table.head) > 2],
         ),
         Section(
@@ -93,8 +93,8 @@ def make_sections(
         ),
         Section(
             "The papers' own figures",
-            "Figures in italics are theirs, of other models, prompts and texts than ours: what to "
-            "compare is how far apart methods are, not one row with the next.",
+            "Figures in italics are theirs, of other models, prompts and texts than ours: compare "
+            "the differences between methods, not a row of theirs with one of ours.",
             theirs,
         ),
         Section(
@@ -107,12 +107,12 @@ def make_sections(
 
 
 def write_about(folder: Path, about: About) -> None:
-    """Keeps what the rows do not say: `title`, `about`, `published`."""
+    """Writes the fields that rows do not have: `title`, `about`, `published`."""
     _write(folder / ABOUT, json.dumps(about, indent=1))
 
 
 def read_about(folder: Path) -> About:
-    """What `write_about` kept; nothing where no run did."""
+    """Reads the fields of `write_about`; empty if there is no such file."""
     try:
         return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -145,7 +145,7 @@ def write_report(folder: Path, rows: Sequence[Row], about: About) -> Summary:
 
 
 def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """What all rows, or several groups of them, were made with."""
+    """Names and values of the run's facts; several values are joined."""
 
     def several(key: str) -> str:
         return ", ".join(dict.fromkeys(shown(row[key]) for row in rows if row.get(key)))
@@ -169,7 +169,7 @@ def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _write(path: Path, content: str | bytes) -> None:
-    """Under a temporary name first, so that nothing is half there."""
+    """Writes under a temporary name first, so that no file is incomplete."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)

@@ -1,9 +1,9 @@
 """The rows of a run on the disk: one JSON object for each method, task, length and prompt.
 
-    DIR/rows.jsonl    first what the run was begun with, then a row a line, in order of their making
+    DIR/rows.jsonl    a header with the run's fixed options, then one row a line as they are made
 
-A row is there when its batch is done, and is not computed again; a run may go on with more
-methods, tasks, lengths or trials than it was begun with. A row says all about itself:
+A row is written when its batch is done, and is not computed again. A run may be continued with more
+methods, tasks, lengths or trials. A row is complete in itself:
 
     {"method": {"name", "settings"}, "label": "snapkv budget=L/8",
      "task": {"name", "settings"}, "task_label": "passkey", "metric", "length", "index", "seed",
@@ -12,11 +12,10 @@ methods, tasks, lengths or trials than it was begun with. A row says all about i
      "seconds": {"first_token", "token"}, "compiled", "rows",
      "bytes": {"resident", "read"}, "checkpoint", "device", "mesh", "dtype", "versions"}
 
-and in place of the answer and what follows from it `"refused"`, a sentence, where the prompt could
-not be drawn or does not fit. With `"short_of_memory": true` beside it the memory free at that time
-was not enough: the next run tries that prompt again, and its row takes the place of the earlier
-one, which stays in the file. `measures` may hold any numbers of a prompt, `curves` any of their
-courses: `{"perplexity": [[position, nats, tokens], ...]}`.
+A prompt that could not be drawn or does not fit has `"refused"`, the reason, in place of the answer
+and its measures. With `"short_of_memory": true` the free memory was not enough: the next run tries
+the prompt again, and its row replaces the earlier one, which stays in the file. `measures` may hold
+any numbers, `curves` series such as `{"perplexity": [[position, nats, tokens], ...]}`.
 """
 
 import fcntl
@@ -35,19 +34,19 @@ Key = tuple[str, str, int, int]
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """What tells a row from the others of its run."""
+    """The key of a row, unique in its run."""
     return row["label"], row["task_label"], row["length"], row["index"]
 
 
 class RowStore:
-    """The rows of one folder, for a run that goes on there.
+    """The rows of one folder, read and extended by a run.
 
     Args:
-      given: what all rows have in common, JSON values: model, seed.
+      given: options that every run into the folder must share, JSON values.
 
     Attributes:
-      rows: all that there are; of a prompt that was tried again the newest.
-      resumed: whether an earlier run had begun.
+      rows: the newest row of each key.
+      resumed: whether an earlier run wrote here.
 
     Raises:
       InputError: the folder cannot be written, holds rows of another run, or another process is
@@ -76,19 +75,19 @@ class RowStore:
             self._file.close()
             raise
         self._rows = {key_of(row): row for row in rows}
-        # Tried once in a run: in the run that refused it, more memory is not to be expected.
-        self._again = {key for key, row in self._rows.items() if _was_short(row)}
+        # A run tries each of these once more; within one run the memory stays as it is.
+        self._again = {key for key, row in self._rows.items() if row.get("short_of_memory")}
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         return list(self._rows.values())
 
     def __contains__(self, key: Key) -> bool:
-        """Whether the row is there, and not to be tried again."""
+        """Whether the row exists and is not to be tried again."""
         return key in self._rows and key not in self._again
 
     def check_prompt(self, key: Key, sha256: str) -> None:
-        """Raises InputError where the row of that key is there and was of another prompt."""
+        """Raises InputError if the row of that key exists and had another prompt."""
         if self._rows.get(key, {}).get("prompt_sha256") not in (None, sha256):
             _, task, length, index = key
             raise InputError(
@@ -97,22 +96,22 @@ class RowStore:
             )
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """More rows; on the disk when this returns."""
+        """Writes rows; they are on the disk when this returns."""
         rows = list(rows)
         lines.append(self._file, rows)
         self._rows.update((key_of(row), row) for row in rows)
         self._again.difference_update(map(key_of, rows))
 
     def close(self) -> None:
-        """Closes the file; the run can go on later."""
+        """Closes the file; the run can be continued later."""
         self._file.close()
 
 
 def _lock(file: IO[bytes]) -> None:
-    """Of two runs into one folder each would cut the other's line; it holds until the file closes.
+    """Locks the file until it is closed, so that two runs do not write into one folder.
 
     Raises:
-      InputError: another run holds it.
+      InputError: another run holds the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,23 +121,18 @@ def _lock(file: IO[bytes]) -> None:
             f"--output"
         ) from error
     except OSError:
-        # Some network file systems have no locks; rows are written there as on any other.
+        # Some network file systems have no locks; runs work there without one.
         return
 
 
-def _was_short(row: Mapping[str, Any]) -> bool:
-    """Whether the row was refused for the memory of its time."""
-    return bool(row.get("short_of_memory"))
-
-
 def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
-    """The rows of a folder, and of others of the same model; one that several hold counts once.
+    """The rows of several folders of one model.
 
-    The first folder's does, but for rows that were short of memory where another's was not.
+    Of rows with the same key and prompt the first folder's counts, unless it was short of memory.
 
     Raises:
-      InputError: a folder has no rows, or was run with another model, dtype or chat layout than the
-        first, which no table could tell apart.
+      InputError: a folder has no rows, or differs from the first in model, dtype or chat layout,
+        which tables do not show.
     """
     joined: dict[tuple[Key, str | None], dict[str, Any]] = {}
     first: Mapping[str, Any] = {}
@@ -162,7 +156,7 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
                 )
         for row in rows:
             key = key_of(row), row.get("prompt_sha256")
-            if key not in joined or _was_short(joined[key]):
+            if key not in joined or joined[key].get("short_of_memory"):
                 joined[key] = row
     return list(joined.values())
 
@@ -176,5 +170,5 @@ def _read(path: Path) -> list[dict[str, Any]]:
         for row in rows:
             key_of(row)
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is no file of rows: {error}") from error
+        raise InputError(f"{path} is not a file of rows: {error}") from error
     return [header, *rows]

@@ -1,9 +1,9 @@
-"""A model's answers to tasks under several methods, at several lengths, as rows on the disk.
+"""Evaluation runs: a model's answers to tasks under several methods and lengths, written as rows.
 
-One process, the leader, draws the prompts, keeps the rows and scores; what is to be computed next
-it shares with the others, which run the same programs over the same mesh. Rows of a length have
-caches of one size, whatever their task, so that a method's programs are compiled once for it. The
-unit of work is a batch: its rows are on the disk before the next one begins.
+One process, the leader, draws the prompts, scores the answers and writes the rows. It sends each
+batch to the other processes, which run the same programs over the same mesh. All tasks of a length
+share one cache size, so a method's programs are compiled once for the length. Rows of a batch are
+on the disk before the next batch begins.
 """
 
 import array
@@ -33,13 +33,13 @@ from jax_longctx.text import PromptLayout, Tokenizer, chat_layout
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One sample in tokens: the context, with a beginning-of-text token, and what is asked of it.
+    """One sample in tokens: the context, with a beginning-of-text token, and the question.
 
     Attributes:
-      question: the sample's query and the start of its answer, tokenised on their own; methods
-        that need the question while they read are given it whole.
+      question: the sample's query and the start of its answer, tokenised on their own. Methods that
+        need the question at prefill get all of it.
       sha256: of the text, context and question.
-      refused: why no method is given it.
+      refused: why the prompt is not run.
     """
 
     sample: Sample
@@ -51,35 +51,27 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """The prompts of one task and length; `refused` says why those that are missing are."""
+    """The prompts of one task and length; `refused` says why prompts are missing."""
 
     task: Task
     prompts: list[Prompt]
     refused: str | None = None
 
-    @property
-    def usable(self) -> list[Prompt]:
-        """Those that are not refused."""
-        return [prompt for prompt in self.prompts if prompt.refused is None]
-
-    @property
-    def reserve(self) -> int:
-        """Tokens that question and answer take at most."""
-        return max((len(prompt.question) for prompt in self.usable), default=0) + self.task.max_new
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest context."""
-        return max((len(prompt.context) for prompt in self.usable), default=0)
+    def sizes(self) -> tuple[int, int]:
+        """Most tokens of a context, and of a question with its answer, without refused prompts."""
+        usable = [prompt for prompt in self.prompts if prompt.refused is None]
+        longest = max((len(prompt.context) for prompt in usable), default=0)
+        asked = max((len(prompt.question) for prompt in usable), default=0)
+        return longest, asked + self.task.max_new
 
 
 def draw(
     task: Task, tokenizer: Tokenizer, layout: PromptLayout, *, tokens: int, trials: int, seed: int
 ) -> Drawn:
-    """`trials` prompts of at most `tokens` tokens, the layout's own words and the answer included.
+    """`trials` prompts of at most `tokens` tokens, the layout's tokens and the answer included.
 
-    With a chat's layout the start of the answer stands after the header of the answer. A task
-    whose prompts come from a file may have fewer, and longer ones, which are refused.
+    In a chat layout the start of the answer follows the answer header. A task with prompts of a
+    file may have fewer than `trials`, and longer ones, which are refused.
 
     Raises:
       InputError: the text or file that the task reads cannot be used.
@@ -106,7 +98,7 @@ def _prompt(sample: Sample, tokenizer: Tokenizer, layout: PromptLayout, room: in
         refused = f"the prompt has {sample.length:,} tokens, {room:,} were asked for; it is not cut"
     return Prompt(
         sample,
-        # Four bytes a token: a list would take eight, and keep every number beside.
+        # Four bytes a token; a list takes eight and an object for each number.
         array.array("i", tokenizer.encode(context, bos=True)),
         array.array("i", tokenizer.encode(question)),
         hashlib.sha256(f"{context}\0{question}".encode()).hexdigest(),
@@ -116,13 +108,13 @@ def _prompt(sample: Sample, tokenizer: Tokenizer, layout: PromptLayout, room: in
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
       total: rows of the run.
-      before: of these, rows that earlier runs had finished.
-      done: rows that this run has finished.
-      doing: method, task and length at hand.
+      before: rows that earlier runs finished.
+      done: rows that this run finished.
+      doing: the current method, task or length.
     """
 
     total: int
@@ -132,11 +124,11 @@ class Progress:
 
 
 def check_config(config: EvalConfig) -> None:
-    """Makes every method and task, which costs nothing.
+    """Checks every method and task; computes nothing.
 
     Raises:
-      ConfigError, InputError: one of them is not what it should be, two have one name, or a
-        package is missing that scores need.
+      ConfigError, InputError: a method or task is wrong, two tasks have one name, or a package that
+        scores need is missing.
     """
     named: dict[str, Spec] = {}
     for cell in config.cells():
@@ -155,7 +147,7 @@ def check_config(config: EvalConfig) -> None:
 
 
 def _shown(task: Task, spec: Spec) -> str:
-    """The task's own name for what it draws, and the settings it was given."""
+    """Name of a task in rows and tables: its label and the given settings."""
     settings = [f"{key}={value}" for key, value in spec.settings if key != "haystack"]
     return " ".join([task.label, *settings])
 
@@ -168,12 +160,12 @@ def run_eval(
     facts: Mapping[str, Any],
     progress: Callable[[Progress], None] | None = None,
 ) -> list[dict[str, Any]] | None:
-    """Computes the rows that `output` does not hold yet, and returns all that it holds then.
+    """Computes the rows that `output` does not hold yet, and returns all its rows.
 
     Every process of a job calls it; the leader reads and writes, the others return None.
 
     Args:
-      facts: of the run, for every row: device, mesh, versions.
+      facts: fields of every row: checkpoint, device, mesh, versions.
 
     Raises:
       ConfigError, InputError: a method or task is wrong, or `output` is of another run.
@@ -189,8 +181,8 @@ def run_eval(
             if given != (work.method, work.settings):
                 given = work.method, work.settings
                 if not model.engine.setup.by_layer:
-                    # Of 30 tiny layers a method's programs take some 225 MB of the host's memory.
-                    # By their 1,100 mappings `limit_mappings` would keep those of 28 methods.
+                    # Programs of 30 tiny layers take about 225 MB of host memory a method, and
+                    # `limit_mappings` would keep those of 28 methods (1,100 mappings each).
                     jax.clear_caches()
                 engine = engine_of(model, make_method(*given))
             found = answer_batch(model, engine, work)
@@ -200,7 +192,7 @@ def run_eval(
 
 
 class _Leader:
-    """Draws prompts, plans batches, scores and keeps rows."""
+    """Draws prompts, plans batches, scores answers and writes rows."""
 
     def __init__(
         self,
@@ -219,19 +211,23 @@ class _Leader:
             (cell.task, cell.length): make_task(cell.task.name, cell.task.at(cell.length))
             for cell in self.cells
         }
-        # The batch at hand.
         self.batch: list[_Job] = []
         self.work = self._work()
 
     def next(self, found: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-        """Takes the rows of the batch it gave last, and gives the next; None at the end."""
+        """Takes the rows of the last batch and returns the next batch; None at the end."""
         if found is not None:
             self._add([_scored(job, row) for job, row in zip(self.batch, found, strict=True)])
         work = next(self.work, None)
         return None if work is None else dataclasses.asdict(work)
 
     def _work(self) -> Generator[Work]:
-        self.store = RowStore(self.output, self._given())
+        # A run can only be continued with the same values. The fingerprint is of the weights: a
+        # checkpoint that is converted again is stored in other files.
+        engine, run = self.model.engine, self.config.run
+        options = {"dtype": str(engine.setup.dtype), "chunk": engine.chunk, "chat": run.chat}
+        self.given = {"checkpoint": engine.fingerprint, "seed": run.seed, **options}
+        self.store = RowStore(self.output, self.given)
         wanted = [self._key(cell, i) for cell in self.cells for i in range(cell.trials)]
         self.progress = Progress(len(wanted), sum(key in self.store for key in wanted))
         try:
@@ -248,24 +244,18 @@ class _Leader:
         for cell in cells:
             for prompt in drawn[cell.task].prompts[: cell.trials]:
                 self.store.check_prompt(self._key(cell, prompt.sample.index), prompt.sha256)
-        for prompts in drawn.values():
-            if prompts.refused is not None:
-                # A row for each prompt that could not be drawn, under every method.
-                self._add(
-                    [
-                        self._base(cell, index) | {"refused": prompts.refused}
-                        for cell in cells
-                        if drawn[cell.task] is prompts
-                        for index in range(len(prompts.prompts), cell.trials)
-                        if self._key(cell, index) not in self.store
-                    ]
-                )
-        reserve = max(prompts.reserve for prompts in drawn.values())
-        slots = max(prompts.longest for prompts in drawn.values()) + reserve + 1
+        for cell in cells:
+            # A refused row for each prompt that could not be drawn.
+            if reason := drawn[cell.task].refused:
+                missing = range(len(drawn[cell.task].prompts), cell.trials)
+                new = [i for i in missing if self._key(cell, i) not in self.store]
+                self._add([self._base(cell, i) | {"refused": reason} for i in new])
+        longest, reserve = map(max, zip(*(each.sizes() for each in drawn.values()), strict=True))
+        slots = longest + reserve + 1
         for method, own in itertools.groupby(cells, lambda cell: cell.method):
             self._tell(doing=f"{method.label}, {length:,} tokens")
             jobs = [
-                _Job(cell, drawn[cell.task].task, prompt, self._base(cell, prompt.sample.index))
+                _Job(drawn[cell.task].task, prompt, self._base(cell, prompt.sample.index))
                 for cell in own
                 for prompt in drawn[cell.task].prompts[: cell.trials]
             ]
@@ -274,7 +264,7 @@ class _Leader:
     def _method(
         self, method: Spec, length: int, jobs: list["_Job"], slots: int, reserve: int
     ) -> Iterator[Work]:
-        """The batches of one method that are not done."""
+        """The batches of one method whose rows are missing."""
         left = [job for job in jobs if key_of(job.base) not in self.store]
         reasons = [(job, job.prompt.refused) for job in left if job.prompt.refused]
         self._add([_scored(job, {"refused": reason}) for job, reason in reasons])
@@ -287,7 +277,7 @@ class _Leader:
         except ConfigError as error:
             self._add([_scored(job, {"refused": str(error)}) for job in left])
             return
-        # Of all jobs, so that a run that goes on has the shapes of one that was not ended.
+        # From all jobs, so that a continued run has the shapes of an uninterrupted one.
         most = min(self.config.run.batch, max(map(len, _alike(jobs))))
         rows = rows_that_fit(engine, most, slots, reserve, self.memory)
         for group in _alike(left):
@@ -321,7 +311,7 @@ class _Leader:
                 seed=self.config.run.seed,
             )
         for cell in cells:
-            # A file may have fewer prompts than were asked for.
+            # A file may have fewer prompts than requested.
             if drawn[cell.task].refused is None:
                 short = max(cell.trials - len(drawn[cell.task].prompts), 0)
                 self.progress = dataclasses.replace(
@@ -344,49 +334,35 @@ class _Leader:
         return cell.method.label, shown, cell.length, index
 
     def _base(self, cell: Cell, index: int) -> dict[str, Any]:
-        """What a row says whatever comes of it."""
+        """The fields of a row that do not depend on the answer."""
         task = self.tasks[cell.task, cell.length]
         label, shown, length, _ = self._key(cell, index)
+        names: Any = describe(cell.task.name)["settings"]
         return {
             "label": label,
             "task_label": shown,
             "length": length,
             "index": index,
             "method": settings_of(make_method(cell.method.name, cell.method.at(length))),
-            "task": {"name": cell.task.name, "settings": _settings(task)},
+            "task": {"name": task.name, "settings": {name: getattr(task, name) for name in names}},
             "metric": task.metric,
-            "seed": self.config.run.seed,
-            **self.facts,
-            "dtype": str(self.model.engine.setup.dtype),
-            "chunk": self.model.engine.chunk,
-            "chat": self.config.run.chat,
             "by_layer": self.config.run.by_layer,
-        }
-
-    def _given(self) -> dict[str, Any]:
-        """What a run must be continued with."""
-        return {
-            # Of the weights: a checkpoint that is converted again is stored in other files.
-            "checkpoint": self.model.engine.fingerprint,
-            "seed": self.config.run.seed,
-            "dtype": str(self.model.engine.setup.dtype),
-            "chunk": self.model.engine.chunk,
-            "chat": self.config.run.chat,
+            **self.given,
+            **self.facts,
         }
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """One row to be computed; `base` is what it says already."""
+    """One row to be computed; `base` holds its fields that are known."""
 
-    cell: Cell
     task: Task
     prompt: Prompt
     base: dict[str, Any]
 
 
 def _alike(jobs: Sequence[_Job]) -> list[list[_Job]]:
-    """Jobs whose answers end alike, so that they may share a batch; the longest first."""
+    """Groups of jobs that may share a batch: same answer length and stop strings; longest first."""
     groups: dict[tuple[int, tuple[str, ...]], list[_Job]] = {}
     for job in jobs:
         groups.setdefault((job.task.max_new, tuple(job.task.stop)), []).append(job)
@@ -396,7 +372,7 @@ def _alike(jobs: Sequence[_Job]) -> list[list[_Job]]:
 
 
 def _scored(job: _Job, row: dict[str, Any]) -> dict[str, Any]:
-    """The whole row."""
+    """The finished row."""
     sample = job.prompt.sample
     about = {
         "prompt_sha256": job.prompt.sha256,
@@ -408,8 +384,3 @@ def _scored(job: _Job, row: dict[str, Any]) -> dict[str, Any]:
     answer = row["answer"]
     measures = {"score": job.task.score(answer, sample), **job.task.parts(answer, sample)}
     return job.base | about | row | {"measures": measures}
-
-
-def _settings(task: Task) -> dict[str, Any]:
-    settings: Any = describe(task.name)["settings"]
-    return {name: getattr(task, name) for name in settings}

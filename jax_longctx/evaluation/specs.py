@@ -1,4 +1,4 @@
-"""Methods and tasks as the command line and suites write them, and protocols of perplexity."""
+"""Text form of methods and tasks with settings, and the protocols of perplexity."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> "Spec":
-        """`"citrus:budget=1024,chunk=256"`. Raises InputError where it reads otherwise."""
+        """Parses `"citrus:budget=1024,chunk=256"`. Raises InputError on any other form."""
         name, _, rest = text.partition(":")
         pairs = [pair.partition("=") for pair in rest.split(",") if pair]
         for key, equals, value in pairs:
@@ -34,13 +34,14 @@ class Spec:
 
     @property
     def label(self) -> str:
-        """In tables, and what tells rows of one run apart: `citrus budget=1024`."""
+        """Name in rows and tables: `citrus budget=1024`."""
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.settings)])
 
     def at(self, length: int) -> dict[str, str]:
-        """The settings for prompts of `length` tokens, shares of it as numbers.
+        """The settings for prompts of `length` tokens, with shares as numbers.
 
-        Raises InputError at `L/0`.
+        Raises:
+          InputError: a setting is `L/0`.
         """
         values = {}
         for key, value in self.settings:
@@ -53,14 +54,14 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What is scored of a text, and how it is fed.
+    """Which tokens of a text are scored, and how they are fed.
 
     Attributes:
-      through: as `engine.forced_states` takes it.
-      length: tokens of a text, the scored ones among them.
-      score: how many of the last tokens are scored; None for all but the first.
-      window: scored tokens that a point of a curve over positions has.
-      stream: whether texts may run on from one document to the next.
+      through: argument of `engine.scoring.forced_states`.
+      length: tokens of a text, the scored ones included.
+      score: number of last tokens that are scored; None for all but the first.
+      window: scored tokens of a point in a curve over positions.
+      stream: whether a text may span several documents.
     """
 
     through: Literal["decode", "context", "question"]

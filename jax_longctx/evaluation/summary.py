@@ -1,7 +1,8 @@
-"""Rows put together: what a report says of each method, task and length, as numbers."""
+"""Statistics of a run's rows by method, task and length, for the report."""
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from jax_longctx.evaluation.intervals import bootstrap, mean_interval, paired_interval
 
-# The label of the method that the others are compared with.
+# Label of the method with which the others are compared.
 BASE = "full"
 SCORE = "score"
 
@@ -18,7 +19,7 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A mean with its interval at 95%."""
+    """A mean with its 95% interval, of `count` values."""
 
     mean: float
     low: float
@@ -28,7 +29,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A measure's mean, and its difference from full attention's on the same prompts."""
+    """Mean of a measure, and difference from full attention on the same prompts."""
 
     value: Estimate
     difference: Estimate | None
@@ -40,25 +41,23 @@ class Score:
 
     Attributes:
       score: from 0 to 100; None where every prompt was refused.
-      difference: from full attention on the same prompts; None for itself, and without it.
       others: further measures, by name.
-      refused: prompts that were.
+      refused: number of refused prompts.
     """
 
-    score: Estimate | None
-    difference: Estimate | None
+    score: Measure | None
     others: dict[str, Measure]
     refused: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """One method at one length: medians over its rows; None where nothing was measured.
+    """Medians over the rows of one method at one length; None where nothing was measured.
 
     Attributes:
-      resident, read: bytes of a row's caches while answering, and of them a decode step reads.
-      first_token, token: seconds, of batches that compiled nothing.
-      rows: of these batches.
+      resident, read: bytes of a row's caches while answering, and those a decode step reads.
+      first_token, token: seconds in batches that compiled nothing.
+      rows: most rows of such a batch.
     """
 
     resident: float | None
@@ -70,7 +69,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Everything of one length: scores by (method, task), costs by method.
+    """The results of one length: scores by (method, task), costs by method.
 
     Attributes:
       settings: `{"name", "settings"}` of each method, by its label.
@@ -84,13 +83,13 @@ class Group:
     settings: dict[str, dict[str, Any]]
 
     def score(self, method: str, task: str) -> Estimate | None:
-        """Of that method on that task; None where there is none."""
+        """Mean score of that method on that task, if there is one."""
         cell = self.scores.get((method, task))
-        return cell.score if cell is not None else None
+        return cell.score.value if cell and cell.score else None
 
     @property
     def means(self) -> dict[str, float]:
-        """Over tasks, of methods that have a score on all tasks that any method has one on."""
+        """Means over tasks of the methods that have a score on every scored task."""
         scored = [t for t in self.tasks if any(self.score(method, t) for method in self.methods)]
         means = {}
         for method in self.methods:
@@ -102,32 +101,30 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """All lengths, and what the rows have in common.
+    """The results of all lengths.
 
     Attributes:
-      metrics: what a task's score means.
-      refused: reasons, by (method, task, length), with the number of prompts.
+      metrics: meaning of each task's score.
+      refused: number of refused prompts by (method, task, length, reason).
     """
 
     groups: list[Group]
     methods: list[str]
-    tasks: list[str]
     metrics: dict[str, str]
     refused: dict[tuple[str, str, int, str], int]
 
 
 def summarise(rows: Sequence[Row]) -> Summary:
-    """The summary of rows, methods and tasks in the order in which they come."""
+    """The summary of rows; methods and tasks stay in the order of the rows."""
     lengths = sorted({row["length"] for row in rows})
-    refused: dict[tuple[str, str, int, str], int] = {}
-    for row in rows:
-        if "refused" in row:
-            key = (row["label"], row["task_label"], row["length"], row["refused"])
-            refused[key] = refused.get(key, 0) + 1
+    refused = Counter(
+        (row["label"], row["task_label"], row["length"], row["refused"])
+        for row in rows
+        if "refused" in row
+    )
     return Summary(
         groups=[_group(length, [r for r in rows if r["length"] == length]) for length in lengths],
         methods=_ordered(row["label"] for row in rows),
-        tasks=_ordered(row["task_label"] for row in rows),
         metrics={row["task_label"]: row["metric"] for row in rows},
         refused=refused,
     )
@@ -156,17 +153,11 @@ def _group(length: int, rows: Sequence[Row]) -> Group:
 def _score(rows: Sequence[Row], base: Sequence[Row]) -> Score:
     names = _ordered(name for row in rows for name in row.get("measures", {}))
     found = {name: _measure(rows, base, name) for name in names}
-    score = found.pop(SCORE, None)
-    return Score(
-        score and score.value,
-        score and score.difference,
-        found,
-        sum("refused" in row for row in rows),
-    )
+    return Score(found.pop(SCORE, None), found, sum("refused" in row for row in rows))
 
 
 def _measure(rows: Sequence[Row], base: Sequence[Row], name: str) -> Measure:
-    """Scores have the intervals of right and wrong answers, other measures a bootstrap's."""
+    """Scores have intervals for right and wrong answers, other measures those of a bootstrap."""
     mine, theirs = _by_prompt(rows, name), _by_prompt(base, name)
     shared = [prompt for prompt in mine if prompt in theirs]
     first, second = ([values[prompt] for prompt in shared] for values in (mine, theirs))
@@ -182,7 +173,7 @@ def _measure(rows: Sequence[Row], base: Sequence[Row], name: str) -> Measure:
 
 
 def _by_prompt(rows: Sequence[Row], name: str) -> dict[tuple[int, str], float]:
-    """A measure by the prompt: its number and its text's hash."""
+    """Values of a measure by (number, hash) of the prompt."""
     return {
         (row["index"], row["prompt_sha256"]): row["measures"][name]
         for row in rows

@@ -1,4 +1,4 @@
-"""The tables of a report, from a summary: for its page, and as Markdown."""
+"""The tables of a report, as cells for its page and as Markdown."""
 
 import dataclasses
 import math
@@ -21,18 +21,18 @@ from jax_longctx.studies.published import PublishedTable
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
-# Where full attention itself is below this, a method's score says little about the method.
+# Below this score of full attention, a method's score says little about the method.
 ENOUGH = 90
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What stands in a table.
+    """A cell of a table.
 
     Attributes:
-      text: the figure.
-      notes: smaller, below it.
-      kind: "" or "weak" (says little), "theirs" (a paper's own figure), "name" (words).
+      text: the number or name.
+      notes: shown smaller below it.
+      kind: "", or the CSS class "weak" (says little), "theirs" (a paper's own number) or "name".
     """
 
     text: str
@@ -42,7 +42,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Columns and rows; the first cell of a row names it. `note` says how it was made."""
+    """Columns and rows; the first cell of a row names it. `note` explains the numbers."""
 
     title: str
     head: list[Cell]
@@ -75,24 +75,24 @@ def score_table(group: Group, summary: Summary) -> Table:
 
 def _count(group: Group, task: str) -> str:
     """`n = 50`, or a range where methods have different numbers of prompts."""
-    counts = [cell.score.count for (_, t), cell in group.scores.items() if t == task and cell.score]
+    found = [group.score(method, task) for method in group.methods]
+    counts = [score.count for score in found if score]
     low, high = min(counts, default=0), max(counts, default=0)
     return f"n = {low}" if low == high else f"n = {low} to {high}"
 
 
 def _score_cell(score: Score | None, weak: bool) -> Cell:
     kind = "weak" if weak else ""
-    if score is None:
-        return Cell(NOTHING, kind=kind)
-    refused = (f"{score.refused} refused",) if score.refused else ()
-    if score.score is None:
+    refused = (f"{score.refused} refused",) if score and score.refused else ()
+    found = score and score.score
+    if not found:
         return Cell(NOTHING, refused, kind)
-    notes = [*_interval(score.score, ".0f"), *_difference(score.difference, "+.0f"), *refused]
-    return Cell(f"{score.score.mean:.0f}", tuple(notes), kind)
+    notes = [*_interval(found.value, ".0f"), *_difference(found.difference, "+.0f"), *refused]
+    return Cell(f"{found.value.mean:.0f}", tuple(notes), kind)
 
 
 def _interval(found: Estimate, form: str) -> list[str]:
-    """Nothing where one value says nothing of how others would be."""
+    """The interval as text; nothing for a single value, which has none."""
     return [] if math.isnan(found.low) else [f"[{found.low:{form}}, {found.high:{form}}]"]
 
 
@@ -104,7 +104,7 @@ def _difference(found: Estimate | None, form: str) -> list[str]:
 
 
 def cost_table(group: Group) -> Table:
-    """What a row costs under each method at one length."""
+    """Bytes and seconds of a row under each method at one length."""
     base = group.costs.get(BASE)
     names = ("cache while answering", "read by a step", "first token", "next tokens")
     rows = []
@@ -140,7 +140,7 @@ def _times(value: float, base: float | None) -> tuple[str, ...]:
 
 
 def other_tables(group: Group) -> list[Table]:
-    """One for each measure beside the score."""
+    """One table for each measure except the score."""
     names = dict.fromkeys(name for cell in group.scores.values() for name in cell.others)
     tables = []
     for name in names:
@@ -168,7 +168,7 @@ def _measure(found: Measure | None) -> Cell:
 
 
 def published_table(published: PublishedTable, summary: Summary) -> Table:
-    """A paper's figures, and below each of its methods ours with the very same settings."""
+    """A paper's results, and below each method our rows with exactly its settings."""
     rows = []
     for name, theirs in published.rows.items():
         figures = (Cell(f"{value:g}", kind="theirs") for value in theirs["values"])
@@ -185,7 +185,7 @@ def published_table(published: PublishedTable, summary: Summary) -> Table:
 
 
 def _ours(group: Group, label: str, task: str) -> Cell:
-    """By the task's name, whatever text it was drawn from."""
+    """Our score on the task of that name, with any text or settings."""
     for (method, shown), score in group.scores.items():
         if method == label and shown.split()[0].split("@")[0] == task:
             return _score_cell(score, False)
@@ -193,7 +193,7 @@ def _ours(group: Group, label: str, task: str) -> Cell:
 
 
 def refused_table(summary: Summary) -> Table:
-    """Prompts that were not given to a method, and why."""
+    """Prompts that were not run under a method, and the reasons."""
     rows = [
         [_name(method), _name(task), Cell(f"{length:,}"), Cell(str(count)), _name(reason)]
         for (method, task, length, reason), count in summary.refused.items()
@@ -234,7 +234,7 @@ def _cell(cell: Cell) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that is no markup of a table."""
+    """The text with Markdown's signs escaped, on one line."""
     for sign in "\\|*_`":
         text = text.replace(sign, f"\\{sign}")
     return " ".join(text.split())

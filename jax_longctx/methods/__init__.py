@@ -1,9 +1,9 @@
 """The methods by name: one file each in this folder, and those that other packages offer.
 
 A file here that holds a class under `@method` is a method; its name is the file's, with hyphens. A
-package elsewhere names its methods in the entry-point group `jax_longctx.methods`, each as the
-module that holds it. A method is imported when it is asked for, so a name can be checked, listed or
-completed without JAX, whose import takes seconds.
+package elsewhere names its methods in the entry-point group `jax_longctx.methods`, each with its
+module. A method is imported at its first use, so names can be checked, listed or completed without
+importing JAX, which takes seconds.
 """
 
 import dataclasses
@@ -32,8 +32,9 @@ class _Classes(UserDict[str, Any]):
 
         try:
             importlib.import_module(home)
-        except ImportError as error:
-            raise ConfigError(f"method {name!r}: {home} cannot be imported: {error}") from error
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"method {name!r}: {home} cannot be imported: {said}") from error
         if name not in REGISTERED:
             raise ConfigError(
                 f"method {name!r}: {home} registers no method of that name; decorate its class "
@@ -42,7 +43,7 @@ class _Classes(UserDict[str, Any]):
         return REGISTERED[name]
 
 
-# Emulations of published code, for studies of parity; nobody is advised to take one.
+# Emulations of published code, for comparison alone.
 STUDIES = {
     "arkvale-paged": "jax_longctx.studies.arkvale_paged",
     "star-released-mask": "jax_longctx.studies.star_released_mask",
@@ -51,7 +52,7 @@ STUDIES = {
 
 
 def _found() -> dict[str, str]:
-    """Where each method lives; a package's own name for one of ours is left aside."""
+    """The module of each method; names of this folder win over names of other packages."""
     files = (module.name for module in pkgutil.iter_modules(__path__))
     own = {name.replace("_", "-"): f"{__name__}.{name}" for name in files}
     others = {entry.name: entry.module for entry in entry_points(group="jax_longctx.methods")}
@@ -77,8 +78,8 @@ def check_method(name: str) -> None:
 def make_method(name: str, settings: Mapping[str, object] | None = None) -> Any:
     """The method of that name with `--set key=value` settings, typed and validated.
 
-    Settings are text, or values that print as such. One that is a method is given by name, its own
-    settings behind a dot: `decode=quest`, `decode.budget=512`.
+    Settings are text, or values that print as such text. A setting that is a method takes a name,
+    and that method's settings follow a dot: `decode=quest`, `decode.budget=512`.
 
     Raises:
       ConfigError: unknown method, unknown setting, or a value of the wrong type or range.

@@ -1,18 +1,18 @@
-"""ArkVale: each layer reads the pages whose digests promise most.
+"""ArkVale: each layer reads the pages whose digests have the highest scores.
 
 Chen et al. 2024, section 4. Each page has a digest: a box or a ball around the middle of the keys'
-extremes, or the mean key. A page's score is the largest q.k that its box or ball allows, averaged
-over the query heads of the layer; a decode step attends the best pages. The
-default digest, `cuboid-mean`, has the mean distance from the middle as its radius: tighter than a
-bound, and not one. `cuboid-max` is Quest's.
+extremes, or the mean key. A page's score is the largest q.k in its box or ball, averaged over the
+query heads of the layer; a decode step attends the best pages. The default digest, `cuboid-mean`,
+has the mean distance from the middle as its radius: its scores are closer than an upper bound, but
+no bound. `cuboid-max` is Quest's.
 
 Bytes of a decode step, as a share of full attention's: 1 / page_size for the digests (half for
 balls and points), and the budget over the length.
 
 Differs from the authors' code: all keys stay on the device and exactly the best pages are attended,
-as in the paper; theirs attends a cache of pages that it updates with them, which the method
-`arkvale-paged` emulates. The digest of the page that is being filled is kept too, and not used: the
-local window covers it.
+as in the paper. Their code attends a cache of pages that it updates with the best ones; the method
+`arkvale-paged` emulates it. The page that is being filled has a digest too, which is not used: the
+local window covers that page.
 """
 
 from typing import Literal
@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_longctx.contract import method
-from jax_longctx.errors import ConfigError
 from jax_longctx.parts.page_digests import PageDigests, masked_max, masked_mean
 from jax_longctx.parts.selecting import Granularity, SelectingPages
 
@@ -41,8 +40,8 @@ class ArkVale(SelectingPages):
     """Decode reads the pages whose digests promise most, chosen by all heads together.
 
     Attributes:
-      digest: shape and radius of what is kept of a page; `center` is the middle of the smallest
-        and the largest distance.
+      digest: shape and radius; `center` is half of the difference between the largest and the
+        smallest distance from the middle.
     """
 
     page_size: int = 32
@@ -53,10 +52,10 @@ class ArkVale(SelectingPages):
 
     @classmethod
     def released(cls) -> "ArkVale":
-        """The authors' settings: 32 pages, of which the sinks' one and the window's two are part.
+        """The authors' settings: 32 pages, the first and the window's two among them.
 
-        The window counts with the page that is being filled; the first two layers are dense. What
-        their code attends is `ArkValePaged.released()`.
+        The window includes the page that is being filled; the first two layers are dense.
+        `ArkValePaged.released()` also attends what their code attends.
         """
         return cls(budget=30 * 32, sink=32, local=33, whole_pages=True, skip_layers=2)
 
@@ -64,8 +63,8 @@ class ArkVale(SelectingPages):
         super().__post_init__()
         covered = self.local > 0 if self.whole_pages else self.local >= self.page_size
         if not covered:
-            raise ConfigError(
-                f"arkvale: local {self.local} must cover the page of {self.page_size} tokens that "
+            raise self.refused(
+                f"local {self.local} must cover the page of {self.page_size} tokens that "
                 "is being filled, which has no digest yet; raise local or set whole_pages=true"
             )
 

@@ -1,12 +1,12 @@
-"""CItruS: read in chunks, keep what a chunk or the instruction looks at, layer by layer.
+"""CItruS: read in chunks, keep the tokens that a chunk or the instruction attends to most.
 
 Bai et al. 2024, sections 4.1 (chunked state eviction, CSE), 4.2 (instruction-aware) and 4.3; k is
 `budget - chunk`, c is `chunk`. For each chunk of the text
 
 1. the chunk attends to the whole cache (up to k + c slots) and to itself;
-2. every cached slot is scored by the probability that it gets, on average over all query heads of
-   the layer and over the rows that look: the chunk (`CitrusStandard`), or the instruction in its
-   place (`Citrus`, one shared cache; `CitrusIndividual`, with a cache of its own);
+2. every cached slot is scored by its attention probability, averaged over all query heads of the
+   layer and over the rows of the chunk (`CitrusStandard`) or of the instruction in its place
+   (`Citrus`, one shared cache; `CitrusIndividual`, with a cache of its own);
 3. the k best stay, the same tokens for all heads, and the chunk joins.
 
 After the context the instruction evicts once more, down to k, is read, and the answer grows the
@@ -16,8 +16,8 @@ instruction its rows once more a chunk.
 
 Eq. 1 names a scaled product; the authors' code ranks by the softmax, which is the default here.
 Section 4.2 can be read as evicting before the chunk is encoded (`evict_first`); figure 5 and the
-code encode first. Scores come in float32 from the log-sum-exp of the attention that was computed,
-where the code keeps every probability in the model's dtype; of equal scores the older token stays.
+code encode first. Scores are float32, from the log-sum-exp of the attention; the code keeps
+probabilities in the model's dtype. Of equal scores the older token stays.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from jax_longctx.contract import (
     CHUNK_ROWS,
     INSTRUCTION_ROWS,
     QKV,
-    Attended,
     LayerContext,
     Segment,
+    WithCache,
     method,
 )
 from jax_longctx.parts.by_instruction import ByLayer
@@ -46,9 +46,7 @@ class Citrus(ByLayer):
 
     evict_first: bool = False
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role != "probe_and_context" or not self.evict_first:
             return super().attend(new, cache, segment, ctx)
         probe = self.look(new, cache, segment, ctx, INSTRUCTION_ROWS)

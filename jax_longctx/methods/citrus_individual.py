@@ -1,12 +1,12 @@
-"""CItruS with an individual cache for the instruction: two threads, each with what it looks at.
+"""CItruS with an individual cache for the instruction: two threads, each with its own cache.
 
-Bai et al. 2024, section 4.2 (equations 4 and 5); `citrus` says what is common. The language thread
-is standard chunked state eviction: the chunk attends to its cache, which keeps what chunks look
-at. The task thread's cache keeps what the instruction looks at, and is all that the instruction
-sees. Keys and values of a chunk join both, as the language thread computed them; both caches lose
-tokens by scores taken before either changed. At the end of the context the language thread's cache
-is dropped, its memory is free, and the task thread's answers. Cost: twice the memory of `Citrus`
-while the context is read, the same computation.
+Bai et al. 2024, section 4.2 (equations 4 and 5); see `citrus` for the rest. The language thread is
+standard chunked state eviction: the chunk attends to its cache, which keeps what chunks attend to.
+The instruction sees the task thread's cache alone, which keeps what the instruction attends to.
+Keys and values of a chunk join both caches, as the language thread computed them. Both caches evict
+by scores from before the chunk. At the end of the context the language thread's cache is freed, and
+the task thread's answers. Cost: twice the memory of `Citrus` while the context is read, the same
+computation.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from jax_longctx.caches import BudgetCache, empty_budget_cache
 from jax_longctx.contract import (
     INSTRUCTION_ROWS,
     QKV,
-    Attended,
     CacheShape,
     LayerContext,
     Segment,
     Stage,
+    WithCache,
     method,
 )
 from jax_longctx.parts.by_instruction import ByLayer
@@ -47,9 +47,7 @@ class CitrusIndividual(ByLayer):
         language = empty_budget_cache(shape, self.budget, grows=False)
         return ThreadCaches(language, super().init_cache(shape))
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role != "probe_and_context":
             return super().attend(new, cache, segment, ctx)
         chunk = self.look(new, cache.language, segment, ctx)

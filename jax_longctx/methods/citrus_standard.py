@@ -1,6 +1,6 @@
 """CItruS without an instruction: standard chunked state eviction (CSE).
 
-Bai et al. 2024, section 4.1; `citrus` says what is common. Each chunk ranks what was cached before
+Bai et al. 2024, section 4.1; see `citrus` for the rest. Each chunk ranks the tokens cached before
 it; the instruction evicts once, after the context.
 """
 

@@ -2,16 +2,15 @@
 
 For a row of total length n > n0 (the trained length) the base is multiplied by
 (f * n / n0 - (f - 1)) ** (H / (H - 2)), the formula that transformers calls `dynamic`; ReAttention
-(section 4.1) uses it as a baseline with f = 4. The total is fixed before the row's first chunk, so
-that every key turns under one base and chunked prefill equals whole prefill. Implementations whose
-base moves while they decode over keys that were turned under older ones compute something else.
+(section 4.1) uses it as a baseline with f = 4. The total is known before the row's first chunk, so
+all keys are rotated with one base, and chunked prefill equals whole prefill. Implementations that
+change the base in decode, over keys rotated with older ones, compute something else.
 """
 
 import dataclasses
 from typing import Any
 
-from jax_longctx.contract import QKV, Attended, LayerContext, Segment, method
-from jax_longctx.errors import ConfigError
+from jax_longctx.contract import QKV, LayerContext, Segment, WithCache, method
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
 
@@ -20,7 +19,7 @@ from jax_longctx.parts.appending import Appending
 class DynamicNTK(Appending):
     """Exact attention, rotary base stretched beyond the trained length.
 
-    `factor` is f above: how many times the trained length the formula is centred on.
+    `factor` is f above.
     """
 
     factor: float = 4.0
@@ -28,22 +27,19 @@ class DynamicNTK(Appending):
     phase = "both"
 
     def __post_init__(self) -> None:
-        if not self.factor >= 1.0:
-            raise ConfigError(f"dynamic-ntk: factor must be at least 1, got {self.factor}")
+        self.at_least(1, "factor")
 
     def validate(self, config: ModelConfig) -> None:
         if config.rope.kind != "default":
-            raise ConfigError(
-                f"dynamic-ntk would replace the checkpoint's own rope scaling "
-                f"{config.rope.kind!r}; use --method full with such a model"
+            raise self.refused(
+                f"it would replace the checkpoint's own rope scaling {config.rope.kind!r}; "
+                "use --method full with such a model"
             )
 
     def reach(self, config: ModelConfig, tokens: int) -> int:
-        # The base follows the text, but not in place of a scaling that the checkpoint has.
+        # Not for checkpoints with a rope scaling of their own, which `validate` refuses.
         return min(tokens, config.max_position) if config.rope.kind == "default" else tokens
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         rope = dataclasses.replace(ctx.rope, kind="dynamic", factor=self.factor)
         return super().attend(new, cache, segment, dataclasses.replace(ctx, rope=rope))

@@ -1,7 +1,9 @@
 """Full attention: every token attends every earlier token, exactly.
 
-The baseline of every method and the definition of right; `parts.appending` says how it is computed.
+The baseline of every method; `parts.appending` holds the computation.
 """
+
+from jaxtyping import Array
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import LayerContext, method
@@ -12,6 +14,8 @@ from jax_longctx.parts.appending import Appending
 class Full(Appending):
     """Exact attention over every token; the baseline."""
 
-    def adopt(self, cache: AppendCache, ctx: LayerContext) -> AppendCache:
+    def adopt(
+        self, cache: AppendCache, ctx: LayerContext, queries: Array | None = None
+    ) -> AppendCache:
         """The cache that another method's prefill has filled."""
         return cache

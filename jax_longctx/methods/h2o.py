@@ -6,16 +6,15 @@ slot s and the queries i of a segment (P are probabilities of the attention just
 
     acc[s] += mean over the kv head's query heads of sum_i P[i, s]
 
-tokens join with the mass they receive in their own segment, and then the lowest `acc` leave. While
-answering that is one token a step. Cost: attention over the budget, and one more product of
-queries and keys for the sums.
+Tokens join with the mass that they receive in their own segment, and then the lowest `acc` leave:
+in decode one token a step. Cost: attention over the budget, and one more product of queries and
+keys for the sums.
 
 Differences from the authors' code, which drops once after the whole prompt: the text is read in
 chunks, so that memory is bounded, and every query counts; sums are kept per kv head under grouped
 queries and per row of a batch. As a baseline of CItruS (`protocol=citrus`, `positions=shifted`)
-the chunk is the recent window, so `recent` counts only within the tokens before it and is 0 by
-default; the question's own mass is added before the eviction that it causes; while it is read and
-answered nothing is added, as nothing leaves any more.
+the chunk is the recent window: `recent` counts within the tokens before it and is 0 by default. The
+question's mass is added before the eviction that it causes, and none after it: nothing leaves then.
 """
 
 from typing import Literal
@@ -34,8 +33,8 @@ class H2O(Evicting):
     Attributes:
       recent: newest tokens that never leave; None is half the budget (under `citrus` none).
       over_group: how the query heads of a kv head share a score, `mean` or `max`.
-      normalize: rank by the mean over the queries that could see a token, not by their sum, which
-        favours the oldest.
+      normalize: rank by the mean over the queries that could see a token; the sum favours the
+        oldest.
       positions: `true` (the authors' eviction class) or `shifted` (their streaming class).
     """
 

@@ -1,22 +1,21 @@
-"""H2O with CItruS's shared cache: heavy hitters are what the instruction has looked at so far.
+"""H2O with CItruS's shared cache: heavy hitters are the tokens that the instruction attends to.
 
 Bai et al. 2024 (CItruS), section 5.2, "H2O + Shared Cache"; H2O is Zhang et al. 2023. As `h2o` in
-CItruS's setting (section 4.3), each kv head ranks its own tokens by accumulated attention mass,
-those cached before a chunk may leave, down to `budget - chunk`, and the chunk joins. What is
-accumulated for every cached token and chunk of v tokens, with an instruction of n tokens that looks
-beside it (`by_instruction`), both against the cache as it was:
+CItruS's setting (section 4.3), each kv head ranks its own tokens by accumulated attention mass.
+Tokens cached before a chunk may leave, down to `budget - chunk`, and the chunk joins. A chunk of v
+tokens, with an instruction of n tokens beside it (`by_instruction`), adds to every cached token
 
     acc += (1 - alpha) * mass of the chunk + alpha * v / n * mass of the instruction
 
 each averaged over the query heads of the kv head; v / n brings both to the same scale. A chunk's
 tokens join with (1 - alpha) times the mass that they get within the chunk: no instruction has seen
-them yet. With `acc_kind=mean` they are ranked by acc over the number of rows that it is from, so
-that a token does not stay for having been there long. After the context the instruction is its own
-chunk: its mass is added, it evicts once more, is read, and the answer grows the cache. Cost: as
-`citrus`, and one more product for the chunk's mass when alpha < 1.
+them yet. With `acc_kind=mean` tokens are ranked by acc over the number of rows that added to it, so
+old tokens have no advantage. After the context the instruction is its own chunk: its mass is added,
+it evicts once more, is read, and the answer grows the cache. Cost: as `citrus`, and one more
+product for the chunk's mass when alpha < 1.
 
-The authors' script names alpha `query_alpha`, 1 by default; the code behind it is not published, so
-that the sum, its scale and its scope (a kv head) are this library's reading.
+The authors' script names alpha `query_alpha`, 1 by default. The code behind it is not published:
+the sum, its scale and its scope (a kv head) are this library's reading.
 """
 
 from typing import Literal
@@ -25,7 +24,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_longctx.contract import method
-from jax_longctx.errors import ConfigError
 from jax_longctx.parts.by_instruction import ByInstruction
 from jax_longctx.parts.evicting import Look
 
@@ -36,15 +34,14 @@ class H2OShared(ByInstruction):
 
     Attributes:
       alpha: share of the instruction in what is accumulated; with 0 it is H2O in CItruS's setting.
-      acc_kind: tokens are ranked by the sum, or by its mean over the rows that looked at them.
+      acc_kind: rank by the sum, or by its mean over the rows that attended.
     """
 
     alpha: float = 1.0
     acc_kind: Literal["sum", "mean"] = "sum"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"H2OShared: alpha must lie within 0 and 1, got {self.alpha}")
+        self.fraction("alpha")
         super().__post_init__()
 
     @property
@@ -52,7 +49,7 @@ class H2OShared(ByInstruction):
         return 2 if self.acc_kind == "mean" else 1
 
     def gained(self, seen: Look) -> Float[Array, "B K U M"]:
-        """Mass over the group and, for a mean, the rows that it is from."""
+        """Mass over the group and, for a mean, the number of rows that gave it."""
         mass_BKU = self._mass(seen) / (seen.q.shape[2] // seen.k.shape[2])
         if self.acc_kind == "sum":
             return mass_BKU[..., None]
@@ -63,7 +60,7 @@ class H2OShared(ByInstruction):
         return jnp.stack([mass_BKU, rows_BKU], axis=-1)
 
     def _mass(self, seen: Look) -> Float[Array, "B K U"]:
-        """What slots and tokens gain from the chunk and the instruction, summed over the group."""
+        """Mass of slots and tokens from the chunk and the instruction, summed over the group."""
         probe = seen.instruction
         if probe is None:
             return seen.mass()
@@ -77,5 +74,5 @@ class H2OShared(ByInstruction):
         if self.acc_kind == "sum":
             return seen.sums[..., 0]
         total, rows = jnp.moveaxis(seen.sums, -1, 0)
-        # Nobody has looked at what has just joined: it has no mass either.
+        # Tokens that have just joined have neither rows nor mass.
         return total / jnp.where(rows > 0, rows, 1.0)

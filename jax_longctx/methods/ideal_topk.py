@@ -1,8 +1,8 @@
 """Ideal top-k: each query reads exactly the tokens of its largest products.
 
-The upper bound of what a selector can reach (RESA, section 5.1): every key is scored exactly, so
-that it saves only the values' half of the reading, and no time. `granularity=kv_head` ranks by the
-mean of the group's softmaxes.
+The upper bound for selectors (RESA, section 5.1). Every key is read and scored exactly; only values
+are left out, and no time is saved. `granularity=kv_head` ranks by the mean of the group's
+softmaxes.
 """
 
 from jaxtyping import Array, Float

@@ -1,6 +1,6 @@
-"""InfLLM: the newest tokens, the first ones, and the units of the past that the queries ask for.
+"""InfLLM: the newest tokens, the first ones, and the units of the past that fit the queries best.
 
-Xiao et al. 2024, section 3 (arXiv 2402.04617). All keys stay, cached before rotary embedding. Of
+Xiao et al. 2024, section 3 (arXiv 2402.04617). All keys stay, cached before rotary embedding. For
 every chunk of the context and every generated token, each layer
 
 1. takes the mean query and chooses the `topk` units of `block_size` tokens whose representative
@@ -8,48 +8,47 @@ every chunk of the context and every generated token, each layer
 2. attends, in one softmax, the window of `n_local` tokens at true distances, and at the constant
    distance n_local - 1 the first `n_init` tokens, the tokens between the last unit and the
    window, and the chosen units (`windowed_attention`): no position beyond n_local + chunk is used;
-3. adds up what every token in the window receives, and packs the tokens that complete a unit
-   behind it: its representative is the mean key of the `repr_topk` that received most.
+3. adds up the attention that every token in the window receives, and packs the tokens that complete
+   a unit behind it: its representative is the mean of the `repr_topk` keys that received most.
 
-The question's last token goes alone, as generated tokens do: it chooses for itself. Units of equal
-tokens can have equal representatives: then the older unit comes first (`parts.voted_keys`).
+The question's last token is read alone, as generated tokens are: it chooses for itself. Units of
+equal tokens can have equal representatives; then the older unit comes first (`parts.voted_keys`).
 
-Cost of a token: attention over n_init + n_local + topk * block_size tokens and a bit, and one dot
-product a unit and head, at any length. Memory is full attention's and the representatives; all of
-it stays on the device, where the authors move units to the host: the answers are the same, and the
-method `infllm-accounted` counts what they would have to load.
+Cost of a token: attention over about n_init + n_local + topk * block_size tokens, and one dot
+product a unit and head, at any length. Memory is full attention's and the representatives, all on
+the device. The authors move units to the host; the answers are the same, and the method
+`infllm-accounted` counts the units that would be loaded.
 
-As the authors' code and unlike the paper, the amount received is attention probability, distance
+As in the authors' code and unlike the paper, the amount received is attention probability, distance
 0 included (`score`), far keys stand at n_local - 1, and representatives are per query head. Unlike
 the released code a key is never attended twice (`far_mask`), sums are float32, rotary embedding is
-the model's own with its scaling, and rows of a batch choose each for themselves. Generated tokens
-may attend everything instead (`decode=dense`), as in the port that MInference and SCBench evaluate.
+the model's own with its scaling, and each row of a batch chooses for itself. With `decode=dense`
+generated tokens attend every key, as in the port that MInference and SCBench evaluate.
 """
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import append
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     CacheShape,
     LayerContext,
     Prompt,
     Segment,
+    WithCache,
     chunk_segments,
     method,
     question_segments,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.rope import attention_factor
-from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.appending import Appending, least_window
 from jax_longctx.parts.unit_memory import Layout, UnitMemory, best_units, empty_unit_memory
 from jax_longctx.parts.windowed_attention import Score, WindowedAttention, attend_everything
 
@@ -65,10 +64,10 @@ class InfLLM(Appending):
       topk: k_m, units that are attended.
       repr_topk: r_k, tokens of a unit whose keys represent it.
       chunk: tokens of the context that choose together (the authors' `exc_block_size`).
-      score: what a token receives: `mass` (the authors' code) or `logit` (the paper's formula).
+      score: the amount that a token receives: `mass` (the authors' code) or `logit` (the paper's).
       granularity: one choice for all heads of a layer, or one each (`query_head`).
-      far_distance: at which everything outside the window stands; n_local - 1 by default.
-      far_mask: `released` attends keys that leave the window within the chunk twice, as theirs.
+      far_distance: distance of all keys outside the window; n_local - 1 by default.
+      far_mask: `released` attends keys that leave the window within the chunk twice.
       decode: `dense` attends every key at its true position in decode, beyond any trained length.
     """
 
@@ -88,18 +87,16 @@ class InfLLM(Appending):
     query_aware = looks_ahead = True
 
     def __post_init__(self) -> None:
-        least_of = {"n_local": 1, "block_size": 1, "repr_topk": 1, "chunk": 1}
-        for name, given in vars(self).items():
-            if isinstance(given, int) and given < (least := least_of.get(name, 0)):
-                raise ConfigError(f"infllm: {name} must be at least {least}, got {given}")
+        self.at_least(0, "n_init", "topk", "far_distance")
+        self.at_least(1, "n_local", "block_size", "repr_topk", "chunk")
         if self.chunk > self.n_local:
-            raise ConfigError(
-                f"infllm: n_local {self.n_local} must hold a chunk of {self.chunk} tokens; raise "
+            raise self.refused(
+                f"n_local {self.n_local} must hold a chunk of {self.chunk} tokens; raise "
                 "n_local or lower chunk"
             )
         if self.repr_topk > self.block_size:
-            raise ConfigError(
-                f"infllm: repr_topk {self.repr_topk} tokens cannot be chosen of block_size "
+            raise self.refused(
+                f"repr_topk {self.repr_topk} tokens cannot be chosen of block_size "
                 f"{self.block_size}; lower repr_topk"
             )
 
@@ -109,23 +106,23 @@ class InfLLM(Appending):
 
     @property
     def distances(self) -> int:
-        """How many distances there are between a query and its keys, 0 the least."""
+        """Number of distances between a query and its keys, 0 the least."""
         return max(self.n_local, (self.far_distance or 0) + 1)
 
     def reach(self, config: ModelConfig, tokens: int) -> int:
         return tokens if self.decode == "dense" else min(tokens, self.distances)
 
     def validate(self, config: ModelConfig) -> None:
-        """Refuses distances beyond what the model was trained to or what a layer looks back."""
+        """Refuses distances beyond the trained length or a layer's sliding window."""
         if self.distances > config.trained_length:
-            raise ConfigError(
-                f"infllm: n_local {self.n_local} and far_distance {self.far_distance} reach beyond "
+            raise self.refused(
+                f"n_local {self.n_local} and far_distance {self.far_distance} reach beyond "
                 f"the {config.trained_length} positions that the model was trained to; lower them"
             )
-        least = min((window for window in config.windows if window is not None), default=None)
+        least = least_window(config)
         if least is not None and least < self.n_local:
-            raise ConfigError(
-                f"infllm: a layer's sliding window of {least} tokens is less than n_local "
+            raise self.refused(
+                f"a layer's sliding window of {least} tokens is less than n_local "
                 f"{self.n_local}; lower n_local"
             )
 
@@ -134,17 +131,15 @@ class InfLLM(Appending):
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "context":
-            return chunk_segments(prompt.context or (), self.chunk, "context")
-        return question_segments(prompt.question or (), self.chunk)
+            return chunk_segments(prompt.rows, self.chunk, "context")
+        return question_segments(prompt.rows, self.chunk)
 
-    def attend(
-        self, new: QKV, cache: UnitMemory, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, UnitMemory]:
-        (q, k, v), valid_B = new, segment.valid_of(CHUNK_ROWS)
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
+        (q, k, v), valid_B = new, segment.valid_of()
         if segment.role == "decode" and self.decode == "dense":
             store = append(cache.store, k, v, valid_B, ctx)
             return attend_everything(q, store, ctx), dataclasses.replace(cache, store=store)
-        # A rotary base may follow the window's length: it bounds the distances.
+        # A rotary base that follows the length must follow the window's, which bounds distances.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
         return self.attend_units(new, cache, valid_B, self.choose(q, cache, valid_B, ctx), ctx)
 
@@ -175,7 +170,7 @@ class InfLLM(Appending):
         valid: Int[Array, " B"],
         ctx: LayerContext,
     ) -> Int[Array, "B X C"]:
-        """The units that raw queries, of the `valid` tokens to come, ask for; then -1."""
+        """The units chosen by the raw queries of the next `valid` tokens; then -1."""
         counted_BT11 = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
         sum_B1NH = jnp.sum(q.astype(jnp.float32), 1, keepdims=True, where=counted_BT11)
         mean_B1NH = sum_B1NH / jnp.maximum(valid, 1)[:, None, None, None]

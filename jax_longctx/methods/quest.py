@@ -1,16 +1,16 @@
 """Quest: each query reads the pages that could hold its largest products.
 
 Tang et al. 2024, section 3. Each page has the elementwise maximum and minimum of its keys. The sum
-over coordinates of the larger of q max and q min bounds every q.k of the page from above; a decode
-step attends the pages of the largest bounds.
+over coordinates of the larger of q max and q min is an upper bound of every q.k of the page. A
+decode step attends the pages of the largest bounds.
 
 Bytes of a decode step, as a share of full attention's: 1 / page_size for the bounds, and the budget
 over the length. All keys stay in memory.
 
 The defaults are those of RESA (appendix, "Additional Configuration"): fixed tokens on top of the
 budget, every layer sparse. `Quest.released()` is the authors' accuracy code: no fixed tokens, at
-least three pages, the first two layers dense. It ranks pages for each query head, which forfeits
-reading a page once for a group; `granularity=kv_head` ranks by the group's mean softmax.
+least three pages, the first two layers dense. Pages are ranked for each query head, so a group may
+read a page several times; `granularity=kv_head` ranks by the group's mean softmax.
 """
 
 from jaxtyping import Array, Bool, Float

@@ -5,30 +5,30 @@ chunk of the context and each generated token, each layer
 
 1. appends the new keys and values; L tokens are cached now. Up to L = g + w all are attended;
 2. beyond that, cuts the cache into global (first g), middle, and local (last w, which hold the
-   chunk), and lets every query head of every new token name its k best keys of the middle by dot
-   product, without positions;
+   chunk). Every query head of every new token names its k best keys of the middle by dot product,
+   without positions;
 3. keeps the k' keys of most votes and the span of m slots around each (`parts.voted_keys`);
 4. attends [global | kept | local] in the text's order at positions 0, 1, 2, ...: rotary embedding
    never sees a position beyond g + k' m + w, so a model reads any length within its own window.
 
-With k = 0 it is the paper's StreamingLLM ablation. The question's last token goes alone, as
-generated tokens do, unless `last_token_decode` is off.
+With k = 0 it is the paper's StreamingLLM ablation. The question's last token is read alone, as
+generated tokens are, unless `last_token_decode` is off.
 
 Cost of a chunk at length L: 2 N T L H operations to rank, plus attention over the fixed scope;
 of a decode step: all keys read once (no values), and the scope. Memory is full attention's.
 
-Differs from the authors' released code: rows of a batch choose each for themselves, scores are
-float32, those that differ by rounding alone tie, ties go to the lower slot (`parts.voted_keys`),
-empty candidates cast no votes, an even and an odd span are what they say. By default also: the
-ranking is exact (theirs keeps the best key of each tile of 128), decode reads the right kv heads
-(theirs reads h mod K), and the local part has w tokens (theirs up to 128 fewer, so that the middle
-is whole tiles). `ReAttention.released()` does as they did.
+Differs from the authors' released code: each row of a batch chooses for itself, scores are float32,
+scores that differ by rounding alone tie, ties go to the lower slot (`parts.voted_keys`), empty
+candidates cast no votes, and a span has exactly m slots, even or odd. By default also: the ranking
+is exact (theirs keeps the best key of each tile of 128), decode reads the right kv heads (theirs
+reads h mod K), and the local part has w tokens (theirs up to 128 fewer, so that the middle is whole
+tiles). `ReAttention.released()` computes what their code computes.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,23 +36,21 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, append
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
-    Attended,
     LayerContext,
     Prompt,
     Segment,
+    WithCache,
     chunk_segments,
     method,
     question_segments,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts import voted_keys
-from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.appending import Appending, least_window
 
 TILE = 128
-# The tag of segments in which everything that a row has cached is attended.
+# The variant of segments that attend to all cached tokens.
 WHOLE = "whole"
 
 
@@ -69,10 +67,10 @@ class ReAttention(Appending):
       chunk: c, tokens of the context that choose together.
       align: 128 shortens the local part so that the middle is whole tiles of 128.
       selector: `exact`, or among the best keys of tiles of 128 (`tilemax128`); of chunks only.
-      decode_heads: `scrambled` ranks a lone token's head h against kv head h mod K.
+      decode_heads: `scrambled` ranks head h of a lone token with kv head h mod K.
       position: `original` keeps true positions, which grow with the text: an ablation.
       last_token_decode: whether the question's last token chooses for itself; else with its chunk.
-      first_chunk: up to where nothing is ranked: g + w tokens, or as `released` cuts a text.
+      first_chunk: tokens that are read without ranking: g + w, or as the released code cuts a text.
     """
 
     global_size: int = 32
@@ -99,16 +97,15 @@ class ReAttention(Appending):
         )
 
     def __post_init__(self) -> None:
-        for name, least in (("global_size", 0), ("span", 1), ("kept", 1), ("chunk", 1)):
-            if (given := getattr(self, name)) < least:
-                raise ConfigError(f"reattention: {name} must be at least {least}, got {given}")
+        self.at_least(0, "global_size")
+        self.at_least(1, "span", "kept", "chunk")
         if not 0 <= self.count <= 16:
-            raise ConfigError(f"reattention: count must be from 0 to 16, got {self.count}")
+            raise self.refused(f"count must be from 0 to 16, got {self.count}")
         spare = TILE if self.align == TILE or self.first_chunk == "released" else 0
         if self.local_size < self.chunk + spare:
             beside = f" and {spare} tokens of alignment" if spare else ""
-            raise ConfigError(
-                f"reattention: local_size {self.local_size} must hold a chunk of "
+            raise self.refused(
+                f"local_size {self.local_size} must hold a chunk of "
                 f"{self.chunk} tokens{beside}; raise local_size or lower chunk"
             )
 
@@ -118,19 +115,19 @@ class ReAttention(Appending):
         return self.global_size + self.local_size + (self.kept * self.span if self.count else 0)
 
     def validate(self, config: ModelConfig) -> None:
-        """Refuses a scope beyond what the model was trained to, or a sliding window within it."""
+        """Refuses a scope beyond the trained length or a layer's sliding window."""
         contiguous, size = self.position == "contiguous", self.scope_size
         if contiguous and size > config.trained_length:
             middle = f" + kept {self.kept} * span {self.span}" if self.count else ""
-            raise ConfigError(
-                f"reattention: global_size {self.global_size}{middle} + local_size "
+            raise self.refused(
+                f"global_size {self.global_size}{middle} + local_size "
                 f"{self.local_size} = {size} positions, the model was trained to "
                 f"{config.trained_length}; lower local_size or kept"
             )
-        least = min((window for window in config.windows if window is not None), default=None)
+        least = least_window(config)
         if least is not None and (least < size or not contiguous):
-            raise ConfigError(
-                f"reattention: a layer's sliding window of {least} tokens would hide parts of the "
+            raise self.refused(
+                f"a layer's sliding window of {least} tokens would hide parts of the "
                 f"scope of {size}; lower local_size or kept, with position=contiguous"
             )
 
@@ -138,12 +135,12 @@ class ReAttention(Appending):
         return tokens if self.position == "original" else min(tokens, self.scope_size)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        rows = (prompt.context if prompt.stage == "context" else prompt.question) or ()
+        rows = prompt.rows
         if prompt.stage == "question":
             if self.last_token_decode:
                 return question_segments(rows, self.chunk)
             return chunk_segments(rows, self.chunk, "query")
-        # The first chunk is fed in pieces: no difference where everything is attended.
+        # The first chunk is fed in pieces, which changes nothing where all tokens are attended.
         g, w, released = self.global_size, self.local_size, self.first_chunk == "released"
         cuts = [g + w + ((len(row) - g + w) % TILE - TILE if released else 0) for row in rows]
         first = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
@@ -155,11 +152,9 @@ class ReAttention(Appending):
         )
         return itertools.chain(whole, chunk_segments(rest, self.chunk, "context"))
 
-    def attend(
-        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, AppendCache]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q, k, v = new
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         cache = append(cache, k, v, valid_B, ctx)
         scope = self.choose(q, cache, valid_B, ctx, rank=segment.variant != WHOLE)
         part = voted_keys.attend_scope(new, cache, valid_B, scope, ctx, self.position == "original")
@@ -174,7 +169,7 @@ class ReAttention(Appending):
         *,
         rank: bool = True,
     ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
-        """The scope of the `valid` newest tokens, of raw queries: ascending slots, their number."""
+        """The scope of the `valid` newest tokens by raw queries: ascending slots, their number."""
         length, g, w = cache.length, self.global_size, self.local_size
         short = (w - TILE + (length - g - w) % TILE) if self.align == TILE and self.count else w
         local_B = jnp.where(length <= g + w, jnp.maximum(length - g, 0), short)
@@ -194,6 +189,6 @@ class ReAttention(Appending):
         return slots_BC, jnp.minimum(length, g) + kept_B + local_B
 
     def read_bytes(self, cache: AppendCache, length: int) -> int:
-        # Every key is ranked, empty slots too; of the scope keys and values are gathered.
+        # All keys are ranked, empty slots too; the scope's keys and values are gathered.
         attended = 2 * min(length, self.scope_size) * cache.k.nbytes // cache.k.shape[2]
         return attended + (cache.k.nbytes if self.count else 0)

@@ -1,4 +1,4 @@
-"""RefreshKV: decode over a small partial cache, chosen anew from the full one when the query turns.
+"""RefreshKV: decode over a small partial cache, chosen anew when the query's direction changes.
 
 Xu et al. 2025, "RefreshKV: Updating Small KV Cache During Long-form Generation", sections 2 and
 A.1. Context and question are read by full attention. The last token's probabilities (maximum over
@@ -18,30 +18,30 @@ from the full cache at each step.
 
 Where the paper is silent: the token of a full step is always chosen and leaves last
 (`force_self`), which makes RefreshKV without full steps SnapKV with window 1; the mean query is
-taken after rotary embedding (`qc_space`), as it meets the keys. Unlike the paper's the full cache
-takes each token at once, so that no token is lost where more than `budget` come between two full
-steps. Thresholds lie in [-1, 1]: at 1 every check refreshes, at -1 practically none; a fixed
-stride beyond the answer never does. `evict_on_push=False` lets the partial cache grow between two
-full steps. `ablation` is that of section 5.
+taken after rotary embedding (`qc_space`), as the keys see it. Unlike in the paper each token joins
+the full cache at once: no token is lost where more than `budget` come between two full steps.
+Thresholds lie in [-1, 1]: at 1 every check refreshes, at -1 practically none; a fixed stride beyond
+the answer never does. `evict_on_push=False` lets the partial cache grow between two full steps.
+`ablation` is that of section 5.
 
-Which steps are partial by schedule the host knows: they are a program that does not hold the full
-cache's matmuls at all. In the others all rows are due alike. A full step by schedule has no branch
-either; where a cosine decides, one `lax.switch` a layer says whether the full cache is touched, and
-where one row must, every row of the shard does and takes the result that is its own. The token's
-key and value are written to both caches before, so that the branches only read the large one.
+The host knows the steps that are partial by schedule: they are a program without the full cache's
+matmuls. A full step by schedule has no branch. Where a cosine decides, one `lax.switch` a layer
+says whether the full cache is read. Where one row needs it, all rows of the shard compute it, and
+each takes its own result. The token's key and value are written to both caches before, so the
+branches only read the full one.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_longctx.caches import where_rows
-from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, LayerContext, Segment, method
-from jax_longctx.errors import ConfigError
-from jax_longctx.parts.partial_decode import Partial, PartialDecoding, RefreshCache
+from jax_longctx.contract import QKV, Attended, LayerContext, Segment, WithCache, method
+from jax_longctx.parts.partial import FifoCache
+from jax_longctx.parts.partial_decode import PartialDecoding, RefreshCache
 
 # Variants of decode steps: over the partial cache alone, and those that may attend every key.
 PARTIAL = "partial"
@@ -50,12 +50,12 @@ CHECK = "check"
 
 @method(source="Xu et al. 2025, section 2")
 class RefreshKV(PartialDecoding):
-    """Decode reads a part of the cache, chosen anew by full steps when the query turns.
+    """Decode reads a part of the cache, chosen anew by full steps when the query changes.
 
     Attributes:
       schedule: full steps by the cosine (`adaptive`) or by `stride` alone (`fixed`).
       stride, qc_stride: steps from one full step (`fixed`) or check (`adaptive`) to the next.
-      threshold: a full step follows where the cosine is at most so large.
+      threshold: a full step follows where the cosine is at most this.
       qc_space: the queries are compared after rotary embedding or before it.
       ablation: section 5's: full steps choose nothing anew, or attend the new partial cache alone.
     """
@@ -71,13 +71,13 @@ class RefreshKV(PartialDecoding):
         self.at_least(1, "stride", "qc_stride")
         super().__post_init__()
         if not -1 <= self.threshold <= 1:
-            raise ConfigError(
-                f"RefreshKV: threshold is a cosine from -1 to 1, got {self.threshold}; for no full "
+            raise self.refused(
+                f"threshold is a cosine from -1 to 1, got {self.threshold}; for no full "
                 f"step at all set schedule=fixed and a stride beyond the answer"
             )
         if self.ablation == "no_full" and not self.force_self:
-            raise ConfigError(
-                "RefreshKV: ablation=no_full reads the new partial cache alone, which must hold "
+            raise self.refused(
+                "ablation=no_full reads the new partial cache alone, which must hold "
                 "the token itself; set force_self=true"
             )
 
@@ -96,20 +96,18 @@ class RefreshKV(PartialDecoding):
         return PARTIAL if step % self.every else CHECK
 
     def read_bytes(self, cache: RefreshCache, length: int) -> int:
-        """The partial cache, and the part of a full step that falls to one; "adaptive": at most."""
+        """The partial cache and a step's share of a full step; with "adaptive" the most."""
         keys = cache.store.k
         return super().read_bytes(cache, length) + 2 * keys.size * keys.dtype.itemsize // self.every
 
     def summed(self, raw: Array, rotated: Array, ctx: LayerContext) -> Float[Array, "B H"]:
-        """Its cosine is that of the mean query."""
+        """The sum of the queries whose cosine is taken."""
         return super().summed(raw, raw if self.qc_space == "pre_rope" else rotated, ctx)
 
-    def step(
-        self, new: QKV, cache: RefreshCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, RefreshCache]:
+    def step(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         """One answered token, partial or full as the schedule says."""
         raw, k, v = new
-        valid_B, at_B1 = segment.valid_of(CHUNK_ROWS), cache.store.position[:, None]
+        valid_B, at_B1 = segment.valid_of(), cache.store.position[:, None]
         q, k = ctx.rotate(raw, at_B1), ctx.rotate(k, at_B1)
         cache = self.push(k, v, cache, valid_B, ctx)
         if segment.variant == PARTIAL:
@@ -118,40 +116,40 @@ class RefreshKV(PartialDecoding):
         done_B = ~turned_B
         summed_BH = self.summed(raw, q, ctx)
         if self.schedule == "fixed":
-            out, lse, partial = self._full_step(q, cache, turned_B, ctx)
+            attended, partial = self._full_step(q, cache, turned_B, ctx)
         else:
             turned_B &= _cosine(summed_BH, cache.query) <= self.threshold
             # Branches hold collectives: every shard of a row must take the same one.
             turned_B = ctx.agree(turned_B)
 
-            def stay() -> tuple[Array, Array, Partial]:
-                return *self.read(q, cache, ctx), cache.partial
+            def stay() -> tuple[Attended, FifoCache]:
+                return self.read(q, cache, ctx), cache.partial
 
-            def full() -> tuple[Array, Array, Partial]:
+            def full() -> tuple[Attended, FifoCache]:
                 return self._full_step(q, cache, turned_B, ctx)
 
-            def some() -> tuple[Array, Array, Partial]:
-                *attended, partial = full()
-                return *where_rows(turned_B, tuple(attended), self.read(q, cache, ctx)), partial
+            def some() -> tuple[Attended, FifoCache]:
+                attended, partial = full()
+                return where_rows(turned_B, attended, self.read(q, cache, ctx)), partial
 
             all_or_some = jnp.where(jnp.all(turned_B | done_B), 2, 1)
             branch = jnp.where(jnp.any(turned_B), all_or_some, 0)
-            out, lse, partial = jax.lax.switch(branch, [stay, some, full])
+            attended, partial = jax.lax.switch(branch, [stay, some, full])
         query = where_rows(turned_B, summed_BH, cache.query)
         full_steps = cache.full_steps + turned_B
         cache = dataclasses.replace(cache, partial=partial, query=query, full_steps=full_steps)
-        return (out, lse), cache
+        return attended, cache
 
     def _full_step(
         self, q: Array, cache: RefreshCache, turned: Bool[Array, " B"], ctx: LayerContext
-    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Partial]:
-        """Every key attended, the partial cache of `turned` rows chosen anew; ablations less."""
-        out, lse, partial = self.look(q, cache, turned, ctx)
+    ) -> tuple[Attended, FifoCache]:
+        """Attention to all keys, and a new partial cache for `turned` rows; ablations do less."""
+        attended, partial = self.look(q, cache, turned, ctx)
         if self.ablation == "no_refresh":
             partial = cache.partial
         if self.ablation == "no_full":
-            out, lse = self.read(q, dataclasses.replace(cache, partial=partial), ctx)
-        return out, lse, partial
+            attended = self.read(q, dataclasses.replace(cache, partial=partial), ctx)
+        return attended, partial
 
 
 def _cosine(a: Float[Array, "B H"], b: Float[Array, "B H"]) -> Float[Array, " B"]:

@@ -1,20 +1,21 @@
 """RESA: sparse decode that estimates what it does not read.
 
-RESA, section 4. A selector (Quest, ArkVale or the ideal one) says which tokens a query attends; any
-other gets the logit it would have under the prompt's mean query, shifted by one number a head, and
-its value counts through sums that are known without reading it (see `residual`). The prior is made
-at the end of the question, by one more query row over all keys; generated tokens join it in O(1).
+RESA, section 4. A selector (Quest, ArkVale or the ideal one) chooses the tokens that a query
+attends. Every other token gets its logit under the prompt's mean query, shifted by one number a
+head; its value counts through sums that are known without reading it (see `residual`). The prior is
+made at the end of the question, by one more query row over all keys; a generated token joins it in
+O(1).
 
 Cost beside the selector's: one more query row over the selected keys, which are read anyway, and
-O(heads H) of state. Only under `frozen` the prior's float32 logits of all slots are kept (3% of the
-cache for groups of 4 and heads of 128 in bfloat16) and those of the selected ones read.
+O(heads H) of state. `frozen` also keeps the prior's float32 logits of all slots (3% of the cache
+for groups of 4 and heads of 128 in bfloat16) and reads those of the selected ones.
 
-What the paper leaves open, and how it is read here: the first 4 and last 64 tokens are attended
-beside the budget, the selectors' own page sizes are kept, every layer is sparse, pages are chosen
-for each query head. `growth` says what generated tokens do: `append` is the paper's Eq. 2 for all
-keys so far, `append-fixed-mean` leaves mu_k the prompt's mean, under `frozen` they count only while
-they are selected, and `rebuild` is `append` with a mean query that generated tokens' queries join:
-every `rebuild_every` steps the prior is made anew from it, over all keys.
+Where the paper is silent: the first 4 and last 64 tokens are attended beside the budget, the
+selectors keep their own page sizes, every layer is sparse, and pages are chosen for each query
+head. `growth` says how generated tokens change the prior. `append` is the paper's Eq. 2 for all
+keys so far. `append-fixed-mean` keeps mu_k at the prompt's mean. Under `frozen` generated tokens
+count only while they are selected. `rebuild` is `append` with generated tokens' queries in the mean
+query: every `rebuild_every` steps the prior is made anew from it, over all keys.
 """
 
 import dataclasses
@@ -26,18 +27,16 @@ from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     ENDS,
     QKV,
-    Attended,
     CacheShape,
     LayerContext,
     Prompt,
     Segment,
+    WithCache,
     mark_ends,
     method,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.methods.arkvale import ArkVale, Digest
 from jax_longctx.methods.ideal_topk import IdealTopK
 from jax_longctx.methods.quest import Quest
@@ -55,14 +54,14 @@ class Resa(Selecting):
     """Sparse decode over selected tokens, the others estimated from the mean query.
 
     Attributes:
-      selector: which.
-      digest: ArkVale's.
-      lam: how much the residual counts, 0 (plain sparse attention) to 1.
-      lambda_mode: `normalized`, or as Eq. 5 is printed (`paper_literal`).
-      growth: what generated tokens do to the prior.
-      rebuild_every: steps from one rebuilding to the next.
-      prior_group: a prior for each query head, or one for a kv head of its group's mean query.
-      page_size: None is the selector's own.
+      selector: the method that chooses tokens.
+      digest: ArkVale's setting.
+      lam: weight of the residual, 0 (plain sparse attention) to 1.
+      lambda_mode: `normalized`, or Eq. 5 as printed (`paper_literal`).
+      growth: how generated tokens change the prior.
+      rebuild_every: steps between two rebuilds.
+      prior_group: a prior for each query head, or one for a kv head, of its group's mean query.
+      page_size: None is the selector's default.
     """
 
     selector: Literal["quest", "arkvale", "ideal"] = "quest"
@@ -74,18 +73,18 @@ class Resa(Selecting):
     prior_group: Literal["query_head", "mean"] = "query_head"
     page_size: int | None = None
 
+    wants_queries = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.lam <= 1:
-            raise ConfigError(f"resa: lam must be from 0 to 1, got {self.lam}")
+        self.at_least(1, "rebuild_every")
+        self.fraction("lam")
         if self.page_size not in (None, 1) and self.selector == "ideal":
-            raise ConfigError(
-                f"resa: the ideal selector chooses single tokens; page_size {self.page_size} "
+            raise self.refused(
+                f"the ideal selector chooses single tokens; page_size {self.page_size} "
                 "is for quest and arkvale"
             )
-        if self.rebuild_every < 1:
-            raise ConfigError(f"resa: rebuild_every must be at least 1, got {self.rebuild_every}")
-        # It checks what it is made of.
+        # The selector checks its settings.
         _ = self.base
 
     @property
@@ -121,9 +120,7 @@ class Resa(Selecting):
         due = self.growth == "rebuild" and step % self.rebuild_every == 0
         return REBUILD if due else ""
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if not isinstance(cache, ResaCache):
             return self.base.attend(new, cache, segment, ctx)
         if segment.role == "decode":
@@ -132,16 +129,14 @@ class Resa(Selecting):
         positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         rotated = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
         part, cache = self.base.attend(new, cache, segment, ctx)
-        store, valid_B = cache.store, segment.valid_of(CHUNK_ROWS)
+        store, valid_B = cache.store, segment.valid_of()
         background = residual.observe(cache.background, *rotated, valid_B, store.length)
         if segment.variant == ENDS:
             background = residual.begin_answer(background, store, segment.ends, ctx)
         return part, dataclasses.replace(cache, background=background)
 
-    def _decode(
-        self, new: QKV, cache: ResaCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, ResaCache]:
-        base, valid_B = self.base, segment.valid_of(CHUNK_ROWS)
+    def _decode(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
+        base, valid_B = self.base, segment.valid_of()
         q, k, cache = base.append_token(new, cache, segment, ctx)
         background = cache.background
         if self.growth in ("append", "rebuild"):
@@ -159,17 +154,13 @@ class Resa(Selecting):
         part = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=literal)
         return part, dataclasses.replace(cache.counted(chosen, valid_B), background=background)
 
-    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
-        """The cache whose store another method's prefill has filled."""
+    def adopt(
+        self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
+    ) -> Any:
         if isinstance(cache, AppendCache):
             return cache
-        background = residual.adopt(cache.background, cache.store, ctx)
+        background = residual.adopt(cache.background, cache.store, ctx, queries)
         return dataclasses.replace(self.base.adopt(cache, ctx), background=background)
-
-    def recall_queries(self, cache: ResaCache, total: Float[Array, "B N H"]) -> ResaCache:
-        """The adopted cache with the sum of the text's queries, of which mu_q is the mean."""
-        background = dataclasses.replace(cache.background, query_sum=total)
-        return dataclasses.replace(cache, background=background)
 
     def read_bytes(self, cache: Any, length: int) -> int:
         read = self.base.read_bytes(cache, length)

@@ -1,17 +1,16 @@
 """Ring Attention: exact attention whose context is spread over the shards of the slots.
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers", section 3. Every shard projects and
-keeps a run of the text; keys and values then go around the ring, from each shard to the next, and
-are attended where they pass; the parts are merged by log-sum-exp in float32. The whole context is
-one segment: a layer needs what all shards have computed of the layer below. Question and answer
-are read by full attention over the sharded cache: their partial results travel, no key does.
+keeps a run of the text. Keys and values go around the ring, from each shard to the next, and each
+shard attends to those that pass; the parts are merged by log-sum-exp in float32. The whole context
+is one segment, as a layer needs the outputs of all shards. Question and answer are read by full
+attention over the sharded cache, whose shards exchange partial results.
 
 In the order of the text the last shard attends to everything and the first to itself alone. With
-`order=zigzag` shard r of R holds pieces r and 2R - 1 - r of 2R, which makes every hop half the work
-for all; before they are cached, keys and values go back to the order of the text, one hop more.
+`order=zigzag` shard r of R holds pieces r and 2R - 1 - r of 2R, so all shards have the same work in
+every hop. One more hop returns keys and values to the order of the text before they are cached.
 
-`hops` less than R - 1 cuts the ring: a shard sees itself and as many before it. 0 is attention
-within the shard alone, an ablation.
+`hops` less than R - 1 is an ablation: a shard attends to itself and that many shards before it.
 
 Cost on R shards, text L: 4 N H L^2 (R - 1/2) / R^2 operations a layer for the last shard, which
 ends last; 2 N H L^2 / R for each with zigzag. R - 1 times a shard's keys and values are received.
@@ -19,26 +18,24 @@ ends last; 2 N H L^2 / R for each with zigzag. R - 1 times a shard's keys and va
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     LayerContext,
     PrefillWork,
     Prompt,
     Segment,
+    WithCache,
     method,
     spread_segment,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending, refuse_windows
 from pallas_kernels.common import merge, side_by_side
@@ -63,20 +60,20 @@ class Ring(Appending):
 
     def __post_init__(self) -> None:
         if self.hops < -1:
-            raise ConfigError(f"ring: hops must be -1 (all) or at least 0, got {self.hops}")
+            raise self.refused(f"hops must be -1 (all) or at least 0, got {self.hops}")
         if self.hops >= 0 and self.order == "zigzag":
-            raise ConfigError(
-                "ring: hops counts the pieces before a shard's own, which order=zigzag does not "
+            raise self.refused(
+                "hops counts the pieces before a shard's own, which order=zigzag does not "
                 "have; set order=contiguous"
             )
 
     def validate(self, config: ModelConfig) -> None:
-        refuse_windows("ring", config)
+        refuse_windows(self.name, config)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "question":
             return super().segments(prompt)
-        rows, shards = prompt.context or (), prompt.shards
+        rows, shards = prompt.rows, prompt.shards
         if not any(rows):
             return ()
         size = prompt.slots // shards
@@ -101,14 +98,12 @@ class Ring(Appending):
     def _hops(self, shards: int) -> int:
         return shards - 1 if self.hops < 0 else min(self.hops, shards - 1)
 
-    def attend(
-        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, AppendCache]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if not segment.spread:
             return super().attend(new, cache, segment, ctx)
         q, k, v = new
         size, rank, zigzag = q.shape[1], ctx.seq_index, self.order == "zigzag"
-        length_B = ctx.psum_seq(segment.valid_of(CHUNK_ROWS))
+        length_B = ctx.psum_seq(segment.valid_of())
         # Where this shard's tokens stand in the text.
         index_T = jnp.arange(size)
         at_T = rank * size + index_T
@@ -119,8 +114,7 @@ class Ring(Appending):
         at_BT = jnp.broadcast_to(at_T, q.shape[:2])
         q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
         keys, values = (jnp.swapaxes(x, 1, 2) for x in (k, v))
-        read = _zigzag if zigzag else self._contiguous
-        out, lse = read(q, k, v, (keys, values), length_B, ctx)
+        out, lse = self._around(q, k, v, (keys, values), length_B, ctx)
         if zigzag:
             keys, values = (_in_order(x, ctx) for x in (keys, values))
         store = dataclasses.replace(
@@ -132,73 +126,53 @@ class Ring(Appending):
         )
         return (out.astype(new[0].dtype), lse), store
 
-    def _contiguous(
+    def _around(
         self, q: Array, k: Array, v: Array, here: Pair, length: Array, ctx: LayerContext
     ) -> Attended:
-        """Shard r attends itself, then shards r - 1, r - 2, ... as their keys come by."""
-        size = q.shape[1]
-        found = _within(q, k, v, ctx)
-        for hop in range(1, self._hops(ctx.seq_size) + 1):
-            here = _passed_on(here, ctx)
-            source = ctx.seq_index - hop
-            held_B = jnp.clip(length - source * size, 0, size)
+        """A shard's own part, then those of the shards before it as their keys come by.
 
-            def attend(found: Attended, here: Pair = here, held: Array = held_B) -> Attended:
-                return merge([found, cache_attention(q, *here, held, scale=ctx.scale)])
+        With zigzag shard r holds pieces r and 2R - 1 - r, in the order of the text within it. All
+        its queries see the first piece of a shard before it and none of its last; its last piece's
+        queries see both pieces of a shard behind it, its first piece's none. Without it the only
+        piece of a shard behind is not seen.
+        """
+        rank, shards, zigzag = ctx.seq_index, ctx.seq_size, self.order == "zigzag"
+        size = q.shape[1] // 2 if zigzag else q.shape[1]
 
-            # No collective within: a shard that sees nothing does nothing.
-            found = jax.lax.cond(source >= 0, attend, lambda found: found, found)
-        return found
+        def held(piece: Array) -> Array:
+            return jnp.clip(length - piece * size, 0, size)
 
+        def within(part: slice) -> Attended:
+            """In float32: it is merged as many times as there are shards."""
+            out, lse = causal_attention(q[:, part], k[:, part], v[:, part], scale=ctx.scale)
+            return out.astype(jnp.float32), lse
 
-def _within(q: Array, k: Array, v: Array, ctx: LayerContext) -> Attended:
-    """A shard's own part, in float32: it is merged as many times as there are shards."""
-    out, lse = causal_attention(q, k, v, scale=ctx.scale)
-    return out.astype(jnp.float32), lse
+        def before(found: Attended, here: Pair, source: Array) -> Attended:
+            first_k, first_v = (x[:, :, :size] for x in here)
+            part = cache_attention(q, first_k, first_v, held(source), scale=ctx.scale)
+            return merge([found, part])
 
-
-def _passed_on(kv: Pair, ctx: LayerContext) -> Pair:
-    """The keys and values of the shard before, which sent on its own."""
-    onward = [(s + 1) % ctx.seq_size for s in range(ctx.seq_size)]
-    k, v = (ctx.send_seq(x, onward) for x in kv)
-    return k, v
-
-
-def _zigzag(q: Array, k: Array, v: Array, here: Pair, length: Array, ctx: LayerContext) -> Attended:
-    """Pieces r and 2R - 1 - r here; from every other shard half of the products is due."""
-    half, rank, shards = q.shape[1] // 2, ctx.seq_index, ctx.seq_size
-
-    def held(piece: Array) -> Array:
-        return jnp.clip(length - piece * half, 0, half)
-
-    # In the order of the text within the shard: what is causal in slots is causal.
-    low, high = (
-        _within(q[:, part], k[:, part], v[:, part], ctx)
-        for part in (slice(0, half), slice(half, None))
-    )
-    first_k, first_v = (x[:, :, :half] for x in here)
-    more = cache_attention(q[:, half:], first_k, first_v, held(rank), scale=ctx.scale)
-    found = side_by_side(low, merge([high, more]))
-
-    for hop in range(1, shards):
-        here = _passed_on(here, ctx)
-        source = (rank - hop) % shards
-
-        def from_before(found: Attended, here: Pair = here, source: Array = source) -> Attended:
-            """All queries see the first piece of a shard before, none its last."""
-            k, v = (x[:, :, :half] for x in here)
-            return merge([found, cache_attention(q, k, v, held(source), scale=ctx.scale)])
-
-        def from_behind(found: Attended, here: Pair = here, source: Array = source) -> Attended:
-            """The last piece's queries see both pieces of a shard behind, the others none."""
-            held_B = held(source) + held(2 * shards - 1 - source)
+        def behind(found: Attended, here: Pair, source: Array) -> Attended:
+            if not zigzag:
+                return found
             out, lse = found
-            low, high = (out[:, :half], lse[:, :half]), (out[:, half:], lse[:, half:])
-            more = cache_attention(q[:, half:], *here, held_B, scale=ctx.scale)
+            low, high = (out[:, :size], lse[:, :size]), (out[:, size:], lse[:, size:])
+            held_B = held(source) + held(2 * shards - 1 - source)
+            more = cache_attention(q[:, size:], *here, held_B, scale=ctx.scale)
             return side_by_side(low, merge([high, more]))
 
-        found = jax.lax.cond(source < rank, from_before, from_behind, found)
-    return found
+        found = within(slice(0, size))
+        if zigzag:
+            first_k, first_v = (x[:, :, :size] for x in here)
+            more = cache_attention(q[:, size:], first_k, first_v, held(rank), scale=ctx.scale)
+            found = side_by_side(found, merge([within(slice(size, None)), more]))
+        onward = [(s + 1) % shards for s in range(shards)]
+        for hop in range(1, self._hops(shards) + 1):
+            keys, values = (ctx.send_seq(x, onward) for x in here)
+            here, source = (keys, values), (rank - hop) % shards
+            # No collective within: a shard that sees nothing does nothing.
+            found = jax.lax.cond(source < rank, before, behind, found, here, source)
+        return found
 
 
 def _in_order(x: Float[Array, "B K S H"], ctx: LayerContext) -> Float[Array, "B K S H"]:

@@ -12,17 +12,17 @@ and when j tokens must leave
     the j tokens of the scope with the smallest mean leave
     f = max(budget - int(recent_ratio * budget) - sink, j)
 
-The ratio only makes the scope smaller: no recent window is protected beyond `protected_last`. In an
-answer one token leaves a step, with `decode_recent_ratio` and without protected sinks (the authors'
+The ratio only makes the scope smaller: no recent window is protected beyond `protected_last`. In
+decode one token leaves a step, with `decode_recent_ratio` and without protected sinks (the authors'
 mode encoding_decoding). Cost: H2O's, and three numbers a token.
 
 Differences from the authors' code: variances are clamped at 0 (rounding gave NaN), of equals the
-older stays, the newest tokens are those of each row of a batch, `budget` is what they call budget
-plus stride, and statistics begin with the first token; `warm_start=False` begins them, as the code
-does by default, with the first segment that makes tokens leave. As a baseline of CItruS
-(`protocol=citrus`, `positions=shifted`) only tokens before the chunk are in the scope; the newest
-are counted from the chunk's end; the question's own statistics are added before the eviction that
-it causes, and none after it, as nothing leaves any more.
+older stays, the newest tokens are those of each row of a batch, `budget` is their budget plus
+stride, and statistics begin with the first token. `warm_start=False` begins them with the first
+segment that evicts, as the code does by default. As a baseline of CItruS (`protocol=citrus`,
+`positions=shifted`) only tokens before the chunk are in the scope, and the newest are counted from
+the chunk's end. The question's statistics are added before the eviction that it causes, and none
+after it: nothing leaves then.
 """
 
 from typing import Literal
@@ -31,7 +31,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_longctx.contract import method
-from jax_longctx.errors import ConfigError
 from jax_longctx.parts.evicting import Evicting, Look
 from pallas_kernels.select_large_k import select_mask
 
@@ -41,9 +40,9 @@ class RoCo(Evicting):
     """High mean attention, or attention still uncertain, per kv head.
 
     Attributes:
-      sink: first slots that do not leave while text is read.
-      recent_ratio, decode_recent_ratio: shares of the budget by which the scope is smaller, while
-        text is read and in an answer.
+      sink: first slots that do not leave in prefill.
+      recent_ratio, decode_recent_ratio: shares of the budget by which the scope is smaller, in
+        prefill and in decode.
       protected_last: newest tokens that never leave.
       scope: `std` (the paper), or `all`: every token that is not protected may leave.
       warm_start: statistics begin with the first token, not with the first eviction.
@@ -62,8 +61,8 @@ class RoCo(Evicting):
         self.at_least(0, "sink", "protected_last")
         for name in ("recent_ratio", "decode_recent_ratio"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(
-                    f"RoCo: {name} must be at least 0 and below 1, got {getattr(self, name)}"
+                raise self.refused(
+                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
                 )
         super().__post_init__()
 
@@ -97,7 +96,7 @@ class RoCo(Evicting):
             std = jnp.sqrt(jnp.maximum(squares / count - mean**2, 0))
             fixed = self.budget - int(ratio * self.budget) - sink
             size_B = jnp.maximum(fixed, seen.leaving)
-            # The uncertain stay, and of equals the older: so they are chosen, not the scope.
+            # The uncertain tokens are chosen, not the scope: of equals the older must stay.
             uncertain_B = jnp.sum(in_scope[:, 0], axis=1) - size_B
             std = jnp.where(in_scope_BKU, std, -jnp.inf)
             uncertain_BK = jnp.broadcast_to(uncertain_B[:, None], mean.shape[:2])

@@ -8,39 +8,26 @@ and question are read by full attention. Then, in each layer and for each kv hea
 2. the sums of all tokens before the window are pooled over `kernel` neighbours;
 3. the budget - window best tokens and the window itself stay, at their true positions.
 
-Reading the question costs one more pass of `window` queries over the keys (their log-sum-exp is
-remembered from the prefill, layer by layer); each answered token reads budget + answer tokens. The
-cache of the context stays for the next question, and is freed where there will be none.
+Reading the question costs one more pass of `window` queries over the keys; the log-sum-exps of
+these queries are kept from prefill. Each decode step reads budget + answer tokens. The context's
+cache stays for the next question, and is freed where there will be none.
 
-Beside the paper: the authors repeat keys for every query head before they are cached, so that each
-query head keeps its own tokens and grouped queries save no memory; here a kv head's group shares
-one choice (`over_group`; `layer` averages over all heads of the layer), unless `expand_kv` asks for
-theirs: the answer's cache is then as many times larger. `decode_policy="fifo"` lets a token leave
-for each new one, the lowest score first, then the oldest: RefreshKV's partial cache.
+The authors repeat keys for every query head before they are cached: each query head keeps its own
+tokens, and grouped queries save no memory. Here a kv head's group shares one choice (`over_group`;
+`layer` averages over all heads of the layer). `expand_kv` does as the authors; the answer's cache
+is larger by the size of a group. With `decode_policy="fifo"` a token leaves for each new one, the
+lowest score first, then the oldest, as in RefreshKV's partial cache.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, empty_append_cache
-from jax_longctx.contract import (
-    CHUNK_ROWS,
-    QKV,
-    Attended,
-    CacheShape,
-    LayerContext,
-    Prompt,
-    Registered,
-    Segment,
-    Stage,
-    method,
-)
-from jax_longctx.errors import ConfigError
+from jax_longctx.caches import AppendCache, Rewinding
+from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, Stage, WithCache, method
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending, refuse_windows
 from jax_longctx.parts.partial import (
@@ -48,24 +35,22 @@ from jax_longctx.parts.partial import (
     Pool,
     best_last,
     check_kernel,
-    gather_fifo,
     padded,
     pooled_scores,
 )
 from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import attention_mass
-from pallas_kernels.decode_attention import decode_attention
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ObservedCache:
+class ObservedCache(Rewinding):
     """Every key and value of a row, and the last W queries that read them.
 
     Attributes:
       queries: rotated, the newest last.
       lse: log-sum-exp of each one's attention, -inf where a row has had fewer queries.
-      context_queries, context_lse: both as they were at the end of the context.
+      context_queries, context_lse: both at the end of the context.
     """
 
     store: AppendCache
@@ -75,12 +60,12 @@ class ObservedCache:
     context_lse: Float[Array, "B W N"] = axes_field("batch", None, "heads")
 
 
-# While text is read, and while it is answered.
+# In prefill, and in decode.
 Cache = ObservedCache | FifoCache
 
 
 @method(source="Li et al. 2024, section 4")
-class SnapKV(Registered):
+class SnapKV(Appending):
     """After the question, only the tokens that its end attended stay for the answer."""
 
     budget: int = 1024
@@ -92,75 +77,67 @@ class SnapKV(Registered):
     expand_kv: bool = False
 
     phase = "decode"
-    query_aware = True
-    append_only = True
-    shrinks = True
+    query_aware = shrinks = True
+    keeps_all = False
 
     def __post_init__(self) -> None:
         self.at_least(1, "window")
         if self.budget <= self.window:
-            raise ConfigError(
-                f"SnapKV: budget {self.budget} must exceed window {self.window}; raise budget"
+            raise self.refused(
+                f"budget {self.budget} must exceed window {self.window}; raise budget"
             )
-        check_kernel("SnapKV", self.kernel)
+        check_kernel(self)
         if self.expand_kv and self.over_group != "mean":
-            raise ConfigError(
-                f"SnapKV: expand_kv chooses for each query head, so that over_group "
+            raise self.refused(
+                f"expand_kv chooses for each query head, so that over_group "
                 f"{self.over_group} has nothing to reduce; leave over_group away"
             )
 
     def validate(self, config: ModelConfig) -> None:
-        refuse_windows("SnapKV", config)
+        refuse_windows(self.name, config)
 
     def init_cache(self, shape: CacheShape) -> ObservedCache:
         size = (shape.batch, self.window, shape.num_heads)
 
-        # Four arrays, not two twice: a donated buffer may be named once.
+        # An array for each field: a donated buffer may be named once.
         def window() -> tuple[Array, Array]:
             queries = jnp.zeros((*size, shape.head_dim), shape.dtype)
             return queries, jnp.full(size, -jnp.inf, jnp.float32)
 
-        return ObservedCache(empty_append_cache(shape), *window(), *window())
+        return ObservedCache(super().init_cache(shape), *window(), *window())
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        return Appending().segments(prompt)
-
-    def attend(
-        self, new: QKV, cache: Cache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Cache]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q, k, v = new
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         if isinstance(cache, FifoCache):
-            at_B1, limit = cache.order.position[:, None], self.limit(cache)
+            at_B1, limit = cache.position[:, None], self.limit(cache)
             # With expand_kv each query head's own.
-            each = cache.k.shape[1] // k.shape[2]
+            each = cache.chosen.shape[1] // k.shape[2]
             k, v = (jnp.repeat(x, each, axis=2) for x in (ctx.rotate(k, at_B1), v))
             cache = cache.push(k, v, valid_B, limit)
-            q, length_B = ctx.rotate(q, at_B1), cache.order.length(limit)
-            return decode_attention(q, cache.k, cache.v, length_B, scale=ctx.scale), cache
+            return cache.read(ctx.rotate(q, at_B1), limit, ctx.scale), cache
         at_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
-        (out, lse), store = Appending().attend(new, cache.store, segment, ctx)
+        (out, lse), store = super().attend(new, cache.store, segment, ctx)
         queries = _last(cache.queries, ctx.rotate(q, at_BT), valid_B)
         lses = _last(cache.lse, lse, valid_B)
         return (out, lse), dataclasses.replace(cache, store=store, queries=queries, lse=lses)
 
     def limit(self, cache: FifoCache) -> int:
         """Slots of the answer's cache before the first token leaves."""
-        return cache.k.shape[2] if self.decode_policy == "grow" else self.budget + 1
+        return cache.capacity if self.decode_policy == "grow" else self.budget + 1
 
     def finish(self, cache: Cache, ctx: LayerContext, stage: Stage, reserve: int) -> Cache:
         assert isinstance(cache, ObservedCache)
         if stage == "context":
-            store, window = cache.store.end_context(), (cache.queries, cache.lse)
-            return ObservedCache(store, *window, *window)
+            return cache.end_context()
         store = cache.store
         mass_BXS = self._mass(cache, ctx)
         scores_BXS = pooled_scores(mass_BXS, store.length, self.window, self.kernel, self.pool)
         size = min(self.budget, scores_BXS.shape[2])
-        order = best_last(scores_BXS, store.length, self.budget, size)
+        chosen = best_last(scores_BXS, store.length, self.budget, size)
         room = reserve if self.decode_policy == "grow" else min(reserve, self.budget + 1 - size)
         capacity = padded(size + room)
-        return gather_fifo(store, order, capacity, capacity, ctx)
+        return chosen.filled(store, capacity, capacity, ctx)
 
     def _mass(self, cache: ObservedCache, ctx: LayerContext) -> Float[Array, "B X S"]:
         """Mean probability that the window's queries gave each token before it, on all shards.
@@ -168,7 +145,7 @@ class SnapKV(Registered):
         X is K, or N with expand_kv.
         """
         store, group = cache.store, cache.queries.shape[2] // cache.store.k.shape[1]
-        # Tokens before the window are seen by all of it: no mask among its queries is needed.
+        # All queries of the window see the tokens before it: no causal mask is needed.
         seen_B = store.held(ctx, but_last=self.window)
 
         def given(q: Array, lse: Array, over_group: Any = "sum") -> Float[Array, "B K S"]:
@@ -191,17 +168,12 @@ class SnapKV(Registered):
             mass = jnp.broadcast_to(mean_B1S, mass.shape)
         return ctx.gather_seq(mass, axis=2)
 
-    def fork(self, cache: ObservedCache) -> ObservedCache:
-        window = (cache.context_queries, cache.context_lse)
-        queries, lse = (jnp.array(part, copy=True) for part in window)
-        return dataclasses.replace(cache, store=cache.store.rewind(), queries=queries, lse=lse)
-
     def read_bytes(self, cache: Cache, length: int) -> int:
-        buffer = cache.k if isinstance(cache, FifoCache) else cache.store.k
-        token = 2 * buffer.size // buffer.shape[2] * buffer.dtype.itemsize
         if isinstance(cache, FifoCache):
-            return token * buffer.shape[2]
-        each = cache.queries.shape[2] // buffer.shape[1] if self.expand_kv else 1
+            return sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k, cache.v)))
+        keys = cache.store.k
+        each = cache.queries.shape[2] // keys.shape[1] if self.expand_kv else 1
+        token = 2 * keys.size // keys.shape[2] * keys.dtype.itemsize
         return each * token * min(length, self.budget)
 
 

@@ -1,21 +1,22 @@
-"""Star Attention: the context in blocks, each read beside an anchor, all of them at once.
+"""Star Attention: the context in blocks, each behind an anchor, read at the same time.
 
 Acharya et al. 2024, "Star Attention: Efficient LLM Inference over Long Sequences", section 2.
-Phase 1: the context is cut into blocks, dealt to the shards of the slots in the text's order.
+Phase 1: the context is cut into blocks, which lie on the shards of the slots in the text's order.
 Every block but the first is read behind the anchor, a copy of the first block's first tokens at
-their own positions, and attends to it and causally to itself; nothing travels. The anchor's keys
-are dropped, the blocks' keys stay where they were computed, at their true positions. Phase 2: the
-question and the answer attend to all blocks, each shard to its own, merged by log-sum-exp.
+their own positions. It attends to the anchor and causally to itself; shards exchange nothing. The
+anchor's keys are dropped. The blocks' keys stay where they were computed, at their true positions.
+Phase 2: the question and the answer attend to all blocks, each shard to its own, merged by
+log-sum-exp.
 
-As slots follow the text, what phase 1 leaves is the cache of full attention, sharded: phase 2 can
-be any method that decodes over one (`decode`: full, quest, arkvale, ideal-topk, resa over each of
-them, refreshkv). Selectors choose among all shards' keys, as on one device, not each shard a part
-of the budget. RESA's mean query is that of the blocks' tokens, anchors left out.
+Slots follow the text, so phase 1 leaves the sharded cache of full attention. Phase 2 can be any
+method that decodes over one (`decode`: full, quest, arkvale, ideal-topk, resa over each of them,
+refreshkv). Selectors choose among the keys of all shards, as on one device. RESA's mean query is
+that of the blocks' tokens without anchors.
 
-A shard reads the anchor once, for all its blocks: its keys do not depend on the block. With
-`anchor_kv=broadcast` nobody reads it twice: it is the head of block 0, whose keys and values the
-first shard sends to the others layer by layer, in a segment of a whole block (tokens^2 attention,
-activations of a block at once). One block, or two with anchor = block, are full attention.
+A shard reads the anchor once, for all its blocks. With `anchor_kv=broadcast` no shard reads it: it
+is the head of block 0, whose keys and values the first shard sends to the others in each layer, in
+a segment of a whole block (tokens^2 attention, activations of a block at once). One block, or two
+with anchor = block, are full attention.
 
 Cost on a shard with n blocks of b tokens, anchor a: (a + n b) tokens through the model, and n b
 (a + b / 2) attended pairs; text^2 / 2 over all shards with full attention.
@@ -29,9 +30,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_longctx.caches import AppendCache, write_rows
+from jax_longctx.caches import AppendCache, with_store, write_rows
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
     Attended,
     CacheShape,
@@ -40,14 +40,14 @@ from jax_longctx.contract import (
     Prompt,
     Segment,
     Stage,
+    WithCache,
     method,
     step_variant,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import refuse_windows
-from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Adopting, Blocks, Remembering, StarCache
+from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Adopting, Blocks, StarCache
 from pallas_kernels.common import merge
 from pallas_kernels.plane import part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
@@ -66,23 +66,23 @@ class Star(Blocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.decode, Adopting):
-            raise ConfigError(
-                f"star: {type(self.decode).__name__} cannot decode over blocks read elsewhere; "
+            raise self.refused(
+                f"{type(self.decode).__name__} cannot decode over blocks read elsewhere; "
                 f"choose one of full, quest, arkvale, ideal-topk, resa, refreshkv"
             )
-        # Slots that it summarises together, which no other may cut.
+        # A page must lie in one block.
         page = getattr(getattr(self.decode, "base", self.decode), "page_size", 1)
         if self.block % page:
-            raise ConfigError(
-                f"star: block {self.block} must be whole pages of {page} tokens (decode.page_size)"
+            raise self.refused(
+                f"block {self.block} must be whole pages of {page} tokens (decode.page_size)"
             )
 
     def validate(self, config: ModelConfig) -> None:
-        refuse_windows("star", config)
+        refuse_windows(self.name, config)
         self.decode.validate(config)
         if self.content == "constant" and not 0 <= self.constant < config.vocab_size:
-            raise ConfigError(
-                f"star: constant is a token from 0 to {config.vocab_size - 1}, got {self.constant}"
+            raise self.refused(
+                f"constant is a token from 0 to {config.vocab_size - 1}, got {self.constant}"
             )
 
     def init_cache(self, shape: CacheShape) -> StarCache:
@@ -92,12 +92,10 @@ class Star(Blocks):
         of = self.decode if prompt.stage == "question" else super()
         return of.segments(prompt)
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if not segment.spread:
             return self.decode.attend(new, cache, segment, ctx)
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         if segment.variant == ANCHOR:
             return self._read_anchor(new, cache, valid_B, ctx)
         return self._read_block(new, cache, valid_B, ctx, sends=segment.variant == SENDS)
@@ -137,7 +135,7 @@ class Star(Blocks):
         q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
         if sends:
             cache = self._sent(k, v, cache, valid, ctx)
-        # All rows that read are in the same turn; those that do not may have ended in any.
+        # All rows with valid tokens are in the same turn.
         turn = jnp.max(jnp.where(valid > 0, filled_B // self.block, 0))
         first_block = ctx.seq_index * (local // self.block) + turn == 0
         parts = [causal_attention(q, k, v, scale=ctx.scale)]
@@ -158,14 +156,14 @@ class Star(Blocks):
             k=write_rows(store.k, k, filled_B, valid),
             v=write_rows(store.v, v, filled_B, valid),
         )
-        decode = cache.decode.with_store(store)
+        decode = with_store(cache.decode, store)
         cache = dataclasses.replace(cache, decode=decode, filled=(filled_B + valid)[:, None])
         return merge(parts), cache.observed(q, valid)
 
     def _sent(
         self, k: Array, v: Array, cache: StarCache, valid: Array, ctx: LayerContext
     ) -> StarCache:
-        """The head of the first shard's block as everybody's anchor."""
+        """The head of the first shard's block as the anchor of all shards."""
         first = ctx.seq_index == 0
 
         def everywhere(x: Array) -> Array:
@@ -185,10 +183,8 @@ class Star(Blocks):
         length_B = ctx.psum_seq(cache.filled[:, 0])
         store = dataclasses.replace(cache.decode.store, length=length_B, position=length_B)
         assert isinstance(self.decode, Adopting)
-        adopted = self.decode.adopt(cache.decode.with_store(store), ctx)
-        if cache.queries is not None:
-            assert isinstance(self.decode, Remembering)
-            adopted = self.decode.recall_queries(adopted, ctx.psum_seq(cache.queries[:, 0]))
+        queries = None if cache.queries is None else ctx.psum_seq(cache.queries[:, 0])
+        adopted = self.decode.adopt(with_store(cache.decode, store), ctx, queries)
         return self.decode.finish(adopted, ctx, stage, reserve)
 
     def fork(self, cache: Any) -> Any:

@@ -1,13 +1,13 @@
 """StreamingLLM: the first tokens and the newest ones, at positions that never grow.
 
 Xiao et al. 2024, sections 3.1 and 3.2. Each layer keeps the first `sink` tokens, which draw
-attention whatever they say, and the newest `budget - sink`. Keys are cached before rotary
+attention by their position alone, and the newest `budget - sink`. Keys are cached before rotary
 embedding and stand at their slot, so a model reads a text of any length at positions below the
-cache's size. Memory and time per token are constant; what has left is lost.
+cache's size. Memory and time per token are constant; evicted tokens are lost.
 
-A segment attends everything cached before it and itself; then the oldest tokens but the sinks
-leave. With `chunk=1` that is the authors' evaluation; a larger chunk lets its queries see up to
-`chunk - 1` tokens more, and reads a text faster.
+A segment attends to the cache and to itself; then the oldest tokens after the sinks leave. With
+`chunk=1` that is the authors' evaluation. A larger chunk reads a text faster, and its queries see
+up to `chunk - 1` tokens more.
 """
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class StreamingLLM(Evicting):
     """The first tokens and the newest; any length at constant memory.
 
     Attributes:
-      sink: first tokens that never leave; as many as `budget` keep no newer ones at all.
+      sink: first tokens that never leave; with sink = `budget` no newer token stays.
       positions: `shifted` (the paper) or `true` (positions keep growing).
     """
 

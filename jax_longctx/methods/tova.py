@@ -2,15 +2,15 @@
 
 Oren et al. 2024, section 3.2. After a segment each layer keeps the `budget` tokens with the highest
 attention probability under the segment's last token, averaged over all query heads, so that all
-heads of a layer keep the same tokens; the last token itself competes. Nothing is remembered from
-one segment to the next: a token stays for as long as it is looked at. While answering one token
-leaves a step. Cost: attention over the budget, and one more row of scores.
+heads of a layer keep the same tokens; the last token itself competes. Scores are not remembered
+from one segment to the next. In decode one token leaves a step. Cost: attention over the budget,
+and one more row of scores.
 
 Differences from the authors' code, which drops once after the whole prompt: the text is read in
-chunks, each followed by an eviction, so that memory is bounded (`chunk` as long as the text is
-theirs); kept tokens stay in the order of the text, without which `shifted` would be wrong. As a
-baseline of CItruS (`protocol=citrus`, `positions=shifted`) the last row of a chunk ranks the tokens
-before it, and the last row of the question those that remain.
+chunks, each followed by an eviction, so that memory is bounded (a `chunk` as long as the text
+equals theirs). Kept tokens stay in the order of the text, as `shifted` needs. As a baseline of
+CItruS (`protocol=citrus`, `positions=shifted`) the last row of a chunk ranks the tokens before it,
+and the last row of the question those that remain.
 """
 
 import jax.numpy as jnp
@@ -26,14 +26,14 @@ class TOVA(Evicting):
     """The tokens that the newest one attends to most, per layer.
 
     Attributes:
-      protect_current: the segment's last token stays whatever its score. With it and `chunk=1`
-        TOVA is standard chunked state eviction (CItruS, section 5.2).
+      protect_current: the segment's last token always stays. With it and `chunk=1` TOVA is standard
+        chunked state eviction (CItruS, section 5.2).
     """
 
     protect_current: bool = False
 
     def rank(self, seen: Look) -> Float[Array, "B 1 U"]:
-        # A sum over all heads ranks as their mean does.
+        # The sum over all heads, in place of their mean.
         mass_BKU = _of_last_row(seen)
         scores_B1U = seen.ctx.psum_heads(jnp.sum(mass_BKU, axis=1))[:, None]
         if self.protect_current:

@@ -1,12 +1,12 @@
-"""Exact attention over an append-only cache: the kind that keeps every token.
+"""The kind that keeps every token: exact attention over an append-only cache.
 
 Keys are cached after rotary embedding at their true positions. A chunk of queries attends the
 cache (all of it visible) and itself (causal), two partial results merged by log-sum-exp; one token
 attends the cache alone, after its own key was appended. Cost: O(L^2) in prefill, the whole cache
 read once a decode step.
 
-Where a layer has a sliding window (Mistral v0.1, some Qwen2), keys further back are not seen.
-They stay in memory: slots are not reused.
+In a layer with a sliding window (Mistral v0.1, some Qwen2) older keys are masked. They stay in
+memory: slots are not reused.
 """
 
 import dataclasses
@@ -17,15 +17,14 @@ import jax.numpy as jnp
 
 from jax_longctx.caches import AppendCache, append, empty_append_cache
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     QKV,
-    Attended,
     CacheShape,
     LayerContext,
     Prompt,
     Registered,
     Segment,
     Stage,
+    WithCache,
     chunk_segments,
 )
 from jax_longctx.errors import ConfigError
@@ -41,6 +40,8 @@ class Appending(Registered):
 
     phase = "none"
     keeps_all = append_only = True
+    # Whether the queries of a prefill by another method (Star) are needed in decode.
+    wants_queries = False
 
     def validate(self, config: ModelConfig) -> None:
         """Every model can run it."""
@@ -50,18 +51,15 @@ class Appending(Registered):
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         """Chunks of the engine's own size."""
-        if prompt.stage == "context":
-            return chunk_segments(prompt.context or (), prompt.chunk, "context")
-        return chunk_segments(prompt.question or (), prompt.chunk, "query")
+        role = "context" if prompt.stage == "context" else "query"
+        return chunk_segments(prompt.rows, prompt.chunk, role)
 
-    def attend(
-        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, AppendCache]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q, k, v = new
         positions_BT = cache.position[:, None] + jnp.arange(q.shape[1])
         q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
         past_B = cache.held(ctx)
-        cache = append(cache, k, v, segment.valid_of(CHUNK_ROWS), ctx)
+        cache = append(cache, k, v, segment.valid_of(), ctx)
         # This shard's slots are global slots offset .. offset + S - 1; slot is position here.
         first = ctx.seq_offset(cache.k.shape[2])
         where = {"query_start": positions_BT[:, 0], "slot_start": first}
@@ -74,22 +72,27 @@ class Appending(Registered):
         return merge([earlier, within]), cache
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
-        """A kind may keep another cache, which can go back to the end of its context too."""
+        """The cache of a subclass is `Rewinding` too."""
         return cache.end_context()
 
     def fork(self, cache: Any) -> Any:
         return cache.rewind()
 
     def read_bytes(self, cache: AppendCache, length: int) -> int:
-        # Dense decode reads empty slots too, which is why capacities are close to lengths.
+        # Dense decode reads empty slots too.
         return (cache.k.size + cache.v.size) * cache.k.dtype.itemsize
 
 
+def least_window(config: ModelConfig) -> int | None:
+    """The smallest sliding window of a layer, in tokens; None where no layer has one."""
+    return min((window for window in config.windows if window is not None), default=None)
+
+
 def refuse_windows(name: str, config: ModelConfig) -> None:
-    """Raises ConfigError for a model that hides by a sliding window what the method keeps."""
-    windows = [window for window in config.windows if window is not None]
-    if windows:
+    """Raises ConfigError for a model with a sliding window."""
+    least = least_window(config)
+    if least is not None:
         raise ConfigError(
-            f"{name}: this model has layers with a sliding window of {min(windows)} tokens, "
+            f"{name}: this model has layers with a sliding window of {least} tokens, "
             f"which the method does not support; use --method full"
         )

@@ -1,13 +1,13 @@
-"""The kinds of CItruS: what leaves is said by an instruction, known before the text is read.
+"""The kinds of CItruS: an instruction, known before the text is read, ranks the tokens.
 
-`ByInstruction` (Bai et al. 2024, section 4.2): each segment of the context holds two row groups: a
-chunk of the text, and the instruction once more. Both attend to the cache as it was before the
-segment and causally to themselves, at the positions that follow the cache, and neither sees the
-other; what the instruction looks at says what leaves. Only the chunk joins. That is two forward
-passes of the paper in one, equal to them because no row of one group depends on the other; it costs
-`width / chunk` more of each layer.
+`ByInstruction` (Bai et al. 2024, section 4.2): each segment of the context holds two row groups, a
+chunk of the text and the instruction. Both attend to the cache as it was before the segment and
+causally to themselves, at the positions that follow the cache; neither sees the other. The
+instruction's attention ranks the cached tokens. Only the chunk joins. The paper takes two forward
+passes; one gives the same numbers because the groups are independent. It costs `width / chunk` more
+in each layer.
 
-`ByLayer` ranks the slots of a layer alike for all its heads (section 4.1).
+`ByLayer` ranks the slots of a layer once for all its heads (section 4.1).
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from jaxtyping import Array, Float
 from jax_longctx.contract import (
     INSTRUCTION_ROWS,
     QKV,
-    Attended,
     LayerContext,
     Prompt,
     Segment,
+    WithCache,
     beside,
     chunk_segments,
 )
@@ -33,13 +33,13 @@ from pallas_kernels.common import side_by_side
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByInstruction(Evicting):
-    """A method that evicts in CItruS's setting; `Look.instruction` is what the instruction sees.
+    """A method that evicts in CItruS's setting; `Look.instruction` is the instruction's look.
 
-    Keys stand at their slots. Cached tokens leave before a chunk joins, and once more for the
-    question. With `needs_question` False no instruction looks while the context is read.
+    Keys stand at their slots. Cached tokens leave before a chunk joins, and once more before the
+    question is read. With `needs_question` False the context is read without an instruction.
     """
 
-    # No settings here.
+    # Fixed, so not settings.
     positions: ClassVar[Positions] = "shifted"
     protocol: ClassVar[Protocol] = "citrus"
 
@@ -49,18 +49,16 @@ class ByInstruction(Evicting):
         """The context in chunks, each with the instruction beside it; the question as a probe.
 
         Raises:
-          InputError: an instruction longer than the cache it looks at, before anything is read.
+          InputError: an instruction longer than the cache, before the context is read.
         """
         if prompt.stage == "question" or not self.needs_question:
             return super().segments(prompt)
         instructions = prompt.question or ()
         width = self.question_width(instructions)
-        chunks = chunk_segments(prompt.context or (), self.chunk, "context")
+        chunks = chunk_segments(prompt.rows, self.chunk, "context")
         return (beside(chunk, instructions, width) for chunk in chunks)
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role != "probe_and_context":
             return super().attend(new, cache, segment, ctx)
         probe = self.look(new, cache, segment, ctx, INSTRUCTION_ROWS)
@@ -70,11 +68,11 @@ class ByInstruction(Evicting):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByLayer(ByInstruction):
-    """Ranks a layer's slots by what the chunk, or the instruction in its place, pays to them.
+    """Ranks a layer's slots by the attention of the chunk, or of the instruction in its place.
 
     Attributes:
       sink: first tokens that never leave (appendix I; the paper's default is 0).
-      score: what ranks a token, the `probability` or the `logit` that it is looked at with.
+      score: rank by attention `probability` or by `logit`.
     """
 
     sink: int = 0
@@ -89,7 +87,7 @@ class ByLayer(ByInstruction):
         return self.sink
 
     def rank(self, seen: Look) -> Float[Array, "B 1 U"]:
-        """The sum over heads and rows, which ranks as their mean does."""
+        """The sum over heads and rows, in place of their mean."""
         looks = seen.instruction or seen
         if self.score == "probability":
             given_BKC = looks.mass_on_cache()

@@ -1,8 +1,8 @@
-"""The kind that evicts: each layer keeps a budget of tokens, chosen anew as the text goes by.
+"""The kind that evicts: each layer keeps a budget of tokens, chosen anew after each segment.
 
 A segment attends to the cache and to itself. Then slots and new tokens are ranked, and the best
-stay. A rule of this kind says how they rank (`Evicting.rank`), and if need be what is summed up for
-each token meanwhile (`gained`, `num_sums`) and how many tokens never leave at once (`kept`).
+stay. A method of this kind defines the ranking (`Evicting.rank`). It may also define running sums
+for each token (`gained`, `num_sums`) and how many tokens its ranking always keeps (`kept`).
 
 Positions are
 
@@ -10,12 +10,13 @@ Positions are
   by the slots that follow, so that no position exceeds the cache (StreamingLLM, section 3.2);
 - `true`: keys are stored rotated at their index in the text; gaps remain.
 
-When tokens leave is the protocol:
+The protocol says when tokens leave:
 
-- `own`: a segment's tokens join, then the best `budget` of all stay; also while answering;
-- `citrus` (CItruS, sections 4.3 and 5.2, for itself and its baselines): only the tokens that were
-  there before a chunk may leave, down to budget - chunk, then the chunk joins; the question first
-  looks at the cache (`probe`) and evicts once more, is then read, and the answer grows the cache.
+- `own`: a segment's tokens join, then the best `budget` of all stay, also in decode;
+- `citrus` (CItruS, sections 4.3 and 5.2, for itself and its baselines): only tokens cached before a
+  chunk may leave, down to budget - chunk; then the chunk joins. The question first attends to the
+  cache without joining it (`probe`) and evicts once more. Then it is read; the answer grows the
+  cache.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jax_longctx.caches import BudgetCache, choose, empty_budget_cache, replace_one
+from jax_longctx.caches import BudgetCache, choose, empty_budget_cache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     QKV,
@@ -37,10 +38,12 @@ from jax_longctx.contract import (
     Registered,
     Segment,
     Stage,
+    WithCache,
     chunk_segments,
 )
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.parts.appending import least_window
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.common import merge
 from pallas_kernels.decode_attention import decode_attention
@@ -52,20 +55,20 @@ Protocol = Literal["own", "citrus"]
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """A segment's attention over a budgeted cache and itself, and what ranking needs of it.
+    """A segment's attention over a budgeted cache and itself: what ranking may use.
 
     The joint axis U = C + T holds the cache's slots, then the segment's tokens.
 
     Attributes:
-      method, cache, segment, ctx: what was looked at, how, and where.
-      valid: tokens of each row that count.
+      method, cache, segment, ctx: the method, and the arguments of its `attend`.
+      valid: valid tokens of each row.
       out, lse: the attention of the segment's T tokens.
       q: queries, rotated.
       past_k: the cache's keys, rotated.
       k, v: the segment's keys (rotated) and values.
       store_k: the segment's keys as the cache stores them.
-      sums: M running sums of each slot and token, this segment's share among them; new tokens
-        begin at zero. None where the method has none.
+      sums: M running sums of each slot and token, with what this segment adds; new tokens begin at
+        zero. None where the method has none.
       instruction: the look of the instruction beside the segment, where there is one.
     """
 
@@ -86,16 +89,18 @@ class Look:
 
     @property
     def length(self) -> Int[Array, "B 1 1"]:
-        """Slots of each row that hold something."""
+        """Slots of each row that hold a token."""
         return self.cache.length[:, None, None]
+
+    def _joint(self, slots: Shaped[Array, "_ _"], tokens: Array) -> Shaped[Array, "B 1 U"]:
+        slots_BC = jnp.broadcast_to(slots, (len(tokens), self.past_k.shape[2]))
+        return jnp.concatenate([slots_BC, tokens], axis=1)[:, None]
 
     @property
     def order(self) -> Int[Array, "B 1 U"]:
         """Rank of each slot and token in the row's order, 0 the oldest."""
-        slots_C = jnp.arange(self.past_k.shape[2])
         tokens_BT = self.cache.length[:, None] + jnp.arange(self.k.shape[1])
-        slots_BC = jnp.broadcast_to(slots_C, (tokens_BT.shape[0], slots_C.shape[0]))
-        return jnp.concatenate([slots_BC, tokens_BT], axis=1)[:, None]
+        return self._joint(jnp.arange(self.past_k.shape[2])[None], tokens_BT)
 
     @property
     def token(self) -> Int[Array, "B K U"]:
@@ -104,28 +109,26 @@ class Look:
 
     @property
     def present(self) -> Bool[Array, "B 1 U"]:
-        """Slots and tokens that hold something."""
+        """Slots that hold a token, and valid tokens."""
         slots_BC = jnp.arange(self.past_k.shape[2]) < self.cache.length[:, None]
-        tokens_BT = jnp.arange(self.k.shape[1]) < self.valid[:, None]
-        return jnp.concatenate([slots_BC, tokens_BT], axis=1)[:, None]
+        return self._joint(slots_BC, jnp.arange(self.k.shape[1]) < self.valid[:, None])
 
     @property
     def onlookers(self) -> Float[Array, "B 1 U"]:
-        """How many valid queries see each slot and token: token t those from t on; float32."""
-        slots_BC = jnp.broadcast_to(self.valid[:, None], (len(self.valid), self.past_k.shape[2]))
+        """Number of valid queries that see each slot and token; float32."""
         after_BT = self.valid[:, None] - jnp.arange(self.k.shape[1])
-        return jnp.concatenate([slots_BC, after_BT], axis=1).astype(jnp.float32)[:, None]
+        return self._joint(self.valid[:, None], after_BT).astype(jnp.float32)
 
     @property
     def competing(self) -> Bool[Array, "B 1 U"]:
-        """The slots and tokens that may leave: all, or under `citrus` those cached before."""
+        """Slots and tokens that may leave: all, or under `citrus` the slots."""
         if self.method.protocol == "own":
             return self.present
         return self.present & (jnp.arange(self.order.shape[2]) < self.past_k.shape[2])
 
     @property
     def leaving(self) -> Int[Array, " B"]:
-        """How many of them leave with this segment; none in a row that has no token in it."""
+        """How many of them leave after this segment; none in a row without valid tokens."""
         method, length_B = self.method, self.cache.length
         if method.protocol == "own":
             over_B = length_B + self.valid - method.budget
@@ -135,7 +138,7 @@ class Look:
 
     @property
     def joining(self) -> Int[Array, " B"]:
-        """The segment's tokens that the cache is to hold; a probe leaves none."""
+        """Number of the segment's tokens that join the cache; 0 for a probe."""
         return jnp.zeros_like(self.valid) if self.segment.role == "probe" else self.valid
 
     def mass(self, **options: Any) -> Any:
@@ -164,9 +167,9 @@ class Evicting(Registered):
     """A method that keeps a budget of tokens in each layer, the best of each kv head.
 
     Attributes:
-      budget: tokens that a layer's cache holds; under `citrus` the newest chunk among them.
+      budget: tokens in a layer's cache; under `citrus` the newest chunk included.
       chunk: tokens of the context read between two evictions.
-      positions: `true` (they keep growing), or `shifted` (keys stand at their slots).
+      positions: `true` (indices in the text), or `shifted` (keys stand at their slots).
       protocol: `own` (as the method's paper), or `citrus` (as a baseline of CItruS, section 5.2).
     """
 
@@ -175,15 +178,15 @@ class Evicting(Registered):
     positions: Positions = "true"
     protocol: Protocol = "own"
 
-    # A rule that ranks by place alone says False.
+    # False for a method that ranks by place alone.
     query_aware = True
-    # Running sums that each kept token has.
+    # Running sums of each kept token.
     num_sums = 0
 
     def rank(self, seen: Look) -> Shaped[Array, "B _ U"]:
-        """Scores of slots and tokens, one for all kv heads or one each: the highest stay.
+        """Scores of slots and tokens, for all kv heads together or each its own.
 
-        Of equals the older stays; +inf stays before all others.
+        The highest stay, +inf before all others; of equals the older stays.
         """
         raise NotImplementedError(f"{type(self).__name__}: a method that evicts defines rank")
 
@@ -193,47 +196,46 @@ class Evicting(Registered):
 
     @property
     def kept(self) -> int:
-        """Tokens that never leave at once."""
+        """Least tokens that the ranking always keeps."""
         return 1
 
     def __post_init__(self) -> None:
-        name, citrus = type(self).__name__, self.protocol == "citrus"
-        if self.chunk < 1:
-            raise ConfigError(f"{name}: chunk must be at least 1 token, got {self.chunk}")
+        self.at_least(1, "chunk")
+        citrus = self.protocol == "citrus"
         room = self.budget - self.chunk if citrus else self.budget
         if room < self.kept:
             less = f" less chunk {self.chunk}" if citrus else ""
-            raise ConfigError(
-                f"{name}: budget {self.budget}{less} leaves {room} tokens, but the method always "
+            raise self.refused(
+                f"budget {self.budget}{less} leaves {room} tokens, but the method always "
                 f"keeps {self.kept}; raise budget"
             )
 
     def validate(self, config: ModelConfig) -> None:
         """Refuses positions that the model was not trained to, and windows that hide tokens."""
-        name, most = type(self).__name__, self.budget + self.chunk
+        most = self.budget + self.chunk
         if self.positions == "shifted" and most > config.trained_length:
-            raise ConfigError(
-                f"{name}: budget {self.budget} + chunk {self.chunk} = {most} positions, more than "
+            raise self.refused(
+                f"budget {self.budget} + chunk {self.chunk} = {most} positions, more than "
                 f"the {config.trained_length} that the model was trained to; lower them"
             )
-        least = min((window for window in config.windows if window is not None), default=None)
+        least = least_window(config)
         if least is not None and self.positions == "true":
-            raise ConfigError(
-                f"{name}: this model has layers with a sliding window of {least} tokens, which "
+            raise self.refused(
+                f"this model has layers with a sliding window of {least} tokens, which "
                 f"positions=true does not support; use positions=shifted"
             )
         if least is not None and least < most:
-            raise ConfigError(
-                f"{name}: budget {self.budget} and chunk {self.chunk} exceed the model's sliding "
+            raise self.refused(
+                f"budget {self.budget} and chunk {self.chunk} exceed the model's sliding "
                 f"window of {least} tokens; lower them"
             )
 
     def reach(self, config: ModelConfig, tokens: int) -> int:
-        """Slots that a segment is read at where keys stand at their slots, else all tokens."""
+        """The most positions in use where keys stand at their slots, else all tokens."""
         return tokens if self.positions == "true" else min(tokens, self.budget + self.chunk)
 
     def init_cache(self, shape: CacheShape) -> Any:
-        """Slots for the budget; also for question and answer, where they only join."""
+        """Slots for the budget, and for question and answer where these evict nothing."""
         grows = self.protocol == "citrus"
         slots = self.budget + (shape.reserve if grows else 0)
         return empty_budget_cache(shape, slots, self.num_sums, grows=grows)
@@ -242,36 +244,33 @@ class Evicting(Registered):
         """The context in chunks of the method's own size; the question as the protocol says.
 
         Raises:
-          InputError: under `citrus`, a question longer than the cache which it looks at.
+          InputError: under `citrus`, a question longer than the cache.
         """
         if prompt.stage == "context":
-            return chunk_segments(prompt.context or (), self.chunk, "context")
-        question = prompt.question or ()
+            return chunk_segments(prompt.rows, self.chunk, "context")
         if self.protocol == "own":
-            return chunk_segments(question, self.chunk, "query")
-        # One segment each: the question looks as a whole.
-        width = self.question_width(question)
-        probe = chunk_segments(question, width, "probe")
-        return [*probe, *chunk_segments(question, width, "query")]
+            return chunk_segments(prompt.rows, self.chunk, "query")
+        # One segment each: all of the question's tokens rank together.
+        width = self.question_width(prompt.rows)
+        probe = chunk_segments(prompt.rows, width, "probe")
+        return [*probe, *chunk_segments(prompt.rows, width, "query")]
 
     def question_width(self, question: Sequence[Sequence[int]]) -> int:
-        """Columns for a question that looks as a whole: in powers of two, for few compilations.
+        """Columns for the whole question: a power of two, for few compilations.
 
         Raises:
-          InputError: the question is longer than the cache which it looks at.
+          InputError: the question is longer than the cache.
         """
         longest = max(map(len, question), default=1)
         if longest > self.budget:
             raise InputError(
-                f"{type(self).__name__}: the question has {longest} tokens, more than the cache's "
+                f"{self.name}: the question has {longest} tokens, more than the cache's "
                 f"budget of {self.budget}; move text from the question to the context, or raise "
                 f"budget"
             )
         return 1 << max(longest - 1, 7).bit_length()
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if self.protocol == "citrus" and segment.role in ("query", "decode"):
             return self.read_and_append(new, cache, segment, ctx)
         seen = self.look(new, cache, segment, ctx)
@@ -285,11 +284,11 @@ class Evicting(Registered):
         ctx: LayerContext,
         rows: str = CHUNK_ROWS,
     ) -> Look:
-        """One row group over every slot and, causally, itself; the cache is not changed."""
+        """Attention of one row group to every slot and, causally, to itself."""
         q, k, v = (x[:, segment.group(rows).columns] for x in new)
         q, rotated, store = self._rotated(q, k, cache, ctx)
         past = self._keys(cache, ctx)
-        # No window: `validate` has refused those that such a cache could outgrow.
+        # `validate` has refused sliding windows smaller than the cache.
         earlier = cache_attention(q, past, cache.v, cache.length, scale=ctx.scale)
         out, lse = merge([earlier, causal_attention(q, rotated, v, scale=ctx.scale)])
         valid_B = segment.valid_of(rows)
@@ -298,9 +297,9 @@ class Evicting(Registered):
     def read_and_append(
         self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, BudgetCache]:
-        """Attention over the cache and the text's columns, which join it; nothing leaves."""
+        """Attention over the cache and the text's columns, which join it without eviction."""
         q, k, v = new
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         if q.shape[1] > 1:
             seen = self.look(new, cache, segment, ctx)
             return (seen.out, seen.lse), cache.append(seen.store_k, v, valid_B)
@@ -310,7 +309,7 @@ class Evicting(Registered):
         return part, cache
 
     def _bounded(self, ctx: LayerContext) -> LayerContext:
-        """The length that a rotary base may follow is what the text's positions stay below."""
+        """A rotary base that follows the length must follow the largest position."""
         if self.positions == "true":
             return ctx
         return dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.budget + self.chunk))
@@ -332,10 +331,7 @@ class Evicting(Registered):
         return jnp.swapaxes(self._bounded(ctx).rotate(jnp.swapaxes(cache.k, 1, 2), slots), 1, 2)
 
     def evict(self, seen: Look) -> BudgetCache:
-        """Keeps the best-ranked tokens as the protocol says; no score counts where nothing is.
-
-        A row without tokens in this segment keeps what it has.
-        """
+        """Keeps the best-ranked tokens by the protocol; a row without valid tokens keeps all."""
         cache, sums = seen.cache, self.gained(seen)
         if sums is not None:
             assert cache.statistics is not None
@@ -348,25 +344,25 @@ class Evicting(Registered):
                 f"[B, K, U] or [B, 1, U], here {(len(cache.length), heads, candidates)}"
             )
         scores = jnp.where(seen.competing, scores, jnp.inf)
-        # What does not join stays out, whatever its score.
+        # Tokens that do not join stay out at any score.
         held = seen.present & (seen.order < seen.length + seen.joining[:, None, None])
         scores = jnp.where(held, scores, -jnp.inf)
         scores_BKU = jnp.broadcast_to(scores, (*cache.k.shape[:2], scores.shape[2]))
         count_B = cache.length + seen.joining - seen.leaving
-        # One token in: at most one leaves, and slots move by one. Otherwise all are chosen anew.
-        single = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
-        keep = replace_one if single else choose
-        return keep(cache, seen.store_k, seen.v, scores_BKU, sums, count_B, seen.joining)
+        # One token joins: at most one leaves.
+        one = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
+        kept = (scores_BKU, sums, count_B, seen.joining)
+        return choose(cache, seen.store_k, seen.v, *kept, one=one)
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
         """Nothing changes at the end of the context."""
         return cache
 
     def fork(self, cache: Any) -> Any:
-        """A copy: answering evicts, and what has left cannot come back."""
+        """A copy: decode evicts, and evicted tokens cannot come back."""
         return jax.tree.map(jnp.copy, cache)
 
     def read_bytes(self, cache: BudgetCache, length: int) -> int:
-        """Every slot's key and value; where answering evicts, what goes with them too."""
+        """Every slot's key and value; where decode evicts, also token indices and sums."""
         answering = (cache.k, cache.v) if self.protocol == "citrus" else cache
         return sum(leaf.nbytes for leaf in jax.tree.leaves(answering))

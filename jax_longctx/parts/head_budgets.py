@@ -1,25 +1,23 @@
-"""How many pages each head attends: uniform, Ada-KV, PSA. One class each.
+"""How many pages each head attends: uniform, Ada-KV, PSA. One function each.
 
-- `Uniform`: every head the same number;
-- `AdaKV` (Feng et al. 2024, section 3.3): the kv heads of a layer share one budget. The best pages
-  of all heads win, ranked by the softmax of their scores, which makes heads comparable. `floor`
-  keeps the best `alpha` share of each head's uniform budget first, its total is exact; `blend`
-  mixes the counts of the unfloored winners with the uniform count, as the authors' code does, and
-  meets the total up to rounding;
-- `Progressive` (PSA, progressive sparse attention, Zhou et al. 2025): each head visits its pages
+- `best_pages`: every head the same number;
+- `ada_kv` (Feng et al. 2024, section 3.3): the kv heads of a layer share one budget. The best pages
+  of all heads are kept, ranked by the softmax of each head's scores. `floor` first keeps the best
+  `alpha` share of each head's uniform budget; its total is exact. `blend`, as the authors' code,
+  mixes the counts without that floor with the uniform count; its total is exact up to rounding;
+- `progressive` (PSA, progressive sparse attention, Zhou et al. 2025): each head visits its pages
   from the best on until the share `epsilon` of the attention is reached. The authors' stop test is
-  not published; here the mass still missing is read from all keys (`oracle`), from the pages'
-  scores (`estimate`), or from RESA's prior (`resa`). The visited pages' masses are exact: their
-  keys are read here once more. Under `digest` these too are what the pages' scores say, and no key
-  is read. How many pages that takes is known only then, so the lists have the static length that
-  the method's budget allows, and end early by -1.
+  not published; here the mass still missing comes from all keys (`oracle`), from the pages' scores
+  (`estimate`), or from RESA's prior (`resa`). The visited pages' masses are exact: their keys are
+  read once more. Under `digest` these masses too come from the pages' scores, and no key is read.
+  The lists have the static length that the method's budget allows, -1 after the last page.
 
-Scores are [B,heads,P] of all pages, -inf where a page is no candidate; lists hold global page ids.
+Scores are [B, heads, P] of all pages, -inf where a page is no candidate; lists hold global page
+ids.
 """
 
-import dataclasses
 import fractions
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,147 +41,97 @@ Allocation = Literal[
 ]
 
 
-class Candidates(NamedTuple):
-    """What a decode step chooses among.
+def best_pages(
+    ranked: Float[Array, "B X P"], count: Int[Array, " B"], most: int
+) -> Int[Array, "B X C"]:
+    """The count[b] best pages of each list, at most C = `most`, ascending."""
+    count_BX = jnp.broadcast_to(count[:, None], ranked.shape[:2])
+    return select_large_k(ranked, count_BX, size=most)
 
-    Attributes:
+
+def ada_kv(
+    mass: Float[Array, "B K P"],
+    count: Int[Array, " B"],
+    most: int,
+    ctx: LayerContext,
+    *,
+    alpha: float,
+    blend: bool,
+) -> Lists:
+    """A row's list of (local kv head, page), -1 for none and for the heads of another shard.
+
+    Args:
+      mass: shares of a softmax, of the local kv heads.
+      count: pages of each head under a uniform budget, at most `most`.
+    """
+    local_heads, pages = mass.shape[1:]
+    mass = ctx.gather_heads(mass, axis=1)
+    heads = mass.shape[1]
+    safe_B = share(alpha, count)
+    flat = mass.reshape(mass.shape[0], -1)  # [B, K * P]
+    # Blended counts may exceed the total by half a page a head, from rounding.
+    size = min(heads * most + (heads + 1) // 2 * blend, heads * pages)
+    if blend:
+        free_BKP = select_mask(flat, heads * count).reshape(mass.shape)
+        free_BK = jnp.sum(free_BKP, axis=-1)
+        count_BK = jnp.round(free_BK * (1 - alpha)).astype(jnp.int32)
+        kept_BKP = select_mask(mass, count_BK + safe_B[:, None])
+        ranked_BKP = jnp.where(kept_BKP, 0.0, -jnp.inf)
+        entries_BE = select_large_k(ranked_BKP.reshape(flat.shape), size, size=size)
+    else:
+        kept_BKP = select_mask(mass, jnp.broadcast_to(safe_B[:, None], mass.shape[:2]))
+        ranked = jnp.where(kept_BKP.reshape(flat.shape), jnp.inf, flat)
+        entries_BE = select_large_k(ranked, heads * count, size=size)
+    head_BE = entries_BE // pages - ctx.head_offset(local_heads)
+    mine_BE = (entries_BE >= 0) & (head_BE >= 0) & (head_BE < local_heads)
+    pages_BE = jnp.where(mine_BE, entries_BE % pages, -1)
+    return Lists(pages_BE[:, None], jnp.where(mine_BE, head_BE, -1))
+
+
+def progressive(
+    q: Float[Array, "B 1 N H"],
+    store: AppendCache,
+    span: Span,
+    scores: Float[Array, "B N P"],
+    count: Int[Array, " B"],
+    ctx: LayerContext,
+    *,
+    most: int,
+    least: int,
+    epsilon: float,
+    stop: str,
+    forced: tuple[Float[Array, "B N"], ...],
+    prior: Prior | None,
+) -> Lists:
+    """Each head's best pages, best first, until enough of the attention is reached.
+
+    Args:
       q: the rotated query.
-      store: the keys.
-      span: the tokens that may be selected.
-      scores: of all pages, -inf where a page is no candidate.
-      ranked: by what each of the X lists is ranked.
-      masses: whether `ranked` is shares of a softmax.
-      count: pages of each head under a uniform budget.
-      least, most: pages of each head under any.
+      count, most: pages of each head at most, and the largest count.
+      least: pages of each head at least.
+      stop: where the missing mass is read from, as the allocation is named.
       forced: log-sum-exps of this shard's fixed tokens, the query's own and then the prior's.
-      prior: RESA's, or None.
+      prior: RESA's, for `stop="resa"`.
     """
-
-    q: Float[Array, "B 1 N H"]
-    store: AppendCache
-    span: Span
-    scores: Float[Array, "B N P"]
-    ranked: Float[Array, "B X P"]
-    masses: bool
-    count: Int[Array, " B"]
-    least: int
-    most: int
-    forced: tuple[Float[Array, "B N"], ...]
-    prior: Prior | None
-
-    def best(self) -> Int[Array, "B X C"]:
-        """The count[b] best pages of each list, ascending."""
-        count_BX = jnp.broadcast_to(self.count[:, None], self.ranked.shape[:2])
-        return select_large_k(self.ranked, count_BX, size=self.most)
-
-
-@dataclasses.dataclass(frozen=True)
-class Uniform:
-    """Every head the same number of pages.
-
-    Attributes, of every allocation:
-      granularity: which heads must select together, or None.
-    """
-
-    granularity: ClassVar[Granularity | None] = None
-
-    def choose(self, given: Candidates, ctx: LayerContext) -> Lists:
-        """The pages to attend."""
-        return Lists(given.best())
-
-    def reads(self, attended: int, all_keys: int) -> int:
-        """Bytes of keys read to choose, of all and of those that are attended."""
-        return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class AdaKV(Uniform):
-    """One budget for the kv heads of a layer."""
-
-    alpha: float
-    blend: bool
-    granularity = "kv_head"
-
-    def choose(self, given: Candidates, ctx: LayerContext) -> Lists:
-        mass_BKP = given.ranked
-        if not given.masses:
-            mass_BKP = softmax_mass(mass_BKP, given.span.tokens, ctx.scale)
-        heads, pages = self.entries(mass_BKP, given.count, given.most, ctx)
-        return Lists(pages[:, None], heads)
-
-    def entries(
-        self, mass: Float[Array, "B K P"], count: Int[Array, " B"], most: int, ctx: LayerContext
-    ) -> tuple[Int[Array, "B E"], Int[Array, "B E"]]:
-        """A row's list of (local kv head, page), -1 for none or where another shard has the head.
-
-        `mass` is of the local kv heads, `count` at most `most`.
-        """
-        local_heads, pages = mass.shape[1:]
-        mass = ctx.gather_heads(mass, axis=1)
-        heads = mass.shape[1]
-        safe_B = share(self.alpha, count)
-        flat = mass.reshape(mass.shape[0], -1)  # [B, K * P]
-        # Blended counts may exceed the total by half a page a head, from rounding.
-        size = min(heads * most + (heads + 1) // 2 * self.blend, heads * pages)
-        if self.blend:
-            free_BKP = select_mask(flat, heads * count).reshape(mass.shape)
-            free_BK = jnp.sum(free_BKP, axis=-1)
-            count_BK = jnp.round(free_BK * (1 - self.alpha)).astype(jnp.int32)
-            kept_BKP = select_mask(mass, count_BK + safe_B[:, None])
-            ranked_BKP = jnp.where(kept_BKP, 0.0, -jnp.inf)
-            entries_BE = select_large_k(ranked_BKP.reshape(flat.shape), size, size=size)
-        else:
-            kept_BKP = select_mask(mass, jnp.broadcast_to(safe_B[:, None], mass.shape[:2]))
-            ranked = jnp.where(kept_BKP.reshape(flat.shape), jnp.inf, flat)
-            entries_BE = select_large_k(ranked, heads * count, size=size)
-        head_BE = entries_BE // pages - ctx.head_offset(local_heads)
-        mine_BE = (entries_BE >= 0) & (head_BE >= 0) & (head_BE < local_heads)
-        return jnp.where(mine_BE, head_BE, -1), jnp.where(mine_BE, entries_BE % pages, -1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Progressive(Uniform):
-    """Pages until enough of the attention is reached."""
-
-    epsilon: float
-    stop: str
-    granularity = "query_head"
-
-    def reads(self, attended: int, all_keys: int) -> int:
-        visited = 0 if self.stop == "digest" else attended
-        return visited + (all_keys if self.stop == "oracle" else 0)
-
-    def choose(self, given: Candidates, ctx: LayerContext) -> Lists:
-        """The lists, best first, cut where enough of the attention is reached."""
-        q, store, span, prior = given.q, given.store, given.span, given.prior
-        lists = best_first(given.scores, given.best())
-        none_BN = jnp.full(lists.shape[:2], -jnp.inf)
-        if self.stop == "digest":
-            masses = listed(page_logits(given.scores, span.tokens, ctx.scale), lists)
-        else:
-            masses = _page_masses(q, store, lists, span, ctx, None)
-        forced_BN = _seq_lse(given.forced[0], ctx) if given.forced else none_BN
-        if self.stop == "oracle":
-            logits_BNS = decode_logits(q, store.k, store.held(ctx), scale=ctx.scale)
-            known = _seq_lse(jax.nn.logsumexp(logits_BNS, axis=-1), ctx)[..., None]
-        elif self.stop in ("estimate", "digest"):
-            known = _estimated(given, lists, ctx.scale)
-        else:
-            assert prior is not None
-            known_BN = _seq_lse(given.forced[1], ctx) if given.forced else none_BN
-            behind = _page_masses(prior.query, store, lists, span, ctx, prior.logits)
-            known = _left_over(prior, known_BN, behind)
-        whole = self.stop == "oracle"
-        kept = pages_until(self.epsilon, forced_BN, masses, known, whole, given.least)
-        return Lists(jnp.where(kept, lists, -1))
-
-
-def allocation_of(name: Allocation, alpha: float, epsilon: float) -> Uniform:
-    """The allocation of that name, with its own settings."""
-    kind, _, form = name.partition("-")
-    if kind == "ada":
-        return AdaKV(alpha, form == "blend")
-    return Progressive(epsilon, form) if kind == "psa" else Uniform()
+    lists = best_first(scores, best_pages(scores, count, most))
+    none_BN = jnp.full(lists.shape[:2], -jnp.inf)
+    if stop == "digest":
+        masses = listed(page_logits(scores, span.tokens, ctx.scale), lists)
+    else:
+        masses = _page_masses(q, store, lists, span, ctx, None)
+    forced_BN = _seq_lse(forced[0], ctx) if forced else none_BN
+    if stop == "oracle":
+        logits_BNS = decode_logits(q, store.k, store.held(ctx), scale=ctx.scale)
+        known = _seq_lse(jax.nn.logsumexp(logits_BNS, axis=-1), ctx)[..., None]
+    elif stop in ("estimate", "digest"):
+        known = _estimated(scores, span.tokens, count, lists, ctx.scale)
+    else:
+        assert prior is not None
+        known_BN = _seq_lse(forced[1], ctx) if forced else none_BN
+        behind = _page_masses(prior.query, store, lists, span, ctx, prior.logits)
+        known = _left_over(prior, known_BN, behind)
+    kept = pages_until(epsilon, forced_BN, masses, known, stop == "oracle", least)
+    return Lists(jnp.where(kept, lists, -1))
 
 
 def share(ratio: float, count: Any) -> Any:
@@ -199,7 +147,7 @@ def share(ratio: float, count: Any) -> Any:
 def page_logits(
     scores: Float[Array, "B X P"], tokens: Int[Array, "B P"], scale: float
 ) -> Float[Array, "B X P"]:
-    """Each page's log-sum-exp, if all its tokens had the page's score; -inf stays."""
+    """Each page's log-sum-exp if all its tokens had the page's score; -inf stays -inf."""
     return scale * scores + jnp.log(jnp.maximum(tokens, 1).astype(jnp.float32))[:, None]
 
 
@@ -240,9 +188,9 @@ def pages_until(
 ) -> Bool[Array, "B N C"]:
     """Which of the pages to attend, best first, until `epsilon` of the attention is reached.
 
-    All masses are natural logs. After t pages A(t) is the mass of `forced` and those pages; enough
-    is A(t) / known >= epsilon where `known` is the attention's `whole` mass, or
-    A(t) / (A(t) + known(t)) >= epsilon where it is what is thought to be missing after page t.
+    All masses are natural logs. A(t) is the mass of `forced` and the first t pages. A head stops
+    where A(t) / known >= epsilon, with `whole`: `known` is the whole mass of the attention; or else
+    where A(t) / (A(t) + known(t)) >= epsilon: `known` is the estimated missing mass after page t.
     """
     top = jnp.max(jnp.concatenate([forced[..., None], pages, known], axis=-1), axis=-1)[..., None]
     top = jnp.maximum(top, jnp.finfo(jnp.float32).min)
@@ -293,18 +241,21 @@ def _page_masses(
 
 
 def _estimated(
-    given: Candidates, lists: Int[Array, "B N C"], scale: float
+    scores: Float[Array, "B N P"],
+    tokens: Int[Array, "B P"],
+    count: Int[Array, " B"],
+    lists: Int[Array, "B N C"],
+    scale: float,
 ) -> Float[Array, "B N C"]:
-    """Log of what the pages after each listed one hold, if all tokens had their page's score."""
-    logits = page_logits(given.scores, given.span.tokens, scale)
+    """Log of the mass of the pages after each listed one, if tokens had their page's score."""
+    logits = page_logits(scores, tokens, scale)
     top = jnp.max(logits, axis=-1, keepdims=True)
     top = jnp.maximum(top, jnp.finfo(jnp.float32).min)
     guess_BNP = jnp.exp(logits - top)
-    count_BN = jnp.broadcast_to(given.count[:, None], given.scores.shape[:2])
-    among = select_mask(given.scores, count_BN)
+    among = select_mask(scores, jnp.broadcast_to(count[:, None], scores.shape[:2]))
     outside_BN1 = jnp.sum(jnp.where(among, 0.0, guess_BNP), axis=-1, keepdims=True)
     each_BNC = listed(guess_BNP, lists, 0.0)
-    # Summed from the end, where a difference of sums would cancel.
+    # Summed from the end: a difference of sums would cancel.
     later_BNC = jnp.cumsum(each_BNC[..., ::-1], axis=-1)[..., ::-1]
     later_BNC = jnp.pad(later_BNC[..., 1:], [(0, 0), (0, 0), (0, 1)])
     return jnp.log(outside_BN1 + later_BNC) + top

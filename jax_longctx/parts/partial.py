@@ -1,33 +1,32 @@
-"""A partial cache: a few chosen tokens of a row, to which new ones come and the worst may leave.
+"""A partial cache: a few chosen tokens of a row, then the new ones, in place of the worst.
 
-Tokens are chosen by pooled scores (`pooled_scores`, `best_last`). The cache begins as a list of
-them, each kv head its own, in the order in which they would leave; every token after them is pushed
-behind. In a buffer the i-th of all these lies in slot i modulo
-`limit`, so that a push writes one slot in place. With limit = budget + 1 the slot written is that
-of the token which left before: a step appends first, then reads budget + 1 tokens, itself among
-them. A limit that is never reached lets the cache grow. Rows may have budgets of their own.
+Tokens are chosen by pooled scores (`pooled_scores`, `best_last`). Each kv head has its own list of
+them, the first to leave first; new tokens are pushed behind. The i-th of all these lies in slot
+i modulo `limit`, so a push writes one slot in place. With limit = budget + 1 that is the slot of
+the token that left before: a step appends its token, then reads budget + 1 tokens. Under a limit
+that is never reached the cache grows. Rows may have different budgets.
 
-No token ids are written when a token is pushed: pushed tokens follow each other in the text, so
-that where each slot's token stands is known from the list and three numbers a row.
+A push writes no token index: pushed tokens follow each other in the text, so the list and three
+numbers a row give the token of each slot.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, gather_slots, write_rows
-from jax_longctx.contract import CacheShape, LayerContext
-from jax_longctx.errors import ConfigError
+from jax_longctx.contract import Attended, CacheShape, LayerContext
 from jax_longctx.sharding import OwnAxis, axes_field
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.select_large_k import select_large_k
 
-# The attention kernels tile by as many slots.
+# Slots of a tile of the attention kernels.
 GRANULE = 128
 
-# So many smallest of a list are found without sorting it: what XLA has a GPU kernel for.
+# Up to so many smallest entries are found by `top_k`, for which XLA has a GPU kernel.
 _FEW = 16
 
 # Of each row, or the same for all.
@@ -38,36 +37,63 @@ Pool = Literal["max", "avg"]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FifoList:
-    """Which tokens lie in which slot.
+class FifoCache:
+    """Which token lies in which slot, and its key (rotated) and value, whole on every shard.
 
     Attributes:
       chosen: index in the text of M tokens, the first to leave first, -1 beyond `count`.
       count: chosen tokens of each row, the same for all its heads.
       pushed: tokens that came after them.
       position: index of the next token.
+      k, v: slot c is valid when `c < length(limit)[b]`; other slots hold garbage. None where each
+        step gathers them from the full cache.
       chosen_axis: the logical axis of M, `share` where budgets are shares of the slots.
+      slots_axis: that of the slots: `room` where no token leaves, else `chosen_axis`.
     """
 
     chosen: Int[Array, "B K M"] = axes_field("batch", "kv_heads", OwnAxis("chosen_axis"))
     count: Int[Array, " B"] = axes_field("batch")
     pushed: Int[Array, " B"] = axes_field("batch")
     position: Int[Array, " B"] = axes_field("batch")
+    k: Float[Array, "B K C H"] | None = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None)
+    v: Float[Array, "B K C H"] | None = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None)
     chosen_axis: Literal["budget", "share"] = dataclasses.field(
         default="budget", metadata={"static": True}
     )
+    slots_axis: Literal["room", "share", "budget"] = dataclasses.field(
+        default="room", metadata={"static": True}
+    )
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the buffers."""
+        return 0 if self.k is None else self.k.shape[2]
+
+    def read(self, q: Float[Array, "B 1 N H"], limit: Count, scale: float) -> Attended:
+        """The newest token's attention over the buffers; q is rotated."""
+        assert self.k is not None and self.v is not None
+        return decode_attention(q, self.k, self.v, self.length(limit), scale=scale)
 
     def length(self, limit: Count) -> Int[Array, " B"]:
-        """Slots that hold something."""
+        """Number of slots that hold a token."""
         return jnp.minimum(self.count + self.pushed, limit)
 
-    def next_slot(self, limit: Count) -> Int[Array, " B"]:
-        """Where the next token goes."""
-        return (self.count + self.pushed) % limit
-
-    def push(self, valid: Int[Array, " B"]) -> "FifoList":
-        """The list after `valid[b]` more tokens of each row."""
-        return dataclasses.replace(self, pushed=self.pushed + valid, position=self.position + valid)
+    def push(
+        self,
+        k: Float[Array, "B 1 K H"],
+        v: Float[Array, "B 1 K H"],
+        valid: Int[Array, " B"],
+        limit: Count,
+    ) -> "FifoCache":
+        """Adds one token to each row in place; a row with `valid[b]` 0 keeps its tokens."""
+        slot_B = (self.count + self.pushed) % limit
+        return dataclasses.replace(
+            self,
+            pushed=self.pushed + valid,
+            position=self.position + valid,
+            k=None if self.k is None else write_rows(self.k, k, slot_B, valid),
+            v=None if self.v is None else write_rows(self.v, v, slot_B, valid),
+        )
 
     def tokens(self, limit: Count, slots: int) -> Int[Array, "B K C"]:
         """Index in the text of the token in each of the first `slots`, -1 where there is none."""
@@ -84,84 +110,49 @@ class FifoList:
         held_BC = slots_C < self.length(limit)[:, None]
         return jnp.where(held_BC[:, None], tokens_BKC, -1)
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FifoCache:
-    """Keys (rotated at their true positions) and values of a `FifoList`, whole on every shard.
-
-    Attributes:
-      k, v: slot c is valid when `c < order.length(limit)[b]`; other slots hold garbage.
-      slots_axis: the logical axis of the slots: `room` where no token leaves, else that of the
-        list.
-    """
-
-    order: FifoList
-    k: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None)
-    v: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None)
-    slots_axis: Literal["room", "share", "budget"] = dataclasses.field(
-        default="room", metadata={"static": True}
-    )
-
-    def push(
-        self,
-        k: Float[Array, "B 1 K H"],
-        v: Float[Array, "B 1 K H"],
-        valid: Int[Array, " B"],
-        limit: Count,
+    def filled(
+        self, store: AppendCache, limit: Count, capacity: int, ctx: LayerContext
     ) -> "FifoCache":
-        """Writes one token a row in place; a row with `valid[b]` 0 keeps what counts."""
-        slot_B = self.order.next_slot(limit)
-        return dataclasses.replace(
-            self,
-            order=self.order.push(valid),
-            k=write_rows(self.k, k, slot_B, valid),
-            v=write_rows(self.v, v, slot_B, valid),
+        """With the tokens' keys and values in `capacity` slots, gathered on every shard.
+
+        A list for each query head reads its kv head's; heads of one group lie side by side.
+        """
+        slots_BXC = self.tokens(limit, capacity)
+        batch, lists, _ = slots_BXC.shape
+        slots_BKE = slots_BXC.reshape(batch, store.k.shape[1], -1)  # [B, K, X / K * C]
+        k, v = (
+            gather_slots(x, slots_BKE, ctx).reshape(batch, lists, capacity, -1)
+            for x in (store.k, store.v)
         )
+        return dataclasses.replace(self, k=k, v=v)
 
 
-def empty_fifo_list(shape: CacheShape, size: int, axis: Literal["budget", "share"]) -> FifoList:
-    """A list of `size` tokens, none chosen yet; `axis` is theirs."""
+def empty_fifo_cache(
+    shape: CacheShape,
+    size: int,
+    axis: Literal["budget", "share"],
+    room: int | None,
+    *,
+    indexed: bool,
+) -> FifoCache:
+    """A list of `size` tokens, none chosen yet, and unless `indexed` buffers in whole tiles.
 
-    # One array each: a donated buffer may be named once.
-    def zeros() -> Array:
-        return jnp.zeros((shape.batch,), jnp.int32)
-
-    chosen = jnp.full((shape.batch, shape.num_kv_heads, size), -1, jnp.int32)
-    return FifoList(chosen, zeros(), zeros(), zeros(), axis)
-
-
-def empty_fifo_cache(shape: CacheShape, order: FifoList, room: int | None = None) -> FifoCache:
-    """Empty buffers for what is on the list and `room` tokens more, in whole tiles.
-
-    Without `room` one token leaves for each that is pushed beyond the list's size.
+    The buffers hold `room` tokens more than the list. With None a token leaves for each that is
+    pushed beyond the list's size.
     """
-    capacity = padded(order.chosen.shape[2] + (1 if room is None else room))
-    slots = (shape.batch, shape.num_kv_heads, capacity, shape.head_dim)
-    axis = order.chosen_axis if room is None else "room"
-    return FifoCache(order, jnp.zeros(slots, shape.dtype), jnp.zeros(slots, shape.dtype), axis)
+    heads = (shape.batch, shape.num_kv_heads)
+    chosen = jnp.full((*heads, size), -1, jnp.int32)
+    # An array for each field: a donated buffer may be named once.
+    counts = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(3))
+    slots = (*heads, padded(size + (1 if room is None else room)), shape.head_dim)
+    k, v = (None if indexed else jnp.zeros(slots, shape.dtype) for _ in range(2))
+    slots_axis = axis if room is None else "room"
+    return FifoCache(chosen, *counts, k=k, v=v, chosen_axis=axis, slots_axis=slots_axis)
 
 
 def padded(capacity: int) -> int:
     """The capacity in whole tiles."""
     return -(-capacity // GRANULE) * GRANULE
-
-
-def gather_fifo(
-    store: AppendCache, order: FifoList, limit: Count, capacity: int, ctx: LayerContext
-) -> FifoCache:
-    """The listed and pushed tokens' keys and values in `capacity` slots, on every shard.
-
-    A list for each query head reads its kv head's; heads of one group lie side by side.
-    """
-    slots_BXC = order.tokens(limit, capacity)
-    batch, lists, _ = slots_BXC.shape
-    slots_BKE = slots_BXC.reshape(batch, store.k.shape[1], -1)  # [B, K, X / K * C]
-    k, v = (
-        gather_slots(x, slots_BKE, ctx).reshape(batch, lists, capacity, -1)
-        for x in (store.k, store.v)
-    )
-    return FifoCache(order, k, v)
 
 
 def best_last(
@@ -170,15 +161,15 @@ def best_last(
     budget: Count,
     size: int,
     leaving: int | None = None,
-) -> FifoList:
+) -> FifoCache:
     """The `budget` best of each row's first `position[b]` tokens, the worst first to leave.
 
-    Of equal scores the lower index is kept, and the younger leaves first.
+    Of equal scores the lower index is kept, and the higher leaves first.
 
     Args:
-      scores: finite, or -inf where nothing is.
-      size: M, at least what a budget can choose.
-      leaving: how many may leave before the list is made anew; the others follow in the text's
+      scores: finite, or -inf for empty slots.
+      size: M, at least the largest budget.
+      leaving: most tokens that leave before the list is made anew; the others follow in the text's
         order. None: any number.
     """
     count_B = jnp.minimum(position, jnp.minimum(budget, size))
@@ -190,12 +181,12 @@ def best_last(
         chosen_BKM = _sorted(kept_BKM, slots_BKM)
     else:
         chosen_BKM = _worst_first(kept_BKM, slots_BKM, min(leaving, size))
-    return FifoList(chosen_BKM, count_B, jnp.zeros_like(count_B), position)
+    return FifoCache(chosen_BKM, count_B, jnp.zeros_like(count_B), position, None, None)
 
 
 def _sorted(scores: Float[Array, "B K M"], slots: Int[Array, "B K M"]) -> Int[Array, "B K M"]:
     """Ascending slots by ascending score, of equals the last first."""
-    # Turned around, so that a stable sort leaves the younger of equals in front.
+    # Flipped, so that a stable sort puts the higher slot of equals first.
     turned = (jnp.flip(scores, axis=2), jnp.flip(slots, axis=2))
     return jax.lax.sort(turned, dimension=2, is_stable=True, num_keys=1)[1]
 
@@ -205,10 +196,10 @@ def _worst_first(
 ) -> Int[Array, "B K M"]:
     """The first `number` of `_sorted`, then the other slots as they are."""
     size = slots.shape[2]
-    # Of equals `top_k` takes the first: turned around, the younger.
+    # Of equals `top_k` takes the first: flipped, the higher slot.
     _, turned_BKX = jax.lax.top_k(-jnp.flip(scores, axis=2), number)
     places_BKX = size - 1 - turned_BKX
-    # The place of the j-th of the others: those of the worst that lie before it are skipped.
+    # The place of the j-th of the others, past those of the worst that lie before it.
     place, rival = places_BKX[..., :, None], places_BKX[..., None, :]
     before_BKX = places_BKX - jnp.sum(rival < place, axis=-1)
     index_M = jnp.arange(size - number)
@@ -222,9 +213,9 @@ def pooled_scores(
 ) -> Float[Array, "B K S"]:
     """Scores of each row's first `length[b]` tokens, -inf for the slots beyond.
 
-    All but the last `window` tokens are scored by their mass (at most 1) pooled over `kernel`
-    neighbours among themselves: the maximum, or the sum over `kernel`, so that missing neighbours
-    count as zeros. The last `window` come before all others, the newest first.
+    All but the last `window` tokens are scored by their mass (at most 1), pooled over `kernel`
+    neighbours among themselves: the maximum, or the mean with missing neighbours as zeros. The last
+    `window` tokens come before all others, the newest first.
     """
     slots_S = jnp.arange(mass.shape[2])
     newest_BS = slots_S - (length - window)[:, None]
@@ -232,7 +223,7 @@ def pooled_scores(
     half = kernel // 2
     how = ((1, 1, kernel), (1, 1, 1), ((0, 0), (0, 0), (half, half)))
     if pool == "max":
-        # No mass is below zero, so that zeros beyond the ends are as good as -inf.
+        # Masses are not negative, so padding with -inf equals padding with zeros.
         scores = jax.lax.reduce_window(mass, -jnp.inf, jax.lax.max, *how)
     else:
         scores = jax.lax.reduce_window(mass, 0.0, jax.lax.add, *how) / kernel
@@ -240,7 +231,7 @@ def pooled_scores(
     return jnp.where((slots_S < length[:, None])[:, None], scores, -jnp.inf)
 
 
-def check_kernel(name: str, kernel: int) -> None:
-    """Raises ConfigError unless the pool's kernel has a centre."""
-    if kernel < 1 or kernel % 2 == 0:
-        raise ConfigError(f"{name}: kernel must be odd and at least 1, got {kernel}")
+def check_kernel(method: Any) -> None:
+    """Raises ConfigError unless the method's `kernel` has a centre."""
+    if method.kernel < 1 or method.kernel % 2 == 0:
+        raise method.refused(f"kernel must be odd and at least 1, got {method.kernel}")

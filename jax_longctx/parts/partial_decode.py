@@ -1,8 +1,8 @@
 """The kind that decodes over a partial cache: a few tokens of each kv head, chosen from all keys.
 
-Context and question are read by full attention, and every key stays. What the question's last token
-attends to chooses the partial cache (`begin`). A method of this kind says what a decode step does:
-it may read the partial cache (`read`), or attend every key and choose anew (`look`).
+Context and question are read by full attention, and every key stays. The attention of the
+question's last token chooses the partial cache (`begin`). A method of this kind defines the decode
+step: it may read the partial cache (`read`), or attend every key and choose anew (`look`).
 """
 
 import dataclasses
@@ -14,9 +14,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, append, empty_append_cache, local_slots, where_rows
+from jax_longctx.caches import (
+    AppendCache,
+    Rewinding,
+    append,
+    empty_append_cache,
+    local_slots,
+    where_rows,
+)
 from jax_longctx.contract import (
-    CHUNK_ROWS,
     ENDS,
     QKV,
     Attended,
@@ -24,55 +30,42 @@ from jax_longctx.contract import (
     LayerContext,
     Prompt,
     Segment,
-    Stage,
+    WithCache,
     mark_ends,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending, refuse_windows
 from jax_longctx.parts.partial import (
     Count,
     FifoCache,
-    FifoList,
     best_last,
     check_kernel,
     empty_fifo_cache,
-    empty_fifo_list,
-    gather_fifo,
     pooled_scores,
 )
 from jax_longctx.sharding import axes_field
-from pallas_kernels.decode_attention import attend_with_logits, decode_attention
+from pallas_kernels.decode_attention import attend_with_logits
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
-
-Partial = FifoCache | FifoList
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RefreshCache:
+class RefreshCache(Rewinding):
     """Every key and value of a row, and the part that decode reads.
 
+    The end of a question replaces all but the store.
+
     Attributes:
-      partial: keys and values, or with `indexed` only which tokens they are.
+      partial: the tokens that a partial step attends; with `indexed` without keys and values.
       query: sum over all heads of the query of the layer's last full step.
       steps, full_steps: decode steps of this answer, and those that attended every key.
     """
 
     store: AppendCache
-    partial: Partial
+    partial: FifoCache
     query: Float[Array, "B H"] = axes_field("batch", None)
     steps: Int[Array, " B"] = axes_field("batch")
     full_steps: Int[Array, " B"] = axes_field("batch")
-
-    def with_store(self, store: AppendCache) -> "RefreshCache":
-        """The cache around another store."""
-        return dataclasses.replace(self, store=store)
-
-    @property
-    def order(self) -> FifoList:
-        """Which tokens the partial cache holds."""
-        return self.partial.order if isinstance(self.partial, FifoCache) else self.partial
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,45 +94,38 @@ class PartialDecoding(Appending):
     query_aware = True
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
         self.at_least(1, "budget")
-        if not 0 < self.ratio <= 1:
-            raise ConfigError(f"{name}: ratio must be above 0 and at most 1, got {self.ratio}")
-        check_kernel(name, self.kernel)
+        self.fraction("ratio", above_zero=True)
+        check_kernel(self)
         if self.indexed and not self.evict_on_push:
-            raise ConfigError(
-                f"{name}: indexed=true gathers a fixed number of tokens, which "
-                f"evict_on_push=false exceeds; set one of them otherwise"
+            raise self.refused(
+                "indexed=true gathers a fixed number of tokens, which "
+                "evict_on_push=false exceeds; set one of them otherwise"
             )
 
-    def step(
-        self, new: QKV, cache: RefreshCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, RefreshCache]:
+    def step(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         """One answered token."""
         raise NotImplementedError(f"{type(self).__name__}: a method of this kind defines step")
 
     @property
     def leaving(self) -> int | None:
-        """Tokens that may leave the partial cache before it is chosen anew; None: any number."""
+        """Most tokens that leave the partial cache before it is chosen anew; None: any number."""
         return None if self.evict_on_push else 0
 
     def summed(self, raw: Array, rotated: Array, ctx: LayerContext) -> Float[Array, "B H"]:
-        """What the cache remembers of a full step's query: the sum over all heads."""
+        """The sum over all heads of a full step's query, which the cache remembers."""
         return ctx.psum_heads(jnp.sum(rotated[:, 0].astype(jnp.float32), axis=1))
 
     def validate(self, config: ModelConfig) -> None:
-        refuse_windows(type(self).__name__, config)
+        refuse_windows(self.name, config)
 
     def init_cache(self, shape: CacheShape) -> RefreshCache:
+        # No prompt is longer than the slots.
+        size, axis = math.ceil(self.ratio * shape.slots), "share"
         if self.budget is not None:
-            order = empty_fifo_list(shape, self.budget, "budget")
-        else:
-            # No prompt is longer than the slots.
-            order = empty_fifo_list(shape, math.ceil(self.ratio * shape.slots), "share")
-        partial = order
-        if not self.indexed:
-            room = None if self.evict_on_push else shape.reserve
-            partial = empty_fifo_cache(shape, order, room)
+            size, axis = self.budget, "budget"
+        room = None if self.evict_on_push else shape.reserve
+        partial = empty_fifo_cache(shape, size, axis, room, indexed=self.indexed)
         query = jnp.zeros((shape.batch, shape.head_dim), jnp.float32)
         steps, full_steps = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(2))
         return RefreshCache(empty_append_cache(shape), partial, query, steps, full_steps)
@@ -148,42 +134,32 @@ class PartialDecoding(Appending):
         segments = super().segments(prompt)
         return mark_ends(segments) if prompt.stage == "question" else segments
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role == "decode":
             return self.step(new, cache, segment, ctx)
         part, store = super().attend(new, cache.store, segment, ctx)
         cache = dataclasses.replace(cache, store=store)
         if segment.variant == ENDS:
-            last_B = jnp.maximum(segment.valid_of(CHUNK_ROWS) - 1, 0)
+            last_B = jnp.maximum(segment.valid_of() - 1, 0)
             q = jnp.take_along_axis(new[0], last_B[:, None, None, None], axis=1)
             cache = where_rows(segment.ends, self.begin(q, cache, ctx), cache)
         return part, cache
 
-    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
+    def adopt(self, cache: Any, ctx: LayerContext, queries: Array | None = None) -> Any:
         """The cache whose store another method's prefill has filled; a question chooses anew."""
         return cache
-
-    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
-        return dataclasses.replace(cache, store=cache.store.end_context())
-
-    def fork(self, cache: Any) -> Any:
-        # What else a question finds here is replaced where it ends.
-        return dataclasses.replace(cache, store=cache.store.rewind())
 
     def read_bytes(self, cache: Any, length: int) -> int:
         """The partial cache."""
         store, partial = cache.store, cache.partial
-        if isinstance(partial, FifoCache) and not self.evict_on_push:
-            tokens = partial.k.shape[2]
-        else:
-            tokens = (self.budget or max(int(self.ratio * length), 1)) + 1
+        tokens = (self.budget or max(int(self.ratio * length), 1)) + 1
+        if not self.evict_on_push:
+            tokens = partial.capacity
         token = 2 * store.k.size // store.k.shape[2] * store.k.dtype.itemsize
         return token * tokens
 
     def chosen(self, cache: RefreshCache) -> Count:
-        """Tokens that are chosen: as many for all rows, or a share of each row's own prompt."""
+        """Number of chosen tokens: the same for all rows, or a share of each row's prompt."""
         if self.budget is not None:
             return self.budget
         prompt_B = cache.store.length - cache.steps
@@ -191,9 +167,7 @@ class PartialDecoding(Appending):
 
     def limit(self, cache: RefreshCache) -> Count:
         """Tokens that a partial step reads at most."""
-        if isinstance(cache.partial, FifoCache) and not self.evict_on_push:
-            return cache.partial.k.shape[2]
-        return self.chosen(cache) + 1
+        return self.chosen(cache) + 1 if self.evict_on_push else cache.partial.capacity
 
     def begin(
         self, q: Float[Array, "B 1 N H"], cache: RefreshCache, ctx: LayerContext
@@ -202,17 +176,14 @@ class PartialDecoding(Appending):
         rotated = ctx.rotate(q, cache.store.position[:, None] - 1)
         zeros = jnp.zeros_like(cache.steps)
         cache = dataclasses.replace(cache, steps=zeros, full_steps=zeros)
-        _, _, partial = self.look(rotated, cache, jnp.ones(zeros.shape, bool), ctx)
+        _, partial = self.look(rotated, cache, jnp.ones(zeros.shape, bool), ctx)
         return dataclasses.replace(cache, partial=partial, query=self.summed(q, rotated, ctx))
 
     def push(
         self, k: Array, v: Array, cache: RefreshCache, valid: Int[Array, " B"], ctx: LayerContext
     ) -> RefreshCache:
         """The cache with a step's token, its key rotated, in the store and in the partial cache."""
-        if isinstance(cache.partial, FifoList):
-            partial = cache.partial.push(valid)
-        else:
-            partial = cache.partial.push(k, v, valid, self.limit(cache))
+        partial = cache.partial.push(k, v, valid, self.limit(cache))
         store = append(cache.store, k, v, valid, ctx)
         return dataclasses.replace(cache, store=store, partial=partial, steps=cache.steps + valid)
 
@@ -222,8 +193,8 @@ class PartialDecoding(Appending):
         cache: RefreshCache,
         turned: Bool[Array, " B"],
         ctx: LayerContext,
-    ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Partial]:
-        """One query over all keys, and in `turned` rows what its probabilities choose."""
+    ) -> tuple[Attended, FifoCache]:
+        """Attention of one query to all keys, and in `turned` rows the tokens that it chooses."""
         store = cache.store
         batch, kv_heads, size, _ = store.k.shape
         held_B = store.held(ctx)
@@ -236,23 +207,21 @@ class PartialDecoding(Appending):
         mass_BKS = ctx.gather_seq(over[self.over_group](p_BKGS, axis=2), axis=2)
         own = 1 if self.force_self else 0
         scores_BKS = pooled_scores(mass_BKS, store.length, own, self.kernel, "max")
-        listed = cache.order.chosen.shape[2]
-        order = best_last(scores_BKS, store.length, self.chosen(cache), listed, self.leaving)
-        order = dataclasses.replace(order, chosen_axis=cache.order.chosen_axis)
-        order = where_rows(turned, order, cache.order)
-        if isinstance(cache.partial, FifoList):
-            return out.astype(q.dtype), lse, order
-        # The other rows' tokens are read again too: to keep them would copy their buffers.
-        partial = gather_fifo(store, order, self.limit(cache), cache.partial.k.shape[2], ctx)
-        partial = dataclasses.replace(partial, slots_axis=cache.partial.slots_axis)
-        return out.astype(q.dtype), lse, partial
+        old = dataclasses.replace(cache.partial, k=None, v=None)
+        listed = old.chosen.shape[2]
+        new = best_last(scores_BKS, store.length, self.chosen(cache), listed, self.leaving)
+        new = dataclasses.replace(new, chosen_axis=old.chosen_axis, slots_axis=old.slots_axis)
+        partial = where_rows(turned, new, old)
+        if not self.indexed:
+            # The other rows' tokens are gathered again too: to keep them would copy the buffers.
+            partial = partial.filled(store, self.limit(cache), cache.partial.capacity, ctx)
+        return (out.astype(q.dtype), lse), partial
 
-    def read(self, q: Array, cache: RefreshCache, ctx: LayerContext) -> tuple[Array, Array]:
-        """One query over the partial cache."""
+    def read(self, q: Array, cache: RefreshCache, ctx: LayerContext) -> Attended:
+        """Attention of one query to the partial cache."""
         partial, limit = cache.partial, self.limit(cache)
-        if isinstance(partial, FifoCache):
-            length_B = partial.order.length(limit)
-            return decode_attention(q, partial.k, partial.v, length_B, scale=ctx.scale)
+        if not self.indexed:
+            return partial.read(q, limit, ctx.scale)
         store, size = cache.store, cache.store.k.shape[2]
         # Tokens are slots of the full cache.
         local_BKC = local_slots(partial.tokens(limit, partial.chosen.shape[2] + 1), size, ctx)

@@ -1,34 +1,32 @@
-"""RESA's prior: what every key would get from the prompt's mean query, and its combination.
+"""RESA's prior: logits of all keys under the prompt's mean query, and their use in a decode step.
 
 RESA, section 4, Eq. 2 to 5. With the prompt's mean query mu_q and the keys' mean mu_k, both after
-rotary embedding, a key j that was not selected gets the logit p0_j + b, where p0_j = scale mu_q.k_j
-is computed once and b = scale (q - mu_q).mu_k is one number for each query and head. The softmax of
-p0 over all keys, its log-sum-exp `lse0` and its output `o0`, is known too; so with the selected set
-I attended exactly, the others' mass R and weighted values U are differences:
+rotary embedding, a key j that was not selected gets the logit p0_j + b. p0_j = scale mu_q.k_j is
+computed once; b = scale (q - mu_q).mu_k is one number for each query and head. The softmax of p0
+over all keys is known too, by its log-sum-exp `lse0` and its output `o0`. With the selected set I
+attended exactly, the others' mass R and weighted values U are differences:
 
     A = sum_I exp(a_j)                 Z = exp(lse0 + b)     Z_I = sum_I exp(p0_j + b)
     R = max(Z - Z_I, 0)                U = Z o0 - sum_I exp(p0_j + b) v_j
     out = (A out_I + lam U) / (A + lam R)
 
-The paper's Eq. 5 divides by A + R whatever lam is, so that lam = 0 is not the plain sparse output
-that it claims (`paper_literal`); here lam scales the residual in both places (`normalized`), and
-both agree at lam = 1.
+The paper's Eq. 5 divides by A + R for any lam (`paper_literal`), so lam = 0 is not the plain sparse
+output that the paper claims. Here lam scales the residual in both places (`normalized`). Both agree
+at lam = 1.
 
 mu_q, p0 and o0 belong to a query head, or to a kv head whose group shares a mean query; mu_k
-belongs to a kv head. All in float32, but mu_q, which is rounded to the model's dtype: it meets
-keys, and every use of it agrees. p0 is not stored: the selected keys are read anyway, and mu_q's
-products with them are one more row of the same matmul. Where some keys have no prior (`masked`) it
-is.
+belongs to a kv head. All are float32 but mu_q, which is rounded to the model's dtype before every
+use. p0 is stored only where some keys have no prior (`masked`): the selected keys are read anyway,
+and mu_q's products with them are one more row of the same matmul.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, where_rows
+from jax_longctx.caches import AppendCache, Rewinding, where_rows
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.parts.sparse_decode import Prior, Selected
@@ -39,17 +37,17 @@ from pallas_kernels.plane import part_of
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Background:
+class Background(Rewinding):
     """The prior of one layer, float32 but for `mean`. M is N, or K where a group shares its prior.
 
     Attributes:
-      query_sum: over the prompt's queries, and the answer's where the prior is made anew from them.
-      key_sum: over all keys; their mean is mu_k.
-      context_query_sum, context_key_sum: both as they were at the end of the context.
-      counted: keys in `key_sum`.
-      mean: mu_q as it was when lse0 and o0 were last made from all keys, in the model's dtype.
+      query_sum: sum of the prompt's queries, and of the answer's under growth=rebuild.
+      key_sum: sum of all keys; their mean is mu_k.
+      context_query_sum, context_key_sum: both at the end of the context.
+      counted: number of keys in `key_sum`.
+      mean: mu_q when lse0 and o0 were last made from all keys, in the model's dtype.
       lse, out: lse0 and o0.
-      logits: p0 of every slot, -inf where there is none; None where mu_q.k is all there is to it.
+      logits: p0 of every slot, -inf where there is none; None where p0 is not stored.
     """
 
     query_sum: Float[Array, "B N H"] = axes_field("batch", "heads", None)
@@ -66,28 +64,13 @@ class Background:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResaCache(SelectiveCache):
-    """A selector's cache and the prior."""
+    """A selector's cache and the prior. After a rewind the next question makes the prior anew."""
 
     background: Background
 
-    def end_context(self) -> Any:
-        """Remembers where the context ends, and the sums there, so that `rewind` can return."""
-        sums = self.background.query_sum, self.background.key_sum
-        background = dataclasses.replace(
-            self.background, context_query_sum=sums[0], context_key_sum=sums[1]
-        )
-        return dataclasses.replace(super().end_context(), background=background)
-
-    def rewind(self) -> Any:
-        """The cache at the end of the context; the prior is made anew with the next question."""
-        kept = self.background.context_query_sum, self.background.context_key_sum
-        sums = [jnp.array(x, copy=True) for x in kept]
-        background = dataclasses.replace(self.background, query_sum=sums[0], key_sum=sums[1])
-        return dataclasses.replace(super().rewind(), background=background)
-
 
 def empty_background(shape: CacheShape, *, shared: bool, masked: bool) -> Background:
-    """Nothing observed. `shared` is one prior for a kv head's group, `masked` stores its logits."""
+    """Empty sums. `shared`: one prior for a kv head's group; `masked`: store its logits."""
     batch, width = shape.batch, shape.head_dim
     priors = shape.num_kv_heads if shared else shape.num_heads
 
@@ -114,9 +97,9 @@ def observe(
     valid: Int[Array, " B"],
     length: Int[Array, " B"],
 ) -> Background:
-    """Adds each row's first `valid[b]` rotated keys, and queries if given.
+    """Adds each row's first `valid[b]` rotated keys, and queries if given, to the sums.
 
-    The row has length[b] tokens now.
+    `length` is the number of keys in the sum then.
     """
     held = (jnp.arange(k.shape[1]) < valid[:, None])[..., None, None]
 
@@ -129,23 +112,30 @@ def observe(
     return dataclasses.replace(background, query_sum=query_sum, key_sum=key_sum, counted=length)
 
 
-def adopt(background: Background, store: AppendCache, ctx: LayerContext) -> Background:
-    """The background of a store which another method has filled, without its queries."""
+def adopt(
+    background: Background,
+    store: AppendCache,
+    ctx: LayerContext,
+    queries: Float[Array, "B N H"] | None,
+) -> Background:
+    """The background of a store that another method has filled; `queries` is their sum."""
+    if queries is None:
+        queries = background.query_sum
     held_BS = jnp.arange(store.k.shape[2]) < store.held(ctx)[:, None]
     keys = jnp.where(held_BS[:, None, :, None], part_of(store.k).astype(jnp.float32), 0.0)
     total_BKH = ctx.psum_seq(jnp.sum(keys, axis=2))
-    return dataclasses.replace(background, key_sum=total_BKH, counted=store.length)
+    sums = {"query_sum": queries, "key_sum": total_BKH}
+    return dataclasses.replace(background, **sums, counted=store.length)
 
 
 def begin_answer(
     background: Background, store: AppendCache, rows: Bool[Array, " B"], ctx: LayerContext
 ) -> Background:
-    """mu_q, lse0 and o0 anew, over all keys of `rows`; the other rows keep theirs.
+    """Computes mu_q, lse0 and o0 over all keys of `rows`; the other rows keep theirs.
 
-    The queries and keys in the sums must be those of all tokens of the store.
+    The sums must cover all tokens of the store.
     """
     slots, kv_heads = store.k.shape[2], store.k.shape[1]
-    # mu_q of the queries observed so far, over a group where it shares a prior.
     mean_BNH = background.query_sum / jnp.maximum(background.counted, 1)[:, None, None]
     batch, priors, width = background.mean.shape
     mean_BMH = jnp.mean(mean_BNH.reshape(batch, priors, -1, width), axis=2)  # [B, M, N / M, H]
@@ -155,7 +145,7 @@ def begin_answer(
     top_BM1 = jnp.maximum(top_BM1, jnp.finfo(jnp.float32).min)
     weights_BMS = jnp.exp(logits_BMS - top_BM1)
     total_BM1 = jnp.sum(weights_BMS, axis=-1, keepdims=True)
-    # o0 stays in float32, which the doors of decode attention do not return for bfloat16 values.
+    # o0 stays in float32; the decode attention operation would return bfloat16.
     weights_BKGS = weights_BMS.reshape(batch, kv_heads, -1, slots).astype(store.v.dtype)
     sums_BKGH = jnp.einsum(
         "BKGS,BKSH->BKGH", weights_BKGS, part_of(store.v), preferred_element_type=jnp.float32
@@ -180,10 +170,7 @@ def grow(
     valid: Int[Array, " B"],
     ctx: LayerContext,
 ) -> Background:
-    """lse0 and o0 with a generated token, of rotated key, as if it had been there from the start.
-
-    O(H) a head: mu_q stays what it is.
-    """
+    """Adds a generated token, of rotated key, to lse0 and o0; O(H) a head. mu_q does not change."""
     assert background.logits is None
     each = background.mean.shape[1] // k.shape[2]
     k_BMH, v_BMH = (jnp.repeat(x[:, 0], each, axis=1).astype(jnp.float32) for x in (k, v))
@@ -219,7 +206,7 @@ def combine(
     lam: float,
     literal: bool,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
-    """The output and the log of its denominator. Where `everything` was attended, that alone."""
+    """The output and the log of its denominator; no residual where `everything` was attended."""
     assert chosen.prior_out is not None and chosen.prior_lse is not None
     exact, whole = chosen.lse[:, 0], prior.lse + prior.bias
     top = jnp.maximum(jnp.maximum(exact, whole), jnp.finfo(jnp.float32).min)

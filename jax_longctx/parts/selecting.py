@@ -6,12 +6,11 @@ A decode step attends
 - always the first `sink` and the last `local` tokens;
 - of what lies between them the best pages, as many as the budget says (see `head_budgets`).
 
-A method says what is kept of each page (`summarise`) and what a page promises to a query
-(`scores`). Layers with a sliding window stay exact, as do the first `skip_layers`.
+A method defines the digest of a page (`summarise`) and the score of a page for a query (`scores`).
+Layers with a sliding window stay exact, as do the first `skip_layers`.
 
-Over shards of the slots every shard scores its own pages. Under a uniform budget it sends its own
-best with their scores, as many as a list may have, and all select from those; other budgets need
-all scores.
+Every shard of the slots scores its own pages. Under a uniform budget it sends its best pages with
+their scores, and all shards select from those; other budgets need all scores.
 """
 
 import dataclasses
@@ -21,17 +20,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, append, read_lines, write_rows
-from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, CacheShape, LayerContext, Segment
+from jax_longctx.caches import AppendCache, Rewinding, append, read_lines, write_rows
+from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
 from jax_longctx.parts.head_budgets import (
     Allocation,
-    Candidates,
     Granularity,
-    Uniform,
-    allocation_of,
+    ada_kv,
+    best_pages,
+    progressive,
     share,
     softmax_mass,
 )
@@ -46,7 +45,6 @@ from jax_longctx.parts.sparse_decode import (
     listed,
 )
 from jax_longctx.sharding import axes_field
-from pallas_kernels.select_large_k import select_large_k
 
 # Caches and their shards are whole numbers of this many slots, so that no page is cut.
 _GRANULE = 128
@@ -54,8 +52,8 @@ _GRANULE = 128
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SelectiveCache:
-    """All keys and values, and what selects among them.
+class SelectiveCache(Rewinding):
+    """All keys and values, and the digests of pages.
 
     Attributes:
       store: keys after rotary embedding, and values.
@@ -71,25 +69,13 @@ class SelectiveCache:
     kept: Int[Array, "B N"] = axes_field("batch", "heads")
     steps: Int[Array, " B"] = axes_field("batch")
 
-    def with_store(self, store: AppendCache) -> Any:
-        """The cache around another store."""
-        return dataclasses.replace(self, store=store)
-
-    def end_context(self) -> Any:
-        """Remembers where the context ends, so that `rewind` can return there."""
-        return dataclasses.replace(self, store=self.store.end_context())
-
     def rewind(self) -> Any:
         """The cache at the end of the context.
 
-        Digests beyond it become garbage, which no query sees before they are made anew.
+        Later digests are garbage until they are made anew; no query sees them before.
         """
-        return dataclasses.replace(
-            self,
-            store=self.store.rewind(),
-            kept=jnp.zeros_like(self.kept),
-            steps=jnp.zeros_like(self.steps),
-        )
+        kept, steps = jnp.zeros_like(self.kept), jnp.zeros_like(self.steps)
+        return dataclasses.replace(super().rewind(), kept=kept, steps=steps)
 
     def counted(self, chosen: Selected, valid: Int[Array, " B"]) -> Any:
         """The cache after a decode step of rows with valid[b] = 1."""
@@ -99,13 +85,13 @@ class SelectiveCache:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selecting(Appending):
-    """A method whose decode steps attend the tokens that promise most.
+    """A method whose decode steps attend the tokens of the highest scores.
 
     Attributes:
       budget: tokens that each head attends beside the fixed ones; under PSA at most.
       ratio: the budget as a share of the prompt, in place of `budget`.
       sink, local: first and last tokens that are always attended.
-      count_fixed: whether these are part of the budget.
+      count_fixed: whether the budget includes these.
       granularity: which heads select together.
       skip_layers: first layers that stay exact.
       allocation: `uniform`; `ada-floor`, `ada-blend` (Ada-KV); `psa-oracle`, `psa-estimate`,
@@ -133,44 +119,28 @@ class Selecting(Appending):
     pools: ClassVar[Literal["mass", "scores"]] = "mass"
 
     def __post_init__(self) -> None:
-        self._check_least(budget=1, sink=0, local=0, skip_layers=0)
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise self._wrong(f"ratio must be above 0 and at most 1, got {self.ratio}")
-        if not 0 <= self.alpha <= 1:
-            raise self._wrong(f"alpha must be from 0 to 1, got {self.alpha}")
-        if not 0 < self.epsilon <= 1:
-            raise self._wrong(f"epsilon must be above 0 and at most 1, got {self.epsilon}")
-        needed = self._allocation.granularity
-        if needed is not None and self.granularity != needed:
-            raise self._wrong(
+        self.at_least(1, "budget")
+        self.at_least(0, "sink", "local", "skip_layers")
+        self.fraction("alpha")
+        self.fraction("ratio", "epsilon", above_zero=True)
+        needed = {"ada": "kv_head", "psa": "query_head"}.get(self.allocation[:3], self.granularity)
+        if self.granularity != needed:
+            raise self.refused(
                 f"allocation {self.allocation} needs granularity {needed}, got {self.granularity}"
             )
 
-    def _wrong(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.name}: {what}")
-
-    def _check_least(self, **settings: int) -> None:
-        for name, least in settings.items():
-            if getattr(self, name) < least:
-                given = getattr(self, name)
-                raise self._wrong(f"{name} must be at least {least}, got {given}")
-
-    @property
-    def _allocation(self) -> Uniform:
-        return allocation_of(self.allocation, self.alpha, self.epsilon)
-
-    # What a method says.
+    # What a method defines.
 
     def summarise(
         self, keys: Float[Array, "B K P Z H"], held: Bool[Array, "B P Z"]
     ) -> PageDigests | None:
-        """What is kept of each page, of its held keys, finite for empty pages; here nothing."""
+        """The digest of each page from its held keys, finite for empty pages; None for none."""
 
     def scores(
         self, q: Float[Array, "B N H"], cache: SelectiveCache, ctx: LayerContext
     ) -> Float[Array, "B N P"]:
-        """What each of this shard's pages promises to each query head, on the scale of q.k."""
-        raise NotImplementedError(f"{self.name}: a selector says what a page promises (scores)")
+        """The score of each of this shard's pages for each query head, on the scale of q.k."""
+        raise NotImplementedError(f"{self.name}: a method that selects defines scores")
 
     # The duties.
 
@@ -193,21 +163,21 @@ class Selecting(Appending):
         prompt, kept, steps = (jnp.zeros(n, jnp.int32) for n in (shape.batch, heads, shape.batch))
         return SelectiveCache(store, digests, prompt, kept, steps)
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if isinstance(cache, AppendCache):
             return super().attend(new, cache, segment, ctx)
         if segment.role == "decode":
             q, _, cache = self.append_token(new, cache, segment, ctx)
             chosen = self.attend_selected(q, cache, ctx)
-            return (chosen.out, chosen.lse), cache.counted(chosen, segment.valid_of(CHUNK_ROWS))
+            return (chosen.out, chosen.lse), cache.counted(chosen, segment.valid_of())
         past_B = cache.store.length
         part, store = super().attend(new, cache.store, segment, ctx)
         cache = dataclasses.replace(cache, store=store, prompt=store.length)
         return part, self.refreshed(cache, past_B, new[0].shape[1], ctx)
 
-    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
+    def adopt(
+        self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
+    ) -> Any:
         """The cache whose store another method's prefill has filled: every page summarised."""
         if isinstance(cache, AppendCache):
             return cache
@@ -223,7 +193,10 @@ class Selecting(Appending):
         # A group whose heads select alone reads a page once for each of them.
         times = cache.kept.shape[1] // store.k.shape[1] if self.granularity == "query_head" else 1
         keys = self.attended(length, slots) * times * all_keys // slots
-        return self.scored_bytes(cache) + self._allocation.reads(keys, all_keys) + 2 * keys
+        # PSA also reads the visited pages' keys (`psa-digest` does not) or all keys, to choose.
+        visited = keys * (self.allocation in ("psa-oracle", "psa-estimate", "psa-resa"))
+        visited += all_keys * (self.allocation == "psa-oracle")
+        return self.scored_bytes(cache) + visited + 2 * keys
 
     def scored_bytes(self, cache: SelectiveCache) -> int:
         """What `scores` reads: the keys of all tokens."""
@@ -244,22 +217,22 @@ class Selecting(Appending):
         past_B = cache.store.length
         positions_B1 = cache.store.position[:, None]
         q, k = ctx.rotate(q, positions_B1), ctx.rotate(k, positions_B1)
-        store = append(cache.store, k, v, segment.valid_of(CHUNK_ROWS), ctx)
+        store = append(cache.store, k, v, segment.valid_of(), ctx)
         return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
 
     def refreshed(self, cache: Any, past: Array, added: int, ctx: LayerContext) -> Any:
-        """The cache with digests right for its store, whose rows got `added` tokens after `past`.
+        """The cache with up-to-date digests, after at most `added` tokens behind slot `past`.
 
-        At most so many: the pages they touch are summarised anew from their keys. That costs little
-        more than the tokens' own keys, needs no state of a half-filled page, and is right again
-        after a cache was rewound. A page's slots lie together on one shard.
+        The pages that the tokens touch are summarised anew from their keys. That costs little more
+        than the tokens' own keys, needs no state of a half-filled page, and is right after a
+        rewind. A page's slots lie together on one shard.
         """
         if cache.digests is None:
             return cache
         store, page = cache.store, self.page_size
         pages = store.k.shape[2] // page
         touched = min((added + page - 2) // page + 1, pages)
-        # A run of pages that crosses the shard's border is shifted: to redo a page does no harm.
+        # A run of pages across the shard's border is shifted: pages may be summarised again.
         first_B = jnp.clip(past // page - ctx.seq_offset(pages), 0, pages - touched)
         slot_BM = first_B[:, None] * page + jnp.arange(touched * page)
         paged = (*store.k.shape[:2], touched, page, store.k.shape[3])
@@ -327,7 +300,7 @@ class Selecting(Appending):
         forced: tuple[Float[Array, "B N"], ...] = (),
         prior: Prior | None = None,
     ) -> Lists:
-        """The pages to attend. `forced`: as in `Candidates`."""
+        """The pages to attend. `forced` and `prior` are for PSA: see `head_budgets.progressive`."""
         pages = span.tokens.shape[1]
         most = self.most_pages(pages * self.page_size, pages)
         count_B = jnp.minimum(self.pages_of(cache.prompt), most)
@@ -338,22 +311,17 @@ class Selecting(Appending):
         if self.allocation == "uniform" and few:
             return Lists(self._best_of_shards(own_BNP, span, count_B, most, kv_heads, ctx))
         scores_BNP = gathered(own_BNP, span, ctx)
-        return self._allocation.choose(
-            Candidates(
-                q=q,
-                store=cache.store,
-                span=span,
-                scores=scores_BNP,
-                ranked=self.pooled(scores_BNP, span.tokens, kv_heads, ctx),
-                masses=self.pools == "mass",
-                count=count_B,
-                least=self.min_pages,
-                most=most,
-                forced=forced,
-                prior=prior,
-            ),
-            ctx,
-        )
+        kind, _, form = self.allocation.partition("-")
+        if kind == "psa":
+            limits = {"most": most, "least": self.min_pages, "epsilon": self.epsilon}
+            given = (q, cache.store, span, scores_BNP, count_B, ctx)
+            return progressive(*given, **limits, stop=form, forced=forced, prior=prior)
+        ranked = self.pooled(scores_BNP, span.tokens, kv_heads, ctx)
+        if kind == "uniform":
+            return Lists(best_pages(ranked, count_B, most))
+        if self.pools == "scores":
+            ranked = softmax_mass(ranked, span.tokens, ctx.scale)
+        return ada_kv(ranked, count_B, most, ctx, alpha=self.alpha, blend=form == "blend")
 
     def _best_of_shards(
         self,
@@ -366,18 +334,16 @@ class Selecting(Appending):
     ) -> Int[Array, "B X C"]:
         """The count[b] best pages of all shards, ascending, from the scores of this shard's own.
 
-        Whatever is among the best of all is among the best of its shard.
+        The best of all are among the best of their shards.
         """
-        first = ctx.seq_offset(own.shape[2])
-        tokens_BP = jax.lax.dynamic_slice_in_dim(span.tokens, first, own.shape[2], axis=1)
+        tokens_BP = ctx.own_seq(span.tokens, axis=1)
         own = jnp.where((tokens_BP > 0)[:, None], own, -jnp.inf)
         ranked_BXP = self.pooled(own, tokens_BP, kv_heads, ctx, sharded=True)
-        count_BX = jnp.broadcast_to(count[:, None], ranked_BXP.shape[:2])
-        best_BXC = select_large_k(ranked_BXP, count_BX, size=most)
+        best_BXC = best_pages(ranked_BXP, count, most)
         scores_BXC = listed(ranked_BXP, best_BXC)
         # Shard after shard, each ascending: ties still go to the lowest page.
-        pages_BXE = ctx.gather_seq(best_BXC + first, axis=2)
-        chosen_BXC = select_large_k(ctx.gather_seq(scores_BXC, axis=2), count_BX, size=most)
+        pages_BXE = ctx.gather_seq(best_BXC + ctx.seq_offset(own.shape[2]), axis=2)
+        chosen_BXC = best_pages(ctx.gather_seq(scores_BXC, axis=2), count, most)
         return listed(pages_BXE, chosen_BXC, -1)
 
     def pooled(
@@ -389,7 +355,7 @@ class Selecting(Appending):
         *,
         sharded: bool = False,
     ) -> Float[Array, "B X P"]:
-        """What each list is ranked by: X query heads, kv heads, or kv heads that all agree.
+        """The scores that rank each list's pages: one list a query head or kv head.
 
         The pages are all, or with `sharded` this shard's.
         """
@@ -407,11 +373,11 @@ class Selecting(Appending):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectingPages(Selecting):
-    """A method whose decode steps attend the pages that promise most, by a digest of their keys.
+    """A method whose decode steps attend the pages of the highest scores, by a digest of keys.
 
     Attributes:
       page_size: tokens of a page.
-      whole_pages: whether the fixed tokens are extended to whole pages.
+      whole_pages: extend the fixed tokens to whole pages.
       min_pages: least pages of a head.
     """
 
@@ -421,11 +387,11 @@ class SelectingPages(Selecting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_least(min_pages=1, page_size=1)
+        self.at_least(1, "min_pages", "page_size")
         if _GRANULE % self.page_size:
-            raise self._wrong(f"page_size must divide {_GRANULE}, got {self.page_size}")
+            raise self.refused(f"page_size must divide {_GRANULE}, got {self.page_size}")
         if self.whole_pages and not self.local:
-            raise self._wrong("whole_pages extends the local window; local must be at least 1")
+            raise self.refused("whole_pages extends the local window; local must be at least 1")
 
     def scores(
         self, q: Float[Array, "B N H"], cache: SelectiveCache, ctx: LayerContext

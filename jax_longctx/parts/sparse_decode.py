@@ -1,12 +1,12 @@
-"""Attention of a decode step over fixed tokens and listed pages; `selecting` says which pages.
+"""Attention of a decode step over fixed tokens and the pages that `selecting` lists.
 
-Both parts merge by log-sum-exp. Every shard of the slots attends those of the pages that it holds.
+Both parts merge by log-sum-exp. Every shard of the slots attends the pages that it holds.
 """
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, local_slots
 from jax_longctx.contract import LayerContext
@@ -17,7 +17,7 @@ from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 class Span(NamedTuple):
     """The tokens start <= slot < stop that may be selected; those around them are fixed.
 
-    `tokens` is how many of them each page of the whole cache holds.
+    `tokens` is the number of them in each page of the whole cache.
     """
 
     start: Int[Array, " B"]
@@ -33,15 +33,15 @@ class Lists(NamedTuple):
 
 
 class Prior(NamedTuple):
-    """Logits that stand in for those that are not selected (RESA).
+    """RESA's estimate of the logits of tokens that are not selected.
 
-    A slot has scale query.k, or what `logits` says of it, and `bias` for this query.
+    A slot's logit is scale * query.k (or its entry of `logits`) + bias.
 
     Attributes:
-      query: RESA's mean query, in the queries' dtype.
+      query: the mean query, in the queries' dtype.
       lse, out: log-sum-exp over all slots and the softmax's output, float32; without the bias.
       bias: float32.
-      logits: where not every slot has one, -inf there.
+      logits: None, or the logits where some slots have none; -inf there.
     """
 
     query: Float[Array, "B 1 N H"]
@@ -51,7 +51,7 @@ class Prior(NamedTuple):
     logits: Float[Array, "B N S"] | None
 
     def arguments(self) -> dict[str, Any]:
-        """As the operation takes it."""
+        """The keyword arguments of the attention."""
         return {"prior_query": self.query} if self.logits is None else {"prior": self.logits}
 
 
@@ -59,10 +59,10 @@ class Selected(NamedTuple):
     """Attention over the fixed and the selected tokens.
 
     Attributes:
-      out, lse: of the query's own logits, [B,1,N,H] and [B,1,N].
-      prior_out, prior_lse: of the prior's over the same tokens, float32; None without a prior.
-      kept: how many tokens, of each query head.
-      local: the listed pages by their index on this shard, -1 where they are on another.
+      out, lse: with the query's own logits.
+      prior_out, prior_lse: with the prior's logits over the same tokens, float32; None without one.
+      kept: number of tokens that each query head attends.
+      local: the listed pages by their index on this shard, -1 for those of others.
     """
 
     out: Float[Array, "B 1 N H"]
@@ -85,7 +85,7 @@ def attend_fixed(
     """This shard's part of the first and the last tokens; None where there are none.
 
     Args:
-      sink, local: the most there are before and after the span.
+      sink, local: most tokens before and after the span.
     """
     if sink + local == 0:
         return None
@@ -144,7 +144,12 @@ def _kept(lists: Lists, span: Span, store: AppendCache, query_heads: int) -> Int
     return fixed_B[:, None] + jnp.repeat(tokens_BX, each, axis=1)
 
 
+def named(lists: Int[Array, "*B C"], pages: int) -> Bool[Array, "*B P"]:
+    """Which of `pages` pages each list names."""
+    return jnp.any(lists[..., None] == jnp.arange(pages), axis=-2)
+
+
 def listed(x: Array, lists: Int[Array, "*B C"], none: float = -jnp.inf) -> Array:
-    """Of each listed page or entry what `x` says of it, `none` where a list has -1."""
+    """The entry of `x` for each listed page, `none` for -1."""
     each = jnp.take_along_axis(x, jnp.maximum(lists, 0), axis=-1)
     return jnp.where(lists >= 0, each, none)

@@ -1,20 +1,18 @@
-"""How Star cuts a text into blocks: which goes to which shard, behind which anchor, at what cost.
+"""Star's blocks: how a text is divided over the shards, the anchors, and the cost.
 
-The text's slots are dealt to the shards in runs of whole blocks, so that slot s is token s. A
-shard has room for `blocks_each` of them and fills them in turns: all shards read their first block
-at once, then their second ... Before a turn each shard reads the anchor of its block; once for all
-turns where all blocks have the same. As many blocks as shards need slots for no token more: the
-text with its question and answer fits in shards x block. A token beyond gives every shard room for
-a block more, which doubles the cache and leaves shards idle; make the block a little larger.
+Each shard holds a run of whole blocks, so slot s is token s. The shards read in turns: all read
+their first block at once, then their second, and so on. Before a turn each shard reads the anchor
+of its block; an anchor that all blocks share is read once.
 
-To keep one block a shard there, question and answer would need `room` slots more on each. For it
-the engine would have to ask the method how many slots a text takes (`init_cache` is told the slots
-alone, of which 4 blocks with an answer and 4.01 blocks are the same), and `finish` would have to
-move blocks to where slots follow the text: one `send_seq` of less than a block a layer.
+Context, question and answer that fit in shards x block tokens take one block a shard. One token
+more gives every shard a second block, which doubles the cache and leaves shards idle: make the
+block a little larger. To avoid that, the engine would have to ask the method how many slots a text
+needs (`init_cache` gets the slots alone), and `finish` would have to move blocks to where slots
+follow the text, by one `send_seq` of less than a block a layer.
 
-The anchors of the paper's section 4.2 (Table 3), which are read before every block: content
-`constant`, `random` or `shuffled`, or that of the block before (`previous`); positions `previous`
-(of the block before) or `random` (drawn below the block, ascending).
+The anchors of the paper's section 4.2 (Table 3) are read before every block. Their content is
+`constant`, `random`, `shuffled`, or that of the block before (`previous`). Their positions are
+`previous` (those of the block before) or `random` (drawn below the block, ascending).
 """
 
 import dataclasses
@@ -38,7 +36,6 @@ from jax_longctx.contract import (
     spread_segment,
     tail_size,
 )
-from jax_longctx.errors import ConfigError
 from jax_longctx.sharding import axes_field
 
 # Variants of segments: the anchor's tokens, and a whole first block whose head is the anchor.
@@ -50,22 +47,22 @@ Columns = list[list[list[int]]]  # of each row, the tokens of each shard
 
 @runtime_checkable
 class Adopting(Protocol):
-    """A method that decodes over a cache of all keys which another method's prefill has filled.
+    """A method that decodes over a cache of all keys that another method's prefill has filled.
 
-    Its caches name the cache of all keys `store`, and go around another by `with_store`.
+    Attributes:
+      wants_queries: whether it needs the sum of the text's queries.
     """
 
-    def adopt(self, cache: Any, ctx: LayerContext) -> Any:
-        """The cache, its other parts made right for what `cache.store` holds."""
-        ...
+    wants_queries: bool
 
+    def adopt(
+        self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
+    ) -> Any:
+        """The cache, its other parts made right for what `cache.store` holds.
 
-@runtime_checkable
-class Remembering(Adopting, Protocol):
-    """One that also wants to know the queries which the store was filled with."""
-
-    def recall_queries(self, cache: Any, total: Float[Array, "B N H"]) -> Any:
-        """The adopted cache with the float32 sum of the text's queries, rotated as its keys."""
+        Args:
+          queries: the float32 sum of the text's queries, rotated as its keys.
+        """
         ...
 
 
@@ -77,9 +74,9 @@ class StarCache:
     Attributes:
       decode: what phase 2 reads; its store's slot s is the text's token s.
       filled: tokens of the text that a shard has read, from its first slot on.
-      anchor_k, anchor_v: the anchor's keys (rotated) and values, on each shard its own.
-      anchored: how many of them there are.
-      queries: sum of the rotated queries that a shard has read, where phase 2 wants to know.
+      anchor_k, anchor_v: keys (rotated) and values of the shard's anchor.
+      anchored: the number of them.
+      queries: sum of the rotated queries that a shard has read, where phase 2 needs it.
     """
 
     decode: Any
@@ -90,7 +87,7 @@ class StarCache:
     queries: Float[Array, "B X N H"] | None = axes_field("batch", "shards", "heads", None)
 
     def observed(self, q: Float[Array, "B T N H"], valid: Int[Array, " B"]) -> "StarCache":
-        """Each row's first `valid[b]` queries in the sum, where somebody wants to know."""
+        """Adds each row's first `valid[b]` queries to the sum, if there is one."""
         if self.queries is None:
             return self
         read_BT11 = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
@@ -123,15 +120,14 @@ class Blocks(Registered):
     keeps_all = append_only = True
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ConfigError(f"star: block must be at least 1, got {self.block}")
+        self.at_least(1, "block")
         if not 0 <= self.anchor_size <= self.block:
-            raise ConfigError(
-                f"star: anchor must be from 0 to the block's {self.block} tokens, got {self.anchor}"
+            raise self.refused(
+                f"anchor must be from 0 to the block's {self.block} tokens, got {self.anchor}"
             )
         if self.anchor_kv == "broadcast" and not self._one_anchor:
-            raise ConfigError(
-                "star: anchor_kv=broadcast sends the first block's own keys; with other content or "
+            raise self.refused(
+                "anchor_kv=broadcast sends the first block's own keys; with other content or "
                 "positions set anchor_kv=recompute"
             )
 
@@ -142,23 +138,23 @@ class Blocks(Registered):
 
     @property
     def _one_anchor(self) -> bool:
-        """Whether all blocks have the same."""
+        """Whether all blocks share one anchor."""
         return self.content == "first" and self.positions == "first"
 
     def _blocks_each(self, slots: int, shards: int) -> int:
-        """Blocks that a shard has room for."""
+        """Blocks on each shard."""
         return -(-slots // (self.block * shards))
 
     def empty_cache(self, shape: CacheShape, decode: Method) -> StarCache:
-        """Room for whole blocks on every shard, nothing read, for `decode` to go on with."""
+        """An empty cache of whole blocks on every shard, around the cache of `decode`."""
         each = self._blocks_each(shape.slots, shape.shards)
         slots = dataclasses.replace(shape, slots=each * self.block * shape.shards)
-        # One slot where there is no anchor: arrays without elements cannot be donated.
+        # At least one slot: arrays without elements cannot be donated.
         size = max(self.anchor_size, 1) * shape.shards
         anchors = (shape.batch, shape.num_kv_heads, size, shape.head_dim)
         counts = (shape.batch, shape.shards)
         queries = None
-        if isinstance(decode, Remembering):
+        if getattr(decode, "wants_queries", False):
             queries = jnp.zeros((*counts, shape.num_heads, shape.head_dim), jnp.float32)
         return StarCache(
             decode.init_cache(slots),
@@ -170,9 +166,13 @@ class Blocks(Registered):
         )
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        """The context, a row's end marked in the last segment that holds tokens of it."""
-        each = self._blocks_each(prompt.slots, prompt.shards)
-        fed = [part for turn in range(each) for part in self._turn(prompt, turn, each)]
+        """The context; a row ends in the last segment that holds tokens of it."""
+        fed: list[tuple[Columns, int, str]] = []
+        for anchors, blocks, sends in self._turns(prompt):
+            fed += [(part, prompt.chunk, ANCHOR) for part in _chunks(anchors, prompt.chunk)]
+            # One segment: the anchor is sent before the block's last token attends to it.
+            chunk, variant = (self.block, SENDS) if sends else (prompt.chunk, "")
+            fed += [(part, chunk, variant) for part in _chunks(blocks, chunk)]
         last: dict[int, int] = {}
         for index, (columns, _, _) in enumerate(fed):
             last |= {b: index for b, row in enumerate(columns) if any(row)}
@@ -181,43 +181,27 @@ class Blocks(Registered):
             most = max(len(part) for row in columns for part in row)
             yield spread_segment(columns, tail_size(most, chunk), ends, variant)
 
-    def _turn(self, prompt: Prompt, turn: int, each: int) -> Iterator[tuple[Columns, int, str]]:
-        """What is fed in every shard's turn-th block of `each`: tokens, chunk and variant."""
+    def _turns(self, prompt: Prompt) -> Iterator[tuple[Columns, Columns, bool]]:
+        """Anchors and blocks that the shards read in each turn; whether the anchor is sent."""
         rows, size, shards = prompt.context or (), self.block, range(prompt.shards)
-        starts = [(s * each + turn) * size for s in shards]
-        blocks = [[list(row[at : at + size]) for at in starts] for row in rows]
-        if not any(part for row in blocks for part in row):
-            return
-        if self._reads_anchor(turn):
+        each, shared = self._blocks_each(prompt.slots, prompt.shards), self._one_anchor
+        for turn in range(each):
+            starts = [(s * each + turn) * size for s in shards]
+            blocks = [[list(row[at : at + size]) for at in starts] for row in rows]
+            # A shared anchor is read once, by the shards that have a block behind it.
+            reads = self.anchor_kv == "recompute" and (turn == 0 or not shared)
+            needing = range(each) if shared else [turn]
             anchors = [
                 [
-                    self.anchor_tokens(row, at, prompt.vocab_size)
-                    if self._has_anchor(len(row), s * each, turn, each)
+                    self.anchor_tokens(row, starts[s], prompt.vocab_size)
+                    if reads and any(0 < (s * each + t) * size < len(row) for t in needing)
                     else []
-                    for s, at in zip(shards, starts, strict=True)
+                    for s in shards
                 ]
                 for row in rows
             ]
-            yield from ((part, prompt.chunk, ANCHOR) for part in _chunks(anchors, prompt.chunk))
-        # The keys that are sent must be there before the block's last token attends to them.
-        chunk, variant = (self.block, SENDS) if self._sends(turn) else (prompt.chunk, "")
-        yield from ((part, chunk, variant) for part in _chunks(blocks, chunk))
-
-    def _reads_anchor(self, turn: int) -> bool:
-        """Whether anchors are read before the blocks of this turn."""
-        return self.anchor_kv == "recompute" and (turn == 0 or not self._one_anchor)
-
-    def _sends(self, turn: int) -> bool:
-        """Whether the head of the first shard's block of this turn goes to all as their anchor."""
-        return turn == 0 and self.anchor_kv == "broadcast" and self.anchor_size > 0
-
-    def _has_anchor(self, length: int, first: int, turn: int, each: int) -> bool:
-        """Whether the shard whose first block is `first` needs an anchor at this turn.
-
-        For its block of this turn, or for a later one that shares it.
-        """
-        turns = range(turn, each) if self._one_anchor else [turn]
-        return any(0 < (first + t) * self.block < length for t in turns)
+            sends = turn == 0 and self.anchor_kv == "broadcast" and self.anchor_size > 0
+            yield anchors, blocks, sends
 
     def anchor_tokens(self, row: Sequence[int], start: int, vocab_size: int) -> list[int]:
         """Tokens of the anchor of the block that starts there."""
@@ -236,7 +220,7 @@ class Blocks(Registered):
     def anchor_positions(
         self, index: Int[Array, "B T"], block: Int[Array, " B"], longest: int
     ) -> Int[Array, "B T"]:
-        """Where the anchor's tokens of that index stand before such a block of `longest` slots."""
+        """Positions of the anchor's tokens before a block; `longest` is the number of slots."""
         if self.positions == "first":
             return index
         if self.positions == "previous":
@@ -253,34 +237,30 @@ class Blocks(Registered):
         return jnp.take_along_axis(drawn_BA, jnp.minimum(index, self.anchor_size - 1), axis=1)
 
     def prefill_work(self, prompt: Prompt) -> PrefillWork:
-        """The work of the shard with the most: blocks of t tokens behind an anchor of a.
+        """The work of the shard with the most pairs.
 
-        Every block costs t tokens and t (t + 1) / 2 + a t pairs, an anchor that is read a tokens
-        and a (a + 1) / 2 pairs. The anchor that is sent is a sum over the shards, all but one zero.
+        A block of t tokens behind an anchor of a costs t tokens and t (t + 1) / 2 + a t pairs;
+        reading an anchor costs a tokens and a (a + 1) / 2 pairs. Sending one is a sum over shards.
         """
-        (row,) = prompt.context or ((),)
-        each, shards = self._blocks_each(prompt.slots, prompt.shards), prompt.shards
-        return max(
-            (self._shard_work(prompt, len(row), s * each, each) for s in range(shards)),
-            key=lambda work: (work.pairs, work.tokens),
-        )
+        turns = list(self._turns(prompt)) if prompt.context else []
+        works = (self._shard_work(prompt, turns, shard) for shard in range(prompt.shards))
+        return max(works, key=lambda work: (work.pairs, work.tokens))
 
-    def _shard_work(self, prompt: Prompt, length: int, first: int, each: int) -> PrefillWork:
-        """Of the shard whose first block is `first`."""
-        size, a, chunk, shards = self.block, self.anchor_size, prompt.chunk, prompt.shards
+    def _shard_work(
+        self, prompt: Prompt, turns: list[tuple[Columns, Columns, bool]], shard: int
+    ) -> PrefillWork:
+        a, chunk, shards = self.anchor_size, prompt.chunk, prompt.shards
         tokens = pairs = passes = sums = 0
-        for turn in range(each):
-            start = (first + turn) * size
-            own = min(max(length - start, 0), size)
+        for turn, (anchors, blocks, sends) in enumerate(turns):
+            read, own = len(anchors[0][shard]), len(blocks[0][shard])
             if not own:
                 break
-            if a and self._reads_anchor(turn) and self._has_anchor(length, first, turn, each):
-                tokens, pairs = tokens + a, pairs + a * (a + 1) // 2
-                passes += -(-a // chunk)
-            sends = self._sends(turn)
+            tokens += read + own
+            pairs += read * (read + 1) // 2 + own * (own + 1) // 2
+            # All blocks but the text's first attend to an anchor.
+            pairs += a * own if shard or turn else 0
+            passes += -(-read // chunk) + (1 if sends else -(-own // chunk))
             sums += sends and shards > 1
-            tokens, pairs = tokens + own, pairs + own * (own + 1) // 2 + (a * own if start else 0)
-            passes += 1 if sends else -(-own // chunk)
         received = sums * 2 * a * (shards - 1) / shards
         return PrefillWork(tokens, pairs, received, 2 * sums, passes)
 

@@ -1,18 +1,17 @@
 """The past as units of `block_size` tokens, each known by one key a query head.
 
-The memory of InfLLM (section 3.2), as pure functions of arrays. A row's text is cut at
+The memory of InfLLM (section 3.2). A row's text is cut at
 
     [sinks | unit 0 | unit 1 | ... | remainder | window]
     0    n_init                            n - n_local    n tokens read
 
-where a unit is packed once all its tokens have left the window. Which token lies where follows
-from n alone. A unit is represented by the mean of the `repr_topk` keys that received most, from
-the queries within whose window they stood; each query head has its own. What a token has received
-so far is kept in a ring, slot j mod M for token j, until its unit is packed.
+and a unit is packed once all its tokens have left the window. A unit's representative is the mean
+of the `repr_topk` keys that received most attention from the queries within whose window they
+stood; each query head has its own. A ring keeps what each token has received until its unit is
+packed, in slot j mod M for token j.
 
-Keys lie in an append-only cache before rotary embedding. Over sharded slots a unit's
-representative lies on the shard of the cache's pages, its keys wherever they lie; the ring is
-whole on every shard.
+Keys lie in an append-only cache before rotary embedding. Representatives are sharded like pages of
+the cache; the ring is whole on every shard.
 """
 
 import dataclasses
@@ -22,13 +21,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, empty_append_cache, gather_slots, write_run
+from jax_longctx.caches import AppendCache, Rewinding, empty_append_cache, gather_slots, write_run
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.parts.voted_keys import tie_tolerance
 from jax_longctx.sharding import axes_field
 from pallas_kernels.topk_scores import tied_top_k
 
-# Capacities are multiples of it, on every shard of the slots.
+# Each shard's capacity is a multiple of it.
 GRANULE = 128
 
 
@@ -58,8 +57,8 @@ class Layout:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class UnitMemory:
-    """Every key and value of a row, and what its units are chosen by.
+class UnitMemory(Rewinding):
+    """Every key and value of a row, and the representatives of its units.
 
     Attributes:
       store: keys before rotary embedding, and values.
@@ -73,17 +72,6 @@ class UnitMemory:
     received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
     context_received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
 
-    def end_context(self) -> "UnitMemory":
-        """Remembers where the context ends, so that `rewind` can return there."""
-        return dataclasses.replace(
-            self, store=self.store.end_context(), context_received=self.received
-        )
-
-    def rewind(self) -> "UnitMemory":
-        """The memory at the end of the context; later units become garbage."""
-        received = jnp.array(self.context_received, copy=True)
-        return dataclasses.replace(self, store=self.store.rewind(), received=received)
-
     def pack(
         self,
         begin: Int[Array, " B"],
@@ -92,7 +80,7 @@ class UnitMemory:
         representatives: int,
         ctx: LayerContext,
     ) -> "UnitMemory":
-        """With the units that the newest tokens, at most `tokens` from begin[b] on, completed."""
+        """Packs the units that the newest tokens, at most `tokens` from begin[b] on, complete."""
         store, ring = self.store, self.received
         batch, heads, size = ring.shape
         first_B = layout.units(begin)
@@ -118,7 +106,7 @@ def empty_unit_memory(shape: CacheShape, layout: Layout) -> UnitMemory:
     """A memory for `shape.slots` tokens."""
     heads = (shape.batch, shape.num_heads)
     units = jnp.zeros((*heads, shape.slots // layout.row_tokens, shape.head_dim), shape.dtype)
-    # Two rings: a donated buffer may be named once.
+    # An array for each field: a donated buffer may be named once.
     rings = (jnp.zeros((*heads, layout.ring), jnp.float32) for _ in range(2))
     return UnitMemory(empty_append_cache(shape), units, *rings)
 
@@ -132,11 +120,11 @@ def best_units(
     *,
     each_head: bool,
 ) -> Int[Array, "B X C"]:
-    """The units of largest dot product with the query, best first, ties to the older; then -1.
+    """The C = min(count, P) units of largest dot product with the query, best first; then -1.
 
     The product is summed over all heads of the model, X = 1 list for all of them, or with
-    `each_head` every head has its own, X = N. There are C = min(count, P) entries. Units of equal
-    tokens have equal representatives but for rounding: products that close tie (`voted_keys`).
+    `each_head` every head has its own, X = N. Ties go to the older unit. Units of equal tokens have
+    representatives that differ by rounding alone, so close products tie (`voted_keys`).
     """
     # A fused multiply and sum: a matmul of mixed dtypes would copy the representatives.
     scores_BXP = jnp.sum(query.astype(jnp.float32)[:, :, None] * units.astype(jnp.float32), -1)
@@ -151,7 +139,7 @@ def best_units(
     values, at = tied_top_k(scores_BXP, min(count, units.shape[2]), tolerance_BX)
     ids_BXC = ids_P[at]
     if ctx.seq_size > 1 and count:
-        # Shards in order, so that among equals the older unit still comes first.
+        # Shards in order: of equals the older unit still comes first.
         values, ids = ctx.gather_seq(values, -1), ctx.gather_seq(ids_BXC, -1)
         values, at = tied_top_k(values, min(count, values.shape[-1]), tolerance_BX)
         ids_BXC = jnp.take_along_axis(ids, at, axis=-1)

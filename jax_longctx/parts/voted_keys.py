@@ -1,20 +1,18 @@
-"""The keys of the past that a layer votes for, and attention to them at positions 0, 1, 2, ...
+"""The keys that a layer votes for, and attention to them at positions 0, 1, 2, ...
 
-ReAttention (section 2.2), as pure functions of arrays:
+ReAttention, section 2.2:
 
 1. `best_keys`: every query head of every token names the keys of largest dot product;
-2. `most_voted`: each naming is one vote; of the keys that have votes the most voted stay, ties to
-   the lower slot;
-3. `spans_around`: each stands for the span of slots around it; the union of the spans, ascending;
+2. `most_voted`: each naming is one vote; the keys of most votes stay, ties to the lower slot;
+3. `spans_around`: the union of the spans of slots around these keys, ascending;
 4. `lay_out`: the scope, an ascending list of slots that ends with the newest tokens;
-5. `attend_scope`: keys are cached before rotary embedding and rotated where they stand in the
-   scope. Every shard attends to the run of the scope that it holds, and the parts are merged by
-   log-sum-exp: no key travels.
+5. `attend_scope`: keys are cached before rotary embedding and rotated to their places in the scope.
+   Every shard attends to its run of the scope, and the parts are merged by log-sum-exp.
 
-All heads of a row share one selection, and every row and layer has its own. A chunk's votes are
-counted in an array of the length of the cache; a single token's few are compared with each other,
-which costs the same at any length. From then on nothing has the cache's length. For 32 heads,
-k = 4 and 131,072 slots, 2 and 3 take 80 us a chunk of 512 and 16 us a token on an H200.
+All heads of a row share one selection; every row and layer has its own. A chunk's votes are counted
+in an array of the cache's length. A single token's few votes are compared with each other, at a
+cost that does not depend on the length. For 32 heads, k = 4 and 131,072 slots, steps 2 and 3 take
+80 us for a chunk of 512 and 16 us for a token on an H200.
 
 Ties. A key before rotary embedding does not depend on its position. In the first layer it depends
 on its token alone, so equal tokens have equal keys. Their computed keys differ by rounding: a
@@ -80,10 +78,10 @@ def best_keys(
     count: int,
     tile: int | None = None,
 ) -> Int[Array, "B T N C"]:
-    """Global slots of each query's `count` best keys in start <= s < stop[b], -1 where fewer are.
+    """Global slots of each query's `count` best keys in start <= s < stop[b]; then -1.
 
     With `tile` only the best key of each tile of slots, counted from `start`, takes part. Tokens
-    beyond valid[b] name nothing. Scores that differ by no more than `_tolerance` tie.
+    beyond valid[b] name none. Scores that differ by at most `_tolerance` tie.
     """
     offset = ctx.seq_offset(k.shape[2])
     allowed = _tolerance(q, k, stop, ctx)
@@ -114,7 +112,7 @@ def _tolerance(
 ) -> Float[Array, "B T N"]:
     """The largest difference of two scores that is a tie (see the module), for each query.
 
-    |k| is the root mean square of the text's first keys: all keys would have to be read twice.
+    |k| is the root mean square of the text's first keys: all keys would cost a second read.
     """
     slots = ctx.seq_offset(k.shape[2]) + jnp.arange(min(_SAMPLE, k.shape[2]))
     number_B = jnp.clip(stop, 1, _SAMPLE)
@@ -134,7 +132,7 @@ def _best_of_tiles(
     tile: int,
     allowed: Float[Array, "B T N"],
 ) -> Int[Array, "B T N E"]:
-    """The listed slots with -1 for those that another one of their tile beats or precedes."""
+    """The listed slots, -1 where another slot of the same tile has a better score or precedes."""
     s, r = slots[..., :, None], slots[..., None, :]
     value, rival = values[..., :, None], values[..., None, :]
     together = (r >= 0) & ((s - start) // tile == (r - start) // tile)
@@ -146,9 +144,9 @@ def _best_of_tiles(
 def scramble_heads(
     q: Float[Array, "B T N H"], kv_heads: int, ctx: LayerContext
 ) -> Float[Array, "B T N H"]:
-    """Queries in an order in which head h meets kv head h mod K, instead of h // G.
+    """Queries reordered so that head h meets kv head h mod K instead of h // G.
 
-    What the authors' released decode does (by reshaping without a transpose). `kv_heads` are this
+    The authors' released decode does so, by a reshape without a transpose. `kv_heads` are this
     shard's.
     """
     group = q.shape[2] // kv_heads
@@ -170,17 +168,17 @@ def most_voted(
     if platform() == "tpu":
         ranked_BS = jnp.where(votes_BS > 0, votes_BS.astype(jnp.float32), -jnp.inf)
         return select_large_k(ranked_BS, kept, size=kept)
-    # A launch for each of its counting passes makes that 0.41 ms on an H200; this takes 0.06.
+    # On an H200 `select_large_k` takes 0.41 ms, a launch for each counting pass; this takes 0.06.
     most_BM, slots_BM = _most(votes_BS, min(kept, slots))
     ascending_BM = jnp.sort(jnp.where(most_BM > 0, slots_BM, _LAST), axis=-1)
     return jnp.where(ascending_BM == _LAST, -1, ascending_BM)
 
 
 def _most(votes: Int[Array, "B S"], count: int) -> tuple[Int[Array, "B M"], Int[Array, "B M"]]:
-    """`lax.top_k`; of many slots by way of the pages that can hold them, for it sorts them all.
+    """`lax.top_k`, which sorts all slots; of many slots within the best pages alone.
 
-    Every page that ranks before a slot's own, by its most votes and then by its number, holds a
-    slot that ranks before it: the `count` best slots lie in the `count` best pages.
+    The `count` best slots lie in the `count` best pages, ranked by their most votes and then by
+    their number: each page that ranks before a slot's own holds a slot that ranks before it.
     """
     batch, slots = votes.shape
     if slots < _MANY or slots % _LANES or count > slots // _LANES:
@@ -188,7 +186,7 @@ def _most(votes: Int[Array, "B S"], count: int) -> tuple[Int[Array, "B M"], Int[
         return most_BM, at_BM
     pages_BPZ = votes.reshape(batch, -1, _LANES)
     best_BM = jnp.sort(jax.lax.top_k(jnp.max(pages_BPZ, axis=-1), count)[1], axis=-1)
-    # Ascending pages: what ties goes to the lower slot here too.
+    # Ascending pages: ties go to the lower slot here too.
     listed_BMZ = jnp.take_along_axis(pages_BPZ, best_BM[..., None], axis=1)
     most_BM, at_BM = jax.lax.top_k(listed_BMZ.reshape(batch, -1), count)
     page_BM = jnp.take_along_axis(best_BM, at_BM // _LANES, axis=1)
@@ -199,12 +197,12 @@ def _tally(named: Int[Array, "B E"], slots: int) -> Int[Array, "B S"]:
     """How often each slot is named."""
     batch, entries = named.shape
     if platform() != "tpu":
-        # A negative index would wrap around; one past the end is what `drop` drops.
+        # `drop` drops an index past the end; a negative one would wrap around.
         at_BE = jnp.where(named < 0, slots, named)
         rows_B1 = jnp.arange(batch)[:, None]
         return jnp.zeros((batch, slots), jnp.int32).at[rows_B1, at_BE].add(1, mode="drop")
-    # A TPU scatters single elements slowly: there the page and the place of every entry are one-hot
-    # rows, whose product counts the pairs exactly (float32 sums of less than 2^24).
+    # A TPU scatters single elements slowly. The page and the place of every entry become one-hot
+    # rows; their product counts the pairs exactly (float32 sums below 2^24).
     pages_P, places_Z = jnp.arange(-(-slots // _LANES)), jnp.arange(_LANES)
     spare = -entries % min(_VOTES, entries)
     padded_BE = jnp.pad(named, ((0, 0), (0, spare)), constant_values=-1)
@@ -251,7 +249,7 @@ def spans_around(
     """
     low_BM = jnp.maximum(centres - span // 2, start)
     high_BM = jnp.minimum(centres - span // 2 + span, stop[:, None])
-    # Equal spans in ascending order: what one shares with others, it shares with the one before.
+    # Ascending spans of equal size: one overlaps others only where it overlaps the one before.
     taken_BM = jnp.pad(high_BM[:, :-1], ((0, 0), (1, 0)), constant_values=start)
     low_BM = jnp.maximum(low_BM, taken_BM)
     ends_BM = jnp.cumsum(jnp.where(centres < 0, 0, high_BM - low_BM), axis=-1)
@@ -297,7 +295,7 @@ def attend_scope(
     """
     (q, k, v), (slots_BC, number_B) = new, scope
     alone = q.shape[1] == 1
-    # A chunk attends to itself apart; a lone token is read from the cache with the others.
+    # A chunk attends to itself separately; a lone token is read from the cache with the others.
     read_B = number_B if alone else number_B - valid
     slots_BX, first_B, read_B = local_run(slots_BC, read_B, cache.k.shape[2], ctx)
     if original:
@@ -305,7 +303,7 @@ def attend_scope(
     else:
         key_BX = first_B[:, None] + jnp.arange(slots_BX.shape[1])
         begin_B = number_B - valid
-        # The length that a rotary base may follow is the scope's: it bounds the positions.
+        # A rotary base that follows the length must follow the scope's, which bounds positions.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, slots_BC.shape[1]))
     keys = _rotated_lines(cache.k, slots_BX, key_BX, ctx)
     values = read_lines(cache.v, slots_BX[:, None])
@@ -326,12 +324,11 @@ def _rotated_lines(
 ) -> Float[Array, "B K X H"]:
     """The keys in this shard's `slots` for all heads, rotated to `positions`; zeros for -1."""
     if platform() == "tpu":
-        # Half lines are another layout there: the cache would be copied.
+        # Half lines have another layout there: the cache would be copied.
         lines = jnp.swapaxes(read_lines(buffer, slots[:, None]), 1, 2)
         return jnp.swapaxes(ctx.rotate(lines, positions), 1, 2)
-    # A channel's partner is in the line's other half: two reads of half lines, elementwise from
-    # there on. To put two halves together cost a GPU 32 us for 8 heads and 8192 slots, where to
-    # read them takes 12.
+    # A channel's partner is in the line's other half: two reads of half lines, then elementwise
+    # operations. On a GPU joining two halves took 32 us for 8 heads and 8192 slots, reading 12.
     head_dim = buffer.shape[3]
     flat, line_BKX = lines_of(buffer, jnp.maximum(slots, 0)[:, None])
     halves, line_BKX1 = flat.reshape(-1, head_dim // 2), 2 * line_BKX[..., None]

@@ -3,26 +3,26 @@
 The attention of InfLLM (section 3.3); the scheme of positions is ReRoPE's. Three parts make one
 softmax, merged by log-sum-exp:
 
-- `near`, the window: keys are rotated as ever. Positions are counted from the window's first token,
-  so that angles stay small in a text of any length.
+- `near`, the window: keys are rotated as usual. Positions are counted from the window's first
+  token, so angles stay small in a text of any length.
 - `rest`: the first tokens, and those that have left the window and belong to no unit yet.
 - `units`: the chosen units of the past. Rest and units stand at one distance: the query is rotated
-  to it, keys stay as they are cached, before rotary embedding.
+  to it, and keys are used as cached, before rotary embedding.
 
-While a chunk is read, the keys at the window's edge are near to its first queries and outside to
-its last. So `near` attends the tokens that leave the window under a mask, then the rest of the
-window, then the chunk itself. `rest` masks by a sliding window of one token over queries and keys
-in reversed order, where "at least so far back" becomes "not ahead".
+While a chunk is read, keys at the window's edge are inside for its first queries and outside for
+its last. So `near` attends the tokens that leave the window under a mask, then the other tokens of
+the window, then the chunk itself. `rest` masks by a sliding window of one token over queries and
+keys in reversed order, where "at least so far back" becomes "not ahead".
 
 InfLLM ranks the tokens of a unit by what they receive from the queries within whose window they
-stand, by query head (section 3.2). Two amounts, both summed over queries:
+stand, by query head (section 3.2). There are two amounts, both summed over queries:
 
-- `mass`, what the authors' code takes: attention probability, of the softmax over all that the
-  query saw, from queries 0 .. window - 1 behind the token;
-- `logit`, the paper's formula: dot product, from queries 1 .. window behind it. The sum over
-  queries is taken first, so that each key meets one vector.
+- `mass` (the authors' code): attention probability in the softmax over all that the query sees,
+  from queries 0 .. window - 1 behind the token;
+- `logit` (the paper's formula): dot product, from queries 1 .. window behind the token. Queries
+  are summed first, so each key is multiplied with one vector.
 
-Over sharded slots every shard attends to what it holds of each part; no key travels.
+Every shard of the slots attends to its own part of each; keys are not sent.
 """
 
 import dataclasses
@@ -53,8 +53,7 @@ _BLOCK = 2048
 class Run(NamedTuple):
     """This shard's part of a monotone list of slots: keys and values [B, K, X, H].
 
-    Entry i of row b is entry first[b] + i of the whole list; number[b] of them count, the others
-    are zeros.
+    Entry i of row b is entry first[b] + i of the whole list; from number[b] on they are zeros.
     """
 
     k: Array
@@ -76,18 +75,18 @@ class WindowedAttention:
     def _read(
         self, slots: Int[Array, "B X"], number: Int[Array, " B"], *, descending: bool = False
     ) -> Run:
-        """The entries that this shard holds of each row's list, of which number[b] count."""
+        """This shard's entries of each row's list, whose first number[b] entries count."""
         size = self.store.k.shape[2]
         local_BX, first_B, number = local_run(slots, number, size, self.ctx, descending=descending)
         k, v = (read_lines(x, local_BX[:, None]) for x in (self.store.k, self.store.v))
         return Run(k, v, first_B, number)
 
     def rest(self, q: Float[Array, "B T N H"], *, masked: bool) -> Attended:
-        """First tokens and the remainder: tokens outside of units that are `window` or more back.
+        """Attention to the tokens outside of units that are `window` or more back.
 
         Args:
           q: at the constant distance.
-          masked: without it every query sees what only the last one should.
+          masked: without it every query sees the keys of the last query.
         """
         queries, layout, scale = q.shape[1], self.layout, self.ctx.scale
         in_units_B = layout.units(self.begin) * layout.block
@@ -110,7 +109,7 @@ class WindowedAttention:
         return jnp.flip(out, axis=1), jnp.flip(lse, axis=1)
 
     def units(self, q: Float[Array, "B T N H"], chosen: Int[Array, "B X C"]) -> Attended:
-        """The chosen units, -1 for none; X = 1 list for all heads, or one for each query head."""
+        """Attention to the chosen units, -1 for none; X = 1 list for all heads, or N lists."""
         batch, queries, heads, _ = q.shape
         k, v, scale = self.store.k, self.store.v, self.ctx.scale
         kv_heads, local = k.shape[1:3]
@@ -140,7 +139,7 @@ class WindowedAttention:
     ) -> tuple[Int[Array, "B X E"], Int[Array, "B X"], int]:
         """The units as pages of this shard's slots: (pages, then -1; how many; page size).
 
-        A page is a unit where the first tokens are whole units, and else what divides both.
+        A page's size divides a unit, the first tokens and this shard's slots.
         """
         local, layout = self.store.k.shape[2], self.layout
         page = math.gcd(layout.sinks, layout.block, local)
@@ -158,7 +157,7 @@ class WindowedAttention:
     def near(
         self, new: QKV, others: list[Attended], score: Score, ring: Float[Array, "B N M"]
     ) -> tuple[Attended, Float[Array, "B N M"]]:
-        """The window, merged with this shard's `others`, and the ring of what tokens received.
+        """Attention to the window, merged with this shard's `others`, and the updated ring.
 
         Args:
           new: the new tokens', before rotary embedding.
@@ -199,7 +198,7 @@ class WindowedAttention:
     def _chunk(
         self, new: QKV, run: Run, back: Array, others: list[Attended], score: Score
     ) -> tuple[Attended, Float[Array, "B N X"], Float[Array, "B N T"]]:
-        """A chunk behind the run; entries that are no keys receive anything."""
+        """A chunk behind the run; amounts of entries that are no keys are garbage."""
         q, k, v = new
         queries, scale = q.shape[1], self.ctx.scale
         leaving = {"window": self.layout.window, "query_start": back[:, 0]}
@@ -221,7 +220,7 @@ class WindowedAttention:
     ) -> tuple[Float[Array, "B N X"], Float[Array, "B N T"]]:
         """Probabilities that the run's tokens and the chunk's own received."""
         size, scale = near.shape[2], self.ctx.scale
-        # The window's edge is a causal mask in reversed order, where padding is what comes first.
+        # In reversed order the window's edge is a causal mask, and padding comes first.
         lse = jnp.where(counted[..., None], lse, -jnp.inf)
         edge_B = self.layout.window - 1 - q.shape[1] + size - back[:, 0]
         turned = (jnp.flip(q, axis=1), jnp.flip(near, axis=2), jnp.flip(lse, axis=1))
@@ -237,7 +236,7 @@ class WindowedAttention:
         counted_BT11 = counted[..., None, None]
         sums_BTNH = jnp.cumsum(jnp.where(counted_BT11, q.astype(jnp.float32), 0.0), axis=1)
         total_B1NH = sums_BTNH[:, -1:]
-        # Only the window's oldest tokens, as many as there are queries, leave it meanwhile.
+        # Only the window's oldest tokens leave it meanwhile, as many as there are queries.
         edge = min(queries, near.shape[2])
         last_BE = jnp.clip(self.layout.window - back[:, :edge], 0, queries - 1)
         edge_BENH = jnp.take_along_axis(sums_BTNH, last_BE[..., None, None], axis=1)
@@ -270,7 +269,7 @@ class WindowedAttention:
         added = self.ctx.psum_seq(by_slot(*seen))
         if new is not None:
             added = added + by_slot(new, self.begin, self.valid)
-        # Where a new token takes its slot lies what a packed one had received.
+        # A new token's slot holds the amount of a packed one.
         return jnp.where(joins_BM[:, None], 0.0, ring) + added
 
 
@@ -291,7 +290,7 @@ def _mass_by_head(
 
 
 def _dots(q: Float[Array, "B X N H"], k: Float[Array, "B K E H"]) -> Float[Array, "B N E"]:
-    """Entry e of every head with query e, or with the only one."""
+    """Dot products of entry e with query e, or with the only query."""
     grouped = group_heads(q, k.shape[1])  # [B, K, G, X, H]
     dots = jnp.sum(grouped * k.astype(jnp.float32)[:, :, None], axis=-1)
     return dots.reshape(k.shape[0], -1, k.shape[2])
@@ -302,7 +301,7 @@ def attend_everything(
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """Attention of the newest token, cached already, to all tokens at their true positions.
 
-    Keys are rotated as they are read, a block at a time, so that no second cache is ever held.
+    Keys are rotated as they are read, a block at a time: no second cache is needed.
     """
     slots = store.k.shape[2]
     block, offset, held_B = math.gcd(slots, _BLOCK), ctx.seq_offset(slots), store.held(ctx)

@@ -1,16 +1,16 @@
-"""The programs of a plan, compiled ahead of time for devices that are not there.
+"""The programs of a plan, compiled ahead of time for devices that need not exist.
 
-libtpu compiles for a TPU slice on any machine; the compiled programs say what they hold in memory
-and which collectives they have. A CPU target is compiled for this machine's own devices. Each
-program that a run uses is compiled once, with the shapes that the run calls it with:
+libtpu compiles for a TPU slice on any machine; a compiled program gives its memory and its
+collectives. A CPU target is compiled for this machine's own devices. Each program that a run uses
+is compiled once, with the shapes of the run:
 
-- `context`: the pieces of the text as the method feeds them. Most are alike; the first, the last,
-  an anchor's or one that ends a row may be of another shape or variant, a program of its own;
+- `context`: the context's segments. Most have one shape and share a program; the first, the last,
+  an anchor's or one that ends a row may have another shape or variant, and a program of its own;
 - `finish`: the end of the context, and of the question where the method then makes new caches;
-- `question`: the pieces of a question, the longest that leaves room for a token of answer;
-- `decode`: a block of an answer's steps, one program for each kind of step (`contract.Scheduled`).
+- `question`: the segments of a question, the longest that leaves room for one token of answer;
+- `decode`: a block of decode steps, with all variants of step (`contract.step_variant`).
 
-What makes the empty caches and chooses the first token holds nothing that these do not.
+The programs that make empty caches and choose the first token need less memory than these.
 """
 
 import contextlib
@@ -50,17 +50,17 @@ _TYPES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler says of one program, on each device.
+    """The compiler's figures of one program, on each device.
 
     Attributes:
       kind: `context`, `finish`, `question` or `decode` (see above).
       arguments: bytes of weights and caches that the program reads.
-      temporaries: bytes beside them, results that are not in place included.
+      temporaries: bytes beside them, with results that are not in place.
       held: bytes in memory while it runs: all weights and caches, also those that it does not
         read, and the temporaries.
-      collectives: how many there are, of one decode step or one segment.
+      collectives: number of collectives of one decode step or segment.
       moved: bytes of their results.
-      seconds: that lowering and compiling took.
+      seconds: time of lowering and compiling.
     """
 
     kind: Kind
@@ -75,39 +75,38 @@ class Compiled:
 def compile_plan(
     request: PlanRequest,
     sizes: dict[str, int],
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> dict[str, Compiled]:
-    """Every program that a run would use, by name and in the order of first use.
+    """Every program that a run uses, by name and in the order of first use.
 
     Args:
-      progress: called before each with its name, the number of those done, and of all.
+      progress: called before each program with the number compiled, of all, and its name.
 
     Raises:
-      InputError: the target cannot be compiled for here.
+      InputError: this machine cannot compile for the target.
     """
     mesh = make_mesh(**sizes, devices=_devices(request, math.prod(sizes.values())))
     used = used_programs(request, request.setup(mesh), request.rows(sizes))
     compiled = {}
     with no_persistent_cache():
         for done, program in enumerate(used):
-            if progress is not None:
-                progress(program.name, done, len(used))
+            progress(done, len(used), program.name)
             compiled[program.name] = _compiled(program)
     return compiled
 
 
 def most_temporaries(compiled: dict[str, Compiled]) -> int:
-    """The most that any program takes which runs the model."""
+    """The most temporaries of any program that runs the model."""
     return max(each.temporaries for each in compiled.values() if each.kind != "finish")
 
 
 @dataclasses.dataclass(frozen=True)
 class UsedProgram:
-    """One program and what it is called with.
+    """One program and its arguments.
 
     Attributes:
-      name: of one run's programs no two have the same.
-      function: of `engine.programs`, compiled by `jit`.
+      name: unique among the programs of a run.
+      function: of `engine.programs`, wrapped in `jit`.
       args: its arguments; arrays as shapes, or as numpy.
       resident: bytes of weights and caches on each device while it runs.
     """
@@ -119,15 +118,15 @@ class UsedProgram:
     resident: int
 
     def lower(self) -> Any:
-        """The program, ready to be compiled."""
+        """The lowered program."""
         with warnings.catch_warnings():
-            # As where it is run: a cache that shrinks cannot be finished in place.
+            # A cache that shrinks cannot be finished in place, as in a run.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             return self.function.lower(*self.args)
 
 
 def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> list[UsedProgram]:
-    """What a run of `rows` rows uses, in the order of first use."""
+    """The programs of a run of `rows` rows, in the order of first use."""
     method, shards = setup.method, setup.mesh.shape["seq"]
     context, reserve, vocabulary = request.context, request.reserve, setup.config.vocab_size
     empty, kept, answering = staged_caches(setup, rows, context, reserve)
@@ -136,7 +135,7 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
     found: list[UsedProgram] = []
 
     def add(name: str, kind: Kind, caches: Any, function: Any, *args: Any) -> None:
-        """A program; its name is made one of its own by a number."""
+        """Adds a program; a number makes its name unique."""
         same = sum(each.name.split(" #")[0] == name for each in found)
         name = f"{name} #{same + 1}" if same else name
         resident = weights + bytes_per_device(setup.mesh, caches)
@@ -145,7 +144,7 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
     def add_segments(
         kind: Kind, caches: Any, segments: Iterable[Segment], logits: Any, wanted: programs.Logits
     ) -> None:
-        """Those of a stage's segments, each signature once."""
+        """Adds the programs of a stage's segments, each signature once."""
         signatures = set()
         for segment in segments:
             leaves, structure = jax.tree.flatten(segment)
@@ -153,7 +152,7 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
             if signature in signatures:
                 continue
             signatures.add(signature)
-            # Rows are alike: one was cut.
+            # The segment has one row; all rows are alike.
             whole = jax.tree.map(lambda leaf: np.repeat(leaf, rows, axis=0), segment)
             args = (setup, params, placed(setup.mesh, caches), whole, total, logits, wanted)
             name = _segment_name(kind, segment, shards)
@@ -220,7 +219,7 @@ def placed(mesh: Any, caches: Any) -> Any:
 
 
 def abstract_state(rows: int) -> programs.DecodeState:
-    """Where a greedy answer stands, as shapes."""
+    """The state of greedy decoding, as shapes."""
     return programs.DecodeState(
         token=_shape(jnp.int32, rows),
         done=_shape(jnp.bool_, rows),
@@ -258,7 +257,7 @@ def _devices(request: PlanRequest, count: int) -> list[Any]:
 def _tpu_devices(topology: str) -> list[Any]:
     from jax.experimental import topologies
 
-    # There is no TPU here: nobody is asked for its address, and others may compile beside us.
+    # There is no TPU: libtpu must not query its address, and other processes may compile too.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
@@ -294,12 +293,12 @@ def _compiled(used: UsedProgram) -> Compiled:
 
 
 def count_collectives(text: str) -> tuple[int, int]:
-    """How many collectives a compiled program has, and the bytes of their results."""
+    """The number of collectives in a compiled program, and the bytes of their results."""
     count = moved = 0
     for found in _COLLECTIVE.finditer(text):
         arrays = [_array_bytes(*array) for array in _ARRAY.findall(found["shape"])]
         count += 1
-        # What is started in the background lists its operands before its results.
+        # An asynchronous start lists its operands before its results.
         moved += sum(arrays[len(arrays) // 2 :] if found["start"] and len(arrays) > 1 else arrays)
     return count, moved
 
@@ -310,7 +309,7 @@ def _array_bytes(kind: str, sizes: str) -> int:
 
 @contextlib.contextmanager
 def no_persistent_cache() -> Iterator[None]:
-    """Compiles here and now: a program for an absent TPU cannot be read back from a cache."""
+    """Turns off the compilation cache: a program for an absent TPU cannot be read back from it."""
     before = jax.config.jax_enable_compilation_cache
     try:
         jax.config.update("jax_enable_compilation_cache", False)

@@ -1,16 +1,16 @@
 """A plan: bytes on each device against its memory, and the times that a roofline predicts.
 
-Everything here is arithmetic over shapes, on a mesh of devices that need not be there.
-`planning.compiled` asks the compiler instead.
+All of it is arithmetic over shapes, on a mesh of devices that need not exist. `planning.compiled`
+compiles the programs instead.
 
 Weights take 2 FLOPs a matmul weight and token; the embedding is a look-up, the head is computed for
 a row's last token. Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
 
-- those that a method states itself (`contract.work.Planned`);
-- of segments that are spread over the shards: every shard's tokens among themselves, causally, as
-  if they were one text (more than is attended where a shard reads several blocks);
-- of a method that leaves prefill alone: all, the keys divided over the shards of the slots;
-- of any other: as many keys for each token as a decode step reads at that length.
+- those that a method states itself (`contract.Planned`);
+- for segments that are spread over the shards: the causal pairs of each shard's tokens as if they
+  were one text (too many where a shard has several blocks);
+- for a method that does not change prefill: all causal pairs, the keys divided over the shards;
+- for any other: for each token as many keys as a decode step reads at that length.
 """
 
 import dataclasses
@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment, merging
+from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment
+from jax_longctx.contract.context import merge_cost
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import USABLE, Footprint, bucket, footprint, read_bytes
 from jax_longctx.errors import ConfigError, InputError
@@ -33,12 +34,12 @@ from jax_longctx.models.llama import check_mesh, param_infos
 from jax_longctx.planning.targets import Chip, Target
 from jax_longctx.sharding import MESH_AXES, logical_sharding
 
-# An answer's tokens that a proposed mesh is chosen for, beside its first.
+# Tokens of the answer, after the first, for which a mesh is proposed.
 ANSWER = 256
-# The largest context that fits is told in multiples of this.
+# The largest context that fits is a multiple of this.
 STEP = 1024
 PROBE = 4096
-# Lengths at which the keys that a token attends to are asked for.
+# Number of lengths at which the keys that a token attends to are computed.
 SAMPLES = 8
 QUESTION = 32
 
@@ -68,11 +69,11 @@ class PlanRequest:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def rows(self, sizes: dict[str, int]) -> int:
-        """Rows with those that fill the mesh's data axis."""
+        """Rows, padded to the mesh's data axis."""
         return -(-self.batch // sizes["data"]) * sizes["data"]
 
     def setup(self, mesh: Any) -> programs.Setup:
-        """What the programs are made for. Raises ConfigError where it does not go together."""
+        """The programs' setup. ConfigError where method, model and mesh do not fit together."""
         self.method.validate(self.config)
         check_mesh(self.config, mesh)
         return programs.Setup(self.config, self.method, mesh, jnp.dtype(self.dtype), self.chunk)
@@ -80,13 +81,13 @@ class PlanRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Of one device.
+    """Work of one device.
 
     Attributes:
       linear, attention: FLOPs.
-      read: bytes of weights and cache that are read.
-      received: bytes over the interconnect.
-      collectives: how many wait for each other.
+      read: bytes read of weights and cache.
+      received: bytes received over the interconnect.
+      collectives: number of collectives that run one after the other.
     """
 
     linear: float
@@ -98,15 +99,15 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Bytes and work of one device; seconds of all together.
+    """Bytes and work of one device; seconds of all devices together.
 
     Attributes:
       mesh: sizes of the axes.
-      weights, cache, temporaries: bytes; of the caches the most at any time, of the temporaries an
-        estimate of a prefill pass's activations, or what was compiled.
-      memory: bytes that the device has.
-      fits: whether they do, with the tenth of what is left that the engine keeps free.
-      largest: the longest context that fits, in tokens; None where it does not depend on it.
+      weights, cache, temporaries: bytes: the caches at their peak; the temporaries as an estimate
+        of a prefill pass's activations, or as compiled.
+      memory: bytes of the device's memory.
+      fits: whether all fit, beside the tenth of the remaining memory that the engine keeps free.
+      largest: the longest context that fits, in tokens; None where memory does not bound it.
       first_token, step: seconds to the first token, and of each further token of every row.
     """
 
@@ -122,11 +123,6 @@ class Plan:
     first_token: float
     step: float
 
-    @property
-    def need(self) -> int:
-        """Bytes of all three."""
-        return self.weights + self.cache + self.temporaries
-
 
 def make_plan(
     request: PlanRequest,
@@ -138,11 +134,11 @@ def make_plan(
     """The plan on a mesh of `sizes`.
 
     Args:
-      temporaries: what the compiled programs were found to take (`compiled.most_temporaries`), in
-        place of the estimate, which is scaled to it at other lengths.
+      temporaries: of the compiled programs (`compiled.most_temporaries`), in place of the
+        estimate; at other lengths the estimate is scaled in proportion.
 
     Raises:
-      ConfigError: method, model and mesh do not go together, or the target has fewer devices.
+      ConfigError: method, model and mesh do not fit together, or the target has too few devices.
     """
     sizes = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
     used = math.prod(sizes.values())
@@ -155,18 +151,18 @@ def make_plan(
     mesh = AbstractMesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     case = _Case(request, request.setup(mesh), request.rows(sizes))
     if temporaries is not None:
-        estimate = case.held(request.context).temporaries
-        case = dataclasses.replace(case, scale=temporaries / estimate)
-    held, chip = case.held(request.context), request.target.chip
-    context, rows = request.context, case.rows
+        case = dataclasses.replace(case, scale=temporaries / case.temporaries(request.context))
+    chip, context, rows = request.target.chip, request.context, case.rows
     prefill = prefill_work(case.setup, batch=rows, context=context, reserve=request.reserve)
     decode = decode_work(case.setup, batch=rows, read=case.caches(context).read)
     step = _decode_seconds(decode, chip)
     return Plan(
         mesh=sizes,
-        **dataclasses.asdict(held),
+        weights=weight_bytes(case.setup),
+        cache=case.caches(context).peak,
+        temporaries=case.temporaries(context),
         memory=chip.memory,
-        fits=case.fits(held),
+        fits=case.fits(context),
         largest=case.largest() if largest else None,
         prefill=prefill,
         decode=decode,
@@ -176,9 +172,10 @@ def make_plan(
 
 
 def propose_mesh(request: PlanRequest) -> dict[str, int]:
-    """The mesh over the target's devices whose answer comes first, of those that fit.
+    """The mesh over the target's devices with the shortest time to an answer, of those that fit.
 
-    Where none fits, the one that comes nearest. All devices are used where any mesh of them can.
+    Where none fits, the mesh that needs the least memory. It has all devices, where the model
+    divides over any mesh of all.
 
     Raises:
       ConfigError: the model divides over no mesh, or the method refuses it.
@@ -209,27 +206,14 @@ def _tried(request: PlanRequest, sizes: dict[str, int]) -> Plan | None:
 
 
 def _rank(plan: Plan) -> tuple[Any, ...]:
-    late = plan.first_token + ANSWER * plan.step
-    return (not plan.fits, late if plan.fits else plan.need)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """Bytes on a device: weights, caches at their most, temporaries."""
-
-    weights: int
-    cache: int
-    temporaries: int
-
-    @property
-    def need(self) -> float:
-        """With what the engine keeps free beside caches."""
-        return self.weights + self.temporaries + self.cache / USABLE
+    if plan.fits:
+        return False, plan.first_token + ANSWER * plan.step
+    return True, plan.weights + plan.cache + plan.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A request on one mesh, at any length; `scale` is of the estimated temporaries."""
+    """A request on one mesh, at any context length; `scale` multiplies estimated temporaries."""
 
     request: PlanRequest
     setup: programs.Setup
@@ -239,16 +223,20 @@ class _Case:
     def caches(self, context: int) -> Footprint:
         return _footprint(self.setup, self.rows, context, self.request.reserve)
 
-    def held(self, context: int) -> _Held:
-        temporaries = round(self.scale * self._temporaries(context))
-        return _Held(weight_bytes(self.setup), self.caches(context).peak, temporaries)
+    def need(self, context: int) -> float:
+        """Bytes on a device, with the memory that the engine keeps free beside caches."""
+        caches = self.caches(context).peak / USABLE
+        return weight_bytes(self.setup) + self.temporaries(context) + caches
 
-    def _temporaries(self, context: int) -> int:
-        """Activations of one layer and one segment, as many as live at once, and the logits."""
+    def fits(self, context: int) -> bool:
+        return self.need(context) <= self.request.target.chip.memory
+
+    def temporaries(self, context: int) -> int:
+        """Bytes of the activations of one layer and segment that live at once, and the logits."""
         setup, config = self.setup, self.setup.config
         shape, item = setup.mesh.shape, setup.dtype.itemsize
         tensor, shards = shape["tensor"], shape["seq"]
-        # Where a segment holds the whole text, it is made for a short one and scaled.
+        # A segment that holds the whole text is made for a short text and scaled.
         probe = min(context, PROBE * shards)
         segment = next(context_segments(setup, probe, self.request.reserve))
         columns = segment.tokens.shape[1]
@@ -259,23 +247,21 @@ class _Case:
         if shards > 1 and not segment.spread:
             # Partial results in float32, before and after they are merged.
             token += 2 * config.num_heads // tensor * (config.head_dim + 1) * 4
-        return self.rows // shape["data"] * (columns * token + config.vocab_size * 4)
-
-    def fits(self, held: _Held) -> bool:
-        return held.need <= self.request.target.chip.memory
+        estimate = self.rows // shape["data"] * (columns * token + config.vocab_size * 4)
+        return round(self.scale * estimate)
 
     def largest(self) -> int | None:
         """The longest context that fits, 0 where none does; None where memory does not bound it."""
-        if not self.fits(self.held(STEP)):
+        if not self.fits(STEP):
             return 0
-        # Far apart, so that rounding of capacities is small beside what is between them.
+        # Far apart, so that the rounding of capacities changes the slope little.
         near, far = 16 * STEP, 256 * STEP
-        need = self.held(near).need
-        slope = (self.held(far).need - need) / (far - near)
+        need = self.need(near)
+        slope = (self.need(far) - need) / (far - near)
         if slope < 1:
             return None
         guess = int(near + (self.request.target.chip.memory - need) / slope) // STEP * STEP
-        while guess > STEP and not self.fits(self.held(guess)):
+        while guess > STEP and not self.fits(guess):
             guess = int(guess * 0.98) // STEP * STEP
         return max(guess, STEP)
 
@@ -299,7 +285,7 @@ def _decode_seconds(work: Work, chip: Chip) -> float:
 
 
 def _waiting(work: Work, chip: Chip) -> float:
-    """Seconds that a device waits for others; nothing of it is counted as overlapped."""
+    """Seconds of communication, as if none of it overlapped with computation."""
     return work.received / chip.link + work.collectives * chip.latency
 
 
@@ -312,9 +298,19 @@ def weight_bytes(setup: programs.Setup) -> int:
     )
 
 
+def step_weight_bytes(setup: programs.Setup) -> int:
+    """Bytes of parameters that a decode step reads on each device.
+
+    A step reads one row of the embedding table, unless the table is the head too.
+    """
+    config = setup.config
+    tables = 0 if config.tie_embeddings else config.vocab_size * config.model_dim
+    return weight_bytes(setup) - tables * setup.dtype.itemsize // setup.mesh.shape["tensor"]
+
+
 @functools.lru_cache(maxsize=8)
-def _sizes(config: ModelConfig) -> tuple[int, int]:
-    """Weights that every token is multiplied with, and those of the head."""
+def matmul_weights(config: ModelConfig) -> tuple[int, int]:
+    """Numbers of matmul weights: those of all layers, and those of the head."""
     table = config.vocab_size * config.model_dim
     every = sum(
         math.prod(info.shape) for info in param_infos(config).values() if len(info.shape) > 1
@@ -325,7 +321,7 @@ def _sizes(config: ModelConfig) -> tuple[int, int]:
 def _context_prompt(
     setup: programs.Setup, context: int, reserve: int, question: int = QUESTION
 ) -> Prompt:
-    """One row of `context` tokens, as the method is given it."""
+    """One row of `context` tokens, as the engine passes it to the method."""
     shards = setup.mesh.shape["seq"]
     return Prompt(
         "context",
@@ -341,15 +337,15 @@ def _context_prompt(
 def context_segments(
     setup: programs.Setup, context: int, reserve: int, question: int = QUESTION
 ) -> Iterator[Segment]:
-    """The pieces of one row as the method feeds them, where it is told the question's size."""
+    """The segments of one row, for a question of that many tokens."""
     return iter(setup.method.segments(_context_prompt(setup, context, reserve, question)))
 
 
 def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: int) -> Work:
-    """Reading `batch` rows of `context` tokens."""
+    """The work of prefilling `batch` rows of `context` tokens."""
     config, tensor = setup.config, setup.mesh.shape["tensor"]
     rows, layers = batch // setup.mesh.shape["data"], config.num_layers
-    body, head = _sizes(config)
+    body, head = matmul_weights(config)
     work, segments, spread = _row_work(setup, context, reserve)
     received, collectives = _traffic(setup, rows * work.tokens, segments, spread)
     if spread and setup.mesh.shape["seq"] > 1:
@@ -367,20 +363,18 @@ def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: in
 
 
 def decode_work(setup: programs.Setup, *, batch: int, read: int) -> Work:
-    """One token of each row; `read` are the bytes of all caches that a step reads."""
+    """The work of one decode step; `read` is the bytes that it reads of all caches."""
     config, shape, item = setup.config, setup.mesh.shape, setup.dtype.itemsize
     tensor, rows = shape["tensor"], batch // shape["data"]
-    body, head = _sizes(config)
-    # Of an embedding table that is not the head's a step reads a row.
-    weights = weight_bytes(setup) - (0 if config.tie_embeddings else head * item // tensor)
+    body, head = matmul_weights(config)
     received, collectives = _traffic(setup, rows, 1, spread=False)
-    # Small caches lie whole on every shard of the slots; the larger ones are divided.
+    # Small caches are replicated over the axis `seq`; the larger ones are divided.
     divided = shape["data"] * tensor * (shape["seq"] if setup.method.info.keeps_all else 1)
     pairs = read / (2 * config.num_kv_heads * config.head_dim * item)
     return Work(
         linear=rows * 2 * (body + head) / tensor,
         attention=4 * config.num_heads * config.head_dim * pairs / divided,
-        read=weights + read / divided,
+        read=step_weight_bytes(setup) + read / divided,
         received=received,
         collectives=collectives,
     )
@@ -389,7 +383,7 @@ def decode_work(setup: programs.Setup, *, batch: int, read: int) -> Work:
 def _traffic(
     setup: programs.Setup, tokens: float, segments: int, spread: bool
 ) -> tuple[float, int]:
-    """Bytes that a device receives for `tokens` in all `segments`, and the collectives."""
+    """Bytes that a device receives for `tokens` in all `segments`, and number of collectives."""
     config, item = setup.config, setup.dtype.itemsize
     tensor, shards = setup.mesh.shape["tensor"], setup.mesh.shape["seq"]
     received, collectives = 0.0, 0
@@ -399,9 +393,9 @@ def _traffic(
         received += 4 * tokens * config.model_dim * item * (tensor - 1) / tensor
         collectives += 2 * segments
     if shards > 1 and not spread:
-        # Partial results of every shard's own keys.
+        # Partial results over each shard's own keys.
         size = int(tokens / segments * config.num_heads) // tensor
-        sent, times = merging.cost(size, config.head_dim, item, shards)
+        sent, times = merge_cost(size, config.head_dim, item, shards)
         received += segments * sent
         collectives += segments * times
     return config.num_layers * received, config.num_layers * collectives
@@ -424,7 +418,7 @@ def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[Prefil
         most = [int(np.max(each.valid)) for each in method.segments(prompt)]
         tokens = sum(most)
         return PrefillWork(tokens, tokens * (tokens + 1) / 2), len(most), True
-    # Columns beside the text's own (an instruction) are computed with every segment.
+    # Columns beside the text's own (an instruction) are computed in every segment.
     tokens = context * columns / held if columns > setup.chunk else float(context)
     if method.info.phase in ("none", "decode"):
         return PrefillWork(tokens, context * (context + 1) / 2 / shards), count, False
@@ -441,7 +435,7 @@ def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[Prefil
 
 
 def _layers(setup: programs.Setup, work: PrefillWork, context: int) -> float:
-    """Pairs of all layers; a sliding window leaves each token at most that many keys."""
+    """Pairs of all layers; a sliding window bounds the keys of each token."""
     return sum(
         work.pairs if window is None else min(work.pairs, context * window)
         for window in setup.config.windows

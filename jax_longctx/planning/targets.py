@@ -1,9 +1,9 @@
 """The devices that can be planned for, and the constants of their roofline.
 
-Memory, FLOP/s of dense bfloat16 and bandwidth are those of the makers' data sheets, but for `cpu`,
-whose are assumed. What a link carries, what a collective costs and the shares of the peaks that
+Memory, dense bfloat16 FLOP/s and bandwidth are from the makers' data sheets, except for `cpu`,
+where they are assumed. Link bandwidth, latency of a collective and the shares of the peaks that
 programs reach are assumptions, chosen from published kernel timings and, for H100 and H200, from
-this library's own on an H200. All are printed with every plan.
+this library's own on an H200. Every plan prints all of them.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ class Chip:
     """One device.
 
     Attributes:
-      memory: bytes a device has.
+      memory: bytes.
       flops: dense bfloat16 FLOP/s at peak.
       bandwidth: bytes/s of its memory.
       link: bytes/s that a device receives in a collective along one mesh axis.
-      latency: seconds of a collective, however small.
+      latency: seconds of the smallest collective.
       linear_share, attention_share: of `flops` that projections and prefill attention reach.
       bandwidth_share: of `bandwidth` that a decode step reaches.
-      data_sheet: whether memory, flops and bandwidth are of a data sheet, or assumed.
+      data_sheet: whether memory, flops and bandwidth are from a data sheet, or assumed.
     """
 
     memory: int
@@ -55,12 +55,12 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A number of like devices.
+    """A number of equal devices.
 
     Attributes:
       name: as given.
       kind: of the devices, a key of CHIPS.
-      count: how many there are.
+      count: number of devices.
       topology: libtpu's name of a TPU slice, or None.
     """
 

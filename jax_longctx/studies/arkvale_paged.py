@@ -1,14 +1,15 @@
 """ArkVale as the authors' released code computes it, for studies of parity alone.
 
 Chen et al. 2024, section 4.3, as released: a layer keeps a fixed number of pages on the device and
-the others on the host. After the prompt those stay that the last token scores best. At each step
+the others on the host. After the prompt the pages with the last token's best scores stay. At each
+step
 
 1. a page that left the window is on the device;
-2. the best pages by the newest query are recalled where they are not;
-3. as many of the worst others go, and all that remain are attended, the best or not.
+2. the best pages by the newest query are recalled if they are not on it;
+3. the worst other pages leave until the number is right, and all that remain are attended.
 
-All keys are on the device here; what is emulated is which of them a step sees. Released code drops
-a page for the one that leaves the window by the previous step's scores, here by the newest ones.
+All keys are on the device here; emulated is which of them a step attends. When a page leaves the
+window, the released code drops a page by the previous step's scores; here the newest ones count.
 """
 
 import dataclasses
@@ -19,19 +20,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import where_rows
-from jax_longctx.contract import (
-    CHUNK_ROWS,
-    QKV,
-    Attended,
-    CacheShape,
-    LayerContext,
-    Segment,
-    method,
-)
-from jax_longctx.errors import ConfigError
+from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache, method
 from jax_longctx.methods.arkvale import ArkVale
 from jax_longctx.parts.selecting import SelectiveCache, gathered
-from jax_longctx.parts.sparse_decode import Lists, Prior, Selected, Span
+from jax_longctx.parts.sparse_decode import Lists, Selected, Span, named
 from jax_longctx.sharding import axes_field
 from pallas_kernels.select_large_k import select_large_k, select_mask
 
@@ -44,13 +36,10 @@ class PagedCache(SelectiveCache):
     resident: Bool[Array, "B P"] = axes_field("batch", "pages")
 
     def counted(self, chosen: Selected, valid: Int[Array, " B"]) -> Any:
-        """The cache after a step: what was attended is what is on the device."""
+        """The cache after a step: the attended pages are those on the device."""
         assert chosen.local is not None
-        batch, pages = self.resident.shape
-        # -1 for none is the last page, of which there is one to spare.
-        there = jnp.zeros((batch, pages + 1), bool)
-        there = there.at[jnp.arange(batch)[:, None], chosen.local[:, 0]].set(True)[:, :-1]
-        resident = where_rows(valid > 0, there, self.resident)
+        attended_BP = named(chosen.local[:, 0], self.resident.shape[1])
+        resident = where_rows(valid > 0, attended_BP, self.resident)
         return dataclasses.replace(super().counted(chosen, valid), resident=resident)
 
 
@@ -59,8 +48,7 @@ class ArkValePaged(ArkVale):
     """ArkVale with the page cache of the authors' code, whose pages are all attended.
 
     Attributes:
-      resident: tokens of the page cache, which are attended instead of the budget's alone; the
-        budget says how many are recalled at most.
+      resident: tokens of the page cache, all attended; at most the budget is recalled in a step.
     """
 
     resident: int = 4096
@@ -73,14 +61,14 @@ class ArkValePaged(ArkVale):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.granularity != "layer" or self.allocation != "uniform" or self.ratio is not None:
-            raise ConfigError(
-                "arkvale-paged: resident, one page cache a layer, needs granularity layer, "
+            raise self.refused(
+                "resident, one page cache a layer, needs granularity layer, "
                 f"allocation uniform and a budget in tokens; got granularity {self.granularity}, "
                 f"allocation {self.allocation}, ratio {self.ratio}"
             )
         if self.resident < max(self.budget, self.page_size):
-            raise ConfigError(
-                f"arkvale-paged: resident {self.resident} must hold the budget of {self.budget} "
+            raise self.refused(
+                f"resident {self.resident} must hold the budget of {self.budget} "
                 f"tokens that may be recalled, and a page of {self.page_size}; raise resident"
             )
 
@@ -91,24 +79,22 @@ class ArkValePaged(ArkVale):
         resident = jnp.zeros((shape.batch, shape.slots // self.page_size), bool)
         return PagedCache(**vars(cache), resident=resident)
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         part, cache = super().attend(new, cache, segment, ctx)
         if segment.role != "query" or not isinstance(cache, PagedCache):
             return part, cache
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         last_B1 = jnp.maximum(valid_B - 1, 0)[:, None]
         last_B1NH = jnp.take_along_axis(new[0], last_B1[..., None, None], axis=1)
         rotated = ctx.rotate(last_B1NH, cache.store.position[:, None] - 1)
         ranked_BP = self._ranked(rotated, cache, self.selectable(cache.store, ctx), ctx)
-        begun_BP = _local(select_mask(ranked_BP, self.most_pages(0, ranked_BP.shape[1])), ctx)
-        # The last segment of a question with tokens of a row is the one that counts.
-        resident = where_rows(valid_B > 0, begun_BP, cache.resident)
+        begun_BP = select_mask(ranked_BP, self.most_pages(0, ranked_BP.shape[1]))
+        # The last segment with tokens of the row counts.
+        resident = where_rows(valid_B > 0, ctx.own_seq(begun_BP, 1), cache.resident)
         return part, dataclasses.replace(cache, resident=resident)
 
     def most_pages(self, slots: int, pages: int) -> int:
-        """Pages that the cache holds, which are those attended."""
+        """Pages that the page cache holds."""
         return min(self.resident // self.page_size, pages)
 
     def _ranked(
@@ -123,8 +109,8 @@ class ArkValePaged(ArkVale):
         cache: Any,
         span: Span,
         ctx: LayerContext,
-        forced: tuple[Float[Array, "B N"], ...] = (),
-        prior: Prior | None = None,
+        *_: Any,
+        **__: Any,
     ) -> Lists:
         """The pages on the device once the best by this query are recalled."""
         earlier = dataclasses.replace(cache.store, length=cache.store.length - 1)
@@ -149,9 +135,3 @@ def recall(
     wanted_BP = select_mask(scores, count)
     others_BP = jnp.where(held, scores, -jnp.inf)
     return select_large_k(jnp.where(wanted_BP, jnp.inf, others_BP), size, size=size)
-
-
-def _local(pages: Bool[Array, "B P"], ctx: LayerContext) -> Bool[Array, "B X"]:
-    """This shard's part of a mask over all pages."""
-    own = pages.shape[1] // ctx.seq_size
-    return jax.lax.dynamic_slice_in_dim(pages, ctx.seq_offset(own), own, axis=1)

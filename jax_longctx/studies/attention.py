@@ -1,19 +1,19 @@
-"""What papers measure of full attention: CItruS's overlap of selections, RESA's singular values.
+"""Measurements of full attention: CItruS's overlap of selections, RESA's singular values.
 
-Whether a text and an instruction look at the same tokens (CItruS, section 3 and Fig. 3): a first
-context is followed, in one forward pass each, by another piece of text or by an instruction of as
-many tokens. In every layer a token of the first context is as important as the attention that it
-receives, averaged over heads and the tokens of what follows. The intersection ratio is |A ∩ B| / k
-of the k most important tokens to either follower (appendix A; the paper's text does not give k).
-Chance is k over the tokens of the first context.
+Do a text and an instruction attend to the same tokens (CItruS, section 3 and Fig. 3)? A context is
+followed, in one forward pass each, by another piece of text or by an instruction of as many tokens.
+In every layer the importance of a context token is the attention that it receives, averaged over
+heads and the tokens of the follower. The intersection ratio is |A ∩ B| / k of the k most important
+tokens to either follower (appendix A; the paper's text does not give k). Chance is k over the
+tokens of the context.
 
-How nearly attention logits are of rank one (RESA, section 3.2, Figs. 2 and 4): the logits
+Are attention logits nearly of rank one (RESA, section 3.2, Figs. 2 and 4)? The logits
 M = Q K^T / sqrt(H) of a text, T x T without the causal mask, have at most H singular values. They
-are those of R_q R_k^T, an H x H matrix, with Q = U_q R_q and K = U_k R_k: no T x T matrix is made.
-RESA's prior is the mean query's logits, mu_q K^T; the paper claims that it lies along the first
-right singular vector.
+are those of the H x H matrix R_q R_k^T, with Q = U_q R_q and K = U_k R_k, so no T x T matrix is
+made. RESA's prior is the mean query's logits, mu_q K^T; the paper claims that it lies along the
+first right singular vector.
 
-Both look at the queries and keys that `Recorder` keeps: full attention with its queries cached.
+Both use the queries and keys that `Recorder`, full attention with its queries cached, keeps.
 """
 
 import dataclasses
@@ -25,16 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import AppendCache, write_run
-from jax_longctx.contract import (
-    CHUNK_ROWS,
-    QKV,
-    Attended,
-    CacheShape,
-    LayerContext,
-    Segment,
-    Stage,
-)
+from jax_longctx.caches import AppendCache, Rewinding, write_run
+from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache
 from jax_longctx.engine import Engine
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.errors import InputError
@@ -45,7 +37,7 @@ from jax_longctx.sharding import axes_field
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class Recorded(Rewinding):
     """Full attention's cache and the rotated query of every token."""
 
     store: AppendCache
@@ -60,22 +52,14 @@ class Recorder(Appending):
         size = (shape.batch, shape.num_heads, shape.slots, shape.head_dim)
         return Recorded(super().init_cache(shape), jnp.zeros(size, shape.dtype))
 
-    def attend(
-        self, new: QKV, cache: Recorded, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Recorded]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q = new[0]
         positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
-        valid_B = segment.valid_of(CHUNK_ROWS)
+        valid_B = segment.valid_of()
         rotated = ctx.rotate(q, positions_BT)
         queries = write_run(cache.queries, rotated, cache.store.length, valid_B, ctx)
         part, store = super().attend(new, cache.store, segment, ctx)
         return part, Recorded(store, queries)
-
-    def finish(self, cache: Recorded, ctx: LayerContext, stage: Stage, reserve: int) -> Recorded:
-        return dataclasses.replace(cache, store=cache.store.end_context())
-
-    def fork(self, cache: Recorded) -> Recorded:
-        return dataclasses.replace(cache, store=cache.store.rewind())
 
     def read_bytes(self, cache: Recorded, length: int) -> int:
         return super().read_bytes(cache.store, length)
@@ -139,11 +123,11 @@ def intersections(
 
 
 def spectrum(engine: Engine, text: Sequence[int]) -> dict[str, Float[np.ndarray, "L N"]]:
-    """Of every layer and query head under full attention.
+    """The singular values of every layer and query head under full attention.
 
     Returns:
-      `first`, the largest singular value; `share`, its part of their sum; `prior`, the cosine
-      (without sign) between the first right singular vector and the mean query's logits.
+      `first`, the largest singular value; `share`, its part of their sum; `prior`, the absolute
+      cosine between the first right singular vector and the mean query's logits.
     """
     found: dict[str, list[list[float]]] = {"first": [], "share": [], "prior": []}
     for q_NTH, k_KTH in queries_and_keys(engine, text):

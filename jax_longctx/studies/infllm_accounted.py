@@ -1,15 +1,15 @@
-"""InfLLM with an account of the units that would be loaded if most of them waited on the host.
+"""InfLLM with a count of the units that would be loaded if most of them lay on the host.
 
 InfLLM, section 3.3 (cache management): the device has room for a fixed number of units. For each
-chunk and each generated token those that are chosen and absent are loaded (misses), and of the
-others those of the smallest key leave:
+chunk and each generated token, chosen units that are absent are loaded (misses), and of the others
+those of the smallest key leave. The key is
 
-- `lru`: when a unit was chosen last;
-- `lru-s`: the attention it received, `decay` times what it was at each step; 0 as it is loaded.
+- `lru`: the step at which the unit was last chosen;
+- `lru-s`: the attention it received, multiplied by `decay` at each step; 0 when it is loaded.
 
-Of equal keys the older unit leaves first. All units are on the device here, so that no output
-depends on it: what is counted says how often a smaller device would have waited. Counting goes on
-from question to question, as the cache would.
+Of equal keys the older unit leaves first. All units are on the device here, so outputs do not
+change; the counts say how often a smaller device would have waited. Counting continues from
+question to question.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, gather_slots, where_rows
 from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext, method
-from jax_longctx.errors import ConfigError
 from jax_longctx.methods.infllm import InfLLM
 from jax_longctx.parts.unit_memory import Layout, UnitMemory
 from jax_longctx.sharding import axes_field
@@ -32,7 +31,7 @@ from pallas_kernels.select_large_k import select_mask
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UnitAccount:
-    """One layer's.
+    """The account of one layer.
 
     Attributes:
       resident: units on the device.
@@ -61,8 +60,8 @@ class InfLLMAccounted(InfLLM):
     """InfLLM that counts the units a device with room for few of them would have to load.
 
     Attributes:
-      max_cached_block: units that would have room on the device.
-      cache_policy, score_decay: which leave it.
+      max_cached_block: units that the device would hold.
+      cache_policy, score_decay: the key by which units leave.
     """
 
     max_cached_block: int = 32
@@ -71,13 +70,13 @@ class InfLLMAccounted(InfLLM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.at_least(0, "max_cached_block")
+        self.fraction("score_decay")
         if self.max_cached_block < self.topk or self.granularity != "layer":
-            raise ConfigError(
-                f"infllm: max_cached_block {self.max_cached_block} must hold the topk {self.topk} "
+            raise self.refused(
+                f"max_cached_block {self.max_cached_block} must hold the topk {self.topk} "
                 f"units that a layer attends, chosen with granularity layer, got {self.granularity}"
             )
-        if not 0 <= self.score_decay <= 1:
-            raise ConfigError(f"infllm: score_decay must be from 0 to 1, got {self.score_decay}")
 
     def init_cache(self, shape: CacheShape) -> AccountedMemory:
         memory = super().init_cache(shape)
@@ -123,7 +122,7 @@ def note_step(
 
     Args:
       mass: the attention that each received, for `lru-s`; None for `lru`.
-      packed: units there are; what lies beyond is garbage.
+      packed: number of units; entries beyond are garbage.
       room: units that the device holds.
     """
     resident, key = ctx.gather_seq(account.resident, 1), ctx.gather_seq(account.key, 1)
@@ -133,17 +132,14 @@ def note_step(
     resident = resident & (units_P < packed[:, None])
     hits_B, all_B = (jnp.sum(x, axis=1, dtype=jnp.int32) for x in (wanted & resident, wanted))
     ranked = jnp.where(wanted, jnp.inf, jnp.where(resident, key, -jnp.inf))
-    # Of equals the mask takes the first, which is to be the newest.
+    # Flipped: of equals the mask takes the first, which must be the newest unit.
     stays = jnp.flip(select_mask(jnp.flip(ranked, axis=1), room), axis=1)
     if mass is None:
         key = jnp.where(wanted, (account.steps + 1)[:, None].astype(jnp.float32), key)
     else:
         received = jnp.sum(jnp.where(named_BCP, mass[..., None], 0.0), axis=1)
         key = jnp.where(resident, decay * key, 0.0) + received
-    own = account.resident.shape[1]
-    stays, key = (
-        jax.lax.dynamic_slice_in_dim(x, ctx.seq_offset(own), own, axis=1) for x in (stays, key)
-    )
+    stays, key = (ctx.own_seq(x, axis=1) for x in (stays, key))
     hits_B, misses_B = account.hits + hits_B, account.misses + all_B - hits_B
     new = UnitAccount(stays, key, account.steps + 1, hits_B, misses_B)
     return where_rows(rows, new, account)

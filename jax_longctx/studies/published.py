@@ -1,4 +1,4 @@
-"""What the papers report on tasks that are also here, from `published.toml`: never our figures."""
+"""Figures that the papers report on tasks of this library, from `published.toml`."""
 
 import dataclasses
 import tomllib
@@ -12,7 +12,7 @@ class PublishedTable:
     Attributes:
       paper: as suites name it.
       title: paper, table, model, length.
-      note: how it was made.
+      note: how the paper made it.
       tasks: our names of its columns.
       rows: the paper's name of a method -> `method`, ours with its settings as `Spec.parse` reads
         it, and `values`, one for each task.

@@ -1,12 +1,12 @@
 """How far sparse attention is from full attention, with and without RESA's estimate.
 
-RESA, section 5.3 and Fig. 6(a). A model reads a text by full attention and every layer's queries,
-keys and values are kept. The first part of the text is the prompt; each of the last tokens is then
-a decode step, for which a selector chooses among all keys so far. The error of the scores is the L1
-distance between full attention's distribution over the keys and the one used (2 at most); that of
-the output is ||o - o_full|| / ||o_full||. Both are averaged over query heads and queries.
+RESA, section 5.3 and Fig. 6(a). A model reads a text by full attention, which keeps every layer's
+queries, keys and values. The first part of the text is the prompt. Each of the last tokens is a
+decode step, for which a selector chooses among all keys so far. The score error is the L1 distance
+between full attention's distribution over the keys and the one used (2 at most); the output error
+is ||o - o_full|| / ||o_full||. Both are averaged over query heads and queries.
 
-Errors of a layer do not add up here: every layer's queries are those of full attention.
+Errors do not accumulate over layers: every layer's queries are those of full attention.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import InputError
 from jax_longctx.methods.resa import Resa
 from jax_longctx.parts.selecting import SelectiveCache
+from jax_longctx.parts.sparse_decode import named
 from jax_longctx.studies.attention import Recorded, Recorder
 
 LAMS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -40,8 +41,8 @@ def attention_errors(
 ) -> list[dict[str, Any]]:
     """Errors of each method over all layers and the last `queries` tokens of each text.
 
-    The engine gives model and mesh (of one device); its method does not matter. A method's own
-    `lam` does not either: one record comes back for each of `LAMS`.
+    The engine gives model and mesh (of one device). Its method does not matter, nor do the methods'
+    `lam`: there is one record for each of `LAMS`.
 
     Returns:
       Records with the method's settings, `lam`, `score_error` and `output_error` (means), the same
@@ -169,17 +170,11 @@ def _kept(
     cache = SelectiveCache(store, digests, prompt, nothing, prompt)
     span = base.selectable(store, ctx)
     lists = base.choose(q, cache, span, ctx)
-    row_BC = jnp.arange(batch)[:, None]
-    if lists.heads is None:
-        shape = lists.pages.shape
-        list_BXC = jnp.broadcast_to(jnp.arange(shape[1])[:, None], shape)
-        chosen_BXP = jnp.zeros((*shape[:2], pages + 1), bool)
-        where = (row_BC[..., None], list_BXC, lists.pages)
-    else:
-        chosen_BXP = jnp.zeros((batch, kv_heads, pages + 1), bool)
-        where = (row_BC, lists.heads, lists.pages[:, 0])
-    # -1 for none is the last page, of which there is one to spare.
-    chosen_BXP = chosen_BXP.at[where].set(True)[..., :pages]
+    pages_BXC = lists.pages
+    if lists.heads is not None:
+        own_BKE = lists.heads[:, None] == jnp.arange(kv_heads)[:, None]
+        pages_BXC = jnp.where(own_BKE, pages_BXC, -1)
+    chosen_BXP = named(pages_BXC, pages)
     chosen_BNP = jnp.repeat(chosen_BXP, heads // chosen_BXP.shape[1], axis=1)
     chosen_BNS = jnp.repeat(chosen_BNP, base.page_size, axis=2)
     at_S = jnp.arange(slots)

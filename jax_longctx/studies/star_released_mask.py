@@ -1,11 +1,10 @@
 """Star Attention as the authors' released code computes it, for studies of parity alone.
 
-The first phase is Star's. In the second their code calls flash attention with a causal mask on
-every host. Where queries and keys are not as many, that mask is aligned to the last key: of n
-queries row r sees the keys up to L - n + r of the host's L. On the host that holds the end of the
-text the question's own keys are the last ones, which makes it right; every other host loses up to
-n - 1 of its last tokens to the first rows of a question (spec: ST-B1). A generated token, n = 1,
-sees everything.
+The first phase is Star's. In the second, their code calls flash attention with a causal mask on
+every host. With fewer queries than keys that mask is aligned to the last key: of n queries, row r
+sees the keys up to L - n + r of the host's L. That is right on the host that holds the end of the
+text, where the question's own keys are the last ones. On every other host the first rows of a
+question miss up to n - 1 of the last tokens (spec: ST-B1). A generated token, n = 1, sees all.
 """
 
 import dataclasses
@@ -17,16 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, append, read_lines
-from jax_longctx.contract import (
-    CHUNK_ROWS,
-    QKV,
-    Attended,
-    LayerContext,
-    Prompt,
-    Segment,
-    method,
-)
-from jax_longctx.errors import ConfigError
+from jax_longctx.contract import QKV, LayerContext, Prompt, Segment, WithCache, method
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.star import Star
 from pallas_kernels.common import merge
@@ -40,9 +30,7 @@ class StarReleasedMask(Star):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.decode != Full():
-            raise ConfigError(
-                "star-released-mask: the authors' code decodes by full attention; set decode=full"
-            )
+            raise self.refused("the authors' code decodes by full attention; set decode=full")
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         # The mask is that of a question read at once.
@@ -51,15 +39,13 @@ class StarReleasedMask(Star):
             prompt = dataclasses.replace(prompt, chunk=max(prompt.chunk, longest))
         return super().segments(prompt)
 
-    def attend(
-        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, Any]:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role != "query":
             return super().attend(new, cache, segment, ctx)
         q, k, v = new
         at_BT = cache.position[:, None] + jnp.arange(q.shape[1])
         q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
-        valid_B, held_B = segment.valid_of(CHUNK_ROWS), cache.held(ctx)
+        valid_B, held_B = segment.valid_of(), cache.held(ctx)
         size = cache.k.shape[2]
         # The host of the text's last token.
         whole_B = (cache.length - 1) // size == ctx.seq_index

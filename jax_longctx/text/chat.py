@@ -1,13 +1,13 @@
-"""Prompts: a checkpoint's chat template, and where a prompt is cut in two.
+"""Prompts: a checkpoint's chat template, and the split of a prompt into context and question.
 
-Everything up to and including the document is context, read once; the rest is question: in a chat,
-the question and the words that open the answer. The two are tokenised separately, so that every
-method sees the same ids whether it reads the context once, in pieces, or again for each question.
+The context is everything up to and including the document, and is read once. The question is the
+rest: in a chat, the question and the tokens that open the answer. The two are tokenised separately,
+so every method gets the same ids, however it reads the context.
 
-Templates are rendered in a child process with limits of time and memory.
-One process serves all templates (`chat_worker`). It starts when the first template is made, and
-imports jinja2 while the checkpoint loads. A template that goes beyond a limit ends that process
-alone; the next template gets a new one.
+Templates are rendered in a child process with limits of time and memory. One process serves all
+templates (`chat_worker`). It starts with the first template, and imports jinja2 while the
+checkpoint loads. A template that exceeds a limit ends this process only; the next template starts
+a new one.
 """
 
 import atexit
@@ -20,16 +20,16 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 
 WORKER = Path(__file__).with_name("chat_worker.py")
-# Of one rendering, compilation included: thousands of times what published templates take.
+# Limits of one rendering, compilation included: thousands of times what published templates need.
 SECONDS = 3.0
 MEMORY = 2**30
-# Stand in for document and question while the template renders. Private-use characters: no template
-# contains or strips them, and a document of any size is not pushed through jinja.
+# Placeholders for document and question in the template, so that jinja never renders a document.
+# No template contains or strips these private-use characters.
 _DOCUMENT = "\ue000document\ue000"
 _QUESTION = "\ue000question\ue000"
 
@@ -50,7 +50,7 @@ class ChatTemplate:
         """The messages as one text.
 
         Raises:
-          ConfigError: the template is not valid, fails, or goes beyond a limit.
+          ConfigError: the template is not valid, fails, or exceeds a limit.
           InputError: the template refuses the messages.
         """
         reply = _RENDERER.render(
@@ -89,19 +89,19 @@ def select_template(value: Any) -> str | None:
 
 
 class _Renderer:
-    """The process that renders, and one exchange with it at a time."""
+    """The child process that renders; threads take turns."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.RLock()
 
     def start(self) -> None:
-        """Starts the process unless it runs, and does not wait for it."""
+        """Starts the process unless it runs, without waiting for it."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return
             self.stop()
-            # What is imported here is imported there, without the work of `site`.
+            # The child gets this process's import paths, so that it can skip `site`.
             paths = os.pathsep.join(path for path in sys.path if path)
             try:
                 self._process = subprocess.Popen(
@@ -110,7 +110,7 @@ class _Renderer:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     env={**os.environ, "PYTHONPATH": paths},
-                    # An interrupt is for the parent; where that ends, stdin ends and so does this.
+                    # Ctrl-C reaches only the parent; when the parent ends, so do stdin and child.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -119,7 +119,7 @@ class _Renderer:
                 ) from error
 
     def render(self, request: dict[str, Any]) -> dict[str, str]:
-        """The process's reply, or the reason why there is none."""
+        """The child's reply, or `error` with the reason why there is none."""
         line = json.dumps(request).encode() + b"\n"
         with self._lock:
             self.start()
@@ -132,7 +132,7 @@ class _Renderer:
             except BrokenPipeError:
                 reply = b""
             except BaseException:
-                # What is left in the pipe would be taken for the next reply.
+                # Otherwise the pipe would hold this reply when the next one is read.
                 process.kill()
                 self.stop()
                 raise
@@ -144,11 +144,11 @@ class _Renderer:
         return {"error": f"ends the process that renders it (exit code {code})"}
 
     def stop(self) -> int | None:
-        """Ends the process where there is one; its exit code."""
+        """Ends the process, if there is one, and returns its exit code."""
         process, self._process = self._process, None
         if process is None:
             return None
-        # Closes stdin, which ends the process, and waits for that.
+        # Closes stdin, which ends the process, and waits for the end.
         process.communicate()
         return process.returncode
 
@@ -159,7 +159,7 @@ atexit.register(_RENDERER.stop)
 
 @dataclasses.dataclass(frozen=True)
 class PromptLayout:
-    """What stands before the document, between document and question, and after the question."""
+    """Texts before the document, between document and question, and after the question."""
 
     before: str
     between: str
@@ -172,7 +172,7 @@ class PromptLayout:
         return self.before + document
 
     def question(self, question: str) -> str:
-        """The text after the context, up to where the answer starts."""
+        """The text between the context and the answer. Raises InputError when it is empty."""
         if not question.strip():
             raise InputError("a question is empty; write what to ask of the document")
         return self.between + question + self.after
@@ -185,17 +185,11 @@ def plain_layout(stem: bool = False) -> PromptLayout:
     return PromptLayout("", "\n\nQuestion: ", "\nAnswer:")
 
 
-class _Chatting(Protocol):
-    """A tokenizer, as far as a layout needs one."""
-
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
-
-
-def chat_layout(tokenizer: _Chatting) -> PromptLayout:
+def chat_layout(tokenizer: Any) -> PromptLayout:
     """The checkpoint's chat template around document and question, in one user message.
 
     Raises:
-      ConfigError: there is no template, or it does not show the message once and whole.
+      ConfigError: there is no template, or it does not contain the message exactly once.
     """
     content = f"{_DOCUMENT}\n\n{_QUESTION}"
     text = tokenizer.chat([{"role": "user", "content": content}])

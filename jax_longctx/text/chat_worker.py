@@ -1,15 +1,16 @@
 """Renders chat templates in a process of its own; `chat` starts this file as a script.
 
-Templates come with a checkpoint, so a stranger wrote them. jinja2's immutable sandbox bounds what
-they reach, but not their time and memory: the kernel bounds those of this process. A template that
-takes too long is killed by a timer of processor time, whatever it computes.
+Templates come with a checkpoint and are not trusted. jinja2's immutable sandbox limits what they
+can access, but not their time and memory: the kernel limits those of this process. A timer of
+processor time kills it when a template takes too long.
 
-Reads one JSON request a line, and writes one JSON reply a line: `text`, or `error`, what the
-template does wrong. Imports nothing of the library, so that it starts fast.
+Reads one JSON request a line and writes one JSON reply a line: `text`; `refuses`, the template's
+reason to reject the messages; or `error`, the fault of the template. Imports nothing of the
+library, so that it starts fast.
 
-Templates find what Hugging Face gives them: `raise_exception`, `strftime_now`, the `tojson` filter,
-loop controls, and the `generation` block (which marks the assistant's words for training and
-renders as its body).
+Templates find the names that Hugging Face defines: `raise_exception`, `strftime_now`, the `tojson`
+filter, loop controls, and the `generation` block (which marks the assistant's words for training
+and renders as its body).
 """
 
 import datetime
@@ -25,7 +26,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-# Of an error's text, which the template may make as long as it likes.
+# Most characters of an error's text, which the template may make of any length.
 MOST_CHARACTERS = 300
 
 
@@ -40,7 +41,7 @@ def main() -> None:
             _, most = resource.getrlimit(resource.RLIMIT_AS)
             resource.setrlimit(resource.RLIMIT_AS, (request["memory"], most))
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-        # A chat is about as long as its messages; a template may say much more, up to the memory.
+        # A chat is about as long as its messages; a hostile template may fill the memory.
         reply = _reply(request, most=2**20 + 4 * len(line))
         sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -52,22 +53,20 @@ def _reply(request: dict[str, Any], most: int) -> dict[str, str]:
         template = _compiled(request["source"])
     except jinja2.TemplateSyntaxError as error:
         return {"error": _line(f"is not valid at its line {error.lineno}: {error.message}")}
-    except (
-        Exception
-    ) as error:  # deep nesting, numbers without end, and what else parsers stumble on
+    except Exception as error:  # such as deep nesting or endless numbers
         return {"error": f"cannot be compiled: {_shown(error)}"}
     try:
         text = template.render(request["variables"])
     except jinja2.TemplateError as error:
         return {"refuses": _line(str(error.message)) or "it does not say why"}
-    except Exception as error:  # a template may raise whatever Python does
+    except Exception as error:  # a template may raise any exception
         return {"error": f"fails: {_shown(error)}"}
     if len(text) > most:
         return {"error": f"renders {len(text):,} characters; at most {most:,} are taken"}
     return {"text": text}
 
 
-# One: a large template must not stay beside the next.
+# Only one, so that a large template is freed when the next one comes.
 @functools.lru_cache(maxsize=1)
 def _compiled(source: str) -> jinja2.Template:
     return _environment().from_string(source)
@@ -106,21 +105,17 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     return environment
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    # Jinja's own filter escapes for HTML, which a model has not seen in training.
+    # Jinja's own filter escapes for HTML, unlike the texts of training.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
 
 
 if __name__ == "__main__":

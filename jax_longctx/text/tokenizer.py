@@ -1,9 +1,9 @@
-"""The checkpoint's tokenizer: text to ids, ids to text, also piece by piece, and stop strings.
+"""The checkpoint's tokenizer: text to ids, ids to text, incremental decoding, and stop strings.
 
-Reads what Hugging Face writes beside a model: `tokenizer.json` (the tokenizer itself),
-`tokenizer_config.json` (special tokens, chat template), `chat_template.jinja`,
-`special_tokens_map.json` and `generation_config.json` where they exist. Only the `tokenizers`
-package is needed, not `transformers`.
+Reads the files of Hugging Face: `tokenizer.json` (the tokenizer itself), `tokenizer_config.json`
+(special tokens, chat template), and where they exist `chat_template.jinja`,
+`special_tokens_map.json` and `generation_config.json`. Needs the `tokenizers` package, not
+`transformers`.
 """
 
 import functools
@@ -17,8 +17,8 @@ import tokenizers
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.text.chat import ChatTemplate, select_template
 
-# Tokens of already shown text that stay in the stream decoder's window, so that what depends on the
-# token before (a leading space, a run of bytes) comes out as in the whole text. Four would do.
+# Decoded tokens that stay in the stream decoder's window, because the text of a token (a leading
+# space, a run of bytes) depends on the tokens before it. Four would suffice.
 _OVERLAP = 8
 
 
@@ -40,15 +40,14 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         chat_template: str | None = None,
     ):
-        # Files saved after training often carry these; here they would cut the context silently.
+        # Files saved after training often have these set; they would silently cut the context.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.bos_id = _special_id(backend, settings, "bos_token")
         own_eos = _special_id(backend, settings, "eos_token")
-        self.eos_ids: tuple[int, ...] = tuple(
-            dict.fromkeys([*([] if own_eos is None else [own_eos]), *map(int, eos_ids)])
-        )
+        ends = dict.fromkeys([own_eos, *map(int, eos_ids)])
+        self.eos_ids: tuple[int, ...] = tuple(token for token in ends if token is not None)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.adds_bos = _adds_bos(backend, settings, self.bos_id)
         self._chat = None
@@ -100,15 +99,15 @@ class Tokenizer:
         """Token ids of `text`; special tokens written out in the text become their ids.
 
         Args:
-          bos: the text begins here. The beginning-of-text token is put in front where this
-            tokenizer uses one, unless the text (a rendered chat) already starts with it.
+          bos: the text begins here. The beginning-of-text token is added if this tokenizer uses
+            one, unless the text (a rendered chat) already starts with it.
         """
         try:
-            # A batch of one: `encode` keeps other threads out, half a second a megabyte, and with
-            # them whoever hears Ctrl-C.
+            # A batch of one, because `encode` blocks other threads, half a second a megabyte, and
+            # with them the handling of Ctrl-C.
             (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
             ids = encoded.ids
-        except TypeError as error:  # what the package says of half a surrogate pair
+        except TypeError as error:  # the package raises this for half a surrogate pair
             raise InputError("the text holds characters that are not Unicode (no UTF-8)") from error
         if bos and self.adds_bos and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]  # pyright: ignore[reportReturnType]
@@ -157,13 +156,13 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes ids that arrive in pieces: all that was returned, joined, is `decode(all ids)`.
+    """Decodes ids that arrive in pieces: the returned texts, joined, are `decode(all ids)`.
 
-    Text is returned once later ids cannot change it, so a character is never shown broken. Two
-    things wait: the U+FFFD that an unfinished UTF-8 sequence decodes to (one at most, at the end),
-    and a run of byte tokens, which the byte-fallback decoder reads as a whole, valid or not.
+    Text is returned once later ids cannot change it, so no character is shown broken. Two things
+    wait: the U+FFFD of an unfinished UTF-8 sequence (at most one, at the end), and a run of byte
+    tokens, which the byte-fallback decoder reads as a whole.
 
-    Only the last few ids are decoded again at each step: time is linear in the ids.
+    Each step decodes only the last few ids again: time is linear in the ids.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class StreamDecoder:
             self._shown = len(self._decode())
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """The text that has become certain with these ids."""
         plain = self._plain(ids)
         cut = len(plain)
         while cut and plain[cut - 1] in self._bytes:
@@ -217,18 +216,17 @@ class StreamDecoder:
         return [token for token in ids if token not in self._special]
 
     def _decode(self) -> str:
-        # Special ids are gone already; kept tokens that merely look special must not be dropped.
+        # Special ids are removed already; tokens that only look special must stay.
         return self._backend.decode(self._window, skip_special_tokens=False)
 
 
 class StopStrings:
     """Cuts a stream of text at the first of several strings.
 
-    Text arrives in pieces of any size. A piece is passed on as soon as it can no longer be the
-    start of a stop string; what is left waits. The text ends before the first stop string that
-    appears in it, wherever the borders between pieces fall; at the same start all cut at the same
-    place. Empty stop strings are refused, as they would end every text. Work is linear in the text:
-    only a tail shorter than the longest stop string is ever looked at twice.
+    Text arrives in pieces of any size, and is passed on as soon as it can no longer be the start of
+    a stop string. The result ends before the first stop string, however the text is divided into
+    pieces. Empty stop strings are refused, as they would end every text. Work is linear in the
+    text: only a tail shorter than the longest stop string is searched twice.
 
     Attributes:
       stopped: the stop string that ended the text, or None.
@@ -242,7 +240,7 @@ class StopStrings:
         self.stopped: str | None = None
 
     def push(self, text: str) -> str:
-        """What of the text so far is certain and new; "" once stopped."""
+        """The text that has become certain; "" once stopped."""
         return self._passed(self._held + text, self._possible_start(self._held + text))
 
     def flush(self) -> str:
@@ -253,7 +251,7 @@ class StopStrings:
         """`text` up to `end`, or to the first stop string; what follows is held back."""
         if self.stopped is not None:
             return ""
-        # A stop string that starts after `end` must wait: an earlier one may still complete.
+        # A stop string that starts after `end` waits, because an earlier one may still complete.
         found = [(at, stop) for stop in self._stops if 0 <= (at := text.find(stop)) <= end]
         self._held = text[end:]
         if found:
@@ -282,13 +280,12 @@ def check_vocabulary(tokenizer: Tokenizer, config: Any) -> None:
 
 def special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
     """The named special tokens (`bos_token`, `eos_token` ...) as text, for the chat template."""
-    names = [name for name in settings if name.endswith("_token")]
-    found = {name: _token_text(settings[name]) for name in names}
-    return {name: text for name, text in found.items() if text is not None}
+    found = ((name, _token_text(settings[name])) for name in settings if name.endswith("_token"))
+    return {name: text for name, text in found if text is not None}
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token is written as text or as a description of an added token."""
+    """A special token's text, from the text itself or the description of an added token."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -309,7 +306,7 @@ def _special_id(
 def _adds_bos(
     backend: tokenizers.Tokenizer, settings: Mapping[str, Any], bos_id: int | None
 ) -> bool:
-    """Whether a text starts with BOS: the config says so, or else the post-processor does it."""
+    """Whether texts start with BOS, by the config or else by the post-processor."""
     if bos_id is None:
         return False
     said = settings.get("add_bos_token")
@@ -319,7 +316,7 @@ def _adds_bos(
 
 
 def _read(path: Path) -> str | None:
-    """The file's text, or None where there is no such file."""
+    """The file's text, or None if there is no such file."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -30,7 +30,7 @@ def test_a_step_is_measured(monkeypatch, tmp_path):
 
 def test_the_baseline_counts_as_one_device(monkeypatch):
     monkeypatch.setattr(bench, "preset", lambda name: tiny_config(num_layers=1))
-    monkeypatch.setattr(bench, "peer", lambda *arguments: {"seconds": 1e-3})
+    monkeypatch.setattr(bench, "run_peer", lambda *_, **how: {"seconds": 1e-3})
     monkeypatch.setattr(bench, "measure", lambda *arguments: {"rows": 4})
 
     def rates(mesh):

@@ -39,7 +39,7 @@ _ALL: tuple[Task, ...] = (
     *(FileTask(name=name) for name in FORMATS),
 )
 
-# Every task with its own settings, the published ones where there are such.
+# Every task with its default settings, the published ones where such exist.
 TASKS = {task.name: task for task in _ALL}
 
 
@@ -57,7 +57,7 @@ def make_task(name: str, settings: Mapping[str, object] | None = None) -> Task:
 
 
 def describe(name: str) -> dict[str, object]:
-    """What a task is and the type and default of its settings, JSON-able."""
+    """Description of a task, and type and default of each setting; JSON values."""
     task = look_up(TASKS, name, "task")
     hints = typing.get_type_hints(type(task))
     settings = {
@@ -65,15 +65,10 @@ def describe(name: str) -> dict[str, object]:
         for key in _setting_names(task)
     }
     about = (type(task).__doc__ or "").partition("\n")[0]
-    return {
-        "name": name,
-        "label": task.label,
-        "about": about,
-        "metric": task.metric,
-        "settings": settings,
-    }
+    shown = {"name": name, "label": task.label, "about": about, "metric": task.metric}
+    return {**shown, "settings": settings}
 
 
 def _setting_names(task: typing.Any) -> list[str]:
-    """Fields that a user may set: all that are not `fixed`."""
+    """Fields that a user may set: those that are not `fixed`."""
     return [field.name for field in dataclasses.fields(task) if not field.metadata.get("fixed")]

@@ -1,19 +1,18 @@
-"""BABILong: the facts of a small story, spread over a long text that has nothing to do with it.
+"""BABILong: the facts of a small story, spread over a long unrelated text.
 
-Kuratov et al. 2024, and Star Attention's setting of it (five kinds of questions, scored by labels).
-Facts keep their order; where each stands is drawn, several may stand together. Worked examples of
-the same kind come before the text.
+Kuratov et al. 2024, in Star Attention's setting (five kinds of questions, scored by labels). Facts
+keep their order and stand at drawn places, sometimes together. Worked examples of the same kind
+come before the text.
 
-The facts are simulated as bAbI's are (Weston et al. 2015, tasks 1 to 5): people go from room to
-room, take, drop and give things. Nobody is anywhere and nothing held at the start; only who is in a
-thing's room can take it, where that is known; only who holds it can drop or give it, and that to
-somebody in the same room; a thing goes where its holder goes. A question is asked only where the
-facts leave one answer.
+The facts are simulated as in bAbI (Weston et al. 2015, tasks 1 to 5): people go from room to room,
+and take, drop and give things. At the start all places are unknown and nothing is held. Only a
+person in the thing's room, where that is known, can take it; only its holder can drop it, or give
+it to somebody in the same room; a thing moves with its holder. Only questions with one answer are
+asked.
 
-What differs from the published set: the facts are simulated, in other words
-and with other text (Python's documentation or the user's, not novels: the label names it), which is
-made of whole sentences. The answer is cut where the model goes on to another question, which Star's
-scorer means to do.
+Differences from the published set: the wording of the facts, and the text around them (whole
+sentences of Python's documentation or the user's text, not novels: the label names it). The answer
+is cut where the model continues with another question, as Star's scorer intends.
 """
 
 import dataclasses
@@ -33,7 +32,7 @@ INTRO = (
 SHOWN = "<example>\n{facts}\nQuestion: {question}\nAnswer: {answer}\n</example>\n\n"
 ASKED = "\n</context>\n\nQuestion: {question}"
 EXAMPLES = 2
-# Facts are at most this share of a prompt's tokens.
+# Most of a prompt's tokens that facts may take.
 SHARE = 0.5
 
 
@@ -43,15 +42,15 @@ ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 THINGS = ("apple", "football", "milk")
 SIDES = (("north", "south"), ("east", "west"), ("south", "north"), ("west", "east"))
 
-# What may be an answer; and how many facts there are, as in Star's table. But here a gift takes
-# four: two people in one room, and one of them with a thing.
+# Possible answers, and the range of the number of facts from Star's table, except that a gift here
+# needs at least four: two people enter a room, one takes a thing and gives it.
 LABELS = {**dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), ROOMS), "qa5": (*GIVERS, *THINGS)}
 RANGES = {"qa1": (2, 10), "qa2": (2, 68), "qa3": (4, 32), "qa4": (2, 2), "qa5": (4, 126)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Story:
-    """Facts in their order, a question, and its one answer."""
+    """Facts in order, a question and its only answer."""
 
     facts: tuple[str, ...]
     question: str
@@ -59,14 +58,14 @@ class Story:
 
 
 class _World:
-    """Who is where, what is where and with whom, and how it came about."""
+    """The places of people and things, the holders of things, and the facts so far."""
 
     def __init__(self, draw: random.Random, people: Sequence[str]):
         self.draw, self.people = draw, people
         self.facts: list[str] = []
         self.place: dict[str, str] = {}
         self.holder: dict[str, str] = {}
-        # Rooms a thing was in, one after the other; the last is where it is.
+        # Rooms of each thing in order; the last is its current room.
         self.rooms: dict[str, list[str]] = {}
         self.gifts: list[tuple[str, str, str]] = []
 
@@ -124,7 +123,7 @@ class _World:
 
 
 def draw_story(kind: str, draw: random.Random, facts: int) -> Story:
-    """A story of the kind `qa1` ... `qa5` with so many facts."""
+    """A story of the kind `qa1` ... `qa5` with `facts` facts."""
     if kind == "qa4":
         return _relations(draw)
     people = GIVERS if kind == "qa5" else PEOPLE
@@ -132,7 +131,7 @@ def draw_story(kind: str, draw: random.Random, facts: int) -> Story:
         world = _World(draw, people)
         acts = [world.move] if kind == "qa1" else [world.move, world.move, world.take, world.drop]
         while len(world.facts) < facts:
-            # Gifts need two people in one room: they would be rare if they were not tried first.
+            # Gifts need two people in one room, so they are tried first or would be rare.
             if kind != "qa5" or draw.random() < 0.5 or not world.give():
                 draw.choice(acts)()
         asked = _QUESTIONS[kind](world)
@@ -141,7 +140,7 @@ def draw_story(kind: str, draw: random.Random, facts: int) -> Story:
 
 
 def _relations(draw: random.Random) -> Story:
-    """Which room lies beside another; the second fact says so of a third."""
+    """Two facts about three rooms and their directions."""
     one, two, three = draw.sample(ROOMS, 3)
     side, _ = draw.choice(SIDES)
     other = draw.choice([pair[0] for pair in SIDES if side not in pair])
@@ -156,16 +155,8 @@ def _relations(draw: random.Random) -> Story:
     return Story(tuple(facts), *draw.choice(asked))
 
 
-def _where_is_who(world: _World) -> list[tuple[str, str]]:
-    return [(f"Where is {person}?", room) for person, room in world.place.items()]
-
-
-def _where_is_what(world: _World) -> list[tuple[str, str]]:
-    return [(f"Where is the {thing}?", rooms[-1]) for thing, rooms in world.rooms.items()]
-
-
 def _where_was_what(world: _World) -> list[tuple[str, str]]:
-    """Rooms before one in which the thing was once alone."""
+    """Rooms that a thing left for a room it entered only once."""
     return [
         (f"Where was the {thing} before the {room}?", before)
         for thing, rooms in world.rooms.items()
@@ -175,7 +166,7 @@ def _where_was_what(world: _World) -> list[tuple[str, str]]:
 
 
 def _who_gave(world: _World) -> list[tuple[str, str]]:
-    """Givers, receivers and things of gifts that nothing else can be meant by."""
+    """Questions about gifts that have one answer."""
     answers: dict[str, set[str]] = {}
     for giver, thing, receiver in world.gifts:
         answers.setdefault(f"Who gave the {thing} to {receiver}?", set()).add(giver)
@@ -185,8 +176,8 @@ def _who_gave(world: _World) -> list[tuple[str, str]]:
 
 
 _QUESTIONS: dict[str, Callable[[_World], list[tuple[str, str]]]] = {
-    "qa1": _where_is_who,
-    "qa2": _where_is_what,
+    "qa1": lambda world: [(f"Where is {person}?", room) for person, room in world.place.items()],
+    "qa2": lambda world: [(f"Where is the {it}?", rooms[-1]) for it, rooms in world.rooms.items()],
     "qa3": _where_was_what,
     "qa5": _who_gave,
 }
@@ -225,7 +216,7 @@ class Babilong(Task):
         return self.made(count, index, filled, query, prefix, (story.answer,), **meta)
 
     def _story(self, count: Count, draw: random.Random, tokens: int) -> Story:
-        """A story that leaves room for other text."""
+        """A story whose facts leave room for other text."""
         fewest, most = RANGES[self.kind]
         while True:
             story = draw_story(self.kind, draw, draw.randint(fewest, most))
@@ -242,7 +233,7 @@ class Babilong(Task):
 
 @functools.cache
 def _examples(kind: str) -> str:
-    """Stories of the kind with few facts, always the same."""
+    """Solved stories of the kind with few facts, always the same."""
     draw = random.Random(f"examples of {kind}")
     fewest, most = RANGES[kind]
     stories = [draw_story(kind, draw, min(fewest + i + 2, most)) for i in range(EXAMPLES)]
@@ -253,10 +244,10 @@ def _examples(kind: str) -> str:
 
 
 def label_score(answer: str, gold: str, question: str, labels: Sequence[str]) -> float:
-    """100 where `gold` is the one label that the answer names beside those of the question.
+    """100 where `gold` is the only label in the answer that is not in the question.
 
-    Of the answer counts what stands before its first full stop and before any tag of an example or
-    a context, in any case of letters (BABILong's metric, as Star Attention uses it).
+    The answer counts up to its first full stop, `<example>` or `<context>`, ignoring case
+    (BABILong's metric, as Star Attention uses it).
     """
     text = answer.lower().partition(".")[0].partition("<context>")[0].partition("<example>")[0]
     asked = question.lower()

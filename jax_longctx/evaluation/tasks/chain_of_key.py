@@ -1,13 +1,12 @@
 """Chain-of-key: a chain of listed keys, each beginning with the word the one before ends with.
 
-RefreshKV (Xu et al. 2024), section 3 and appendix A.6: a task of long answers, in which every step
-needs another place of the context. Keys are pairs of words; the words are those of one cycle, so
-each key has one successor and a chain of any start goes on. A worked example of words that are not
-in the list stands before it, and the rules stand again behind it.
+RefreshKV (Xu et al. 2024), section 3 and appendix A.6: a task with long answers, in which every
+step needs another place of the context. Keys are pairs of words. A worked example with other words
+stands before the list, and the rules are repeated after it.
 
-What the paper leaves open: the whole list is one cycle, so that no chain is short; a chain may
-begin with any key; letters' case does not matter; of an answer the longest right beginning counts.
-Where English runs out the words are invented.
+Where the paper leaves it open: the whole list is one cycle, so each key has one successor and no
+chain ends early; a chain may begin with any key; case is ignored; the longest right beginning of an
+answer counts. Words are invented once English runs out.
 """
 
 import dataclasses
@@ -31,10 +30,10 @@ _LISTED = re.compile(r"^Name of key: (\S+)$", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainOfKey(Task):
-    """Chain-of-key: how far a chain of listed keys goes on without a break.
+    """Chain-of-key: length of the chain of listed keys before its first break.
 
     Attributes:
-      steps: how many keys the chain must have; the paper's 10 are too many for small models.
+      steps: keys of the chain; the paper's 10 are too many for small models.
     """
 
     name: str = fixed("chain_of_key")
@@ -62,29 +61,28 @@ class ChainOfKey(Task):
             lines = "\n".join(LISTED.format(key=key) for key in keys)
             return f"{rules}\n\n{example}\n\n{lines}"
 
-        # One word more than steps: a chain from any key has its full length.
+        # One word more than steps, so that a chain from any key has its full length.
         room = self.room(count, query + prefix, tokens)
         fitted = most_units(count, listed, room, fewest=self.steps + 1)
         keys = _keys(words(fitted.units))
-        # One chain of the many that are right.
+        # One of many right chains.
         chain = keys[: self.steps]
         return self.made(count, index, fitted, query, prefix, chain, keys=len(keys))
 
     def score(self, answer: str, sample: Sample) -> float:
-        """The share of the keys asked for that stand before the first wrong one."""
+        """Share of the requested keys that come before the first wrong one."""
         return chain_score(answer, _LISTED.findall(sample.context), self.steps)
 
 
 def _keys(words: Sequence[str]) -> list[str]:
-    """The keys of a cycle: each word with the next, the last one with the first."""
+    """The keys of a cycle: each word with the next, the last word with the first."""
     return [f"{a}-{b}" for a, b in zip(words, [*words[1:], *words[:1]], strict=True)]
 
 
 def chain_score(answer: str, keys: Sequence[str], steps: int) -> float:
-    """100 for `steps` keys in a right chain; less by the share from the first wrong one on.
+    """Percentage of `steps` keys that come before the first wrong one.
 
-    A key is wrong that is not listed, or does not begin as the one before it ends; of what lies
-    between hyphens only the first and the last word count.
+    A key is wrong if it is not listed, or its first word is not the last word of the key before.
     """
     listed = {key.lower() for key in keys}
     right, before = 0, None

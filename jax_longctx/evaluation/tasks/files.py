@@ -1,14 +1,13 @@
 """LongBench, L-Eval and InfiniteBench from the files that their authors publish, as JSON lines.
 
-Nothing is fetched: the files are the user's. Prompts come in the file's order, each as long as it
-is. One that is longer than the tokens asked for is given all the same, its length says so, and
-whoever runs it refuses it: no text is cut.
+Nothing is downloaded: the files are the user's. Prompts come in the file's order and are not cut;
+the runner refuses those that are longer than requested.
 
 LongBench (Bai et al. 2023) names its data set in every line, InfiniteBench (Zhang et al. 2024) by
-the file's name, L-Eval (An et al. 2023) says how a line is to be scored. The prompts' words are
-ours; the metrics and the lengths of answers are theirs. Where they use a package that is not here,
-the nearest of our own is taken and its name says so: Chinese is cut into characters instead of
-words, and ROUGE is `metrics.rouge`. All scores are 0 to 100.
+the file's name; L-Eval (An et al. 2023) names the metric of a line. The instructions are ours, the
+metrics and the lengths of answers are theirs. Two metrics stand in for packages that are not used
+here: Chinese is split into characters instead of words, and ROUGE is `metrics.rouge`. All scores
+are 0 to 100.
 """
 
 import dataclasses
@@ -30,6 +29,8 @@ _LETTERS = string.ascii_uppercase
 QA = "Answer the question from the text above. Give the answer alone, as short as it can be."
 SUMMARY = "Write a summary of the text above."
 CODE = "Write the next line of the code above."
+PARAGRAPHS = "How many different paragraphs are above? Give the number alone."
+SUMMED = "Which paragraph above is this a summary of? Name it as"
 CHOICE = "Answer the question about the text above with the letter of the right option."
 
 
@@ -53,7 +54,7 @@ class Record:
     dataset: str
 
 
-# Data set -> words of the task, metric, most tokens of an answer (LongBench's own settings).
+# Data set -> instruction, metric, most tokens of an answer (LongBench's own settings).
 LONGBENCH: dict[str, tuple[str, str, int]] = {
     "narrativeqa": (QA, "token F1", 128),
     "qasper": (QA, "token F1", 128),
@@ -71,21 +72,9 @@ LONGBENCH: dict[str, tuple[str, str, int]] = {
     "triviaqa": (QA, "token F1 of the first line", 32),
     "samsum": ("Summarise the dialogue as in the examples.", "ROUGE-L of the first line", 128),
     "lsht": ("Give the class of the text, as in the examples above.", "class named", 64),
-    "passage_count": (
-        "How many different paragraphs are above? Give the number alone.",
-        "share of numbers",
-        32,
-    ),
-    "passage_retrieval_en": (
-        "Which paragraph above is this a summary of? Name it as Paragraph and its number.",
-        "share of numbers",
-        32,
-    ),
-    "passage_retrieval_zh": (
-        "Which paragraph above is this a summary of? Name it as it is named above.",
-        "share of numbers",
-        32,
-    ),
+    "passage_count": (PARAGRAPHS, "share of numbers", 32),
+    "passage_retrieval_en": (f"{SUMMED} Paragraph and its number.", "share of numbers", 32),
+    "passage_retrieval_zh": (f"{SUMMED} it is named above.", "share of numbers", 32),
     "lcc": (CODE, "likeness of code", 64),
     "repobench-p": (CODE, "likeness of code", 64),
 }
@@ -110,7 +99,7 @@ INFINITEBENCH: dict[str, tuple[str, str, int]] = {
     ),
 }
 
-# How a line of L-Eval wants to be scored -> our metric; `exam` depends on the right answer.
+# Evaluation named by a line of L-Eval -> metric; that of `exam` depends on the right answer.
 LEVAL = {"f1": "token F1", "rouge": "ROUGE-L", "human": "ROUGE-L", "LLM": "ROUGE-L"}
 
 
@@ -121,38 +110,45 @@ def _asked(task: str, text: str, choices: tuple[str, ...] = ()) -> str:
     return "\n\n" + "\n\n".join(part for part in (task, text.strip() + options) if part)
 
 
-def _longbench(line: Mapping[str, Any], path: Path) -> Iterator[Record]:
+def _of_dataset(
+    known: Mapping[str, tuple[str, str, int]],
+    dataset: str,
+    line: Mapping[str, Any],
+    outputs: Sequence[Any],
+    choices: Sequence[str],
+    options: tuple[str, ...] = (),
+) -> list[Record]:
+    task, metric, max_new = known[dataset]
+    query = _asked(task, line["input"], options)
+    if task == CODE:
+        # The input is the last part of the code, so the task comes after it.
+        query = f"\n{line['input']}".rstrip() + _asked(task, "")
+    context, outputs = line["context"].strip(), tuple(map(str, outputs))
+    return [Record(context, query, outputs, metric, tuple(choices), max_new, dataset)]
+
+
+def _longbench(line: Mapping[str, Any], path: Path) -> list[Record]:
     dataset = line["dataset"].removesuffix("_e")
-    task, metric, max_new = LONGBENCH[dataset]
-    # Of code the input is its last part, and stands before the words.
-    code = f"\n{line['input']}".rstrip() + _asked(task, "")
-    yield Record(
-        context=line["context"].strip(),
-        query=code if task == CODE else _asked(task, line["input"]),
-        outputs=tuple(line["answers"]),
-        metric=metric,
-        choices=tuple(line["all_classes"] or ()),
-        max_new=max_new,
-        dataset=dataset,
-    )
+    return _of_dataset(LONGBENCH, dataset, line, line["answers"], line["all_classes"] or ())
 
 
-def _leval(line: Mapping[str, Any], path: Path) -> Iterator[Record]:
+def _infinitebench(line: Mapping[str, Any], path: Path) -> list[Record]:
+    answer, options = line["answer"], tuple(line.get("options") or ())
+    outputs = answer if isinstance(answer, list) else [answer]
+    return _of_dataset(INFINITEBENCH, path.stem, line, outputs, options, options)
+
+
+def _leval(line: Mapping[str, Any], path: Path) -> list[Record]:
+    context, kind, records = line["input"].strip(), line["evaluation"], []
     for instruction, output in zip(line["instructions"], line["outputs"], strict=True):
-        metric = LEVAL.get(line["evaluation"]) or _exam_metric(line["evaluation"], output)
-        yield Record(
-            context=line["input"].strip(),
-            query=_asked("", instruction),
-            outputs=(output,),
-            metric=metric,
-            choices=(),
-            max_new=512,
-            dataset=path.stem,
-        )
+        metric = LEVAL.get(kind) or _exam_metric(kind, output)
+        query = _asked("", instruction)
+        records.append(Record(context, query, (output,), metric, (), 512, path.stem))
+    return records
 
 
 def _exam_metric(evaluation: str, output: str) -> str:
-    """An exam's answers are letters of options, numbers, or words."""
+    """Metric of an exam, whose answers are letters of options, numbers, or words."""
     if evaluation != "exam":
         raise KeyError(evaluation)
     bare = output.strip()
@@ -161,23 +157,7 @@ def _exam_metric(evaluation: str, output: str) -> str:
     return "last number" if any(letter.isdigit() for letter in bare) else "contained"
 
 
-def _infinitebench(line: Mapping[str, Any], path: Path) -> Iterator[Record]:
-    task, metric, max_new = INFINITEBENCH[path.stem]
-    answer = line["answer"]
-    outputs = answer if isinstance(answer, list) else [answer]
-    choices = tuple(line.get("options") or ())
-    yield Record(
-        context=line["context"].strip(),
-        query=_asked(task, line["input"], choices),
-        outputs=tuple(map(str, outputs)),
-        metric=metric,
-        choices=choices,
-        max_new=max_new,
-        dataset=path.stem,
-    )
-
-
-FORMATS: dict[str, Callable[[Mapping[str, Any], Path], Iterator[Record]]] = {
+FORMATS: dict[str, Callable[[Mapping[str, Any], Path], list[Record]]] = {
     "longbench": _longbench,
     "leval": _leval,
     "infinitebench": _infinitebench,
@@ -189,7 +169,7 @@ def read_records(name: str, file: str) -> tuple[Record, ...]:
     """The prompts of a file of that format, in its order.
 
     Raises:
-      InputError: no file was given, or it holds something else; the line is named.
+      InputError: no file was given, or one of its lines is not of the format.
     """
     advice = f"give the {name} file as its authors publish it, in JSON lines"
     if not file:
@@ -197,7 +177,7 @@ def read_records(name: str, file: str) -> tuple[Record, ...]:
     records, path = [], Path(file)
     for number, line in enumerate(read_file(file, advice).splitlines(), start=1):
         try:
-            found = list(FORMATS[name](json.loads(line), path)) if line.strip() else []
+            found = FORMATS[name](json.loads(line), path) if line.strip() else []
             if not all(record.context and record.outputs for record in found):
                 raise ValueError("no context, or no answer")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -230,7 +210,7 @@ def _characters(text: str) -> str:
 
 
 def _best(one: Callable[[str, str], float], cut: Callable[[str], str] = str) -> Score:
-    """The best score with any right answer, of the answer's part that counts."""
+    """The best score against any right answer; `cut` selects the part of the answer that counts."""
     return lambda answer, outputs, choices: max(one(cut(answer), gold) for gold in outputs)
 
 
@@ -243,7 +223,10 @@ def _by_character(one: Callable[[str, str], float]) -> Score:
 
 
 def _classified(answer: str, outputs: Sequence[str], choices: Sequence[str]) -> float:
-    """Shared among the classes that the first line names, but for parts of the right one's name."""
+    """100 / n where the first line names n classes, the right one among them.
+
+    A class whose name is part of the right one's is not counted.
+    """
     line, best = _first_line(answer), 0.0
     for gold in outputs:
         named = [name for name in choices if name in line and not (name in gold and name != gold)]
@@ -253,13 +236,13 @@ def _classified(answer: str, outputs: Sequence[str], choices: Sequence[str]) -> 
 
 
 def _numbered(answer: str, gold: str) -> float:
-    """The share of the answer's numbers that are the right one."""
+    """Share of the answer's numbers that equal the right one."""
     numbers, right = re.findall(r"\d+", answer), re.search(r"\d+", gold)
     return 100 * numbers.count(right[0]) / len(numbers) if numbers and right else 0.0
 
 
 def _code(answer: str, gold: str) -> float:
-    """How like the first line of code is but for indentation; comments and fences are left out."""
+    """Similarity of the first line of code, without indentation, comments and code fences."""
     from rapidfuzz import fuzz
 
     lines = [line.strip() for line in answer.split("\n")]
@@ -273,26 +256,26 @@ def _first_number(answer: str, gold: str) -> float:
 
 
 def _last_number(answer: str, gold: str) -> float:
-    """As worked exercises end in their result; thousands may be parted by commas."""
+    """100 where the last numbers, the results of worked exercises, agree but for commas."""
     ours, right = (re.findall(_NUMBER, text.replace(",", "")) for text in (answer, gold))
     return 100.0 * bool(ours and right and float(ours[-1]) == float(right[-1]))
 
 
 def _running(answer: str, outputs: Sequence[str], choices: Sequence[str]) -> float:
-    """The share of the right numbers that the answer begins with, up to its first wrong one."""
+    """Share of the right numbers that come before the answer's first wrong one."""
     pairs = zip(re.findall(r"-?\d+", answer), outputs, strict=False)
     right = itertools.takewhile(lambda pair: int(pair[0]) == int(pair[1]), pairs)
     return 100 * len(list(right)) / len(outputs)
 
 
 def choice_letters(answer: str) -> str:
-    """The options that an answer begins by naming, sorted: `The answer is (D) and B` gives `BD`."""
+    """Letters of the options at the start of an answer: `The answer is (D) and B` gives `BD`."""
     found = _CHOICE.match(answer.strip())
     return "".join(sorted(set(re.findall("[A-H]", found[1])))) if found else ""
 
 
 def _chosen(answer: str, outputs: Sequence[str], choices: Sequence[str]) -> float:
-    """The right option by its letter, or where no letter is named by its text."""
+    """100 for the right option, by its letter or, without a letter, by its text."""
     line = _first_line(answer)
     letters = choice_letters(line)
     golden = {"".join(sorted(set(re.findall("[A-Z]", gold)))) for gold in outputs}
@@ -305,7 +288,7 @@ def _chosen(answer: str, outputs: Sequence[str], choices: Sequence[str]) -> floa
     return 100.0 * (letters in golden and letters != "")
 
 
-# Behind each name: what the score is, as tables say it.
+# Metrics by the names that tables show.
 SCORES: dict[str, Score] = {
     "token F1": _best(token_f1),
     "token F1 of the first line": _best(token_f1, _first_line),
@@ -342,26 +325,21 @@ class FileTask(Task):
 
     @property
     def max_new(self) -> int:
-        """What was asked for, or the most that the authors grant an answer of the file."""
+        """The setting, or the authors' largest limit of any data set in the file."""
         if self.answer_tokens is not None:
             return self.answer_tokens
         return max(record.max_new for record in read_records(self.name, self.file))
 
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
-        """The file's first prompts, whatever the seed and as long as they are. See `Task`."""
+        """The file's first prompts, uncut and independent of the seed. See `Task`."""
         for index, record in enumerate(read_records(self.name, self.file)[:trials]):
-            meta = {
-                "dataset": record.dataset,
-                "metric": record.metric,
-                "choices": list(record.choices),
-            }
-            context = Fitted(1, record.context, count(record.context))
-            yield self.made(
-                count, index, context, record.query, "\n\nAnswer:", record.outputs, **meta
-            )
+            meta: dict[str, Any] = {"dataset": record.dataset, "metric": record.metric}
+            meta["choices"] = list(record.choices)
+            context, outputs = Fitted(record.context, count(record.context)), record.outputs
+            yield self.made(count, index, context, record.query, "\n\nAnswer:", outputs, **meta)
 
     def score(self, answer: str, sample: Sample) -> float:
-        """By the metric of the prompt's data set, named in its facts."""
+        """Score by the metric of the prompt's data set, `meta["metric"]`."""
         metric, choices = sample.meta["metric"], sample.meta["choices"]
         return SCORES[metric](answer, sample.outputs, choices)
 

@@ -1,13 +1,12 @@
 """HTML to TSV: a page's records as rows of a table, scored as LongProc scores them.
 
-After LongProc (Ye et al. 2025), which RefreshKV uses: a long page, a long answer, every row of it
-from another place. LongProc's pages are real ones and belong to others; `html_tsv_syn`'s are made
-up, so its scores compare with no published ones. `score_table` is LongProc's scorer.
+After LongProc (Ye et al. 2025), which RefreshKV uses: a long page and a long answer, each row of it
+from another place. LongProc's pages are real and belong to others; those of `html_tsv_syn` are
+generated, so its scores compare with no published ones. `score_table` is LongProc's scorer.
 
-A page writes its records as a table, as nested blocks or as lists. What it says besides is what
-pages are full of: navigation, scripts, advertisements, comments. Names of classes are drawn for
-each page, so that they say nothing; the words for boxes and menus are not used for records, and
-records' elements are used for nothing else.
+A page writes its records as a table, as nested blocks or as lists. The rest is boilerplate:
+navigation, scripts, advertisements, comments. Class names are random numbers. Records and
+boilerplate use different elements.
 """
 
 import csv
@@ -24,11 +23,11 @@ from jax_longctx.evaluation.metrics import normalize
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, VERBS, invented_name
 
-# What a blank cell is in a table of results.
+# A blank cell in the right table.
 BLANK = "N/A"
 LAYOUTS: tuple[Literal["table", "blocks", "list"], ...] = ("table", "blocks", "list")
 _BLANK_SHARE = 0.04
-# Each column's values; all but `Name` may be left out of a page.
+# Values of the columns beside `Name`; a page has some of them.
 _COLUMNS: dict[str, Callable[[random.Random], str]] = {
     "Price": lambda draw: f"${draw.randrange(500, 50_000) / 100:.2f}",
     "Rating": lambda draw: f"{draw.randrange(10, 51) / 10:.1f}",
@@ -44,33 +43,31 @@ _NUMBERS = ("Price", "Rating", "Stock")
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """Which rows are asked for: those whose number is below a bound, or at least it."""
+    """Selects rows whose number is below a bound, or at least the bound."""
 
     column: str
     below: bool
     bound: float
 
     def holds(self, value: str) -> bool:
-        """Whether a cell's number does; a blank one never does."""
-        if value == BLANK:
-            return False
-        return (float(value.lstrip("$")) < self.bound) == self.below
+        """Whether the condition holds for a cell; it never does for a blank one."""
+        return value != BLANK and (float(value.lstrip("$")) < self.bound) == self.below
 
     def __str__(self) -> str:
         return f"{self.column} is {'below' if self.below else 'at least'} {self.bound:g}"
 
 
 class Page:
-    """Records of one schema, as many as are asked for, in a page as long as is asked for.
+    """A web page of records of one schema; records and boilerplate are drawn as needed.
 
     Attributes:
       columns: the schema, `Name` first.
       layout: how records are written.
-      condition: which rows are asked for, where not all.
+      condition: the requested rows; None for all.
     """
 
     def __init__(self, draw: random.Random, filtered: bool):
-        # Records and the rest are drawn apart: how much there is of one moves nothing of the other.
+        # Two generators, so that the number of records does not change the boilerplate.
         self._draw, self._words = draw, random.Random(draw.random())
         others = draw.sample(list(_COLUMNS), draw.randrange(2, 6))
         if filtered and not set(others) & set(_NUMBERS):
@@ -97,20 +94,19 @@ class Page:
                 name = f"{name} {len(self._names)}"
             self._names.add(name)
             cells = [_COLUMNS[column](self._draw) for column in self.columns[1:]]
-            blank = [self._draw.random() < _BLANK_SHARE for _ in cells]
-            cells = [BLANK if b else cell for b, cell in zip(blank, cells, strict=True)]
-            self._records.append([name, *cells])
+            kept = [BLANK if self._draw.random() < _BLANK_SHARE else cell for cell in cells]
+            self._records.append([name, *kept])
         return self._records[:number]
 
     def rows(self, number: int) -> list[list[str]]:
-        """The records among them that are asked for."""
+        """The requested records among the first `number`."""
         if self.condition is None:
             return self.records(number)
         at = self.columns.index(self.condition.column)
         return [cells for cells in self.records(number) if self.condition.holds(cells[at])]
 
     def text(self, number: int, extra: int) -> str:
-        """The page with so many records and pieces of boilerplate, half of these behind."""
+        """The page with `number` records between `extra` pieces of boilerplate."""
         while len(self._boilerplate) < extra:
             self._boilerplate.append(self._piece())
         around = self._boilerplate[:extra]
@@ -128,10 +124,8 @@ class Page:
         for record in self.records(number):
             cells = ["" if cell == BLANK else html.escape(cell) for cell in record]
             if self.layout == "table":
-                inner = "".join(
-                    f'<td class="{style}">{cell}</td>'
-                    for style, cell in zip(styles[2:], cells, strict=False)
-                )
+                pairs = zip(styles[2:], cells, strict=False)
+                inner = "".join(f'<td class="{style}">{cell}</td>' for style, cell in pairs)
                 lines.append(f'<tr class="{styles[1]}">{inner}</tr>')
             elif self.layout == "blocks":
                 lines.append(f'<div class="{styles[0]}"><h3 class="{styles[1]}">{cells[0]}</h3>')
@@ -149,7 +143,7 @@ class Page:
         return "\n".join(lines)
 
     def _piece(self) -> str:
-        """One more piece of what pages are full of."""
+        """A piece of boilerplate."""
         draw = self._words
         one, two = draw.choice(NOUNS), draw.choice(VERBS)
         style = f"b{draw.randrange(100, 1000)}"
@@ -180,7 +174,7 @@ class HtmlTsv(Task):
 
     Attributes:
       output: about how many tokens the right table has; the page has the rest.
-      filtered: whether only some records are asked for.
+      filtered: whether only some records are requested.
     """
 
     name: str = fixed("html_tsv_syn")
@@ -199,7 +193,7 @@ class HtmlTsv(Task):
             )
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
-        """A page of as many records as table and prompt have room for, and boilerplate."""
+        """A page of the most records that fit table and prompt, filled with boilerplate."""
         page = Page(draw, self.filtered)
         header = "\t".join(page.columns)
         what = "records" if page.condition is None else f"records whose {page.condition}"
@@ -223,25 +217,22 @@ class HtmlTsv(Task):
 
     def score(self, answer: str, sample: Sample) -> float:
         """F1 of rows, in any order."""
-        return self._scores(answer, sample)["f1"]
+        return score_table(sample.answer_prefix.strip() + answer, sample.outputs[0])["f1"]
 
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
         """Precision and recall."""
-        scores = self._scores(answer, sample)
+        scores = score_table(sample.answer_prefix.strip() + answer, sample.outputs[0])
         return {"precision": scores["precision"], "recall": scores["recall"]}
-
-    def _scores(self, answer: str, sample: Sample) -> dict[str, float]:
-        return score_table(sample.answer_prefix.strip() + answer, sample.outputs[0])
 
 
 def score_table(answer: str, gold: str) -> dict[str, float]:
     """LongProc's `f1`, `precision` and `recall` of the rows of a table in tab-separated values.
 
-    The table is what stands between "```tsv" and the last "```"; behind the former where no fence
-    closes it; without one the whole answer. Its first line is the header, of which only the width
-    counts. A last row of another width is dropped, any other such row is all "N/A". Cells are
-    compared without case, punctuation, articles and white space; rows in any order, and one row
-    may match several. Tables of different widths, or without rows, score 0.
+    The table is the text between "```tsv" and the last "```", or the end; without "```tsv" it is
+    the whole answer. The first line is the header; only its width counts. A last row of another
+    width is dropped; any other such row becomes all "N/A". Cells are compared without case,
+    punctuation, articles and white space. Rows may come in any order, and one row may match
+    several. Tables of different widths, or without rows, score 0.
     """
     found = _FENCED.search(answer)
     inner = found[1] if found else answer.split("```tsv")[1] if "```tsv" in answer else answer
@@ -255,7 +246,7 @@ def score_table(answer: str, gold: str) -> dict[str, float]:
 
 
 def _parsed(text: str) -> list[tuple[str, ...]]:
-    """The rows behind the header, their cells normalised; none where the text is no table."""
+    """The rows after the header, with normalised cells; none if the text is not a table."""
     try:
         header, *rows = csv.reader(text.strip().split("\n"), delimiter="\t")
     except (csv.Error, ValueError):

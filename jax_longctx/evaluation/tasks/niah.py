@@ -1,11 +1,11 @@
 """Needles in a haystack: made-up facts at known depths of a running text.
 
-After Kamradt's test (one needle, a grid of depths and lengths; here also several) and OpenCompass's
-NeedleBench, which ReAttention uses. Theirs hide few sentences, always the same, in essays, and let
-a language model judge; here every prompt has facts of its own, the text is Python's documentation
-or the user's, an answer is right where it names the place, and the sentence goes to a border of
-sentences. Of NeedleBench's multi-needle test, all needles stand in one prompt, at evenly spaced
-depths, and are asked for together.
+After Kamradt's test (one needle, a grid of depths and lengths) and OpenCompass's NeedleBench, which
+ReAttention uses. Those hide the same few sentences in essays, and a language model judges the
+answers. Here every prompt has its own facts, the text is Python's documentation or the user's, an
+answer is right where it names the place, and the needle stands between two sentences. As in
+NeedleBench's multi-needle test, `niah_multi` puts all needles into one prompt, at evenly spaced
+depths, and asks for all of them.
 """
 
 import dataclasses
@@ -36,20 +36,20 @@ class Fact:
 
     @property
     def stem(self) -> str:
-        """The sentence up to where it is kept."""
+        """The sentence up to the place."""
         return f"The {self.thing} is kept in"
 
     @property
     def sentence(self) -> str:
-        """The whole."""
+        """The whole sentence."""
         return f"{self.stem} the {self.where}."
 
 
 def draw_facts(draw: random.Random, number: int, text: str) -> list[Fact]:
-    """Facts that share no word with each other, kept where `text` says nothing of."""
+    """Facts without common words, whose places do not occur in `text`."""
     adjectives = draw.sample(ADJECTIVES, 2 * number)
     nouns = draw.sample(NOUNS, len(NOUNS))
-    # Two words that meet in the text would make an answer that is right by chance.
+    # If the text held the place's words, an answer could be right by chance.
     low, facts = text.lower(), []
     for _ in range(number):
         first, second = adjectives.pop(), adjectives.pop()
@@ -79,7 +79,7 @@ class NiahSingle(Task):
     max_new: int = 32
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
-        """A fact at the depth whose turn it is."""
+        """A fact at the next depth in turn."""
         haystack = open_haystack(self.haystack, count)
         (fact,) = draw_facts(draw, 1, haystack.text)
         query, stem = f"\n\nWhere is the {fact.thing} kept?", f"\n\n{fact.stem} the"
@@ -90,13 +90,12 @@ class NiahSingle(Task):
             start=draw.randrange(len(haystack.pieces)),
             head=ONE,
         )
-        at = filled.before[0] / filled.around
+        (at,) = filled.depths
         return self.made(count, index, filled, query, stem, (fact.where,), depth=depth, at=at)
 
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """ROUGE of the answer's first line and the place; NeedleBench's score of the sentence."""
-        lines = clean(answer).splitlines()
-        first, place = lines[0] if lines else "", sample.outputs[0] + "."
+        """ROUGE of the answer's first line against the place; NeedleBench's score."""
+        first, place = next(iter(clean(answer).splitlines()), ""), sample.outputs[0] + "."
         stem = sample.answer_prefix.strip()
         nearness = needlebench(f"{stem} {first}", sample.outputs[0], f"{stem} {place}")
         return {**rouge(first, place), "needlebench": nearness}
@@ -125,7 +124,7 @@ class NiahMulti(Task):
             raise ConfigError(f"needles must be at most 50, got {self.needles}")
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
-        """Facts at all depths."""
+        """A fact at each depth."""
         haystack = open_haystack(self.haystack, count)
         depths = [i / (self.needles - 1) for i in range(self.needles)]
         facts = draw_facts(draw, self.needles, haystack.text)
@@ -141,12 +140,12 @@ class NiahMulti(Task):
             start=draw.randrange(len(haystack.pieces)),
             head=SEVERAL,
         )
-        at = [n / filled.around for n in filled.before]
+        at = list(filled.depths)
         places = (fact.where for fact in facts)
         return self.made(count, index, filled, query, stem, places, depths=depths, at=at)
 
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """Whether all are named, and which, by depth in percent."""
+        """Whether all places are named, and each one by its depth in percent."""
         depths = sample.meta["depths"]
         named = {
             f"depth {100 * depth:.0f}%": string_match_all(clean(answer), (place,))

@@ -1,17 +1,17 @@
 """Passkey retrieval: a five-digit number in a text that says nothing (Mohtashami and Jaggi 2023).
 
-As their landmark attention, section 4.2, and Quest's and CItruS's evaluations ask it: a sentence
-that gives the number twice stands at a known depth of short sentences, repeated; the first number
-of the answer counts. Prompts differ in number, depth and the sentence the text begins with. Our
-words are our own, the text is whole sentences (theirs may be cut in the middle of one), and the
-number has always five digits, as CItruS has it.
+As in landmark attention (section 4.2) and in the evaluations of Quest and CItruS, a sentence that
+gives the number twice stands at a known depth of repeated short sentences, and the first number of
+the answer counts. Prompts differ in the number, its depth and the sentence that begins the text.
+Unlike theirs, the wording is our own and no sentence is cut; the number always has five digits, as
+in CItruS.
 """
 
 import dataclasses
 import random
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.evaluation.haystack import Filled, Haystack, open_haystack
+from jax_longctx.evaluation.haystack import Fitted, Haystack, open_haystack
 from jax_longctx.evaluation.metrics import clean, exact_first_int
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 
@@ -26,8 +26,8 @@ QUESTION = "\n\nWhat is the pass key?"
 
 def hide_key(
     haystack: Haystack, draw: random.Random, *, tokens: int, depth: float, head: str = ""
-) -> tuple[str, Filled]:
-    """A drawn key, and a text of at most `tokens` tokens, begun at a drawn place, that hides it."""
+) -> tuple[str, Fitted]:
+    """A random key, and a text of at most `tokens` tokens from a random place on that hides it."""
     key = str(draw.randint(10_000, 99_999))
     start = draw.randrange(len(haystack.pieces))
     needles = [(depth, SENTENCE.format(key=key))]
@@ -68,11 +68,11 @@ class Passkey(Task):
         return [i / max(self.depths - 1, 1) for i in range(self.depths)]
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
-        """A key at the depth whose turn it is."""
+        """A key at the next depth in turn."""
         depths, room = self._depths(), self.room(count, QUESTION + STEM, tokens)
         depth, haystack = depths[index % len(depths)], open_haystack(self.haystack, count)
         key, filled = hide_key(haystack, draw, tokens=room, depth=depth, head=INTRO)
-        at = filled.before[0] / filled.around
+        (at,) = filled.depths
         return self.made(count, index, filled, QUESTION, STEM, (key,), depth=depth, at=at)
 
     def score(self, answer: str, sample: Sample) -> float:

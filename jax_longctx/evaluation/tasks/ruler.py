@@ -1,43 +1,42 @@
 """RULER (Hsieh et al. 2024, section 3 and appendix B): needles, chains of variables, words.
 
-Needle tasks: a needle gives a key (two words, or a UUID) its value (a number of seven digits, or a
-UUID). The text around is noise, running text, or other needles; several keys may be hidden and one
-asked for (multikey), one key may have several values (multivalue), several keys may be asked for
-(multiquery). Depths are drawn without repetition from 40 that are evenly spaced, here by tokens.
+Needle tasks: a needle gives a key (two words, or a UUID) a value (a number of seven digits, or a
+UUID). The text around it is noise, running text, or other needles. Variants hide several keys
+(multikey), give a key several values (multivalue), or ask for several keys (multiquery). Depths are
+drawn without repetition from 40 evenly spaced ones, here by tokens.
 
 `vt`, variable tracking: `VAR A = 12345` stands in the noise, further on `VAR B = VAR A`, and so on;
-all names of the chain are asked for. A solved small one stands before the text as an example, made
-anew for each prompt, as in Star's copy. More chains than one are there to mislead.
+the question asks for all names of the chain. A small solved example stands before the text, another
+one in each prompt, as in Star's copy. Chains beyond the first are distractors.
 
-`cwe`, common words extraction, numbers a list of words in which ten stand ten times as often as the
-others, after a solved short list. `fwe`, frequent words extraction, draws words of six letters so
-that the i-th most frequent has a share of i^-2 / zeta(2), writes dots for the most frequent, and
-asks for the three behind it.
+`cwe`, common words extraction: a numbered list of words, ten of them ten times as often as the
+others, after a short solved list. `fwe`, frequent words extraction: words of six letters, the i-th
+most frequent with a share of i^-2 / zeta(2); dots stand for the most frequent, and the question
+asks for the next three.
 
-What differs from the published tasks: the words of prompts, needles, keys and lists, which when
-English runs out are invented; the running text (Python's documentation or the user's, not essays:
-the label names it); prompts are as long as whole sentences, lines or words allow, not multiples of
-500 words or 25 lines, and never longer than what was asked for, the answer's room included.
+Differences from the published tasks: the wording; the words of keys and lists, which are invented
+once English runs out; the running text (Python's documentation or the user's, not essays: the label
+names it); and the length. Prompts are as long as whole sentences, lines or words allow, not
+multiples of 500 words or 25 lines, and never exceed the requested length, the answer included.
 """
 
 import dataclasses
+import itertools
 import math
 import random
 import string
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from jax_longctx.errors import ConfigError, LengthError
-from jax_longctx.evaluation.haystack import Filled, Fitted, Haystack, most_units, open_haystack
+from jax_longctx.evaluation.haystack import Fitted, Haystack, most_units, open_haystack
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
-from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, Growing, word_stream
+from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, Growing, distinct, word_stream
 
 NEEDLE = "A secret {kind} assigned to {key} is: {value}."
 NEEDLES = "needles"
 LEVELS = [round(100 * i / 39) for i in range(40)]
-
-Kind = Literal["words", "number", "uuid"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,12 +75,12 @@ class RulerNiah(Task):
             )
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
-        """Needles in their text; the first keys drawn are asked for."""
+        """Needles in their text; the question names the first `queries` keys."""
         single = self.queries * self.values == 1
         noun, verb = (self.value, "is") if single else (f"{self.value}s", "are")
-        fresh = _Distinct(draw)
-        keys = [fresh(self.key) for _ in range(self.keys)]
-        needles = [(key, fresh(self.value)) for key in keys for _ in range(self.values)]
+        fresh = _fresh(draw)
+        keys = [next(fresh[self.key]) for _ in range(self.keys)]
+        needles = [(key, next(fresh[self.value])) for key in keys for _ in range(self.values)]
         asked = keys[: self.queries]
         named = _listed(asked)
         draw.shuffle(needles)
@@ -97,7 +96,19 @@ class RulerNiah(Task):
         sentences = [self._sentence(*needle) for needle in needles]
         if self.haystack == NEEDLES:
             depths = sorted(draw.random() for _ in needles)
-            text = self._among_needles(count, fresh, head, depths, sentences, room)
+            lines: list[str] = []
+
+            def context(number: int) -> str:
+                while len(lines) < number:
+                    key, value = next(fresh[self.key]), next(fresh[self.value])
+                    lines.append(self._sentence(key, value))
+                chosen = lines[:number]
+                # From the last, so that no insertion moves a later one.
+                for depth, sentence in reversed(list(zip(depths, sentences, strict=True))):
+                    chosen.insert(int(depth * (number + 1)), sentence)
+                return head + "\n".join(chosen)
+
+            text = most_units(count, context, room)
         else:
             depths = [level / 100 for level in sorted(draw.sample(LEVELS, len(needles)))]
             haystack = open_haystack(self.haystack, count)
@@ -113,54 +124,23 @@ class RulerNiah(Task):
     def _sentence(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self.value, key=key, value=value)
 
-    def _among_needles(
-        self,
-        count: Count,
-        fresh: "_Distinct",
-        head: str,
-        depths: Sequence[float],
-        sentences: Sequence[str],
-        room: int,
-    ) -> Fitted:
-        lines: list[str] = []
 
-        def context(number: int) -> str:
-            while len(lines) < number:
-                lines.append(self._sentence(fresh(self.key), fresh(self.value)))
-            chosen = lines[:number]
-            # From the back, so that no sentence moves one that is set in after it.
-            for depth, sentence in reversed(list(zip(depths, sentences, strict=True))):
-                chosen.insert(int(depth * (number + 1)), sentence)
-            return head + "\n".join(chosen)
+def _fresh(draw: random.Random) -> dict[str, Iterator[str]]:
+    """Distinct keys and values of one prompt, by their kind."""
 
-        return most_units(count, context, room)
+    def words() -> Iterator[str]:
+        # The last tenth of all pairs would be slow to hit.
+        most = 9 * len(ADJECTIVES) * len(NOUNS) // 10
+        yield from itertools.islice(
+            distinct(lambda: f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}"), most
+        )
+        raise LengthError("there are no more keys of two words; set key=uuid, or ask for less")
 
-
-class _Distinct:
-    """Keys and values of one prompt, no two the same."""
-
-    def __init__(self, draw: random.Random):
-        self._draw = draw
-        self._seen: set[str] = set()
-        # Of all pairs, so many that a new one is soon drawn.
-        self._words = 9 * len(ADJECTIVES) * len(NOUNS) // 10
-
-    def __call__(self, kind: Kind) -> str:
-        while True:
-            text = self._drawn(kind)
-            if text not in self._seen:
-                self._seen.add(text)
-                self._words -= kind == "words"
-                return text
-
-    def _drawn(self, kind: Kind) -> str:
-        if kind == "number":
-            return str(self._draw.randrange(1_000_000, 10_000_000))
-        if kind == "uuid":
-            return str(uuid.UUID(int=self._draw.getrandbits(128), version=4))
-        if self._words == 0:
-            raise LengthError("there are no more keys of two words; set key=uuid, or ask for less")
-        return f"{self._draw.choice(ADJECTIVES)}-{self._draw.choice(NOUNS)}"
+    return {
+        "words": words(),
+        "number": distinct(lambda: str(draw.randrange(1_000_000, 10_000_000))),
+        "uuid": distinct(lambda: str(uuid.UUID(int=draw.getrandbits(128), version=4))),
+    }
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -173,21 +153,17 @@ def _listed(names: Sequence[str]) -> str:
 def ruler_niah_tasks() -> tuple[RulerNiah, ...]:
     """The eight of the paper's table 6, with its settings."""
 
-    def essays(name: str, **settings: Any) -> RulerNiah:
-        return RulerNiah(name=name, published="essays", haystack="topics", **settings)
-
-    def needles(name: str, **settings: Any) -> RulerNiah:
-        return RulerNiah(name=name, published=NEEDLES, haystack=NEEDLES, **settings)
-
+    essays: dict[str, Any] = {"published": "essays", "haystack": "topics"}
+    needles: dict[str, Any] = {"published": NEEDLES, "haystack": NEEDLES}
     return (
         RulerNiah(),
-        essays("niah_single_2"),
-        essays("niah_single_3", value="uuid"),
-        essays("niah_multikey_1", keys=4),
-        needles("niah_multikey_2"),
-        needles("niah_multikey_3", key="uuid", value="uuid"),
-        essays("niah_multivalue", values=4),
-        essays("niah_multiquery", keys=4, queries=4),
+        RulerNiah(name="niah_single_2", **essays),
+        RulerNiah(name="niah_single_3", value="uuid", **essays),
+        RulerNiah(name="niah_multikey_1", keys=4, **essays),
+        RulerNiah(name="niah_multikey_2", **needles),
+        RulerNiah(name="niah_multikey_3", key="uuid", value="uuid", **needles),
+        RulerNiah(name="niah_multivalue", values=4, **essays),
+        RulerNiah(name="niah_multiquery", keys=4, queries=4, **essays),
     )
 
 
@@ -219,10 +195,10 @@ class VariableTracking(Task):
             )
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
-        """An example and the chains behind it."""
+        """A solved example, then the chains."""
         haystack = open_haystack("noise", count)
         known, value = draw.sample(range(10_000, 99_999), 2)
-        # The example is never more than a part of a short prompt.
+        # At most a quarter of a short prompt.
         size = min(EXAMPLE_TOKENS, tokens // 4)
         example, names = self._text(haystack, draw, known, 3, size, TRACKED)
         solved = "".join((example.text, *self._asked(known), " ", " ".join(names)))
@@ -244,8 +220,8 @@ class VariableTracking(Task):
         letters: int,
         room: int,
         head: str,
-    ) -> tuple[Filled, list[str]]:
-        """Noise with the chains in it, and the names that hold the value."""
+    ) -> tuple[Fitted, list[str]]:
+        """Noise with the chains hidden in it, and the names that hold the value."""
         names = _names(draw, self.chains * (self.hops + 1), string.ascii_uppercase, letters)
         others = draw.sample([n for n in range(10_000, 99_999) if n != value], self.chains - 1)
         statements, asked = [], []
@@ -254,7 +230,7 @@ class VariableTracking(Task):
             asked = asked or chain
             values = [str(start), *(f"VAR {before}" for before in chain)]
             lines = [f"VAR {name} = {held}" for name, held in zip(chain, values, strict=False)]
-            # The chains mix; each keeps its order.
+            # Chains are interleaved; each keeps its order.
             statements += zip(sorted(draw.random() for _ in lines), lines, strict=True)
         filled = haystack.fill(
             sorted(statements),
@@ -266,11 +242,9 @@ class VariableTracking(Task):
 
 
 def _names(draw: random.Random, number: int, letters: str, length: int) -> list[str]:
-    """Distinct names of so many letters."""
-    names: dict[str, None] = {}
-    while len(names) < number:
-        names["".join(draw.choices(letters, k=length))] = None
-    return list(names)
+    """`number` distinct names of `length` letters."""
+    names = distinct(lambda: "".join(draw.choices(letters, k=length)))
+    return list(itertools.islice(names, number))
 
 
 LIST = (
@@ -286,7 +260,7 @@ FREQUENT = (
     "\n\nLeaving out the dots, which {number} words come up most often in the coded text above?"
 )
 FREQUENT_ARE = "\n\nThe {number} words that come up most often are:"
-# Shorter lists repeat their words less.
+# Tokens below which lists repeat their words less often.
 SHORT = 4096
 
 
@@ -316,7 +290,7 @@ class CommonWords(Task):
             raise ConfigError(f"common must be more than other = {self.other}, got {self.common}")
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
-        """A solved list, and one as long as there is room."""
+        """A solved list, and a list that fills the prompt."""
         short = tokens < SHORT
         common, other = self.common or (6 if short else 30), self.other or (1 if short else 3)
         query, prefix = (text.format(number=self.words) for text in (COMMON, COMMON_ARE))
@@ -372,8 +346,8 @@ class FrequentWords(Task):
             raise ConfigError(f"alpha must be more than 1, got {self.alpha}")
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
-        """A coded text as long as there is room."""
-        # Late: tasks are listed and named without numpy.
+        """A coded text that fills the prompt."""
+        # Imported here so that listing tasks needs no numpy.
         import scipy.special
 
         query, prefix = FREQUENT.format(number=3), FREQUENT_ARE.format(number=3)

@@ -1,16 +1,16 @@
-"""RULER's question answering: the documents that answer a question, among many that do not.
+"""RULER's question answering: documents that answer a question, among many that do not.
 
-Hsieh et al. 2024, section 3. `qa_1` asks SQuAD's questions, `qa_2` HotpotQA's, which take two
-documents. Beside those that answer stand others about the same (paragraphs of the same article, or
-the ones HotpotQA itself puts there), then any, in a drawn order. A set that is used up starts over,
-as in Star's copy.
+Hsieh et al. 2024, section 3. `qa_1` asks SQuAD's questions, `qa_2` HotpotQA's, which need two
+documents. The other documents are first those of the same topic (paragraphs of the same article, or
+HotpotQA's own distractors), then any others, all in a drawn order. They are repeated where they do
+not suffice, as in Star's copy.
 
-The files are the user's: `file=dev-v2.0.json`, `file=hotpot_dev_distractor_v1.json`. Without one
-the questions are `qa_syn`'s, made up, and the label says so.
+The files are the user's: `file=dev-v2.0.json`, `file=hotpot_dev_distractor_v1.json`. Without a file
+the questions are those of `qa_syn`, and the label says so.
 
-`qa_syn` is an encyclopaedia of people and towns that never were, written by rule from a seed: its
-questions need one document (in which town somebody was born) or two (on which river the town lies).
-It stands in for SQuAD and HotpotQA where neither is at hand, and its scores compare with neither's.
+`qa_syn` is an encyclopaedia of invented people and towns, generated from a seed. Its questions need
+one document (in which town was somebody born) or two (on which river does that town lie). It
+replaces SQuAD and HotpotQA where their files are missing; its scores compare with neither.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import most_units, read_file
-from jax_longctx.evaluation.metrics import best_token_f1, clean, string_match_part
+from jax_longctx.evaluation.metrics import clean, string_match_part, token_f1
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
-from jax_longctx.evaluation.tasks.words import NOUNS, invented_name
+from jax_longctx.evaluation.tasks.words import NOUNS, distinct, invented_name
 
 QA_SYN = "qa_syn"
 PEOPLE = 3000
@@ -34,13 +34,12 @@ TOWNS = 600
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question, its right answers, and what it is asked of.
+    """A question, its right answers, and its documents by number.
 
     Attributes:
-      text: the question.
-      answers: any of which is right.
-      gold: numbers of the documents that answer it.
-      near: numbers of documents about the same, the first to be put beside them.
+      answers: each of them is right.
+      gold: documents that answer the question.
+      near: documents of the same topic, the first distractors.
     """
 
     text: str
@@ -51,7 +50,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class QuestionSet:
-    """Documents, all different, and the questions asked of them."""
+    """Distinct documents and the questions about them."""
 
     documents: tuple[str, ...]
     questions: tuple[Question, ...]
@@ -59,10 +58,10 @@ class QuestionSet:
 
 @functools.lru_cache(maxsize=4)
 def read_questions(source: str, hops: int) -> QuestionSet:
-    """The set of a file, or `qa_syn` with questions of one or two documents.
+    """The set of a file, or `qa_syn` with questions that need `hops` documents.
 
     Raises:
-      InputError: the file is none of the two formats, or has no question with an answer.
+      InputError: the file has neither format, or no question with an answer.
     """
     if source == QA_SYN:
         return _made_up(hops)
@@ -78,12 +77,12 @@ def read_questions(source: str, hops: int) -> QuestionSet:
 
 
 def _number(documents: dict[str, int], text: str) -> int:
-    """The document's own; different documents have different ones."""
+    """The number of a document, a new one for a new document."""
     return documents.setdefault(text, len(documents))
 
 
 def _squad(articles: Sequence[Mapping[str, Any]]) -> QuestionSet:
-    """SQuAD 1.1 and 2.0: articles of paragraphs with questions; those without answers are left."""
+    """SQuAD 1.1 and 2.0: articles of paragraphs with questions; unanswerable ones are left out."""
     documents, questions = dict[str, int](), []
     for article in articles:
         numbers = [_number(documents, each["context"]) for each in article["paragraphs"]]
@@ -97,7 +96,7 @@ def _squad(articles: Sequence[Mapping[str, Any]]) -> QuestionSet:
 
 
 def _hotpot(entries: Sequence[Mapping[str, Any]]) -> QuestionSet:
-    """HotpotQA: questions with ten paragraphs each, title and sentences, two the facts'."""
+    """HotpotQA: questions with ten paragraphs (title, sentences), two of which hold the facts."""
     documents, questions = dict[str, int](), []
     for entry in entries:
         facts = {title for title, _ in entry["supporting_facts"]}
@@ -112,17 +111,12 @@ def _hotpot(entries: Sequence[Mapping[str, Any]]) -> QuestionSet:
 
 
 def _made_up(hops: int) -> QuestionSet:
-    """`qa_syn`: always the same people and towns."""
+    """`qa_syn`, generated from a fixed seed."""
     draw = random.Random(QA_SYN)
-    names: dict[str, None] = {}
-    while len(names) < 2 * TOWNS:
-        names[invented_name(draw)] = None
-    towns, rivers = list(names)[:TOWNS], list(names)[TOWNS:]
-    people: dict[str, None] = {}
-    while len(people) < PEOPLE:
-        full = f"{invented_name(draw)} {invented_name(draw)}"
-        if not set(full.split()) & names.keys():
-            people[full] = None
+    names = list(itertools.islice(distinct(lambda: invented_name(draw)), 2 * TOWNS))
+    towns, rivers, places = names[:TOWNS], names[TOWNS:], set(names)
+    found = distinct(lambda: f"{invented_name(draw)} {invented_name(draw)}")
+    people = list(itertools.islice((n for n in found if places.isdisjoint(n.split())), PEOPLE))
     documents = [
         f"{town}\n{town} is a town on the river {river}. "
         f"On its coat of arms is a picture of the {draw.choice(NOUNS)}."
@@ -176,7 +170,7 @@ class RulerQA(Task):
     max_new: int = 32
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
-        """A drawn question, its documents, and as many others as there is room for."""
+        """A drawn question, its documents, and others that fill the prompt."""
         read = read_questions(self.file, self.hops)
         question = draw.choice(read.questions)
         query = f"\n\nAnswer in a few words from the documents above: {question.text}"
@@ -200,12 +194,12 @@ class RulerQA(Task):
 
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
         """F1 of the words of the answer's first line."""
-        lines = clean(answer).splitlines()
-        return {"f1": best_token_f1(lines[0] if lines else "", sample.outputs)}
+        line = next(iter(clean(answer).splitlines()), "")
+        return {"f1": max(token_f1(line, gold) for gold in sample.outputs)}
 
 
 def _others(read: QuestionSet, question: Question, draw: random.Random) -> list[int]:
-    """Numbers of all documents that do not answer, near ones first."""
+    """Numbers of the documents that do not answer the question, `near` ones first."""
     known = {*question.gold, *question.near}
     far = [number for number in range(len(read.documents)) if number not in known]
     draw.shuffle(far)

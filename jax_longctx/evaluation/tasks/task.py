@@ -1,8 +1,8 @@
-"""What every evaluation task says: prompts of a given length, and what an answer is worth.
+"""The base of all evaluation tasks: prompts of a given length, and scores of answers.
 
-A task is a frozen dataclass of its settings. It draws prompts from a seed, exact in tokens of the
-model's own tokenizer, so that a method never sees another text than the next one; and it scores
-answers without a model.
+A task is a frozen dataclass of its settings. It draws prompts from a seed, with an exact number of
+tokens of the model's own tokenizer, so every method gets the same text. It scores answers without a
+model.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.evaluation.haystack import Filled, Fitted, source_name
+from jax_longctx.evaluation.haystack import Fitted, source_name
 from jax_longctx.evaluation.metrics import clean, string_match_all
 
 # Tokens of a text, without special tokens.
@@ -20,24 +20,24 @@ Count = Callable[[str], int]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One prompt and what a right answer to it holds.
+    """One prompt and its right answers.
 
-    `context + query + answer_prefix`, joined as they are, is the prompt of a model without a chat
-    template: query and answer prefix begin with the white space that parts them from what is
-    before. A chat template sets its own white space and takes them without theirs.
+    Without a chat template the prompt is `context + query + answer_prefix`: query and answer prefix
+    begin with the white space before them. A chat template has its own white space and takes them
+    without theirs.
 
     Attributes:
-      index: its number among the prompts of one length and seed.
-      context: everything before the question: the task's words and the text to search.
+      index: number of the prompt among those of one length and seed.
+      context: everything before the question: the instructions and the text to search.
       query: the question, which methods that need one at prefill are given.
-      answer_prefix: the start of the answer, which the model continues; it stands after the
-        template's answer header where there is one.
+      answer_prefix: the start of the answer, which the model continues; it follows the answer
+        header of a chat template.
       outputs: the right answers.
       length: tokens of the context with a beginning-of-text token, of query and answer prefix
-        together, counted apart from the context, and room for the answer: at most what was asked
-        for. A template's own tokens are not in it.
-      meta: facts of the draw, JSON values: `depth` (asked, 0 to 1) and `at` (where it came to
-        be) of one hidden sentence, the key.
+        together, counted apart from the context, and room for the answer. At most the requested
+        length; tokens of a chat template are not counted.
+      meta: facts of the draw, JSON values, such as the requested `depth` (0 to 1) of a hidden
+        sentence and `at`, where it was put.
     """
 
     index: int
@@ -50,22 +50,22 @@ class Sample:
 
 
 def fixed(value: Any) -> Any:
-    """A field that says what the task is, and is none of its settings."""
+    """A field that describes the task and is not a setting."""
     return dataclasses.field(default=value, metadata={"fixed": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A kind of prompt: a subclass has its settings as fields and says how one sample is drawn.
+    """A kind of prompt. A subclass has its settings as fields and defines `sample`.
 
     Settings that are whole numbers are at least 1.
 
     Attributes:
       name: on the command line.
-      metric: what a score means, for the head of a table.
+      metric: meaning of the score, for the head of a table.
       stop: strings that end an answer.
-      published: the text of the published task, which the label does not name.
-      needs: a package of the extra `eval` that its scores need.
+      published: the haystack of the published task, which the label leaves out.
+      needs: a package of the extra `eval` that the scores need.
     """
 
     name: str = fixed("")
@@ -87,19 +87,18 @@ class Task:
 
     @property
     def label(self) -> str:
-        """In tables: the name, and behind an @ the text or file that is not the published one."""
+        """Name in tables; a text or file other than the published one follows an @."""
         source = getattr(self, "haystack", "") or getattr(self, "file", "")
         return self.name if source in ("", self.published) else f"{self.name}@{source_name(source)}"
 
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
         """`trials` prompts of at most `tokens` tokens, the same ones for the same arguments.
 
-        Prompt `i` depends on the seed and `i` alone, not on how many are drawn. A task whose
-        prompts come from a user's file has at most as many as the file, each as long as it is:
-        one that is longer than `tokens` says so by its length and is never cut.
+        Prompt `i` depends on the seed and `i` alone, not on `trials`. Prompts of a user's file are
+        never cut: there may be fewer than `trials`, and `length` may exceed `tokens`.
 
         Raises:
-          LengthError: `tokens` are too few for the task's words, or more than it can fill.
+          LengthError: `tokens` are too few for the task, or more than it can fill.
           InputError: the text or file that the task reads cannot be used.
         """
         for index in range(trials):
@@ -107,18 +106,18 @@ class Task:
             yield self.sample(count, draw, index, tokens)
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
-        """The prompt of that index, from its own random numbers."""
+        """The prompt of that index; `draw` is its own random generator."""
         raise NotImplementedError
 
     def room(self, count: Count, asked: str, tokens: int) -> int:
-        """How many of a prompt's `tokens` are left for its context."""
+        """Tokens that are left for the context of a prompt of `tokens` tokens."""
         return tokens - 1 - count(asked) - self.max_new
 
     def made(
         self,
         count: Count,
         index: int,
-        context: Filled | Fitted,
+        context: Fitted,
         query: str,
         answer_prefix: str,
         outputs: Iterable[str],
@@ -129,14 +128,14 @@ class Task:
         return Sample(index, context.text, query, answer_prefix, tuple(outputs), length, meta)
 
     def score(self, answer: str, sample: Sample) -> float:
-        """What the answer, as the model gave it, is worth, from 0 to 100.
+        """Score of the model's answer from 0 to 100.
 
-        The share of the right answers that it names, unless the task says otherwise.
+        By default the share of the right answers that it contains.
         """
         return string_match_all(clean(answer, self.stop), sample.outputs)
 
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """Further figures of the same answer by name, from 0 to 100; most tasks have none."""
+        """Further scores of the answer by name, from 0 to 100; none by default."""
         return {}
 
 

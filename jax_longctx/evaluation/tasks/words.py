@@ -1,7 +1,6 @@
-"""Words to make keys, facts and lists of: short lists of our own, then the built-in text's words.
+"""Words for keys, facts and lists: short lists of our own, then words of the built-in text.
 
-RULER takes its words from a package's lists; these are not those, so keys and lists differ from
-the published ones in words, not in kind.
+RULER takes its words from a package, so keys and lists differ from the published ones in wording.
 """
 
 import functools
@@ -9,7 +8,7 @@ import itertools
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jax_longctx.evaluation.haystack import python_topics
 
@@ -87,9 +86,9 @@ _CODAS = "b ck d l ld m n nd nt r rk rn s sk st th x".split()
 
 @functools.lru_cache(maxsize=1)
 def vocabulary() -> tuple[str, ...]:
-    """All English words there are here, sorted: the lists', and those of Python's documentation.
+    """All English words of this module, sorted: the lists and words of Python's documentation.
 
-    Of the latter those in small letters, 4 to 12 of them, that stand in it at least twice.
+    The latter are lower-case words of 4 to 12 letters that occur at least twice.
     """
     counts = Counter(re.findall(r"(?<![\w.'-])[a-z]{4,12}(?![\w'-])", python_topics()))
     common = {word for word, count in counts.items() if count > 1}
@@ -97,32 +96,37 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def word_stream(draw: random.Random) -> Iterator[str]:
-    """Distinct words without end: the vocabulary in a drawn order, then invented ones."""
+    """Endless distinct words: the vocabulary in a drawn order, then invented ones."""
     known = list(vocabulary())
     draw.shuffle(known)
     yield from known
+    yield from distinct(lambda: "".join(_syllable(draw) for _ in range(3)), known)
+
+
+def distinct(make: Callable[[], str], known: Iterable[str] = ()) -> Iterator[str]:
+    """What `make` returns, without `known` items and repetitions."""
     seen = set(known)
     while True:
-        word = "".join(_syllable(draw) for _ in range(3))
-        if word not in seen:
-            seen.add(word)
-            yield word
+        item = make()
+        if item not in seen:
+            seen.add(item)
+            yield item
 
 
 class Growing:
-    """As many items of a stream as are asked for, always the same ones first."""
+    """The first items of a stream, which are kept for the next call."""
 
     def __init__(self, stream: Iterator[str]):
         self._stream, self._found = stream, list[str]()
 
     def __call__(self, number: int) -> list[str]:
-        """The first `number`."""
+        """The first `number` items."""
         self._found += itertools.islice(self._stream, max(number - len(self._found), 0))
         return self._found[:number]
 
 
 def invented_name(draw: random.Random) -> str:
-    """A capitalised name of two syllables that means nothing."""
+    """A capitalised, meaningless name of two syllables."""
     return (_syllable(draw) + _syllable(draw)).capitalize()
 
 

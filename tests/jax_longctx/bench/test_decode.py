@@ -1,4 +1,4 @@
-"""`bench decode` on a tiny shape: what it times is what it says, and its predictions add up."""
+"""`bench decode` and `bench e2e` on a tiny shape: times and predictions are of what they say."""
 
 import json
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jax_longctx.bench import decode
+from jax_longctx.bench import decode, e2e
 from jax_longctx.cli.main import app
 from jax_longctx.models import presets
 
@@ -65,6 +65,30 @@ def test_some_layers_stand_for_all(tiny_preset, monkeypatch):
     # Embedding rows but one are not read; the head is.
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
     assert whole["bytes"] - whole["read"] == 2 * (5 * layer + 32 + 128 * 32)
+
+
+@pytest.mark.slow
+def test_end_to_end_ratios_are_against_the_roofline_and_the_baseline(tiny_preset, monkeypatch):
+    theirs = {"first_token": 2.0, "decode_step": 0.5, "compiled_step": 0.25}
+    monkeypatch.setattr(e2e, "copy_bandwidth", lambda: 1e11)
+    monkeypatch.setattr(e2e, "run_peer", lambda *_, **how: {"100": theirs})
+    args = ["bench", "e2e", "--model", "tiny", "--context", "100", "--runs", "1", "--chunk", "64"]
+    result = CliRunner().invoke(app, [*args, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["baseline"] for row in rows] == [
+        "transformers sdpa",
+        "roofline",
+        "transformers sdpa",
+        "transformers compiled",
+    ]
+    # Weights but the embedding table, and keys and values of 100 tokens, in bfloat16.
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+    moved = 2 * (2 * layer + 32 + 128 * 32) + 100 * 2 * 2 * 8 * 2 * 2
+    wanted = [2.0, moved / 1e11, 0.5, 0.25]
+    assert [row["baseline_seconds"] for row in rows] == pytest.approx(wanted)
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["seconds"] / row["baseline_seconds"])
 
 
 @pytest.mark.parametrize("layers", ["1", "3"])

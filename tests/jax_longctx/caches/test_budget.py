@@ -1,11 +1,13 @@
 """Budgeted storage: which tokens stay, in which order, and what stands beside them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.caches import BudgetCache, choose, replace_one
+from jax_longctx.caches import BudgetCache, choose
 
 SIZE = 5
 # Rows that have room, are full, take nothing, and are empty; the score of the newest comes last.
@@ -35,8 +37,8 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("keep", [choose, replace_one])
-def test_the_best_stay_in_order_with_their_sums(keep):
+@pytest.mark.parametrize("one", [False, True])
+def test_the_best_stay_in_order_with_their_sums(one):
     rows = len(LENGTH)
     slots = 10.0 + np.arange(SIZE + 1)
     # Key, value, token and sums of a slot all tell its number; slots beyond the length are garbage.
@@ -55,7 +57,9 @@ def test_the_best_stay_in_order_with_their_sums(keep):
     scores = np.where(present, SCORES, -np.inf)[:, None]
     count = np.minimum(LENGTH + READ, SIZE)
     arrays = (newest, -newest, scores, sums, count, READ)
-    got = jax.jit(keep)(cache, *(jnp.array(array) for array in arrays))
+    got = jax.jit(functools.partial(choose, one=one))(
+        cache, *(jnp.array(array) for array in arrays)
+    )
     np.testing.assert_array_equal(got.length, count)
     np.testing.assert_array_equal(got.position, LENGTH + 10 + READ)
     for row in range(rows):

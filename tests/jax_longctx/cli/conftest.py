@@ -48,7 +48,7 @@ def checkpoints(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def loads(tiny, tmp_path_factory, monkeypatch):
-    """`jax_longctx.load` returns the tiny model for `m` and `model`; its arguments are listed."""
+    """`load` returns the tiny model for `m` and `model`; its arguments are listed."""
     enter_checkpoints(tmp_path_factory, monkeypatch)
     calls = []
 
@@ -56,7 +56,7 @@ def loads(tiny, tmp_path_factory, monkeypatch):
         calls.append((checkpoint, options))
         return tiny
 
-    monkeypatch.setattr(jax_longctx, "load", load, raising=False)
+    monkeypatch.setattr("jax_longctx.api.load", load)
     return calls
 
 

@@ -73,6 +73,21 @@ def test_methods_table_and_json_say_the_same(run):
         assert json.loads(alone) == record
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_methods_lists_the_others_where_one_file_is_bad(run, monkeypatch, tmp_path, flags):
+    from jax_longctx.methods import METHODS
+
+    (tmp_path / "bad_method.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kept = {name: METHODS.data[name] for name in ("full", "quest")}
+    monkeypatch.setattr(METHODS, "data", {**kept, "bad": "bad_method"})
+    result = run("methods", *flags)
+    assert result.exit_code == 2
+    assert "full" in result.stdout and "quest" in result.stdout
+    said = "error: method 'bad': bad_method cannot be imported: SyntaxError: "
+    assert result.stderr.splitlines()[-1].startswith(said)
+
+
 def test_methods_show_what_their_caches_cost(run):
     def memory(*args):
         return json.loads(run("methods", *args, "--json").stdout)["memory"]

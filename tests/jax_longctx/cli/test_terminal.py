@@ -66,8 +66,8 @@ def test_progress_on_a_terminal_leaves_nothing_and_gives_the_cursor_back(capsys,
 @pytest.mark.parametrize(
     ("doing", "unit", "detail"),
     [
-        ("reading", "tokens", None),
-        ("converting", "bytes", None),
+        ("reading", "tokens", ""),
+        ("converting", "bytes", ""),
         ("training", "steps", "loss 2.3456, 12,345 tokens/s, MFU 12.3%, peak 3.4 GiB"),
         ("answering", "rows", "1,234 tokens/s, 0 with an error"),
         (
@@ -82,8 +82,8 @@ def test_progress_stays_in_one_row(capsys, monkeypatch, width, doing, unit, deta
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr(terminal_module, "memory_used", lambda: 123 * 1024**3)
-    with Terminal().progress(doing, unit, detail and (lambda: detail)) as update:
-        update(1_234_567, 4_098_765)
+    with Terminal().progress(doing, unit) as update:
+        update(1_234_567, 4_098_765, detail)
     shown = rows(capsys.readouterr().err)
     assert max(map(len, shown)) < width
     count = "1.2 MiB of 3.9 MiB" if unit == "bytes" else f"1,234,567/4,098,765 {unit}"

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_longctx.contract import merging
+from jax_longctx.contract.context import by_gather, by_sum, merge_cost, merge_way
 from jax_longctx.planning.compiled import count_collectives
 from jax_longctx.sharding import make_mesh
 
-WAYS = [merging.by_sum, merging.by_gather]
+WAYS = [by_sum, by_gather]
 
 
 def over(shards, way, out, lse, devices=None):
@@ -58,7 +58,7 @@ def test_every_shard_gets_the_attention_over_all(way, shards, dtype):
 
 def test_the_order_of_the_shards_does_not_matter():
     out, lse = parts(4, "float32")
-    run = over(4, merging.by_gather, out, lse)
+    run = over(4, by_gather, out, lse)
     other = [2, 0, 3, 1]
     for mine, theirs in zip(run(out, lse), run(out[other, :], lse[other, :]), strict=True):
         np.testing.assert_allclose(mine[0], theirs[0], atol=1e-6)
@@ -66,14 +66,14 @@ def test_the_order_of_the_shards_does_not_matter():
 
 def received(shards, way):
     """Bytes that a device receives by the module's account, for one query of 32 heads of 128."""
-    if way is merging.by_gather:
+    if way is by_gather:
         return (shards - 1) * 32 * (2 * 128 + 4)
     return 2 * (shards - 1) / shards * 32 * (4 * 128 + 8)
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("shards", [2, 4, 8])
-@pytest.mark.parametrize(("way", "collectives"), [(merging.by_sum, 2), (merging.by_gather, 1)])
+@pytest.mark.parametrize(("way", "collectives"), [(by_sum, 2), (by_gather, 1)])
 def test_the_compiled_program_sends_what_is_said(shards, way, collectives):
     out = jnp.zeros((shards, 1, 1, 32, 128), jnp.bfloat16)
     lse = jnp.zeros((shards, 1, 1, 32), jnp.float32)
@@ -81,14 +81,14 @@ def test_the_compiled_program_sends_what_is_said(shards, way, collectives):
     count, results = count_collectives(text)
     assert count == collectives
     # A gather's result holds the own part too; an all-reduce's travels twice, but for its own.
-    if way is merging.by_gather:
+    if way is by_gather:
         assert results == received(shards, way) * shards / (shards - 1)
     else:
         assert results == received(shards, way) / 2 * shards / (shards - 1)
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(("way", "collectives"), [(merging.by_sum, 2), (merging.by_gather, 1)])
+@pytest.mark.parametrize(("way", "collectives"), [(by_sum, 2), (by_gather, 1)])
 def test_for_v5e_too(way, collectives):
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
@@ -106,10 +106,10 @@ def test_for_v5e_too(way, collectives):
 
 
 def test_decode_gathers_and_long_prefill_over_many_shards_sums():
-    way = functools.partial(merging.choose, width=128, itemsize=2)
-    assert way(32, shards=2) is way(32, shards=16) is merging.by_gather
+    way = functools.partial(merge_way, width=128, itemsize=2)
+    assert way(32, shards=2) is way(32, shards=16) is by_gather
     # 512 queries: less to receive for two shards, as much for four, twice as much for eight.
-    assert way(512 * 32, shards=2) is way(512 * 32, shards=4) is merging.by_gather
-    assert way(512 * 32, shards=8) is merging.by_sum
-    assert merging.cost(32, 128, 2, 4) == (received(4, merging.by_gather), 1)
-    assert merging.cost(512 * 32, 128, 2, 8) == (512 * received(8, merging.by_sum), 2)
+    assert way(512 * 32, shards=2) is way(512 * 32, shards=4) is by_gather
+    assert way(512 * 32, shards=8) is by_sum
+    assert merge_cost(32, 128, 2, 4) == (received(4, by_gather), 1)
+    assert merge_cost(512 * 32, 128, 2, 8) == (512 * received(8, by_sum), 2)

@@ -12,7 +12,7 @@ from jax_longctx.cli import demo, process
 from jax_longctx.cli import eval as eval_module
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.evaluation import runner, suite
+from jax_longctx.evaluation import config, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import read_rows
 
@@ -113,8 +113,8 @@ def test_a_suite_by_its_name(run, loads, small, tmp_path, monkeypatch):
     folder.mkdir()
     part = 'methods = ["full"]\ntasks = ["small"]\nlengths = [64]\ntrials = 1\n'
     (folder / "some.toml").write_text(f'title = "Some"\n[[part]]\n{part}')
-    monkeypatch.setattr(suite, "PAPERS", folder)
-    monkeypatch.setattr(suite, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(config, "PAPERS", folder)
+    monkeypatch.setattr(config, "SUITES", tmp_path / "none")
     out = tmp_path / "out"
     result = run("eval", "--suite", "paper:some", "--output", out)
     assert result.exit_code == 2 and "name one with --checkpoint" in result.stderr

@@ -13,9 +13,9 @@ def words(text):
 
 
 def hide(haystack, *, tokens, depth, start=0):
-    """A text with one sentence in it, and how many of its tokens come before."""
+    """A text with one sentence in it, and the share of the other tokens that come before it."""
     filled = haystack.fill([(depth, NEEDLE)], tokens=tokens, start=start)
-    return filled.text, filled.before[0]
+    return filled.text, filled.depths[0]
 
 
 def numbered(count):
@@ -25,11 +25,12 @@ def numbered(count):
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("tokens", [100, 1000])
 def test_place_and_size(tokens, depth):
-    text, before = hide(Haystack(numbered(1000), words), tokens=tokens, depth=depth)
+    text, share = hide(Haystack(numbered(1000), words), tokens=tokens, depth=depth)
     head, _, tail = text.partition(NEEDLE)
-    assert words(head) == before
+    around = words(text) - words(NEEDLE)
+    assert words(head) == pytest.approx(share * around)
     assert tokens - 4 < words(text) <= tokens
-    assert before == pytest.approx(depth * (tokens - words(NEEDLE)), abs=4)
+    assert share == pytest.approx(depth, abs=4 / around)
     # Nothing of the text is lost or cut: it is the numbered sentences with one more between.
     assert (head.strip() + " " + tail.strip()).strip() == numbered((words(text) - 5) // 4)
 
@@ -55,9 +56,10 @@ def test_a_text_whose_joints_cost_tokens_is_no_longer_than_asked():
 @pytest.mark.parametrize("depth", [0.11, 0.37, 0.5, 0.83])
 def test_needle_stands_between_whole_sentences_of_real_text(depth):
     source = python_topics()
-    text, before = hide(Haystack(source, words), tokens=2000, depth=depth)
+    text, share = hide(Haystack(source, words), tokens=2000, depth=depth)
     head, _, tail = text.partition(f"\n\n{NEEDLE}\n\n")
-    assert words(head) == before
+    around = words(text) - words(NEEDLE)
+    assert words(head) == pytest.approx(share * around)
     assert source.startswith(head)
     between = source[len(head) : source.index(tail, len(head))]
     assert between and not between.strip()
@@ -71,11 +73,12 @@ def test_several_sentences_stand_at_their_depths_in_order(inline):
         needles, tokens=505, start=3, head="Look out. ", inline=inline
     )
     assert filled.tokens == words(filled.text) == 505 - (505 - 6) % 4
-    assert filled.around == 4 * (499 // 4)
+    around = words(filled.text) - 2 - len(needles)
+    assert around == 4 * (499 // 4)
     before = [words(filled.text.partition(text)[0]) for _, text in needles]
     # The head has two words, and each sentence before one more.
-    assert filled.before == tuple(n - 2 - i for i, n in enumerate(before))
-    assert filled.before == (0, 124, 124, filled.around)
+    assert filled.depths == tuple((n - 2 - i) / around for i, n in enumerate(before))
+    assert filled.depths == (0, 124 / around, 124 / around, 1)
     gap = " " if inline else "\n\n"
     assert f"{gap}Second.{gap}Third.{gap}Sentence" in filled.text
     assert filled.text.startswith(f"Look out. First.{gap}Sentence 3 stands")

@@ -193,7 +193,7 @@ def test_rows_of_another_run_are_left_alone(small, tiny, tmp_path):
         evaluate(tiny, tmp_path, config(trials=1, seed=1))
     assert (tmp_path / "rows.jsonl").read_bytes() == before
     (tmp_path / "rows.jsonl").write_text('{"format": 9}\n')
-    with pytest.raises(InputError, match="no file of rows: format 9, expected 1"):
+    with pytest.raises(InputError, match="not a file of rows: format 9, expected 1"):
         evaluate(tiny, tmp_path, config(trials=1))
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_longctx.errors import InputError
-from jax_longctx.evaluation import suite
+from jax_longctx.errors import ConfigError
+from jax_longctx.evaluation.config import read_suite, suites
 from jax_longctx.evaluation.runner import check_config
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.methods import make_method
@@ -17,9 +17,9 @@ from jax_longctx.studies.published import PUBLISHED
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("name", suite.suites())
+@pytest.mark.parametrize("name", suites())
 def test_every_method_and_task_of_a_suite_is_made(name):
-    config = suite.read_suite(name)
+    config = read_suite(name)
     check_config(config)
     assert config.title and config.about
     assert set(config.published) <= {table.paper for table in PUBLISHED}
@@ -39,13 +39,13 @@ def test_suites_are_part_of_the_package():
         for pattern in data[f"jax_longctx.{package}"]
         for path in (ROOT / "jax_longctx" / package).glob(pattern)
     }
-    assert sum(name.endswith(".toml") for name in found) == len(suite.suites()) + 1
+    assert sum(name.endswith(".toml") for name in found) == len(suites()) + 1
     assert {"studies/published.toml", "evaluation/templates/report.html"} <= found
 
 
 def test_unknown_suites_are_named():
-    with pytest.raises(InputError, match="unknown suite 'smoek'"):
-        suite.read_suite("smoek")
+    with pytest.raises(ConfigError, match="unknown suite 'smoek'"):
+        read_suite("smoek")
 
 
 def methods(part, name, length):
@@ -57,7 +57,7 @@ def methods(part, name, length):
 
 def parts(name):
     """A paper's suite and its parts, by the words before the first comma."""
-    config = suite.read_suite(f"paper:{name}")
+    config = read_suite(f"paper:{name}")
     return config.run, {part.name.partition(",")[0]: part for part in config.part}
 
 

@@ -5,10 +5,10 @@ import numpy as np
 
 def in_order(cache, method):
     """Each row's and head's tokens that the step could read, the first to leave first."""
-    order, size = cache.order, cache.order.chosen.shape[2] + 1
+    order, size = cache.partial, cache.partial.chosen.shape[2] + 1
     limits = size
     if not method.evict_on_push:
-        limits = size = cache.partial.k.shape[2]
+        limits = size = order.k.shape[2]
     elif method.budget is None:
         limits = order.count + 1
     tokens = np.asarray(order.tokens(limits, size))

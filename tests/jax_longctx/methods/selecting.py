@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_longctx.caches import AppendCache
+from jax_longctx.caches import AppendCache, with_store
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.methods.resa import Resa
 from jax_longctx.models.config import RopeConfig
@@ -110,7 +110,7 @@ def filled(base: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any) -> Any
     """A selector's cache with these keys and values in it."""
     ctx, shape = plain_context(), layer_shape(q, k)
     store = AppendCache(k, v, lengths, lengths, lengths, lengths)
-    cache = base.adopt(base.init_cache(shape).with_store(store), ctx)
+    cache = base.adopt(with_store(base.init_cache(shape), store), ctx)
     return dataclasses.replace(cache, prompt=prompts)
 
 

@@ -180,7 +180,7 @@ def test_a_second_question_and_a_saved_context(form, tmp_path):
 @each_form
 def test_a_question_longer_than_the_cache_is_refused(form):
     engine, contexts, questions = engine_of(form), random_rows([9]), random_rows([25], seed=1)
-    words = f"{type(engine.method).__name__}: the question has 25 tokens, more than the cache's"
+    words = f"{engine.method.name}: the question has 25 tokens, more than the cache's"
     if form == "standard":
         with pytest.raises(InputError, match=words):
             list(engine.method.segments(Prompt("question", 8, question=questions)))
@@ -194,9 +194,9 @@ def test_a_question_longer_than_the_cache_is_refused(form):
 @each_form
 def test_bad_settings(form):
     method = FORMS[form]
-    name = method.__name__
+    name = method.name
     for settings, said in [
-        ({"chunk": 0}, "chunk must be at least 1 token, got 0"),
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
         ({"sink": -1}, "sink must be at least 0, got -1"),
         ({"budget": 8, "chunk": 9}, "budget 8 less chunk 9 leaves -1 tokens"),
         ({"budget": 12, "chunk": 9, "sink": 4}, "leaves 3 tokens, but the method always keeps 4"),

@@ -143,10 +143,10 @@ def test_an_evicting_step_reads_the_statistics_too(own, citrus):
 def test_defaults_and_bad_settings():
     assert (H2O(budget=16).window, H2O(budget=300, protocol="citrus").window) == (8, 0)
     for settings, said in [
-        ({"recent": -1}, "H2O: recent must be at least 0, got -1"),
+        ({"recent": -1}, "h2o: recent must be at least 0, got -1"),
         ({"budget": 8, "recent": 9}, "budget 8 leaves 8 tokens, but the method always keeps 9"),
         ({"budget": 0, "recent": 0}, "budget 0 leaves 0 tokens, but the method always keeps 1"),
-        ({"chunk": 0}, "H2O: chunk must be at least 1 token, got 0"),
+        ({"chunk": 0}, "h2o: chunk must be at least 1, got 0"),
         (
             {"budget": 20, "chunk": 16, "recent": 5, "protocol": "citrus"},
             "budget 20 less chunk 16 leaves 4 tokens, but the method always keeps 5",

@@ -101,11 +101,11 @@ def test_a_second_question_and_a_saved_context(engine, tmp_path):
 
 def test_bad_input(engine):
     for settings, said in [
-        ({"alpha": 1.5}, "alpha must lie within 0 and 1, got 1.5"),
-        ({"alpha": float("nan")}, "alpha must lie within 0 and 1, got nan"),
+        ({"alpha": 1.5}, "alpha must be from 0 to 1, got 1.5"),
+        ({"alpha": float("nan")}, "alpha must be from 0 to 1, got nan"),
         ({"budget": 9, "chunk": 9}, "budget 9 less chunk 9 leaves 0 tokens"),
     ]:
-        with pytest.raises(ConfigError, match=f"H2OShared: {said}"):
+        with pytest.raises(ConfigError, match=f"h2o-shared: {said}"):
             H2OShared(**settings)
-    with pytest.raises(InputError, match="H2OShared: the question has 25 tokens"):
+    with pytest.raises(InputError, match="h2o-shared: the question has 25 tokens"):
         engine.prefill(random_rows([9]), reserve=8, questions=random_rows([25], seed=1))

@@ -18,7 +18,6 @@ from jax_longctx.engine import programs
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.snapkv import SnapKV
-from jax_longctx.parts.partial import FifoCache
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.leaving import in_order, leaving, partly
@@ -78,9 +77,9 @@ class Seen:
 def resized(cache, method):
     """The context's cache with an empty partial one of the method's own kind and size."""
     size = method.budget or math.ceil(method.ratio * cache.store.k.shape[2])
-    chosen = np.full((*cache.order.chosen.shape[:2], size), -1, np.int32)
-    order = dataclasses.replace(cache.order, chosen=chosen)
-    partial = order if method.indexed else dataclasses.replace(cache.partial, order=order)
+    chosen = np.full((*cache.partial.chosen.shape[:2], size), -1, np.int32)
+    buffers = dict.fromkeys("kv") if method.indexed else {}
+    partial = dataclasses.replace(cache.partial, chosen=chosen, **buffers)
     return dataclasses.replace(cache, partial=partial)
 
 
@@ -196,7 +195,7 @@ def test_ragged_rows_equal_numpy_row_by_row(changes):
 def test_a_ratio_is_of_the_prompt_whatever_the_capacity():
     """Thrice the slots make a longer list, of which a row fills what its prompt says."""
     seen = decode(slots=384, **(ratio := {"budget": None, "ratio": 0.2}))
-    assert seen[0].caches[0].order.chosen.shape[2] == 77
+    assert seen[0].caches[0].partial.chosen.shape[2] == 77
     compare(seen, dataclasses.replace(METHOD, **ratio))
     assert [step.lists for step in seen] == [step.lists for step in decode(**ratio)]
 
@@ -328,8 +327,8 @@ def test_rk_9_a_list_of_tokens_is_the_same_as_their_keys():
     assert [step.lists for step in seen] == [step.lists for step in decode()]
     # The list of the newest step is what its buffers hold: keys of the full cache.
     for cache in decode()[-1].caches:
-        assert isinstance(cache.partial, FifoCache)
-        tokens = np.asarray(cache.order.tokens(METHOD.budget + 1, METHOD.budget + 1))[..., None]
+        assert cache.partial.k is not None
+        tokens = np.asarray(cache.partial.tokens(METHOD.budget + 1, METHOD.budget + 1))[..., None]
         gathered = np.take_along_axis(cache.store.k, np.maximum(tokens, 0), axis=2)
         held = cache.partial.k[:, :, : METHOD.budget + 1]
         np.testing.assert_array_equal(np.where(tokens < 0, held, gathered), held)

@@ -1,4 +1,4 @@
-"""RefreshKV: what its decode program reads and copies, its sizes, and words about bad settings."""
+"""refreshkv: what its decode program reads and copies, its sizes, and words about bad settings."""
 
 import functools
 import re
@@ -121,7 +121,7 @@ def test_without_a_budget_there_is_room_for_a_share_of_any_prompt():
     )
     for settings, size in [({}, 32), ({"ratio": 0.3}, 77), ({"ratio": 1e-3}, 1)]:
         cache = jax.eval_shape(functools.partial(RefreshKV(**settings).init_cache, shape))
-        assert cache.order.chosen.shape[2] == size
+        assert cache.partial.chosen.shape[2] == size
     method = RefreshKV(ratio=0.3)
     cache = jax.eval_shape(functools.partial(method.init_cache, shape))
     token = 2 * 2 * 2 * 8 * 4
@@ -144,7 +144,7 @@ def test_a_partial_cache_grows_with_what_it_holds(settings, shapes):
         tiny_engine(config=tiny_config(num_layers=1)).setup, 2, 256, 16
     )
     cache = jax.eval_shape(lambda: grow((RefreshKV(**settings).init_cache(shape),), 256)[0])
-    assert (cache.order.chosen.shape[2], cache.partial.k.shape[2]) == shapes
+    assert (cache.partial.chosen.shape[2], cache.partial.k.shape[2]) == shapes
     assert cache.store.k.shape[2] == 512
 
 
@@ -175,10 +175,10 @@ def test_shards_agree_on_a_full_step(indexed):
 def test_bad_settings_are_refused(settings, said):
     with pytest.raises(ConfigError) as error:
         make_method("refreshkv", settings)
-    assert str(error.value).startswith(f"RefreshKV: {said}")
+    assert str(error.value).startswith(f"refreshkv: {said}")
     assert "\n" not in str(error.value)
 
 
 def test_a_sliding_window_is_refused():
-    with pytest.raises(ConfigError, match=r"RefreshKV: .* sliding window of 16 tokens"):
+    with pytest.raises(ConfigError, match=r"refreshkv: .* sliding window of 16 tokens"):
         RefreshKV().validate(tiny_config(windows=(None, 16)))

@@ -121,10 +121,10 @@ def test_a_second_question_and_a_saved_context(own, tmp_path):
 
 def test_bad_settings():
     for settings, said in [
-        ({"sink": -1}, "RoCo: sink must be at least 0, got -1"),
-        ({"protected_last": -2}, "RoCo: protected_last must be at least 0, got -2"),
-        ({"recent_ratio": 1.0}, "RoCo: recent_ratio must be at least 0 and below 1, got 1.0"),
-        ({"decode_recent_ratio": -0.1}, "RoCo: decode_recent_ratio must be at least 0"),
+        ({"sink": -1}, "roco: sink must be at least 0, got -1"),
+        ({"protected_last": -2}, "roco: protected_last must be at least 0, got -2"),
+        ({"recent_ratio": 1.0}, "roco: recent_ratio must be at least 0 and below 1, got 1.0"),
+        ({"decode_recent_ratio": -0.1}, "roco: decode_recent_ratio must be at least 0"),
         ({"budget": 13}, "budget 13 leaves 13 tokens, but the method always keeps 14"),
         (
             {"budget": 32, "chunk": 19, "protocol": "citrus"},

@@ -88,7 +88,7 @@ def compare(engine, caches, **changes):
     oracles = [oracle(engine, row, **changes) for row in range(4)]
     kept = []
     for column, (logits, held) in enumerate(decoded(engine, caches, **changes)):
-        kept = [in_order(cache.order, limit) for cache in held]
+        kept = [in_order(cache, limit) for cache in held]
         for row, expected in enumerate(oracles):
             np.testing.assert_allclose(logits[row], expected.step(ANSWERS[row][column]), atol=1e-4)
             for layer, lists in enumerate(kept):
@@ -146,7 +146,7 @@ def test_sn_2_what_stays_equals_numpy(whole, changes):
     setup = dataclasses.replace(engine.setup, method=method)
     # A layer's choice depends on its own cache alone; the second is enough.
     (cache,) = programs.finish_question(setup, caches[1:], TOTAL, reserve=8)
-    lists = in_order(cache.order, method.budget + 1)
+    lists = in_order(cache, method.budget + 1)
     assert lists == [oracle(engine, row, **changes).lists[1] for row in range(4)]
 
 
@@ -182,7 +182,7 @@ def test_sn_3_x10_window_1_over_the_layer_is_tova_at_once(whole):
             return causal_attend(1e4)(layer, q, k, v)
 
         forward(engine.config, oracle_params(engine), prompt, attend)
-        assert all(sorted(ids) == expected[1] for ids in in_order(kept.order, 128)[row])
+        assert all(sorted(ids) == expected[1] for ids in in_order(kept, 128)[row])
 
 
 @pytest.mark.thorough
@@ -236,11 +236,11 @@ def test_answering_reads_the_budget():
 def test_sn_4_bad_settings_are_refused(settings, said):
     with pytest.raises(ConfigError) as error:
         make_method("snapkv", settings)
-    assert str(error.value) == f"SnapKV: {said}"
+    assert str(error.value) == f"snapkv: {said}"
 
 
 def test_a_sliding_window_is_refused():
-    with pytest.raises(ConfigError, match=r"SnapKV: .* sliding window of 16 tokens"):
+    with pytest.raises(ConfigError, match=r"snapkv: .* sliding window of 16 tokens"):
         SnapKV().validate(tiny_config(windows=(None, 16)))
 
 

@@ -21,6 +21,7 @@ DECODES = {
     "resa-arkvale": {"decode.page_size": 8, "decode.selector": "arkvale"},
     "resa-ideal": {"decode.selector": "ideal"},
     "resa-frozen": {"decode.page_size": 8, "decode.growth": "frozen"},
+    "resa-first-dense": {"decode.page_size": 8, "decode.skip_layers": 1},
     "refreshkv": {},
 }
 

@@ -118,9 +118,9 @@ def test_a_second_question_and_a_saved_context(own, tmp_path):
 
 def test_bad_settings():
     for settings, said in [
-        ({"sink": -1}, "StreamingLLM: sink must be at least 0, got -1"),
+        ({"sink": -1}, "streaming-llm: sink must be at least 0, got -1"),
         ({"budget": 4, "sink": 5}, "budget 4 leaves 4 tokens, but the method always keeps 5"),
-        ({"chunk": 0}, "StreamingLLM: chunk must be at least 1 token, got 0"),
+        ({"chunk": 0}, "streaming-llm: chunk must be at least 1, got 0"),
         (
             {"budget": 16, "chunk": 13, "protocol": "citrus"},
             "budget 16 less chunk 13 leaves 3 tokens, but the method always keeps 4",

@@ -89,11 +89,11 @@ def test_a_second_question_and_a_saved_context(own, tmp_path):
 
 def test_bad_settings():
     for settings, said in [
-        ({"budget": 0}, "TOVA: budget 0 leaves 0 tokens, but the method always keeps 1"),
-        ({"chunk": 0}, "TOVA: chunk must be at least 1 token, got 0"),
+        ({"budget": 0}, "tova: budget 0 leaves 0 tokens, but the method always keeps 1"),
+        ({"chunk": 0}, "tova: chunk must be at least 1, got 0"),
         (
             {"budget": 16, "chunk": 16, "protocol": "citrus"},
-            "TOVA: budget 16 less chunk 16 leaves 0 tokens",
+            "tova: budget 16 less chunk 16 leaves 0 tokens",
         ),
     ]:
         with pytest.raises(ConfigError, match=said):

@@ -131,7 +131,7 @@ def test_a_program_holds_the_weights_and_all_caches_also_those_it_does_not_read(
     told = []
     sizes = make_plan(wanted, {}, largest=False).mesh
     found = compile_plan(wanted, sizes, lambda *step: told.append(step))
-    assert told == [(name, done, len(found)) for done, name in enumerate(found)]
+    assert told == [(done, len(found), name) for done, name in enumerate(found)]
     assert list(found) == [
         "context (anchor), 1 x 8 tokens",
         "context, 1 x 32 tokens",
@@ -172,7 +172,7 @@ def test_the_verdict_takes_the_most_that_any_compiled_program_does(monkeypatch, 
             )
 
         def stand_in(request, sizes, progress):
-            progress("first", 0, 2)
+            progress(0, 2, "first")
             return {
                 "first": each("context", gib, 6 * gib),
                 "second": each("question", temporaries, held),
