@@ -142,8 +142,8 @@ class Engine:
         check_mesh(config, mesh)
         dtype = jnp.dtype(params["embed"]["table"].dtype)
         self.config, self.method, self.mesh = config, method, mesh
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        by_layer = on_cpu if by_layer is None else by_layer
+        if by_layer is None:
+            by_layer = bool(mesh.devices.flat[0].platform == "cpu")
         self.params = params if by_layer else stacked_layers(config, params, consume=consume)
         self.chunk, self.memory_limit = chunk, memory_limit
         self.setup = programs.Setup(config, method, mesh, dtype, chunk, by_layer)

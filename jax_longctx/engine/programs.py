@@ -286,8 +286,9 @@ def _through_run(
     """
     stacks, structure = jax.tree.flatten(run.cache)
     fields = leaf_fields(run.cache)
-    specs: list[Any] = [
-        Plane(logical_spec(("layers", *field.axes)), PartitionSpec())
+    plane: Any = Plane  # of specs here
+    specs = [
+        plane(logical_spec(("layers", *field.axes)), PartitionSpec())
         if field.in_place
         else logical_spec(field.axes)
         for field in fields

@@ -241,7 +241,7 @@ class Selecting(Appending):
         new = self.summarise(keys_BKPZH, held_BM.reshape(-1, touched, page))
         count_B = jnp.full_like(first_B, touched)
 
-        def write(old: Array, new: Array) -> Array:
+        def write(old: Any, new: Array) -> Any:
             if new.ndim == 3:
                 return write(old[..., None], new[..., None])[..., 0]
             return write_rows(old, jnp.swapaxes(new, 1, 2), first_B, count_B)

@@ -28,6 +28,7 @@ from jax_longctx.methods.resa import Resa
 from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.parts.sparse_decode import named
 from jax_longctx.studies.attention import Recorded, Recorder
+from pallas_kernels.plane import part_of
 
 LAMS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -163,7 +164,7 @@ def _kept(
     base, heads = method.base, q.shape[2]
     batch, kv_heads, slots, width = store.k.shape
     pages = slots // base.page_size
-    paged = store.k.reshape(batch, kv_heads, pages, base.page_size, width)
+    paged = part_of(store.k).reshape(batch, kv_heads, pages, base.page_size, width)
     held_BS = jnp.arange(slots) < store.length[:, None]
     digests = base.summarise(paged, held_BS.reshape(batch, pages, base.page_size))
     nothing = jnp.zeros((batch, heads), jnp.int32)
