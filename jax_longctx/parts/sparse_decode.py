@@ -88,7 +88,8 @@ def attend_fixed(
     """This shard's part of the first and the last tokens; None where there are none.
 
     Args:
-      sink, local: the most there are before and after the span.
+      sink: the most fixed tokens there are before the span.
+      local: the most fixed tokens there are after it.
     """
     if sink + local == 0:
         return None
