@@ -18,6 +18,18 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = "one-context-many-questions"
 
 
+def on_config(config: Any) -> None:
+    """Puts the files that match in place of a pattern in the navigation."""
+    docs = Path(config["docs_dir"])
+    for entry in [*config["nav"]]:
+        for title, pages in entry.items():
+            if isinstance(pages, str) and "*" in pages:
+                entry[title] = [path.relative_to(docs).as_posix() for path in docs.glob(pages)]
+                entry[title].sort()
+                if not entry[title]:
+                    config["nav"].remove(entry)
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are made from other files."""
     notebook = json.loads((ROOT / "docs" / f"{NOTEBOOK}.ipynb").read_text(encoding="utf-8"))

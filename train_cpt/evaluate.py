@@ -60,8 +60,7 @@ def drop_interval(
     """How much the mean loss fell: (estimate, lower, upper), 95% by a bootstrap over texts.
 
     Args:
-      before: mean loss of every text before training.
-      after: mean loss of every text after it.
+      before, after: mean loss of every text.
       than: the same of another method; by how much more it fell than that one's.
     """
     drops = before - after
@@ -145,8 +144,7 @@ def evaluate(
     Args:
       methods: as `parse_method` takes them.
       count: texts of the split, at even distances.
-      batch: texts that are read together.
-      chunk: tokens of each text that are read together.
+      batch, chunk: texts, and tokens of each, that are read together.
       dtype: of weights and caches; each checkpoint's own unless given.
       watch: told what is being done, gives back what to call with (done, total) scored tokens.
 

@@ -103,8 +103,7 @@ def choose(
     """Keeps each row's `count[b]` best-scored tokens of the cache and the segment, in token order.
 
     Args:
-      k: the segment's keys, as they are to be stored.
-      v: the segment's values.
+      k, v: the segment's, as they are to be stored.
       scores: of slots and tokens side by side (U = C + T), -inf where there is none; +inf is kept
         before all others. Among equals the older one stays.
       statistics: of slots and tokens, to be carried along where the cache has any.

@@ -88,8 +88,7 @@ def attend_fixed(
     """This shard's part of the first and the last tokens; None where there are none.
 
     Args:
-      sink: the most fixed tokens there are before the span.
-      local: the most fixed tokens there are after it.
+      sink, local: the most there are before and after the span.
     """
     if sink + local == 0:
         return None

@@ -37,8 +37,8 @@ def page_scores(
 
     Args:
       q: query head n is scored against the pages of kv head n // G.
-      upper: finite in every coordinate of the pages below pages[b]; beyond lies anything.
-      lower: likewise, and nowhere above `upper`.
+      upper, lower: finite, upper >= lower, in every coordinate of the pages below pages[b]; beyond
+        lies anything.
       pages: filled pages of every row.
 
     Raises:

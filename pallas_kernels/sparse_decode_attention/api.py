@@ -42,8 +42,7 @@ def sparse_decode_attention(
     Args:
       pages: for X = K lists shared by a kv head's group, for X = N one for each query head; a page
         at most once in a list, -1 for none. With page_size 1 they are slots.
-      start: the first slot that counts; slots before it may hold anything.
-      stop: the slot behind the last that counts; slots from it on may hold anything.
+      start, stop: what lies outside may be anything.
       prior: float32 logits of every slot, -inf for weight 0.
       prior_query: instead of `prior`, queries in q's dtype whose logits are scale prior_query.k:
         RESA's mean query.
@@ -85,9 +84,8 @@ def flat_sparse_decode_attention(
     """`sparse_decode_attention` over one list of (kv head, page) entries a row, in any order.
 
     Args:
-      heads: entry e of row b is page pages[b, e] of kv head heads[b, e], at most once in a row; -1
-        for none.
-      pages: as `heads` says; -1 for none.
+      heads, pages: entry e of row b is page pages[b, e] of kv head heads[b, e], at most once in a
+        row; -1 in either for none.
 
     The other arguments and the results are those of `sparse_decode_attention`.
     """

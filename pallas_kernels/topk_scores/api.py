@@ -40,9 +40,7 @@ def topk_scores(
     a few tolerances apart.
 
     Args:
-      start: the first slot that counts, clipped to 0..S; slots before it may hold anything.
-      stop: the slot behind the last that counts, clipped likewise; slots from it on may hold
-        anything.
+      start, stop: taken as 0 below 0 and as S above S; what lies outside may be anything.
       count: how many slots, 1 to 16.
       tolerance: finite, at least 0; a few times the scores' rounding error, and far below the
         difference of scores that mean something. None is 0: equal scores alone tie.
