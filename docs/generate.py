@@ -3,10 +3,10 @@
     python docs/generate.py            # writes them
     python docs/generate.py --check    # writes nothing; exit code 1 where a page is stale
 
-Cards come from each method's metadata, its settings and their docstrings, from `jax-longctx methods`
-and from docs/methods.toml (papers, and limits that no metadata states); the text before them is
-docs/choosing.in.md. The command reference comes
-from the command line's own declarations.
+A method's card comes from its metadata, its settings and their docstrings, `jax-longctx methods`,
+docs/methods.toml (papers, and limits that no metadata states) and a committed result. The text
+before the cards is docs/choosing.in.md. The command reference comes from the command line's own
+declarations.
 """
 
 import argparse
