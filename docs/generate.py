@@ -311,6 +311,8 @@ def markdown(text: str) -> str:
             continue
         if block.startswith("    "):
             lines = "\n".join(line.removeprefix("    ") for line in block.splitlines())
+            # The terminal shows a long command in several lines; a shell needs a backslash there.
+            lines = re.sub(r"\n *-", r" \\\n  -", lines)
             if parts and parts[-1].startswith("```sh"):
                 parts[-1] = f"{parts[-1].removesuffix('```')}{lines}\n```"
             else:

@@ -16,6 +16,10 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = "one-context-many-questions"
+# A script, style sheet or picture of another site.
+_LOADED = re.compile(
+    r'<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)="?((?:https?:)?//[^\s">]+)'
+)
 
 
 def on_config(config: Any) -> None:
@@ -44,9 +48,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_post_build(config: Any) -> None:
-    """Fails the build when a public name has no entry in the API reference."""
-    pages = (Path(config["site_dir"]) / "api").glob("*.html")
-    ids = {name for page in pages for name in re.findall(r'id="([\w.]+)"', page.read_text("utf-8"))}
+    """Fails the build when the API reference lacks a public name, or a page loads from a site."""
+    site = Path(config["site_dir"])
+    ids: set[str] = set()
+    for page in site.rglob("*.html"):
+        text = page.read_text("utf-8")
+        if loaded := _LOADED.search(text):
+            raise PluginError(f"{page.relative_to(site)} loads {loaded[1]}; keep a copy in docs/")
+        if page.parent.name == "api":
+            ids |= set(re.findall(r'id="([\w.]+)"', text))
     missing = sorted(set(public_names()) - ids)
     if missing:
         raise PluginError(
