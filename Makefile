@@ -52,9 +52,10 @@ format: $(VENV)/.dev-ready ## Format, and repair the lint that can be repaired.
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-# The variable silences a notice of the theme about a later mkdocs.
+# Not with --quiet: it drops the warnings that --strict counts. The variable silences a notice of
+# the theme about a later mkdocs.
 docs: $(VENV)/.dev-ready ## The documentation's site, in site/; any broken link or reference fails.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 docs-pages: $(VENV)/.dev-ready ## Write the generated pages of docs/: methods, commands, pictures.
 	$(BIN)/python docs/generate.py $(ARGS)

@@ -170,6 +170,15 @@ def test_a_build_fails_on_a_missing_name_and_on_what_it_would_load(tmp_path):
         hooks.on_post_build({"site_dir": tmp_path})
 
 
+def test_the_site_is_built_strictly():
+    # With --quiet mkdocs drops warnings before --strict counts them.
+    (command,) = re.findall(r"^\t.*mkdocs build.*$", read(ROOT / "Makefile"), re.MULTILINE)
+    assert "--strict" in command and not {"-q", "--quiet"} & set(command.split())
+    assert re.search(r"^run docs make docs$", read(ROOT / ".ci/run"), re.MULTILINE)
+    rules = yaml.safe_load(read(ROOT / "mkdocs.yml"))["validation"]
+    assert {rule for group in rules.values() for rule in group.values()} == {"warn"}
+
+
 def test_the_notebook_becomes_a_page_with_its_pictures():
     hooks = load("hooks")
     notebook = json.loads(read(DOCS / f"{hooks.NOTEBOOK}.ipynb"))
@@ -384,7 +393,7 @@ def workplace(tmp_path_factory):
     from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
 
     folder = tmp_path_factory.mktemp("docs")
-    config = hf_config(vocab_size=300)
+    config = hf_config(vocab_size=300) | {"max_position_embeddings": 8192}
     write_checkpoint(folder / "hf", config, random_state(config))
     write_tokenizer(folder / "hf")
     result = CliRunner().invoke(app, ["convert", str(folder / "hf"), str(folder / "demo-model")])
