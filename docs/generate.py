@@ -71,7 +71,8 @@ def methods_page() -> str:
     command = ["methods", "--context", str(CONTEXT), "--json"]
     result = CliRunner().invoke(app, command)
     if result.exit_code:
-        raise SystemExit(f"jax-longctx {' '.join(command)} failed: {result.output}")
+        said = result.output.strip().splitlines()[-1:]
+        raise SystemExit(f"jax-longctx {' '.join(command)} failed: {' '.join(said)}")
     entries = [json.loads(line) for line in result.stdout.splitlines()]
     known = [entry for entry in entries if entry["name"] in own_methods()]
     read = {entry["name"]: entry["memory"].get("read_bytes", 0) for entry in known}
