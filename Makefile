@@ -64,8 +64,9 @@ hooks: $(VENV)/.dev-ready ## Let git run format, lint and types before each comm
 	$(BIN)/pre-commit install
 
 clean: ## Remove what the tools made: environment, caches, the demo's model.
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist site demo-model *.egg-info
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist demo-model *.egg-info
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf site
 
 # What an installation depends on. The stamps say that it was finished, not merely begun.
 $(VENV)/.made:
