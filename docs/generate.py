@@ -197,8 +197,8 @@ def measured(name: str) -> str:
         return ""
     shown = []
     for task, label in tasks.items():
-        scores = [f"{r['score']}% of {r['length']:,}" for r in rows if r["task"] == task]
-        shown.append(f"{label} found in texts of so many tokens: {', '.join(scores)}")
+        scores = [f"{r['score']}% at {r['length']:,} tokens" for r in rows if r["task"] == task]
+        shown += [f"{label} found: {', '.join(scores)}"] if scores else []
     settings = rows[0].get("settings")
     how = f", with `{settings}`" if settings else ""
     return f"{run['model']}{how}: {'; '.join(shown)} ([Benchmarks](benchmarks.md))"

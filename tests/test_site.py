@@ -100,7 +100,11 @@ def test_a_card_has_the_committed_scores(tmp_path, monkeypatch):
     assert generate.measured("quest") == ""
     generate.RESULTS.write_text(json.dumps({"model": "Small", "rows": rows}))
     said = generate.measured("quest")
-    assert "Small" in said and "`budget=7`" in said and "95% of 4,096, 0% of 16,384" in said
+    assert (
+        "Small" in said
+        and "`budget=7`" in said
+        and "95% at 4,096 tokens, 0% at 16,384 tokens" in said
+    )
     assert generate.measured("h2o") == ""
 
 
@@ -255,11 +259,23 @@ def unknown(block):
             yield f"{words[0]}: the block does not begin with '# Needs: '"
 
 
+def bare_commands(path):
+    """Commands that begin a line in a block of no language, where output may stand too."""
+    for block in blocks(path, ""):
+        for text in re.findall(
+            r"^(?:\.venv/bin/)?jax-longctx (?:.*\\\n)*.*", block, flags=re.MULTILINE
+        ):
+            yield from lines_of(text)
+
+
 SHELL_BLOCKS = [(path, block) for path in PAGES for block in blocks(path, "sh", "console", "bash")]
 COMMANDS = [
     pytest.param(words, id=f"{name_of(path)}-{' '.join(words[:3])}")
-    for path, block in SHELL_BLOCKS
-    for line in lines_of(block)
+    for path, lines in [
+        *((path, lines_of(block)) for path, block in SHELL_BLOCKS),
+        *((path, bare_commands(path)) for path in PAGES),
+    ]
+    for line in lines
     for words in ours(line)
 ]
 
@@ -450,5 +466,5 @@ def test_the_quick_start_runs_as_it_stands(workplace):
     (code,) = blocks(page, "python")
     script = workplace / "quickstart.py"
     script.write_text(code)
-    answered = run_block(f'"{sys.executable}" quickstart.py', workplace)
-    assert answered.strip()
+    # The model's weights are random, so its answer is any text.
+    assert run_block(f'"{sys.executable}" quickstart.py', workplace) != ""
