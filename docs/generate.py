@@ -138,7 +138,9 @@ def card(entry: dict[str, Any], said: dict[str, str], full_read: int) -> str:
     parts = [
         f"### {entry['name']}",
         f"{entry['summary']}.",
-        table(("", ""), [(f"**{name}**", text) for name, text in rows]),
+        table(
+            ("Use", f"`--method {entry['name']}`"), [(f"**{what}**", text) for what, text in rows]
+        ),
     ]
     if entry["settings"]:
         helps = attributes(kind)
