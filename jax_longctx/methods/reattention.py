@@ -158,12 +158,19 @@ class ReAttention(Appending):
     def attend(
         self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, AppendCache]:
+        part, cache, _ = self.attend_chosen(new, cache, segment, ctx)
+        return part, cache
+
+    def attend_chosen(
+        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, AppendCache, tuple[Int[Array, "B C"], Int[Array, " B"]]]:
+        """What `attend` returns, and the scope that `choose` gave it."""
         q, k, v = new
         valid_B = segment.valid_of(CHUNK_ROWS)
         cache = append(cache, k, v, valid_B, ctx)
         scope = self.choose(q, cache, valid_B, ctx, rank=segment.variant != WHOLE)
         part = voted_keys.attend_scope(new, cache, valid_B, scope, ctx, self.position == "original")
-        return part, cache
+        return part, cache, scope
 
     def choose(
         self,
