@@ -9,8 +9,8 @@ from jaxtyping import Float
 
 from jax_longctx.evaluation.plots import Plot, drawing
 
-# Tokens of a bar.
-BIN = 50
+# Tokens of a bar: as many as ReAttention reads around one.
+BIN = 32
 _LOOKED, _ASKED, _OTHER = "#0072b2", "#d55e00", "#999999"
 
 
@@ -57,7 +57,11 @@ def _panel(axis: Any, look: Look, places: Sequence[int], number: int) -> None:
     for other, place in enumerate(places):
         asked = other == number
         axis.axvline(
-            place, color=_ASKED if asked else _OTHER, linestyle="-" if asked else ":", linewidth=1.2
+            place,
+            color=_ASKED if asked else _OTHER,
+            linestyle="-" if asked else ":",
+            linewidth=1.2,
+            zorder=0.5,
         )
         axis.annotate(
             "the fact" if asked else "another fact",
