@@ -37,7 +37,7 @@ MODEL_FOLDER = Path("demo-model")
 PICTURE = Path("demo.png")
 TOKENS = 10_000
 ANSWER_TOKENS = 10
-SETTINGS = {"local_size": 1024, "kept": 63}
+SETTINGS: dict[str, Any] = {"local_size": 1024, "kept": 63}
 NAMES = {"full": "full attention", "reattention": "ReAttention"}
 
 
