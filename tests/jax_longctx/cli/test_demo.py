@@ -13,7 +13,15 @@ from PIL import Image
 
 import jax_longctx
 from jax_longctx.cli import demo as demo_module
-from jax_longctx.cli.demo_facts import DEPTHS, FACTS, KINDS, Fact, draw_facts, write_story
+from jax_longctx.cli.demo_facts import (
+    DEPTHS,
+    FACTS,
+    KINDS,
+    Fact,
+    draw_facts,
+    first_words,
+    write_story,
+)
 from jax_longctx.cli.demo_picture import BIN, Look, picture
 from jax_longctx.cli.terminal import write_whole
 from jax_longctx.errors import InputError, LengthError
@@ -102,6 +110,20 @@ def test_each_fact_stands_once_in_its_third_and_none_among_the_newest(tiny, seed
 )
 def test_an_answer_is_right_where_it_holds_the_truth_whole(truth, answer, right):
     assert Fact("What?", "It is", truth).is_right(answer) is right
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (" boathouse. The", "boathouse"),
+        (":\n\n32162", "32162"),
+        (" 5:48\nQuestion: Who", "5:48"),
+        (' "C" module', 'C" module'),
+        (" :\n.", ""),
+    ],
+)
+def test_an_answer_is_its_first_words(said, words):
+    assert first_words(said) == words
 
 
 def test_it_finds_nothing_with_a_random_model_and_says_so(tiny_demo, tmp_path):
