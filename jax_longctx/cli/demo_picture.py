@@ -11,7 +11,7 @@ from jax_longctx.evaluation.plots import Plot, drawing
 
 # Tokens of a bar: as many as ReAttention reads around one.
 BIN = 32
-_LOOKED, _ASKED, _OTHER = "#0072b2", "#d55e00", "#999999"
+_CHOSEN, _ALWAYS, _ASKED, _OTHER = "#0072b2", "#b8d4e8", "#d55e00", "#999999"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def picture(looks: Sequence[Look], places: Sequence[int]) -> Plot:
         for number, (axis, look) in enumerate(zip(axes, looks, strict=True)):
             _panel(axis, look, places, number)
         axes[-1].set_xlabel("position in the text (tokens)")
-        figure.supylabel("tokens read, share of layers and steps", fontsize=9)
+        figure.supylabel("share of layers and steps (pale: always read)", fontsize=9)
     return Plot("where ReAttention looked", "", figure)
 
 
@@ -51,9 +51,10 @@ def _panel(axis: Any, look: Look, places: Sequence[int], number: int) -> None:
     tokens = len(look.shares)
     edges = np.arange(0, tokens, BIN)
     widths = np.diff(np.append(edges, tokens))
-    axis.bar(
-        edges, np.add.reduceat(look.shares, edges) / widths, widths, align="edge", color=_LOOKED
-    )
+    heights = np.add.reduceat(look.shares, edges) / widths
+    # The first and the newest tokens: they are not chosen, every scope holds them.
+    colours = [_ALWAYS if height > 0.999 else _CHOSEN for height in heights]
+    axis.bar(edges, heights, widths, align="edge", color=colours)
     for other, place in enumerate(places):
         asked = other == number
         axis.axvline(

@@ -198,13 +198,17 @@ def test_the_table_marks_what_is_right():
 def test_the_picture_shows_each_answers_shares_and_the_places():
     shares = np.zeros(1000)
     shares[320:352] = 0.5
+    shares[-40:] = 1
     looks = [Look("Where?", "there", True, shares), Look("Who?", "me", False, shares / 2)]
     drawn = picture(looks, [330, 700])
     assert drawn.png().startswith(b"\x89PNG")
     for number, axis in enumerate(drawn.figure.axes):
         heights = [bar.get_height() for bar in axis.patches]
-        assert np.flatnonzero(heights).tolist() == [320 // BIN]
-        assert max(heights) == pytest.approx(0.5 / (number + 1))
+        assert np.flatnonzero(heights).tolist() == [320 // BIN, 960 // BIN, 992 // BIN]
+        assert heights[320 // BIN] == pytest.approx(0.5 / (number + 1))
+        assert heights[960 // BIN] == pytest.approx(1 / (number + 1))
+        pale = [bar.get_facecolor() != axis.patches[0].get_facecolor() for bar in axis.patches]
+        assert any(pale) == (number == 0) and pale[-1] == (number == 0)
         assert [line.get_xdata()[0] for line in axis.lines] == [330, 700]
         assert [text.get_text() for text in axis.texts][number] == "the fact"
     titles = [axis.get_title(loc="left") for axis in drawn.figure.axes]
