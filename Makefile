@@ -3,7 +3,7 @@
 SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
-# Arguments handed on: `make test ARGS="-k rope"`, `make demo ARGS="--tokens 3000"`.
+# Arguments handed on: `make test ARGS="-k rope"`, `make demo ARGS="--seed 7"`.
 ARGS ?=
 # A process a core, each some 3 GB; `make test WORKERS=` runs in one.
 WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
@@ -27,7 +27,7 @@ SOURCES := jax_longctx pallas_kernels checkpoints_convert train_cpt tests docs
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo-ready ## A small real model finds a passkey in a long text (no GPU needed).
+demo: $(VENV)/.demo-ready ## Full attention and ReAttention read a long text; who finds three facts? (no GPU)
 	$(BIN)/jax-longctx demo $(ARGS)
 
 test: $(VENV)/.dev-ready ## The tests, without the slow ones and those that need a GPU.
@@ -63,8 +63,8 @@ docs-pages: $(VENV)/.dev-ready ## Write the generated pages of docs/: methods, c
 hooks: $(VENV)/.dev-ready ## Let git run format, lint and types before each commit.
 	$(BIN)/pre-commit install
 
-clean: ## Remove what the tools made: environment, caches, the demo's model.
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist demo-model *.egg-info
+clean: ## Remove what the tools made: environment, caches, the demo's model and picture.
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist demo-model demo.png *.egg-info
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf site
 
