@@ -37,6 +37,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache, append
 from jax_longctx.contract import (
     QKV,
+    Attended,
     LayerContext,
     Prompt,
     Segment,
