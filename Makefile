@@ -3,7 +3,7 @@
 SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
-# Arguments handed on: `make test ARGS="-k rope"`, `make demo ARGS="--tokens 3000"`.
+# Arguments handed on: `make test ARGS="-k rope"`, `make demo ARGS="--seed 7"`.
 ARGS ?=
 # A process a core, each some 3 GB; `make test WORKERS=` runs in one.
 WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
@@ -19,15 +19,15 @@ export PYTHONDONTWRITEBYTECODE :=
 # What is imported is compiled then; to compile all that is installed takes half as long as the rest.
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt
 # Python sources that are looked at; a folder that is not there yet would be an error.
-SOURCES := jax_longctx pallas_kernels checkpoints_convert train_cpt tests
+SOURCES := jax_longctx pallas_kernels checkpoints_convert train_cpt tests docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-thorough venv lint types format hooks clean
+.PHONY: help demo test test-slow test-thorough venv lint types format docs docs-pages hooks clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo-ready ## A small real model finds a passkey in a long text (no GPU needed).
+demo: $(VENV)/.demo-ready ## Full attention and ReAttention read a long text; who finds three facts? (no GPU)
 	$(BIN)/jax-longctx demo $(ARGS)
 
 test: $(VENV)/.dev-ready ## The tests, without the slow ones and those that need a GPU.
@@ -52,12 +52,21 @@ format: $(VENV)/.dev-ready ## Format, and repair the lint that can be repaired.
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
+# Not with --quiet: it drops the warnings that --strict counts. The variable silences a notice of
+# the theme about a later mkdocs.
+docs: $(VENV)/.dev-ready ## The documentation's site, in site/; any broken link or reference fails.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+docs-pages: $(VENV)/.dev-ready ## Write the generated pages of docs/: methods, commands, pictures.
+	$(BIN)/python docs/generate.py $(ARGS)
+
 hooks: $(VENV)/.dev-ready ## Let git run format, lint and types before each commit.
 	$(BIN)/pre-commit install
 
-clean: ## Remove what the tools made: environment, caches, the demo's model.
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist demo-model *.egg-info
+clean: ## Remove what the tools made: environment, caches, the demo's model and picture.
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist demo-model demo.png *.egg-info
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf site
 
 # What an installation depends on. The stamps say that it was finished, not merely begun.
 $(VENV)/.made:

@@ -146,6 +146,17 @@ class LongContext:
         """The model's configuration."""
         return self.engine.config
 
+    def with_method(self, method: Method) -> "LongContext":
+        """The same weights and tokenizer under another method; nothing is loaded or copied.
+
+        Raises:
+          ConfigError: the method does not fit the model or the mesh.
+        """
+        old = self.engine
+        how = {"chunk": old.chunk, "memory_limit": old.memory_limit, "by_layer": old.setup.by_layer}
+        engine = Engine(old.config, old.params, method, old.mesh, **how)
+        return LongContext(engine, self.tokenizer, self.manifest)
+
     def layout(self, chat: bool | None = None) -> PromptLayout:
         """The checkpoint's chat template around text and question; plain where there is none.
 

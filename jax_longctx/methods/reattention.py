@@ -28,7 +28,7 @@ tiles). `ReAttention.released()` computes what their code computes.
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +37,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache, append
 from jax_longctx.contract import (
     QKV,
+    Attended,
     LayerContext,
     Prompt,
     Segment,
@@ -152,13 +153,22 @@ class ReAttention(Appending):
         )
         return itertools.chain(whole, chunk_segments(rest, self.chunk, "context"))
 
-    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
+    def attend(
+        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
+    ) -> WithCache:
+        part, cache, _ = self.attend_chosen(new, cache, segment, ctx)
+        return part, cache
+
+    def attend_chosen(
+        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, AppendCache, tuple[Int[Array, "B C"], Int[Array, " B"]]]:
+        """What `attend` returns, and the scope that `choose` gave it."""
         q, k, v = new
         valid_B = segment.valid_of()
         cache = append(cache, k, v, valid_B, ctx)
         scope = self.choose(q, cache, valid_B, ctx, rank=segment.variant != WHOLE)
         part = voted_keys.attend_scope(new, cache, valid_B, scope, ctx, self.position == "original")
-        return part, cache
+        return part, cache, scope
 
     def choose(
         self,

@@ -66,7 +66,18 @@ Cache = ObservedCache | FifoCache
 
 @method(source="Li et al. 2024, section 4")
 class SnapKV(Appending):
-    """After the question, only the tokens that its end attended stay for the answer."""
+    """After the question, only the tokens that its end attended stay for the answer.
+
+    Attributes:
+      budget: tokens that each kv head keeps, the window's included.
+      window: last tokens of the prompt, whose queries choose; they always stay.
+      kernel: neighbours over which the sums of probabilities are pooled.
+      pool: the maximum or the mean of the neighbours.
+      over_group: how the query heads of a kv head share a score; `layer` is the mean of all heads.
+      decode_policy: the answer's tokens join the cache (`grow`), or each takes the place of the
+        token with the lowest score (`fifo`).
+      expand_kv: each query head keeps its own tokens, as in the authors' code.
+    """
 
     budget: int = 1024
     window: int = 32

@@ -73,8 +73,9 @@ class PartialDecoding(Appending):
     """A method whose decode steps read a partial cache.
 
     Attributes:
-      budget: tokens of the partial cache, the same for all rows; without one it is `ratio` of each
-        row's own prompt (context and question), rounded down, at least 1.
+      budget: tokens of the partial cache, the same for all rows; without one `ratio` says it.
+      ratio: share of each row's own prompt (context and question) that the partial cache holds,
+        rounded down to whole tokens, at least 1.
       kernel: neighbours over which probabilities are pooled.
       over_group: how the query heads of a kv head share a score.
       evict_on_push: a token leaves for each that comes; otherwise the partial cache grows.

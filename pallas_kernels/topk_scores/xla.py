@@ -24,11 +24,15 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
+from pallas_kernels.dispatch import platform
 from pallas_kernels.topk_scores.merge import tied_top_k
 
 # Bytes of float32 scores that are made at once: of all slots for few queries, and of a block.
 _ONE_PASS_BYTES = 64 * 2**20
 _SCORE_BYTES = 16 * 2**20
+# On a CPU a smaller block stays in its caches: of 64 queries and 2,048 keys, with 9 heads, it takes
+# 0.8 times the processor time.
+_CPU_SCORE_BYTES, _CPU_KEY_BLOCK = 8 * 2**20, 2048
 # Bytes of a block's keys, which slicing copies, and the fewest keys of a block.
 _KEY_BYTES = 32 * 2**20
 _KEY_BLOCK = 1024
@@ -95,10 +99,12 @@ def _blocks(q: Array, k: Array, tile_best: int | None) -> tuple[int, int]:
     in_place = tile_best is None or k.nbytes <= _KEY_BYTES
     if in_place and 4 * b * queries * n * slots <= _ONE_PASS_BYTES:
         return queries, slots
-    fits = max(16, _SCORE_BYTES // (4 * b * n * _KEY_BLOCK))
+    cpu = platform() == "cpu"
+    most, fewest = (_CPU_SCORE_BYTES, _CPU_KEY_BLOCK) if cpu else (_SCORE_BYTES, _KEY_BLOCK)
+    fits = max(16, most // (4 * b * n * fewest))
     query_block = min(queries, 2 ** (fits.bit_length() - 1))
-    keys = min(_SCORE_BYTES // (4 * b * n * query_block), _KEY_BYTES // (k.nbytes // slots))
-    return query_block, min(slots, max(_KEY_BLOCK, 2 ** (max(keys, 1).bit_length() - 1)))
+    keys = min(most // (4 * b * n * query_block), _KEY_BYTES // (k.nbytes // slots))
+    return query_block, min(slots, max(fewest, 2 ** (max(keys, 1).bit_length() - 1)))
 
 
 def _nothing(shape: tuple[int, ...]) -> Best:

@@ -296,3 +296,16 @@ def test_a_window_does_not_visit_the_blocks_outside_it() -> None:
         reference.cache_attention(q, *(jnp.nan_to_num(x) for x in (k, v)), lengths, **options),
         case,
     )
+
+
+def test_a_cpus_smaller_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(head_dim=16)
+    shapes = (1, 512, 9, 16), (1, 3, 1600, 16), (1, 3, 1600, 16)
+    q, k, v = _random(case, *shapes)
+    sizes, results = set(), []
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(xla, "platform", lambda platform=platform: platform)
+        sizes.add(xla._query_block(q.shape, 512))
+        results.append(xla.cache_attention(q, k, v, jnp.array([1500]), scale=0.25))
+    assert sizes == {128, 512}
+    _assert_close(*results, case)

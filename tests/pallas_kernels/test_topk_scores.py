@@ -321,3 +321,18 @@ def test_bad_arguments_are_named() -> None:
         topk_scores(q, k, start, stop, count=1, tile_best=0)
     with pytest.raises(ValueError, match="one dtype"):
         topk_scores(q.astype(jnp.bfloat16), k, start, stop, count=1)
+
+
+def test_a_cpus_smaller_blocks_rank_the_same(monkeypatch):
+    random = np.random.default_rng(7)
+    q = jnp.asarray(random.standard_normal((1, 512, 9, 16)), jnp.float32)
+    k = jnp.asarray(random.standard_normal((1, 3, 5000, 16)), jnp.float32)
+    bounds = jnp.array([32]), jnp.array([4700])
+    sizes, results = set(), []
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(xla, "platform", lambda platform=platform: platform)
+        sizes.add(xla._blocks(q, k, None))
+        results.append(xla.topk_scores(q, k, *bounds, jnp.full((1, 512, 9), 1e-4), count=4))
+    assert sizes == {(64, 2048), (256, 1024)}
+    np.testing.assert_array_equal(results[0][1], results[1][1])
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5)

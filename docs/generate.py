@@ -1,0 +1,354 @@
+"""Writes the documentation's generated files: methods.md, commands.md and the pictures.
+
+    python docs/generate.py            # writes them
+    python docs/generate.py --check    # writes nothing; exit code 1 where a page is stale
+
+A method's card comes from its metadata, its settings and their docstrings, `jax-longctx methods`,
+docs/methods.toml (papers, and limits that no metadata states) and a committed result. The text
+before the cards is docs/choosing.in.md. The command reference comes from the command line's own
+declarations.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+from docstrings import attributes  # noqa: E402
+from pictures import PICTURES  # noqa: E402
+
+from jax_longctx.cli.main import app  # noqa: E402
+from jax_longctx.errors import ConfigError  # noqa: E402
+from jax_longctx.memory import shown_bytes  # noqa: E402
+from jax_longctx.methods import METHODS, STUDIES  # noqa: E402
+from jax_longctx.models.presets import preset  # noqa: E402
+
+NOTES = ROOT / "docs/methods.toml"
+# One run of all methods; docs/benchmarks.md shows it whole.
+RESULTS = ROOT / "docs/results/methods-suite.json"
+LENGTHS = (4096, 16384, 65536)
+CONTEXT = 131072
+CHOOSING = ROOT / "docs/choosing.in.md"
+MEMORY = (
+    "The table is for Llama-3.1-8B in bfloat16 and one text of {context:,} tokens, under each "
+    "method's defaults. Memory is the KV cache and all that a method keeps beside it. *Read a "
+    "step* is what one decode step loads of it; the weights come on top. The figures are computed "
+    "from the shapes of the caches, as in `jax-longctx plan`. A method that refuses this model has "
+    "a dash. This command prints them:"
+)
+MADE_BY = "<!-- Written by docs/generate.py; change that, not this page. -->"
+PHASES = {"none": "nothing", "prefill": "prefill", "decode": "decode", "both": "prefill and decode"}
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; a `|` in a cell is escaped."""
+    lines = [[*headers], ["---"] * len(headers), *([str(cell) for cell in row] for row in rows)]
+    cells = ([cell.replace("|", r"\|").replace("\n", " ") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def notes() -> dict[str, dict[str, str]]:
+    """What docs/methods.toml says of each method."""
+    return tomllib.loads(NOTES.read_text(encoding="utf-8"))
+
+
+# -- methods ---------------------------------------------------------------------------------------
+
+
+def methods_page() -> str:
+    """The table of all methods, then a card for each."""
+    command = ["methods", "--context", str(CONTEXT), "--json"]
+    result = CliRunner().invoke(app, command)
+    if result.exit_code:
+        said = result.output.strip().splitlines()[-1:]
+        raise SystemExit(f"jax-longctx {' '.join(command)} failed: {' '.join(said)}")
+    entries = [json.loads(line) for line in result.stdout.splitlines()]
+    known = [entry for entry in entries if entry["name"] in own_methods()]
+    read = {entry["name"]: entry["memory"].get("read_bytes", 0) for entry in known}
+    rows = [
+        (
+            f"[`{entry['name']}`](#{entry['name']})",
+            entry["summary"],
+            *sizes(entry).values(),
+        )
+        for entry in known
+        if entry["name"] not in STUDIES
+    ]
+    headers = ("method", "what it does", "peak of prefill", "while answering", "read a step")
+    said = notes()
+    usual = [entry for entry in known if entry["name"] not in STUDIES]
+    studies = [entry for entry in known if entry["name"] in STUDIES]
+    command_block = f"```sh\njax-longctx {' '.join(command[:-1])}\n```"
+    parts = [
+        MADE_BY,
+        "# Methods",
+        CHOOSING.read_text(encoding="utf-8").strip(),
+        MEMORY.format(context=CONTEXT),
+        command_block,
+        table(headers, rows),
+        "## Method cards",
+        *(card(entry, said.get(entry["name"], {}), read["full"]) for entry in usual),
+        "## Emulations for studies",
+        "These compute what a paper's released code computes. Use them to compare with it only.",
+        *(card(entry, said.get(entry["name"], {}), read["full"]) for entry in studies),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def own_methods() -> list[str]:
+    """Names of this repository's methods; another package may have installed more."""
+    return [name for name, home in METHODS.data.items() if str(home).startswith("jax_longctx.")]
+
+
+def card(entry: dict[str, Any], said: dict[str, str], full_read: int) -> str:
+    """One method: what it keeps, reads and costs, when it fails, its paper, its settings."""
+    peak, resident, read = sizes(entry).values()
+    share = entry["memory"].get("read_bytes", 0) / full_read
+    paper = entry["source"]
+    if "title" in said:
+        paper += f": [{said['title']}]({said['link']})" if "link" in said else f": {said['title']}"
+    rows = [
+        ("Paper", paper),
+        ("Changes", PHASES[entry["phase"]]),
+        ("Keeps", said.get("keeps") or kept(entry)),
+        ("Reads", said.get("reads") or "see the module's page"),
+        ("Question", asked(entry)),
+        ("Memory", f"{peak} at the peak of prefill, {resident} while answering"),
+        ("A decode step", f"reads {read} of the cache, {share:.1%} of `full`'s"),
+        ("Fails when", said.get("fails") or failing(entry)),
+    ]
+    if "refused" in entry["memory"]:
+        rows = [row for row in rows if row[0] not in ("Memory", "A decode step")]
+    home = METHODS.data[entry["name"]]
+    kind = METHODS[entry["name"]]
+    rows += [("Refuses", what) for what in [refused(kind())] if what]
+    rows += [("Measured", what) for what in [measured(entry["name"])] if what]
+    module = home if isinstance(home, str) else kind.__module__
+    parts = [
+        f"### {entry['name']}",
+        f"{entry['summary']}.",
+        table(
+            ("Use", f"`--method {entry['name']}`"), [(f"**{what}**", text) for what, text in rows]
+        ),
+    ]
+    if entry["settings"]:
+        helps = attributes(kind)
+        listed = [
+            (f"`{name}`", shown_type(about["type"]), f"`{about['default']}`", helps.get(name, ""))
+            for name, about in entry["settings"].items()
+        ]
+        settings = table(("setting", "type", "default", "meaning"), listed)
+        parts.append(
+            f'<details markdown="1">\n<summary>Settings</summary>\n\n{settings}\n\n</details>'
+        )
+    parts.append(
+        f"[Algorithm, cost and differences from the authors' code](api/methods.md#{module})"
+    )
+    return "\n\n".join(parts)
+
+
+def sizes(entry: dict[str, Any]) -> dict[str, str]:
+    """Memory at the peak of prefill and while answering, and what a decode step reads."""
+    memory = entry["memory"]
+    return {
+        key: shown_bytes(memory[f"{key}_bytes"]) if f"{key}_bytes" in memory else "-"
+        for key in ("peak", "resident", "read")
+    }
+
+
+def refused(method: Any) -> str:
+    """Which kinds of models the method does not run on, with its defaults."""
+    model = preset("llama-3.1-8b")
+    plain = dataclasses.replace(model.rope, kind="default")
+    trained = dataclasses.replace(model, rope=plain)
+    probes = {
+        "checkpoints with a rope scaling of their own": model,
+        "models with sliding windows of 4,096 tokens": dataclasses.replace(
+            trained, windows=(4096,) * model.num_layers
+        ),
+    }
+    found = []
+    for what, config in probes.items():
+        try:
+            method.validate(config)
+        except ConfigError:
+            found.append(what)
+    return "; ".join(found)
+
+
+def measured(name: str) -> str:
+    """Scores of the committed run of all methods, where there is one."""
+    if not RESULTS.exists():
+        return ""
+    run = json.loads(RESULTS.read_text(encoding="utf-8"))
+    tasks = {"passkey": "pass keys", "niah_single": "facts in prose"}
+    rows = [row for row in run["rows"] if row["method"] == name and row["task"] in tasks]
+    rows = [row for row in rows if row["length"] in LENGTHS]
+    if not rows:
+        return ""
+    shown = []
+    for task, label in tasks.items():
+        scores = [f"{r['score']}% at {r['length']:,} tokens" for r in rows if r["task"] == task]
+        shown += [f"{label} found: {', '.join(scores)}"] if scores else []
+    settings = rows[0].get("settings")
+    how = f", with `{settings}`" if settings else ""
+    return f"{run['model']}{how}: {'; '.join(shown)} ([Benchmarks](benchmarks.md))"
+
+
+def kept(entry: dict[str, Any]) -> str:
+    """What stays in memory, by the metadata alone."""
+    if entry["keeps_all"]:
+        return "every key and value of the context"
+    return "a budget of tokens; the others leave the cache"
+
+
+def asked(entry: dict[str, Any]) -> str:
+    """When the question must be known."""
+    if entry["needs_question"]:
+        return "needed before prefill: each question costs a prefill of its own"
+    return "not needed for prefill: one prefill serves many questions"
+
+
+def failing(entry: dict[str, Any]) -> str:
+    """The limits that the metadata implies."""
+    if entry["keeps_all"]:
+        return "the cache of the whole context does not fit into memory"
+    return "the answer lies in tokens that have left the cache"
+
+
+def shown_type(text: str) -> str:
+    """A type as the settings' table shows it: the choices of a `Literal`, one after the other."""
+    if text.startswith("Literal["):
+        return ", ".join(f"`{choice.strip(chr(39))}`" for choice in text[8:-1].split(", "))
+    return f"`{text}`"
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def commands_page() -> str:
+    """Every command with its help, arguments and options."""
+    group: Any = typer.main.get_command(app)
+    codes = re.sub(r"(\d+) ", r"`\1` ", group.epilog.partition(": ")[2])
+    parts = [
+        MADE_BY,
+        "# Commands",
+        "`jax-longctx COMMAND --help` prints the same text.",
+        f"Exit codes: {codes}",
+        *command_parts(group, "jax-longctx"),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def command_parts(command: Any, path: str) -> list[str]:
+    """One command and those below it."""
+    context = typer.Context(command, info_name=path)
+    visible = [each for each in command.params if not getattr(each, "hidden", False)]
+    given = [each for each in visible if each.param_type_name == "argument"]
+    chosen = [each for each in visible if each.param_type_name == "option"]
+    below = getattr(command, "commands", {})
+    usage = [path, *(["[OPTIONS]"] if chosen else []), *map(argument_name, given)]
+    usage += ["COMMAND ..."] if below else []
+    parts = [f"## {path}", f"```text\n{' '.join(usage)}\n```", markdown(command.help or "")]
+    if given:
+        rows = [(f"`{argument_name(each)}`", inline(each.help), default(each)) for each in given]
+        parts.append(table(("argument", "meaning", "default"), rows))
+    panels: dict[str, list[Any]] = {}
+    for each in chosen:
+        panels.setdefault(each.rich_help_panel or "Options", []).append(each)
+    for panel, members in panels.items():
+        rows = [(option_name(each, context), inline(each.help), default(each)) for each in members]
+        parts.append(table((panel.partition(" (")[0], "meaning", "default"), rows))
+    for name, child in below.items():
+        if not child.hidden:
+            parts += command_parts(child, f"{path} {name}")
+    return [part for part in parts if part]
+
+
+def argument_name(argument: Any) -> str:
+    """As the usage line shows it."""
+    return argument.metavar or argument.name.upper()
+
+
+def option_name(option: Any, context: Any) -> str:
+    """All its spellings, and what follows them."""
+    spelled = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
+    follows = option.get_help_record(context)[0].split()[-1]
+    return spelled if follows.startswith("-") else f"{spelled} `{follows}`"
+
+
+def default(parameter: Any) -> str:
+    """The default; "required" where one must be given."""
+    if parameter.required:
+        return "required"
+    value = parameter.default
+    shown = "" if value is None or value is False or not parameter.show_default else f"`{value}`"
+    if parameter.envvar:
+        shown += f"{shown and ', '}variable `{parameter.envvar}`"
+    return shown
+
+
+def inline(text: str | None) -> str:
+    """Help of one line: rich's markup as Markdown."""
+    text = re.sub(r"\[bold\](.*?)\[/bold\]", r"`\1`", " ".join((text or "").split()))
+    # Names of formats and templates would be HTML.
+    return text.replace("<", "&lt;").replace("{{", "&#123;&#123;")
+
+
+def markdown(text: str) -> str:
+    """Help of several paragraphs: headings in bold, indented lines as shell blocks."""
+    parts: list[str] = []
+    for block in re.split(r"\n\n", text):
+        if not block.strip():
+            continue
+        if block.startswith("    "):
+            lines = "\n".join(line.removeprefix("    ") for line in block.splitlines())
+            # The terminal shows a long command in several lines; a shell needs a backslash there.
+            lines = re.sub(r"\n *-", r" \\\n  -", lines)
+            if parts and parts[-1].startswith("```sh"):
+                parts[-1] = f"{parts[-1].removesuffix('```')}{lines}\n```"
+            else:
+                parts.append(f"```sh\n{lines}\n```")
+        else:
+            parts.append(re.sub(r"\[bold\](.*?)\[/bold\]", r"**\1**", " ".join(block.split())))
+    return "\n\n".join(parts)
+
+
+# -- all -------------------------------------------------------------------------------------------
+
+PAGES: dict[str, Callable[[], str]] = {
+    "methods.md": methods_page,
+    "commands.md": commands_page,
+    **PICTURES,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail on a stale page")
+    check = parser.parse_args().check
+    stale = []
+    for name, make in PAGES.items():
+        path, text = ROOT / "docs" / name, make()
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    if check and stale:
+        raise SystemExit(f"stale: {', '.join(stale)}; run: python docs/generate.py")
+    print("\n".join(f"{'stale' if check else 'written'}: {name}" for name in stale) or "up to date")
+
+
+if __name__ == "__main__":
+    main()

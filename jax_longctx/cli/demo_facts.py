@@ -1,0 +1,158 @@
+"""The demo's text: facts drawn anew, hidden in running English, and the rule that scores answers.
+
+Three facts of different kinds are drawn: a code, a hiding place, a keeper's name, a password, a
+favourite fruit, a train's departure. Each is one sentence and a paragraph of its own, in another
+third of the text, and none among the newest tokens, which every method reads. The text around them
+is the documentation that CPython ships, begun at a drawn sentence.
+
+A question ends in the first words of the fact's sentence. So small a model answers a question best
+where it has only to go on. Its answer is what it says from its first word to the end of that line
+or sentence (`first_words`). It is right where it holds the drawn words (`Fact.is_right`).
+"""
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable
+
+from jax_longctx.evaluation.haystack import Haystack
+
+FACTS = 3
+# Shares of the text between which each fact stands.
+DEPTHS = ((0.03, 0.28), (0.34, 0.58), (0.62, 0.85))
+
+_ADJECTIVES = "copper silver wooden green broken painted velvet marble".split()
+_THINGS = "lamp violin clock mirror kettle compass globe teapot".split()
+_PLACES = "greenhouse attic bakery stable chapel cellar laundry boathouse".split()
+_TOWNS = "Bergen Lisbon Dakar Oslo Quito Riga Tampere Ghent Malaga Zadar".split()
+_NAMES = "Marta Oliver Ingrid Samuel Yusuf Clara Hugo Nadia Pavel Leonor".split()
+_SURNAMES = "Okafor Lindqvist Moreau Castillo Petrov Tanaka Byrne Novak".split()
+_ANIMALS = "otter falcon badger heron lynx walrus gecko magpie".split()
+_COLOURS = "purple crimson golden orange turquoise scarlet".split()
+_FRUITS = "mango papaya apricot raspberry pear pineapple quince fig".split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """Something that only the text says.
+
+    Attributes:
+      question: what is asked.
+      opening: the sentence up to the truth.
+      truth: the words that were drawn.
+    """
+
+    question: str
+    opening: str
+    truth: str
+
+    @property
+    def sentence(self) -> str:
+        """What stands in the text."""
+        return f"{self.opening} {self.truth}."
+
+    @property
+    def asked(self) -> str:
+        """What the model is given after the text."""
+        return f"\n\nQuestion: {self.question}\nAnswer: {self.opening}"
+
+    def is_right(self, answer: str) -> bool:
+        """Whether the answer holds the truth: its words whole and in order, in any case."""
+        words = r"\s+".join(map(re.escape, self.truth.split()))
+        return re.search(rf"(?<!\w){words}(?!\w)", answer, re.IGNORECASE) is not None
+
+
+def _code(draw: random.Random) -> Fact:
+    thing = f"the {draw.choice(_ADJECTIVES)} safe"
+    digits = str(draw.randint(10_000, 99_999))
+    return Fact(f"What is the code of {thing}?", f"The code of {thing} is", digits)
+
+
+def _hiding_place(draw: random.Random) -> Fact:
+    thing = f"{draw.choice(_ADJECTIVES)} {draw.choice(_THINGS)}"
+    question, opening = f"Where is the {thing} hidden?", f"The {thing} is hidden in the"
+    return Fact(question, opening, draw.choice(_PLACES))
+
+
+def _keeper(draw: random.Random) -> Fact:
+    town, name = draw.choice(_TOWNS), f"{draw.choice(_NAMES)} {draw.choice(_SURNAMES)}"
+    return Fact(
+        f"Who keeps the lighthouse of {town}?",
+        f"The keeper of the {town} lighthouse is called",
+        name,
+    )
+
+
+def _password(draw: random.Random) -> Fact:
+    town, words = draw.choice(_TOWNS), f"{draw.choice(_COLOURS)} {draw.choice(_ANIMALS)}"
+    what = f"the password of the {town} library"
+    return Fact(f"What is {what}?", f"T{what[1:]} is", words)
+
+
+def _fruit(draw: random.Random) -> Fact:
+    what = f"{draw.choice(_NAMES)}'s favourite fruit"
+    return Fact(f"What is {what}?", f"{what} is the", draw.choice(_FRUITS))
+
+
+def _departure(draw: random.Random) -> Fact:
+    train = f"he night train to {draw.choice(_TOWNS)}"
+    clock = f"{draw.randint(1, 11)}:{draw.randint(10, 59)}"
+    return Fact(f"When does t{train} leave?", f"T{train} leaves at", clock)
+
+
+KINDS: tuple[Callable[[random.Random], Fact], ...] = (
+    _code,
+    _hiding_place,
+    _keeper,
+    _password,
+    _fruit,
+    _departure,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Story:
+    """A text and the facts in it.
+
+    Attributes:
+      tokens: of the text, with the token that begins it.
+      places: of each fact, the tokens before its sentence.
+    """
+
+    text: str
+    tokens: int
+    facts: tuple[Fact, ...]
+    places: tuple[int, ...]
+
+
+def first_words(said: str) -> str:
+    """An answer's first words, to the end of their line or sentence; empty where there are none."""
+    found = re.search(r"\w[^\n.]*", said)
+    return "" if found is None else found[0].strip()
+
+
+def draw_facts(draw: random.Random) -> tuple[Fact, ...]:
+    """Facts of different kinds."""
+    return tuple(kind(draw) for kind in draw.sample(KINDS, FACTS))
+
+
+def write_story(
+    haystack: Haystack, encode: Callable[[str], list[int]], draw: random.Random, tokens: int
+) -> Story:
+    """A text of at most `tokens` tokens that hides drawn facts at drawn depths.
+
+    Args:
+      encode: tokens of a text as the model is given it, with the one that begins a text.
+
+    Raises:
+      LengthError: the facts leave no room for any text.
+    """
+    facts = draw_facts(draw)
+    needles = [
+        (draw.uniform(*span), fact.sentence) for span, fact in zip(DEPTHS, facts, strict=True)
+    ]
+    start = draw.randrange(len(haystack.pieces))
+    # One token begins the text.
+    text = haystack.fill(needles, tokens=tokens - 1, start=start).text
+    places = tuple(len(encode(text[: text.index(fact.sentence)])) for fact in facts)
+    return Story(text, len(encode(text)), facts, places)

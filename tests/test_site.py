@@ -1,0 +1,470 @@
+"""The documentation's site: generated pages are current, commands parse, links resolve."""
+
+import importlib
+import itertools
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from tests.test_docs import parsed
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+# What `*.in.md` holds is seen in the page that is made of it.
+WRITTEN = [path for path in DOCS.rglob("*.md") if not path.name.endswith(".in.md")]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN])
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+# What a line of a shell block may begin with beside our own commands, without saying what it needs.
+SHELL = {"cat", "cd", "echo", "export", "pytest", "wait"}
+
+
+def load(name):
+    """One of the scripts in `docs/`."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(DOCS))
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def read(path):
+    return path.read_text(encoding="utf-8")
+
+
+# -- generated pages -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(load("generate").PAGES))
+def test_a_generated_page_is_up_to_date(name):
+    made = load("generate").PAGES[name]()
+    assert read(DOCS / name) == made, f"docs/{name} is stale; run: python docs/generate.py"
+
+
+def test_every_method_has_a_card_with_all_settings_explained():
+    from jax_longctx.methods import describe
+
+    page, generate = read(DOCS / "methods.md"), load("generate")
+    cards = dict(re.findall(r"^### (\S+)\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
+    names = generate.own_methods()
+    assert len(names) > 20 and sorted(cards) == sorted(names)
+    for name in names:
+        for row in ("Paper", "Changes", "Keeps", "Reads", "Question", "Fails when"):
+            assert re.search(rf"^\| \*\*{row}\*\* \| \S", cards[name], re.MULTILINE), (name, row)
+        for setting in describe(name)["settings"]:
+            found = re.search(rf"^\| `{setting}` \|.*\| (.*) \|$", cards[name], re.MULTILINE)
+            assert found and found[1], f"{name}: the class's docstring does not explain {setting}"
+
+
+def test_notes_are_of_methods_that_exist():
+    generate = load("generate")
+    said = generate.notes()
+    assert set(said) <= set(generate.own_methods())
+    for entry in said.values():
+        assert set(entry) <= {"keeps", "reads", "fails", "title", "link"}
+
+
+def test_a_card_without_a_note_says_what_the_metadata_says():
+    generate = load("generate")
+    entry = {
+        **{"name": "quest", "summary": "S", "source": "Paper 2030", "phase": "decode"},
+        **{"keeps_all": True, "needs_question": True, "settings": {}},
+        "memory": {"peak_bytes": 2048, "resident_bytes": 1024, "read_bytes": 512},
+    }
+    card = generate.card(entry, {}, 2048)
+    assert "| **Paper** | Paper 2030 |" in card and "25.0% of `full`'s" in card
+    assert "every key and value of the context" in card and "costs a prefill of its own" in card
+    assert "does not fit into memory" in card
+    evicting = generate.card(entry | {"keeps_all": False, "needs_question": False}, {}, 2048)
+    assert "one prefill serves many questions" in evicting and "have left the cache" in evicting
+
+
+def test_a_card_has_the_committed_scores(tmp_path, monkeypatch):
+    generate = load("generate")
+    row = {"method": "quest", "settings": "budget=7", "task": "passkey", "interval": [0, 1], "n": 5}
+    rows = [row | {"length": 4096, "score": 95}, row | {"length": 16384, "score": 0}]
+    monkeypatch.setattr(generate, "RESULTS", tmp_path / "run.json")
+    assert generate.measured("quest") == ""
+    generate.RESULTS.write_text(json.dumps({"model": "Small", "rows": rows}))
+    said = generate.measured("quest")
+    assert (
+        "Small" in said
+        and "`budget=7`" in said
+        and "95% at 4,096 tokens, 0% at 16,384 tokens" in said
+    )
+    assert generate.measured("h2o") == ""
+
+
+def test_the_command_reference_has_every_command_and_option():
+    from jax_longctx.cli.main import app
+
+    page = read(DOCS / "commands.md")
+    count = 0
+
+    def walk(command, path):
+        nonlocal count
+        section = page.partition(f"\n## {path}\n")[2].partition("\n## ")[0]
+        assert section, path
+        for each in command.params:
+            for spelling in [*each.opts, *each.secondary_opts]:
+                if spelling.startswith("-"):
+                    assert f"`{spelling}`" in section, (path, spelling)
+                    count += 1
+        for name, child in getattr(command, "commands", {}).items():
+            walk(child, f"{path} {name}")
+
+    walk(typer.main.get_command(app), "jax-longctx")
+    assert count > 150
+
+
+def test_help_becomes_markdown():
+    generate = load("generate")
+    text = "One.\n\n[bold]Examples[/bold]\n\n    jax-longctx a\n\n    jax-longctx b\n\nTwo."
+    block = "```sh\njax-longctx a\njax-longctx b\n```"
+    assert generate.markdown(text) == f"One.\n\n**Examples**\n\n{block}\n\nTwo."
+    assert generate.inline("see [bold]ask[/bold], <x>") == "see `ask`, &lt;x>"
+
+
+# -- what the site adds ----------------------------------------------------------------------------
+
+
+def test_an_entry_for_several_names_becomes_one_for_each():
+    split = load("docstrings").split
+    text = "One.\n\nArgs:\n  k, v: keys and\n    values.\n  x: other.\n\nSee a, b: no entry."
+    entries = "  k: keys and\n    values.\n  v: keys and\n    values.\n  x: other."
+    assert split(text) == f"One.\n\nArgs:\n{entries}\n\nSee a, b: no entry."
+
+
+def test_public_names_are_documented():
+    hooks = load("hooks")
+    names = list(hooks.public_names())
+    assert "jax_longctx.load" in names and "pallas_kernels.topk_scores.topk_scores" in names
+    pages = "".join(map(read, (DOCS / "api").glob("*.md")))
+    modules = set(re.findall(r"^::: (\S+)", pages, re.MULTILINE))
+    assert {name.rpartition(".")[0] for name in names} <= modules
+
+
+def test_a_build_fails_on_a_missing_name_and_on_what_it_would_load(tmp_path):
+    from mkdocs.exceptions import PluginError
+
+    hooks = load("hooks")
+    (tmp_path / "api").mkdir()
+    page = tmp_path / "api/all.html"
+    entries = "".join(f'<h2 id="{name}">' for name in hooks.public_names())
+    page.write_text(entries)
+    hooks.on_post_build({"site_dir": tmp_path})
+    page.write_text(entries.replace('"jax_longctx.load"', '"jax_longctx.loud"'))
+    with pytest.raises(PluginError, match=r"lacks jax_longctx\.load;"):
+        hooks.on_post_build({"site_dir": tmp_path})
+    page.write_text(f'{entries}<script src="https://cdn.example.org/x.js">')
+    with pytest.raises(PluginError, match=r"all\.html loads .*cdn\.example\.org"):
+        hooks.on_post_build({"site_dir": tmp_path})
+
+
+def test_the_site_is_built_strictly():
+    # With --quiet mkdocs drops warnings before --strict counts them.
+    (command,) = re.findall(r"^\t.*mkdocs build.*$", read(ROOT / "Makefile"), re.MULTILINE)
+    assert "--strict" in command and not {"-q", "--quiet"} & set(command.split())
+    assert re.search(r"^run docs make docs$", read(ROOT / ".ci/run"), re.MULTILINE)
+    rules = yaml.safe_load(read(ROOT / "mkdocs.yml"))["validation"]
+    assert {rule for group in rules.values() for rule in group.values()} == {"warn"}
+
+
+def test_the_notebook_becomes_a_page_with_its_pictures():
+    hooks = load("hooks")
+    notebook = json.loads(read(DOCS / f"{hooks.NOTEBOOK}.ipynb"))
+    page, pictures = hooks.notebook_page(notebook, hooks.NOTEBOOK)
+    assert page.startswith("# ") and f"]({hooks.NOTEBOOK}.ipynb)" in page
+    assert len(pictures) == 3
+    for path, content in pictures.items():
+        assert f"]({path})" in page and content.startswith(b"\x89PNG")
+    code = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert all(source in page for source in code)
+
+
+def test_every_page_is_in_the_navigation():
+    config = yaml.safe_load(read(ROOT / "mkdocs.yml"))
+
+    def leaves(node):
+        if isinstance(node, str):
+            yield from [path.relative_to(DOCS).as_posix() for path in DOCS.glob(node)] or [node]
+        else:
+            for child in node.values() if isinstance(node, dict) else node:
+                yield from leaves(child)
+
+    listed = list(leaves(config["nav"]))
+    written = {path.relative_to(DOCS).as_posix() for path in WRITTEN}
+    made = {"contributing.md", "one-context-many-questions.md", "guides/*.md"}
+    assert len(listed) == len(set(listed)) and written | made >= set(listed) >= written
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def blocks(path, *languages):
+    """The fenced blocks in one of these languages."""
+    return [found[3] for found in FENCE.finditer(read(path)) if found[2] in languages]
+
+
+def lines_of(block):
+    """A shell block's commands, each as words; what follows `<<` is left out."""
+    text = re.sub(r"<<'?(\w+)'?\n.*?^\1$", "", block, flags=re.MULTILINE | re.DOTALL)
+    for line in text.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line.removeprefix("$ "), comments=True):
+            yield words
+
+
+def ours(words):
+    """The `jax-longctx` commands among the words, each without its name."""
+    left = iter(words)
+    for word in left:
+        if word.rpartition("/")[2] == "jax-longctx":
+            yield list(itertools.takewhile(lambda w: w not in ("|", "&", "&&", ";", ">"), left))
+        elif "jax-longctx " in word:
+            yield from ours(shlex.split(word.partition("=")[2] or word))
+
+
+def unknown(block):
+    """Why a block's lines are no commands that are known, without a statement of what they need."""
+    makefile = read(ROOT / "Makefile")
+    extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    for words in lines_of(block):
+        while words and re.match(r"\w+=", words[0]):
+            words = words[1:]
+        if not words or words[0] in SHELL or list(ours(words)):
+            continue
+        if words[0] == "make":
+            targets = [word for word in words[1:] if "=" not in word]
+            for target in targets:
+                if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE):
+                    yield f"make has no target {target}"
+        elif words[:2] == ["pip", "install"]:
+            for extra in re.findall(r"\[([\w,]+)\]", " ".join(words)):
+                if not set(extra.split(",")) <= set(extras):
+                    yield f"pyproject.toml has no extra {extra}"
+        elif not block.startswith("# Needs: "):
+            yield f"{words[0]}: the block does not begin with '# Needs: '"
+
+
+def bare_commands(path):
+    """Commands that begin a line in a block of no language, where output may stand too."""
+    for block in blocks(path, ""):
+        for text in re.findall(
+            r"^(?:\.venv/bin/)?jax-longctx (?:.*\\\n)*.*", block, flags=re.MULTILINE
+        ):
+            yield from lines_of(text)
+
+
+SHELL_BLOCKS = [(path, block) for path in PAGES for block in blocks(path, "sh", "console", "bash")]
+COMMANDS = [
+    pytest.param(words, id=f"{name_of(path)}-{' '.join(words[:3])}")
+    for path, lines in [
+        *((path, lines_of(block)) for path, block in SHELL_BLOCKS),
+        *((path, bare_commands(path)) for path in PAGES),
+    ]
+    for line in lines
+    for words in ours(line)
+]
+
+
+def parsed_here(words):
+    """The command that these words name, parsed in an empty folder: what it reads is made."""
+    for option, value in itertools.pairwise(words):
+        if option in ("-c", "--checkpoint"):
+            Path(value).mkdir(parents=True, exist_ok=True)
+            Path(value, "manifest.json").touch()
+    while True:
+        try:
+            return parsed(words)
+        except typer.BadParameter as error:
+            missing = re.fullmatch(r"(file|dir|path) '(.+)' does not exist\.", error.message, re.I)
+            if missing is None:
+                raise
+            made = Path(missing[2])
+            made.parent.mkdir(parents=True, exist_ok=True)
+            made.touch() if missing[1].lower() == "file" else made.mkdir()
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_command_of_a_page_names_a_command_and_its_options(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # A placeholder of the help, and the methods that tutorials add.
+    words = [re.sub(r"^(NAME|every-second|random-pages)\b", "full", word) for word in words]
+    try:
+        parsed_here(words)
+    except typer.Exit as ended:
+        # --help and --version.
+        assert ended.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "block"),
+    SHELL_BLOCKS,
+    ids=[f"{name_of(path)}-{n}" for n, (path, _) in enumerate(SHELL_BLOCKS)],
+)
+def test_other_lines_of_a_block_are_known_or_say_what_they_need(path, block):
+    assert list(unknown(block)) == []
+
+
+def test_unknown_commands_are_seen():
+    assert len(SHELL_BLOCKS) > 30 and len(COMMANDS) > 60
+    assert (
+        list(unknown("make demo\nexport A=1\nB=2 jax-longctx ask x\npip install '.[cuda]'")) == []
+    )
+    assert list(unknown("make dmo\npip install '.[cude]'\nsrun ls")) == [
+        "make has no target dmo",
+        "pyproject.toml has no extra cude",
+        "srun: the block does not begin with '# Needs: '",
+    ]
+    assert list(unknown("# Needs: Slurm.\nsrun ls")) == []
+    nested = shlex.split("""ssh --command="jax-longctx --processes auto ask 'a b'" | x""")
+    assert list(ours(nested)) == [["--processes", "auto", "ask", "a b"]]
+    with pytest.raises(typer.TyperException):
+        parsed(["ask", "--no-such-option"])
+
+
+def test_the_manifests_commands_parse(tmp_path, monkeypatch):
+    found = []
+    for path in PAGES:
+        for block in blocks(path, "yaml"):
+            assert block.startswith("# Needs: "), name_of(path)
+            for document in yaml.safe_load_all(block):
+                if document["kind"] == "Job":
+                    (container,) = document["spec"]["template"]["spec"]["containers"]
+                    found.append((document["spec"], container))
+    assert len(found) == 2
+    monkeypatch.chdir(tmp_path)
+    for job, container in found:
+        program, *words = container["command"]
+        words = [word.removeprefix("/data/") for word in words]
+        sizes = parsed_here(words).params["mesh"]
+        assert program == "jax-longctx"
+        # Its devices are those that the pods ask for.
+        (each,) = container["resources"]["limits"].values()
+        product = 1
+        for size in re.findall(r"=(\d+)", sizes):
+            product *= int(size)
+        assert product == each * job["completions"] and job["completions"] == job["parallelism"]
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+def links(path):
+    """Targets of a page's links and pictures, but for those to other sites."""
+    text = FENCE.sub("", read(path))
+    text = re.sub(r"`[^`\n]*`", "", text)
+    found = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [target for target in found if not re.match(r"\w+:", target)]
+
+
+def anchors(path):
+    """The anchors of a page's headings, as both mkdocs and code hosts make them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", read(path)), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_relative_links_resolve(path):
+    for target in links(path):
+        file, _, anchor = target.partition("#")
+        # The site has this page from the notebook or from CONTRIBUTING.md.
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), target
+        # Anchors of the API reference are made in the build, which checks them.
+        if anchor and there.suffix == ".md" and there.parent.name != "api":
+            assert anchor in anchors(there), target
+
+
+def test_links_and_anchors_are_found():
+    assert "docs/architecture.md" in links(ROOT / "CONTRIBUTING.md")
+    assert {"the-mesh", "the-contract-of-a-method"} <= anchors(DOCS / "architecture.md")
+
+
+# -- jobs and the quick start, run -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with a tiny `demo-model`, a text, rows, and `jax-longctx` on the path."""
+    from typer.testing import CliRunner
+
+    from jax_longctx.cli.main import app
+    from tests.checkpoints_convert.tiny import random_state, write_checkpoint
+    from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+
+    folder = tmp_path_factory.mktemp("docs")
+    config = hf_config(vocab_size=300) | {"max_position_embeddings": 8192}
+    write_checkpoint(folder / "hf", config, random_state(config))
+    write_tokenizer(folder / "hf")
+    result = CliRunner().invoke(app, ["convert", str(folder / "hf"), str(folder / "demo-model")])
+    assert result.exit_code == 0, result.output
+    (folder / "book.txt").write_text("The pass key is 12345. Remember it. " * 8)
+    rows = [{"id": n, "prompt": "The pass key is " * (n + 1)} for n in range(4)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    program = folder / "bin/jax-longctx"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m jax_longctx "$@"\n')
+    program.chmod(0o755)
+    return folder
+
+
+def run_block(block, folder):
+    """A shell block as it stands on the page, but for the port."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        block = block.replace(":8476", f":{free.getsockname()[1]}")
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = ["bash", "-e", "-o", "pipefail", "-c", block]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_jobs_of_two_processes_run_as_they_stand(workplace):
+    by_option, by_variable = blocks(DOCS / "pods.md", "sh")[:2]
+    assert "--coordinator localhost:8476" in by_option and "JAX_PROCESS_ID=1" in by_variable
+    one = re.sub(r"--coordinator.*?\\\n *|--mesh seq=2", "", by_option.partition("&\n")[2])
+    assert run_block(by_option, workplace) == run_block(one, workplace) != ""
+    assert run_block(by_variable, workplace) == ""
+    rows = [json.loads(line) for line in read(workplace / "out.jsonl").splitlines()]
+    assert [row["id"] for row in rows] == [0, 1, 2, 3] and all("error" not in row for row in rows)
+
+
+@pytest.mark.slow
+def test_the_quick_start_runs_as_it_stands(workplace):
+    page = DOCS / "quickstart.md"
+    for block in blocks(page, "sh"):
+        if "jax-longctx" in block and not block.startswith("# Needs: "):
+            run_block(block, workplace)
+    (code,) = blocks(page, "python")
+    script = workplace / "quickstart.py"
+    script.write_text(code)
+    # The model's weights are random, so its answer is any text.
+    assert run_block(f'"{sys.executable}" quickstart.py', workplace) != ""
