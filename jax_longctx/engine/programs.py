@@ -57,6 +57,10 @@ from pallas_kernels.plane import Plane
 # overwrites before it has read it (jax-ml/jax#39625). With none left out each keeps its own.
 in_place = functools.partial(jax.jit, keep_unused=True)
 
+# Of programs that loop over layers: XLA's Triton matmuls for GPUs copy each layer's weights out of
+# the stack first, cuBLAS is given their address.
+LOOPED = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
+
 # This process's mappings, one a line, and the most that a process may have. Only Linux has them.
 MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 
@@ -430,7 +434,7 @@ def _segment(
 
 
 # All layers as one program.
-whole_segment = in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5))
+whole_segment = in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5), **LOOPED)
 
 
 def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
@@ -737,7 +741,7 @@ def _decode_block(
 
 
 # All layers, and all steps, as one program.
-decode_block = in_place(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3))
+decode_block = in_place(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3), **LOOPED)
 
 
 @jax.jit

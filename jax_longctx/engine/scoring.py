@@ -275,7 +275,9 @@ def _forced_block(
 
 
 # All layers, and all steps, as one program.
-forced_block = programs.in_place(_forced_block, static_argnums=(0, 6), donate_argnums=2)
+forced_block = programs.in_place(
+    _forced_block, static_argnums=(0, 6), donate_argnums=2, **programs.LOOPED
+)
 
 
 @functools.partial(jax.jit, static_argnums=0)
