@@ -115,6 +115,8 @@ def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):
     assert_refused(run("ask", book, "Who?", *common, "--save-context", folder), "exists")
 
 
+# The tests' own compile cache may want to grow meanwhile.
+@pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache entry")
 def test_a_full_disk_below_a_context_is_one_line_after_the_answer(
     run, loads, book, tmp_path, caplog
 ):

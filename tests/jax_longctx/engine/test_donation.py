@@ -76,12 +76,14 @@ def crossings(traced):
 
 def _owner(output, arguments):
     """Index of the donated leaf that an output is the new value of, by its name."""
+    # A layer's `[1].count` is not the state's `.count`, though the output's name ends so.
+    inner = output.partition("]")[2]
     named = [
-        (len(own), i)
+        (own == inner, len(own), i)
         for i, (name, info) in enumerate(arguments)
         if info.donated and (own := name.partition("]")[2]) and output.endswith(own)
     ]
-    return max(named)[1] if named else None
+    return max(named)[2] if named else None
 
 
 def _source(jaxpr, variable):
