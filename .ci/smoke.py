@@ -29,7 +29,7 @@ PACKAGES = ("jax_longctx", "pallas_kernels", "checkpoints_convert", "train_cpt")
 # The text has some 700 tokens; these settings read or keep a part of them.
 METHODS = {
     "full": "",
-    "reattention": "global_size=4 local_size=32 span=4 count=2 kept=8 chunk=128",
+    "reattention": "global_size=4 local_size=128 span=4 count=2 kept=8 chunk=128",
     "quest": "budget=64 page_size=8",
     "snapkv": "budget=64 window=8",
     "citrus-standard": "budget=64 chunk=128",
