@@ -92,7 +92,7 @@ def install(folder: Path, wheel: Path, version: str | None) -> Path:
     return folder / "bin"
 
 
-def use(programs: Path, folder: Path) -> dict[str, str]:
+def use(programs: Path, inputs: Path, folder: Path) -> dict[str, str]:
     """What the commands print that must not depend on the version of JAX."""
     folder.mkdir()
 
@@ -101,8 +101,8 @@ def use(programs: Path, folder: Path) -> dict[str, str]:
 
     methods = [json.loads(line)["name"] for line in ours("methods", "--json").splitlines()]
     found = {"methods": " ".join(methods)}
-    ours("convert", folder.parent / "hf", "model")
-    text = folder.parent / "text.txt"
+    ours("convert", inputs / "hf", "model")
+    text = inputs / "text.txt"
     found["generate"] = ours("generate", QUESTION, "-c", "model", *SAMPLED)
     for name, settings in METHODS.items():
         how = ["-m", name, *(part for each in settings.split() for part in ("--set", each))]
@@ -122,7 +122,7 @@ def try_version(asked: str | None, wheel: Path, inputs: Path) -> tuple[str, dict
     version = re.search(r"\(jax ([\w.]+)", said)
     if version is None:
         raise SystemExit(f"smoke: --version does not say which JAX: {said}")
-    found = use(programs, home / "used")
+    found = use(programs, inputs, home / "used")
     # A copy, so that the source tree is not on the path.
     kernels = shutil.copy(ROOT / "tests" / "pallas_kernels" / "gpu_programs.py", home)
     run(programs / "python", kernels, cwd=home)
@@ -144,7 +144,7 @@ def main() -> None:
         wheel = build_wheel(folder)
         write_inputs(folder)
         with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-            reference = pool.submit(use, Path(sys.executable).parent, folder / "pinned")
+            reference = pool.submit(use, Path(sys.executable).parent, folder, folder / "pinned")
             tried = [pool.submit(try_version, asked, wheel, folder) for asked in wanted]
             concurrent.futures.wait([reference, *tried], return_when="FIRST_EXCEPTION")
             pool.shutdown(wait=False, cancel_futures=True)  # after a failure nothing is begun
