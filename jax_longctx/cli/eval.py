@@ -312,11 +312,12 @@ def suites() -> None:
 def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
     checkpoint = Path(config.run.checkpoint)
     if config.run.checkpoint == DEMO:
-        from jax_longctx.cli.demo import MODEL_FOLDER, prepare_model
+        from jax_longctx.cli.demo import MODEL_FOLDER, check_installed, prepare_model
 
         checkpoint = MODEL_FOLDER
         if process.number() is None:
-            prepare_model(checkpoint, terminal)
+            if (source := check_installed(checkpoint)) is not None:
+                prepare_model(source, checkpoint, terminal)
         elif not (checkpoint / "manifest.json").is_file():
             # One process would convert while the others load an incomplete checkpoint.
             raise InputError(

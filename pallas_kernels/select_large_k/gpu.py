@@ -21,6 +21,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 from jaxtyping import Float, Int, UInt32
 
 from pallas_kernels.select_large_k import xla
@@ -92,10 +94,11 @@ def _fence(_: Any) -> None:
 
     Mosaic's arrival at a cluster's barrier orders stores only for its own block, and some threads
     arrive for others. Without the fence a block may read another's old counts, take another number
-    of passes, and exit while the rest still signal it, which is a launch failure. Tried with JAX
-    0.11.2, whose Mosaic has no public fence for a cluster.
+    of passes, and exit while the rest still signal it, which is a launch failure. Mosaic has no
+    public fence for a cluster (as of JAX 0.12.0), and its own way to write PTX begins with 0.11.2.
     """
-    mosaic.utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
+    nothing = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, [], "fence.acq_rel.cluster;", "", has_side_effects=True)
     mosaic.warpgroup_barrier()
 
 

@@ -551,7 +551,7 @@ def _few_kernel(
         lists = lax.fori_loop(0, end - begin, step, [empty] * job.count)
         for j, found in enumerate(_merged(lists, tolerance)):
             for ref, x in zip(out_refs, found, strict=True):
-                ref[head, split, j] = x
+                hopper.store_little(x, ref.at[head, split, j])
 
 
 def _merged(lists: Lists, tolerance: Array) -> Lists:

