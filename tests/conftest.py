@@ -84,9 +84,12 @@ def _looped() -> None:
     if os.environ.get("LONGCTX_TEST_LOOPS") == "1":
         from jax_longctx.engine.engine import Engine
 
-        defaults = Engine.__init__.__kwdefaults__
-        assert defaults is not None and defaults["by_layer"] is None
-        defaults["by_layer"] = False
+        made = Engine.__init__
+
+        def init(self: Any, *args: Any, by_layer: bool | None = None, **options: Any) -> None:
+            made(self, *args, by_layer=bool(by_layer), **options)
+
+        Engine.__init__ = init
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ in_place = functools.partial(jax.jit, keep_unused=True)
 
 # Of programs that loop over layers: XLA's Triton matmuls for GPUs copy each layer's weights out of
 # the stack first, cuBLAS is given their address.
-LOOPED = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
+LOOPED: dict[str, Any] = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
 
 # This process's mappings, one a line, and the most that a process may have. Only Linux has them.
 MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
