@@ -37,6 +37,7 @@ of 1,000 queries in float32 and one of 100 in bfloat16.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
