@@ -26,8 +26,8 @@ from jax_longctx.models.config import RopeConfig
 
 
 def rope_angles(
-    config: RopeConfig, head_dim: int, positions: Int[Any, "B T"], total: Int[Array, " B"]
-) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
+    config: RopeConfig, head_dim: int, positions: Int[Any, "#B T"], total: Int[Array, " B"]
+) -> tuple[Float[Array, "#B T F"], Float[Array, "#B T F"]]:
     """cos and sin at `positions`, float32, yarn's attention factor folded in.
 
     Args:
@@ -42,8 +42,8 @@ def rope_angles(
 
 
 def _angles(
-    config: RopeConfig, head_dim: int, positions: Int[Array, "B T"], total: Int[Array, " B"]
-) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
+    config: RopeConfig, head_dim: int, positions: Int[Array, "#B T"], total: Int[Array, " B"]
+) -> tuple[Float[Array, "#B T F"], Float[Array, "#B T F"]]:
     if config.kind == "dynamic":
         frequency = _dynamic_frequencies(config, head_dim, total)[:, None, :]  # [B, 1, H/2]
     else:
@@ -54,7 +54,7 @@ def _angles(
 
 
 def apply_rope(
-    x: Float[Array, "B T N H"], cos: Float[Array, "B T F"], sin: Float[Array, "B T F"]
+    x: Float[Array, "B T N H"], cos: Float[Array, "#B T F"], sin: Float[Array, "#B T F"]
 ) -> Float[Array, "B T N H"]:
     """`x` rotated, computed in float32 and returned in its own dtype."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
