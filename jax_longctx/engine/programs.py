@@ -61,7 +61,16 @@ in_place = functools.partial(jax.jit, keep_unused=True)
 
 # Of programs that loop over layers: XLA's Triton matmuls for GPUs copy each layer's weights out of
 # the stack first, cuBLAS is given their address.
-LOOPED: dict[str, Any] = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
+# A loop over layers becomes one CUDA graph where loops are recorded, unrolled, in graphs.
+LOOPED: dict[str, Any] = {
+    "compiler_options": {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+        ),
+        "xla_gpu_command_buffer_unroll_loops": True,
+    }
+}
 
 # This process's mappings, one a line, and the most that a process may have. Only Linux has them.
 MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
@@ -339,25 +348,62 @@ def _through_run(
         news = structure.flatten_up_to(cache)
         return out, [_kept(old, new) for old, new in zip(parts, news, strict=True)]
 
+    groups = _together(stacks, [field.in_place for field in fields])
+
     def layer(index: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         x_BTD, stacks = carry
         parts = [
-            Plane(stack, index) if field.in_place else _of_layer(stack, index)
-            for stack, field in zip(stacks, fields, strict=True)
+            Plane(stack, index) if fields[group[0]].in_place else _of_layer(stack, index)
+            for stack, group in zip(stacks, groups, strict=True)
         ]
         weights = _of_layer(layers, first + index)
+        parts = _apart(parts, groups)
         x_BTD, parts = _attended(setup, local, weights, x_BTD, parts, specs, segment, total)
         stacks = [
             part.whole
             if isinstance(part, Plane)
             else jax.lax.dynamic_update_index_in_dim(stack, part, index, 0)
-            for stack, part in zip(stacks, parts, strict=True)
+            for stack, part in zip(stacks, _joined(parts, groups), strict=True)
         ]
         return x_BTD, stacks
 
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
-        x, stacks = jax.lax.fori_loop(0, run.count, layer, (x, stacks))
+        x, stacks = jax.lax.fori_loop(0, run.count, layer, (x, _joined(stacks, groups, axis=1)))
+    stacks = _apart(stacks, groups, axis=1)
     return x, Stacked(structure.unflatten(stacks), run.count)
+
+
+def _together(stacks: Sequence[Array], alone: Sequence[bool]) -> list[list[int]]:
+    """The arrays' numbers, those in one list that a loop carries as one.
+
+    Small arrays of one shape and dtype (lengths, positions) are cut out and put back in one
+    operation: each is a kernel, in every layer.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, (stack, on_its_own) in enumerate(zip(stacks, alone, strict=True)):
+        small = not on_its_own and stack.ndim <= 2
+        groups.setdefault((stack.shape, stack.dtype) if small else number, []).append(number)
+    return list(groups.values())
+
+
+def _joined(arrays: Sequence[Any], groups: list[list[int]], axis: int = 0) -> list[Any]:
+    """The arrays of a group as one, along a new axis; one alone stays as it is."""
+    return [
+        arrays[group[0]] if len(group) == 1 else jnp.stack([arrays[i] for i in group], axis)
+        for group in groups
+    ]
+
+
+def _apart(joined: Sequence[Any], groups: list[list[int]], axis: int = 0) -> list[Any]:
+    """`_joined` undone."""
+    found = {}
+    for array, group in zip(joined, groups, strict=True):
+        several = len(group) > 1
+        for i, number in enumerate(group):
+            found[number] = (
+                jax.lax.index_in_dim(array, i, axis, keepdims=False) if several else array
+            )
+    return [found[number] for number in sorted(found)]
 
 
 def _kept(old: Any, new: Any) -> Any:
