@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine.capacity import available_bytes
+from jax_longctx.engine.capacity import available_bytes, reserved
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.compute import Work, answer_batch, engine_of, rows_that_fit
@@ -251,6 +251,7 @@ class _Leader:
                 new = [i for i in missing if self._key(cell, i) not in self.store]
                 self._add([self._base(cell, i) | {"refused": reason} for i in new])
         longest, reserve = map(max, zip(*(each.sizes() for each in drawn.values()), strict=True))
+        reserve = reserved(reserve)
         slots = longest + reserve + 1
         for method, own in itertools.groupby(cells, lambda cell: cell.method):
             self._tell(doing=f"{method.label}, {length:,} tokens")

@@ -32,7 +32,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx.contract import Prompt, Segment, Stage
 from jax_longctx.engine import Sampling, programs
-from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
+from jax_longctx.engine.capacity import bytes_per_device, reserved, staged_caches
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.llama import param_infos, stacked_layers
@@ -170,15 +170,15 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
     longest = max(reserve - 1, 1)
     segments = context_segments(setup, context, reserve, longest)
     add_segments("context", empty, segments, None, "none")
-    add_end("context", empty, programs.finish_donated, reserve)
+    add_end("context", empty, programs.finish_donated, reserved(reserve))
     asked = Prompt(
         "question", setup.chunk, question=[range(longest)], shards=shards, vocab_size=vocabulary
     )
     logits = _shape(jnp.float32, rows, vocabulary)
     add_segments("question", kept, method.segments(asked), logits, "last")
     if method.info.shrinks:
-        add_end("question", kept, programs.whole_finish, bucket(reserve))
-    variants = programs.answer_variants(method, reserve)
+        add_end("question", kept, programs.whole_finish, reserved(reserve))
+    variants = programs.answer_variants(method, reserved(reserve))
     kinds = " and ".join(filter(None, variants))
     add(
         f"decode, {kinds} steps" if kinds else "decode",

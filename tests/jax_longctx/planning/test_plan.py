@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
 from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import bucket, bytes_per_device
+from jax_longctx.engine.capacity import bytes_per_device, slots_for
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import init_params
@@ -65,7 +65,7 @@ def test_bytes_are_those_of_arrays_on_the_mesh(method):
     ]
     assert plan.weights == sum(held)
     setup = programs.Setup(wanted.config, wanted.method, mesh, jnp.dtype("float32"), 64)
-    empty = programs.abstract_caches(setup, 2, bucket(CONTEXT + 101, 2), 100)
+    empty = programs.abstract_caches(setup, 2, slots_for(CONTEXT, 100, 2), 128)
     # The peak is that of the context's own caches, and more where the answer has its own.
     assert plan.cache >= bytes_per_device(mesh, empty)
     if not wanted.method.info.shrinks and method != "refreshkv":
