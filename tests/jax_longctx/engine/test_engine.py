@@ -250,14 +250,14 @@ def test_weights_that_are_not_numbers_are_named():
 
 
 def test_a_context_that_cannot_fit_is_refused_before_prefill():
-    small = tiny_engine(chunk=16, memory_limit=40_000)
+    small = tiny_engine(chunk=16, memory_limit=80_000)
     with pytest.raises(CapacityError) as error:
         small.prefill([list(ROW) * 20], reserve=16)
     said = str(error.value)
     # 1152 slots x 2 layers x 2 heads x 8 x (k, v) x 4 bytes, and the lengths.
     assert "cache of 1,152 tokens needs 288.0 KiB" in said
-    assert "35.2 KiB of 39.1 KiB" in said
-    assert "about 140 tokens would fit" in said
+    assert "70.3 KiB of 78.1 KiB" in said
+    assert "about 281 tokens would fit" in said
     small.prefill([ROW], reserve=16)
 
 
