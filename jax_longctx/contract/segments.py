@@ -88,7 +88,7 @@ class Segment:
                 return group
         raise KeyError(f"segment {self.role!r} has row groups {[g.name for g in self.groups]}")
 
-    def valid_of(self, name: str = CHUNK_ROWS) -> Int[Array, " B"]:
+    def valid_of(self, name: str = CHUNK_ROWS) -> Int[Any, " B"]:
         """Valid tokens of each row in the named group."""
         return self.valid[:, self.groups.index(self.group(name))]
 

@@ -316,7 +316,7 @@ class Engine:
             keys=jnp.asarray(programs.row_keys(sampling, batch)),
         )
         state = programs.start_answer(
-            self.setup, state, logits, sampling_values(sampling), sampling.static()
+            self.setup.ends, state, logits, sampling_values(sampling), sampling.static()
         )
         self._check_finite(state)
         return state

@@ -12,12 +12,12 @@ TRACED = "/jax/core/compile/jaxpr_trace_duration"
 
 @pytest.fixture
 def traced():
-    """The durations of all traces since the test began."""
+    """The names of all functions traced since the test began."""
     seen = []
 
-    def listen(event, duration, **_):
+    def listen(event, duration, fun_name="", **_):
         if event == TRACED:
-            seen.append(duration)
+            seen.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield seen
@@ -51,6 +51,22 @@ def test_other_lengths_trace_nothing(name, by_layer, traced):
     # A longer text has a larger cache.
     answer(engine, 300, 8, 12)
     assert len(traced) > first
+
+
+@pytest.mark.parametrize("name", ["quest", "snapkv", "streaming-llm"])
+def test_methods_share_the_programs_without_layers(name, traced):
+    """Which programs a method traces anew, after another of the same shapes."""
+    # Other tests may have traced them.
+    jax.clear_caches()
+    config = tiny_config(num_layers=2)
+    answer(tiny_engine(config=config, chunk=16, by_layer=True), 103, 8, 12)
+    shared = {"_embedded", "_normed", "_marker", "_wanted", "_chosen", "_fed", "start_answer"}
+    assert shared <= set(traced)
+    traced.clear()
+    engine = tiny_engine(small_method(name), config=config, chunk=16, by_layer=True)
+    answer(engine, 103, 8, 12)
+    assert "_through_layer" in traced
+    assert shared.isdisjoint(traced)
 
 
 def test_long_texts_share_a_capacity_within_a_sixtyfourth():

@@ -231,11 +231,13 @@ def test_what_does_not_go_together_is_refused():
 
 def test_collectives_of_a_program_are_counted_with_their_bytes():
     text = """
+ENTRY %main (x: f32[4,8]) -> f32[9] {
   %a = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0,1}}
   %b = (bf16[2,8]{1,0}, bf16[4,8]{1,0}) all-gather-start(%y), dimensions={0}
   %c = bf16[4,8]{1,0} all-gather-done(%b)
   %d = (f32[3]{0}, f32[5]{0}) all-reduce(%u, %v)
   %e = f32[9]{0} add(%a, %a)
+}
 """
     assert count_collectives(text) == (3, 4 * 8 * 4 + 4 * 8 * 2 + 8 * 4)
 

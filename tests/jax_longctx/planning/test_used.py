@@ -67,6 +67,9 @@ class Watched:
         self.name, self.real, self.seen = name, getattr(programs, name), seen
         self.answered = 0
 
+    def eval_shape(self, *args):
+        return self.real.eval_shape(*args)
+
     def __call__(self, *args):
         self.seen.add(signature(self.name, args))
         shapes = self.real.eval_shape(*args)
