@@ -12,6 +12,9 @@ each kind and loops over the layers:
 - `decode`: a block of decode steps, with all variants of step (`contract.step_variant`).
 
 The programs that make empty caches and choose the first token need less memory than these.
+
+A run on a CPU calls a layer's program from the host instead of looping over layers. So the
+temporaries of a CPU target are an upper bound: XLA copies parts of the stacked weights there.
 """
 
 import concurrent.futures
