@@ -13,8 +13,8 @@ each kind and loops over the layers:
 
 The programs that make empty caches and choose the first token need less memory than these.
 
-A run on a CPU calls a layer's program from the host instead of looping over layers. So the
-temporaries of a CPU target are an upper bound: XLA copies parts of the stacked weights there.
+A run on a CPU calls a layer's program from the host instead of looping over layers. The figures
+of a CPU target are those of the loop, whose temporaries grow with the layers there.
 """
 
 import concurrent.futures
