@@ -102,7 +102,6 @@ def load(
     mesh: Mesh | None = None,
     dtype: str | None = None,
     chunk: int = 512,
-    by_layer: bool | None = None,
 ) -> "LongContext":
     """Loads a checkpoint directory that `jax-longctx convert` wrote.
 
@@ -111,8 +110,6 @@ def load(
       mesh: devices to run on, one by default (see `make_mesh`).
       dtype: of weights and cache: "float32", "bfloat16" or "float16"; the checkpoint's by default.
       chunk: tokens a prefill pass takes.
-      by_layer: whether programs hold one layer instead of all: compilation is much faster,
-        inference somewhat slower. For few and short texts.
 
     Raises:
       CheckpointError: not a checkpoint, or damaged.
@@ -124,7 +121,7 @@ def load(
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
     params = load_params(checkpoint, mesh, None if dtype is None else jnp.dtype(dtype))
-    how: dict[str, Any] = dict(chunk=chunk, by_layer=by_layer, consume=True)
+    how: dict[str, Any] = dict(chunk=chunk, consume=True)
     engine = Engine(manifest.config, params, method or Full(), mesh, **how)
     return LongContext(engine, tokenizer, manifest)
 

@@ -22,7 +22,7 @@ from jax_longctx.bench.timing import TOO_MUCH, Shape, copy_bandwidth, scaled, st
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import Method
 from jax_longctx.engine import Context, Engine, programs
-from jax_longctx.engine.capacity import bucket, footprint
+from jax_longctx.engine.capacity import footprint, reserved, slots_for
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.methods import Full, make_method
 from jax_longctx.planning.plan import step_weight_bytes
@@ -39,7 +39,8 @@ def _is_store(node: Any) -> bool:
 def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Context:
     """A context of `length` tokens a row, with random keys and values in append-only caches."""
     setup = engine.setup
-    slots = bucket(length + reserve + 1, engine.mesh.shape["seq"])
+    reserve = reserved(reserve)
+    slots = slots_for(length, reserve, engine.mesh.shape["seq"])
     shapes = programs.abstract_caches(setup, batch, slots, reserve)
 
     def draw(node: Any, seed: Any) -> Any:

@@ -24,7 +24,8 @@ from jax.sharding import Mesh
 from jax_longctx.bench.decode import WARM
 from jax_longctx.bench.timing import TOO_MUCH, Shape, answered, call_times, scaled
 from jax_longctx.contract.context import by_gather, by_sum, merge_way
-from jax_longctx.engine.engine import BLOCK, SPARE
+from jax_longctx.engine.capacity import SPARE
+from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import ends_of, layer_of, layer_params

@@ -239,12 +239,6 @@ class ModelChoice:
     dtype: str | None = dtype()
     mesh: str | None = mesh()
     chunk: int = chunk()
-    by_layer: bool = option(
-        "Compile one layer instead of all: compilation is faster, inference slower; for few and "
-        "short texts.",
-        "--by-layer",
-        default=False,
-    )
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
@@ -268,7 +262,6 @@ class ModelChoice:
                 mesh=None if self.mesh is None else make_mesh(**sizes),
                 dtype=self.dtype,
                 chunk=self.chunk,
-                by_layer=self.by_layer,
             )
 
 

@@ -23,6 +23,8 @@ from jax_longctx.memory import shown_bytes
 from jax_longctx.sharding import AnyMesh, Stacked, leaf_axes, tree_shardings
 
 SMALLEST = 128
+# Slots beyond the longest row, which a storage may write garbage to (see `caches.write_run`).
+SPARE = 1
 # Where decode reads more of the cache than of the weights, roughly, empty slots cost time.
 FINER_FROM = 32768
 # Shards of the slots stay multiples of this, which is what the attention kernels tile by.
@@ -41,6 +43,16 @@ def bucket(tokens: int, seq_shards: int = 1) -> int:
     step = max(SMALLEST, 2 ** math.floor(math.log2(max(tokens, 1))) // fraction)
     step = math.lcm(step, GRANULE * seq_shards)
     return -(-max(tokens, 1) // step) * step
+
+
+def reserved(tokens: int) -> int:
+    """Slots kept for a question and answer of so many tokens: few numbers are ever compiled."""
+    return bucket(tokens) if tokens else 0
+
+
+def slots_for(context: int, reserve: int = 0, seq_shards: int = 1) -> int:
+    """Slots of a cache for a text, and for a question and its answer of `reserve` tokens."""
+    return bucket(context + reserved(reserve) + SPARE, seq_shards)
 
 
 def bytes_per_device(mesh: AnyMesh, abstract: Any) -> int:
@@ -217,11 +229,12 @@ def staged_caches(
     setup: programs.Setup, batch: int, context: int, reserve: int
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Shapes of every layer's cache: empty, after the context, and while answering."""
-    slots = bucket(context + reserve + 1, setup.mesh.shape["seq"])
+    reserve = reserved(reserve)
+    slots = slots_for(context, reserve, setup.mesh.shape["seq"])
     empty = programs.abstract_caches(setup, batch, slots, reserve)
     kept = answering = finished_caches(setup, empty, "context", reserve)
     if setup.method.info.shrinks:
-        answering = finished_caches(setup, kept, "question", bucket(reserve))
+        answering = finished_caches(setup, kept, "question", reserve)
     return empty, kept, answering
 
 

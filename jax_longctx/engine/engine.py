@@ -20,11 +20,14 @@ from jax.sharding import Mesh
 from jax_longctx.contract import Method, Prompt, Segment, Stage
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import (
+    SPARE,
     available_bytes,
     bucket,
     bytes_per_device,
     check_fits,
     grow,
+    reserved,
+    slots_for,
 )
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.programs import Sampling, sampling_values
@@ -37,8 +40,6 @@ Rows = Sequence[Sequence[int]]
 # answer are shorter, so that its first words do not wait for a whole block.
 BLOCK = 32
 FIRST_BLOCKS = (1, 4, 12)
-# Slots beyond the longest row, which a storage may write garbage to (see `caches.write_run`).
-SPARE = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +176,8 @@ class Engine:
         """Reads the contexts (rows of any length, also empty) into a cache.
 
         Args:
-          reserve: slots kept free in every row for a question and its answer; a longer one makes
-            the cache grow.
+          reserve: tokens of a question and its answer for which every row keeps slots free, in
+            the steps of `capacity.reserved`; a longer one makes the cache grow.
           questions: what will be asked; only for methods that need it at prefill.
           total: each row's total length as rotary embedding sees it (dynamic NTK): the tokens that
             are known when reading begins. The length of the context by default: questions come
@@ -191,6 +192,7 @@ class Engine:
         rows = self.padded(contexts)
         lengths = [len(row) for row in rows]
         totals = [*(total or lengths[: len(contexts)]), *lengths[len(contexts) :]]
+        reserve = reserved(reserve)
         slots = self.slots_for(max(capacity - SPARE, max(lengths) + reserve))
         asked = self.needed_questions(questions, len(contexts))
         self.check_capacity(len(rows), slots, reserve)
@@ -261,7 +263,7 @@ class Engine:
             context.answering_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(run.caches))
             yield _chosen(np.asarray(state.token)[:, None], context.batch)
             blocks, first = iter(FIRST_BLOCKS), 1
-            variants = programs.answer_variants(self.method, max_tokens)
+            variants = programs.answer_variants(self.method, reserved(max_tokens))
             values, static = sampling_values(sampling), (BLOCK, variants, sampling.static())
             while not np.all(np.asarray(state.done)):
                 # Beyond the answer a step may be of a kind that its program does not hold.
@@ -281,12 +283,10 @@ class Engine:
         """The answer's own caches, made from the context's and the question's."""
         reserve = bucket(max_tokens + SPARE)
         whole = run.caches
-        answer = functools.partial(
-            programs.finish_question, self.setup, total=context.total, reserve=reserve
-        )
-        need = bytes_per_device(self.mesh, jax.eval_shape(answer, whole))
-        self._check_bytes(context.slots, need, 0.0)
-        run.caches = answer(whole)
+        given = self.setup, whole, context.total
+        smaller = programs.whole_finish.eval_shape(*given, "question", reserve)
+        self._check_bytes(context.slots, bytes_per_device(self.mesh, smaller), 0.0)
+        run.caches = programs.finish_question(*given, reserve)
         run.whole = whole if keep else None
 
     def _question(
@@ -316,7 +316,7 @@ class Engine:
             keys=jnp.asarray(programs.row_keys(sampling, batch)),
         )
         state = programs.start_answer(
-            self.setup, state, logits, sampling_values(sampling), sampling.static()
+            self.setup.ends, state, logits, sampling_values(sampling), sampling.static()
         )
         self._check_finite(state)
         return state
@@ -449,7 +449,7 @@ class Engine:
 
     def slots_for(self, tokens: int) -> int:
         """Slots of a cache for that many tokens of the longest row."""
-        return bucket(tokens + SPARE, self.mesh.shape["seq"])
+        return slots_for(tokens, seq_shards=self.mesh.shape["seq"])
 
     def padded(self, rows: Rows) -> list[list[int]]:
         """The rows as lists, with empty ones added to fill the mesh's data axis.

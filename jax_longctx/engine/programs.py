@@ -32,6 +32,7 @@ from jax_longctx.contract import (
     CacheShape,
     LayerContext,
     Method,
+    RowGroup,
     Segment,
     Stage,
     decode_segment,
@@ -116,6 +117,34 @@ def limit_mappings() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ends:
+    """What is static of programs without layers: all methods on a mesh share these programs."""
+
+    config: ModelConfig
+    mesh: AnyMesh
+    dtype: Any
+
+    def logits(self, params: Any, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """float32 logits of one hidden state a row."""
+        rows = hidden.shape[0]
+        if _platform(self.mesh) == "gpu" and rows < LEAST_ROWS:
+            # Of fewer XLA converts the whole head to float32 first.
+            hidden = jnp.pad(hidden, ((0, LEAST_ROWS - rows), (0, 0)))
+        return ends_of(self.config, params).logits(hidden)[:rows]
+
+
+def without_layers(params: Any) -> Any:
+    """The parameters that `Ends` needs."""
+    return {name: value for name, value in params.items() if name != "layers"}
+
+
+def _platform(mesh: AnyMesh) -> str:
+    if isinstance(mesh, AbstractMesh):
+        return jax.default_backend()
+    return mesh.devices.flat[0].platform
+
+
+@dataclasses.dataclass(frozen=True)
 class Setup:
     """Everything static: what the programs are compiled for.
 
@@ -135,17 +164,12 @@ class Setup:
     @property
     def platform(self) -> str:
         """What the programs are for: "cpu", "gpu" or "tpu"."""
-        if isinstance(self.mesh, AbstractMesh):
-            return jax.default_backend()
-        return self.mesh.devices.flat[0].platform
+        return _platform(self.mesh)
 
-    def logits(self, params: Any, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """float32 logits of one hidden state a row."""
-        rows = hidden.shape[0]
-        if self.platform == "gpu" and rows < LEAST_ROWS:
-            # Of fewer XLA converts the whole head to float32 first.
-            hidden = jnp.pad(hidden, ((0, LEAST_ROWS - rows), (0, 0)))
-        return ends_of(self.config, params).logits(hidden)[:rows]
+    @property
+    def ends(self) -> Ends:
+        """Its part that does not depend on the method."""
+        return Ends(self.config, self.mesh, self.dtype)
 
     def products(self, rows: int) -> Products:
         """How a layer multiplies so many rows with its weights."""
@@ -202,7 +226,8 @@ def hidden_states(
 
     Outside of jit the caches are donated.
     """
-    x_BTD = _embedded(setup, params, segment.tokens, segment.token_axis)
+    ends, ends_params = setup.ends, without_layers(params)
+    x_BTD = _embedded(ends, ends_params, segment.tokens, segment.token_axis)
     updated, layer, layers = [], 0, params["layers"]
     for cache in caches:
         window = setup.config.windows[layer]
@@ -215,7 +240,7 @@ def hidden_states(
             cache = run if isinstance(cache, Stacked) else _of_layer(run.cache, 0)
         updated.append(cache)
         layer += layers_in(cache)
-    return _normed(setup, params, x_BTD), tuple(updated)
+    return _normed(ends, ends_params, x_BTD), tuple(updated)
 
 
 def layers_in(cache: Any) -> int:
@@ -265,11 +290,11 @@ def _of_layer(stacks: Any, layer: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _embedded(
-    setup: Setup, params: Any, tokens: Int[Any, "B T"], axis: str | None
+    ends: Ends, params: Any, tokens: Int[Any, "B T"], axis: str | None
 ) -> Float[Array, "B T D"]:
     # Where the tokens lie, the projections and the MLP are computed.
-    tokens = jax.lax.with_sharding_constraint(tokens, logical_sharding(setup.mesh, ("batch", axis)))
-    return ends_of(setup.config, params).embedded(tokens)
+    tokens = jax.lax.with_sharding_constraint(tokens, logical_sharding(ends.mesh, ("batch", axis)))
+    return ends_of(ends.config, params).embedded(tokens)
 
 
 @functools.partial(in_place, static_argnums=(0, 1), donate_argnums=(3, 4))
@@ -414,8 +439,8 @@ def _kept(old: Any, new: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _normed(setup: Setup, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    return ends_of(setup.config, params).final_norm(x)
+def _normed(ends: Ends, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    return ends_of(ends.config, params).final_norm(x)
 
 
 def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[CacheShape]:
@@ -510,7 +535,11 @@ def _segment(
         token, or of all tokens `[B, T, V]` (of the chunk rows).
     """
     hidden_BTD, caches = hidden_states(setup, params, caches, segment, total)
-    return caches, _wanted(setup, params, hidden_BTD, segment, last, logits)
+    if logits == "none":
+        return caches, _marker(hidden_BTD)
+    columns = segment.group(CHUNK_ROWS)
+    given = hidden_BTD, segment.valid_of(CHUNK_ROWS), last
+    return caches, _wanted(setup.ends, without_layers(params), *given, columns, logits)
 
 
 # All layers as one program.
@@ -522,27 +551,31 @@ def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
     return (_segment if setup.by_layer else whole_segment)(setup, *args)
 
 
-@functools.partial(in_place, static_argnums=(0, 5), donate_argnums=4)
+@jax.jit
+def _marker(hidden_BTD: Float[Array, "B T D"]) -> Float[Array, ""]:
+    """A number that is ready when these are."""
+    return jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
+
+
+@functools.partial(in_place, static_argnums=(0, 5, 6), donate_argnums=4)
 def _wanted(
-    setup: Setup,
+    ends: Ends,
     params: Any,
     hidden_BTD: Float[Array, "B T D"],
-    segment: Segment,
+    valid_B: Int[Any, " B"],
     last: Float[Array, "B V"] | None,
+    columns: RowGroup,
     logits: Logits,
 ) -> Array:
-    """What `run_segment` returns beside the caches."""
-    if logits == "none":
-        return jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
-    hidden_BTD = hidden_BTD[:, segment.group(CHUNK_ROWS).columns]
+    """What `run_segment` returns beside the caches, of these columns."""
+    hidden_BTD = hidden_BTD[:, columns.columns]
     if logits == "hidden":
         return hidden_BTD
     if logits == "all":
-        return ends_of(setup.config, params).logits(hidden_BTD)
+        return ends_of(ends.config, params).logits(hidden_BTD)
     assert last is not None
-    valid_B = segment.valid_of(CHUNK_ROWS)
     ends_B11 = jnp.maximum(valid_B - 1, 0)[:, None, None]
-    new_BV = setup.logits(params, jnp.take_along_axis(hidden_BTD, ends_B11, axis=1)[:, 0])
+    new_BV = ends.logits(params, jnp.take_along_axis(hidden_BTD, ends_B11, axis=1)[:, 0])
     return jnp.where((valid_B > 0)[:, None], new_BV, last)
 
 
@@ -757,7 +790,7 @@ class DecodeState:
 
 @functools.partial(in_place, static_argnums=(0, 4), donate_argnums=1)
 def start_answer(
-    setup: Setup,
+    ends: Ends,
     state: DecodeState,
     logits: Float[Array, "B V"],
     values: Float[Array, " 3"],
@@ -765,7 +798,7 @@ def start_answer(
 ) -> DecodeState:
     """Chooses each row's first token from the question's last logits."""
     token = next_token(logits, state.seen, state.keys, state.count, values, sampling)
-    return replicated(setup, state.watch(logits).accept(token))
+    return replicated(ends, state.watch(logits).accept(token))
 
 
 # Columns of a block of decode steps, variants of the answer's steps, the sampling's static part.
@@ -791,6 +824,7 @@ def _decode_block(
     goes from run to run: a program for each run takes as long to begin as a step, on a GPU.
     """
     columns, variants, sampling = static
+    ends, ends_params = setup.ends, without_layers(params)
 
     def step(variant: str, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         index, caches, state, chosen_BX = carry
@@ -798,7 +832,7 @@ def _decode_block(
         segment = decode_segment(token_B1, valid_B1, state.done, variant)
         hidden_B1D, caches = hidden_states(setup, params, caches, segment, total)
         state, chosen_BX = _chosen(
-            setup, params, hidden_B1D, state, values, chosen_BX, index, sampling
+            ends, ends_params, hidden_B1D, state, values, chosen_BX, index, sampling
         )
         return index + 1, caches, state, chosen_BX
 
@@ -817,7 +851,7 @@ def _decode_block(
         body = each_run if others else functools.partial(step, first)
         carry = jax.lax.while_loop(lambda carry: _turn(turns, carry) >= 0, body, carry)
     _, caches, state, chosen_BX = carry
-    return caches, *replicated(setup, (state, chosen_BX))
+    return caches, *replicated(ends, (state, chosen_BX))
 
 
 # All layers, and all steps, as one program.
@@ -832,7 +866,7 @@ def _fed(state: DecodeState) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
 
 @functools.partial(jax.jit, static_argnums=(0, 7))
 def _chosen(
-    setup: Setup,
+    ends: Ends,
     params: Any,
     hidden_B1D: Float[Array, "B 1 D"],
     state: DecodeState,
@@ -842,7 +876,7 @@ def _chosen(
     sampling: SamplingStatic,
 ) -> tuple[DecodeState, Int[Array, "B X"]]:
     """The state after each row's next token, which stands in its column."""
-    logits_BV = setup.logits(params, hidden_B1D[:, 0])
+    logits_BV = ends.logits(params, hidden_B1D[:, 0])
     token_B = next_token(logits_BV, state.seen, state.keys, state.count, values, sampling)
     column_B = jnp.where(state.done, -1, token_B)
     chosen_BX = jax.lax.dynamic_update_slice(chosen_BX, column_B[:, None], (0, index))
@@ -861,9 +895,9 @@ def next_block(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], DecodeState, 
     return (_decode_block if setup.by_layer else decode_block)(setup, *args)
 
 
-def replicated(setup: Setup, tree: Any) -> Any:
+def replicated(ends: Ends, tree: Any) -> Any:
     """The same on all devices: every process reads these."""
-    everywhere = NamedSharding(setup.mesh, PartitionSpec())
+    everywhere = NamedSharding(ends.mesh, PartitionSpec())
     return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: everywhere, tree))
 
 

@@ -45,14 +45,6 @@ def test_no_chat_and_completion(run, loads, tiny, book):
     assert result.stdout == answer.text + "\n"
 
 
-@pytest.mark.parametrize("given", [(), ("--by-layer",)])
-def test_programs_are_of_all_layers_or_of_one(run, loads, book, given):
-    for command in (("ask", book, "Who?"), ("generate", "The pass key")):
-        result = run(*command, "-c", "m", "--max-tokens", 2, *given)
-        assert result.exit_code == 0, result.output
-        assert loads.pop()[1]["by_layer"] is bool(given)
-
-
 def test_many_questions_over_one_reading(run, loads, tiny, book, monkeypatch):
     read = []
     prefill = tiny.prefill
