@@ -36,6 +36,7 @@ from jax_longctx.contract import (
     decode_segment,
     step_variant,
 )
+from jax_longctx.engine.ahead import Program
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import ends_of, layer_of
 from jax_longctx.settings import Sampling
@@ -221,6 +222,7 @@ def _of_layer(stacks: Any, layer: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacks)
 
 
+@Program
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _embedded(
     setup: Setup, params: Any, tokens: Int[Any, "B T"], axis: str | None
@@ -230,6 +232,7 @@ def _embedded(
     return ends_of(setup.config, params).embedded(tokens)
 
 
+@Program
 @functools.partial(in_place, static_argnums=(0, 1), donate_argnums=(3, 4))
 def _through_layer(
     setup: Setup,
@@ -333,6 +336,7 @@ def _kept(old: Any, new: Any) -> Any:
     return new
 
 
+@Program
 @functools.partial(jax.jit, static_argnums=0)
 def _normed(setup: Setup, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     return ends_of(setup.config, params).final_norm(x)
@@ -434,7 +438,7 @@ def _segment(
 
 
 # All layers as one program.
-whole_segment = in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5), **LOOPED)
+whole_segment = Program(in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5), **LOOPED))
 
 
 def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
@@ -442,6 +446,7 @@ def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
     return (_segment if setup.by_layer else whole_segment)(setup, *args)
 
 
+@Program
 @functools.partial(in_place, static_argnums=(0, 5), donate_argnums=4)
 def _wanted(
     setup: Setup,
@@ -519,8 +524,10 @@ def _traced_finish(
     return finish, tree_specs(traced), handed
 
 
-finish_layer = jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5))
-_finish_layer_donated = in_place(_finish_layer, static_argnums=(0, 1, 4, 5), donate_argnums=2)
+finish_layer = Program(jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5)))
+_finish_layer_donated = Program(
+    in_place(_finish_layer, static_argnums=(0, 1, 4, 5), donate_argnums=2)
+)
 
 
 def _finish(
@@ -564,8 +571,8 @@ def fork(method: Method, cache: Any) -> Any:
 
 
 # All layers as one program.
-finish_donated = in_place(_finish, static_argnums=(0, 3, 4), donate_argnums=1)
-whole_finish = jax.jit(_finish, static_argnums=(0, 3, 4))
+finish_donated = Program(in_place(_finish, static_argnums=(0, 3, 4), donate_argnums=1))
+whole_finish = Program(jax.jit(_finish, static_argnums=(0, 3, 4)))
 
 
 def row_keys(sampling: Sampling, rows: int) -> UInt32[np.ndarray, " W"]:
@@ -675,6 +682,7 @@ class DecodeState:
         return dataclasses.replace(self, token=token, done=self.done | stop, count=count, seen=seen)
 
 
+@Program
 @functools.partial(in_place, static_argnums=(0, 4), donate_argnums=1)
 def start_answer(
     setup: Setup,
@@ -741,7 +749,9 @@ def _decode_block(
 
 
 # All layers, and all steps, as one program.
-decode_block = in_place(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3), **LOOPED)
+decode_block = Program(
+    in_place(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3), **LOOPED)
+)
 
 
 @jax.jit
@@ -750,6 +760,7 @@ def _fed(state: DecodeState) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
     return state.token[:, None], (~state.done).astype(jnp.int32)[:, None]
 
 
+@Program
 @functools.partial(jax.jit, static_argnums=(0, 7))
 def _chosen(
     setup: Setup,
