@@ -185,10 +185,10 @@ def chunk() -> Any:
     )
 
 
-def shape(default: str = "llama-3.1-8b") -> Any:
-    """`--model`: `str`."""
+def shape(default: str = "llama-3.1-8b", names: tuple[str, ...] = ()) -> Any:
+    """`--model`, or `names`: `str`."""
     how: dict[str, Any] = {"callback": checked(preset), "autocompletion": _named(PRESETS)}
-    return option("Shape of a published model.", default=default, **how)
+    return option("Shape of a published model.", *names, default=default, **how)
 
 
 def as_json() -> Any:

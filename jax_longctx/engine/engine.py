@@ -29,7 +29,7 @@ from jax_longctx.engine.capacity import (
     grow,
 )
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.programs import Sampling, sampling_values
+from jax_longctx.engine.programs import STOPS, Sampling, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, layer_params, stacked_layers
@@ -364,7 +364,7 @@ class Engine:
             done=jnp.array([not row for row in rows]),
             count=jnp.zeros((batch,), jnp.int32),
             limit=jnp.full((batch,), max_tokens, jnp.int32),
-            stops=jnp.array(sorted(set(stop_ids)) or [-1], jnp.int32),
+            stops=_stops(stop_ids),
             seen=self._seen(context, rows) if sampling.penalised else None,
             finite=jnp.ones((batch,), bool),
             keys=jnp.asarray(programs.row_keys(sampling, batch)),
@@ -571,6 +571,12 @@ def _blocks_of_all(method: Method, max_tokens: int) -> int:
         last -= next(ahead, BLOCK)
         count += 1
     return count
+
+
+def _stops(stop_ids: Sequence[int]) -> jax.Array:
+    """The ids, padded with -1 to a multiple of `STOPS`: few numbers of them are ever compiled."""
+    ids = sorted(set(stop_ids))
+    return jnp.array([*ids, *[-1] * (-len(ids) % STOPS or (0 if ids else STOPS))], jnp.int32)
 
 
 def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:

@@ -72,6 +72,8 @@ EVENTS = 60
 _events = 0
 # Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
 LEAST_ROWS = 8
+# Ids that end an answer: their number is a multiple of this.
+STOPS = 8
 # Greedy, top_k, whether top_p is used, whether the penalty is.
 SamplingStatic = tuple[bool, int, bool, bool]
 
