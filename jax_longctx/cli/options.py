@@ -276,7 +276,7 @@ class ModelChoice:
                 mesh=None if self.mesh is None else make_mesh(**sizes),
                 dtype=self.dtype,
                 chunk=self.chunk,
-                by_layer=self.by_layer,
+                by_layer=self.by_layer or None,
                 **how,
             )
 

@@ -135,40 +135,47 @@ class Compilation:
             if isinstance(leaf, jax.Array):
                 free[leaf.shape, leaf.dtype].append(leaf)
         wanted, structure = jax.tree.flatten(shapes)
-        shardings: list[Any] | None = None
         found = []
-        for index, leaf in enumerate(wanted):
+        for index, (leaf, sharding) in enumerate(zip(wanted, self._shardings(shapes), strict=True)):
             same = free[leaf.shape, leaf.dtype]
-            if same:
-                # As a result it is committed to the mesh.
-                given_leaf, everywhere = same.popleft(), logical_sharding(self._mesh, ())
-                committed = given_leaf.committed
-                found.append(given_leaf if committed else jax.device_put(given_leaf, everywhere))
+            made = same.popleft() if same else None
+            if made is not None and made.committed:
+                found.append(made)
                 continue
-            if shardings is None:
-                shardings = self._shardings(shapes, future)
-            found.append(_zeros(leaf, shardings[index]))
+            if sharding is None and made is None and leaf.shape:
+                sharding = jax.tree.leaves(future.result().output_shardings)[index]
+            sharding = sharding or logical_sharding(self._mesh, ())
+            # As a result it is committed to the mesh.
+            found.append(_zeros(leaf, sharding) if made is None else jax.device_put(made, sharding))
         return structure.unflatten(found)
 
-    def _shardings(self, shapes: Any, future: Future[Any]) -> list[Any]:
-        """The results' shardings: by the axes of caches, or as compiled."""
-        count = len(jax.tree.leaves(shapes))
+    def _shardings(self, shapes: Any) -> list[Any]:
+        """Where each result will be: caches by their axes; None for one that XLA decides."""
+        if isinstance(shapes, tuple | list):
+            return [sharding for each in shapes for sharding in self._shardings(each)]
+        everywhere, count = logical_sharding(self._mesh, ()), len(jax.tree.leaves(shapes))
         if self._mesh.size == 1:
-            return [logical_sharding(self._mesh, ())] * count
-        with contextlib.suppress(TypeError):
+            return [everywhere] * count
+        if hasattr(shapes, "shape"):
+            return [None]
+        try:
             return jax.tree.leaves(tree_shardings(self._mesh, shapes))
-        return jax.tree.leaves(future.result().output_shardings)
+        except TypeError:
+            # The state of an answer, which is replicated.
+            return [everywhere] * count
 
     def wait(
         self,
         progress: Callable[[int, int], None] = lambda done, total: None,
         *,
         prefill: bool = False,
+        check: bool = False,
         every: float = 0.2,
     ) -> None:
         """Returns when all programs are compiled, or with `prefill` those of the prefill.
 
-        A program that failed is not reported here: the run compiles it again and raises its error.
+        Unless `check` is True, a program that failed is not reported here: the run compiles it
+        again and raises its error.
 
         Args:
           progress: called with the number compiled and the number of all programs.
@@ -180,6 +187,8 @@ class Compilation:
             progress(sum(future.done() for future in futures), len(futures))
             time.sleep(every if any(not future.done() for future in needed) else 0)
         progress(sum(future.done() for future in futures), len(futures))
+        for future in needed if check else ():
+            future.result()
 
 
 def _signature(leaf: Any) -> Any:
