@@ -139,7 +139,7 @@ class Compilation:
         for index, (leaf, sharding) in enumerate(zip(wanted, self._shardings(shapes), strict=True)):
             same = free[leaf.shape, leaf.dtype]
             made = same.popleft() if same else None
-            if made is not None and made.committed:
+            if made is not None and made.committed and self._mesh.size > 1:
                 found.append(made)
                 continue
             if sharding is None and made is None and leaf.shape:
