@@ -51,7 +51,7 @@ class Compiling:
         """`begin`, as `api.load` takes it: called before the weights are there, not on a CPU."""
 
         def begun(model: "LongContext") -> None:
-            if model.engine.setup.platform == "cpu":
+            if not worthwhile(model):
                 return
             self._begun, self._key = begin(model), key_of(model)
 
@@ -88,6 +88,11 @@ class Compiling:
         now = self.clock.seconds()
         since, self._told = now - self._told, now
         return since
+
+
+def worthwhile(model: "LongContext") -> bool:
+    """Whether programs are compiled side by side."""
+    return model.engine.setup.platform != "cpu"
 
 
 def key_of(model: "LongContext") -> str:
