@@ -11,11 +11,13 @@ import pytest
 from jax_longctx.engine.ahead import EVENTS, Compilation, CompileClock, Program, abstract_params
 from jax_longctx.engine.engine import Engine, _blocks_of_all
 from jax_longctx.sharding import make_mesh
-from tests.small_methods import small_method
+from tests.small_methods import SMALL, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 CONTEXT, QUESTION, ANSWER = [90], [5], 20
 PROGRAM = EVENTS[-1]
+QUICK = ("full", "snapkv", "refreshkv")
+NAMES = [*QUICK, *(pytest.param(x, marks=pytest.mark.thorough) for x in SMALL if x not in QUICK)]
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def answers(engine, rows, asked, keep):
 
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["looped", "by layer"])
-@pytest.mark.parametrize("name", ["full", "snapkv", "refreshkv"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_run_that_follows_compiles_nothing(name, by_layer, compiled):
     jax.clear_caches()
     method, mesh = small_method(name), make_mesh()
