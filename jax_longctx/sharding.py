@@ -65,8 +65,13 @@ def logical_spec(axes: Sequence[str | None]) -> PartitionSpec:
 
 
 def logical_sharding(mesh: AnyMesh, axes: Sequence[str | None]) -> NamedSharding:
-    """The `NamedSharding` of an array with these logical axes on `mesh`."""
-    return NamedSharding(mesh, logical_spec(axes))
+    """The `NamedSharding` of an array with these logical axes on `mesh`.
+
+    On one device all specs are equal. JAX gives a result any of those that the arguments have, and
+    the next program's key in the persistent cache depends on it: so there is one spec there.
+    """
+    spec = logical_spec(axes)
+    return NamedSharding(mesh, spec if mesh.size > 1 else PartitionSpec())
 
 
 def make_mesh(

@@ -185,10 +185,10 @@ def chunk() -> Any:
     )
 
 
-def shape(default: str = "llama-3.1-8b") -> Any:
-    """`--model`: `str`."""
+def shape(default: str = "llama-3.1-8b", names: tuple[str, ...] = ()) -> Any:
+    """`--model`, or `names`: `str`."""
     how: dict[str, Any] = {"callback": checked(preset), "autocompletion": _named(PRESETS)}
-    return option("Shape of a published model.", default=default, **how)
+    return option("Shape of a published model.", *names, default=default, **how)
 
 
 def as_json() -> Any:
@@ -245,8 +245,16 @@ class ModelChoice:
             raise InputError(f"--chunk must be at least 1 token, got {self.chunk}")
         check_checkpoint(self.checkpoint)
 
-    def open(self, terminal: Terminal, method: MethodChoice | Spec | None = None) -> "LongContext":
-        """Loads the checkpoint with method and mesh; cheap checks come first."""
+    def open(
+        self,
+        terminal: Terminal,
+        method: MethodChoice | Spec | None = None,
+        **how: Any,
+    ) -> "LongContext":
+        """Loads the checkpoint with method and mesh; cheap checks come first.
+
+        `how` is passed to `api.load`.
+        """
         with terminal.starting(f"loading {self.checkpoint}"):
             if isinstance(method, Spec):
                 made = make_method(method.name, dict(method.settings))
@@ -262,6 +270,7 @@ class ModelChoice:
                 mesh=None if self.mesh is None else make_mesh(**sizes),
                 dtype=self.dtype,
                 chunk=self.chunk,
+                **how,
             )
 
 
@@ -317,14 +326,19 @@ class AnswerOptions:
         tokens: dict[str, int],
         prefill: float,
         memory: dict[str, int],
+        compiled: float | None = None,
     ) -> dict[str, Any]:
-        """The JSON record of an answer; `tokens` and `memory` give the context's numbers."""
+        """The JSON record of an answer; `tokens` and `memory` give the context's numbers.
+
+        `compiled` are seconds of compilation, which the other times then leave out.
+        """
         return {
             "answer": answer.text,
             "finish": answer.finish,
             "warning": answer.warning,
             "tokens": {**tokens, "answer": len(answer.tokens)},
             "seconds": {
+                **({} if compiled is None else {"compile": round(compiled, 4)}),
                 "prefill": round(prefill, 4),
                 "first_token": round(answer.first_token_seconds, 4),
                 "decode": round(answer.decode_seconds, 4),

@@ -5,6 +5,7 @@ forks the context's cache, feeds its tokens, and decodes in blocks inside one co
 that streaming costs one host round trip a block, not one a token.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_longctx.contract import Method, Prompt, Segment, Stage
+from jax_longctx.contract import Method, Prompt, Segment, Stage, step_variant
 from jax_longctx.engine import programs
+from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import (
     SPARE,
     available_bytes,
@@ -30,7 +32,7 @@ from jax_longctx.engine.capacity import (
     slots_for,
 )
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.programs import Sampling, sampling_values
+from jax_longctx.engine.programs import STOPS, Sampling, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, layer_params, stacked_layers
@@ -112,7 +114,8 @@ class Engine:
     """One model, one method, one mesh.
 
     Args:
-      params: nested dict of the model's parameters, on the mesh.
+      params: nested dict of the model's parameters, on the mesh; or of their shapes
+        (`ahead.abstract_params`), until `take_params` gives the weights.
       chunk: tokens of a row that one prefill pass takes.
       memory_limit: bytes on each device that a new cache may use; None asks the device.
       consume: whether `params` may be emptied where they are stacked for a loop over layers, so
@@ -145,9 +148,14 @@ class Engine:
         self.config, self.method, self.mesh = config, method, mesh
         if by_layer is None:
             by_layer = bool(mesh.devices.flat[0].platform == "cpu")
-        self.params = params if by_layer else stacked_layers(config, params, consume=consume)
         self.chunk, self.memory_limit = chunk, memory_limit
         self.setup = programs.Setup(config, method, mesh, dtype, chunk, by_layer)
+        self.take_params(params, consume=consume)
+
+    def take_params(self, params: Any, *, consume: bool = False) -> None:
+        """Takes the weights, as at construction; an engine of shapes alone can only `compile`."""
+        apart = self.setup.by_layer
+        self.params = params if apart else stacked_layers(self.config, params, consume=consume)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -223,6 +231,52 @@ class Engine:
         told(everything)
         caches = programs.finish_context(self.setup, caches, known, reserve)
         return Context(rows, len(contexts), slots, reserve, known, caches, asked)
+
+    def compile(
+        self,
+        contexts: Sequence[int],
+        questions: Sequence[int],
+        *,
+        max_tokens: int,
+        reserve: int | None = None,
+        total: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        stop_ids: Sequence[int] = (),
+        keep: bool = True,
+        workers: int | None = None,
+    ) -> Compilation:
+        """Compiles the programs of a `prefill` and a `stream`, in threads; reads no weights.
+
+        The prefill and the stream that follow find them, or wait for those that are not ready.
+
+        Args:
+          contexts, questions: tokens of each row's context and question.
+          reserve: of `prefill`; the longest question and the answer unless given.
+          max_tokens, total, sampling, stop_ids, keep: as in `prefill` and `stream`.
+          workers: most programs that compile at a time.
+
+        Raises:
+          InputError, CapacityError: as `prefill` and `stream`.
+        """
+        rows, asked = ([[0] * length for length in lengths] for lengths in (contexts, questions))
+        compilation = Compilation(self.mesh, workers)
+        if reserve is None:
+            reserve = max(questions) + max_tokens
+        with compilation.rehearsing():
+            context = self.prefill(rows, reserve=reserve, questions=asked, total=total)
+            compilation.prefill_ends()
+            stream = self.stream(
+                context,
+                asked,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                stop_ids=stop_ids,
+                keep=keep,
+            )
+            with contextlib.closing(stream):
+                for _ in range(_blocks_of_all(self.method, max_tokens)):
+                    next(stream)
+        return compilation
 
     def stream(
         self,
@@ -310,7 +364,7 @@ class Engine:
             done=jnp.array([not row for row in rows]),
             count=jnp.zeros((batch,), jnp.int32),
             limit=jnp.full((batch,), max_tokens, jnp.int32),
-            stops=jnp.array(sorted(set(stop_ids)) or [-1], jnp.int32),
+            stops=_stops(stop_ids),
             seen=self._seen(context, rows) if sampling.penalised else None,
             finite=jnp.ones((batch,), bool),
             keys=jnp.asarray(programs.row_keys(sampling, batch)),
@@ -503,6 +557,26 @@ def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:
     if max_tokens < 1:
         raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
     return (sampling or Sampling()).of_rows(rows)
+
+
+def _blocks_of_all(method: Method, max_tokens: int) -> int:
+    """How many blocks an answer yields until it has taken a step of every variant twice."""
+    steps: dict[str, list[int]] = {}
+    for step in range(1, max_tokens):
+        steps.setdefault(step_variant(method, step), []).append(step)
+    last = max((found[:2][-1] for found in steps.values()), default=0)
+    # The first token is the question's.
+    count, ahead = 1, iter(FIRST_BLOCKS)
+    while last > 0:
+        last -= next(ahead, BLOCK)
+        count += 1
+    return count
+
+
+def _stops(stop_ids: Sequence[int]) -> jax.Array:
+    """The ids, padded with -1 to a multiple of `STOPS`: few numbers of them are ever compiled."""
+    ids = sorted(set(stop_ids))
+    return jnp.array([*ids, *[-1] * (-len(ids) % STOPS or (0 if ids else STOPS))], jnp.int32)
 
 
 def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:

@@ -38,6 +38,7 @@ from jax_longctx.contract import (
     decode_segment,
     step_variant,
 )
+from jax_longctx.engine.ahead import Program
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import PLAIN, Norm, Products, ends_of, layer_of
 from jax_longctx.settings import Sampling
@@ -83,6 +84,8 @@ EVENTS = 60
 _events = 0
 # Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
 LEAST_ROWS = 8
+# Ids that end an answer: their number is a multiple of this.
+STOPS = 8
 # Greedy, top_k, whether top_p is used, whether the penalty is.
 SamplingStatic = tuple[bool, int, bool, bool]
 
@@ -288,6 +291,7 @@ def _of_layer(stacks: Any, layer: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacks)
 
 
+@Program
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _embedded(
     ends: Ends, params: Any, tokens: Int[Any, "B T"], axis: str | None
@@ -297,6 +301,7 @@ def _embedded(
     return ends_of(ends.config, params).embedded(tokens)
 
 
+@Program
 @functools.partial(in_place, static_argnums=(0, 1), donate_argnums=(3, 4))
 def _through_layer(
     setup: Setup,
@@ -438,6 +443,7 @@ def _kept(old: Any, new: Any) -> Any:
     return new
 
 
+@Program
 @functools.partial(jax.jit, static_argnums=0)
 def _normed(ends: Ends, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     return ends_of(ends.config, params).final_norm(x)
@@ -543,7 +549,7 @@ def _segment(
 
 
 # All layers as one program.
-whole_segment = in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5), **LOOPED)
+whole_segment = Program(in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5), **LOOPED))
 
 
 def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
@@ -551,12 +557,14 @@ def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
     return (_segment if setup.by_layer else whole_segment)(setup, *args)
 
 
+@Program
 @jax.jit
 def _marker(hidden_BTD: Float[Array, "B T D"]) -> Float[Array, ""]:
     """A number that is ready when these are."""
     return jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
 
 
+@Program
 @functools.partial(in_place, static_argnums=(0, 5, 6), donate_argnums=4)
 def _wanted(
     ends: Ends,
@@ -632,8 +640,10 @@ def _traced_finish(
     return finish, tree_specs(traced), handed
 
 
-finish_layer = jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5))
-_finish_layer_donated = in_place(_finish_layer, static_argnums=(0, 1, 4, 5), donate_argnums=2)
+finish_layer = Program(jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5)))
+_finish_layer_donated = Program(
+    in_place(_finish_layer, static_argnums=(0, 1, 4, 5), donate_argnums=2)
+)
 
 
 def _finish(
@@ -677,8 +687,8 @@ def fork(method: Method, cache: Any) -> Any:
 
 
 # All layers as one program.
-finish_donated = in_place(_finish, static_argnums=(0, 3, 4), donate_argnums=1)
-whole_finish = jax.jit(_finish, static_argnums=(0, 3, 4))
+finish_donated = Program(in_place(_finish, static_argnums=(0, 3, 4), donate_argnums=1))
+whole_finish = Program(jax.jit(_finish, static_argnums=(0, 3, 4)))
 
 
 def row_keys(sampling: Sampling, rows: int) -> UInt32[np.ndarray, " W"]:
@@ -788,6 +798,7 @@ class DecodeState:
         return dataclasses.replace(self, token=token, done=self.done | stop, count=count, seen=seen)
 
 
+@Program
 @functools.partial(in_place, static_argnums=(0, 4), donate_argnums=1)
 def start_answer(
     ends: Ends,
@@ -855,7 +866,9 @@ def _decode_block(
 
 
 # All layers, and all steps, as one program.
-decode_block = in_place(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3), **LOOPED)
+decode_block = Program(
+    in_place(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3), **LOOPED)
+)
 
 
 @jax.jit
@@ -864,6 +877,7 @@ def _fed(state: DecodeState) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
     return state.token[:, None], (~state.done).astype(jnp.int32)[:, None]
 
 
+@Program
 @functools.partial(jax.jit, static_argnums=(0, 7))
 def _chosen(
     ends: Ends,

@@ -233,7 +233,7 @@ def abstract_state(rows: int) -> programs.DecodeState:
         done=_shape(jnp.bool_, rows),
         count=_shape(jnp.int32, rows),
         limit=_shape(jnp.int32, rows),
-        stops=_shape(jnp.int32, 2),
+        stops=_shape(jnp.int32, programs.STOPS),
         seen=None,
         finite=_shape(jnp.bool_, rows),
         keys=_shape(jnp.uint32, 2 * rows),
