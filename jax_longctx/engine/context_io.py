@@ -27,10 +27,9 @@ from jax_longctx.models.storage import (
     check_files,
     describe_files,
     load_arrays,
-    quiet_orbax,
     read_sealed,
     seal,
-    why_unwritten,
+    writing,
 )
 from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
 
@@ -69,16 +68,13 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     }
     with contextlib.ExitStack() as held:
         from_leader(lambda: _begin(path, partial, held))
-        try:
-            with quiet_orbax():
-                ocp.save(str(partial / CACHES), leaves)
-            from_leader(lambda: _finish(path, partial, described))
-        except (OSError, ValueError) as error:  # the latter when a disk is full
-            raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
+        with writing(path):
+            ocp.save(str(partial / CACHES), leaves)
+        from_leader(lambda: _finish(path, partial, described))
 
 
 def _begin(path: Path, partial: Path, held: contextlib.ExitStack) -> None:
-    """Makes the folder `partial`, which is gone, as the lock is, when `held` ends."""
+    """Locks `path` and makes the folder `partial`; `held` removes the folder and the lock."""
     try:
         held.enter_context(only_writer(path))
     except InputError as error:
@@ -90,7 +86,7 @@ def _begin(path: Path, partial: Path, held: contextlib.ExitStack) -> None:
     try:
         partial.mkdir()
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+        raise CheckpointError(f"{path} could not be written: {error.strerror}") from error
 
 
 def _finish(path: Path, partial: Path, described: dict[str, Any]) -> None:
@@ -99,7 +95,7 @@ def _finish(path: Path, partial: Path, described: dict[str, Any]) -> None:
         (partial / MANIFEST).write_text(json.dumps(sealed), encoding="utf-8")
         partial.rename(path)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+        raise CheckpointError(f"{path} could not be written: {error.strerror}") from error
 
 
 def load_context(engine: Engine, path: str | Path) -> Context:

@@ -196,6 +196,7 @@ def test_method_is_made_with_its_settings(run, loads, book):
         (["--method", "full", "--set", "a=1", "--set", "a=2"], "--set a is given twice"),
         (["--dtype", "int8"], "--dtype 'int8' is not one of float32"),
         (["--mesh", "rows=2"], "mesh 'rows=2' is not understood"),
+        (["--mesh", "data=²"], "mesh 'data=²' is not understood"),
         (["--mesh", "data=4096"], "needs 4096 devices"),
         (["--chunk", "0"], "--chunk must be at least 1"),
         (["--max-tokens", "0"], "--max-tokens must be at least 1"),

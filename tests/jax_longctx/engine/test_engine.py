@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Sampling
+from jax_longctx.engine import Sampling, capacity
 from jax_longctx.engine.capacity import bucket, check_fits, grow
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import DynamicNTK, Full
@@ -265,6 +265,17 @@ def test_unknown_memory_refuses_nothing():
     check_fits(10, 10**15, 10.0, None)
     with pytest.raises(CapacityError):
         check_fits(10, 10**15, 10.0, 10**9)
+
+
+def test_no_length_is_advised_where_a_shorter_text_needs_as_much():
+    with pytest.raises(CapacityError, match=r"of 953\.7 MiB free is usable; shorten"):
+        check_fits(10, 10**10, 0.0, 10**9)
+
+
+def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch, tmp_path):
+    assert capacity.available_bytes(make_mesh()) is not None
+    monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "none")
+    assert capacity.available_bytes(make_mesh()) is None
 
 
 def test_a_mesh_that_does_not_divide_the_heads_is_refused():
