@@ -20,7 +20,7 @@ class DynamicNTK(Appending):
     """Exact attention, rotary base stretched beyond the trained length.
 
     Attributes:
-      factor: f in the formula above; a larger one makes the base grow faster.
+      factor: f of the formula; a larger one makes the base grow faster.
     """
 
     factor: float = 4.0
