@@ -152,6 +152,8 @@ class LongContext:
     def with_method(self, method: Method) -> "LongContext":
         """The same weights and tokenizer under another method; nothing is loaded or copied.
 
+        A context belongs to the method that prefilled it: the other one prefills its own.
+
         Raises:
           ConfigError: the method does not fit the model or the mesh.
         """

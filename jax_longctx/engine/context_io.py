@@ -45,11 +45,12 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     """Writes the context to the new folder `path`, which all processes of a job must see.
 
     Raises:
-      InputError: the folder exists, or the context is answering a question.
+      InputError: the folder exists, or the context is answering a question or of another method.
       CheckpointError: it could not be written, or another process is writing it; nothing is left
         behind.
     """
     path = Path(path).absolute()
+    engine.check_context(context)
     caches = context.usable_caches()
     partial = path.with_name(path.name + ".partial")
     # Rows that only fill the mesh's data axis stay behind.
@@ -141,7 +142,8 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     questions = described["questions"]
     if questions is not None:
         questions = [*questions, *([] for _ in range(len(rows) - batch))]
-    return Context(rows, batch, slots, reserve, total, caches, questions)
+    made: dict[str, Any] = {"questions": questions, "method": engine.method}
+    return Context(rows, batch, slots, reserve, total, caches, **made)
 
 
 def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Sampling, capacity
+from jax_longctx.engine import Engine, Sampling, capacity
 from jax_longctx.engine.capacity import bucket, check_fits, grow
+from jax_longctx.engine.context_io import save_context
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import DynamicNTK, Full
 from jax_longctx.models.config import RopeConfig
@@ -240,6 +241,22 @@ def test_empty_and_missing_questions_are_named(engine):
         next(engine.stream(context, [[1], []]))
     with pytest.raises(InputError, match="2 contexts need as many questions, 1 given"):
         next(engine.stream(context, [[1]]))
+
+
+def test_a_context_is_refused_under_another_method(tmp_path):
+    """Full attention's context would be asked densely under a sparse method, without a word."""
+    engine = tiny_engine(chunk=16)
+    context = engine.prefill([ROW], reserve=16)
+    for method in (DynamicNTK(), DynamicNTK(factor=2.0)):
+        other = Engine(engine.config, engine.params, method, engine.mesh, chunk=16)
+        with pytest.raises(InputError, match=r"prefilled under Full\(\), .* has DynamicNTK"):
+            next(other.stream(context, [[1]]))
+        with pytest.raises(InputError, match="prefill again"):
+            save_context(other, context, tmp_path / "saved")
+    assert collect(engine, context, [[1]], max_tokens=2)
+    # Equal settings are the same method.
+    equal = Engine(engine.config, engine.params, Full(), engine.mesh, chunk=32)
+    assert collect(equal, context, [[1]], max_tokens=2)
 
 
 def test_weights_that_are_not_numbers_are_named():
