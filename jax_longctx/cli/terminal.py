@@ -272,7 +272,7 @@ def closing_note(answer: "Answer", context: int, prefill: float | None, cache: i
     parts = [f"context {context:,} tokens"]
     if prefill is not None:
         parts.append(f"read in {prefill:.1f} s ({per_second(context, prefill):,.0f} tokens/s)")
-    parts.append(f"first token after {answer.first_token_seconds:.2f} s")
+    parts.append(f"first token {answer.first_token_seconds:.2f} s after the question")
     parts.append(f"{len(answer.tokens):,} tokens at {rate:,.1f} tokens/s")
     if cache is not None:
         parts.append(f"cache {shown_bytes(cache)}")
