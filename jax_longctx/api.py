@@ -33,9 +33,11 @@ from jax_longctx.engine.ahead import Compilation, abstract_params
 from jax_longctx.engine.capacity import Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
-from jax_longctx.errors import InputError, TrainedLengthWarning
+from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS, STUDIES, Full
+from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
+from jax_longctx.settings import DTYPES, check_name
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import (
     PromptLayout,
@@ -120,8 +122,10 @@ def load(
 
     Raises:
       CheckpointError: not a checkpoint, or damaged.
-      ConfigError: method or mesh do not fit the model.
+      ConfigError: method or mesh do not fit the model, or the dtype is none of these.
     """
+    if dtype is not None:
+        check_name(DTYPES, dtype, "dtype")
     keep_compilations()
     mesh = mesh or make_mesh()
     manifest = read_manifest(checkpoint)
@@ -161,6 +165,8 @@ class LongContext:
 
     def with_method(self, method: Method) -> "LongContext":
         """The same weights and tokenizer under another method; nothing is loaded or copied.
+
+        A context belongs to the method that prefilled it: the other one prefills its own.
 
         Raises:
           ConfigError: the method does not fit the model or the mesh.
@@ -244,7 +250,8 @@ class LongContext:
     ) -> list[Answer]:
         """`ask` with questions as token ids; it warns only through `Answer.warning`."""
         stream = functools.partial(self.engine.stream, context, rows, keep=keep)
-        given = [length + len(row) for length, row in zip(context.lengths, rows, strict=True)]
+        # Where their numbers differ, `stream` says so.
+        given = [length + len(row) for length, row in zip(context.lengths, rows, strict=False)]
         return self._answers(stream, rows, given, **options)
 
     def generate(
@@ -320,13 +327,7 @@ class LongContext:
         engine, trained = self.engine, self.config.trained_length
         if reach(engine.method, self.config, tokens) <= trained:
             return None
-        further = [
-            name
-            for name, kind in METHODS.items()
-            if name not in STUDIES
-            and (method := kind()).info.keeps_all
-            and reach(method, self.config, FAR) < FAR
-        ]
+        further = [name for name in METHODS if name not in STUDIES and _goes_on(name, self.config)]
         return (
             f"{tokens:,} tokens are more than the {trained:,} that the model was trained to, and "
             f"under this method the answer may be noise; methods that go on: {', '.join(further)}"
@@ -424,6 +425,16 @@ class _Reader:
     def answer(self, first: float, decode: float, warning: str | None) -> Answer:
         finish = "stop" if self.finished else "length"
         return Answer("".join(self.pieces), self.tokens, finish, 0.0, first, decode, warning)
+
+
+def _goes_on(name: str, config: ModelConfig) -> bool:
+    """Whether a method keeps a text of any length within the trained one."""
+    try:
+        method = METHODS[name]()
+    except ConfigError:
+        # Another package's module cannot be imported: `jax-longctx methods` says why.
+        return False
+    return method.info.keeps_all and reach(method, config, FAR) < FAR
 
 
 def _listed(texts: str | Sequence[str]) -> list[str]:

@@ -80,7 +80,7 @@ def make_mesh(
     """A `data x seq x tensor` mesh over the first devices of all processes, `tensor` innermost.
 
     Raises:
-      ConfigError: a size below one, or more devices than there are.
+      ConfigError: a size below one, more devices than there are, or a process without a device.
     """
     sizes = {"data": data, "seq": seq, "tensor": tensor}
     bad = {name: size for name, size in sizes.items() if size < 1}

@@ -191,8 +191,9 @@ def _steps(result: dict[str, Any]) -> Iterable[Any]:
         if "failed" in row:
             rows.append([*cells, row["failed"]])
             continue
-        ratios = row["seconds"] / row["roofline_seconds"], row["speedup"], row["predicted_speedup"]
-        shown = [f"{ratio:.2f}x" for ratio in ratios]
+        shown = [f"{row['seconds'] / row['roofline_seconds']:.2f}x"]
+        # No ratio where full attention failed.
+        shown += [f"{row[k]:.2f}x" if k in row else "-" for k in ("speedup", "predicted_speedup")]
         rows.append([*cells, f"{row['seconds'] * 1e3:.2f} ms", *shown, shown_bytes(row["peak"])])
     headers = ("method", "batch x context", "step", "of roofline", "faster", "predicted", "peak")
     yield table(headers, rows)
@@ -362,7 +363,8 @@ def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
         step = shown_time(row["step"], 1) if "step" in row else "-"
         merging = f"{row['merge_share']:.1%}" if "merge_share" in row else "-"
         first = shown_time(row["first_token"], 1)
-        times.append([*cells, first, f"{row['speedup']:.2f}x", step, merging])
+        speedup = f"{row['speedup']:.2f}x" if "speedup" in row else "-"
+        times.append([*cells, first, speedup, step, merging])
         flops = [f"{row[kind] / 1e12:,.4g}" for kind in ("linear", "attention")]
         ratio = [shown_time(row["model_seconds"], 1), f"{row['of_model']:.2f}"]
         work.append([*cells, *flops, f"{row['received'] / 1e9:,.3g} GB", *ratio])

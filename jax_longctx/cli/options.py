@@ -23,7 +23,7 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import Sampling, parse_mesh, parse_pairs
+from jax_longctx.settings import DTYPES, Sampling, parse_mesh, parse_pairs
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -116,9 +116,8 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def _check_dtype(name: str) -> None:
-    known = ("float32", "bfloat16", "float16")
-    if name not in known:
-        raise ConfigError(f"--dtype {name!r} is not one of {', '.join(known)}")
+    if name not in DTYPES:
+        raise ConfigError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}")
 
 
 def parse_specs(specs: list[str] | None) -> list[Spec]:

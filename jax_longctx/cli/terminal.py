@@ -285,7 +285,7 @@ def closing_note(
         parts.append(f"compiled in {compiled:.1f} s")
     if prefill is not None:
         parts.append(f"read in {prefill:.1f} s ({per_second(context, prefill):,.0f} tokens/s)")
-    parts.append(f"first token after {answer.first_token_seconds:.2f} s")
+    parts.append(f"first token {answer.first_token_seconds:.2f} s after the question")
     parts.append(f"{len(answer.tokens):,} tokens at {rate:,.1f} tokens/s")
     if cache is not None:
         parts.append(f"cache {shown_bytes(cache)}")

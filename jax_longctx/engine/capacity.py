@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ FINER_FROM = 32768
 GRANULE = 128
 # Share of the free memory that caches may take; the rest is for activations.
 USABLE = 0.9
+# The host's memory. Only Linux has this file.
+MEMINFO = Path("/proc/meminfo")
 
 
 def bucket(tokens: int, seq_shards: int = 1) -> int:
@@ -85,11 +88,12 @@ def _least(count: int | None) -> int | None:
 def _available_here(mesh: Mesh) -> int | None:
     device = mesh.local_devices[0]
     if device.platform == "cpu":
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    # The devices of a CPU share its memory.
-                    return int(line.split()[1]) * 1024 // len(mesh.local_devices)
+        if not MEMINFO.exists():
+            return None
+        for line in MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                # The devices of a CPU share its memory.
+                return int(line.split()[1]) * 1024 // len(mesh.local_devices)
         return None
     try:
         stats = device.memory_stats()
@@ -107,18 +111,19 @@ def check_fits(tokens: int, need: int, per_token: float, available: int | None) 
     Args:
       tokens: slots asked for, for the longest row.
       need: bytes a device for them.
-      per_token: bytes a device for one more slot in every row.
+      per_token: bytes a device for one more slot in every row; 0 where fewer slots would not help.
       available: free bytes a device, None when unknown (then nothing is refused).
     """
     if available is None or need <= USABLE * available:
         return
-    fixed = need - per_token * tokens
-    fits = int(max(USABLE * available - fixed, 0) / per_token) if per_token else 0
+    fits = ""
+    if per_token:
+        fixed = need - per_token * tokens
+        fits = f": about {int(max(USABLE * available - fixed, 0) / per_token):,} tokens would fit"
     raise CapacityError(
         f"a cache of {tokens:,} tokens needs {shown_bytes(need)} on each device, "
-        f"{shown_bytes(int(USABLE * available))} of {shown_bytes(available)} free is usable: "
-        f"about {fits:,} tokens would fit; shorten the context, use fewer rows, more devices "
-        f"(--mesh) or a method that keeps a budget"
+        f"{shown_bytes(int(USABLE * available))} of {shown_bytes(available)} free is usable{fits}; "
+        "shorten the context, use fewer rows, more devices (--mesh) or a method that keeps a budget"
     )
 
 

@@ -66,6 +66,7 @@ class Context:
       caches: one a layer; None while a question over an append-only method borrows them.
       questions: the questions it was read for, where the method needs them at prefill.
       answering_bytes: what the newest answer's caches held, over all devices.
+      method: the method that prefilled it; no other can ask it. None is not checked.
     """
 
     rows: list[list[int]]
@@ -76,6 +77,7 @@ class Context:
     caches: tuple[Any, ...] | None
     questions: list[list[int]] | None = None
     answering_bytes: int = 0
+    method: Method | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -230,7 +232,8 @@ class Engine:
             marker.block_until_ready()
         told(everything)
         caches = programs.finish_context(self.setup, caches, known, reserve)
-        return Context(rows, len(contexts), slots, reserve, known, caches, asked)
+        made: dict[str, Any] = {"questions": asked, "method": self.method}
+        return Context(rows, len(contexts), slots, reserve, known, caches, **made)
 
     def compile(
         self,
@@ -295,10 +298,11 @@ class Engine:
         and its memory is free as soon as the method can do without.
 
         Raises:
-          InputError: an empty question, token ids out of the vocabulary, logits not finite, or
-            not a seed for each row.
+          InputError: a context of another method, an empty question, token ids out of the
+            vocabulary, logits not finite, or not a seed for each row.
           CapacityError: question and answer need a larger cache, which does not fit.
         """
+        self.check_context(context)
         sampling = _checked(sampling, max_tokens, context.batch)
         _check_questions(questions, context.batch)
         rows = self.padded(questions)
@@ -332,6 +336,14 @@ class Engine:
         finally:
             if self.method.info.append_only and keep:
                 context.caches = run.whole or run.caches
+
+    def check_context(self, context: Context) -> None:
+        """Raises InputError for a context that another method, or other settings, prefilled."""
+        if context.method not in (None, self.method):
+            raise InputError(
+                f"this context was prefilled under {context.method}, this engine has "
+                f"{self.method}; ask it under the method that made it, or prefill again"
+            )
 
     def _shrink(self, run: "_Run", context: Context, max_tokens: int, keep: bool) -> None:
         """The answer's own caches, made from the context's and the question's."""

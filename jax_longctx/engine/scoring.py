@@ -1,9 +1,9 @@
 """How likely given text is under a method: teacher forcing, and log-probabilities of its tokens.
 
-Of every row the context comes first and the continuation's tokens follow, each the text's own,
-whatever the model would have said. The model's final hidden states at the tokens that predict the
-continuation come in pieces: a `[V]` of logits is 128 times as large, so logits are made of a few
-columns at a time.
+Each row's context is fed first, then its continuation: always the text's own tokens, whatever the
+model would predict. The final hidden states of the tokens that predict the continuation come in
+pieces. Logits are made of a few columns at a time: a token's V logits take tens of times the memory
+of its D hidden numbers.
 
 A continuation goes one of three ways, as text goes through a method:
 

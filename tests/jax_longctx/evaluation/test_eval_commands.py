@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -78,7 +79,9 @@ def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypa
         folder.mkdir()
         (folder / "manifest.json").touch()
 
-    monkeypatch.setattr(demo, "prepare_model", prepare)
+    monkeypatch.setattr(
+        demo, "prepare_model", create_autospec(demo.prepare_model, side_effect=prepare)
+    )
     part = {"methods": ["full"], "tasks": ["small"], "lengths": [64], "trials": 1}
     config = parse_config({"run": {"checkpoint": "demo"}, "part": [part]})
     monkeypatch.setattr(process, "number", lambda: 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest.mock import create_autospec
 
 import jax
 import jax.numpy as jnp
@@ -182,7 +183,7 @@ def test_the_verdict_takes_the_most_that_any_compiled_program_does(monkeypatch, 
                 "end of the context": each("finish", 15 * gib, 15 * gib),
             }
 
-        return stand_in
+        return create_autospec(compile_plan, side_effect=stand_in)
 
     def planned(*options):
         result = CliRunner().invoke(
