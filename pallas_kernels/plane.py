@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int
 
 
@@ -50,7 +51,10 @@ class Plane:
 
     def read(self) -> Array:
         """The layer's part."""
-        return jax.lax.dynamic_index_in_dim(self.whole, self.layer, keepdims=False)
+        part = jax.lax.dynamic_index_in_dim(self.whole, self.layer, keepdims=False)
+        # Else XLA for GPUs gives all layers' array the layout that a reader wants of a part, and
+        # copies it before and after the loop.
+        return with_layout_constraint(part, Layout(major_to_minor=tuple(range(part.ndim))))
 
     def __getitem__(self, index: Any) -> Array:
         return self.read()[index]
