@@ -160,7 +160,7 @@ OTHERS = [
 @pytest.mark.parametrize("name", [*KINDS, *OTHERS, SHARED])
 def test_no_leaf_is_written_where_another_lay(name, monkeypatch):
     looked = {program: Looked(*program) for program in WHOLE}
-    engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32)
+    engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32, by_layer=False)
     context = engine.prefill(contexts, reserve=40, questions=questions)
     list(engine.stream(context, questions, max_tokens=4))
     if name in KINDS:
