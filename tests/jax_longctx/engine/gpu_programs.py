@@ -106,7 +106,9 @@ def kernels(program: dict[str, list[Instruction]], name: str) -> int:
             inner = each.called(attribute)
             if inner and each.op in ("while", "call", "conditional"):
                 count += kernels(program, inner)
-        if each.op == "conditional" and (branches := re.search(r"branch_computations={(.*?)}", each.text)):
+        if each.op == "conditional" and (
+            branches := re.search(r"branch_computations={(.*?)}", each.text)
+        ):
             count += max(kernels(program, one.strip(" %")) for one in branches[1].split(","))
     return count
 
@@ -183,12 +185,17 @@ def main(methods: list[str]) -> None:
         for what, tree in (("weights", abstract_params(setup)["layers"]), ("cache", caches)):
             for leaf in jax.tree.leaves(tree):
                 if leaf.shape[:1] == (LAYERS,) and leaf.size >= LEAST:
-                    sizes |= {leaf.size: f"all layers' {what}", leaf.size // LAYERS: f"a layer's {what}"}
+                    sizes |= {
+                        leaf.size: f"all layers' {what}",
+                        leaf.size // LAYERS: f"a layer's {what}",
+                    }
         for used in used_programs(request, setup, 1):
             compiled = used.lower().compile()
             program = computations(compiled.as_text())
             if os.environ.get("DUMP"):
-                open(f"/tmp/s6/{name}_{used.name.replace(' ', '_')}.txt", "w").write(compiled.as_text())
+                open(f"/tmp/s6/{name}_{used.name.replace(' ', '_')}.txt", "w").write(
+                    compiled.as_text()
+                )
             found = {
                 "method": name,
                 "kind": used.kind,
