@@ -1,8 +1,7 @@
-"""Compiles a method's programs for one H200 that need not be there, and prints what they hold.
+"""Compiles methods' programs for one H200 that need not be there, and prints what they hold.
 
-`python -m tests.jax_longctx.engine.gpu_programs METHOD...` with `LONGCTX_GPU_PLUGIN` set to a
-folder with JAX's two CUDA wheels. A process of its own: a plugin is registered before JAX begins.
-One line of JSON is printed for each program.
+`python -m tests.jax_longctx.engine.gpu_programs METHOD...` in a process that finds JAX's CUDA
+plugin: JAX looks for plugins once, when it begins. One line of JSON is printed for each program.
 """
 
 import dataclasses
@@ -40,8 +39,9 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H200"
 """
-# The model's shapes are Llama 3.1 8B's. The loop's body is the same for more layers.
-LAYERS, CONTEXT, RESERVE, CHUNK = 4, 16_000, 512, 4096
+# The model's shapes are Llama 3.1 8B's. The loop's body is the same for more layers. No activation
+# of a chunk has as many elements as a layer's weights.
+LAYERS, CONTEXT, RESERVE, CHUNK = 4, 16_000, 512, 1536
 # Elements of arrays whose copies are looked for.
 LEAST = 2**20
 
@@ -50,7 +50,9 @@ _INSTRUCTION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) (?P<op>[a-z][\
 _ARRAY = re.compile(r"[a-z]+\d+\[([\d,]+)\]")
 # Instructions that launch kernels; of asynchronous ones the start counts.
 _KERNELS = ("fusion", "fusion-start", "custom-call", "copy", "copy-start", "sort", "async-start")
-# Roots of fusions that write into an argument's buffer.
+# Instructions whose result may be an array of their own.
+_MAKING = ("copy", "copy-start", "fusion", "fusion-start", "dynamic-slice", "transpose")
+# Instructions of fusions that write into an argument's buffer.
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 
 
@@ -130,9 +132,9 @@ def copies(
         if name in inner:
             continue
         for each in instructions:
-            if each.op not in ("copy", "copy-start", "fusion", "dynamic-slice", "transpose"):
+            if each.op not in _MAKING:
                 continue
-            if each.op == "fusion" and not _makes(program, each):
+            if each.op.startswith("fusion") and not _makes(program, each):
                 continue
             for array in each.arrays:
                 if math.prod(array) in sizes:
@@ -148,15 +150,12 @@ def _makes(program: dict[str, list[Instruction]], fusion: Instruction) -> bool:
 
 
 def main(methods: list[str]) -> None:
-    sys.path.insert(0, os.environ["LONGCTX_GPU_PLUGIN"])
     import jax
-    import jax.numpy as jnp
-    import jax_plugins.xla_cuda13 as plugin
     from jax.experimental import topologies
 
-    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
-    plugin.initialize()
+    # The plugin is registered with the first backend.
+    jax.devices("cpu")
 
     from jax_longctx.engine.capacity import staged_caches
     from jax_longctx.methods import make_method
@@ -192,10 +191,6 @@ def main(methods: list[str]) -> None:
         for used in used_programs(request, setup, 1):
             compiled = used.lower().compile()
             program = computations(compiled.as_text())
-            if os.environ.get("DUMP"):
-                open(f"/tmp/s6/{name}_{used.name.replace(' ', '_')}.txt", "w").write(
-                    compiled.as_text()
-                )
             found = {
                 "method": name,
                 "kind": used.kind,

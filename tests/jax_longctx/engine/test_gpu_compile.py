@@ -1,0 +1,63 @@
+"""Programs that loop over the layers, compiled for an H200 that need not be there.
+
+They hold no copy of a cache or of the weights, and a layer's decode step launches no more kernels
+than this table says. `LONGCTX_GPU_PLUGIN` names a folder with JAX's CUDA plugin:
+
+    pip install --no-deps --target FOLDER jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Kernels of a layer in a decode step of one row.
+KERNELS = {"full": 20, "quest": 80, "reattention": 44, "citrus": 20}
+
+REPOSITORY = Path(__file__).parents[3]
+PLUGIN = os.environ.get("LONGCTX_GPU_PLUGIN")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        PLUGIN is None or not (Path(PLUGIN) / "jax_plugins").is_dir(),
+        reason="needs JAX's CUDA plugin: LONGCTX_GPU_PLUGIN names no folder that holds it",
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def programs(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
+    """A method, and what its compiled programs hold."""
+    # As users compile: without the flags of the tests.
+    left_out = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{PLUGIN}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.jax_longctx.engine.gpu_programs", request.param],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {each["kind"] for each in found} == {"context", "finish", "question", "decode"}
+    return request.param, found
+
+
+def test_no_program_copies_caches_or_weights(programs):
+    for each in programs[1]:
+        assert not each["copies"], each["name"]
+
+
+def test_a_decode_step_launches_as_many_kernels_a_layer_as_known(programs):
+    method, found = programs
+    (decode,) = [each for each in found if each["kind"] == "decode"]
+    assert max(decode["kernels"]) <= KERNELS[method], "raise the table only with a measurement"
+    assert max(decode["kernels"]) >= KERNELS[method], "fewer kernels: lower the table"
