@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ from jax_longctx.contract import (
     step_variant,
 )
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import ends_of, layer_of
+from jax_longctx.models.llama import PLAIN, Norm, Products, ends_of, layer_of
 from jax_longctx.settings import Sampling
 from jax_longctx.sharding import (
     AnyMesh,
@@ -49,6 +50,7 @@ from jax_longctx.sharding import (
     tree_specs,
 )
 from pallas_kernels.plane import Plane
+from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
 
 # `jax.jit` of a function that gives back every donated argument, updated, in the order they came.
 #
@@ -136,6 +138,11 @@ class Setup:
             hidden = jnp.pad(hidden, ((0, LEAST_ROWS - rows), (0, 0)))
         return ends_of(self.config, params).logits(hidden)[:rows]
 
+    def products(self, rows: int) -> Products:
+        """How a layer multiplies so many rows with its weights."""
+        few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
+        return FewRows(self) if few else PLAIN
+
     def layer_context(self, window: int | None, total: Array) -> LayerContext:
         return LayerContext(
             scale=self.config.softmax_scale,
@@ -151,6 +158,32 @@ class Setup:
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRows(Products):
+    """Products of a few rows by the kernel that streams the weights, on one GPU."""
+
+    setup: Setup
+
+    def of(self, x: Array, w: Array, axes: int = 1) -> Array:
+        return self._product(x, w, axes, x.dtype)
+
+    def normed(self, norm: Norm, x: Array, w: Array) -> Array:
+        # The number that the norm multiplies with follows the product, so that the product need
+        # not wait for it. XLA would make it in one block of threads out of all that x is a sum of.
+        factor = norm.factor(jax.lax.optimization_barrier(x))
+        if factor is None:
+            return super().normed(norm, x, w)
+        y = self._product(norm.scale[...] * x, w, 1, jnp.float32)
+        return (y * factor.reshape(*x.shape[:2], *[1] * (y.ndim - 2))).astype(x.dtype)
+
+    def _product(self, x: Array, w: Array, axes: int, dtype: Any) -> Array:
+        rows, inputs = x.shape[0] * x.shape[1], math.prod(x.shape[2:])
+        multiply = functools.partial(row_matmul, dtype=dtype)
+        run = self.setup.shard_map(multiply, PartitionSpec(), PartitionSpec())
+        y = run(x.reshape(rows, inputs), w.reshape(inputs, -1))
+        return y.reshape(*x.shape[:2], *w.shape[axes:])
 
 
 def hidden_states(
@@ -270,7 +303,8 @@ def _attended(
         run = setup.shard_map(local, in_specs, (heads, specs))
         return run(q, k, v, cache, segment, total)
 
-    return layer_of(setup.config, params)(x, 0, cache, attend)
+    products = setup.products(x.shape[0] * x.shape[1])
+    return layer_of(setup.config, params)(x, 0, cache, attend, products)
 
 
 def _through_run(

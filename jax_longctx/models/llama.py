@@ -35,14 +35,21 @@ Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) -> Array:
     """Root-mean-square norm in float32; the scale multiplies after the cast back, as in HF."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    normed = x.astype(jnp.float32) * rms_factor(x, eps)
     return scale * normed.astype(x.dtype)
+
+
+def rms_factor(x: Float[Array, "... D"], eps: float) -> Float[Array, "... 1"]:
+    """What the root-mean-square norm multiplies a vector with, in float32, scale apart."""
+    x32 = x.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
 
 
 # What families choose from (`jax_longctx.models.config`).
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu}
 NORMS: dict[str, Callable[[Array, Array, float], Array]] = {"rms": rms_norm}
+# Of the norms that are a product of scale, vector and a number: the number.
+NORM_FACTORS: dict[str, Callable[[Array, float], Array]] = {"rms": rms_factor}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +84,26 @@ class Norm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return NORMS[self.kind](x, self.scale[...], self.eps)
+
+    def factor(self, x: Float[Array, "... D"]) -> Float[Array, "... 1"] | None:
+        """What multiplies x, scale apart; None of a norm that is more than a product."""
+        factor = NORM_FACTORS.get(self.kind)
+        return None if factor is None else factor(x, self.eps)
+
+
+class Products:
+    """How a layer multiplies with its weights; a platform may have other ways."""
+
+    def of(self, x: Array, w: Array, axes: int = 1) -> Array:
+        """The last axes of x with as many first ones of w."""
+        return jnp.tensordot(x, w, axes)
+
+    def normed(self, norm: Norm, x: Array, w: Array) -> Array:
+        """The last axis of the normed x with the first one of w."""
+        return self.of(norm(x), w)
+
+
+PLAIN = Products()
 
 
 class Embedding(nnx.Module):
@@ -114,16 +141,17 @@ class Attention(nnx.Module):
             self.k_norm = Norm(h, config)
         self.config = config
 
-    def project(self, x_BTD: Array) -> tuple[Array, Array, Array]:
-        """q_BTNH, k_BTKH, v_BTKH, before rotary embedding."""
+    def project(self, norm: Norm, x_BTD: Array, products: Products) -> tuple[Array, Array, Array]:
+        """q_BTNH, k_BTKH, v_BTKH of the normed x, before rotary embedding."""
         if self.joined:
-            new_BTKXH = jnp.einsum("BTD,DKXH->BTKXH", x_BTD, self.qkv[...])
+            new_BTKXH = products.normed(norm, x_BTD, self.qkv[...])
             q_BTKGH, k_BTKH, v_BTKH = new_BTKXH[..., :-2, :], *jnp.moveaxis(new_BTKXH, 3, 0)[-2:]
             q_BTNH = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, q_BTKGH.shape[-1])
         else:
-            q_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, self.q[...])
-            k_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.k[...])
-            v_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.v[...])
+            x_BTD = norm(x_BTD)
+            q_BTNH = products.of(x_BTD, self.q[...])
+            k_BTKH = products.of(x_BTD, self.k[...])
+            v_BTKH = products.of(x_BTD, self.v[...])
         if self.config.qkv_bias:
             q_BTNH = q_BTNH + self.q_bias[...]
             k_BTKH = k_BTKH + self.k_bias[...]
@@ -132,8 +160,8 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         return q_BTNH, k_BTKH, v_BTKH
 
-    def output(self, out_BTNH: Array) -> Array:
-        y_BTD = jnp.einsum("BTNH,NHD->BTD", out_BTNH, self.o[...])
+    def output(self, out_BTNH: Array, products: Products) -> Array:
+        y_BTD = products.of(out_BTNH, self.o[...], 2)
         return y_BTD + self.o_bias[...] if self.config.o_bias else y_BTD
 
 
@@ -155,17 +183,19 @@ class MLP(nnx.Module):
             self.up_bias = _param((f,), ("mlp",))
             self.down_bias = _param((d,), ("embed",))
 
-    def __call__(self, x_BTD: Array) -> Array:
+    def __call__(self, norm: Norm, x_BTD: Array, products: Products) -> Array:
+        """The output for the normed x."""
         if self.joined:
-            both_BTCF = jnp.einsum("BTD,DCF->BTCF", x_BTD, self.gate_up[...])
+            both_BTCF = products.normed(norm, x_BTD, self.gate_up[...])
             gate_BTF, up_BTF = both_BTCF[:, :, 0], both_BTCF[:, :, 1]
         else:
-            gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate[...])
-            up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up[...])
+            x_BTD = norm(x_BTD)
+            gate_BTF = products.of(x_BTD, self.gate[...])
+            up_BTF = products.of(x_BTD, self.up[...])
         if self.bias:
             gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
         activated_BTF = ACTIVATIONS[self.activation](gate_BTF)
-        y_BTD = jnp.einsum("BTF,FD->BTD", activated_BTF * up_BTF, self.down[...])
+        y_BTD = products.of(activated_BTF * up_BTF, self.down[...])
         return y_BTD + self.down_bias[...] if self.bias else y_BTD
 
 
@@ -178,13 +208,20 @@ class Layer(nnx.Module):
         self.mlp_norm = Norm(config.model_dim, config)
         self.mlp = MLP(config, joined)
 
-    def __call__(self, x_BTD: Array, index: int, cache: Any, attend: Attend) -> tuple[Array, Any]:
+    def __call__(
+        self,
+        x_BTD: Array,
+        index: int,
+        cache: Any,
+        attend: Attend,
+        products: Products = PLAIN,
+    ) -> tuple[Array, Any]:
         with jax.named_scope("attention"):
-            q, k, v = self.attn.project(self.attn_norm(x_BTD))
+            q, k, v = self.attn.project(self.attn_norm, x_BTD, products)
             out_BTNH, cache = attend(index, q, k, v, cache)
-            x_BTD = x_BTD + self.attn.output(out_BTNH)
+            x_BTD = x_BTD + self.attn.output(out_BTNH, products)
         with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(self.mlp_norm(x_BTD)), cache
+            return x_BTD + self.mlp(self.mlp_norm, x_BTD, products), cache
 
 
 class Llama(nnx.Module):

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.sharding import axes_field
 from pallas_kernels.page_scores import page_scores
+from pallas_kernels.plane import Plane, part_of
 
 
 @jax.tree_util.register_dataclass
@@ -21,8 +22,12 @@ class PageDigests:
       radius: the ball's; None for the others.
     """
 
-    high: Float[Array, "B K P H"] = axes_field("batch", "kv_heads", "pages", None)
-    low: Float[Array, "B K P H"] | None = axes_field("batch", "kv_heads", "pages", None)
+    high: Float[Array, "B K P H"] | Plane = axes_field(
+        "batch", "kv_heads", "pages", None, in_place=True
+    )
+    low: Float[Array, "B K P H"] | Plane | None = axes_field(
+        "batch", "kv_heads", "pages", None, in_place=True
+    )
     radius: Float[Array, "B K P"] | None = axes_field("batch", "kv_heads", "pages")
 
 
@@ -35,7 +40,7 @@ def digest_scores(
     """
     filled_B = jnp.maximum(-(-length // page_size), 0)
     low = digests.high if digests.low is None else digests.low
-    scores_BNP = page_scores(q, digests.high, low, filled_B)
+    scores_BNP = page_scores(q, part_of(digests.high), part_of(low), filled_B)
     if digests.radius is None:
         return scores_BNP
     norm_BN = jnp.linalg.norm(q.astype(jnp.float32), axis=-1)

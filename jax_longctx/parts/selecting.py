@@ -45,6 +45,7 @@ from jax_longctx.parts.sparse_decode import (
     listed,
 )
 from jax_longctx.sharding import axes_field
+from pallas_kernels.plane import Plane
 
 # Caches and their shards are whole numbers of this many slots, so that no page is cut.
 _GRANULE = 128
@@ -246,7 +247,8 @@ class Selecting(Appending):
                 return write(old[..., None], new[..., None])[..., 0]
             return write_rows(old, jnp.swapaxes(new, 1, 2), first_B, count_B)
 
-        return dataclasses.replace(cache, digests=jax.tree.map(write, cache.digests, new))
+        digests = jax.tree.map(write, cache.digests, new, is_leaf=lambda x: isinstance(x, Plane))
+        return dataclasses.replace(cache, digests=digests)
 
     def attend_selected(
         self,

@@ -84,6 +84,7 @@ def _kth_best(
         cluster=(_TILES,),
         cluster_names=("tile",),
         interpret=interpret,
+        kernel_name="select_large_k",
     )
     _, border = kernel(tiles, k.astype(jnp.int32))
     return lax.bitcast_convert_type(border, jnp.uint32) ^ jnp.uint32(_SIGN)

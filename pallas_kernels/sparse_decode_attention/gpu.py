@@ -174,6 +174,7 @@ def _partials(
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=job.interpret,
+        kernel_name="sparse_decode_attention",
     )
     ids = entries.reshape(*parts, -1, _ID_LINE)
     out, lse = kernel(steps.reshape(-1), bounds.astype(jnp.int32), ids, q, k, v)

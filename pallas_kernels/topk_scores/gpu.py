@@ -235,6 +235,7 @@ def _best_blocks(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=job.interpret,
+        kernel_name="topk_blocks",
     )
     lists = kernel(bounds, q, k, tolerance)
     flat = job.batch, job.kv_heads, padded, -1
@@ -395,6 +396,7 @@ def _block_scores(
         num_threads=2,
         thread_name="role",
         interpret=interpret,
+        kernel_name="topk_rescore",
     )
     scores = kernel(ids, q, k).reshape(batch, kv_heads, -1, count, _BLOCK)
     return scores[:, :, :rows, : blocks.shape[3]]
@@ -472,6 +474,7 @@ def _best_of_few(
         num_threads=2,
         thread_name="role",
         interpret=job.interpret,
+        kernel_name="topk_of_few",
     )
     found = kernel(bounds, q, k, tolerances)
     values, slots = (
