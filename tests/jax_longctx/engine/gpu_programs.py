@@ -138,7 +138,13 @@ def copies(
                 continue
             for array in each.arrays:
                 if math.prod(array) in sizes:
-                    yield each.text[:200], sizes[math.prod(array)]
+                    yield each.text[:160] + _origin(each), sizes[math.prod(array)]
+
+
+def _origin(each: Instruction) -> str:
+    """Where in the source an instruction comes from."""
+    found = re.search(r'op_name="([^"]*)"', each.text)
+    return f" ... {found[1]}" if found else ""
 
 
 def _makes(program: dict[str, list[Instruction]], fusion: Instruction) -> bool:
