@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jax_longctx.engine import programs
 from jax_longctx.errors import InputError
 from jax_longctx.methods import Full
 from jax_longctx.sharding import make_mesh
@@ -74,7 +75,11 @@ def test_cache_shrinks_at_finish(mesh):
     engine = tiny_engine(method, mesh=mesh, chunk=8)
     contexts, questions = random_rows(LENGTHS), random_rows([3, 2, 1], seed=1)
     got, context = answers(engine, contexts, questions, 6)
-    assert {leaf.shape[2] for leaf in jax.tree.leaves(context.caches) if leaf.ndim == 4} == {20}
+    assert {
+        leaf.shape[2]
+        for leaf in jax.tree.leaves(programs.per_layer(context.caches))
+        if leaf.ndim == 4
+    } == {20}
     params = oracle_params(engine)
     for row in range(3):
         expected = greedy(
@@ -141,7 +146,7 @@ def test_two_row_groups(mesh):
     params = oracle_params(engine)
     for row in range(3):
         expected = instruction_mass(engine, params, contexts[row], questions[row], 8)
-        for layer, cache in enumerate(context.caches):
+        for layer, cache in enumerate(programs.per_layer(context.caches)):
             mass = np.asarray(cache.mass)[row]
             np.testing.assert_allclose(mass[: len(contexts[row])], expected[layer], atol=1e-5)
             assert not mass[len(contexts[row]) :].any()

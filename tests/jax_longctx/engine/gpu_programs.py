@@ -7,11 +7,9 @@ plugin: JAX looks for plugins once, when it begins. One line of JSON is printed 
 import dataclasses
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 # What XLA asks of a GPU, here an H200 with 141 GB.
 H200 = """
