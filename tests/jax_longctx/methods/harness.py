@@ -18,8 +18,8 @@ __all__ = ["Step", "last_logits", "steps"]
 class Step:
     """What one segment left behind.
 
-    `caches`, one a layer, are valid until the next step is asked for. `logits` are `[B, T, V]` of the chunk
-    rows, of which row b's first `valid[b]` count.
+    `caches`, one a layer, are valid until the next step is asked for. `logits` are `[B, T, V]` of
+    the chunk rows, of which row b's first `valid[b]` count.
     """
 
     segment: Segment
