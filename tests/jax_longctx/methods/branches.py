@@ -15,7 +15,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jax_longctx.contract import decode_segment, step_variant
 from jax_longctx.engine import programs
-from jax_longctx.models.llama import init_params, stacked_layers
+from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
 from tests.support import tiny_config
 
@@ -27,7 +27,7 @@ COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "ppermute", "all_to_all")
 def decided_by_floats(method: Any, step: int = 1) -> list[bool]:
     """For every branch with a collective in the program of an answer's `step`: by floats or not."""
     config, mesh = tiny_config(num_layers=1), make_mesh(1, 2, 2)
-    setup = programs.Setup(config, method, mesh, jnp.dtype(jnp.float32), 16)
+    setup = programs.Setup(config, method, mesh, jnp.dtype(jnp.float32), 16, by_layer=True)
     rows = jax.ShapeDtypeStruct((2,), jnp.int32)
     caches = programs.abstract_caches(setup, 2, 256, 32)
     caches = jax.eval_shape(lambda c, n: programs.finish_context(setup, c, n, 32), caches, rows)
@@ -37,7 +37,6 @@ def decided_by_floats(method: Any, step: int = 1) -> list[bool]:
     ones = np.ones((2, 1), np.int32)
     segment = decode_segment(ones, ones, np.zeros(2, bool), step_variant(method, step))
     params = jax.eval_shape(lambda: init_params(config, mesh, seed=0, dtype=jnp.float32))
-    params = stacked_layers(config, params)
 
     def step(params: Any, caches: Any, total: Any) -> Any:
         return programs.run_segment(setup, params, caches, segment, total, None, "none")
