@@ -65,9 +65,9 @@ class LayerContext:
     total: Int[Array, " B"]
 
     def rotate(
-        self, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]
+        self, x: Float[Array, "B T N H"], positions: Int[Any, "#B T"]
     ) -> Float[Array, "B T N H"]:
-        """`x` under rotary embedding at `positions`."""
+        """`x` under rotary embedding at `positions`; see `rope_angles` for those of numpy."""
         cos, sin = rope_angles(self.rope, x.shape[-1], positions, self.total)
         return apply_rope(x, cos, sin)
 

@@ -14,7 +14,9 @@ Angles are float32 whatever the model's dtype.
 """
 
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -24,12 +26,24 @@ from jax_longctx.models.config import RopeConfig
 
 
 def rope_angles(
-    config: RopeConfig, head_dim: int, positions: Int[Array, "B T"], total: Int[Array, " B"]
-) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
+    config: RopeConfig, head_dim: int, positions: Int[Any, "#B T"], total: Int[Array, " B"]
+) -> tuple[Float[Array, "#B T F"], Float[Array, "#B T F"]]:
     """cos and sin at `positions`, float32, yarn's attention factor folded in.
 
-    `total` is each row's total length, fixed before its first chunk; only `dynamic` reads it.
+    Args:
+      positions: of a numpy array the angles are made once, when a program is traced. XLA would
+        make them anew in every turn of a loop over layers.
+      total: each row's total length, fixed before its first chunk; only `dynamic` reads it.
     """
+    if isinstance(positions, np.ndarray) and config.kind != "dynamic":
+        with jax.ensure_compile_time_eval():
+            return _angles(config, head_dim, jnp.asarray(positions), total)
+    return _angles(config, head_dim, jnp.asarray(positions), total)
+
+
+def _angles(
+    config: RopeConfig, head_dim: int, positions: Int[Array, "#B T"], total: Int[Array, " B"]
+) -> tuple[Float[Array, "#B T F"], Float[Array, "#B T F"]]:
     if config.kind == "dynamic":
         frequency = _dynamic_frequencies(config, head_dim, total)[:, None, :]  # [B, 1, H/2]
     else:
@@ -40,7 +54,7 @@ def rope_angles(
 
 
 def apply_rope(
-    x: Float[Array, "B T N H"], cos: Float[Array, "B T F"], sin: Float[Array, "B T F"]
+    x: Float[Array, "B T N H"], cos: Float[Array, "#B T F"], sin: Float[Array, "#B T F"]
 ) -> Float[Array, "B T N H"]:
     """`x` rotated, computed in float32 and returned in its own dtype."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jax_longctx.caches import BudgetCache, choose, empty_budget_cache
@@ -327,7 +328,7 @@ class Evicting(Registered):
         """The cache's keys under rotary embedding."""
         if self.positions == "true":
             return cache.k
-        slots = jnp.broadcast_to(jnp.arange(cache.k.shape[2]), cache.k.shape[::2])
+        slots = np.arange(cache.k.shape[2])[None]
         return jnp.swapaxes(self._bounded(ctx).rotate(jnp.swapaxes(cache.k, 1, 2), slots), 1, 2)
 
     def evict(self, seen: Look) -> BudgetCache:

@@ -37,6 +37,7 @@ of 1,000 queries in float32 and one of 100 in bfloat16.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -301,7 +302,9 @@ def attend_scope(
     if original:
         key_BX, begin_B = slots_BX + ctx.seq_offset(cache.k.shape[2]), cache.length - valid
     else:
-        key_BX = first_B[:, None] + jnp.arange(slots_BX.shape[1])
+        key_BX = np.arange(slots_BX.shape[1])[None]
+        if ctx.seq_size > 1:
+            key_BX = first_B[:, None] + key_BX
         begin_B = number_B - valid
         # A rotary base that follows the length must follow the scope's, which bounds positions.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, slots_BC.shape[1]))
@@ -319,7 +322,7 @@ def attend_scope(
 def _rotated_lines(
     buffer: AnyCache,
     slots: Int[Array, "B X"],
-    positions: Int[Array, "B X"],
+    positions: Int[Any, "#B X"],
     ctx: LayerContext,
 ) -> Float[Array, "B K X H"]:
     """The keys in this shard's `slots` for all heads, rotated to `positions`; zeros for -1."""
