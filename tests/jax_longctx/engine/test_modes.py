@@ -50,7 +50,7 @@ def check(method, *args, **options):
 # Near relatives of others.
 SLOW = (
     *("citrus-individual", "citrus-standard", "h2o-shared", "dynamic-ntk"),
-    *("arkvale-paged", "infllm-accounted", "star-released-mask", "roco", "ideal-topk"),
+    *("arkvale-paged", "infllm-accounted", "star-released-mask", "roco", "tova", "ideal-topk"),
 )
 
 
