@@ -161,6 +161,8 @@ def convert(
             hashes = _write_tensors(partial, steps, mesh, progress)
             _write_rest(partial, opened, steps, hashes)
         except Exception as error:
+            # Whatever failed (the source, Orbax, the disk), what is written may be damaged.
+            # KeyboardInterrupt is no Exception: an interrupted conversion stays and can resume.
             partial.discard()
             if isinstance(error, OSError):
                 said = f"{destination} could not be written: {error}"

@@ -23,6 +23,8 @@ import typer
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[1]
+# The imports below (E402) need these paths: docs/ is no package, and the pages are made from this
+# checkout even where another one is installed.
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 from docstrings import attributes  # noqa: E402

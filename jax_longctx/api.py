@@ -19,6 +19,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -28,12 +29,15 @@ from jax.sharding import Mesh
 
 from jax_longctx.contract import Method, reach
 from jax_longctx.engine import Context, Engine, Progress, Sampling
+from jax_longctx.engine.ahead import Compilation, abstract_params
 from jax_longctx.engine.capacity import Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
-from jax_longctx.errors import InputError, TrainedLengthWarning
+from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS, STUDIES, Full
+from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
+from jax_longctx.settings import DTYPES, check_name
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import (
     PromptLayout,
@@ -48,6 +52,8 @@ from jax_longctx.text import (
 FAR = 1 << 40
 # Of compiled programs on the disk: some ten methods on a large model, or a hundred on a small one.
 MOST_BYTES = 2 * 1024**3
+# Most small ones: each start looks at every file.
+MOST_FILES = 20_000
 
 OnText = Callable[[int, str], None]
 OnProgress = Callable[[Progress], None]
@@ -102,7 +108,7 @@ def load(
     mesh: Mesh | None = None,
     dtype: str | None = None,
     chunk: int = 512,
-    by_layer: bool | None = None,
+    ahead: Callable[["LongContext"], object] | None = None,
 ) -> "LongContext":
     """Loads a checkpoint directory that `jax-longctx convert` wrote.
 
@@ -111,22 +117,33 @@ def load(
       mesh: devices to run on, one by default (see `make_mesh`).
       dtype: of weights and cache: "float32", "bfloat16" or "float16"; the checkpoint's by default.
       chunk: tokens a prefill pass takes.
-      by_layer: whether programs hold one layer instead of all: compilation is much faster,
-        inference somewhat slower. For few and short texts.
+      ahead: called with the model while its weights load, in one process alone: to `compile` what
+        will be asked. Nothing else works before the weights are there.
 
     Raises:
       CheckpointError: not a checkpoint, or damaged.
-      ConfigError: method or mesh do not fit the model.
+      ConfigError: method or mesh do not fit the model, or the dtype is none of these.
     """
+    if dtype is not None:
+        check_name(DTYPES, dtype, "dtype")
     keep_compilations()
     mesh = mesh or make_mesh()
     manifest = read_manifest(checkpoint)
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
-    params = load_params(checkpoint, mesh, None if dtype is None else jnp.dtype(dtype))
-    how: dict[str, Any] = dict(chunk=chunk, by_layer=by_layer, consume=True)
-    engine = Engine(manifest.config, params, method or Full(), mesh, **how)
-    return LongContext(engine, tokenizer, manifest)
+    kind = jnp.dtype(manifest.dtype if dtype is None else dtype)
+    shapes = abstract_params(manifest.config, mesh, kind)
+    engine = Engine(manifest.config, shapes, method or Full(), mesh, chunk=chunk)
+    model = LongContext(engine, tokenizer, manifest)
+    if ahead is None or jax.process_count() > 1:
+        params = load_params(checkpoint, mesh, kind)
+    else:
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+            loading = pool.submit(load_params, checkpoint, mesh, kind)
+            ahead(model)
+            params = loading.result()
+    engine.take_params(params, consume=True)
+    return model
 
 
 class LongContext:
@@ -149,6 +166,8 @@ class LongContext:
     def with_method(self, method: Method) -> "LongContext":
         """The same weights and tokenizer under another method; nothing is loaded or copied.
 
+        A context belongs to the method that prefilled it: the other one prefills its own.
+
         Raises:
           ConfigError: the method does not fit the model or the mesh.
         """
@@ -165,6 +184,22 @@ class LongContext:
         """
         chat = self.tokenizer.has_chat if chat is None else chat
         return chat_layout(self.tokenizer) if chat else plain_layout()
+
+    def compile(
+        self,
+        contexts: Sequence[int],
+        questions: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        stop_at_eos: bool = True,
+        **options: Any,
+    ) -> Compilation:
+        """Compiles what contexts and questions of these many tokens need, in threads.
+
+        `stop` and `stop_at_eos` are as in `ask`; `options` are those of `Engine.compile`.
+        """
+        stop_ids = self._ends(stop, stop_at_eos)
+        return self.engine.compile(contexts, questions, stop_ids=stop_ids, **options)
 
     def prefill(
         self,
@@ -215,7 +250,8 @@ class LongContext:
     ) -> list[Answer]:
         """`ask` with questions as token ids; it warns only through `Answer.warning`."""
         stream = functools.partial(self.engine.stream, context, rows, keep=keep)
-        given = [length + len(row) for length, row in zip(context.lengths, rows, strict=True)]
+        # Where their numbers differ, `stream` says so.
+        given = [length + len(row) for length, row in zip(context.lengths, rows, strict=False)]
         return self._answers(stream, rows, given, **options)
 
     def generate(
@@ -291,13 +327,7 @@ class LongContext:
         engine, trained = self.engine, self.config.trained_length
         if reach(engine.method, self.config, tokens) <= trained:
             return None
-        further = [
-            name
-            for name, kind in METHODS.items()
-            if name not in STUDIES
-            and (method := kind()).info.keeps_all
-            and reach(method, self.config, FAR) < FAR
-        ]
+        further = [name for name in METHODS if name not in STUDIES and _goes_on(name, self.config)]
         return (
             f"{tokens:,} tokens are more than the {trained:,} that the model was trained to, and "
             f"under this method the answer may be noise; methods that go on: {', '.join(further)}"
@@ -324,9 +354,7 @@ class LongContext:
 
         `rows` are the tokens directly before each answer; `given` is the number of all before it.
         """
-        # Special tokens have no text: a stop string that is one ends the answer by its id.
-        special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
-        ends = [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
+        ends = self._ends(stop, stop_at_eos)
         blocks = stream(sampling=sampling, max_tokens=max_tokens, stop_ids=ends)
         readers = [_Reader(self.tokenizer, row, stop, ends) for row in rows]
         begun = time.perf_counter()
@@ -350,6 +378,12 @@ class LongContext:
             warning = self.length_warning(before + len(reader.tokens))
             answers.append(reader.answer(first - begun, ended - first, warning))
         return answers
+
+    def _ends(self, stop: Sequence[str], stop_at_eos: bool) -> list[int]:
+        """The token ids that end an answer."""
+        # Special tokens have no text: a stop string that is one ends the answer by its id.
+        special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
+        return [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.tokenizer.encode(text) for text in texts]
@@ -393,6 +427,16 @@ class _Reader:
         return Answer("".join(self.pieces), self.tokens, finish, 0.0, first, decode, warning)
 
 
+def _goes_on(name: str, config: ModelConfig) -> bool:
+    """Whether a method keeps a text of any length within the trained one."""
+    try:
+        method = METHODS[name]()
+    except ConfigError:
+        # Another package's module cannot be imported: `jax-longctx methods` says why.
+        return False
+    return method.info.keeps_all and reach(method, config, FAR) < FAR
+
+
 def _listed(texts: str | Sequence[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else list(texts)
 
@@ -409,8 +453,11 @@ def keep_compilations() -> None:
         return
     folder = _cache_folder()
     if folder is not None:
-        _make_room(folder, MOST_BYTES)
+        _make_room(folder, MOST_BYTES, MOST_FILES)
         jax.config.update("jax_compilation_cache_dir", str(folder))
+        # JAX leaves out what compiles in less than a second. A first token needs some fifty such
+        # programs, which are read in a tenth of the time.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _cache_folder() -> Path | None:
@@ -424,16 +471,16 @@ def _cache_folder() -> Path | None:
     return folder if os.access(folder, os.W_OK | os.X_OK) else None
 
 
-def _make_room(folder: Path, most: int) -> None:
-    """Removes the least recently used files until `most` bytes are left."""
+def _make_room(folder: Path, most: int, files: int) -> None:
+    """Removes the least recently used files until `most` bytes in `files` files are left."""
     try:
         found = [(file, file.stat()) for file in folder.iterdir() if file.is_file()]
-        left = sum(about.st_size for _, about in found)
+        left, count = sum(about.st_size for _, about in found), len(found)
         for file, about in sorted(found, key=lambda pair: max(pair[1].st_atime, pair[1].st_mtime)):
-            if left <= most:
+            if left <= most and count <= files:
                 return
             file.unlink(missing_ok=True)
-            left -= about.st_size
+            left, count = left - about.st_size, count - 1
     except OSError:
         # Another process removed a file meanwhile, or it belongs to another user: neither is an
         # error.

@@ -20,6 +20,8 @@ MESH_AXES = ("data", "seq", "tensor")
 # Largest repetition penalty: a larger product with a logit could exceed float32's range.
 MOST_PENALTY = 1e6
 SEEDS = 2**64
+# Of weights and caches.
+DTYPES = ("float32", "bfloat16", "float16")
 
 _NOUNS = {
     bool: "true or false",
@@ -188,7 +190,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, value = part.partition("=")
-        if name not in MESH_AXES or not value.isdigit() or name in sizes:
+        if name not in MESH_AXES or not value.isdecimal() or name in sizes:
             raise ConfigError(
                 f"mesh {text!r} is not understood at {part!r}; expected e.g. data=1,seq=2,tensor=4"
             )

@@ -65,8 +65,13 @@ def logical_spec(axes: Sequence[str | None]) -> PartitionSpec:
 
 
 def logical_sharding(mesh: AnyMesh, axes: Sequence[str | None]) -> NamedSharding:
-    """The `NamedSharding` of an array with these logical axes on `mesh`."""
-    return NamedSharding(mesh, logical_spec(axes))
+    """The `NamedSharding` of an array with these logical axes on `mesh`.
+
+    On one device all specs are equal. JAX gives a result any of those that the arguments have, and
+    the next program's key in the persistent cache depends on it: so there is one spec there.
+    """
+    spec = logical_spec(axes)
+    return NamedSharding(mesh, spec if mesh.size > 1 else PartitionSpec())
 
 
 def make_mesh(
@@ -75,7 +80,7 @@ def make_mesh(
     """A `data x seq x tensor` mesh over the first devices of all processes, `tensor` innermost.
 
     Raises:
-      ConfigError: a size below one, or more devices than there are.
+      ConfigError: a size below one, more devices than there are, or a process without a device.
     """
     sizes = {"data": data, "seq": seq, "tensor": tensor}
     bad = {name: size for name, size in sizes.items() if size < 1}

@@ -22,7 +22,7 @@ from jax_longctx.bench.timing import TOO_MUCH, Shape, copy_bandwidth, scaled, st
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import Method
 from jax_longctx.engine import Context, Engine, programs
-from jax_longctx.engine.capacity import bucket, footprint
+from jax_longctx.engine.capacity import footprint, reserved, slots_for
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.methods import Full, make_method
 from jax_longctx.planning.plan import step_weight_bytes
@@ -39,7 +39,8 @@ def _is_store(node: Any) -> bool:
 def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Context:
     """A context of `length` tokens a row, with random keys and values in append-only caches."""
     setup = engine.setup
-    slots = bucket(length + reserve + 1, engine.mesh.shape["seq"])
+    reserve = reserved(reserve)
+    slots = slots_for(length, reserve, engine.mesh.shape["seq"])
     shapes = programs.abstract_caches(setup, batch, slots, reserve)
 
     def draw(node: Any, seed: Any) -> Any:
@@ -90,7 +91,8 @@ def run(
 ) -> dict[str, Any]:
     """Full attention and `methods` at every (batch, context) of `cases`; JSON-able.
 
-    A case that does not fit the memory is recorded as failed.
+    A case that does not fit the memory is recorded as failed. Where full attention fails, the other
+    methods' rows have times and no ratios.
 
     Args:
       layers: to time; all of the shape's unless given (see `timing`).
@@ -110,12 +112,13 @@ def run(
             row |= _case(shape, method, batch, length, blocks, random_cache)
             if "seconds" in row:
                 row["roofline_seconds"] = row["bytes"] / bandwidth
-                full = full or row
-                row["speedup"] = full["seconds"] / row["seconds"]
-                row["predicted_speedup"] = full["bytes"] / row["bytes"]
-                say(
-                    f"  {row['seconds'] * 1e3:.2f} ms, {row['speedup']:.2f}x full attention's speed"
-                )
+                said = f"  {row['seconds'] * 1e3:.2f} ms"
+                full = row if method is made[0][2] else full
+                if full is not None:
+                    row["speedup"] = full["seconds"] / row["seconds"]
+                    row["predicted_speedup"] = full["bytes"] / row["bytes"]
+                    said += f", {row['speedup']:.2f}x full attention's speed"
+                say(said)
             rows.append(row)
     return {"model": model, **shape.facts(), "copy_bandwidth": bandwidth, "rows": rows}
 

@@ -24,7 +24,8 @@ from jax.sharding import Mesh
 from jax_longctx.bench.decode import WARM
 from jax_longctx.bench.timing import TOO_MUCH, Shape, answered, call_times, scaled
 from jax_longctx.contract.context import by_gather, by_sum, merge_way
-from jax_longctx.engine.engine import BLOCK, SPARE
+from jax_longctx.engine.capacity import SPARE
+from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import ends_of, layer_of, layer_params
@@ -79,11 +80,11 @@ def run(
             say(f"{name} {settings or ''}, {case.tokens:,} tokens ...")
             row = {"method": name, "settings": settings, "tokens": case.tokens, "block": case.block}
             row |= _row(shape, method, case.tokens - answer - 1 - SPARE, answer, runs, rates)
-            base = next((other for other in begun if "first_token" in other), row)
-            if "first_token" in row:
-                row["speedup"] = base["first_token"] / row["first_token"]
             begun.append(row)
-            say(f"  {begun[-1].get('first_token', begun[-1].get('failed'))}")
+            # Of the first method: where it failed, the others have no ratio.
+            if "first_token" in row and "first_token" in begun[0]:
+                row["speedup"] = begun[0]["first_token"] / row["first_token"]
+            say(f"  {row.get('first_token', row.get('failed'))}")
         rows += begun
     return {
         "model": model,

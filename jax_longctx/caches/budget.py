@@ -1,10 +1,10 @@
 """Budgeted storage: a few tokens of a row, kept in token order, chosen anew as the text goes by.
 
 Slots 0..length-1 hold the kept tokens in ascending order. Each kv head has its own set, all heads
-of a row equally many. The buffers are small and whole on every shard of the slots. Their axis is
-`room`, which grows, where the answer is only added, and `budget`, which does not grow, where the
-answer evicts. Choosing gathers from the cache and the newest segment, so a buffer never has to hold
-both; appending writes in place.
+of a row equally many. The buffers are small and whole on every shard of the slots. Where an answer
+evicts tokens, their axis is `budget`, which does not grow. Where it only adds tokens, their axis is
+`room`, which grows. Choosing gathers from the cache and the newest segment, so a buffer never has
+to hold both; appending writes in place.
 """
 
 import dataclasses

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_longctx.cli import options
+from jax_longctx.cli.compiling import Compiling
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import (
     Terminal,
@@ -28,6 +29,7 @@ from jax_longctx.memory import shown_bytes
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
     from jax_longctx.engine import Context
+    from jax_longctx.engine.ahead import Compilation
     from jax_longctx.text import Tokenizer
 
 # Written beside a saved context: whether it uses the chat template.
@@ -149,7 +151,15 @@ def ask(
         check_folder(request.save_context.absolute().parent, "--save-context")
     document = None if request.file is None else read_text(request.file)
     terminal = Terminal(as_json=as_json)
-    Session(model.open(terminal, method), request, answers, terminal).run(document)
+    compiling = Compiling(terminal)
+
+    def ahead(loaded: "LongContext") -> "Compilation":
+        return Session(loaded, request, answers, terminal, compiling).compile(document)
+
+    with compiling.watching():
+        begin = {} if document is None else {"ahead": compiling.ahead(ahead)}
+        loaded = model.open(terminal, method, **begin)
+        Session(loaded, request, answers, terminal, compiling).run(document)
 
 
 class Session:
@@ -161,8 +171,10 @@ class Session:
         request: Request,
         answers: options.AnswerOptions,
         terminal: Terminal,
+        compiling: Compiling,
     ):
         self.model, self.request, self.answers, self.terminal = model, request, answers, terminal
+        self.compiling = compiling
         self.rereads = model.engine.method.info.needs_question
         if self.rereads and (request.save_context or request.load_context):
             raise InputError(
@@ -175,6 +187,21 @@ class Session:
 
         stem = bool(request.completion)
         self.layout = chat_layout(model.tokenizer) if self.chat else plain_layout(stem=stem)
+
+    def compile(self, document: str | None) -> "Compilation":
+        """Begins to compile what the document and the first question need."""
+        assert document is not None
+        count = self.model.tokenizer.encode
+        questions = [self.layout.question(question) for question in self.request.questions]
+        sizes = [len(count(text)) for text in questions]
+        how = self.answers.arguments()
+        return self.model.compile(
+            [len(count(self.layout.context(document), bos=True))],
+            sizes[:1],
+            reserve=max(sizes) + self.answers.max_tokens,
+            keep=len(sizes) > 1 and not self.rereads,
+            **how,
+        )
 
     def run(self, document: str | None) -> None:
         """Prefills the document, or loads its context, and answers every question."""
@@ -209,6 +236,7 @@ class Session:
         folder = self.request.save_context
         if folder is not None:
             self._check_space(folder, document, reserve)
+        self.compiling.wait(prefill=True)
         begun = time.perf_counter()
         with self.terminal.progress("reading") as update:
             context = self.model.prefill(
@@ -217,7 +245,7 @@ class Session:
                 questions=question if self.rereads else None,
                 progress=lambda now: update(now.done, now.total),
             )
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - begun - self.compiling.clock.seconds(begun)
         if folder is not None:
             self._save(context, folder)
         return context, seconds
@@ -252,6 +280,8 @@ class Session:
         how["sampling"] = self.answers.sampling.at([(0, number)])
         if len(self.request.questions) > 1 and not self.terminal.as_json:
             self.terminal.note(f"> {asked}")
+        self.compiling.wait()
+        began = time.perf_counter()
         # Streamed text shows progress; JSON mode needs a spinner.
         with self.terminal.waiting("answering", when=self.terminal.as_json):
             answer = self.terminal.stream(
@@ -259,12 +289,14 @@ class Session:
                     context, question, keep=keep, on_text=on_text, **how
                 ),
             )
+        answer = self.compiling.apart(answer, began)
+        compiled = self.compiling.news()
         length, cache = context.lengths[0], context.answering_bytes
-        self.terminal.note(closing_note(answer, length, prefill, cache))
+        self.terminal.note(closing_note(answer, length, prefill, cache, compiled))
         if self.terminal.as_json:
             tokens = {"context": length, "question": len(self.model.tokenizer.encode(question))}
             record = self.answers.record(
-                self.model, answer, tokens, prefill or 0.0, {"cache_bytes": cache}
+                self.model, answer, tokens, prefill or 0.0, {"cache_bytes": cache}, compiled
             )
             self.terminal.record({"question": asked, **record})
 

@@ -191,8 +191,9 @@ def _steps(result: dict[str, Any]) -> Iterable[Any]:
         if "failed" in row:
             rows.append([*cells, row["failed"]])
             continue
-        ratios = row["seconds"] / row["roofline_seconds"], row["speedup"], row["predicted_speedup"]
-        shown = [f"{ratio:.2f}x" for ratio in ratios]
+        shown = [f"{row['seconds'] / row['roofline_seconds']:.2f}x"]
+        # No ratio where full attention failed.
+        shown += [f"{row[k]:.2f}x" if k in row else "-" for k in ("speedup", "predicted_speedup")]
         rows.append([*cells, f"{row['seconds'] * 1e3:.2f} ms", *shown, shown_bytes(row["peak"])])
     headers = ("method", "batch x context", "step", "of roofline", "faster", "predicted", "peak")
     yield table(headers, rows)
@@ -272,6 +273,86 @@ def prefill(
     output.hand_over(result, _first_tokens)
 
 
+@bench_app.command()
+@options.command
+def cold(
+    output: options.Output,
+    methods: list[str] | None = options.methods(
+        "A method and its settings; repeat for several. All methods unless given."
+    ),
+    model: str = options.shape(names=("--model", "--preset")),
+    checkpoint: Path | None = option(
+        "Converted checkpoint in place of a shape with random weights.",
+        "--checkpoint",
+        "-c",
+        metavar="DIR",
+        callback=options.checked(options.check_checkpoint),
+    ),
+    length: int = option("Tokens of context.", default=16000, min=1),
+    answer: int = option("Tokens of the answer.", default=60, min=2),
+    chunk: int = options.chunk(),
+    dtype: str | None = options.dtype(default="bfloat16"),
+    mesh: str | None = options.mesh(),
+    ahead: bool | None = option(
+        "Compile the programs side by side before the prefill begins, or each when it is called. "
+        "As the other commands do unless given: side by side, but not on a CPU.",
+        "--ahead/--no-ahead",
+        show_default=False,
+    ),
+) -> None:
+    """Time a process's first answer, with an empty and with a full compilation cache.
+
+    Every method runs in two processes of its own. The first starts with an empty folder for
+    compiled programs, the second with the folder that the first has filled. Time starts when the
+    weights are on the device. Warm is the same answer again in the same process.
+
+    [bold]Example[/bold]
+
+        jax-longctx bench cold --preset llama-3.1-8b --length 16000 -m full -m reattention
+    """
+    terminal = output.terminal()
+    with terminal.starting():
+        from jax_longctx.bench.cold import run
+        from jax_longctx.methods import METHODS, STUDIES
+
+    known = [(name, {}) for name in METHODS if name not in STUDIES]
+    result = run(
+        model=model,
+        checkpoint=checkpoint,
+        methods=_named(methods) if methods else known,
+        length=length,
+        answer=answer,
+        chunk=chunk,
+        dtype=dtype or "bfloat16",
+        mesh=parse_mesh(mesh or ""),
+        ahead=ahead,
+        say=terminal.note,
+    )
+    output.hand_over(result, _cold)
+
+
+def _cold(result: dict[str, Any]) -> Iterable[Any]:
+    rows = []
+    for row in result["rows"]:
+        if "failed" in row:
+            rows.append([_name(row), row["failed"]])
+            continue
+        empty, full = row["empty"], row["full"]
+        times = [
+            *(empty["first_token"], empty["last_token"], full["first_token"], full["last_token"]),
+            *(empty["warm_first_token"], empty["warm_last_token"]),
+        ]
+        found = f"{full['from_cache']} of {full['programs']}"
+        rows.append([_name(row), *map(shown_time, times), found])
+    last = f"{result['answer']} tokens"
+    headers = ("method", "empty: first token", last, "full: first token", last)
+    yield table((*headers, "warm: first token", last, "found in full cache"), rows)
+    yield (
+        f"{result.get('device', 'no device')}, {result['model']} in {result['dtype']}, "
+        f"{result['context']:,} tokens, chunk {result['chunk']:,}, jax {result.get('jax', '-')}"
+    )
+
+
 def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
     times, work = [], []
     for row in result["rows"]:
@@ -282,7 +363,8 @@ def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
         step = shown_time(row["step"], 1) if "step" in row else "-"
         merging = f"{row['merge_share']:.1%}" if "merge_share" in row else "-"
         first = shown_time(row["first_token"], 1)
-        times.append([*cells, first, f"{row['speedup']:.2f}x", step, merging])
+        speedup = f"{row['speedup']:.2f}x" if "speedup" in row else "-"
+        times.append([*cells, first, speedup, step, merging])
         flops = [f"{row[kind] / 1e12:,.4g}" for kind in ("linear", "attention")]
         ratio = [shown_time(row["model_seconds"], 1), f"{row['of_model']:.2f}"]
         work.append([*cells, *flops, f"{row['received'] / 1e9:,.3g} GB", *ratio])

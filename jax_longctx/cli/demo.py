@@ -74,7 +74,7 @@ def demo(
     terminal.note(f"{FACTS} facts are hidden in a text of {tokens:,} tokens (seed {seed})")
     if source is not None:
         prepare_model(source, folder, terminal)
-    choice = options.ModelChoice(checkpoint=folder, dtype="float32", by_layer=True)
+    choice = options.ModelChoice(checkpoint=folder, dtype="float32")
     model = choice.open(terminal)
     story = tell(model, seed, tokens)
     for fact, place in zip(story.facts, story.places, strict=True):

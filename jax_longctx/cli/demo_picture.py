@@ -43,7 +43,7 @@ def picture(looks: Sequence[Look], places: Sequence[int]) -> Plot:
         for number, (axis, look) in enumerate(zip(axes, looks, strict=True)):
             _panel(axis, look, places, number)
         axes[-1].set_xlabel("position in the text (tokens)")
-        figure.supylabel("share of layers and steps (pale: always read)", fontsize=9)
+        figure.supylabel("how often it was read (100%: by every layer at every step)", fontsize=9)
     return Plot("where ReAttention looked", "", figure)
 
 
@@ -53,8 +53,8 @@ def _panel(axis: Any, look: Look, places: Sequence[int], number: int) -> None:
     widths = np.diff(np.append(edges, tokens))
     heights = np.add.reduceat(look.shares, edges) / widths
     # The first and the newest tokens: they are not chosen, every scope holds them.
-    colours = [_ALWAYS if height > 0.999 else _CHOSEN for height in heights]
-    axis.bar(edges, heights, widths, align="edge", color=colours)
+    always = heights > 0.999
+    axis.bar(edges, heights, widths, align="edge", color=np.where(always, _ALWAYS, _CHOSEN))
     for other, place in enumerate(places):
         asked = other == number
         axis.axvline(
@@ -72,6 +72,16 @@ def _panel(axis: Any, look: Look, places: Sequence[int], number: int) -> None:
             verticalalignment="top",
             fontsize=8,
             color=_ASKED if asked else "#666666",
+        )
+    if always[-1]:
+        newest = edges[np.flatnonzero(~always).max(initial=-1) + 1]
+        axis.annotate(
+            "always\nread",
+            ((newest + tokens) / 2, 0.5),
+            horizontalalignment="center",
+            verticalalignment="center",
+            fontsize=8,
+            color="#333333",
         )
     axis.set_xlim(0, tokens)
     axis.set_ylim(0, 1)

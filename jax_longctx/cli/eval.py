@@ -80,11 +80,6 @@ class Overrides:
         show_default=False,
     )
     seed: int | None = option("Seed of the prompts.")
-    by_layer: bool | None = option(
-        "Compile one layer instead of all: compilation is faster, inference slower.",
-        "--by-layer/--whole",
-        show_default=False,
-    )
 
     def over(self, config: "EvalConfig") -> "EvalConfig":
         """The configuration with the given options in place of its own."""
@@ -323,7 +318,7 @@ def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
             raise InputError(
                 f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
             )
-    names = ("mesh", "dtype", "chunk", "by_layer")
+    names = ("mesh", "dtype", "chunk")
     how: dict[str, Any] = {name: getattr(config.run, name) for name in names}
     return options.ModelChoice(checkpoint=checkpoint, **how).open(terminal)
 
@@ -452,7 +447,6 @@ def passkey(
             seed=trials.seed,
             batch=trials.batch,
             chunk=model.chunk,
-            by_layer=model.by_layer,
         )
         config = EvalConfig(run=how, part=(part,))
 

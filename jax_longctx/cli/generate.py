@@ -1,11 +1,18 @@
 """`jax-longctx generate`: plain completion of a prompt."""
 
 import sys
+import time
+from typing import TYPE_CHECKING
 
 from jax_longctx.cli import options
+from jax_longctx.cli.compiling import Compiling
 from jax_longctx.cli.options import argument
 from jax_longctx.cli.terminal import Terminal, check_argument, closing_note, read_text
 from jax_longctx.errors import InputError
+
+if TYPE_CHECKING:
+    from jax_longctx.api import LongContext
+    from jax_longctx.engine.ahead import Compilation
 
 
 @options.command
@@ -30,21 +37,34 @@ def generate(
     """
     text = _prompt_text(prompt)
     terminal = Terminal(as_json=as_json)
-    loaded = model.open(terminal, method)
-    with terminal.warnings(), terminal.progress("reading") as update:
-        # The bar is erased when the first text comes; there is no spinner after it.
-        answer = terminal.stream(
-            lambda on_text: loaded.generate(
-                text,
-                progress=lambda now: update(now.done, now.total),
-                on_text=on_text,
-                **answers.arguments(),
-            ),
-        )
-    length, seconds = len(loaded.tokenizer.encode(text, bos=True)), answer.prefill_seconds
-    terminal.note(closing_note(answer, length, seconds, None))
+    compiling = Compiling(terminal)
+
+    def ahead(loaded: "LongContext") -> "Compilation":
+        length = len(loaded.tokenizer.encode(text, bos=True))
+        how = {"total": [length], "keep": False, **answers.arguments()}
+        return loaded.compile([length - 1], [1], **how)
+
+    with compiling.watching():
+        loaded = model.open(terminal, method, ahead=compiling.ahead(ahead))
+        compiling.wait()
+        with terminal.warnings(), terminal.progress("reading") as update:
+            began = time.perf_counter()
+            # The bar is erased when the first text comes; there is no spinner after it.
+            answer = terminal.stream(
+                lambda on_text: loaded.generate(
+                    text,
+                    progress=lambda now: update(now.done, now.total),
+                    on_text=on_text,
+                    **answers.arguments(),
+                ),
+            )
+        asked = began + answer.prefill_seconds
+        seconds = answer.prefill_seconds - compiling.clock.seconds(began, asked)
+        answer, compiled = compiling.apart(answer, asked), compiling.news()
+    length = len(loaded.tokenizer.encode(text, bos=True))
+    terminal.note(closing_note(answer, length, seconds, None, compiled))
     if as_json:
-        record = answers.record(loaded, answer, {"prompt": length}, seconds, {})
+        record = answers.record(loaded, answer, {"prompt": length}, seconds, {}, compiled)
         terminal.record({"prompt": text, **record})
 
 

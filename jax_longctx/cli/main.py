@@ -29,6 +29,7 @@ from jax_longctx.cli.methods import methods
 from jax_longctx.cli.options import option
 from jax_longctx.cli.plan import plan
 from jax_longctx.cli.train import train_app
+from jax_longctx.cli.warm import warm
 from jax_longctx.errors import LongctxError
 
 # A full disk, a quota and a size limit are not faults of the program.
@@ -148,7 +149,7 @@ def _job(
     process.join(job.coordinator, job.processes, job.process)
 
 
-for _command in (ask, generate, batch, plan, convert, methods, demo):
+for _command in (ask, generate, batch, plan, warm, convert, methods, demo):
     app.command()(_command)
 # The harness parses all arguments itself, --help too.
 app.command(

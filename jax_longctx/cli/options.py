@@ -23,7 +23,7 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import Sampling, parse_mesh, parse_pairs
+from jax_longctx.settings import DTYPES, Sampling, parse_mesh, parse_pairs
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -116,9 +116,8 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def _check_dtype(name: str) -> None:
-    known = ("float32", "bfloat16", "float16")
-    if name not in known:
-        raise ConfigError(f"--dtype {name!r} is not one of {', '.join(known)}")
+    if name not in DTYPES:
+        raise ConfigError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}")
 
 
 def parse_specs(specs: list[str] | None) -> list[Spec]:
@@ -185,10 +184,10 @@ def chunk() -> Any:
     )
 
 
-def shape(default: str = "llama-3.1-8b") -> Any:
-    """`--model`: `str`."""
+def shape(default: str = "llama-3.1-8b", names: tuple[str, ...] = ()) -> Any:
+    """`--model`, or `names`: `str`."""
     how: dict[str, Any] = {"callback": checked(preset), "autocompletion": _named(PRESETS)}
-    return option("Shape of a published model.", default=default, **how)
+    return option("Shape of a published model.", *names, default=default, **how)
 
 
 def as_json() -> Any:
@@ -239,20 +238,22 @@ class ModelChoice:
     dtype: str | None = dtype()
     mesh: str | None = mesh()
     chunk: int = chunk()
-    by_layer: bool = option(
-        "Compile one layer instead of all: compilation is faster, inference slower; for few and "
-        "short texts.",
-        "--by-layer",
-        default=False,
-    )
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
             raise InputError(f"--chunk must be at least 1 token, got {self.chunk}")
         check_checkpoint(self.checkpoint)
 
-    def open(self, terminal: Terminal, method: MethodChoice | Spec | None = None) -> "LongContext":
-        """Loads the checkpoint with method and mesh; cheap checks come first."""
+    def open(
+        self,
+        terminal: Terminal,
+        method: MethodChoice | Spec | None = None,
+        **how: Any,
+    ) -> "LongContext":
+        """Loads the checkpoint with method and mesh; cheap checks come first.
+
+        `how` is passed to `api.load`.
+        """
         with terminal.starting(f"loading {self.checkpoint}"):
             if isinstance(method, Spec):
                 made = make_method(method.name, dict(method.settings))
@@ -268,7 +269,7 @@ class ModelChoice:
                 mesh=None if self.mesh is None else make_mesh(**sizes),
                 dtype=self.dtype,
                 chunk=self.chunk,
-                by_layer=self.by_layer,
+                **how,
             )
 
 
@@ -324,14 +325,19 @@ class AnswerOptions:
         tokens: dict[str, int],
         prefill: float,
         memory: dict[str, int],
+        compiled: float | None = None,
     ) -> dict[str, Any]:
-        """The JSON record of an answer; `tokens` and `memory` give the context's numbers."""
+        """The JSON record of an answer; `tokens` and `memory` give the context's numbers.
+
+        `compiled` are seconds of compilation, which the other times then leave out.
+        """
         return {
             "answer": answer.text,
             "finish": answer.finish,
             "warning": answer.warning,
             "tokens": {**tokens, "answer": len(answer.tokens)},
             "seconds": {
+                **({} if compiled is None else {"compile": round(compiled, 4)}),
                 "prefill": round(prefill, 4),
                 "first_token": round(answer.first_token_seconds, 4),
                 "decode": round(answer.decode_seconds, 4),

@@ -34,6 +34,8 @@ OnText = Callable[[int, str], None]
 
 # Seconds between progress lines where stderr is a file or a pipe.
 LINE_EVERY = 10.0
+# Seconds of compilation from which on a note mentions it.
+LEAST_COMPILED = 0.05
 NARROWEST_BAR, WIDEST_BAR = 10, 40
 
 # Control characters but tab and newline: a model's text must not control the terminal.
@@ -265,14 +267,25 @@ def per_second(count: int, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def closing_note(answer: "Answer", context: int, prefill: float | None, cache: int | None) -> str:
-    """An answer's time and memory in one line; `prefill` is None for a context read earlier."""
+def closing_note(
+    answer: "Answer",
+    context: int,
+    prefill: float | None,
+    cache: int | None,
+    compiled: float = 0.0,
+) -> str:
+    """An answer's time and memory in one line; `prefill` is None for a context read earlier.
+
+    `compiled` are seconds of compilation, which the other times leave out.
+    """
     # The rate leaves out the first token, whose time is shown by itself.
     rate = per_second(len(answer.tokens) - 1, answer.decode_seconds)
     parts = [f"context {context:,} tokens"]
+    if compiled >= LEAST_COMPILED:
+        parts.append(f"compiled in {compiled:.1f} s")
     if prefill is not None:
         parts.append(f"read in {prefill:.1f} s ({per_second(context, prefill):,.0f} tokens/s)")
-    parts.append(f"first token after {answer.first_token_seconds:.2f} s")
+    parts.append(f"first token {answer.first_token_seconds:.2f} s after the question")
     parts.append(f"{len(answer.tokens):,} tokens at {rate:,.1f} tokens/s")
     if cache is not None:
         parts.append(f"cache {shown_bytes(cache)}")

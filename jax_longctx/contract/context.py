@@ -3,7 +3,7 @@
 The engine makes it inside the manual `shard_map`. A collective over one shard returns its argument.
 
 In a decode step of full attention the shards of the slots exchange one thing a layer: their
-partial attention, merged by log-sum-exp (`merge_seq`). There are two ways:
+partial attention, merged by log-sum-exp (`seq_merge`). There are two ways:
 
 - `by_sum`: the maximum of the log-sum-exps (`pmax`), then one sum of the weighted outputs and their
   weights (`psum`), in float32: two collectives, one after the other.
@@ -16,7 +16,7 @@ Each of S shards receives for each query and head of width H, in bfloat16:
     by_sum     2 (S - 1) / S (4 H + 8) bytes in two
 
 At H = 128 that is 260 against 520 bytes for two shards, 780 against 780 for four, 1820 against 910
-for eight. `merge_seq` gathers where that is fewer bytes, or where the extra bytes cost less than a
+for eight. `seq_merge` gathers where that is fewer bytes, or where the extra bytes cost less than a
 second collective: in all decode steps of some tens of rows, up to 16 shards. Tests count the
 collectives and bytes in the programs compiled for CPU and v5e.
 """

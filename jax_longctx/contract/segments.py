@@ -88,7 +88,7 @@ class Segment:
                 return group
         raise KeyError(f"segment {self.role!r} has row groups {[g.name for g in self.groups]}")
 
-    def valid_of(self, name: str = CHUNK_ROWS) -> Int[Array, " B"]:
+    def valid_of(self, name: str = CHUNK_ROWS) -> Int[Any, " B"]:
         """Valid tokens of each row in the named group."""
         return self.valid[:, self.groups.index(self.group(name))]
 
@@ -153,15 +153,15 @@ def decode_segment(
 
 
 def chunk_segments(rows: Sequence[Sequence[int]], chunk: int, role: Role) -> Iterator[Segment]:
-    """Ragged rows in chunks of `chunk` tokens; the last one padded to `tail_size`.
+    """Ragged rows in chunks of `chunk` tokens, each padded to that.
 
-    Row b contributes `clip(len_b - i * chunk, 0, chunk)` tokens to chunk i. The few sizes keep the
-    number of compilations small.
+    Row b contributes `clip(len_b - i * chunk, 0, chunk)` tokens to chunk i. Where all rows fit in
+    one chunk it is padded to `tail_size`. So texts of any lengths share few programs.
     """
     lengths = np.array([len(row) for row in rows])
     longest = int(lengths.max(initial=0))
+    size = tail_size(min(chunk, longest), chunk)
     for start in range(0, longest, chunk):
-        size = tail_size(min(chunk, longest - start), chunk)
         ends = (lengths > start) & (lengths <= start + chunk)
         yield make_segment([row[start : start + chunk] for row in rows], size, role, ends)
 

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,12 +24,16 @@ from jax_longctx.memory import shown_bytes
 from jax_longctx.sharding import AnyMesh, Stacked, leaf_axes, tree_shardings
 
 SMALLEST = 128
+# Slots beyond the longest row, which a storage may write garbage to (see `caches.write_run`).
+SPARE = 1
 # Where decode reads more of the cache than of the weights, roughly, empty slots cost time.
 FINER_FROM = 32768
 # Shards of the slots stay multiples of this, which is what the attention kernels tile by.
 GRANULE = 128
 # Share of the free memory that caches may take; the rest is for activations.
 USABLE = 0.9
+# The host's memory. Only Linux has this file.
+MEMINFO = Path("/proc/meminfo")
 
 
 def bucket(tokens: int, seq_shards: int = 1) -> int:
@@ -41,6 +46,16 @@ def bucket(tokens: int, seq_shards: int = 1) -> int:
     step = max(SMALLEST, 2 ** math.floor(math.log2(max(tokens, 1))) // fraction)
     step = math.lcm(step, GRANULE * seq_shards)
     return -(-max(tokens, 1) // step) * step
+
+
+def reserved(tokens: int) -> int:
+    """Slots kept for a question and answer of so many tokens: few numbers are ever compiled."""
+    return bucket(tokens) if tokens else 0
+
+
+def slots_for(context: int, reserve: int = 0, seq_shards: int = 1) -> int:
+    """Slots of a cache for a text, and for a question and its answer of `reserve` tokens."""
+    return bucket(context + reserved(reserve) + SPARE, seq_shards)
 
 
 def bytes_per_device(mesh: AnyMesh, abstract: Any) -> int:
@@ -73,11 +88,12 @@ def _least(count: int | None) -> int | None:
 def _available_here(mesh: Mesh) -> int | None:
     device = mesh.local_devices[0]
     if device.platform == "cpu":
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    # The devices of a CPU share its memory.
-                    return int(line.split()[1]) * 1024 // len(mesh.local_devices)
+        if not MEMINFO.exists():
+            return None
+        for line in MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                # The devices of a CPU share its memory.
+                return int(line.split()[1]) * 1024 // len(mesh.local_devices)
         return None
     try:
         stats = device.memory_stats()
@@ -95,18 +111,19 @@ def check_fits(tokens: int, need: int, per_token: float, available: int | None) 
     Args:
       tokens: slots asked for, for the longest row.
       need: bytes a device for them.
-      per_token: bytes a device for one more slot in every row.
+      per_token: bytes a device for one more slot in every row; 0 where fewer slots would not help.
       available: free bytes a device, None when unknown (then nothing is refused).
     """
     if available is None or need <= USABLE * available:
         return
-    fixed = need - per_token * tokens
-    fits = int(max(USABLE * available - fixed, 0) / per_token) if per_token else 0
+    fits = ""
+    if per_token:
+        fixed = need - per_token * tokens
+        fits = f": about {int(max(USABLE * available - fixed, 0) / per_token):,} tokens would fit"
     raise CapacityError(
         f"a cache of {tokens:,} tokens needs {shown_bytes(need)} on each device, "
-        f"{shown_bytes(int(USABLE * available))} of {shown_bytes(available)} free is usable: "
-        f"about {fits:,} tokens would fit; shorten the context, use fewer rows, more devices "
-        f"(--mesh) or a method that keeps a budget"
+        f"{shown_bytes(int(USABLE * available))} of {shown_bytes(available)} free is usable{fits}; "
+        "shorten the context, use fewer rows, more devices (--mesh) or a method that keeps a budget"
     )
 
 
@@ -217,11 +234,12 @@ def staged_caches(
     setup: programs.Setup, batch: int, context: int, reserve: int
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Shapes of every layer's cache: empty, after the context, and while answering."""
-    slots = bucket(context + reserve + 1, setup.mesh.shape["seq"])
+    reserve = reserved(reserve)
+    slots = slots_for(context, reserve, setup.mesh.shape["seq"])
     empty = programs.abstract_caches(setup, batch, slots, reserve)
     kept = answering = finished_caches(setup, empty, "context", reserve)
     if setup.method.info.shrinks:
-        answering = finished_caches(setup, kept, "question", bucket(reserve))
+        answering = finished_caches(setup, kept, "question", reserve)
     return empty, kept, answering
 
 

@@ -28,10 +28,9 @@ from jax_longctx.models.storage import (
     check_files,
     describe_files,
     load_arrays,
-    quiet_orbax,
     read_sealed,
     seal,
-    why_unwritten,
+    writing,
 )
 from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
 
@@ -47,11 +46,12 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     """Writes the context to the new folder `path`, which all processes of a job must see.
 
     Raises:
-      InputError: the folder exists, or the context is answering a question.
+      InputError: the folder exists, or the context is answering a question or of another method.
       CheckpointError: it could not be written, or another process is writing it; nothing is left
         behind.
     """
     path = Path(path).absolute()
+    engine.check_context(context)
     # Layer by layer, whatever runs of layers this engine loops over.
     caches = programs.per_layer(context.usable_caches())
     partial = path.with_name(path.name + ".partial")
@@ -71,16 +71,13 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     }
     with contextlib.ExitStack() as held:
         from_leader(lambda: _begin(path, partial, held))
-        try:
-            with quiet_orbax():
-                ocp.save(str(partial / CACHES), leaves)
-            from_leader(lambda: _finish(path, partial, described))
-        except (OSError, ValueError) as error:  # the latter when a disk is full
-            raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
+        with writing(path):
+            ocp.save(str(partial / CACHES), leaves)
+        from_leader(lambda: _finish(path, partial, described))
 
 
 def _begin(path: Path, partial: Path, held: contextlib.ExitStack) -> None:
-    """Makes the folder `partial`, which is gone, as the lock is, when `held` ends."""
+    """Locks `path` and makes the folder `partial`; `held` removes the folder and the lock."""
     try:
         held.enter_context(only_writer(path))
     except InputError as error:
@@ -92,7 +89,7 @@ def _begin(path: Path, partial: Path, held: contextlib.ExitStack) -> None:
     try:
         partial.mkdir()
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+        raise CheckpointError(f"{path} could not be written: {error.strerror}") from error
 
 
 def _finish(path: Path, partial: Path, described: dict[str, Any]) -> None:
@@ -101,7 +98,7 @@ def _finish(path: Path, partial: Path, described: dict[str, Any]) -> None:
         (partial / MANIFEST).write_text(json.dumps(sealed), encoding="utf-8")
         partial.rename(path)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+        raise CheckpointError(f"{path} could not be written: {error.strerror}") from error
 
 
 def load_context(engine: Engine, path: str | Path) -> Context:
@@ -153,7 +150,8 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     questions = described["questions"]
     if questions is not None:
         questions = [*questions, *([] for _ in range(len(rows) - batch))]
-    return Context(rows, batch, slots, reserve, total, caches, questions)
+    made: dict[str, Any] = {"questions": questions, "method": engine.method}
+    return Context(rows, batch, slots, reserve, total, caches, **made)
 
 
 def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:

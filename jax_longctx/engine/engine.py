@@ -5,6 +5,7 @@ forks the context's cache, feeds its tokens, and decodes in blocks inside one co
 that streaming costs one host round trip a block, not one a token.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -17,17 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_longctx.contract import Method, Prompt, Segment, Stage
+from jax_longctx.contract import Method, Prompt, Segment, Stage, step_variant
 from jax_longctx.engine import programs
+from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import (
+    SPARE,
     available_bytes,
     bucket,
     bytes_per_device,
     check_fits,
     grow,
+    reserved,
+    slots_for,
 )
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.programs import Sampling, sampling_values
+from jax_longctx.engine.programs import STOPS, Sampling, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, layer_params, stacked_layers
@@ -37,8 +42,6 @@ Rows = Sequence[Sequence[int]]
 # answer are shorter, so that its first words do not wait for a whole block.
 BLOCK = 32
 FIRST_BLOCKS = (1, 4, 12)
-# Slots beyond the longest row, which a storage may write garbage to (see `caches.write_run`).
-SPARE = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Context:
       caches: one a layer; None while a question over an append-only method borrows them.
       questions: the questions it was read for, where the method needs them at prefill.
       answering_bytes: what the newest answer's caches held, over all devices.
+      method: the method that prefilled it; no other can ask it. None is not checked.
     """
 
     rows: list[list[int]]
@@ -73,6 +77,7 @@ class Context:
     caches: tuple[Any, ...] | None
     questions: list[list[int]] | None = None
     answering_bytes: int = 0
+    method: Method | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -111,7 +116,8 @@ class Engine:
     """One model, one method, one mesh.
 
     Args:
-      params: nested dict of the model's parameters, on the mesh.
+      params: nested dict of the model's parameters, on the mesh; or of their shapes
+        (`ahead.abstract_params`), until `take_params` gives the weights.
       chunk: tokens of a row that one prefill pass takes.
       memory_limit: bytes on each device that a new cache may use; None asks the device.
       consume: whether `params` may be emptied where they are stacked for a loop over layers, so
@@ -144,9 +150,14 @@ class Engine:
         self.config, self.method, self.mesh = config, method, mesh
         if by_layer is None:
             by_layer = bool(mesh.devices.flat[0].platform == "cpu")
-        self.params = params if by_layer else stacked_layers(config, params, consume=consume)
         self.chunk, self.memory_limit = chunk, memory_limit
         self.setup = programs.Setup(config, method, mesh, dtype, chunk, by_layer)
+        self.take_params(params, consume=consume)
+
+    def take_params(self, params: Any, *, consume: bool = False) -> None:
+        """Takes the weights, as at construction; an engine of shapes alone can only `compile`."""
+        apart = self.setup.by_layer
+        self.params = params if apart else stacked_layers(self.config, params, consume=consume)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -175,8 +186,8 @@ class Engine:
         """Reads the contexts (rows of any length, also empty) into a cache.
 
         Args:
-          reserve: slots kept free in every row for a question and its answer; a longer one makes
-            the cache grow.
+          reserve: tokens of a question and its answer for which every row keeps slots free, in
+            the steps of `capacity.reserved`; a longer one makes the cache grow.
           questions: what will be asked; only for methods that need it at prefill.
           total: each row's total length as rotary embedding sees it (dynamic NTK): the tokens that
             are known when reading begins. The length of the context by default: questions come
@@ -191,6 +202,7 @@ class Engine:
         rows = self.padded(contexts)
         lengths = [len(row) for row in rows]
         totals = [*(total or lengths[: len(contexts)]), *lengths[len(contexts) :]]
+        reserve = reserved(reserve)
         slots = self.slots_for(max(capacity - SPARE, max(lengths) + reserve))
         asked = self.needed_questions(questions, len(contexts))
         self.check_capacity(len(rows), slots, reserve)
@@ -220,7 +232,54 @@ class Engine:
             marker.block_until_ready()
         told(everything)
         caches = programs.finish_context(self.setup, caches, known, reserve)
-        return Context(rows, len(contexts), slots, reserve, known, caches, asked)
+        made: dict[str, Any] = {"questions": asked, "method": self.method}
+        return Context(rows, len(contexts), slots, reserve, known, caches, **made)
+
+    def compile(
+        self,
+        contexts: Sequence[int],
+        questions: Sequence[int],
+        *,
+        max_tokens: int,
+        reserve: int | None = None,
+        total: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        stop_ids: Sequence[int] = (),
+        keep: bool = True,
+        workers: int | None = None,
+    ) -> Compilation:
+        """Compiles the programs of a `prefill` and a `stream`, in threads; reads no weights.
+
+        The prefill and the stream that follow find them, or wait for those that are not ready.
+
+        Args:
+          contexts, questions: tokens of each row's context and question.
+          reserve: of `prefill`; the longest question and the answer unless given.
+          max_tokens, total, sampling, stop_ids, keep: as in `prefill` and `stream`.
+          workers: most programs that compile at a time.
+
+        Raises:
+          InputError, CapacityError: as `prefill` and `stream`.
+        """
+        rows, asked = ([[0] * length for length in lengths] for lengths in (contexts, questions))
+        compilation = Compilation(self.mesh, workers)
+        if reserve is None:
+            reserve = max(questions) + max_tokens
+        with compilation.rehearsing():
+            context = self.prefill(rows, reserve=reserve, questions=asked, total=total)
+            compilation.prefill_ends()
+            stream = self.stream(
+                context,
+                asked,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                stop_ids=stop_ids,
+                keep=keep,
+            )
+            with contextlib.closing(stream):
+                for _ in range(_blocks_of_all(self.method, max_tokens)):
+                    next(stream)
+        return compilation
 
     def stream(
         self,
@@ -239,10 +298,11 @@ class Engine:
         and its memory is free as soon as the method can do without.
 
         Raises:
-          InputError: an empty question, token ids out of the vocabulary, logits not finite, or
-            not a seed for each row.
+          InputError: a context of another method, an empty question, token ids out of the
+            vocabulary, logits not finite, or not a seed for each row.
           CapacityError: question and answer need a larger cache, which does not fit.
         """
+        self.check_context(context)
         sampling = _checked(sampling, max_tokens, context.batch)
         _check_questions(questions, context.batch)
         rows = self.padded(questions)
@@ -261,7 +321,7 @@ class Engine:
             context.answering_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(run.caches))
             yield _chosen(np.asarray(state.token)[:, None], context.batch)
             blocks, first = iter(FIRST_BLOCKS), 1
-            variants = programs.answer_variants(self.method, max_tokens)
+            variants = programs.answer_variants(self.method, reserved(max_tokens))
             values, static = sampling_values(sampling), (BLOCK, variants, sampling.static())
             while not np.all(np.asarray(state.done)):
                 # Beyond the answer a step may be of a kind that its program does not hold.
@@ -277,16 +337,22 @@ class Engine:
             if self.method.info.append_only and keep:
                 context.caches = run.whole or run.caches
 
+    def check_context(self, context: Context) -> None:
+        """Raises InputError for a context that another method, or other settings, prefilled."""
+        if context.method not in (None, self.method):
+            raise InputError(
+                f"this context was prefilled under {context.method}, this engine has "
+                f"{self.method}; ask it under the method that made it, or prefill again"
+            )
+
     def _shrink(self, run: "_Run", context: Context, max_tokens: int, keep: bool) -> None:
         """The answer's own caches, made from the context's and the question's."""
         reserve = bucket(max_tokens + SPARE)
         whole = run.caches
-        answer = functools.partial(
-            programs.finish_question, self.setup, total=context.total, reserve=reserve
-        )
-        need = bytes_per_device(self.mesh, jax.eval_shape(answer, whole))
-        self._check_bytes(context.slots, need, 0.0)
-        run.caches = answer(whole)
+        given = self.setup, whole, context.total
+        smaller = programs.whole_finish.eval_shape(*given, "question", reserve)
+        self._check_bytes(context.slots, bytes_per_device(self.mesh, smaller), 0.0)
+        run.caches = programs.finish_question(*given, reserve)
         run.whole = whole if keep else None
 
     def _question(
@@ -310,13 +376,13 @@ class Engine:
             done=jnp.array([not row for row in rows]),
             count=jnp.zeros((batch,), jnp.int32),
             limit=jnp.full((batch,), max_tokens, jnp.int32),
-            stops=jnp.array(sorted(set(stop_ids)) or [-1], jnp.int32),
+            stops=_stops(stop_ids),
             seen=self._seen(context, rows) if sampling.penalised else None,
             finite=jnp.ones((batch,), bool),
             keys=jnp.asarray(programs.row_keys(sampling, batch)),
         )
         state = programs.start_answer(
-            self.setup, state, logits, sampling_values(sampling), sampling.static()
+            self.setup.ends, state, logits, sampling_values(sampling), sampling.static()
         )
         self._check_finite(state)
         return state
@@ -449,7 +515,7 @@ class Engine:
 
     def slots_for(self, tokens: int) -> int:
         """Slots of a cache for that many tokens of the longest row."""
-        return bucket(tokens + SPARE, self.mesh.shape["seq"])
+        return slots_for(tokens, seq_shards=self.mesh.shape["seq"])
 
     def padded(self, rows: Rows) -> list[list[int]]:
         """The rows as lists, with empty ones added to fill the mesh's data axis.
@@ -503,6 +569,26 @@ def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:
     if max_tokens < 1:
         raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
     return (sampling or Sampling()).of_rows(rows)
+
+
+def _blocks_of_all(method: Method, max_tokens: int) -> int:
+    """How many blocks an answer yields until it has taken a step of every variant twice."""
+    steps: dict[str, list[int]] = {}
+    for step in range(1, max_tokens):
+        steps.setdefault(step_variant(method, step), []).append(step)
+    last = max((found[:2][-1] for found in steps.values()), default=0)
+    # The first token is the question's.
+    count, ahead = 1, iter(FIRST_BLOCKS)
+    while last > 0:
+        last -= next(ahead, BLOCK)
+        count += 1
+    return count
+
+
+def _stops(stop_ids: Sequence[int]) -> jax.Array:
+    """The ids, padded with -1 to a multiple of `STOPS`: few numbers of them are ever compiled."""
+    ids = sorted(set(stop_ids))
+    return jnp.array([*ids, *[-1] * (-len(ids) % STOPS or (0 if ids else STOPS))], jnp.int32)
 
 
 def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:

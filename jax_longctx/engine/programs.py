@@ -32,11 +32,13 @@ from jax_longctx.contract import (
     CacheShape,
     LayerContext,
     Method,
+    RowGroup,
     Segment,
     Stage,
     decode_segment,
     step_variant,
 )
+from jax_longctx.engine.ahead import Program
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import PLAIN, Norm, Products, ends_of, layer_of
 from jax_longctx.settings import Sampling
@@ -61,7 +63,16 @@ in_place = functools.partial(jax.jit, keep_unused=True)
 
 # Of programs that loop over layers: XLA's Triton matmuls for GPUs copy each layer's weights out of
 # the stack first, cuBLAS is given their address.
-LOOPED: dict[str, Any] = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
+# A loop over layers becomes one CUDA graph where loops are recorded, unrolled, in graphs.
+LOOPED: dict[str, Any] = {
+    "compiler_options": {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+        ),
+        "xla_gpu_command_buffer_unroll_loops": True,
+    }
+}
 
 # This process's mappings, one a line, and the most that a process may have. Only Linux has them.
 MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
@@ -73,6 +84,8 @@ EVENTS = 60
 _events = 0
 # Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
 LEAST_ROWS = 8
+# Ids that end an answer: their number is a multiple of this.
+STOPS = 8
 # Greedy, top_k, whether top_p is used, whether the penalty is.
 SamplingStatic = tuple[bool, int, bool, bool]
 
@@ -107,6 +120,34 @@ def limit_mappings() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ends:
+    """What is static of programs without layers: all methods on a mesh share these programs."""
+
+    config: ModelConfig
+    mesh: AnyMesh
+    dtype: Any
+
+    def logits(self, params: Any, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """float32 logits of one hidden state a row."""
+        rows = hidden.shape[0]
+        if _platform(self.mesh) == "gpu" and rows < LEAST_ROWS:
+            # Of fewer XLA converts the whole head to float32 first.
+            hidden = jnp.pad(hidden, ((0, LEAST_ROWS - rows), (0, 0)))
+        return ends_of(self.config, params).logits(hidden)[:rows]
+
+
+def without_layers(params: Any) -> Any:
+    """The parameters that `Ends` needs."""
+    return {name: value for name, value in params.items() if name != "layers"}
+
+
+def _platform(mesh: AnyMesh) -> str:
+    if isinstance(mesh, AbstractMesh):
+        return jax.default_backend()
+    return mesh.devices.flat[0].platform
+
+
+@dataclasses.dataclass(frozen=True)
 class Setup:
     """Everything static: what the programs are compiled for.
 
@@ -126,17 +167,12 @@ class Setup:
     @property
     def platform(self) -> str:
         """What the programs are for: "cpu", "gpu" or "tpu"."""
-        if isinstance(self.mesh, AbstractMesh):
-            return jax.default_backend()
-        return self.mesh.devices.flat[0].platform
+        return _platform(self.mesh)
 
-    def logits(self, params: Any, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """float32 logits of one hidden state a row."""
-        rows = hidden.shape[0]
-        if self.platform == "gpu" and rows < LEAST_ROWS:
-            # Of fewer XLA converts the whole head to float32 first.
-            hidden = jnp.pad(hidden, ((0, LEAST_ROWS - rows), (0, 0)))
-        return ends_of(self.config, params).logits(hidden)[:rows]
+    @property
+    def ends(self) -> Ends:
+        """Its part that does not depend on the method."""
+        return Ends(self.config, self.mesh, self.dtype)
 
     def products(self, rows: int) -> Products:
         """How a layer multiplies so many rows with its weights."""
@@ -193,7 +229,8 @@ def hidden_states(
 
     Outside of jit the caches are donated.
     """
-    x_BTD = _embedded(setup, params, segment.tokens, segment.token_axis)
+    ends, ends_params = setup.ends, without_layers(params)
+    x_BTD = _embedded(ends, ends_params, segment.tokens, segment.token_axis)
     updated, layer, layers = [], 0, params["layers"]
     for cache in caches:
         window = setup.config.windows[layer]
@@ -206,7 +243,7 @@ def hidden_states(
             cache = run if isinstance(cache, Stacked) else _of_layer(run.cache, 0)
         updated.append(cache)
         layer += layers_in(cache)
-    return _normed(setup, params, x_BTD), tuple(updated)
+    return _normed(ends, ends_params, x_BTD), tuple(updated)
 
 
 def layers_in(cache: Any) -> int:
@@ -254,15 +291,17 @@ def _of_layer(stacks: Any, layer: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacks)
 
 
+@Program
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _embedded(
-    setup: Setup, params: Any, tokens: Int[Any, "B T"], axis: str | None
+    ends: Ends, params: Any, tokens: Int[Any, "B T"], axis: str | None
 ) -> Float[Array, "B T D"]:
     # Where the tokens lie, the projections and the MLP are computed.
-    tokens = jax.lax.with_sharding_constraint(tokens, logical_sharding(setup.mesh, ("batch", axis)))
-    return ends_of(setup.config, params).embedded(tokens)
+    tokens = jax.lax.with_sharding_constraint(tokens, logical_sharding(ends.mesh, ("batch", axis)))
+    return ends_of(ends.config, params).embedded(tokens)
 
 
+@Program
 @functools.partial(in_place, static_argnums=(0, 1), donate_argnums=(3, 4))
 def _through_layer(
     setup: Setup,
@@ -339,25 +378,62 @@ def _through_run(
         news = structure.flatten_up_to(cache)
         return out, [_kept(old, new) for old, new in zip(parts, news, strict=True)]
 
+    groups = _together(stacks, [field.in_place for field in fields])
+
     def layer(index: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         x_BTD, stacks = carry
         parts = [
-            Plane(stack, index) if field.in_place else _of_layer(stack, index)
-            for stack, field in zip(stacks, fields, strict=True)
+            Plane(stack, index) if fields[group[0]].in_place else _of_layer(stack, index)
+            for stack, group in zip(stacks, groups, strict=True)
         ]
         weights = _of_layer(layers, first + index)
+        parts = _apart(parts, groups)
         x_BTD, parts = _attended(setup, local, weights, x_BTD, parts, specs, segment, total)
         stacks = [
             part.whole
             if isinstance(part, Plane)
             else jax.lax.dynamic_update_index_in_dim(stack, part, index, 0)
-            for stack, part in zip(stacks, parts, strict=True)
+            for stack, part in zip(stacks, _joined(parts, groups), strict=True)
         ]
         return x_BTD, stacks
 
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
-        x, stacks = jax.lax.fori_loop(0, run.count, layer, (x, stacks))
+        x, stacks = jax.lax.fori_loop(0, run.count, layer, (x, _joined(stacks, groups, axis=1)))
+    stacks = _apart(stacks, groups, axis=1)
     return x, Stacked(structure.unflatten(stacks), run.count)
+
+
+def _together(stacks: Sequence[Array], alone: Sequence[bool]) -> list[list[int]]:
+    """The arrays' numbers, those in one list that a loop carries as one.
+
+    Small arrays of one shape and dtype (lengths, positions) are cut out and put back in one
+    operation: each is a kernel, in every layer.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, (stack, on_its_own) in enumerate(zip(stacks, alone, strict=True)):
+        small = not on_its_own and stack.ndim <= 2
+        groups.setdefault((stack.shape, stack.dtype) if small else number, []).append(number)
+    return list(groups.values())
+
+
+def _joined(arrays: Sequence[Any], groups: list[list[int]], axis: int = 0) -> list[Any]:
+    """The arrays of a group as one, along a new axis; one alone stays as it is."""
+    return [
+        arrays[group[0]] if len(group) == 1 else jnp.stack([arrays[i] for i in group], axis)
+        for group in groups
+    ]
+
+
+def _apart(joined: Sequence[Any], groups: list[list[int]], axis: int = 0) -> list[Any]:
+    """`_joined` undone."""
+    found = {}
+    for array, group in zip(joined, groups, strict=True):
+        several = len(group) > 1
+        for i, number in enumerate(group):
+            found[number] = (
+                jax.lax.index_in_dim(array, i, axis, keepdims=False) if several else array
+            )
+    return [found[number] for number in sorted(found)]
 
 
 def _kept(old: Any, new: Any) -> Any:
@@ -367,9 +443,10 @@ def _kept(old: Any, new: Any) -> Any:
     return new
 
 
+@Program
 @functools.partial(jax.jit, static_argnums=0)
-def _normed(setup: Setup, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    return ends_of(setup.config, params).final_norm(x)
+def _normed(ends: Ends, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    return ends_of(ends.config, params).final_norm(x)
 
 
 def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[CacheShape]:
@@ -464,11 +541,15 @@ def _segment(
         token, or of all tokens `[B, T, V]` (of the chunk rows).
     """
     hidden_BTD, caches = hidden_states(setup, params, caches, segment, total)
-    return caches, _wanted(setup, params, hidden_BTD, segment, last, logits)
+    if logits == "none":
+        return caches, _marker(hidden_BTD)
+    columns = segment.group(CHUNK_ROWS)
+    given = hidden_BTD, segment.valid_of(CHUNK_ROWS), last
+    return caches, _wanted(setup.ends, without_layers(params), *given, columns, logits)
 
 
 # All layers as one program.
-whole_segment = in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5), **LOOPED)
+whole_segment = Program(in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5), **LOOPED))
 
 
 def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
@@ -476,27 +557,33 @@ def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
     return (_segment if setup.by_layer else whole_segment)(setup, *args)
 
 
-@functools.partial(in_place, static_argnums=(0, 5), donate_argnums=4)
+@Program
+@jax.jit
+def _marker(hidden_BTD: Float[Array, "B T D"]) -> Float[Array, ""]:
+    """A number that is ready when these are."""
+    return jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
+
+
+@Program
+@functools.partial(in_place, static_argnums=(0, 5, 6), donate_argnums=4)
 def _wanted(
-    setup: Setup,
+    ends: Ends,
     params: Any,
     hidden_BTD: Float[Array, "B T D"],
-    segment: Segment,
+    valid_B: Int[Any, " B"],
     last: Float[Array, "B V"] | None,
+    columns: RowGroup,
     logits: Logits,
 ) -> Array:
-    """What `run_segment` returns beside the caches."""
-    if logits == "none":
-        return jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
-    hidden_BTD = hidden_BTD[:, segment.group(CHUNK_ROWS).columns]
+    """What `run_segment` returns beside the caches, of these columns."""
+    hidden_BTD = hidden_BTD[:, columns.columns]
     if logits == "hidden":
         return hidden_BTD
     if logits == "all":
-        return ends_of(setup.config, params).logits(hidden_BTD)
+        return ends_of(ends.config, params).logits(hidden_BTD)
     assert last is not None
-    valid_B = segment.valid_of(CHUNK_ROWS)
     ends_B11 = jnp.maximum(valid_B - 1, 0)[:, None, None]
-    new_BV = setup.logits(params, jnp.take_along_axis(hidden_BTD, ends_B11, axis=1)[:, 0])
+    new_BV = ends.logits(params, jnp.take_along_axis(hidden_BTD, ends_B11, axis=1)[:, 0])
     return jnp.where((valid_B > 0)[:, None], new_BV, last)
 
 
@@ -553,8 +640,10 @@ def _traced_finish(
     return finish, tree_specs(traced), handed
 
 
-finish_layer = jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5))
-_finish_layer_donated = in_place(_finish_layer, static_argnums=(0, 1, 4, 5), donate_argnums=2)
+finish_layer = Program(jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5)))
+_finish_layer_donated = Program(
+    in_place(_finish_layer, static_argnums=(0, 1, 4, 5), donate_argnums=2)
+)
 
 
 def _finish(
@@ -598,8 +687,8 @@ def fork(method: Method, cache: Any) -> Any:
 
 
 # All layers as one program.
-finish_donated = in_place(_finish, static_argnums=(0, 3, 4), donate_argnums=1)
-whole_finish = jax.jit(_finish, static_argnums=(0, 3, 4))
+finish_donated = Program(in_place(_finish, static_argnums=(0, 3, 4), donate_argnums=1))
+whole_finish = Program(jax.jit(_finish, static_argnums=(0, 3, 4)))
 
 
 def row_keys(sampling: Sampling, rows: int) -> UInt32[np.ndarray, " W"]:
@@ -709,9 +798,10 @@ class DecodeState:
         return dataclasses.replace(self, token=token, done=self.done | stop, count=count, seen=seen)
 
 
+@Program
 @functools.partial(in_place, static_argnums=(0, 4), donate_argnums=1)
 def start_answer(
-    setup: Setup,
+    ends: Ends,
     state: DecodeState,
     logits: Float[Array, "B V"],
     values: Float[Array, " 3"],
@@ -719,7 +809,7 @@ def start_answer(
 ) -> DecodeState:
     """Chooses each row's first token from the question's last logits."""
     token = next_token(logits, state.seen, state.keys, state.count, values, sampling)
-    return replicated(setup, state.watch(logits).accept(token))
+    return replicated(ends, state.watch(logits).accept(token))
 
 
 # Columns of a block of decode steps, variants of the answer's steps, the sampling's static part.
@@ -745,6 +835,7 @@ def _decode_block(
     goes from run to run: a program for each run takes as long to begin as a step, on a GPU.
     """
     columns, variants, sampling = static
+    ends, ends_params = setup.ends, without_layers(params)
 
     def step(variant: str, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         index, caches, state, chosen_BX = carry
@@ -752,7 +843,7 @@ def _decode_block(
         segment = decode_segment(token_B1, valid_B1, state.done, variant)
         hidden_B1D, caches = hidden_states(setup, params, caches, segment, total)
         state, chosen_BX = _chosen(
-            setup, params, hidden_B1D, state, values, chosen_BX, index, sampling
+            ends, ends_params, hidden_B1D, state, values, chosen_BX, index, sampling
         )
         return index + 1, caches, state, chosen_BX
 
@@ -771,11 +862,13 @@ def _decode_block(
         body = each_run if others else functools.partial(step, first)
         carry = jax.lax.while_loop(lambda carry: _turn(turns, carry) >= 0, body, carry)
     _, caches, state, chosen_BX = carry
-    return caches, *replicated(setup, (state, chosen_BX))
+    return caches, *replicated(ends, (state, chosen_BX))
 
 
 # All layers, and all steps, as one program.
-decode_block = in_place(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3), **LOOPED)
+decode_block = Program(
+    in_place(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3), **LOOPED)
+)
 
 
 @jax.jit
@@ -784,9 +877,10 @@ def _fed(state: DecodeState) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
     return state.token[:, None], (~state.done).astype(jnp.int32)[:, None]
 
 
+@Program
 @functools.partial(jax.jit, static_argnums=(0, 7))
 def _chosen(
-    setup: Setup,
+    ends: Ends,
     params: Any,
     hidden_B1D: Float[Array, "B 1 D"],
     state: DecodeState,
@@ -796,7 +890,7 @@ def _chosen(
     sampling: SamplingStatic,
 ) -> tuple[DecodeState, Int[Array, "B X"]]:
     """The state after each row's next token, which stands in its column."""
-    logits_BV = setup.logits(params, hidden_B1D[:, 0])
+    logits_BV = ends.logits(params, hidden_B1D[:, 0])
     token_B = next_token(logits_BV, state.seen, state.keys, state.count, values, sampling)
     column_B = jnp.where(state.done, -1, token_B)
     chosen_BX = jax.lax.dynamic_update_slice(chosen_BX, column_B[:, None], (0, index))
@@ -815,9 +909,9 @@ def next_block(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], DecodeState, 
     return (_decode_block if setup.by_layer else decode_block)(setup, *args)
 
 
-def replicated(setup: Setup, tree: Any) -> Any:
+def replicated(ends: Ends, tree: Any) -> Any:
     """The same on all devices: every process reads these."""
-    everywhere = NamedSharding(setup.mesh, PartitionSpec())
+    everywhere = NamedSharding(ends.mesh, PartitionSpec())
     return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: everywhere, tree))
 
 

@@ -1,9 +1,9 @@
 """How likely given text is under a method: teacher forcing, and log-probabilities of its tokens.
 
-Of every row the context comes first and the continuation's tokens follow, each the text's own,
-whatever the model would have said. The model's final hidden states at the tokens that predict the
-continuation come in pieces: a `[V]` of logits is 128 times as large, so logits are made of a few
-columns at a time.
+Each row's context is fed first, then its continuation: always the text's own tokens, whatever the
+model would predict. The final hidden states of the tokens that predict the continuation come in
+pieces. Logits are made of a few columns at a time: a token's V logits take tens of times the memory
+of its D hidden numbers.
 
 A continuation goes one of three ways, as text goes through a method:
 
@@ -100,7 +100,8 @@ def gathered(engine: Engine, states: Iterable[States], rows: int) -> list[Likeli
             # Nothing to read; the queue on the device still stays short.
             piece.hidden.block_until_ready()
             continue
-        scores = token_scores(engine.setup, engine.params, piece.hidden, piece.targets)
+        params = programs.without_layers(engine.params)
+        scores = token_scores(engine.setup.ends, params, piece.hidden, piece.targets)
         # One piece computes while the next is dispatched.
         if queued is not None:
             keep(*queued)
@@ -282,7 +283,7 @@ forced_block = programs.in_place(
 
 @functools.partial(jax.jit, static_argnums=0)
 def token_scores(
-    setup: programs.Setup,
+    ends: programs.Ends,
     params: Any,
     hidden: Float[Array, "B T D"],
     targets: Int[Any, "B T"],
@@ -291,7 +292,7 @@ def token_scores(
 
     Logits are made of a few columns at a time: `[B, T, V]` is never in memory.
     """
-    model = programs.ends_of(setup.config, params)
+    model = programs.ends_of(ends.config, params)
 
     def score(hidden_BXD: Array, targets_BX: Array) -> tuple[Array, Array]:
         logits_BXV = model.logits(hidden_BXD)
@@ -301,16 +302,16 @@ def token_scores(
         logprob_BX = chosen_BX - jax.nn.logsumexp(logits_BXV, axis=-1)
         return logprob_BX, jnp.argmax(logits_BXV, axis=-1) == targets_BX
 
-    return by_columns(setup, score, hidden, targets)
+    return by_columns(ends, score, hidden, targets)
 
 
-def by_columns(setup: programs.Setup, function: Any, *arrays: Array) -> Any:
+def by_columns(ends: programs.Ends, function: Any, *arrays: Array) -> Any:
     """`function` of arrays `[B, T, ...]`, results `[B, T]`, over blocks of a few columns.
 
     As many columns as have `LOGITS` logits; what comes back is the same on all devices.
     """
     batch, columns = arrays[0].shape[:2]
-    size = min(columns, max(1, LOGITS // (batch * setup.config.vocab_size)))
+    size = min(columns, max(1, LOGITS // (batch * ends.config.vocab_size)))
     blocks = -(-columns // size)
 
     def cut(array: Array) -> Array:
@@ -322,4 +323,4 @@ def by_columns(setup: programs.Setup, function: Any, *arrays: Array) -> Any:
     whole = jax.tree.map(
         lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, blocks * size)[:, :columns], found
     )
-    return programs.replicated(setup, whole)
+    return programs.replicated(ends, whole)

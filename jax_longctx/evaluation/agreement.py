@@ -93,19 +93,19 @@ def scored_states(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _compare(
-    setup: programs.Setup, params: Any, full: Float[Array, "B T D"], other: Float[Array, "B T D"]
+    ends: programs.Ends, params: Any, full: Float[Array, "B T D"], other: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    model = programs.ends_of(setup.config, params)
+    model = programs.ends_of(ends.config, params)
 
     def compare(full_BXD: Array, other_BXD: Array) -> tuple[Array, Array]:
         p_BXV, q_BXV = (
-            jax.nn.log_softmax(model.logits(hidden.astype(setup.dtype)), axis=-1)
+            jax.nn.log_softmax(model.logits(hidden.astype(ends.dtype)), axis=-1)
             for hidden in (full_BXD, other_BXD)
         )
         kl_BX = jnp.sum(jnp.exp(p_BXV) * (p_BXV - q_BXV), axis=-1)
         return kl_BX, jnp.argmax(p_BXV, axis=-1) == jnp.argmax(q_BXV, axis=-1)
 
-    return by_columns(setup, compare, full, other)
+    return by_columns(ends, compare, full, other)
 
 
 def divergences(
@@ -115,8 +115,9 @@ def divergences(
 
     `engine` has the model of both.
     """
+    params = programs.without_layers(engine.params)
     pairs = [
-        _compare(engine.setup, engine.params, one[None], two[None])
+        _compare(engine.setup.ends, params, one[None], two[None])
         for one, two in zip(full, other, strict=True)
     ]
     kl, same = (np.concatenate([np.asarray(pair[i]) for pair in pairs]) for i in range(2))

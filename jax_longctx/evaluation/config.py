@@ -49,8 +49,6 @@ class RunOptions:
       dtype: of weights and caches; the checkpoint's by default.
       mesh: devices, `data=2,tensor=2`; one by default.
       chat: whether prompts use the checkpoint's chat template.
-      by_layer: whether each program computes one layer. Such programs compile much faster and run
-        slower: for runs with few and short prompts.
     """
 
     checkpoint: str = ""
@@ -60,7 +58,6 @@ class RunOptions:
     dtype: str | None = None
     mesh: str | None = None
     chat: bool = False
-    by_layer: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("chunk", 1), ("seed", 0)):

@@ -43,7 +43,7 @@ from jax_longctx.engine import Sampling
 from jax_longctx.engine.scoring import Through, loglikelihoods
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.settings import parse_mesh
+from jax_longctx.settings import DTYPES, parse_mesh
 from jax_longctx.sharding import make_mesh
 
 logger = logging.getLogger(__name__)
@@ -350,10 +350,9 @@ def _load(
     except RuntimeError as error:
         raise ConfigError(f"device={device}: {error}; JAX found {jax.devices()[0]}") from error
     placed = make_mesh(**sizes, devices=devices)
-    known = ("float32", "bfloat16", "float16")
     dtype = None if dtype == "auto" else dtype
-    if dtype is not None and dtype not in known:
-        raise ConfigError(f"dtype={dtype} is not one of auto, {', '.join(known)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype} is not one of auto, {', '.join(DTYPES)}")
     return jax_longctx.load(checkpoint, method=made, mesh=placed, dtype=dtype, chunk=chunk)
 
 

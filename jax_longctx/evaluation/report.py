@@ -155,12 +155,10 @@ def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
             return ", ".join(f"{name} {each}" for name, each in value.items())
         return str(value)
 
-    by_layer = any(row.get("by_layer") for row in rows)
     facts = [
         ("model", several("checkpoint")),
         *((key, several(key)) for key in ("dtype", "device", "mesh")),
         ("prompts", "chat template" if rows[0].get("chat") else "plain completion"),
-        ("programs", "one a layer, to compile less, so that times are too long" * by_layer),
         ("seed", ", ".join(dict.fromkeys(str(row["seed"]) for row in rows if "seed" in row))),
         ("versions", several("versions")),
         ("rows", f"{len(rows):,}"),

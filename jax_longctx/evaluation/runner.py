@@ -16,10 +16,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jax_longctx.api import LongContext
-from jax_longctx.engine.capacity import available_bytes
+from jax_longctx.engine.capacity import available_bytes, reserved
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.compute import Work, answer_batch, engine_of, rows_that_fit
@@ -180,10 +178,6 @@ def run_eval(
             work = Work(**message)
             if given != (work.method, work.settings):
                 given = work.method, work.settings
-                if not model.engine.setup.by_layer:
-                    # Programs of 30 tiny layers take about 225 MB of host memory a method, and
-                    # `limit_mappings` would keep those of 28 methods (1,100 mappings each).
-                    jax.clear_caches()
                 engine = engine_of(model, make_method(*given))
             found = answer_batch(model, engine, work)
     finally:
@@ -251,6 +245,7 @@ class _Leader:
                 new = [i for i in missing if self._key(cell, i) not in self.store]
                 self._add([self._base(cell, i) | {"refused": reason} for i in new])
         longest, reserve = map(max, zip(*(each.sizes() for each in drawn.values()), strict=True))
+        reserve = reserved(reserve)
         slots = longest + reserve + 1
         for method, own in itertools.groupby(cells, lambda cell: cell.method):
             self._tell(doing=f"{method.label}, {length:,} tokens")
@@ -346,7 +341,6 @@ class _Leader:
             "method": settings_of(make_method(cell.method.name, cell.method.at(length))),
             "task": {"name": task.name, "settings": {name: getattr(task, name) for name in names}},
             "metric": task.metric,
-            "by_layer": self.config.run.by_layer,
             **self.given,
             **self.facts,
         }

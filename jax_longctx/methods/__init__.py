@@ -32,7 +32,7 @@ class _Classes(UserDict[str, Any]):
 
         try:
             importlib.import_module(home)
-        except Exception as error:
+        except Exception as error:  # another package's module may raise anything
             said = f"{type(error).__name__}: {error}"
             raise ConfigError(f"method {name!r}: {home} cannot be imported: {said}") from error
         if name not in REGISTERED:

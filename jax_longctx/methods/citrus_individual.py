@@ -4,9 +4,9 @@ Bai et al. 2024, section 4.2 (equations 4 and 5); see `citrus` for the rest. The
 standard chunked state eviction: the chunk attends to its cache, which keeps what chunks attend to.
 The instruction sees the task thread's cache alone, which keeps what the instruction attends to.
 Keys and values of a chunk join both caches, as the language thread computed them. Both caches evict
-by scores from before the chunk. At the end of the context the language thread's cache is freed, and
-the task thread's answers. Cost: twice the memory of `Citrus` while the context is read, the same
-computation.
+by scores from before the chunk. At the end of the context the language thread's cache is freed. The
+answer is decoded over the task thread's cache. Cost: twice the memory of `Citrus` during prefill,
+the same computation.
 """
 
 import dataclasses

@@ -20,7 +20,7 @@ class DynamicNTK(Appending):
     """Exact attention, rotary base stretched beyond the trained length.
 
     Attributes:
-      factor: f above: how many times the trained length the formula is centred on.
+      factor: f of the formula; a larger one makes the base grow faster.
     """
 
     factor: float = 4.0

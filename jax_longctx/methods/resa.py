@@ -101,7 +101,7 @@ class Resa(Selecting):
         return Quest(**shared)
 
     def validate(self, config: ModelConfig) -> None:
-        """Every model can be read sparsely, and every stop test has its prior."""
+        """Every model can be decoded sparsely, and here `psa-resa` has its prior."""
 
     def init_cache(self, shape: CacheShape) -> Any:
         cache = self.base.init_cache(shape)

@@ -101,10 +101,8 @@ class Family:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        optional = (
-            ("head",) if self.qk_norm else ("head", "layers.*.attn.q_norm", "layers.*.attn.k_norm")
-        )
-        if lacking := sorted(LLAMA_NAMES.keys() - self.names.keys() - {*optional}):
+        optional = {"head"} if self.qk_norm else {"head", *QK_NORM_NAMES}
+        if lacking := sorted(LLAMA_NAMES.keys() - self.names.keys() - optional):
             raise ConfigError(f"{self.architecture}: `names` lacks {', '.join(lacking)}")
 
     @property
@@ -171,16 +169,19 @@ class RopeConfig:
                 f"rope type {self.kind!r} is not implemented; implemented: {', '.join(ROPE_KINDS)}"
             )
         checks = {
-            "theta": self.theta > 1,
-            "trained_length": self.trained_length >= 1,
-            "factor": self.factor >= 1,
-            "high_freq_factor": self.high_freq_factor > self.low_freq_factor,
-            "beta_fast": self.beta_fast > self.beta_slow,
+            "theta": (self.theta > 1, "above 1"),
+            "trained_length": (self.trained_length >= 1, "at least 1"),
+            "factor": (self.factor >= 1, "at least 1"),
+            "high_freq_factor": (
+                self.high_freq_factor > self.low_freq_factor,
+                f"above low_freq_factor {self.low_freq_factor}",
+            ),
+            "beta_fast": (self.beta_fast > self.beta_slow, f"above beta_slow {self.beta_slow}"),
         }
-        for name, good in checks.items():
+        for name, (good, expected) in checks.items():
             if not good:
                 raise ConfigError(
-                    f"rope {self.kind!r}: {name}={getattr(self, name)} is out of range"
+                    f"rope {self.kind!r}: {name} must be {expected}, got {getattr(self, name)}"
                 )
 
 

@@ -382,14 +382,14 @@ def load_params(directory: str | Path, mesh: Mesh, dtype: Any = None) -> dict[st
     for path, info in infos.items():
         entry = manifest.tensors.get(path)
         if entry is None:
-            raise CheckpointError(f"{said}: parameter {path} is missing")
+            raise CheckpointError(f"{said}: parameter {path} is missing; {REMEDY}")
         if entry.shape != info.shape:
             raise CheckpointError(
                 f"{said}: parameter {path} has shape {list(entry.shape)}, "
-                f"the config says {list(info.shape)}"
+                f"the config says {list(info.shape)}; {REMEDY}"
             )
     if unknown := sorted(set(manifest.tensors) - set(infos)):
-        raise CheckpointError(f"{said}: parameter {unknown[0]} is unknown")
+        raise CheckpointError(f"{said}: parameter {unknown[0]} is unknown; {REMEDY}")
     check_mesh(manifest.config, mesh)
     target = jnp.dtype(manifest.dtype if dtype is None else dtype)
     wanted = {

@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, Rewinding, append, read_lines, write_rows
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache
-from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
 from jax_longctx.parts.head_budgets import (
@@ -146,9 +145,9 @@ class Selecting(Appending):
     # The duties.
 
     def validate(self, config: ModelConfig) -> None:
-        """Every model can be read sparsely; RESA's stop test needs RESA."""
+        """Every model can be decoded sparsely. Refuses `psa-resa`, which needs RESA's prior."""
         if self.allocation == "psa-resa":
-            raise ConfigError("allocation psa-resa needs RESA's prior; use the method resa")
+            raise self.refused("allocation psa-resa needs RESA's prior; use the method resa")
 
     def init_cache(self, shape: CacheShape) -> Any:
         """A plain cache in layers that stay exact."""

@@ -167,19 +167,24 @@ class Blocks(Registered):
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         """The context; a row ends in the last segment that holds tokens of it."""
-        fed: list[tuple[Columns, int, str]] = []
+        # Columns, their most tokens in a long text, the size of a chunk, the variant.
+        fed: list[tuple[Columns, int, int, str]] = []
+        longest = max(map(len, prompt.rows), default=0)
         for anchors, blocks, sends in self._turns(prompt):
-            fed += [(part, prompt.chunk, ANCHOR) for part in _chunks(anchors, prompt.chunk)]
+            fed += [(part, 0, prompt.chunk, ANCHOR) for part in _chunks(anchors, prompt.chunk)]
             # One segment: the anchor is sent before the block's last token attends to it.
             chunk, variant = (self.block, SENDS) if sends else (prompt.chunk, "")
-            fed += [(part, chunk, variant) for part in _chunks(blocks, chunk)]
+            for index, part in enumerate(_chunks(blocks, chunk)):
+                full = min(chunk, self.block - index * chunk) if longest > chunk else 0
+                fed.append((part, full, chunk, variant))
         last: dict[int, int] = {}
-        for index, (columns, _, _) in enumerate(fed):
+        for index, (columns, *_) in enumerate(fed):
             last |= {b: index for b, row in enumerate(columns) if any(row)}
-        for index, (columns, chunk, variant) in enumerate(fed):
+        for index, (columns, full, chunk, variant) in enumerate(fed):
             ends = np.array([last.get(b) == index for b in range(len(columns))])
             most = max(len(part) for row in columns for part in row)
-            yield spread_segment(columns, tail_size(most, chunk), ends, variant)
+            # A last block that is short shares the programs of the whole ones.
+            yield spread_segment(columns, tail_size(max(most, full), chunk), ends, variant)
 
     def _turns(self, prompt: Prompt) -> Iterator[tuple[Columns, Columns, bool]]:
         """Anchors and blocks that the shards read in each turn; whether the anchor is sent."""

@@ -2,7 +2,8 @@
 
 libtpu compiles for a TPU slice on any machine; a compiled program gives its memory and its
 collectives. A CPU target is compiled for this machine's own devices. Each program that a run uses
-is compiled once, with the shapes of the run:
+is compiled once, with the shapes of the run, and several at a time. A program holds one layer of
+each kind and loops over the layers:
 
 - `context`: the context's segments. Most have one shape and share a program; the first, the last,
   an anchor's or one that ends a row may have another shape or variant, and a program of its own;
@@ -11,13 +12,16 @@ is compiled once, with the shapes of the run:
 - `decode`: a block of decode steps, with all variants of step (`contract.step_variant`).
 
 The programs that make empty caches and choose the first token need less memory than these.
+
+A run on a CPU calls a layer's program from the host instead of looping over layers. The figures
+of a CPU target are those of the loop, whose temporaries grow with the layers there.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import math
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -31,21 +35,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx.contract import Prompt, Segment, Stage
 from jax_longctx.engine import Sampling, programs
-from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
+from jax_longctx.engine.capacity import bytes_per_device, reserved, staged_caches
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.llama import param_infos, stacked_layers
+from jax_longctx.planning.collectives import count_collectives
 from jax_longctx.planning.plan import PlanRequest, context_segments, weight_bytes
 from jax_longctx.sharding import logical_sharding, make_mesh, tree_shardings
 
 Kind = Literal["context", "finish", "question", "decode"]
-
-_COLLECTIVE = re.compile(
-    r"= (?P<shape>.*?) (?:all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)"
-    r"(?P<start>-start)?\("
-)
-_ARRAY = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
-_TYPES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "f64": 8}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +56,9 @@ class Compiled:
       temporaries: bytes beside them, with results that are not in place.
       held: bytes in memory while it runs: all weights and caches, also those that it does not
         read, and the temporaries.
-      collectives: number of collectives of one decode step or segment.
+      collectives: number of collectives of one decode step or segment, of all its layers.
       moved: bytes of their results.
-      seconds: time of lowering and compiling.
+      seconds: time of lowering and compiling, beside other programs.
     """
 
     kind: Kind
@@ -80,18 +78,28 @@ def compile_plan(
     """Every program that a run uses, by name and in the order of first use.
 
     Args:
-      progress: called before each program with the number compiled, of all, and its name.
+      progress: called before the wait for each program with the number compiled, of all, and its
+        name.
 
     Raises:
       InputError: this machine cannot compile for the target.
     """
     mesh = make_mesh(**sizes, devices=_devices(request, math.prod(sizes.values())))
     used = used_programs(request, request.setup(mesh), request.rows(sizes))
-    compiled = {}
-    with no_persistent_cache():
-        for done, program in enumerate(used):
-            progress(done, len(used), program.name)
-            compiled[program.name] = _compiled(program)
+    compiled: dict[str, Compiled] = {}
+    progress(0, len(used), used[0].name)
+    with no_persistent_cache(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        # Lowering holds the interpreter's lock, compiling does not.
+        waiting = []
+        for program in used:
+            begun = time.perf_counter()
+            lowered = program.lower()
+            lowering = time.perf_counter() - begun
+            waiting.append(pool.submit(_compiled, program, lowered, lowering))
+        for done, (program, compiling) in enumerate(zip(used, waiting, strict=True)):
+            if done:
+                progress(done, len(used), program.name)
+            compiled[program.name] = compiling.result()
     return compiled
 
 
@@ -165,15 +173,15 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
     longest = max(reserve - 1, 1)
     segments = context_segments(setup, context, reserve, longest)
     add_segments("context", empty, segments, None, "none")
-    add_end("context", empty, programs.finish_donated, reserve)
+    add_end("context", empty, programs.finish_donated, reserved(reserve))
     asked = Prompt(
         "question", setup.chunk, question=[range(longest)], shards=shards, vocab_size=vocabulary
     )
     logits = _shape(jnp.float32, rows, vocabulary)
     add_segments("question", kept, method.segments(asked), logits, "last")
     if method.info.shrinks:
-        add_end("question", kept, programs.whole_finish, bucket(reserve))
-    variants = programs.answer_variants(method, reserve)
+        add_end("question", kept, programs.whole_finish, reserved(reserve))
+    variants = programs.answer_variants(method, reserved(reserve))
     kinds = " and ".join(filter(None, variants))
     add(
         f"decode, {kinds} steps" if kinds else "decode",
@@ -225,7 +233,7 @@ def abstract_state(rows: int) -> programs.DecodeState:
         done=_shape(jnp.bool_, rows),
         count=_shape(jnp.int32, rows),
         limit=_shape(jnp.int32, rows),
-        stops=_shape(jnp.int32, 2),
+        stops=_shape(jnp.int32, programs.STOPS),
         seen=None,
         finite=_shape(jnp.bool_, rows),
         keys=_shape(jnp.uint32, 2 * rows),
@@ -271,10 +279,11 @@ def _tpu_devices(topology: str) -> list[Any]:
     return list(described.devices)
 
 
-def _compiled(used: UsedProgram) -> Compiled:
+def _compiled(used: UsedProgram, lowered: Any, lowering: float) -> Compiled:
+    """The figures of a program that took so many seconds to lower."""
     begun = time.perf_counter()
-    program = used.lower().compile()
-    seconds = time.perf_counter() - begun
+    program = lowered.compile()
+    seconds = lowering + time.perf_counter() - begun
     memory = program.memory_analysis()
     collectives, moved = count_collectives(program.as_text())
     arguments = memory.argument_size_in_bytes
@@ -290,21 +299,6 @@ def _compiled(used: UsedProgram) -> Compiled:
         moved=moved,
         seconds=seconds,
     )
-
-
-def count_collectives(text: str) -> tuple[int, int]:
-    """The number of collectives in a compiled program, and the bytes of their results."""
-    count = moved = 0
-    for found in _COLLECTIVE.finditer(text):
-        arrays = [_array_bytes(*array) for array in _ARRAY.findall(found["shape"])]
-        count += 1
-        # An asynchronous start lists its operands before its results.
-        moved += sum(arrays[len(arrays) // 2 :] if found["start"] and len(arrays) > 1 else arrays)
-    return count, moved
-
-
-def _array_bytes(kind: str, sizes: str) -> int:
-    return _TYPES.get(kind, 4) * math.prod(int(size) for size in sizes.split(",") if size)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,14 @@ from jax.sharding import AbstractMesh, AxisType
 from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment
 from jax_longctx.contract.context import merge_cost
 from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import USABLE, Footprint, bucket, footprint, read_bytes
+from jax_longctx.engine.capacity import (
+    USABLE,
+    Footprint,
+    footprint,
+    read_bytes,
+    reserved,
+    slots_for,
+)
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos
@@ -328,7 +335,7 @@ def _context_prompt(
         setup.chunk,
         context=[range(context)],
         question=[range(question)] if setup.method.info.needs_question else None,
-        slots=bucket(context + reserve + 1, shards),
+        slots=slots_for(context, reserve, shards),
         shards=shards,
         vocab_size=context,
     )
@@ -422,7 +429,9 @@ def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[Prefil
     tokens = context * columns / held if columns > setup.chunk else float(context)
     if method.info.phase in ("none", "decode"):
         return PrefillWork(tokens, context * (context + 1) / 2 / shards), count, False
-    caches = programs.abstract_caches(setup, setup.mesh.shape["data"], prompt.slots, reserve)
+    caches = programs.abstract_caches(
+        setup, setup.mesh.shape["data"], prompt.slots, reserved(reserve)
+    )
     key = 2 * setup.config.num_kv_heads * setup.config.head_dim * setup.dtype.itemsize
     per_layer = key * setup.config.num_layers * setup.mesh.shape["data"]
     middles = [(i + 0.5) / SAMPLES for i in range(SAMPLES)]

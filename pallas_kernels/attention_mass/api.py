@@ -3,7 +3,7 @@
 For query t of head n, p[b,n,t,s] = exp(scale q.k - lse[b,t,n]) is its attention to slot s. `lse`
 comes from the attention that the query took part in, which may have seen more keys than this cache
 holds. Methods rank keys by the mass: the sum over queries (H2O, CSE, SnapKV), the last query alone
-(TOVA, RefreshKV), the sum and the squares (RoCo). Implementations: `xla` on every platform, `gpu`
+(TOVA), the sum and the squares (RoCo). Implementations: `xla` on every platform, `gpu`
 and `tpu` (Mosaic), `reference` for tests.
 """
 

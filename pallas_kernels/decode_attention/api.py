@@ -3,7 +3,8 @@
 `decode_attention` has the arguments and the result of `prefill_attention.cache_attention`, and is
 made for few queries. One query's attention also comes in two halves: `decode_logits` reads the keys
 and returns the logits, `attend_logits` reads the values. Methods that rank keys while they decode
-(RefreshKV's full step, TOVA, H2O) use the logits in between. `attend_with_logits` does both halves.
+(RefreshKV's full step, InfLLM, ideal top-k) use the logits in between. `attend_with_logits` does
+both halves.
 
 Implementations: `xla` on every platform, `gpu` (Mosaic; of `decode_attention` and
 `attend_with_logits`), `tpu` (Mosaic; of `decode_attention`), `reference` for tests.

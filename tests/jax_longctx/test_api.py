@@ -9,7 +9,7 @@ import pytest
 import jax_longctx
 from jax_longctx.api import LongContext
 from jax_longctx.engine.scoring import loglikelihoods
-from jax_longctx.errors import InputError, TrainedLengthWarning
+from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.text import Tokenizer
@@ -162,6 +162,11 @@ def test_methods_that_go_on_are_not_warned_of(short, monkeypatch):
     assert said is not None and said.endswith("that go on: infllm, reattention")
 
 
+def test_a_method_that_cannot_be_imported_is_not_named_to_go_on(short, monkeypatch):
+    monkeypatch.setattr(METHODS, "data", {**METHODS.data, "bad": "jax_longctx.methods.no_such"})
+    assert short.length_warning(25) == f"25 {BEYOND}"
+
+
 def test_a_score_is_that_of_the_engines_tokens(model):
     pairs = {"some text": "and more", "another, longer text": "x"}
     encode = model.tokenizer.encode
@@ -184,6 +189,19 @@ def test_the_layout_is_the_checkpoints_or_plain(model):
 def test_an_empty_prompt_is_named(model):
     with pytest.raises(InputError, match="prompt 1 is empty"):
         model.generate(["text", ""])
+
+
+def test_another_number_of_questions_than_texts_is_named(model):
+    context = model.prefill(["one text", "another"])
+    with pytest.raises(InputError, match="2 contexts need as many questions, 1 given"):
+        model.ask(context, "Why?")
+    with pytest.raises(InputError, match="2 contexts need as many questions, 3 given"):
+        model.ask(context, ["Why?"] * 3)
+
+
+def test_a_dtype_that_weights_cannot_have_is_refused_first(tmp_path):
+    with pytest.raises(ConfigError, match="unknown dtype 'int8'; known: float32, bfloat16"):
+        jax_longctx.load(tmp_path, dtype="int8")
 
 
 def test_names_load_on_first_use():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest.mock import create_autospec
 
 import pytest
 from typer.testing import CliRunner
@@ -30,8 +31,10 @@ def test_a_step_is_measured(monkeypatch, tmp_path):
 
 def test_the_baseline_counts_as_one_device(monkeypatch):
     monkeypatch.setattr(bench, "preset", lambda name: tiny_config(num_layers=1))
-    monkeypatch.setattr(bench, "run_peer", lambda *_, **how: {"seconds": 1e-3})
-    monkeypatch.setattr(bench, "measure", lambda *arguments: {"rows": 4})
+    # A new record each time: `run` adds to it.
+    peer = create_autospec(bench.run_peer, side_effect=lambda *_, **__: {"seconds": 1e-3})
+    monkeypatch.setattr(bench, "run_peer", peer)
+    monkeypatch.setattr(bench, "measure", create_autospec(bench.measure, return_value={"rows": 4}))
 
     def rates(mesh):
         setup = dataclasses.replace(tiny_setup(mesh), dtype="float32")

@@ -1,6 +1,7 @@
 """`bench decode` and `bench e2e` on a tiny shape: times and predictions are of what they say."""
 
 import json
+from unittest.mock import create_autospec
 
 import jax
 import numpy as np
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 from jax_longctx.bench import decode, e2e
 from jax_longctx.cli.main import app
 from jax_longctx.engine import programs
+from jax_longctx.errors import CapacityError
+from jax_longctx.methods import Full
 from jax_longctx.models import presets
 
 
@@ -49,9 +52,10 @@ def test_ratios_and_predictions(tiny_preset):
 def test_some_layers_stand_for_all(tiny_preset, monkeypatch):
     """Seconds are scaled; bytes are those of the whole shape."""
     seconds = {2: 0.5, 1: 0.3}
-    monkeypatch.setattr(
-        decode, "step_seconds", lambda engine, context: seconds[engine.config.num_layers]
+    timed = create_autospec(
+        decode.step_seconds, side_effect=lambda engine, context: seconds[engine.config.num_layers]
     )
+    monkeypatch.setattr(decode, "step_seconds", timed)
     shape = presets.PRESETS["tiny"]
     monkeypatch.setitem(presets.PRESETS, "tiny", {**shape, "num_hidden_layers": 5})
     methods = {"methods": [], "cases": [(1, 300)], "blocks": 1, "random_cache": True}
@@ -68,11 +72,43 @@ def test_some_layers_stand_for_all(tiny_preset, monkeypatch):
     assert whole["bytes"] - whole["read"] == 2 * (5 * layer + 32 + 128 * 32)
 
 
+def test_where_full_attention_fails_there_is_no_ratio(tiny_preset, monkeypatch, tmp_path):
+    def timed(engine, context):
+        if isinstance(engine.method, Full):
+            raise CapacityError("too much")
+        return 0.5
+
+    stub = create_autospec(decode.step_seconds, side_effect=timed)
+    monkeypatch.setattr(decode, "step_seconds", stub)
+    monkeypatch.setenv("COLUMNS", "200")
+    args = [
+        "bench",
+        "decode",
+        "--model",
+        "tiny",
+        "-m",
+        "quest",
+        "--case",
+        "1x300",
+        "--random-cache",
+    ]
+    out = tmp_path / "found.json"
+    result = CliRunner().invoke(app, [*args, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    full, quest = json.loads(out.read_text())["rows"]
+    assert full["failed"] == "too much" and quest["seconds"] == 0.5
+    assert not {"speedup", "predicted_speedup"} & set(quest)
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("quest"))
+    assert line.split().count("-") == 2
+
+
 @pytest.mark.slow
 def test_end_to_end_ratios_are_against_the_roofline_and_the_baseline(tiny_preset, monkeypatch):
     theirs = {"first_token": 2.0, "decode_step": 0.5, "compiled_step": 0.25}
     monkeypatch.setattr(e2e, "copy_bandwidth", lambda: 1e11)
-    monkeypatch.setattr(e2e, "run_peer", lambda *_, **how: {"100": theirs})
+    monkeypatch.setattr(
+        e2e, "run_peer", create_autospec(e2e.run_peer, return_value={"100": theirs})
+    )
     args = ["bench", "e2e", "--model", "tiny", "--context", "100", "--runs", "1", "--chunk", "64"]
     result = CliRunner().invoke(app, [*args, "--json"])
     assert result.exit_code == 0, result.output

@@ -1,6 +1,7 @@
 """`bench prefill` on a tiny shape over forced CPU devices: its figures follow from each other."""
 
 import json
+from unittest.mock import create_autospec
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +10,7 @@ from jax_longctx.bench import prefill, timing
 from jax_longctx.cli.main import app
 from jax_longctx.methods import make_method
 from jax_longctx.models import presets
+from jax_longctx.sharding import make_mesh
 
 
 @pytest.fixture
@@ -131,8 +133,19 @@ RESULT = {
 }
 
 
+def test_where_the_first_method_fails_there_is_no_ratio(tiny_preset, monkeypatch):
+    rows = [{"failed": "too much"}, {"first_token": 2.0}, {"first_token": 1.0}]
+    monkeypatch.setattr(prefill, "_row", create_autospec(prefill._row, side_effect=rows))
+    monkeypatch.setattr(prefill, "_rates", create_autospec(prefill._rates, return_value={}))
+    methods = [("full", {}), ("reattention", {}), ("dynamic-ntk", {})]
+    cases = [prefill.Case(1024)]
+    found = prefill.run(model="tiny", methods=methods, cases=cases, mesh=make_mesh())
+    assert [row["method"] for row in found["rows"]] == [name for name, _ in methods]
+    assert not any("speedup" in row for row in found["rows"])
+
+
 def test_a_table_for_people(tiny_preset, monkeypatch):
-    monkeypatch.setattr(prefill, "run", lambda **given: RESULT)
+    monkeypatch.setattr(prefill, "run", create_autospec(prefill.run, return_value=RESULT))
     monkeypatch.setenv("COLUMNS", "200")
     result = bench("-m", "ring:order=zigzag", "--case", "131072", "--mesh", "seq=2")
     assert result.exit_code == 0, result.output

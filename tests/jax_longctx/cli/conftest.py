@@ -1,9 +1,12 @@
 """A tiny random model with a real tokenizer, and the command line run over it."""
 
+from unittest.mock import create_autospec
+
 import pytest
 from typer.testing import CliRunner
 
 import jax_longctx
+from jax_longctx import api
 from jax_longctx.cli.main import app
 from tests.checkpoints_convert.tiny import random_state, write_checkpoint
 from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
@@ -52,11 +55,12 @@ def loads(tiny, tmp_path_factory, monkeypatch):
     enter_checkpoints(tmp_path_factory, monkeypatch)
     calls = []
 
-    def load(checkpoint, **options):
+    def given(checkpoint, **options):
         calls.append((checkpoint, options))
         return tiny
 
-    monkeypatch.setattr("jax_longctx.api.load", load)
+    # The real function's signature is checked.
+    monkeypatch.setattr(api, "load", create_autospec(api.load, side_effect=given))
     return calls
 
 

@@ -210,7 +210,8 @@ def test_the_picture_shows_each_answers_shares_and_the_places():
         pale = [bar.get_facecolor() != axis.patches[0].get_facecolor() for bar in axis.patches]
         assert any(pale) == (number == 0) and pale[-1] == (number == 0)
         assert [line.get_xdata()[0] for line in axis.lines] == [330, 700]
-        assert [text.get_text() for text in axis.texts][number] == "the fact"
+        texts = [text.get_text() for text in axis.texts]
+        assert texts[number] == "the fact" and ("always\nread" in texts) == (number == 0)
     titles = [axis.get_title(loc="left") for axis in drawn.figure.axes]
     assert titles == ["Where?  ReAttention: there (right)", "Who?  ReAttention: me (wrong)"]
 

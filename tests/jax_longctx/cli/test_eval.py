@@ -77,8 +77,7 @@ def test_what_was_answered_before_an_interruption_is_in_the_file(run, loads, tmp
     out, text = tmp_path / "runs.json", tmp_path / "text.txt"
     text.write_text("Rain falls. " * 40)
     args = ["eval", "passkey", "-c", "model", "--length", "512", "--batch", "2", "--text", text]
-    assert run(*args, "--by-layer", "--out", out).exit_code == 130
-    assert loads[0][1]["by_layer"]
+    assert run(*args, "--out", out).exit_code == 130
     assert run("eval", "table", out).stdout.count("n=2") == 1
 
 

@@ -5,6 +5,7 @@ import json
 import random
 import signal
 import time
+from unittest.mock import create_autospec
 
 import pytest
 from typer.testing import CliRunner
@@ -187,7 +188,10 @@ def test_the_job_is_joined_as_the_launcher_says(run, monkeypatch):
     import jax
 
     joined = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **k: joined.append((a, k)))
+    initialize = create_autospec(
+        jax.distributed.initialize, side_effect=lambda *a, **k: joined.append((a, k))
+    )
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
     for key, value in {**STEP, "SLURM_NTASKS": "2"}.items():
         monkeypatch.setenv(key, value)
     assert run("methods", "--help").exit_code == 0

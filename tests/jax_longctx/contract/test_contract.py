@@ -77,7 +77,9 @@ def test_cache_shrinks_at_finish(mesh):
     engine = tiny_engine(method, mesh=mesh, chunk=8)
     contexts, questions = random_rows(LENGTHS), random_rows([3, 2, 1], seed=1)
     got, context = answers(engine, contexts, questions, 6)
-    assert {leaf.shape[2] for leaf in jax.tree.leaves(context.caches) if leaf.ndim == 4} == {20}
+    assert {leaf.shape[2] for leaf in jax.tree.leaves(context.caches) if leaf.ndim == 4} == {
+        4 + 128
+    }
     params = oracle_params(engine)
     for row in range(3):
         expected = greedy(

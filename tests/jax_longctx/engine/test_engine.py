@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Sampling, programs
+from jax_longctx.engine import Engine, Sampling, capacity, programs
 from jax_longctx.engine.capacity import bucket, check_fits, grow
+from jax_longctx.engine.context_io import save_context
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import DynamicNTK, Full
 from jax_longctx.models.config import RopeConfig
@@ -147,8 +148,8 @@ def test_a_longer_answer_than_reserved_grows_the_cache(engine):
     long = engine.prefill([ROW], reserve=200)
     question = random_rows([4], seed=5)
     before = short.slots
-    grown = collect(engine, short, question, max_tokens=100)
-    assert grown == collect(engine, long, question, max_tokens=100)
+    grown = collect(engine, short, question, max_tokens=150)
+    assert grown == collect(engine, long, question, max_tokens=150)
     assert short.slots > before
     assert {
         leaf.shape[2]
@@ -244,6 +245,22 @@ def test_empty_and_missing_questions_are_named(engine):
         next(engine.stream(context, [[1]]))
 
 
+def test_a_context_is_refused_under_another_method(tmp_path):
+    """Full attention's context would be asked densely under a sparse method, without a word."""
+    engine = tiny_engine(chunk=16)
+    context = engine.prefill([ROW], reserve=16)
+    for method in (DynamicNTK(), DynamicNTK(factor=2.0)):
+        other = Engine(engine.config, engine.params, method, engine.mesh, chunk=16)
+        with pytest.raises(InputError, match=r"prefilled under Full\(\), .* has DynamicNTK"):
+            next(other.stream(context, [[1]]))
+        with pytest.raises(InputError, match="prefill again"):
+            save_context(other, context, tmp_path / "saved")
+    assert collect(engine, context, [[1]], max_tokens=2)
+    # Equal settings are the same method.
+    equal = Engine(engine.config, engine.params, Full(), engine.mesh, chunk=32)
+    assert collect(equal, context, [[1]], max_tokens=2)
+
+
 def test_weights_that_are_not_numbers_are_named():
     broken = tiny_engine(chunk=16)
     broken.params["final_norm"]["scale"] *= float("nan")
@@ -252,14 +269,14 @@ def test_weights_that_are_not_numbers_are_named():
 
 
 def test_a_context_that_cannot_fit_is_refused_before_prefill():
-    small = tiny_engine(chunk=16, memory_limit=40_000)
+    small = tiny_engine(chunk=16, memory_limit=80_000)
     with pytest.raises(CapacityError) as error:
         small.prefill([list(ROW) * 20], reserve=16)
     said = str(error.value)
-    # 1024 slots x 2 layers x 2 heads x 8 x (k, v) x 4 bytes, and the lengths.
-    assert "cache of 1,024 tokens needs 256.0 KiB" in said
-    assert "35.2 KiB of 39.1 KiB" in said
-    assert "about 140 tokens would fit" in said
+    # 1152 slots x 2 layers x 2 heads x 8 x (k, v) x 4 bytes, and the lengths.
+    assert "cache of 1,152 tokens needs 288.0 KiB" in said
+    assert "70.3 KiB of 78.1 KiB" in said
+    assert "about 281 tokens would fit" in said
     small.prefill([ROW], reserve=16)
 
 
@@ -267,6 +284,17 @@ def test_unknown_memory_refuses_nothing():
     check_fits(10, 10**15, 10.0, None)
     with pytest.raises(CapacityError):
         check_fits(10, 10**15, 10.0, 10**9)
+
+
+def test_no_length_is_advised_where_a_shorter_text_needs_as_much():
+    with pytest.raises(CapacityError, match=r"of 953\.7 MiB free is usable; shorten"):
+        check_fits(10, 10**10, 0.0, 10**9)
+
+
+def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch, tmp_path):
+    assert capacity.available_bytes(make_mesh()) is not None
+    monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "none")
+    assert capacity.available_bytes(make_mesh()) is None
 
 
 def test_a_mesh_that_does_not_divide_the_heads_is_refused():

@@ -11,7 +11,8 @@ from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method
 from tests.support import tiny_config
 
-BATCH, CONTEXT, RESERVE = 2, 900, 64
+# A reserve that is not rounded up.
+BATCH, CONTEXT, RESERVE = 2, 900, 128
 
 
 def test_every_method_has_small_settings():

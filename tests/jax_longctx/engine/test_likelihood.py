@@ -172,7 +172,7 @@ def test_logits_are_made_a_few_columns_at_a_time():
     engine = engine_of()
     hidden = jax.ShapeDtypeStruct((128, 4096, 32), jnp.float32)
     targets = jax.ShapeDtypeStruct((128, 4096), jnp.int32)
-    traced = jax.make_jaxpr(functools.partial(scoring.token_scores, engine.setup))(
+    traced = jax.make_jaxpr(functools.partial(scoring.token_scores, engine.setup.ends))(
         engine.params, hidden, targets
     )
     sizes = _sizes(traced.jaxpr)

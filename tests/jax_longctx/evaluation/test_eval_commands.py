@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -69,24 +70,6 @@ def test_a_file_in_place_of_options(run, loads, small, tmp_path):
     assert "unknown [part] key 'trails'; known: " in result.stderr
 
 
-@pytest.mark.parametrize("by_layer", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_programs_may_be_of_one_layer(run, loads, small, tmp_path, by_layer):
-    toml = tmp_path / "eval.toml"
-    part = 'methods = ["full"]\ntasks = ["small"]\nlengths = [64]\ntrials = 1\n'
-    how = "by_layer = true\n" if by_layer else ""
-    toml.write_text(f'[run]\ncheckpoint = "model"\n{how}[[part]]\n{part}')
-    assert run("eval", "run", "--config", toml, "--output", tmp_path / "out").exit_code == 0
-    assert loads[0][1]["by_layer"] is by_layer
-    other = ("--whole" if by_layer else "--by-layer", "--output", tmp_path / "other")
-    assert run("eval", "run", "--config", toml, *other).exit_code == 0
-    assert loads[1][1]["by_layer"] is not by_layer
-    # The report's times are marked.
-    report = (tmp_path / "out" / "report.md").read_text()
-    assert ("- programs: one a layer, to compile less, so that times are too long" in report) is (
-        by_layer
-    )
-
-
 def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(demo, "MODEL_FOLDER", tmp_path / "demo-model")
@@ -96,7 +79,9 @@ def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypa
         folder.mkdir()
         (folder / "manifest.json").touch()
 
-    monkeypatch.setattr(demo, "prepare_model", prepare)
+    monkeypatch.setattr(
+        demo, "prepare_model", create_autospec(demo.prepare_model, side_effect=prepare)
+    )
     part = {"methods": ["full"], "tasks": ["small"], "lengths": [64], "trials": 1}
     config = parse_config({"run": {"checkpoint": "demo"}, "part": [part]})
     monkeypatch.setattr(process, "number", lambda: 1)

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 from typer.testing import CliRunner
@@ -24,6 +25,7 @@ from jax_longctx.cli.main import app
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.evaluation import lm_harness
 from jax_longctx.evaluation.lm_harness import LongctxLM
 from jax_longctx.methods import METHODS
 from tests.goldens.harness_cases import MAX_LENGTH, RUNS, write_model, write_tasks
@@ -117,9 +119,13 @@ def test_a_method_is_given_the_end_of_the_prompt_as_its_question(loaded, monkeyp
     model = under(loaded, "citrus", settings, question_tokens=6)
     tokens = loaded.tokenizer.encode(PROMPT, bos=True)
     then = loaded.tokenizer.encode(" on the")
-    monkeypatch.setattr(model.model.engine, "prefill", ask)
-    name = "jax_longctx.evaluation.lm_harness.loglikelihoods"
-    monkeypatch.setattr(name, lambda engine, *rows, **options: ask(*rows, **options))
+    engine = model.model.engine
+    monkeypatch.setattr(engine, "prefill", create_autospec(engine.prefill, side_effect=ask))
+    scores = create_autospec(
+        lm_harness.loglikelihoods,
+        side_effect=lambda engine, *rows, **options: ask(*rows, **options),
+    )
+    monkeypatch.setattr(lm_harness, "loglikelihoods", scores)
     with pytest.raises(Asked) as asked:
         generations(model, (PROMPT, {"max_gen_toks": 8}))
     assert asked.value.args == (tokens[:-6], tokens[-6:])

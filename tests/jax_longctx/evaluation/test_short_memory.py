@@ -12,10 +12,10 @@ FEW = "small stored=2"
 
 def test_rows_of_a_batch_are_planned_for_the_memory(tiny):
     engine = tiny.engine
-    row = 2 * 2 * 2 * 8 * 4 * 128
+    row = 2 * 2 * 2 * 8 * 4 * 256
     # Three quarters of the memory; a row has its length beside keys and values.
     for memory, rows in ((None, 8), (8 * row * 3, 8), (4 * row * 3 // 2, 4), (row // 2, 1)):
-        assert compute.rows_that_fit(engine, 8, 128, 30, memory) == rows
+        assert compute.rows_that_fit(engine, 8, 256, 128, memory) == rows
 
 
 @pytest.mark.slow

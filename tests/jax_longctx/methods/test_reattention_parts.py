@@ -185,14 +185,14 @@ def test_chunks_of_the_paper_and_of_the_released_code():
     whole = [(WHOLE, 512, 512)] * 8
     assert plan(ReAttention(), 5000) == [
         *whole,
-        (WHOLE, 32, 32),
+        (WHOLE, 32, 512),
         ("", 512, 512),
         ("", 360, 512),
     ]
     assert plan(ReAttention(), 4000)[-1] == (WHOLE, 416, 512)
     assert plan(ReAttention(), 0) == []
     released = plan(ReAttention.released(), 5000)
-    assert released == [*whole, (WHOLE, 8, 8), ("", 512, 512), ("", 384, 512)]
+    assert released == [*whole, (WHOLE, 8, 512), ("", 512, 512), ("", 384, 512)]
     first = [size for variant, size, _ in plan(ReAttention.released(), 131071) if variant]
     assert sum(first) == 4095
 

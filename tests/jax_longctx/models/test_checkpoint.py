@@ -236,9 +236,9 @@ def test_manifest_that_contradicts_its_config(copy, whole):
     change(copy, tensors=wrong)
     refused(copy, "layers.0.mlp.up has shape [32, 47]", "[32, 48]")
     change(copy, tensors={k: v for k, v in tensors.items() if k != "head.table"})
-    refused(copy, "head.table is missing")
+    refused(copy, "head.table is missing; convert the source again")
     change(copy, tensors={**tensors, "extra": {"shape": [1], "dtype": "float32"}})
-    refused(copy, "extra is unknown")
+    refused(copy, "extra is unknown; convert the source again")
 
 
 def test_stored_parameters_that_lack_one(copy):

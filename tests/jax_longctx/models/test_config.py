@@ -159,10 +159,13 @@ REFUSED = {
         rope("default", rope_theta="10000"),
         "'rope_theta' must be a finite number, got '10000'",
     ),
-    "theta too small": (rope("default", rope_theta=0.5), "theta=0.5 is out of range"),
+    "theta too small": (rope("default", rope_theta=0.5), "theta must be above 1, got 0.5"),
     "theta infinite": (rope("default", rope_theta=float("inf")), "must be a finite number"),
     "no factor": (rope("linear"), "config lacks 'factor'"),
-    "factor below 1": (rope("linear", factor=0.5), "rope 'linear': factor=0.5 is out of range"),
+    "factor below 1": (
+        rope("linear", factor=0.5),
+        "rope 'linear': factor must be at least 1, got 0.5",
+    ),
     "llama3 without its length": (
         {"rope_parameters": {**LLAMA31, "original_max_position_embeddings": None}},
         "config lacks 'original_max_position_embeddings'",
@@ -173,11 +176,11 @@ REFUSED = {
     ),
     "llama3 with an empty band": (
         {"rope_parameters": {**LLAMA31, "high_freq_factor": 1.0}},
-        "rope 'llama3': high_freq_factor=1.0 is out of range",
+        "rope 'llama3': high_freq_factor must be above low_freq_factor 1.0, got 1.0",
     ),
     "yarn with crossed betas": (
         {"rope_parameters": {**YARN, "beta_fast": 1, "beta_slow": 32}},
-        "rope 'yarn': beta_fast=1.0 is out of range",
+        "rope 'yarn': beta_fast must be above beta_slow 32.0, got 1.0",
     ),
     "partial rotary": (
         rope("default", partial_rotary_factor=0.5),
@@ -251,7 +254,9 @@ def test_config_made_by_hand_is_checked(changes, message):
 def test_rope_made_by_hand_is_checked():
     with pytest.raises(ConfigError, match="rope type 'alibi' is not implemented"):
         RopeConfig(kind="alibi", theta=1e4, trained_length=8)
-    with pytest.raises(ConfigError, match="rope 'default': trained_length=0 is out of range"):
+    with pytest.raises(
+        ConfigError, match="rope 'default': trained_length must be at least 1, got 0"
+    ):
         RopeConfig(kind="default", theta=1e4, trained_length=0)
 
 

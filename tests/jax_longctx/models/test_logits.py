@@ -152,7 +152,7 @@ def smollm2(tmp_path_factory) -> jax_longctx.LongContext:
     folder = tmp_path_factory.mktemp("smollm2") / "checkpoint"
     convert(find_model(), folder, dtype="float32")
     # Layer by layer: thirty layers alike are compiled as one.
-    return jax_longctx.load(folder, by_layer=True)
+    return jax_longctx.load(folder)
 
 
 @pytest.mark.slow

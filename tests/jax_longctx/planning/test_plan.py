@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
 from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import bucket, bytes_per_device
+from jax_longctx.engine.capacity import bytes_per_device, slots_for
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import init_params
@@ -65,7 +65,7 @@ def test_bytes_are_those_of_arrays_on_the_mesh(method):
     ]
     assert plan.weights == sum(held)
     setup = programs.Setup(wanted.config, wanted.method, mesh, jnp.dtype("float32"), 64)
-    empty = programs.abstract_caches(setup, 2, bucket(CONTEXT + 101, 2), 100)
+    empty = programs.abstract_caches(setup, 2, slots_for(CONTEXT, 100, 2), 128)
     # The peak is that of the context's own caches, and more where the answer has its own.
     assert plan.cache >= bytes_per_device(mesh, empty)
     if not wanted.method.info.shrinks and method != "refreshkv":
@@ -231,11 +231,13 @@ def test_what_does_not_go_together_is_refused():
 
 def test_collectives_of_a_program_are_counted_with_their_bytes():
     text = """
+ENTRY %main (x: f32[4,8]) -> f32[9] {
   %a = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0,1}}
   %b = (bf16[2,8]{1,0}, bf16[4,8]{1,0}) all-gather-start(%y), dimensions={0}
   %c = bf16[4,8]{1,0} all-gather-done(%b)
   %d = (f32[3]{0}, f32[5]{0}) all-reduce(%u, %v)
   %e = f32[9]{0} add(%a, %a)
+}
 """
     assert count_collectives(text) == (3, 4 * 8 * 4 + 4 * 8 * 2 + 8 * 4)
 

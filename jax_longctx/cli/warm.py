@@ -1,0 +1,179 @@
+"""`jax-longctx warm`: compile what a command will need, before there are texts or weights."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from jax_longctx.cli import options
+from jax_longctx.cli.options import argument, option
+from jax_longctx.cli.terminal import Terminal, shown_time
+from jax_longctx.errors import InputError
+from jax_longctx.memory import shown_bytes
+from jax_longctx.models.presets import PRESETS, preset
+from jax_longctx.settings import parse_mesh
+
+
+@options.command
+def warm(
+    *,
+    model: str = argument(
+        "Converted checkpoint, of which only the manifest and the tokenizer are read, or a "
+        "published model's name.",
+        default=...,
+        metavar="MODEL",
+    ),
+    methods: list[str] | None = options.methods(),
+    length: list[int] | None = option(
+        "Tokens of the text; repeat for several. 16,000 unless given.", min=1
+    ),
+    question: int = option("Tokens of the question.", default=32, min=1),
+    answer: int = option("Longest answer in tokens, as --max-tokens of ask.", default=128, min=1),
+    rows: int = option("Rows of the batch.", default=1, min=1),
+    dtype: str | None = options.dtype(),
+    mesh: str | None = options.mesh(),
+    chunk: int = options.chunk(),
+    as_json: bool = options.as_json(),
+) -> None:
+    """Fill the compilation cache for a model, a method and a length, without weights.
+
+    Later commands of that shape read the compiled programs from the cache. Run it where they will
+    run, on devices of the same kind, for example when a pod's image is built. The caches of keys
+    and values are allocated, the weights are not. Decoding is greedy.
+
+    [bold]Examples[/bold]
+
+        jax-longctx warm llama3 -m reattention --length 100000 --answer 256
+
+        JAX_COMPILATION_CACHE_DIR=/cache jax-longctx warm llama-3.1-8b -m full -m quest
+    """
+    specs = options.parse_specs(methods)
+    _check_model(model)
+    terminal = Terminal(as_json=as_json)
+    sizes: dict[str, Any] = {"rows": rows, "question": question, "answer": answer, "chunk": chunk}
+    with terminal.starting():
+        from jax_longctx.engine.ahead import CompileClock
+        from jax_longctx.methods import make_method
+        from jax_longctx.sharding import make_mesh
+
+        along: dict[str, Any] = dict(parse_mesh(mesh or ""))
+        devices = make_mesh(**along)
+        stopping = _Model(model, dtype)
+    folder = _cache_folder()
+    found = []
+    for spec in specs:
+        for tokens in length or [16000]:
+            made = make_method(spec.name, spec.at(tokens))
+            begun = time.perf_counter()
+            with CompileClock() as clock:
+                stopping.compile(made, devices, tokens, sizes, terminal, spec.label)
+            found.append(
+                {
+                    "method": spec.name,
+                    "settings": spec.at(tokens),
+                    "length": tokens,
+                    "programs": clock.programs,
+                    "found": clock.hits,
+                    "seconds": round(time.perf_counter() - begun, 3),
+                }
+            )
+    record = {
+        "model": model,
+        "mesh": dict(devices.shape),
+        **sizes,
+        "folder": str(folder),
+        "cache_bytes": _bytes(folder),
+        "cases": found,
+    }
+    terminal.result(record, _shown)
+
+
+def _check_model(model: str) -> None:
+    if Path(model).exists():
+        options.check_checkpoint(Path(model))
+    elif model not in PRESETS:
+        # Raises the error that lists the names.
+        preset(model)
+
+
+class _Model:
+    """The model that is compiled for: its configuration, and the ids that end its answers."""
+
+    def __init__(self, model: str, dtype: str | None):
+        import jax.numpy as jnp
+
+        self.stop_ids: tuple[int, ...] = ()
+        if not Path(model).exists():
+            self.config, self.dtype = preset(model), jnp.dtype(dtype or "bfloat16")
+            return
+        from jax_longctx.models.storage import read_manifest, tokenizer_folder
+        from jax_longctx.text import Tokenizer
+
+        manifest = read_manifest(model)
+        self.config, self.dtype = manifest.config, jnp.dtype(dtype or manifest.dtype)
+        self.stop_ids = tuple(Tokenizer.load(tokenizer_folder(model, manifest)).eos_ids)
+
+    def compile(
+        self,
+        method: Any,
+        mesh: Any,
+        tokens: int,
+        sizes: dict[str, Any],
+        terminal: Terminal,
+        name: str,
+    ) -> None:
+        """Compiles, with progress, what one question and what several questions need."""
+        from jax_longctx.engine import Engine
+        from jax_longctx.engine.ahead import abstract_params
+
+        params = abstract_params(self.config, mesh, self.dtype)
+        engine = Engine(self.config, params, method, mesh, chunk=sizes["chunk"])
+        # A context that is kept for another question is forked.
+        for keep in (False, True):
+            with terminal.waiting(f"lowering {name}"):
+                compilation = engine.compile(
+                    [tokens] * sizes["rows"],
+                    [sizes["question"]] * sizes["rows"],
+                    max_tokens=sizes["answer"],
+                    stop_ids=self.stop_ids,
+                    keep=keep,
+                )
+            with terminal.progress(f"compiling {name}", "programs") as update:
+                compilation.wait(update, check=True)
+
+
+def _cache_folder() -> Path:
+    """The persistent cache's folder, turned on. InputError where there is none."""
+    import jax
+
+    from jax_longctx.api import keep_compilations
+
+    keep_compilations()
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None or not jax.config.jax_enable_compilation_cache:
+        raise InputError(
+            "there is no compilation cache to fill: it is turned off, or its folder cannot be "
+            "written; name one with JAX_COMPILATION_CACHE_DIR"
+        )
+    # Also in a folder of the user's choice: a command needs many small programs.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return Path(folder)
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _shown(record: dict[str, Any]) -> list[Any]:
+    lines = []
+    for case in record["cases"]:
+        programs, found = case["programs"], case["found"]
+        how = (
+            "all found in the cache"
+            if found == programs
+            else f"{programs - found:,} compiled, {found:,} found in the cache"
+        )
+        lines.append(
+            f"{case['method']}, {case['length']:,} tokens: {programs:,} programs, {how}, "
+            f"{shown_time(case['seconds'])}"
+        )
+    return [*lines, f"{record['folder']} holds {shown_bytes(record['cache_bytes'])}"]

@@ -1,0 +1,275 @@
+"""Compilation ahead of need: every program of a command at once, before the weights are there.
+
+The engine calls `Program`s, which are functions under `jax.jit`. A rehearsal is a run of the engine
+over rows of the right lengths in which no `Program` is executed. Each one is lowered when it is
+first called with some shapes, and a thread compiles it. XLA compiles without the interpreter's
+lock, so several programs compile side by side. What the program would return stands in as zeros, or
+as an argument of the same shape. The parameters may be shapes, so weights can load meanwhile.
+
+`jax.jit` keeps lowered modules and executables in caches that `lower` and `compile` fill. The real
+run makes the same calls. It finds the module and the executable, or waits for the thread that is
+compiling it.
+"""
+
+import collections
+import contextlib
+import contextvars
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import param_infos
+from jax_longctx.sharding import logical_sharding, tree_shardings
+
+# Most programs that compile at a time; each of a large model takes a few GiB of the host's memory.
+WORKERS = 8
+# JAX's events around tracing, lowering and compiling, or reading a compiled program.
+EVENTS = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "/jax/core/compile/backend_compile_duration",
+)
+
+_rehearsal: contextvars.ContextVar["Compilation | None"] = contextvars.ContextVar(
+    "rehearsal", default=None
+)
+
+
+class Program:
+    """A jitted function of the engine, which a rehearsal compiles instead of executing it.
+
+    Its attributes are those of the jitted function.
+    """
+
+    def __init__(self, jitted: Any):
+        self._jitted = jitted
+
+    def __call__(self, *args: Any) -> Any:
+        rehearsal = _rehearsal.get()
+        return self._jitted(*args) if rehearsal is None else rehearsal.call(self._jitted, args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+
+class Compilation:
+    """The programs of a rehearsal, which compile in threads.
+
+    Attributes:
+      begun: `time.perf_counter()` at the start.
+    """
+
+    def __init__(self, mesh: Mesh, workers: int | None = None):
+        workers = workers or min(max(2, (os.cpu_count() or 2) // 2), WORKERS)
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
+        self._mesh = mesh
+        self._found: dict[Any, tuple[Any, Future[Any]]] = {}
+        self._first = 0
+        self.begun = self._ended = time.perf_counter()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Within it, this thread's `Program`s are compiled, not executed."""
+        token = _rehearsal.set(self)
+        try:
+            yield
+        finally:
+            _rehearsal.reset(token)
+            # No more programs will come; those submitted go on.
+            self._pool.shutdown(wait=False)
+
+    def prefill_ends(self) -> None:
+        """Marks the programs so far as those of the prefill (see `wait`)."""
+        self._first = len(self._found)
+
+    def call(self, jitted: Any, args: tuple[Any, ...]) -> Any:
+        """Lowers and submits the program unless it is known; what stands in for its results."""
+        leaves, structure = jax.tree.flatten(args)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            # A part of another program, or of its shapes.
+            return jitted(*args)
+        key = id(jitted), structure, tuple(map(_signature, leaves))
+        if key not in self._found:
+            token = _rehearsal.set(None)
+            try:
+                with warnings.catch_warnings():
+                    # A cache that shrinks cannot be finished in place, as in a run.
+                    warnings.filterwarnings("ignore", message="Some donated buffers")
+                    lowered = jitted.lower(*args)
+            finally:
+                _rehearsal.reset(token)
+            future = self._pool.submit(lowered.compile)
+            future.add_done_callback(self._on_done)
+            self._found[key] = lowered.out_info, future
+        shapes, future = self._found[key]
+        return self._stand_in(shapes, future, leaves)
+
+    def _on_done(self, future: Future[Any]) -> None:
+        self._ended = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the end of the program that was compiled last."""
+        return self._ended - self.begun
+
+    def _stand_in(self, shapes: Any, future: Future[Any], given: list[Any]) -> Any:
+        """Arrays of the results' shapes: arguments in their order where shapes agree, or zeros."""
+        free: dict[Any, collections.deque[Any]] = collections.defaultdict(collections.deque)
+        for leaf in given:
+            if isinstance(leaf, jax.Array):
+                free[leaf.shape, leaf.dtype].append(leaf)
+        wanted, structure = jax.tree.flatten(shapes)
+        found = []
+        for index, (leaf, sharding) in enumerate(zip(wanted, self._shardings(shapes), strict=True)):
+            same = free[leaf.shape, leaf.dtype]
+            made = same.popleft() if same else None
+            if made is not None and made.committed and self._mesh.size > 1:
+                found.append(made)
+                continue
+            if sharding is None and made is None and leaf.shape:
+                sharding = jax.tree.leaves(future.result().output_shardings)[index]
+            sharding = sharding or logical_sharding(self._mesh, ())
+            # As a result it is committed to the mesh.
+            found.append(_zeros(leaf, sharding) if made is None else jax.device_put(made, sharding))
+        return structure.unflatten(found)
+
+    def _shardings(self, shapes: Any) -> list[Any]:
+        """Where each result will be: caches by their axes; None for one that XLA decides."""
+        if isinstance(shapes, tuple | list):
+            return [sharding for each in shapes for sharding in self._shardings(each)]
+        everywhere, count = logical_sharding(self._mesh, ()), len(jax.tree.leaves(shapes))
+        if self._mesh.size == 1:
+            return [everywhere] * count
+        if hasattr(shapes, "shape"):
+            return [None]
+        try:
+            return jax.tree.leaves(tree_shardings(self._mesh, shapes))
+        except TypeError:
+            # The state of an answer, which is replicated.
+            return [everywhere] * count
+
+    def wait(
+        self,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        prefill: bool = False,
+        check: bool = False,
+        every: float = 0.2,
+    ) -> None:
+        """Returns when all programs are compiled, or with `prefill` those of the prefill.
+
+        Unless `check` is True, a program that failed is not reported here: the run compiles it
+        again and raises its error.
+
+        Args:
+          progress: called with the number compiled and the number of all programs.
+          every: seconds between two calls of it.
+        """
+        futures = [future for _, future in self._found.values()]
+        needed = futures[: self._first] if prefill else futures
+        while not all(future.done() for future in needed):
+            progress(sum(future.done() for future in futures), len(futures))
+            time.sleep(every if any(not future.done() for future in needed) else 0)
+        progress(sum(future.done() for future in futures), len(futures))
+        for future in needed if check else ():
+            future.result()
+
+
+def _signature(leaf: Any) -> Any:
+    """What `jit` tells an argument's programs apart by."""
+    if not hasattr(leaf, "dtype"):
+        return leaf
+    placed = getattr(leaf, "committed", True)
+    sharding = getattr(leaf, "sharding", None) if placed else None
+    return np.shape(leaf), leaf.dtype, getattr(leaf, "weak_type", False), sharding
+
+
+def _zeros(leaf: Any, sharding: Any) -> Any:
+    """Zeros on the devices. Few are copied there: a program for them would be compiled."""
+    if np.prod(leaf.shape) * leaf.dtype.itemsize <= 1 << 20:
+        return jax.device_put(np.zeros(leaf.shape, leaf.dtype), sharding)
+    return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+
+
+def abstract_params(config: ModelConfig, mesh: Any, dtype: Any) -> Any:
+    """The parameters as shapes on the mesh, in a nested dict, a layer apart."""
+    return unflatten_dict(
+        {
+            path: jax.ShapeDtypeStruct(
+                info.shape, dtype, sharding=logical_sharding(mesh, info.axes)
+            )
+            for path, info in param_infos(config).items()
+        },
+        sep=".",
+    )
+
+
+class CompileClock:
+    """How long a thread has traced, lowered and compiled, and how many programs it took.
+
+    JAX reports each of these with its duration when it ends. Tracing nests, so the intervals are
+    joined. What other threads compile meanwhile takes no time of this one; `waiting` adds the time
+    that it waits for them.
+
+    Attributes:
+      programs: programs that were asked for in the whole process.
+      hits: of these, programs that the persistent cache held.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._spans = threading.get_ident(), []
+        self.programs = self.hits = 0
+
+    def __enter__(self) -> "CompileClock":
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
+        jax.monitoring.unregister_event_listener(self._on_event)
+
+    def _on_duration(self, event: str, duration_secs: float, **about: str | int) -> None:
+        if event not in EVENTS:
+            return
+        self.programs += event == EVENTS[-1]
+        if threading.get_ident() == self._thread:
+            now = time.perf_counter()
+            self._spans.append((now - duration_secs, now))
+
+    def _on_event(self, event: str, **about: str | int) -> None:
+        self.hits += event == "/jax/compilation_cache/cache_hits"
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The time of the block counts as time for compilation."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spans.append((begun, time.perf_counter()))
+
+    def seconds(self, begun: float = 0.0, ended: float = float("inf")) -> float:
+        """Seconds of compilation between two times of `time.perf_counter()`."""
+        total, last = 0.0, begun
+        for start, end in sorted(self._spans):
+            start, end = max(start, last), min(end, ended)
+            if end > start:
+                total, last = total + end - start, end
+        return total

@@ -1,0 +1,77 @@
+"""Compilation beside loading, as `ask` and `generate` show it; its seconds stand apart."""
+
+import json
+
+import jax
+import pytest
+
+from jax_longctx import api
+from jax_longctx.cli import compiling
+from jax_longctx.cli.compiling import MOST_TIMES, TIMES, read_times, write_time
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """An empty folder as the persistent cache's."""
+    told = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", told)
+
+
+@pytest.mark.parametrize("command", ["ask", "generate"])
+def test_programs_compile_while_weights_load(command, checkpoint, book, run, cache, monkeypatch):
+    words = {"ask": (book, "Who?"), "generate": ("The pass key",)}[command]
+    args = [command, *words, "-c", checkpoint, "--max-tokens", 4, "--json"]
+    expected = run(*args)
+    assert expected.exit_code == 0, expected.output
+    assert not (cache / TIMES).exists()
+    jax.clear_caches()
+    waits, order = [], []
+    wait, load = compiling.Compiling.wait, api.load_params
+    monkeypatch.setattr(compiling, "worthwhile", lambda model: True)
+    monkeypatch.setattr(api, "load_params", lambda *a: order.append("load") or load(*a))
+
+    def waited(self, **how):
+        if self._begun is not None:
+            waits.append((len(self._begun), how))
+        wait(self, **how)
+
+    monkeypatch.setattr(compiling.Compiling, "wait", waited)
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    found, plain = json.loads(result.stdout), json.loads(expected.stdout)
+    assert found["answer"] == plain["answer"] and order == ["load"]
+    seconds = found["seconds"]
+    assert seconds["compile"] > max(seconds["prefill"], seconds["first_token"], 0.1)
+    assert waits[0][0] > 3 and len(waits) == (2 if command == "ask" else 1)
+    # The next run of the same model tells how long it took.
+    (took,) = json.loads((cache / TIMES).read_text()).values()
+    assert 0 < took < 600
+
+
+def test_an_error_of_loading_is_raised(checkpoint, monkeypatch):
+    def fails(*args):
+        raise api.InputError("the weights are gone")
+
+    monkeypatch.setattr(api, "load_params", fails)
+    seen = []
+    with pytest.raises(api.InputError, match="are gone"):
+        api.load(checkpoint, ahead=seen.append)
+    assert len(seen) == 1
+
+
+def test_times_are_kept_and_bounded(cache):
+    assert read_times() == {}
+    for number in range(MOST_TIMES + 3):
+        (cache / TIMES).write_text(json.dumps({str(n): 1.0 for n in range(number)}))
+        if number >= MOST_TIMES - 1:
+            write_time("new", 2.5)
+            times = read_times()
+            assert times["new"] == 2.5 and len(times) == min(number + 1, MOST_TIMES)
+    (cache / TIMES).write_text("damaged")
+    assert read_times() == {}
+    write_time("new", 3.0)
+    assert read_times() == {"new": 3.0}
+    (cache / TIMES).write_text("[1]")
+    assert read_times() == {}

@@ -1,0 +1,133 @@
+"""Compilation ahead: the run that follows compiles nothing, and answers as it always does."""
+
+import threading
+import time
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import pytest
+
+from jax_longctx.engine.ahead import EVENTS, Compilation, CompileClock, Program, abstract_params
+from jax_longctx.engine.engine import Engine, _blocks_of_all
+from jax_longctx.sharding import make_mesh
+from tests.small_methods import SMALL, small_method
+from tests.support import joined, random_rows, tiny_config, tiny_engine
+
+CONTEXT, QUESTION, ANSWER = [90], [5], 20
+PROGRAM = EVENTS[-1]
+QUICK = ("full", "snapkv", "refreshkv")
+NAMES = [*QUICK, *(pytest.param(x, marks=pytest.mark.thorough) for x in SMALL if x not in QUICK)]
+
+
+@pytest.fixture
+def compiled():
+    """The names of the programs that are compiled meanwhile."""
+    names = []
+
+    def listen(event, seconds, **about):
+        if event == PROGRAM:
+            names.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def unloaded(method, by_layer, mesh):
+    """An engine of the tiny model that has shapes in place of weights."""
+    config = tiny_config()
+    params = abstract_params(config, mesh, jnp.float32)
+    return Engine(config, params, method, mesh, chunk=32, by_layer=by_layer)
+
+
+def answers(engine, rows, asked, keep):
+    context = engine.prefill(rows, reserve=QUESTION[0] + ANSWER, questions=asked)
+    return joined(engine.stream(context, asked, max_tokens=ANSWER, keep=keep))
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["looped", "by layer"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_run_that_follows_compiles_nothing(name, by_layer, compiled):
+    jax.clear_caches()
+    method, mesh = small_method(name), make_mesh()
+    rows, asked = random_rows(CONTEXT, seed=1), random_rows(QUESTION, seed=2)
+    engine = unloaded(method, by_layer, mesh)
+    compilation = engine.compile(CONTEXT, QUESTION, max_tokens=ANSWER)
+    compilation.wait(check=True)
+    assert len(compilation) > 3 and compilation.seconds > 0
+    loaded = tiny_engine(method, mesh=mesh, chunk=32, by_layer=by_layer)
+    before = compiled.copy()
+    engine.take_params(loaded.params)
+    found = answers(engine, rows, asked, keep=True)
+    assert compiled == before
+    assert found == answers(loaded, rows, asked, keep=True)
+
+
+@pytest.mark.slow
+def test_on_a_mesh_the_large_programs_are_found(compiled):
+    jax.clear_caches()
+    method, mesh = small_method("quest"), make_mesh(2, 2, 2)
+    rows, asked = random_rows([90, 40], seed=1), random_rows([5, 3], seed=2)
+    engine = unloaded(method, False, mesh)
+    engine.compile([90, 40], [5, 3], max_tokens=ANSWER).wait(check=True)
+    loaded = tiny_engine(method, mesh=mesh, chunk=32, by_layer=False)
+    engine.take_params(loaded.params)
+    compiled.clear()
+    found = answers(engine, rows, asked, keep=True)
+    large = {"jit(_segment)", "jit(_decode_block)", "jit(_through_layer)", "jit(_finish)"}
+    assert not large & set(compiled)
+    assert found == answers(loaded, rows, asked, keep=True)
+
+
+def test_a_rehearsal_takes_steps_of_every_variant():
+    assert [_blocks_of_all(small_method("full"), tokens) for tokens in (1, 2, 3, 60)] == [
+        *(1, 2, 3, 3)
+    ]
+    # A full step comes now and then: the rehearsal goes on until its second.
+    assert _blocks_of_all(small_method("refreshkv"), 200) > 3
+
+
+def test_a_failure_is_raised_where_it_is_asked_for():
+    def refuses(x):
+        raise AssertionError("never lowered")
+
+    class Lowered:
+        out_info = jax.ShapeDtypeStruct((2,), jnp.float32)
+
+        def compile(self):
+            raise MemoryError("the compiler ran out of memory")
+
+    class Jitted:
+        def lower(self, x):
+            return Lowered()
+
+        __call__ = staticmethod(refuses)
+
+    compilation = Compilation(make_mesh())
+    with compilation.rehearsing():
+        made = Program(Jitted())(jnp.ones(3))
+    assert made.shape == (2,) and not made.any()
+    compilation.wait()
+    with pytest.raises(MemoryError, match="ran out"):
+        compilation.wait(check=True)
+
+
+def test_seconds_of_compilation_are_joined_where_they_nest(monkeypatch):
+    times = iter((3.0, 4.0, 6.0))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    with CompileClock() as clock:
+        # An inner trace from 2 to 3, the outer from 1 to 4, a program from 4 to 6.
+        for event, seconds in ((0, 1.0), (0, 3.0), (2, 2.0)):
+            jax.monitoring.record_event_duration_secs(EVENTS[event], seconds)
+        thread = threading.Thread(
+            target=jax.monitoring.record_event_duration_secs, args=(PROGRAM, 6.0)
+        )
+        thread.start()
+        thread.join()
+        jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+    assert clock.seconds() == 5.0
+    assert clock.seconds(3.5) == 2.5 and clock.seconds(3.5, 5.0) == 1.5
+    assert (clock.programs, clock.hits) == (2, 1)
+    jax.monitoring.record_event_duration_secs(PROGRAM, 6.0)
+    assert clock.programs == 2
