@@ -4,6 +4,9 @@ A TPU array is tiled over its two minor axes, and the last one fills vectors of 
 [B,K,S,H] with H a multiple of 128 lies row-major, and a block of keys is [Z,H]. With a smaller H
 the lanes would be padded, so XLA stores such a cache with the slots minor; another layout would
 copy the cache. Kernels then take it as [B,K,H,S], which is the same bytes, in blocks of [H,Z].
+
+Of a `Plane` a kernel takes all layers' rows, and the row at which the layer's begin as a prefetched
+scalar: no slice is made.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
-from pallas_kernels.common import MASKED, Cache
+from pallas_kernels.common import MASKED, AnyCache
+from pallas_kernels.plane import Plane
 
 LANES = 128
 # Rows of a tile by the size of a number: packed numbers share a vector's rows.
@@ -42,25 +46,36 @@ def slots_minor(head_dim: int) -> bool:
     return head_dim < LANES
 
 
-def as_stored(x: Cache) -> Array:
-    """The cache with its axes as they lie in memory: [B,K,S,H], or [B,K,H,S] for narrow heads."""
-    return jnp.swapaxes(x, 2, 3) if slots_minor(x.shape[3]) else x
+def as_stored(x: AnyCache) -> Array:
+    """The cache with its axes as they lie in memory: [B,K,S,H], or [B,K,H,S] for narrow heads.
+
+    Of a `Plane` those are the rows of all layers (see `first_row`).
+    """
+    rows = x.rows()[0] if isinstance(x, Plane) else x
+    return jnp.swapaxes(rows, 2, 3) if slots_minor(x.shape[3]) else rows
+
+
+def first_row(x: AnyCache) -> Array:
+    """The row of `as_stored` at which the cache's own begin, [1]."""
+    row = x.rows()[1] if isinstance(x, Plane) else jnp.int32(0)
+    return row[None]
 
 
 def key_spec(head_dim: int, block: int, index: Callable[..., tuple]) -> pl.BlockSpec:
-    """Blocks of `block` slots of an `as_stored` cache.
+    """Blocks of `block` slots of an `as_stored` cache, for a `call` that is told its `first_row`.
 
     Args:
       index: a function of the grid's indices and the prefetched scalars giving (row, kv head,
         block of slots).
     """
-    if slots_minor(head_dim):
-        return pl.BlockSpec((1, 1, head_dim, block), lambda *at: _minor(*index(*at)))
-    return pl.BlockSpec((1, 1, block, head_dim), lambda *at: (*index(*at), 0))
+    minor = slots_minor(head_dim)
 
+    def place(*at):
+        *given, first = at
+        b, k, j = index(*given)
+        return (first[0] + b, k, 0, j) if minor else (first[0] + b, k, j, 0)
 
-def _minor(b, k, j):
-    return b, k, 0, j
+    return pl.BlockSpec((1, 1, head_dim, block) if minor else (1, 1, block, head_dim), place)
 
 
 def key_block(slots: int, most: int) -> int:
@@ -88,6 +103,7 @@ def call(
     out_specs: Sequence[Any],
     out_shape: Sequence[Any],
     scratch: Sequence[Any],
+    first: Array | None = None,
     **params: Any,
 ) -> Sequence[Array]:
     """Run a kernel whose integer scalars are prefetched.
@@ -96,10 +112,19 @@ def call(
       parallel: how many of the grid's first axes may be split over a chip's cores; steps along
         the others run in order.
       cost: operations, transcendentals and bytes, for the compiler's schedule.
+      first: the caches' `first_row`, where there is a `key_spec`. It is prefetched after the
+        scalars, for the specs; the kernel does not see it.
     """
     in_order = len(grid) - parallel
+    body, given = kernel, len(scalars)
+    if first is not None:
+        scalars = (*scalars, first)
+
+        def body(*refs):
+            kernel(*refs[:given], *refs[given + 1 :])
+
     return pl.pallas_call(
-        kernel,
+        body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=grid,

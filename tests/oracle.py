@@ -1,4 +1,4 @@
-"""A plain numpy decoder that materialises everything; shares no code with the library.
+"""A plain numpy decoder that materialises everything; computes nothing with the library's code.
 
 `forward` runs one row of tokens through all layers and hands each layer's raw queries, keys and
 values (before rotary embedding) to `attend`, which returns the attention output.
@@ -9,12 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from jax_longctx.models.llama import layer_params
+
 __all__ = ["causal_attend", "forward", "probabilities", "rope", "to_numpy"]
 
 
 def to_numpy(tree: Any) -> Any:
-    """A nested dict of arrays as float64 numpy."""
+    """A nested dict of arrays as float64 numpy; of parameters, each layer apart."""
     if isinstance(tree, dict):
+        if "layers" in tree and "0" not in tree["layers"]:
+            count = len(tree["layers"]["attn_norm"]["scale"])
+            layers = {str(index): layer_params(tree, index) for index in range(count)}
+            tree = {**tree, "layers": layers}
         return {key: to_numpy(value) for key, value in tree.items()}
     return np.asarray(tree, np.float64)
 

@@ -287,9 +287,16 @@ def gather_slots(
 
 
 def where_rows(pick: Bool[Array, " B"], new: Any, old: Any) -> Any:
-    """`new` in the rows of `pick`, else `old`; for any tree of arrays whose first axis is rows."""
+    """`new` in the rows of `pick`, else `old`; for any tree of arrays whose first axis is rows.
 
-    def choose(a: Array, b: Array) -> Array:
+    An array or a `Plane` that is the same in both is handed on as it is.
+    """
+
+    def choose(a: Any, b: Any) -> Any:
+        if a is b:
+            return a
+        if isinstance(a, Plane):
+            return b.write(choose(a.read(), b.read()))
         return jnp.where(pick.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
 
-    return jax.tree.map(choose, new, old)
+    return jax.tree.map(choose, new, old, is_leaf=lambda x: isinstance(x, Plane))

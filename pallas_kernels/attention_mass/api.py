@@ -62,7 +62,7 @@ def attention_mass(
         dispatch.shape_class(q, k.shape[1]),
         xla=xla.attention_mass,
         gpu=dispatch.Kernel(gpu.attention_mass, lambda: gpu.unsupported(q, k, squares)),
-        tpu=dispatch.Kernel(tpu.attention_mass, lambda: unsupported_keys(q)),
+        tpu=dispatch.Kernel(tpu.attention_mass, lambda: unsupported_keys(q), planes=True),
         reference=reference.attention_mass,
     )
     batch, queries = q.shape[:2]

@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu_common as tpu
 from pallas_kernels.attention_mass.reference import Masses, Reduction
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
+from pallas_kernels.common import AnyCache, PerQuery, PerRow, Queries, group_heads
 
 _LOG2_E = math.log2(math.e)
 # Rows (queries times heads) of a tile and of the part whose logits are made at once; those logits;
@@ -44,7 +44,7 @@ _KEYS = 4096
 
 def attention_mass(
     q: Queries,
-    k: Cache,
+    k: AnyCache,
     lse: PerQuery,
     lengths: PerRow,
     how: Reduction,
@@ -89,6 +89,7 @@ def attention_mass(
         partial(_kernel, how=how, part=part),
         (lengths, how.valid, causal_start),
         (q_BKGTH, lse_BKGT1, tpu.as_stored(k)),
+        first=tpu.first_row(k),
         grid=(batch, kv_heads, -(-slots // block), q_BKGTH.shape[3] // tile),
         parallel=3,
         in_specs=[

@@ -57,7 +57,7 @@ def decode_attention(
         dispatch.shape_class(q, k.shape[1], window),
         xla=xla.decode_attention,
         gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k)),
-        tpu=dispatch.Kernel(tpu.decode_attention, lambda: unsupported_keys(q)),
+        tpu=dispatch.Kernel(tpu.decode_attention, lambda: unsupported_keys(q), planes=True),
         reference=reference.decode_attention,
     )
     given = Window.of(window, query_start, slot_start)

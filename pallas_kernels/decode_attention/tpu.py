@@ -27,8 +27,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu_common as tpu
 from pallas_kernels.common import (
+    AnyCache,
     Attended,
-    Cache,
     PerRow,
     Queries,
     Window,
@@ -42,8 +42,8 @@ _BLOCK_BYTES = 2**20
 
 def decode_attention(
     q: Queries,
-    k: Cache,
-    v: Cache,
+    k: AnyCache,
+    v: AnyCache,
     lengths: PerRow,
     *,
     scale: float,
@@ -87,6 +87,7 @@ def decode_attention(
         ),
         (lengths, first_B, -(-lengths // block)),
         (q_BKRH, tpu.as_stored(k), tpu.as_stored(v), *positions),
+        first=tpu.first_row(k),
         grid=(batch, kv_heads, steps),
         parallel=2,
         in_specs=[rows_spec, keys, keys]

@@ -103,7 +103,9 @@ def sparse_decode_attention(
             lambda: without or gpu.unsupported(q, k, lists, page_size, priors),
         ),
         tpu=dispatch.Kernel(
-            tpu.sparse_decode_attention, lambda: without or tpu.unsupported(q, k, pages, page_size)
+            tpu.sparse_decode_attention,
+            lambda: without or tpu.unsupported(q, k, pages, page_size),
+            planes=True,
         ),
         reference=reference.sparse_decode_attention,
     )

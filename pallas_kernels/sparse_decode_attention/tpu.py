@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import tpu_common as tpu
-from pallas_kernels.common import Cache, PerRow
+from pallas_kernels.common import AnyCache, PerRow
 from pallas_kernels.plane import ArrayLike
 from pallas_kernels.sparse_decode_attention.lists import entries_of, results_of, rows_of
 
@@ -60,8 +60,8 @@ def unsupported(q: Array, k: ArrayLike, entries: Array, page_size: int) -> str |
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Cache,
-    v: Cache,
+    k: AnyCache,
+    v: AnyCache,
     pages: Int[Array, "B ..."],
     start: PerRow,
     stop: PerRow,
@@ -94,12 +94,12 @@ def sparse_decode_attention(
     used_BX = jnp.max(jnp.where(entries >= 0, jnp.arange(1, entries.shape[2] + 1), 0), axis=2)
     whole_BXJ = jnp.all(held_BXCZ.reshape(batch, lists, blocks, -1), axis=3)
     # The kernel knows an entry of -1 by its slots, which stand before slot 0.
-    scalars = (entries, used_BX, whole_BXJ, jnp.maximum(start, 0), stop)
+    scalars = (entries, used_BX, whole_BXJ, jnp.maximum(start, 0), stop, tpu.first_row(k))
 
     reader_BXC1 = (owner_BXC if heads is not None else jnp.zeros_like(owner_BXC))[..., None]
     reader_BXCZ = jnp.where(held_BXCZ, reader_BXC1, -1).astype(jnp.float32)
     # One axis of all slots of a row, as entries number their pages.
-    k, v = (x.reshape(batch, kv_heads * slots, head_dim) for x in (k, v))
+    k_stored, v_stored = (tpu.as_stored(x).reshape(-1, kv_heads * slots, head_dim) for x in (k, v))
     group = None if heads is None else q.shape[2] // kv_heads
     job = _Job(page_size, scale, pages_of_head, kv_heads, group)
     rows = rows_of(q, prior_query, lists)
@@ -114,7 +114,7 @@ def sparse_decode_attention(
     out_BXMH, lse_BXM1 = tpu.call(
         partial(_kernel, job=job),
         [x.reshape(-1) for x in scalars],
-        (rows, reader_BXCZ.reshape(batch, lists, 1, -1), k, v),
+        (rows, reader_BXCZ.reshape(batch, lists, 1, -1), k_stored, v_stored),
         grid=(batch, lists, blocks),
         parallel=1,
         in_specs=[
@@ -161,6 +161,7 @@ class _Work:
     """A batch row's steps: its lists one after another, block by block, and their pages' copies."""
 
     row: Array
+    origin: Array  # the caches' row of batch row 0
     lists: Array | int
     blocks: Array | int
     block: int  # entries
@@ -197,7 +198,7 @@ class _Work:
             at = self.rows_of(jnp.maximum(self.pages[first + i], 0))
             for which, (cache, buffer) in enumerate(self.caches):
                 pltpu.make_async_copy(
-                    cache.at[self.row, at],
+                    cache.at[self.origin + self.row, at],
                     buffer.at[buffer_at, self.rows_of(i)],
                     self.arrived.at[which, buffer_at],
                 ).start()
@@ -223,9 +224,10 @@ def _kernel(
     whole,  # [B * X * J] whether every slot of the block counts
     start,  # [B]
     stop,  # [B]
+    first,  # [1] the caches' row of batch row 0
     q,  # [1, 1, R, H]
     readers,  # [1, 1, 1, M] the kv head whose rows see a slot, -1 for none; without heads 0
-    k,  # [B, K * S, H] in memory
+    k,  # [B, K * S, H] in memory, or the rows of all layers
     v,
     out,
     lse,
@@ -240,7 +242,7 @@ def _kernel(
     page_size = job.page_size
     block = readers.shape[3] // page_size
     caches = (k, k_buffer), (v, v_buffer)
-    work = _Work(b, lists, blocks, block, page_size, pages, used, caches, arrived)
+    work = _Work(b, first[0], lists, blocks, block, page_size, pages, used, caches, arrived)
     running = tpu.Softmax(*softmax)
     step = x * blocks + j
     following = jnp.minimum(step + 1, lists * blocks - 1)
@@ -251,8 +253,8 @@ def _kernel(
     def blank(i: Array, _: None) -> None:
         """Replace the values of page i that do not count: 0 x NaN is NaN."""
         at = step % 2, work.rows_of(i)
-        first = lax.rem(work.page(step, i), job.pages_of_head) * page_size
-        slots_ZH = first + lax.broadcasted_iota(jnp.int32, (page_size, v.shape[2]), 0)
+        begin = lax.rem(work.page(step, i), job.pages_of_head) * page_size
+        slots_ZH = begin + lax.broadcasted_iota(jnp.int32, (page_size, v.shape[2]), 0)
         counts = (slots_ZH >= start[b]) & (slots_ZH < stop[b])
         values = v_buffer[at].astype(jnp.float32)  # masks have the layout of 32-bit numbers
         v_buffer[at] = jnp.where(counts, values, 0).astype(v_buffer.dtype)

@@ -67,7 +67,7 @@ def topk_scores(
         f"{dispatch.shape_class(q, k.shape[1])}, {count} best{tiles}",
         xla=xla.topk_scores,
         gpu=dispatch.Kernel(gpu.topk_scores, lambda: gpu.unsupported(q, k, count, tile_best)),
-        tpu=dispatch.Kernel(tpu.topk_scores, lambda: tpu.unsupported(q, tile_best)),
+        tpu=dispatch.Kernel(tpu.topk_scores, lambda: tpu.unsupported(q, tile_best), planes=True),
         reference=reference.topk_scores,
     )
     start, stop = (jnp.clip(x.astype(jnp.int32), 0, k.shape[2]) for x in (start, stop))

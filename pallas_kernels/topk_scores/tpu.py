@@ -40,7 +40,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import tpu_common as tpu
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, pack_rows, unpack_rows
+from pallas_kernels.common import AnyCache, PerQuery, PerRow, Queries, pack_rows, unpack_rows
 
 # Query rows of a tile; how many are few; scores that are computed and swept at once; and keys of a
 # block of few rows, where the copy of the keys is the bound.
@@ -67,7 +67,7 @@ def unsupported(q: Array, tile_best: int | None) -> str | None:
 
 def topk_scores(
     q: Queries,
-    k: Cache,
+    k: AnyCache,
     start: PerRow,
     stop: PerRow,
     tolerance: PerQuery,
@@ -112,6 +112,7 @@ def topk_scores(
         partial(_kernel, block=block, count=count),
         (start, stop, first_B, stop_block_B),
         (q_BKRH, tpu.as_stored(k), jnp.expand_dims(tolerance_BKR, 2 + axis)),
+        first=tpu.first_row(k),
         grid=(batch, kv_heads, tiles, -(-slots // block)),
         parallel=3,
         in_specs=[

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, hopper
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention, gpu, tpu
 from pallas_kernels.select_large_k import select_large_k
 
@@ -153,11 +155,21 @@ def test_what_is_held_back_runs_only_where_it_is_asked_for(
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     held = dispatch.Kernel(min, lambda: None, held_back="it fails")
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
-        assert dispatch.select("sort", None, "held", xla=max, gpu=held) is max
-        assert dispatch.select("sort", "gpu", "asked", xla=max, gpu=held) is min
+        assert dispatch.select("sort", None, "held", xla=max, gpu=held)(1, 2) == 2
+        assert dispatch.select("sort", "gpu", "asked", xla=max, gpu=held)(1, 2) == 1
         free = held._replace(held_back=None)
-        assert dispatch.select("sort", None, "free", xla=max, gpu=free) is min
+        assert dispatch.select("sort", None, "free", xla=max, gpu=free)(1, 2) == 1
     assert "xla (not gpu: it fails)" in caplog.text
+
+
+def test_only_a_kernel_that_says_so_is_given_a_plane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    plane = Plane(jnp.arange(6).reshape(3, 2), jnp.int32(1))
+    for planes in (False, True):
+        kernel = dispatch.Kernel(lambda x: x, lambda: None, planes=planes)
+        given = dispatch.select("read", None, f"planes {planes}", xla=max, gpu=kernel)(plane)
+        assert (given is plane) is planes
+        np.testing.assert_array_equal(part_of(given), [2, 3])
 
 
 def _traced_for(kind: str) -> str:

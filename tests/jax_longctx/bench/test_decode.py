@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from jax_longctx.bench import decode, e2e
 from jax_longctx.cli.main import app
+from jax_longctx.engine import programs
 from jax_longctx.errors import CapacityError
 from jax_longctx.methods import Full
 from jax_longctx.models import presets
@@ -140,7 +141,7 @@ def test_a_random_cache_stands_for_a_context(tiny_preset):
 
     engine = tiny_engine()
     context = decode.random_context(engine, 2, 100, 16)
-    for cache in context.caches:
+    for cache in programs.per_layer(context.caches):
         np.testing.assert_array_equal(cache.length, [100, 100])
         np.testing.assert_array_equal(cache.context_length, [100, 100])
         assert 0.9 < float(cache.k[:, :, :100].std()) < 1.1

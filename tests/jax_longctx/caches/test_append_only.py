@@ -94,20 +94,25 @@ def test_a_run_lands_where_numpy_puts_it(setup, platform, batch, tokens):
 
 @pytest.mark.parametrize("start", [-20, -5, -3, 0, 7, 59, 62, 64, 90])
 @pytest.mark.parametrize("valid", [0, 3, 5])
-def test_both_forms_write_the_same_shard(start, valid):
-    """Runs that lie before, across and behind what a shard holds (`start` is local to it)."""
-    buffer, new = map(jnp.asarray, random_arrays(2, 5))
+@pytest.mark.parametrize("layer", [0, 1])
+def test_both_forms_write_the_same_shard(start, valid, layer):
+    """Runs that lie before, across and behind what a shard holds (`start` is local to it).
+
+    The rows are those of a layer of two, as in a `Plane`.
+    """
+    buffer, new = jnp.asarray(random_arrays(4, 5)[0]), jnp.asarray(random_arrays(2, 5)[1])
+    own = 2 * layer
     new_BKTH = jnp.swapaxes(new, 1, 2)
     starts, valids = jnp.array([start, 11]), jnp.array([valid, 2])
-    lines = append_only._write_lines(buffer, new_BKTH, starts, valids)
+    lines = append_only._write_lines(buffer, new_BKTH, starts, valids, own)
     rows = buffer
     for row in range(2):
-        rows = append_only._write_row(row, rows, new_BKTH, starts, valids)
+        rows = append_only._write_row(row, rows, new_BKTH, starts, valids, own)
     expected = np.array(buffer)
     for b, (first, count) in enumerate([(start, valid), (11, 2)]):
         for step in range(count):
             if 0 <= first + step < SLOTS:
-                expected[b, :, first + step] = new_BKTH[b, :, step]
+                expected[own + b, :, first + step] = new_BKTH[b, :, step]
     np.testing.assert_array_equal(lines, expected)
     np.testing.assert_array_equal(rows, expected)
 

@@ -27,6 +27,7 @@ from jax_longctx.methods import Full
 from jax_longctx.sharding import axes_field
 from pallas_kernels.common import merge
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.plane import part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 
@@ -166,7 +167,7 @@ class Instructed:
         earlier = ctx.seq_merge(*cache_attention(q, store.k, store.v, seen, scale=ctx.scale))
         out, lse = merge([earlier, causal_attention(q, k, v, scale=ctx.scale)])
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])  # [B, T, K, G, H]
-        logits = jnp.einsum("BTKGH,BKSH->BTKGS", grouped, store.k) * ctx.scale
+        logits = jnp.einsum("BTKGH,BKSH->BTKGS", grouped, part_of(store.k)) * ctx.scale
         p = jnp.exp(logits - lse.reshape(*grouped.shape[:-1])[..., None])
         real = jnp.arange(q.shape[1]) < segment.valid_of(INSTRUCTION_ROWS)[:, None]
         p = jnp.where(real[:, :, None, None, None], p, 0.0).sum((1, 2, 3))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jax_longctx.engine import programs
 from jax_longctx.errors import InputError
 from jax_longctx.methods import Full
 from jax_longctx.sharding import make_mesh
@@ -29,11 +30,13 @@ def oracle_params(engine):
 
 
 def answers(engine, contexts, questions, steps, **prefill):
+    """The answers, and the context after them with a cache for each layer."""
     context = engine.prefill(contexts, reserve=16, questions=questions, **prefill)
     rows = [[] for _ in contexts]
     for block in engine.stream(context, questions, max_tokens=steps):
         for row, new in zip(rows, block, strict=True):
             row.extend(new)
+    context.caches = programs.per_layer(context.usable_caches())
     return rows, context
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment, step_variant
 from jax_longctx.engine import Sampling, programs
 from jax_longctx.engine.capacity import bytes_per_device
+from jax_longctx.models.llama import layer_params
 from jax_longctx.planning.compiled import abstract_params, abstract_state, placed
 from jax_longctx.planning.compiled import no_persistent_cache as no_persistent_cache
 
@@ -47,13 +48,7 @@ def compile_segment(
     setup: programs.Setup, batch: int, slots: int, tokens: int, logits: str = "none"
 ) -> jax.stages.Compiled:
     """One prefill segment of `tokens` columns."""
-    segment = Segment(
-        np.zeros((batch, tokens), np.int32),
-        np.full((batch, 1), tokens, np.int32),
-        np.zeros((batch,), bool),
-        "context",
-        (RowGroup(CHUNK_ROWS, 0, tokens),),
-    )
+    segment = _segment(batch, tokens)
     last = None
     if logits == "last":
         last = jax.ShapeDtypeStruct((batch, setup.config.vocab_size), jnp.float32)
@@ -63,10 +58,36 @@ def compile_segment(
     ).compile()
 
 
+def compile_layer(
+    setup: programs.Setup, batch: int, slots: int, tokens: int
+) -> jax.stages.Compiled:
+    """The first layer's program of a segment of `tokens` columns, of one that goes by layer."""
+    hidden = jax.ShapeDtypeStruct((batch, tokens, setup.config.model_dim), setup.dtype)
+    return programs._through_layer.lower(
+        setup,
+        setup.config.windows[0],
+        layer_params(abstract_params(setup), 0),
+        hidden,
+        sharded_caches(setup, batch, slots)[0],
+        _segment(batch, tokens),
+        _ints(batch),
+    ).compile()
+
+
 def compile_finish(setup: programs.Setup, batch: int, slots: int) -> jax.stages.Compiled:
     """The end of the context."""
     caches = sharded_caches(setup, batch, slots)
     return programs.finish_donated.lower(setup, caches, _ints(batch), "context", 0).compile()
+
+
+def _segment(batch: int, tokens: int) -> Segment:
+    return Segment(
+        np.zeros((batch, tokens), np.int32),
+        np.full((batch, 1), tokens, np.int32),
+        np.zeros((batch,), bool),
+        "context",
+        (RowGroup(CHUNK_ROWS, 0, tokens),),
+    )
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:

@@ -143,24 +143,13 @@ def looked_at(monkeypatch, name, looked, **options):
     return engine, random_rows([70, 40]), random_rows([5, 3], seed=1)
 
 
-# The end of its context hands the question's cache on as the whole: a layer's length and position
-# then lie where the layer before had its own. They are equal in all layers, so that the order of
-# the copies does not show.
-SHARED = pytest.param(
-    "citrus-individual",
-    marks=[pytest.mark.xfail(strict=True, raises=AssertionError), pytest.mark.slow],
-)
-OTHERS = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in SMALL
-    if name not in (*KINDS, "citrus-individual")
-]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SMALL if name not in KINDS]
 
 
-@pytest.mark.parametrize("name", [*KINDS, *OTHERS, SHARED])
+@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
 def test_no_leaf_is_written_where_another_lay(name, monkeypatch):
     looked = {program: Looked(*program) for program in WHOLE}
-    engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32)
+    engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32, by_layer=False)
     context = engine.prefill(contexts, reserve=40, questions=questions)
     list(engine.stream(context, questions, max_tokens=4))
     if name in KINDS:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Engine, Sampling, capacity
+from jax_longctx.engine import Engine, Sampling, capacity, programs
 from jax_longctx.engine.capacity import bucket, check_fits, grow
 from jax_longctx.engine.context_io import save_context
 from jax_longctx.errors import CapacityError, ConfigError, InputError
@@ -151,9 +151,11 @@ def test_a_longer_answer_than_reserved_grows_the_cache(engine):
     grown = collect(engine, short, question, max_tokens=150)
     assert grown == collect(engine, long, question, max_tokens=150)
     assert short.slots > before
-    assert {leaf.shape[2] for leaf in jax.tree.leaves(short.caches) if leaf.ndim == 4} == {
-        short.slots
-    }
+    assert {
+        leaf.shape[2]
+        for leaf in jax.tree.leaves(programs.per_layer(short.caches))
+        if leaf.ndim == 4
+    } == {short.slots}
 
 
 def test_answers_stop(engine):
@@ -261,7 +263,7 @@ def test_a_context_is_refused_under_another_method(tmp_path):
 
 def test_weights_that_are_not_numbers_are_named():
     broken = tiny_engine(chunk=16)
-    broken.params["layers"]["1"]["mlp"]["up"] *= float("nan")
+    broken.params["final_norm"]["scale"] *= float("nan")
     with pytest.raises(InputError, match=r"not finite.*NaN"):
         joined(broken.generate([ROW], max_tokens=4))
 
@@ -311,7 +313,8 @@ def test_buckets_waste_at_most_a_sixteenth():
 def test_growing_leaves_other_axes_alone(engine):
     context = engine.prefill([ROW], reserve=4)
     wider = grow(context.caches, 128)
-    for old, new in zip(jax.tree.leaves(context.caches), jax.tree.leaves(wider), strict=True):
+    both = (jax.tree.leaves(programs.per_layer(caches)) for caches in (context.caches, wider))
+    for old, new in zip(*both, strict=True):
         if old.ndim == 4:
             assert new.shape == (*old.shape[:2], old.shape[2] + 128, old.shape[3])
             np.testing.assert_array_equal(new[:, :, : old.shape[2]], old)

@@ -62,11 +62,14 @@ def test_tpu_decode_compiles_in_place(setup, batch):
     ("batch", "tokens"), [(1, 256), pytest.param(2, 512, marks=pytest.mark.thorough)]
 )
 def test_tpu_segment_compiles_in_place_with_its_kernel(setup, batch, tokens):
-    """Temporaries of a chunk's activations, below one layer's keys: no copy of any buffer."""
+    """Temporaries below one layer's keys and values: no copy of any buffer.
+
+    Splash attention is given a layer's slice, which may be a copy.
+    """
     # Two layers: a kernel takes a second to compile.
     setup = dataclasses.replace(setup, config=tiny_config(**SIZES | {"num_layers": 2}))
     compiled = compile_segment(setup, batch, SLOTS, tokens)
     memory, cache = compiled.memory_analysis(), cache_bytes(setup, batch, SLOTS)
     assert memory.alias_size_in_bytes >= cache
-    assert memory.temp_size_in_bytes < cache / setup.config.num_layers / 2
+    assert memory.temp_size_in_bytes < cache / setup.config.num_layers
     assert "tpu_custom_call" in compiled.as_text()

@@ -27,7 +27,7 @@ COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "ppermute", "all_to_all")
 def decided_by_floats(method: Any, step: int = 1) -> list[bool]:
     """For every branch with a collective in the program of an answer's `step`: by floats or not."""
     config, mesh = tiny_config(num_layers=1), make_mesh(1, 2, 2)
-    setup = programs.Setup(config, method, mesh, jnp.dtype(jnp.float32), 16)
+    setup = programs.Setup(config, method, mesh, jnp.dtype(jnp.float32), 16, by_layer=True)
     rows = jax.ShapeDtypeStruct((2,), jnp.int32)
     caches = programs.abstract_caches(setup, 2, 256, 32)
     caches = jax.eval_shape(lambda c, n: programs.finish_context(setup, c, n, 32), caches, rows)

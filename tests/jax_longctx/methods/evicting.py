@@ -120,7 +120,7 @@ def _read(engine: Engine, contexts: Sequence[Sequence[int]]) -> Context:
 
 
 def _ask(engine: Engine, context: Context, questions: Any, answers: Any) -> list[np.ndarray]:
-    caches = tuple(engine.method.fork(cache) for cache in context.usable_caches())
+    caches = tuple(programs.fork(engine.method, cache) for cache in context.usable_caches())
     segments = list(engine.method.segments(Prompt("question", engine.chunk, question=questions)))
     for column in zip(*answers, strict=True):
         (segment,) = chunk_segments([[token] for token in column], 1, "decode")

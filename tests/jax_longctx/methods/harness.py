@@ -18,8 +18,8 @@ __all__ = ["Step", "last_logits", "steps"]
 class Step:
     """What one segment left behind.
 
-    `caches` are valid until the next step is asked for. `logits` are `[B, T, V]` of the chunk
-    rows, of which row b's first `valid[b]` count.
+    `caches`, one a layer, are valid until the next step is asked for. `logits` are `[B, T, V]` of
+    the chunk rows, of which row b's first `valid[b]` count.
     """
 
     segment: Segment
@@ -47,7 +47,7 @@ def steps(
         caches, logits = programs.run_segment(
             setup, engine.params, caches, segment, total, None, "all"
         )
-        return Step(segment, caches, np.asarray(logits), segment.chunk_lengths)
+        return Step(segment, programs.per_layer(caches), np.asarray(logits), segment.chunk_lengths)
 
     prompt = engine.prompt("context", slots, context=contexts, question=asked)
     for segment in engine.method.segments(prompt):

@@ -146,7 +146,9 @@ def _run(engine: Engine, caches: Any, segment: Segment, total: jax.Array) -> tup
     caches, logits = programs.run_segment(
         engine.setup, engine.params, caches, segment, total, None, "all"
     )
-    return caches, Step(segment, caches, np.asarray(logits), segment.chunk_lengths)
+    return caches, Step(
+        segment, programs.per_layer(caches), np.asarray(logits), segment.chunk_lengths
+    )
 
 
 def _segments(engine: Engine) -> Iterable[Segment]:
@@ -165,7 +167,7 @@ def feed(engine: Engine, segments: Iterable[Segment] | None = None) -> list[Seen
 
 
 def _ask(engine: Engine, context: Context, questions: Any, answers: Any) -> list[np.ndarray]:
-    caches = tuple(engine.method.fork(cache) for cache in context.usable_caches())
+    caches = tuple(programs.fork(engine.method, cache) for cache in context.usable_caches())
     segments = list(engine.method.segments(Prompt("question", engine.chunk, question=questions)))
     rows = np.ones((len(questions), 1), np.int32), np.zeros(len(questions), bool)
     for step, column in enumerate(zip(*answers, strict=True), start=1):

@@ -155,7 +155,7 @@ def ask(
 
     The context lends its buffers, as it does to `Engine.stream`.
     """
-    caches = tuple(engine.method.fork(cache) for cache in context.usable_caches())
+    caches = tuple(programs.fork(engine.method, cache) for cache in context.usable_caches())
     segments = list(engine.method.segments(Prompt("question", engine.chunk, question=questions)))
     ones, no = np.ones((len(questions), 1), np.int32), np.zeros(len(questions), bool)
     for step, column in enumerate(zip(*answers, strict=True), start=1):

@@ -377,5 +377,5 @@ def test_an_answer_takes_the_steps_that_the_schedule_names():
     for column, step in enumerate(single, start=1):
         chosen = last_logits(step).argmax(axis=1)
         assert chosen.tolist() == [row[column] for row in answers]
-    (cache, *_) = context.caches
+    (cache, *_) = programs.per_layer(context.caches)
     assert cache.full_steps.tolist() == [3] * 4 and cache.steps.tolist() == [14] * 4

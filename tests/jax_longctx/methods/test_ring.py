@@ -61,7 +61,7 @@ def test_r1_r2_r4_it_is_full_attention(mesh, order):
             ]
         seen.append(step)
     plain = tiny_engine(Full(), chunk=64).prefill(CONTEXTS, reserve=40)
-    for ours, theirs in zip(held, plain.caches, strict=True):
+    for ours, theirs in zip(held, programs.per_layer(plain.caches), strict=True):
         for row, tokens in enumerate(CONTEXTS):
             for name in "kv":
                 both = (x[row, :, : len(tokens)] for x in (ours[name], getattr(theirs, name)))
@@ -93,7 +93,7 @@ def test_r3_a_cut_ring_sees_itself_and_the_shards_before(hops):
         return weighted_values(probabilities(rope(q, at, theta), keys[-1], visible), v)
 
     forward(engine.config, to_numpy(jax.device_get(engine.params)), row, attend)
-    for cache, mine in zip(context.caches, keys, strict=True):
+    for cache, mine in zip(programs.per_layer(context.caches), keys, strict=True):
         held = np.asarray(cache.k)[0, :, : len(row)].swapaxes(0, 1)
         np.testing.assert_allclose(held, mine, atol=1e-4)
 
@@ -119,7 +119,9 @@ def test_a_context_can_be_empty_or_hold_an_empty_row():
     engine = engine_of((1, 2, 1))
     for contexts in ([[]], [[], CONTEXTS[1]]):
         context = engine.prefill(contexts, reserve=8)
-        assert context.caches[0].length.tolist() == [len(row) for row in contexts]
+        assert programs.per_layer(context.caches)[0].length.tolist() == [
+            len(row) for row in contexts
+        ]
         assert list(engine.stream(context, [[5]] * len(contexts), max_tokens=2))
 
 

@@ -151,8 +151,10 @@ def test_s10_only_the_answers_tokens_are_appended():
     engine = engine_of(STAR, (1, 2, 1))
     for _ in engine.stream(context, [[1, 2, 3]], max_tokens=4):
         pass
-    assert context.caches[0].length.tolist() == [201 + 3 + 3]
-    assert type(context.caches[0]).__name__ == "AppendCache"  # the anchors are gone
+    assert programs.per_layer(context.caches)[0].length.tolist() == [201 + 3 + 3]
+    assert (
+        type(programs.per_layer(context.caches)[0]).__name__ == "AppendCache"
+    )  # the anchors are gone
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+"""Compiles methods' programs for one H200 that need not be there, and prints what they hold.
+
+`python -m tests.jax_longctx.engine.gpu_programs METHOD...` in a process that finds JAX's CUDA
+plugin: JAX looks for plugins once, when it begins. One line of JSON is printed for each program.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+
+# What XLA asks of a GPU, here an H200 with 141 GB.
+H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  l2_cache_size: 52428800
+  memory_bandwidth: 4800000000000
+  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+# The model's shapes are Llama 3.1 8B's. The loop's body is the same for more layers. No activation
+# of a chunk has as many elements as a layer's weights.
+LAYERS, CONTEXT, RESERVE, CHUNK = 4, 16_000, 512, 1536
+# Elements of arrays whose copies are looked for.
+LEAST = 2**20
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) (?P<op>[a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"[a-z]+\d+\[([\d,]+)\]")
+# Instructions that launch kernels; of asynchronous ones the start counts.
+_KERNELS = ("fusion", "fusion-start", "custom-call", "copy", "copy-start", "sort", "async-start")
+# Instructions whose result may be an array of their own.
+_MAKING = ("copy", "copy-start", "fusion", "fusion-start", "dynamic-slice", "transpose")
+# Instructions of fusions that write into an argument's buffer.
+_IN_PLACE = ("dynamic-update-slice", "scatter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a compiled program."""
+
+    op: str
+    text: str
+    arrays: list[tuple[int, ...]]
+    root: bool
+
+    def called(self, name: str) -> str | None:
+        """The computation that the attribute of this name calls."""
+        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
+        return found[1] if found else None
+
+
+def computations(text: str) -> dict[str, list[Instruction]]:
+    """The instructions of every computation of a compiled program."""
+    found: dict[str, list[Instruction]] = {}
+    current: list[Instruction] = []
+    for line in text.splitlines():
+        stripped = line.strip()
+        if begun := _COMPUTATION.match(line):
+            current = found.setdefault(begun[1], [])
+        elif made := _INSTRUCTION.match(stripped):
+            arrays = [
+                tuple(int(size) for size in sizes.split(","))
+                for sizes in _ARRAY.findall(made["type"])
+            ]
+            current.append(Instruction(made["op"], stripped, arrays, stripped.startswith("ROOT")))
+    return found
+
+
+def layer_loops(program: dict[str, list[Instruction]], layers: int) -> list[str]:
+    """The bodies of the loops that run as often as there are layers."""
+    wanted = f'known_trip_count":{{"n":"{layers}"}}'
+    return [
+        body
+        for instructions in program.values()
+        for each in instructions
+        if each.op == "while" and wanted in each.text and (body := each.called("body"))
+    ]
+
+
+def kernels(program: dict[str, list[Instruction]], name: str) -> int:
+    """Kernels that one pass through a computation launches; those of inner loops count once."""
+    count = 0
+    for each in program[name]:
+        count += each.op in _KERNELS
+        for attribute in ("body", "to_apply", "true_computation", "false_computation"):
+            inner = each.called(attribute)
+            if inner and each.op in ("while", "call", "conditional"):
+                count += kernels(program, inner)
+        if each.op == "conditional" and (
+            branches := re.search(r"branch_computations={(.*?)}", each.text)
+        ):
+            count += max(kernels(program, one.strip(" %")) for one in branches[1].split(","))
+    return count
+
+
+def copies(
+    program: dict[str, list[Instruction]], sizes: dict[int, str]
+) -> Iterator[tuple[str, str]]:
+    """Instructions that make an array as large as one of `sizes`, and what that is.
+
+    Neither what writes into an argument's buffer counts nor what hands an address on.
+    """
+    inner = {
+        called
+        for instructions in program.values()
+        for each in instructions
+        if each.op in ("fusion", "fusion-start") and (called := each.called("calls"))
+    }
+    for name, instructions in program.items():
+        if name in inner:
+            continue
+        for each in instructions:
+            if each.op not in _MAKING:
+                continue
+            if each.op.startswith("fusion") and not _makes(program, each):
+                continue
+            for array in each.arrays:
+                if math.prod(array) in sizes:
+                    yield each.text[:160] + _origin(each), sizes[math.prod(array)]
+
+
+def _origin(each: Instruction) -> str:
+    """Where in the source an instruction comes from."""
+    found = re.search(r'op_name="([^"]*)"', each.text)
+    return f" ... {found[1]}" if found else ""
+
+
+def _makes(program: dict[str, list[Instruction]], fusion: Instruction) -> bool:
+    """Whether a fusion's result is memory of its own."""
+    if "address_computation" in fusion.text or "dynamic_slice_fusion" in fusion.text:
+        return False
+    body = program[fusion.called("calls") or ""]
+    return not any(each.op in _IN_PLACE for each in body)
+
+
+def main(methods: list[str]) -> None:
+    import jax
+    from jax.experimental import topologies
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    # The plugin is registered with the first backend.
+    jax.devices("cpu")
+
+    from jax_longctx.engine.capacity import staged_caches
+    from jax_longctx.methods import make_method
+    from jax_longctx.models.config import ModelConfig
+    from jax_longctx.models.presets import PRESETS
+    from jax_longctx.planning.compiled import abstract_params, used_programs
+    from jax_longctx.planning.plan import PlanRequest
+    from jax_longctx.planning.targets import parse_target
+    from jax_longctx.sharding import make_mesh
+
+    h200 = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+    mesh = make_mesh(devices=[h200.devices[0]])
+    config = ModelConfig.from_hf({**PRESETS["llama-3.1-8b"], "num_hidden_layers": LAYERS})
+    for name in methods:
+        request = PlanRequest(
+            config=config,
+            method=make_method(name),
+            target=parse_target("h200"),
+            context=CONTEXT,
+            reserve=RESERVE,
+            chunk=CHUNK,
+        )
+        setup = request.setup(mesh)
+        caches = staged_caches(setup, 1, CONTEXT, RESERVE)
+        sizes = {}
+        for what, tree in (("weights", abstract_params(setup)["layers"]), ("cache", caches)):
+            for leaf in jax.tree.leaves(tree):
+                if leaf.shape[:1] == (LAYERS,) and leaf.size >= LEAST:
+                    sizes |= {
+                        leaf.size: f"all layers' {what}",
+                        leaf.size // LAYERS: f"a layer's {what}",
+                    }
+        for used in used_programs(request, setup, 1):
+            compiled = used.lower().compile()
+            program = computations(compiled.as_text())
+            found = {
+                "method": name,
+                "kind": used.kind,
+                "name": used.name,
+                "kernels": [kernels(program, body) for body in layer_loops(program, LAYERS)],
+                "copies": list(copies(program, sizes)),
+                "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+            }
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,108 @@
+"""Programs that loop over the layers, compiled for an H200 that need not be there.
+
+They hold no copy of a cache or of the weights, and a layer's decode step launches as many kernels
+as a table says. `LONGCTX_GPU_PLUGIN` names a folder with JAX's CUDA plugin:
+
+    pip install --no-deps --target FOLDER jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jax_longctx.engine import gpu_programs
+
+# Kernels of a layer in a decode step of one row.
+KERNELS = {"full": 21, "quest": 68, "reattention": 42, "citrus": 26}
+
+REPOSITORY = Path(__file__).parents[3]
+PLUGIN = os.environ.get("LONGCTX_GPU_PLUGIN")
+
+# A loop over four layers: it copies one layer's part of a stack, hands on the address of another's,
+# and writes a third one in place.
+LOOP = """
+%copied (p: f32[4,64], i: s32[]) -> f32[1,64] {
+  ROOT %s = f32[1,64]{1,0} dynamic-slice(%p, %i), dynamic_slice_sizes={1,64}
+}
+
+%address (p: f32[4,64], i: s32[]) -> f32[1,64] {
+  ROOT %s = f32[1,64]{1,0} dynamic-slice(%p, %i), dynamic_slice_sizes={1,64}
+}
+
+%written (p: f32[4,64], x: f32[1,64], i: s32[]) -> f32[4,64] {
+  ROOT %u = f32[4,64]{1,0} dynamic-update-slice(%p, %x, %i)
+}
+
+%body (c: (f32[4,64], s32[])) -> (f32[4,64], s32[]) {
+  %a = f32[1,64]{1,0} fusion(%p, %i), kind=kLoop, calls=%copied, metadata={op_name="here"}
+  %b = f32[1,64]{1,0} fusion(%p, %i), kind=kCustom, calls=%address, backend_config={"dynamic_slice_fusion"}
+  %c = f32[4,64]{1,0} fusion(%p, %b, %i), kind=kLoop, calls=%written
+  ROOT %t = (f32[4,64]{1,0}, s32[]) tuple(%c, %i)
+}
+
+ENTRY %main (p: f32[4,64]) -> f32[4,64] {
+  %w = (f32[4,64]{1,0}, s32[]) while(%t), condition=%more, body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  ROOT %r = f32[4,64]{1,0} copy(%w)
+}
+"""  # noqa: E501
+
+
+def test_kernels_are_counted_and_copies_found():
+    program = gpu_programs.computations(LOOP)
+    assert gpu_programs.layer_loops(program, 4) == ["body"]
+    assert gpu_programs.layer_loops(program, 8) == []
+    assert gpu_programs.kernels(program, "body") == 3
+    found = list(gpu_programs.copies(program, {64: "a layer's", 256: "all layers'"}))
+    assert [what for _, what in found] == ["a layer's", "all layers'"]
+    assert found[0][0].endswith("... here")
+
+
+needs_plugin = pytest.mark.skipif(
+    PLUGIN is None or not (Path(PLUGIN) / "jax_plugins").is_dir(),
+    reason="needs JAX's CUDA plugin: LONGCTX_GPU_PLUGIN names no folder that holds it",
+)
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def programs(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
+    """A method, and what its compiled programs hold."""
+    # As users compile: without the flags of the tests.
+    left_out = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{PLUGIN}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.jax_longctx.engine.gpu_programs", request.param],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {each["kind"] for each in found} == {"context", "finish", "question", "decode"}
+    return request.param, found
+
+
+@pytest.mark.slow
+@needs_plugin
+def test_no_program_copies_weights_or_caches(programs):
+    for each in programs[1]:
+        # Without cuDNN, which is not there to compile with, a chunk's attention reads slices.
+        chunk = each["kind"] in ("context", "question")
+        copies = [text for text, what in each["copies"] if not chunk or "weights" in what]
+        assert not copies, each["name"]
+
+
+@pytest.mark.slow
+@needs_plugin
+def test_a_decode_step_launches_as_many_kernels_a_layer_as_known(programs):
+    method, found = programs
+    (decode,) = [each for each in found if each["kind"] == "decode"]
+    # Fewer are better: then lower the number. Raise it only with a measurement.
+    assert decode["kernels"] == [KERNELS[method]]

@@ -1,0 +1,75 @@
+"""The two modes of an engine give the same answers, for every method.
+
+The host calls a layer's program for each layer, or a program loops over the layers on the device
+(`Setup.by_layer`). The loop reads joined weights, so its sums may differ in their last bits.
+"""
+
+import numpy as np
+import pytest
+
+from jax_longctx.engine.scoring import loglikelihoods
+from jax_longctx.methods import METHODS, Full
+from jax_longctx.sharding import make_mesh
+from tests.small_methods import small_method
+from tests.support import joined, random_rows, tiny_config, tiny_engine
+
+# Chunks of 16 tokens: the context takes several, the rows end in different ones.
+CONTEXTS = random_rows([64, 37])
+QUESTIONS = random_rows([5, 2], seed=1), random_rows([3, 5], seed=2)
+# Answers of more than one block of decode steps, and given tokens.
+TOKENS = 9
+GIVEN = random_rows([7, 4], seed=3)
+LAYERS = 3
+
+
+def results(method, by_layer, sizes=(1, 1, 1), **changes):
+    """The tokens of each question's answer, and each row's log-probabilities of given tokens."""
+    config = tiny_config(num_layers=LAYERS, **changes)
+    mesh = make_mesh(*sizes)
+    engine = tiny_engine(method, config=config, mesh=mesh, chunk=16, by_layer=by_layer)
+    answers = []
+    needs_question = method.info.needs_question
+    for questions in QUESTIONS:
+        if needs_question or not answers:
+            context = engine.prefill(CONTEXTS, reserve=40, questions=questions)
+        answers.append(joined(engine.stream(context, questions, max_tokens=TOKENS)))
+    scored = loglikelihoods(engine, CONTEXTS, GIVEN, questions=QUESTIONS[0])
+    return answers, [row.logprobs for row in scored]
+
+
+def check(method, *args, **options):
+    (answers, scores), (expected, likely) = (
+        results(method, by_layer, *args, **options) for by_layer in (False, True)
+    )
+    assert answers == expected
+    assert all(len(row) == TOKENS for answer in answers for row in answer)
+    for found, wanted in zip(scores, likely, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+# Near relatives of others.
+SLOW = (
+    *("citrus-individual", "citrus-standard", "h2o-shared", "dynamic-ntk"),
+    *("arkvale-paged", "infllm-accounted", "star-released-mask", "roco", "tova", "ideal-topk"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in METHODS],
+)
+def test_a_loop_over_layers_answers_as_the_host_does(name):
+    check(small_method(name))
+
+
+MESHES = {"full": (1, 2, 1), "snapkv": (1, 1, 2), "quest": (1, 2, 1), "star": (1, 2, 1)}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_on_a_mesh_too(name):
+    check(small_method(name), MESHES[name])
+
+
+def test_with_layers_that_differ():
+    """Runs of one layer and of two."""
+    check(Full(), windows=(7, None, None))
