@@ -98,20 +98,20 @@ def row_matmul(
         dtype=w.dtype,
         interpret=interpret,
     )
-    parts_PNR = _products(jnp.pad(x, ((0, job.rows - rows), (0, 0))), w, job)
+    parts_PRN = _products(jnp.pad(x, ((0, job.rows - rows), (0, 0))), w, job)
     found = job.parts_of(np.arange(outputs) // job.width)
     # Parts that were not written may hold anything.
-    some = np.arange(parts_PNR.shape[0])[:, None, None] < found[:, None]
-    return jnp.sum(jnp.where(some, parts_PNR, 0), axis=0).T[:rows].astype(dtype)
+    some = np.arange(parts_PRN.shape[0])[:, None, None] < found
+    return jnp.sum(jnp.where(some, parts_PRN[:, :rows], 0), axis=0).astype(dtype)
 
 
-def _products(x: Array, w: Array, job: _Job) -> Float[Array, "P N R"]:
+def _products(x: Array, w: Array, job: _Job) -> Float[Array, "P R N"]:
     """The parts of every output's sum, in float32."""
     blocks = np.arange(job.outputs // job.width)
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=jax.ShapeDtypeStruct(
-            (int(job.parts_of(blocks).max()), job.outputs, job.rows), jnp.float32
+            (int(job.parts_of(blocks).max()), job.rows, job.outputs), jnp.float32
         ),
         scratch_types=dict(
             w_ring=hopper.tiled(_STAGES, job.depth, job.width, dtype=job.dtype),
@@ -169,4 +169,6 @@ def _kernel(x_ref, w_ref, out_ref, *, job: _Job, w_ring, x_ring, ready) -> None:
         part = worker - lax.div(first, job.share)
         for half, found in zip(halves, pl.run_scoped(sums, *[each] * len(halves)), strict=True):
             outputs = pl.ds(block * job.width + half, hopper.ROWS)
-            hopper.store_little(found, out_ref.at[part, outputs])
+            # Two outputs of a row lie in a thread, so that the transpose is stored as they lie.
+            found = plgpu.layout_cast(found, plgpu.Layout.WGMMA_TRANSPOSED)
+            hopper.store_little(found, out_ref.at[part, :, outputs].transpose((1, 0)))
