@@ -327,12 +327,12 @@ def _attended(
     setup: Setup,
     local: Any,
     params: Any,
-    x: Float[Array, "B T D"],
+    x: Float[Array, "A S D"],
     cache: Any,
     specs: Any,
     segment: Segment,
     total: Int[Array, " B"],
-) -> tuple[Float[Array, "B T D"], Any]:
+) -> tuple[Float[Array, "A S D"], Any]:
     """A layer of these parameters, whose attention is `local` over a cache of these `specs`."""
 
     def attend(layer: int, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
@@ -340,10 +340,23 @@ def _attended(
         kv_heads = logical_spec(("batch", segment.token_axis, "kv_heads", None))
         in_specs = (heads, kv_heads, kv_heads, specs, tree_specs(segment), BATCH)
         run = setup.shard_map(local, in_specs, (heads, specs))
-        return run(q, k, v, cache, segment, total)
+        tokens = segment.tokens.shape
+        if q.shape[:2] == tokens:
+            return run(q, k, v, cache, segment, total)
+        out, cache = run(*(_few(array, *tokens) for array in (q, k, v)), cache, segment, total)
+        return _few(out, *x.shape[:2]), cache
 
     products = setup.products(x.shape[0] * x.shape[1])
     return layer_of(setup.config, params)(x, 0, cache, attend, products)
+
+
+def _few(x: Float[Array, "A S *X"], batch: int, tokens: int) -> Float[Array, "B T *X"]:
+    """Rows of tokens in another arrangement: zeros follow where there are more, the last fall."""
+    wanted, given = batch * tokens, x.shape[0] * x.shape[1]
+    flat = x.reshape(given, *x.shape[2:])[:wanted]
+    if given < wanted:
+        flat = jnp.pad(flat, ((0, wanted - given), *[(0, 0)] * (x.ndim - 2)))
+    return flat.reshape(batch, tokens, *x.shape[2:])
 
 
 def _through_run(
@@ -397,9 +410,14 @@ def _through_run(
         ]
         return x_BTD, stacks
 
+    given = x.shape[:2]
+    if isinstance(setup.products(math.prod(given)), FewRows):
+        # As many as the kernel takes, padded once and not in every layer.
+        x = _few(x, -(-math.prod(given) // LEAST_ROWS) * LEAST_ROWS, 1)
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
         x, stacks = jax.lax.fori_loop(0, run.count, layer, (x, _joined(stacks, groups, axis=1)))
     stacks = _apart(stacks, groups, axis=1)
+    x = x if x.shape[:2] == given else _few(x, *given)
     return x, Stacked(structure.unflatten(stacks), run.count)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
+from pallas_kernels.row_matmul import gpu as row_gpu
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.topk_scores import gpu as topk_gpu
@@ -31,6 +32,7 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
     mass = partial(mass_gpu.attention_mass, how=how)
     sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
     pages = jnp.zeros((1, 2, 20), jnp.int32)
+    rows, w = jnp.zeros((3, 512), jnp.bfloat16), jnp.zeros((512, 192), jnp.bfloat16)
     heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]
     return {
         "decode": (partial(decode_gpu.decode_attention, scale=0.1), (one, k, v, bound)),
@@ -43,6 +45,11 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
             (one, k, bound * 0, bound, exact[:, :1]),
         ),
         "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
+        "rows": (partial(row_gpu.row_matmul, dtype=jnp.float32), (rows, w)),
+        "rows-many-outputs": (
+            partial(row_gpu.row_matmul, dtype=jnp.bfloat16),
+            (w[:1].reshape(1, -1), w),
+        ),
         "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
         "select": (partial(select_gpu.select, size=9), (jnp.zeros((1, 5000)), bound)),
         "sparse-flat-prior": (

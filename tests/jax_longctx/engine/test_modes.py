@@ -7,9 +7,12 @@ The host calls a layer's program for each layer, or a program loops over the lay
 import numpy as np
 import pytest
 
+from jax_longctx.engine import programs
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.methods import METHODS, Full
+from jax_longctx.models.llama import PLAIN
 from jax_longctx.sharding import make_mesh
+from pallas_kernels.row_matmul import MAX_ROWS
 from tests.small_methods import small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
@@ -73,3 +76,22 @@ def test_on_a_mesh_too(name):
 def test_with_layers_that_differ():
     """Runs of one layer and of two."""
     check(Full(), windows=(7, None, None))
+
+
+@pytest.mark.parametrize("name", ["full", "quest", "streaming-llm"])
+def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name):
+    """`FewRows` with the products that XLA makes; the kernel has tests of its own."""
+    used = []
+
+    def products(setup, rows):
+        used.append(rows)
+        return programs.FewRows(setup) if rows <= MAX_ROWS else PLAIN
+
+    # Programs are kept by their setup: no other test has this model.
+    other = dict(mlp_dim=40)
+    expected = results(small_method(name), True, **other)
+    monkeypatch.setattr(programs.Setup, "products", products)
+    found = results(small_method(name), False, **other)
+    assert found[0] == expected[0] and min(used) <= MAX_ROWS
+    for row, wanted in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(row, wanted, atol=1e-5)

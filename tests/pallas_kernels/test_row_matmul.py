@@ -1,0 +1,81 @@
+"""x @ w of a few rows: every implementation against the definition."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper
+from pallas_kernels.row_matmul import MAX_ROWS, gpu, reference, row_matmul
+
+# Rows, inputs, outputs; the kernel's tiles hold 64 or 128 outputs.
+SHAPES = {
+    "one row": (1, 512, 192),
+    "an odd number of rows": (3, 256, 320),
+    "as many rows as fit": (MAX_ROWS, 256, 128),
+    "many outputs": (1, 256, 1024),
+}
+INTERPRETED = plgpu.InterpretGPUParams()
+
+
+def arrays(shape: tuple[int, int, int], dtype: Any) -> tuple[jax.Array, jax.Array]:
+    rows, inputs, outputs = shape
+    one, other = jax.random.split(jax.random.key(sum(shape)))
+    x, w = jax.random.normal(one, (rows, inputs)), jax.random.normal(other, (inputs, outputs))
+    return x.astype(dtype), w.astype(dtype)
+
+
+def check(run: Any, shape: tuple[int, int, int], dtype: Any) -> None:
+    x, w = arrays(shape, dtype)
+    for result in (dtype, jnp.float32):
+        found, expected = run(x, w, dtype=result), reference.row_matmul(x, w, dtype=result)
+        assert found.dtype == result
+        close = 2 * float(jnp.finfo(result).eps) if result != jnp.float32 else 1e-5
+        scale = float(jnp.max(jnp.abs(expected)))
+        np.testing.assert_allclose(
+            found.astype(jnp.float32), expected.astype(jnp.float32), atol=close * scale
+        )
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_any_platform(shape, dtype):
+    check(row_matmul, shape, dtype)
+
+
+# The fewer processors, the more blocks of outputs a worker has tiles of.
+@pytest.mark.parametrize("processors", [1, 2, 132])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_kernel_interpreted(monkeypatch, shape, processors):
+    monkeypatch.setattr(hopper, "processors", lambda: processors)
+
+    def run(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+        return gpu.row_matmul(x, w, dtype=dtype, interpret=INTERPRETED)
+
+    check(run, shape, jnp.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [*SHAPES.values(), (1, 4096, 28672), (8, 14336, 4096), (2, 2048, 3072)], ids=str
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_on_a_gpu(shape, dtype):
+    check(jax.jit(gpu.row_matmul, static_argnames="dtype"), shape, dtype)
+
+
+def test_what_does_not_fit_is_refused(monkeypatch):
+    x, w = arrays(SHAPES["one row"], jnp.float32)
+    with pytest.raises(ValueError, match=r"bfloat16\(1, 512\) does not fit float32\(512, 192\)"):
+        row_matmul(x.astype(jnp.bfloat16), w)
+    with pytest.raises(ValueError, match="17 rows; expected 1 to 16"):
+        row_matmul(jnp.zeros((MAX_ROWS + 1, 512)), w)
+    monkeypatch.setattr(hopper, "compute_capability", lambda: hopper.CAPABILITY)
+    assert "not float32" in gpu.unsupported(x, w)
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    assert gpu.unsupported(x, w) is None
+    assert "none of 64" in gpu.unsupported(x, w[:, :-1])
+    assert "no multiple of 256" in gpu.unsupported(x[:, :384], w[:384])
