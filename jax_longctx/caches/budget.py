@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches.append_only import write_rows
 from jax_longctx.contract import CacheShape
 from jax_longctx.sharding import OwnAxis, axes_field
+from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.select_large_k import select_large_k
 
 SLOTS = OwnAxis("slots_axis")
@@ -38,8 +39,8 @@ class BudgetCache:
       slots_axis: the logical axis of the slots.
     """
 
-    k: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", SLOTS, None)
-    v: Float[Array, "B K C H"] = axes_field("batch", "kv_heads", SLOTS, None)
+    k: Float[Array, "B K C H"] | Plane = axes_field("batch", "kv_heads", SLOTS, None, in_place=True)
+    v: Float[Array, "B K C H"] | Plane = axes_field("batch", "kv_heads", SLOTS, None, in_place=True)
     token: Int[Array, "B K C"] = axes_field("batch", "kv_heads", SLOTS)
     statistics: Float[Array, "B K C M"] | None = axes_field("batch", "kv_heads", SLOTS, None)
     length: Int[Array, " B"] = axes_field("batch")
@@ -121,8 +122,8 @@ def choose(
     if statistics is not None:
         statistics = take(statistics[:, :, :size], statistics[:, :, size:])
     return BudgetCache(
-        take(cache.k, jnp.swapaxes(k, 1, 2)),
-        take(cache.v, jnp.swapaxes(v, 1, 2)),
+        take(part_of(cache.k), jnp.swapaxes(k, 1, 2)),
+        take(part_of(cache.v), jnp.swapaxes(v, 1, 2)),
         take(cache.token, cache.next_tokens(k.shape[1])),
         statistics,
         count,

@@ -48,6 +48,7 @@ from jax_longctx.parts.appending import least_window
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.common import merge
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 Positions = Literal["shifted", "true"]
@@ -293,6 +294,7 @@ class Evicting(Registered):
         earlier = cache_attention(q, past, cache.v, cache.length, scale=ctx.scale)
         out, lse = merge([earlier, causal_attention(q, rotated, v, scale=ctx.scale)])
         valid_B = segment.valid_of(rows)
+        past = part_of(past)
         return Look(self, cache, segment, ctx, valid_B, out, lse, q, past, rotated, v, store)
 
     def read_and_append(
@@ -324,12 +326,13 @@ class Evicting(Registered):
         rotated = ctx.rotate(k, at_BT)
         return ctx.rotate(q, at_BT), rotated, k if shifted else rotated
 
-    def _keys(self, cache: BudgetCache, ctx: LayerContext) -> Float[Array, "B K C H"]:
+    def _keys(self, cache: BudgetCache, ctx: LayerContext) -> Float[Array, "B K C H"] | Plane:
         """The cache's keys under rotary embedding."""
         if self.positions == "true":
             return cache.k
         slots = np.arange(cache.k.shape[2])[None]
-        return jnp.swapaxes(self._bounded(ctx).rotate(jnp.swapaxes(cache.k, 1, 2), slots), 1, 2)
+        keys_BCKH = jnp.swapaxes(part_of(cache.k), 1, 2)
+        return jnp.swapaxes(self._bounded(ctx).rotate(keys_BCKH, slots), 1, 2)
 
     def evict(self, seen: Look) -> BudgetCache:
         """Keeps the best-ranked tokens by the protocol; a row without valid tokens keeps all."""

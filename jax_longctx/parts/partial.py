@@ -21,6 +21,7 @@ from jax_longctx.caches import AppendCache, gather_slots, write_rows
 from jax_longctx.contract import Attended, CacheShape, LayerContext
 from jax_longctx.sharding import OwnAxis, axes_field
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.plane import Plane
 from pallas_kernels.select_large_k import select_large_k
 
 # Slots of a tile of the attention kernels.
@@ -55,8 +56,12 @@ class FifoCache:
     count: Int[Array, " B"] = axes_field("batch")
     pushed: Int[Array, " B"] = axes_field("batch")
     position: Int[Array, " B"] = axes_field("batch")
-    k: Float[Array, "B K C H"] | None = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None)
-    v: Float[Array, "B K C H"] | None = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None)
+    k: Float[Array, "B K C H"] | Plane | None = axes_field(
+        "batch", "kv_heads", OwnAxis("slots_axis"), None, in_place=True
+    )
+    v: Float[Array, "B K C H"] | Plane | None = axes_field(
+        "batch", "kv_heads", OwnAxis("slots_axis"), None, in_place=True
+    )
     chosen_axis: Literal["budget", "share"] = dataclasses.field(
         default="budget", metadata={"static": True}
     )
