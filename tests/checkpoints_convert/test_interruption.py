@@ -291,6 +291,8 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path, source):
         from checkpoints_convert import convert
         from jax_longctx.errors import CheckpointError
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        # Python would keep a module's bytecode cut off, and never be able to import it again.
+        sys.dont_write_bytecode = True
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
         try:
             convert(sys.argv[1], sys.argv[2])

@@ -169,7 +169,9 @@ def test_a_disk_that_fills_up_is_one_line(folder):
     """The system refuses to write more than this to a file, as a full disk would."""
     config = changed(folder, "/run", "/full")
     code = """
-        import resource, runpy
+        import resource, runpy, sys
+        # Python would keep a module's bytecode cut off, and never be able to import it again.
+        sys.dont_write_bytecode = True
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
         runpy.run_module("jax_longctx", run_name="__main__")
         """

@@ -5,6 +5,7 @@ import json
 import resource
 import shutil
 import signal
+import sys
 from unittest.mock import create_autospec
 
 import pytest
@@ -111,10 +112,12 @@ def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):
 # The tests' own compile cache may want to grow meanwhile.
 @pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache entry")
 def test_a_full_disk_below_a_context_is_one_line_after_the_answer(
-    run, loads, book, tmp_path, caplog
+    run, loads, book, tmp_path, caplog, monkeypatch
 ):
     common = ("ask", book, "Who?", "-c", "m", "--max-tokens", 10)
     answer = run(*common).stdout
+    # Python would keep a module's bytecode cut off, and never be able to import it again.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, before[1]))
