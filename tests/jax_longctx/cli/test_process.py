@@ -276,7 +276,9 @@ def test_a_stdout_that_cannot_be_written_is_told_before_any_work(stdout, why, ar
 
 
 def test_a_disk_that_fills_up_below_stdout(tmp_path):
-    line = 'ulimit -f 20; trap "" XFSZ; "$PYTHON" -c "$CODE" > "$OUT"'
+    # Python would keep a module's bytecode cut off, and never be able to import it again.
+    given = "export PYTHONDONTWRITEBYTECODE=1; ulimit -f 20; trap '' XFSZ; "
+    line = given + '"$PYTHON" -c "$CODE" > "$OUT"'
     done = shell(line, CODE=code_of(TALKATIVE), OUT=str(tmp_path / "out"))
     assert done.returncode == 2
     assert done.stderr.startswith("error: stdout cannot be written: File too large; ")
