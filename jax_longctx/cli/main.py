@@ -67,6 +67,10 @@ class CommandLine(typer.core.TyperGroup):
                 raise _ended(shown, process.REFUSED) from error
             # A fault in one process of a job must end the others too: see `process.leave_job`.
             if process.number() is None:
+                if isinstance(error, EOFError):
+                    # Typer would say that the user had aborted.
+                    traceback.print_exc()
+                    raise typer.Exit(process.FAULT) from error
                 raise
             lost = _lost_process(error)
             if lost is None:

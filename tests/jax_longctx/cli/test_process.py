@@ -108,7 +108,7 @@ TALKATIVE_TABLE = """
         rich.console.Console().print("word " * 1000)
 """
 FAULTY = """
-    raise RuntimeError("a fault of ours")
+    raise {error}("a fault of ours")
 """
 FULL_DISK = """
     with open("/dev/full", "w") as file:
@@ -317,11 +317,13 @@ def test_a_full_disk_is_no_fault_of_ours():
     assert done.stderr.count("\n") == 1
 
 
-def test_our_own_faults_show_a_traceback():
-    done = subprocess.run(command(FAULTY), capture_output=True, text=True)
+@pytest.mark.parametrize("error", ["RuntimeError", "EOFError"])
+def test_our_own_faults_show_a_traceback(error):
+    faulty = FAULTY.replace("{error}", error)
+    done = subprocess.run(command(faulty), capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    assert done.stderr.rstrip().endswith("RuntimeError: a fault of ours")
+    assert done.stderr.rstrip().endswith(f"{error}: a fault of ours")
 
 
 def test_every_exit_code_is_in_the_help():
