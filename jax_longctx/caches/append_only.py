@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.dispatch import platform
-from pallas_kernels.plane import Plane
+from pallas_kernels.plane import Plane, part_of
 
 
 class Rewinding:
@@ -289,14 +289,18 @@ def gather_slots(
 def where_rows(pick: Bool[Array, " B"], new: Any, old: Any) -> Any:
     """`new` in the rows of `pick`, else `old`; for any tree of arrays whose first axis is rows.
 
-    An array or a `Plane` that is the same in both is handed on as it is.
+    An array or a `Plane` that is the same in both is handed on as it is. Where `old` has a `Plane`,
+    `new` may have an array that was made anew.
     """
 
     def choose(a: Any, b: Any) -> Any:
         if a is b:
             return a
-        if isinstance(a, Plane):
-            return b.write(choose(a.read(), b.read()))
+        if isinstance(b, Plane):
+            # Of the newer plane only the layer's part is changed again. To write to the older one
+            # would keep the arrays of both.
+            plane = a if isinstance(a, Plane) else b
+            return plane.write(choose(part_of(a), b.read()))
         return jnp.where(pick.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
 
     return jax.tree.map(choose, new, old, is_leaf=lambda x: isinstance(x, Plane))

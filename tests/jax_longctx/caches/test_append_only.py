@@ -22,6 +22,7 @@ from jax_longctx.contract import CacheShape
 from jax_longctx.engine.programs import Setup
 from jax_longctx.methods import Full
 from jax_longctx.sharding import logical_spec, make_mesh, tree_specs
+from pallas_kernels.plane import Plane
 from tests.support import tiny_config
 
 HEADS, SLOTS, HEAD_DIM = 2, 64, 4
@@ -213,6 +214,15 @@ def test_rows_are_chosen_in_every_leaf():
     got = where_rows(pick, (jnp.ones(3), jnp.ones((3, 2, 2))), old)
     for leaf in got:
         np.testing.assert_array_equal(leaf.reshape(3, -1).mean(axis=1), [1, 0, 1])
+
+
+def test_rows_of_a_plane_are_chosen_where_they_lie():
+    pick, layer = jnp.array([True, False, True]), jnp.int32(1)
+    old, ones = Plane(jnp.zeros((2, 3, 4)), layer), jnp.ones((3, 4))
+    assert where_rows(pick, old, old) is old
+    for new in (ones, old.write(ones)):
+        got = where_rows(pick, new, old)
+        np.testing.assert_array_equal(got.whole.mean(axis=2), [[0, 0, 0], [1, 0, 1]])
 
 
 def cache_of(batch):
