@@ -96,7 +96,7 @@ def attend_with(config: ModelConfig, mesh: Mesh, pattern: Pattern) -> Attend:
     kv_heads = logical_spec(("batch", "tokens", "kv_heads", None))
     shards = mesh.shape["seq"]
 
-    def attend(layer: int, q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
+    def attend(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
         def local(q: Array, k: Array, v: Array) -> Array:
             batch, length = q.shape[:2]
             ctx = LayerContext(

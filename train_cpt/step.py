@@ -290,9 +290,9 @@ def _rematerialised(layer: Layer, remat: Remat) -> Any:
     graph, state = nnx.split(layer)
     saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
 
-    def call(x_BTD: Array, index: int, cache: None, attend: Attend) -> tuple[Array, None]:
+    def call(x_BTD: Array, cache: None, attend: Attend) -> tuple[Array, None]:
         def run(state: Any, x_BTD: Array) -> Array:
-            return nnx.merge(graph, state)(x_BTD, index, cache, attend)[0]
+            return nnx.merge(graph, state)(x_BTD, cache, attend)[0]
 
         return jax.checkpoint(run, policy=saved)(state, x_BTD), cache
 

@@ -162,7 +162,7 @@ def _linear_rate(shape: Shape, runs: int) -> float:
     engine = shape.engine(make_method("full", {}), 2)
     shards, rows = shape.mesh.shape["seq"], shape.mesh.shape["data"]
 
-    def attend(layer: int, q: Any, k: Any, v: Any, cache: Any) -> tuple[Any, Any]:
+    def attend(q: Any, k: Any, v: Any, cache: Any) -> tuple[Any, Any]:
         # The output needs keys and values, so they are computed too.
         return q + jnp.mean(k + v, axis=2, keepdims=True).astype(q.dtype), cache
 
@@ -170,7 +170,7 @@ def _linear_rate(shape: Shape, runs: int) -> float:
     def layers(params: Any, tokens: Any) -> Any:
         x = ends_of(engine.config, params).embedded(tokens)
         for index in range(2):
-            x, _ = layer_of(engine.config, layer_params(params, index))(x, index, None, attend)
+            x, _ = layer_of(engine.config, layer_params(params, index))(x, None, attend)
         return x
 
     sharding = logical_sharding(shape.mesh, ("batch", "tokens"))

@@ -4,10 +4,16 @@ Pure functions of `(static setup, arrays...)`. Caches are donated everywhere and
 `attend` and `finish` run inside one manual `shard_map` over the whole mesh; projections, MLP and
 head are left to the compiler through shardings.
 
-A pass is made of pieces that are jitted on their own. Within another jitted function they become a
-part of its one program, in which XLA compiles a layer as often as the model has layers, though
-they are traced and lowered once. Called from Python (`Setup.by_layer`) they are programs of their
-own: one for all layers that are alike, and a dispatch for each of them.
+There are two modes (`Setup.by_layer`). Neither compiles every layer of the model:
+
+- The device loops. One program holds the whole pass. Consecutive layers that are alike form a run:
+  their caches are one `Stacked` cache, and a `fori_loop` goes over them (`_through_run`). XLA
+  compiles a layer once for each run. Weights are stacked too (`models.llama.stacked_layers`). Large
+  arrays of the cache reach the method as `Plane`s.
+- The host loops. Each piece of a pass (embedding, layer, norm, logits) is a program. The host calls
+  the layer's program once for each layer. Weights and caches are a layer apart.
+
+In the first mode the pieces are jitted too, and become parts of the one program.
 """
 
 import dataclasses
@@ -61,9 +67,9 @@ from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
 # overwrites before it has read it (jax-ml/jax#39625). With none left out each keeps its own.
 in_place = functools.partial(jax.jit, keep_unused=True)
 
-# Of programs that loop over layers: XLA's Triton matmuls for GPUs copy each layer's weights out of
-# the stack first, cuBLAS is given their address.
-# A loop over layers becomes one CUDA graph where loops are recorded, unrolled, in graphs.
+# Options of programs that loop over layers. XLA's Triton matmuls copy each layer's weights out of
+# the stack first; cuBLAS takes their address. Command buffers that hold loops, unrolled, make the
+# whole loop one CUDA graph.
 LOOPED: dict[str, Any] = {
     "compiler_options": {
         "xla_gpu_enable_triton_gemm": False,
@@ -78,8 +84,8 @@ LOOPED: dict[str, Any] = {
 MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 
 _logger = logging.getLogger(__name__)
-# Counting mappings takes milliseconds: it is done when JAX has told this often that it traced or
-# compiled something, which is some twenty programs.
+# Counting mappings takes milliseconds. So it is done once in this many of JAX's events of tracing,
+# lowering and compiling, which is about once in twenty programs.
 EVENTS = 60
 _events = 0
 # Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
@@ -152,9 +158,8 @@ class Setup:
     """Everything static: what the programs are compiled for.
 
     Attributes:
-      by_layer: whether the host calls a program a layer, in place of one of all layers. It is
-        compiled in about as many times less as there are layers; a pass takes a dispatch a layer
-        longer, and a decode step waits for the host.
+      by_layer: whether the host loops over the layers, not the device (see the module). A pass
+        then takes a dispatch for each layer, and a decode step waits for the host.
     """
 
     config: ModelConfig
@@ -175,7 +180,7 @@ class Setup:
         return Ends(self.config, self.mesh, self.dtype)
 
     def products(self, rows: int) -> Products:
-        """How a layer multiplies so many rows with its weights."""
+        """How a layer multiplies this many rows with its weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
         return FewRows(self) if few else PLAIN
 
@@ -198,7 +203,7 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class FewRows(Products):
-    """Products of a few rows by the kernel that streams the weights, on one GPU."""
+    """Products of at most `MAX_ROWS` rows by the kernel `row_matmul`, on one GPU."""
 
     setup: Setup
 
@@ -206,8 +211,12 @@ class FewRows(Products):
         return self._product(x, w, axes, x.dtype)
 
     def normed(self, norm: Norm, x: Array, w: Array) -> Array:
-        # The number that the norm multiplies with follows the product, so that the product need
-        # not wait for it. XLA would make it in one block of threads out of all that x is a sum of.
+        if x.dtype == jnp.float16:
+            # x without the norm may be too large for a float16 product with the scale.
+            return super().normed(norm, x, w)
+        # The norm's factor is applied after the product, so that the product need not wait for it.
+        # Without the barrier XLA would fuse the residual sums into the factor's reduction, which
+        # runs in one block of threads.
         factor = norm.factor(jax.lax.optimization_barrier(x))
         if factor is None:
             return super().normed(norm, x, w)
@@ -335,7 +344,7 @@ def _attended(
 ) -> tuple[Float[Array, "A S D"], Any]:
     """A layer of these parameters, whose attention is `local` over a cache of these `specs`."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
+    def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
         heads = logical_spec(("batch", segment.token_axis, "heads", None))
         kv_heads = logical_spec(("batch", segment.token_axis, "kv_heads", None))
         in_specs = (heads, kv_heads, kv_heads, specs, tree_specs(segment), BATCH)
@@ -347,11 +356,11 @@ def _attended(
         return _few(out, *x.shape[:2]), cache
 
     products = setup.products(x.shape[0] * x.shape[1])
-    return layer_of(setup.config, params)(x, 0, cache, attend, products)
+    return layer_of(setup.config, params)(x, cache, attend, products)
 
 
 def _few(x: Float[Array, "A S *X"], batch: int, tokens: int) -> Float[Array, "B T *X"]:
-    """Rows of tokens in another arrangement: zeros follow where there are more, the last fall."""
+    """The A * S rows as B * T: cut at the end where these are fewer, with zeros where more."""
     wanted, given = batch * tokens, x.shape[0] * x.shape[1]
     flat = x.reshape(given, *x.shape[2:])[:wanted]
     if given < wanted:
@@ -369,10 +378,13 @@ def _through_run(
     segment: Segment,
     total: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T D"], Stacked]:
-    """Consecutive layers that are alike, from `first` on, as a loop around one layer's program.
+    """Consecutive layers that are alike, from layer `first` on, as a loop over one layer's program.
 
-    The loop carries every layer's cache. Arrays that are `in_place` reach the method as `Plane`s;
-    of the others, which are small, the layer's part is cut out and put back.
+    The loop carries the caches of all these layers. Arrays that are `in_place` reach the method as
+    `Plane`s. Of the others, which are small, the layer's part is cut out and put back.
+
+    Args:
+      layers: the stacked weights of all layers of the model.
     """
     stacks, structure = jax.tree.flatten(run.cache)
     fields = leaf_fields(run.cache)
@@ -455,7 +467,7 @@ def _apart(joined: Sequence[Any], groups: list[list[int]], axis: int = 0) -> lis
 
 
 def _kept(old: Any, new: Any) -> Any:
-    """The plane that holds what a method gave back for it."""
+    """What the loop carries on: where a method made an array anew, the plane it is written to."""
     if isinstance(old, Plane) and not isinstance(new, Plane):
         return old.write(new)
     return new
@@ -640,9 +652,10 @@ def _finish_layer(
 def _traced_finish(
     setup: Setup, window: int | None, cache: Any, total: Any, stage: Stage, reserve: int
 ) -> tuple[Any, Any, list[int | None]]:
-    """`finish` of a device's part, the result's specs, and which arrays it hands on.
+    """`finish` of a device's part, the specs of its result, and which arrays it hands on.
 
-    These are the numbers of `cache`'s arrays, None for those that are made anew.
+    The last is for each array of the result its number among those of `cache`, or None for one that
+    is made anew or is sharded otherwise.
     """
     handed: list[int | None] = []
 
@@ -655,7 +668,13 @@ def _traced_finish(
     # What comes back is known by tracing; its fields then say how it is sharded.
     in_specs = (tree_specs(cache), BATCH)
     traced = jax.eval_shape(setup.shard_map(finish, in_specs, PartitionSpec()), cache, total)
-    return finish, tree_specs(traced), handed
+    specs = tree_specs(traced)
+    before = jax.tree.leaves(in_specs[0])
+    for index, spec in enumerate(jax.tree.leaves(specs)):
+        number = handed[index]
+        if number is not None and before[number] != spec:
+            handed[index] = None
+    return finish, specs, handed
 
 
 finish_layer = Program(jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5)))
@@ -849,8 +868,9 @@ def _decode_block(
     Step i is of the variant of index turns[i]; none follow where that is negative. X columns of new
     tokens come back, -1 where a row chose none.
 
-    Every variant has a loop of its own for steps of it that follow each other, around which one
-    goes from run to run: a program for each run takes as long to begin as a step, on a GPU.
+    The loops are nested: each variant has an inner loop for its consecutive steps, and an outer
+    loop goes from one such run to the next. To start a program for each run would take as long as
+    a step on a GPU.
     """
     columns, variants, sampling = static
     ends, ends_params = setup.ends, without_layers(params)
@@ -860,7 +880,7 @@ def _decode_block(
         token_B1, valid_B1 = _fed(state)
         segment = decode_segment(token_B1, valid_B1, state.done, variant)
         hidden_B1D, caches = hidden_states(setup, params, caches, segment, total)
-        state, chosen_BX = _chosen(
+        state, chosen_BX = _next_state(
             ends, ends_params, hidden_B1D, state, values, chosen_BX, index, sampling
         )
         return index + 1, caches, state, chosen_BX
@@ -897,7 +917,7 @@ def _fed(state: DecodeState) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
 
 @Program
 @functools.partial(jax.jit, static_argnums=(0, 7))
-def _chosen(
+def _next_state(
     ends: Ends,
     params: Any,
     hidden_B1D: Float[Array, "B 1 D"],

@@ -8,9 +8,11 @@ long-context method runs on this one model.
 Arrays carry the letters of the glossary: B batch, T tokens of the segment, N query heads, K kv
 heads, H head dim, D model, F ffn, V vocabulary.
 
-The layers are unrolled, not scanned: each layer's cache stays a separate buffer that is updated
-in place and that a kernel reads without slicing it out of a stack, and layers may differ (a
-sliding window on some, a budget a layer).
+Parameters come in two forms. Apart, `params["layers"]` holds each layer's arrays under its number:
+checkpoints and training have this form, and engines whose host calls each layer. Stacked
+(`stacked_layers`), it holds one array for all layers of each kind of weight, which a loop over the
+layers indexes. The engine runs the layers one by one (`layer_of`); `Llama.hidden`, for training,
+unrolls them.
 """
 
 import dataclasses
@@ -29,8 +31,8 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.sharding import AnyMesh, check_divisible, logical_sharding
 
-# (layer index, q_BTNH, k_BTKH, v_BTKH, that layer's cache) -> (out_BTNH, cache)
-Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
+# (q_BTNH, k_BTKH, v_BTKH, the layer's cache) -> (out_BTNH, cache)
+Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) -> Array:
@@ -92,7 +94,7 @@ class Norm(nnx.Module):
 
 
 class Products:
-    """How a layer multiplies with its weights; a platform may have other ways."""
+    """How a layer multiplies with its weights. The engine has another way for few rows on a GPU."""
 
     def of(self, x: Array, w: Array, axes: int = 1) -> Array:
         """The last axes of x with as many first ones of w."""
@@ -116,8 +118,8 @@ class Embedding(nnx.Module):
 class Attention(nnx.Module):
     """The projections around `attend`; no rotary embedding here.
 
-    `joined`, the queries' weights, the keys' and the values' are one array, each kv head's
-    queries, key and value beside each other, so that a step reads them in one matmul.
+    With `joined` the weights of queries, keys and values are one array [D, K, G + 2, H]: for each
+    kv head its G query heads, its key and its value. So one matmul projects all three.
     """
 
     def __init__(self, config: ModelConfig, joined: bool = False):
@@ -166,7 +168,10 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A gated MLP: SwiGLU with the activation silu. `joined`, gate and up are one array."""
+    """A gated MLP: SwiGLU with the activation silu.
+
+    With `joined` the weights of gate and up are one array [D, 2, F].
+    """
 
     def __init__(self, config: ModelConfig, joined: bool = False):
         d, f = config.model_dim, config.mlp_dim
@@ -211,14 +216,13 @@ class Layer(nnx.Module):
     def __call__(
         self,
         x_BTD: Array,
-        index: int,
         cache: Any,
         attend: Attend,
         products: Products = PLAIN,
     ) -> tuple[Array, Any]:
         with jax.named_scope("attention"):
             q, k, v = self.attn.project(self.attn_norm, x_BTD, products)
-            out_BTNH, cache = attend(index, q, k, v, cache)
+            out_BTNH, cache = attend(q, k, v, cache)
             x_BTD = x_BTD + self.attn.output(out_BTNH, products)
         with jax.named_scope("mlp"):
             return x_BTD + self.mlp(self.mlp_norm, x_BTD, products), cache
@@ -251,7 +255,7 @@ class Llama(nnx.Module):
         updated = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                x_BTD, cache = layer(x_BTD, index, caches[index], attend)
+                x_BTD, cache = layer(x_BTD, caches[index], attend)
             updated.append(cache)
         return self.final_norm(x_BTD), tuple(updated)
 
@@ -285,7 +289,7 @@ def layer_of(config: ModelConfig, params: Any) -> Layer:
 
 
 def layer_params(params: Any, index: int) -> Any:
-    """One layer's parameters as they are named, of the nested dict or of `stacked_layers`' form."""
+    """One layer's parameters by the names of a checkpoint, from either form of `params`."""
     layers = params["layers"]
     if "0" in layers:
         return layers[str(index)]
@@ -308,13 +312,14 @@ def first_layers(params: Any, count: int) -> Any:
 
 
 def stacked_layers(config: ModelConfig, params: Any, *, consume: bool = False) -> Any:
-    """The parameters with all layers' in one array each, [L, ...], as a loop over layers needs.
+    """The parameters with those of all layers stacked, [L, ...], as a loop over layers needs them.
 
     The weights of queries, keys and values are joined, and those of gate and up (see `Attention`,
-    `MLP`).
+    `MLP`). Stacked parameters are returned as they are. Shapes give shapes.
 
     Args:
-      consume: empties the dicts of `params`, so that an array is free as soon as it was copied.
+      consume: removes the arrays from the dicts of `params`, so that each is freed as soon as it is
+        copied. The most memory that this takes beside the weights is the largest stack's.
     """
     layers = params["layers"]
     if "0" not in layers:
@@ -345,7 +350,7 @@ def stacked_layers(config: ModelConfig, params: Any, *, consume: bool = False) -
 
 
 def _stack(config: ModelConfig, layers: Sequence[tuple[Any, ...]]) -> Any:
-    """One array of the layers' `layers[l]`, which are joined where they are several."""
+    """One array of all layers: `layers[l]` holds a layer's arrays, which are joined if several."""
     (first, *others), abstract = layers[0], isinstance(layers[0][0], jax.ShapeDtypeStruct)
     if first.sharding is None:
         return jax.eval_shape(_joined_stack(len(others), config.num_kv_heads), layers)

@@ -60,7 +60,7 @@ def test_methods_share_the_programs_without_layers(name, traced):
     jax.clear_caches()
     config = tiny_config(num_layers=2)
     answer(tiny_engine(config=config, chunk=16, by_layer=True), 103, 8, 12)
-    shared = {"_embedded", "_normed", "_marker", "_wanted", "_chosen", "_fed", "start_answer"}
+    shared = {"_embedded", "_normed", "_marker", "_wanted", "_next_state", "_fed", "start_answer"}
     assert shared <= set(traced)
     traced.clear()
     engine = tiny_engine(small_method(name), config=config, chunk=16, by_layer=True)
