@@ -184,7 +184,8 @@ class Method(Protocol):
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         """Attention of a segment, and the cache with it.
 
-        Rows beyond `valid` may hold anything finite.
+        Rows beyond `valid` may hold anything finite. Fields of the cache that are marked `in_place`
+        (`axes_field`) may be `Plane`s: `pallas_kernels.plane.part_of` makes arrays of them.
         """
         ...
 

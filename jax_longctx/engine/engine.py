@@ -63,7 +63,8 @@ class Context:
       slots: capacity of the cache in tokens.
       reserve: slots that are free for a question and its answer.
       total: each row's total length, as rotary embedding sees it.
-      caches: one a layer; None while a question over an append-only method borrows them.
+      caches: one a layer, or one for each run of layers that are alike (see `Setup`); None while a
+        question over an append-only method borrows them.
       questions: the questions it was read for, where the method needs them at prefill.
       answering_bytes: what the newest answer's caches held, over all devices.
       method: the method that prefilled it; no other can ask it. None is not checked.
@@ -120,11 +121,10 @@ class Engine:
         (`ahead.abstract_params`), until `take_params` gives the weights.
       chunk: tokens of a row that one prefill pass takes.
       memory_limit: bytes on each device that a new cache may use; None asks the device.
-      consume: whether `params` may be emptied where they are stacked for a loop over layers, so
-        that the weights are not in memory twice.
-      by_layer: whether the host calls a layer's program for each layer, or a device loops over
-        them (see `Setup`). None: the host on CPUs, which read weights quicker apart than as slices
-        of a stack.
+      consume: whether `params` may be emptied where they are stacked for a loop over layers. If
+        not, and the caller keeps them, the weights are in memory twice.
+      by_layer: whether the host loops over the layers, not the device (see `Setup`). None: the host
+        on CPUs, which read weights faster apart than as slices of a stack.
 
     Raises:
       ConfigError: the method or the mesh does not fit the model.
