@@ -30,18 +30,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
 from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx.contract import Prompt, Segment, Stage
-from jax_longctx.engine import Sampling, programs
+from jax_longctx.engine import Sampling, ahead, programs
 from jax_longctx.engine.capacity import bytes_per_device, reserved, staged_caches
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.models.llama import param_infos, stacked_layers
+from jax_longctx.models.llama import stacked_layers
 from jax_longctx.planning.collectives import count_collectives
 from jax_longctx.planning.plan import PlanRequest, context_segments, weight_bytes
-from jax_longctx.sharding import logical_sharding, make_mesh, tree_shardings
+from jax_longctx.sharding import make_mesh, tree_shardings
 
 Kind = Literal["context", "finish", "question", "decode"]
 
@@ -204,16 +203,8 @@ def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:
 
 
 def abstract_params(setup: programs.Setup) -> Any:
-    """The parameters as shapes on the mesh, in a nested dict."""
-    params = unflatten_dict(
-        {
-            path: jax.ShapeDtypeStruct(
-                info.shape, setup.dtype, sharding=logical_sharding(setup.mesh, info.axes)
-            )
-            for path, info in param_infos(setup.config).items()
-        },
-        sep=".",
-    )
+    """The parameters as shapes on the mesh, stacked where the setup loops over layers."""
+    params = ahead.abstract_params(setup.config, setup.mesh, setup.dtype)
     return params if setup.by_layer else stacked_layers(setup.config, params)
 
 

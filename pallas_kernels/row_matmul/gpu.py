@@ -161,13 +161,13 @@ def _kernel(x_ref, w_ref, out_ref, *, job: _Job, w_ring, x_ring, ready) -> None:
         first = block * job.steps
         tiles = jnp.maximum(first, begin), jnp.minimum(first + job.steps, end)
 
-        def sums(*sums) -> list[Array]:
+        def summed(*sums) -> list[Array]:
             pl.loop(*tiles)(lambda tile: multiply(tile, sums))
             return [acc[...] for acc in sums]
 
         each = plgpu.WGMMAAccumulatorRef((hopper.ROWS, job.rows), jnp.float32)
         part = worker - lax.div(first, job.share)
-        for half, found in zip(halves, pl.run_scoped(sums, *[each] * len(halves)), strict=True):
+        for half, found in zip(halves, pl.run_scoped(summed, *[each] * len(halves)), strict=True):
             outputs = pl.ds(block * job.width + half, hopper.ROWS)
             # Two outputs of a row lie in a thread, so that the transpose is stored as they lie.
             found = plgpu.layout_cast(found, plgpu.Layout.WGMMA_TRANSPOSED)
