@@ -80,5 +80,10 @@ def part_of(array: Any) -> Any:
     return array.read() if isinstance(array, Plane) else array
 
 
+def parts_of(tree: Any) -> Any:
+    """The tree with arrays in place of its planes, for branches of a conditional."""
+    return jax.tree.map(part_of, tree, is_leaf=lambda x: isinstance(x, Plane))
+
+
 # What may be either.
 ArrayLike = Array | Plane

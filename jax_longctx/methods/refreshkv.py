@@ -42,6 +42,7 @@ from jax_longctx.caches import where_rows
 from jax_longctx.contract import QKV, Attended, LayerContext, Segment, WithCache, method
 from jax_longctx.parts.partial import FifoCache
 from jax_longctx.parts.partial_decode import PartialDecoding, RefreshCache
+from pallas_kernels.plane import parts_of
 
 # Variants of decode steps: over the partial cache alone, and those that may attend every key.
 PARTIAL = "partial"
@@ -122,11 +123,13 @@ class RefreshKV(PartialDecoding):
             # Branches hold collectives: every shard of a row must take the same one.
             turned_B = ctx.agree(turned_B)
 
+            # Every branch returns arrays: a plane would take all layers through the conditional.
             def stay() -> tuple[Attended, FifoCache]:
-                return self.read(q, cache, ctx), cache.partial
+                return self.read(q, cache, ctx), parts_of(cache.partial)
 
             def full() -> tuple[Attended, FifoCache]:
-                return self._full_step(q, cache, turned_B, ctx)
+                attended, partial = self._full_step(q, cache, turned_B, ctx)
+                return attended, parts_of(partial)
 
             def some() -> tuple[Attended, FifoCache]:
                 attended, partial = full()

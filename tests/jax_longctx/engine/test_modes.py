@@ -9,7 +9,7 @@ import pytest
 
 from jax_longctx.engine import programs
 from jax_longctx.engine.scoring import loglikelihoods
-from jax_longctx.methods import METHODS, Full
+from jax_longctx.methods import METHODS, Full, RefreshKV
 from jax_longctx.models.llama import PLAIN
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.row_matmul import MAX_ROWS
@@ -71,6 +71,10 @@ MESHES = {"full": (1, 2, 1), "snapkv": (1, 1, 2), "quest": (1, 2, 1), "star": (1
 @pytest.mark.parametrize("name", MESHES)
 def test_on_a_mesh_too(name):
     check(small_method(name), MESHES[name])
+
+
+def test_with_a_conditional_that_returns_part_of_the_cache():
+    check(RefreshKV(budget=48, qc_stride=2, threshold=0.9))
 
 
 def test_with_layers_that_differ():
