@@ -21,8 +21,9 @@ import functools
 import itertools
 import logging
 import math
+import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -260,17 +261,19 @@ def layers_in(cache: Any) -> int:
     return cache.count if isinstance(cache, Stacked) else 1
 
 
+def each_layer(caches: tuple[Any, ...]) -> Iterator[Any]:
+    """One layer's cache after another; those of a run are copied out of it, one at a time."""
+    for cache in caches:
+        if isinstance(cache, Stacked):
+            for index in range(cache.count):
+                yield jax.tree.map(operator.itemgetter(index), cache.cache)
+        else:
+            yield cache
+
+
 def per_layer(caches: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A cache for each layer; those of a run are copied out of it."""
-    return tuple(
-        layer
-        for cache in caches
-        for layer in (
-            (jax.tree.map(lambda x, i=i: x[i], cache.cache) for i in range(cache.count))
-            if isinstance(cache, Stacked)
-            else (cache,)
-        )
-    )
+    """A cache for each layer: `each_layer`, all at once."""
+    return tuple(each_layer(caches))
 
 
 def as_run(setup: Setup, caches: tuple[Any, ...], like: tuple[Any, ...]) -> tuple[Any, ...]:

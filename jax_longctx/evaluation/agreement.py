@@ -52,7 +52,7 @@ from jax_longctx.engine.scoring import by_columns, forced_states
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.perplexity import batches, label, pipe_table, shown_interval
-from jax_longctx.sharding import axes_field, logical_sharding
+from jax_longctx.sharding import Stacked, axes_field, logical_sharding
 
 
 def scored_states(
@@ -345,10 +345,8 @@ def _seen(
     slots = engine.slots_for(len(fed) + 1)
     engine.check_capacity(rows, slots, reserve)
     total = jnp.full((rows,), len(fed) + 1, jnp.int32)
-    sharding = logical_sharding(engine.mesh, ("batch",))
     caches = tuple(
-        # Each layer has an array of its own, because caches are donated.
-        dataclasses.replace(cache, first=jax.device_put(firsts, sharding))
+        _marking_from(cache, firsts, engine.mesh)
         for cache in programs.init_caches(setup, rows, slots, reserve)
     )
 
@@ -376,7 +374,22 @@ def _seen(
         tokens = np.full((rows, 1), token, np.int32)
         variant = step_variant(engine.method, step)
         caches = run(caches, decode_segment(tokens, ones, going, variant))
-    return np.stack([to_host(cache.seen) for cache in caches])
+    seen = (
+        to_host(cache.cache.seen) if isinstance(cache, Stacked) else to_host(cache.seen)[None]
+        for cache in caches
+    )
+    return np.concatenate(list(seen))
+
+
+def _marking_from(cache: Any, firsts: np.ndarray, mesh: Any) -> Any:
+    """The cache of a layer, or of a run of layers, whose marks begin at `firsts`."""
+    # Every cache has an array of its own, because caches are donated.
+    if isinstance(cache, Stacked):
+        of_all = np.broadcast_to(firsts, (cache.count, *firsts.shape))
+        first = jax.device_put(of_all, logical_sharding(mesh, ("layers", "batch")))
+        return Stacked(dataclasses.replace(cache.cache, first=first), cache.count)
+    first = jax.device_put(firsts, logical_sharding(mesh, ("batch",)))
+    return dataclasses.replace(cache, first=first)
 
 
 def markdown(runs: Sequence[dict[str, Any]]) -> str:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache, Rewinding, write_run
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache
-from jax_longctx.engine import Engine
+from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.agreement import top_tokens
@@ -73,9 +73,9 @@ def queries_and_keys(
     The engine gives model and mesh; its method does not matter.
     """
     recorder = Engine(engine.config, engine.params, Recorder(), engine.mesh, chunk=engine.chunk)
-    caches: Any = recorder.prefill([text], reserve=0).usable_caches()
+    context = recorder.prefill([text], reserve=0)
     found = []
-    for cache in caches:
+    for cache in programs.each_layer(context.usable_caches()):
         arrays = cache.queries, cache.store.k
         q, k = (to_host(x[0, :, : len(text)].astype(jnp.float32)) for x in arrays)
         found.append((q, k))

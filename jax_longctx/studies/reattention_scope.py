@@ -9,6 +9,7 @@ Cost: 4 bytes a slot and layer, and one scatter of the scope's size a layer and 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,12 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, local_slots
 from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, CacheShape, LayerContext, Segment, Stage
+from jax_longctx.engine import programs
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.engine import Context
 from jax_longctx.errors import InputError
 from jax_longctx.methods.reattention import ReAttention
-from jax_longctx.sharding import axes_field
+from jax_longctx.sharding import Stacked, axes_field
 
 
 @jax.tree_util.register_dataclass
@@ -82,13 +84,20 @@ def scope_shares(context: Context, row: int = 0) -> Float[np.ndarray, "L T"]:
     Raises:
       InputError: another method read the context, or nothing was asked of it yet.
     """
-    caches = context.usable_caches()
-    if not all(isinstance(cache, Watched) for cache in caches):
-        raise InputError("this context was not read by WatchedReAttention; read it with that")
+    counted = tuple(map(_counted, context.usable_caches()))
     shares = []
-    for cache in caches:
-        steps = int(to_host(cache.steps)[row])
-        if not steps:
+    for counts, steps in programs.each_layer(counted):
+        number = int(to_host(steps)[row])
+        if not number:
             raise InputError("nothing was asked of this context yet; ask a question first")
-        shares.append(to_host(cache.counts)[row, : context.lengths[row]] / steps)
+        shares.append(to_host(counts)[row, : context.lengths[row]] / number)
     return np.stack(shares)
+
+
+def _counted(cache: Any) -> Any:
+    """The counts and steps of a layer, or of a run of layers, without keys and values."""
+    if isinstance(cache, Stacked):
+        return Stacked(_counted(cache.cache), cache.count)
+    if not isinstance(cache, Watched):
+        raise InputError("this context was not read by WatchedReAttention; read it with that")
+    return cache.counts, cache.steps

@@ -72,7 +72,7 @@ def attention_errors(
     kept = np.zeros((len(methods), engine.config.num_layers))
     for text in texts:
         caches = recorder.prefill([text], reserve=0, capacity=slots).usable_caches()
-        for layer, cache in enumerate(caches):
+        for layer, cache in enumerate(programs.each_layer(caches)):
             for index, measure in enumerate(measures):
                 errors, share = measure(cache, jnp.int32(len(text) - queries))
                 sums[index, layer] += np.asarray(errors)
