@@ -51,6 +51,7 @@ from jax_longctx.models.llama import PLAIN, Norm, Products, ends_of, layer_of
 from jax_longctx.settings import Sampling
 from jax_longctx.sharding import (
     AnyMesh,
+    Leaf,
     Stacked,
     leaf_fields,
     logical_sharding,
@@ -406,7 +407,7 @@ def _through_run(
         news = structure.flatten_up_to(cache)
         return out, [_kept(old, new) for old, new in zip(parts, news, strict=True)]
 
-    groups = _together(stacks, [field.in_place for field in fields])
+    groups = _together(stacks, fields)
 
     def layer(index: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         x_BTD, stacks = carry
@@ -436,16 +437,17 @@ def _through_run(
     return x, Stacked(structure.unflatten(stacks), run.count)
 
 
-def _together(stacks: Sequence[Array], alone: Sequence[bool]) -> list[list[int]]:
-    """The arrays' numbers, those in one list that a loop carries as one.
+def _together(stacks: Sequence[Array], fields: Sequence[Leaf]) -> list[list[int]]:
+    """The numbers of the arrays in groups; the loop carries each group as one array.
 
-    Small arrays of one shape and dtype (lengths, positions) are cut out and put back in one
-    operation: each is a kernel, in every layer.
+    Small arrays of one shape, dtype and sharding (lengths, positions) form a group. To cut an array
+    out and to put it back takes a kernel each in every layer.
     """
     groups: dict[Any, list[int]] = {}
-    for number, (stack, on_its_own) in enumerate(zip(stacks, alone, strict=True)):
-        small = not on_its_own and stack.ndim <= 2
-        groups.setdefault((stack.shape, stack.dtype) if small else number, []).append(number)
+    for number, (stack, field) in enumerate(zip(stacks, fields, strict=True)):
+        small = not field.in_place and stack.ndim <= 2
+        alike = (stack.shape, stack.dtype, logical_spec(field.axes)) if small else number
+        groups.setdefault(alike, []).append(number)
     return list(groups.values())
 
 
