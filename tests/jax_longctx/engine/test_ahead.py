@@ -10,6 +10,7 @@ import pytest
 
 from jax_longctx.engine.ahead import EVENTS, Compilation, CompileClock, Program, abstract_params
 from jax_longctx.engine.engine import Engine, _blocks_of_all
+from jax_longctx.engine.scoring import compile_loglikelihoods, loglikelihoods
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
@@ -62,6 +63,25 @@ def test_the_run_that_follows_compiles_nothing(name, by_layer, compiled):
     found = answers(engine, rows, asked, keep=True)
     assert compiled == before
     assert found == answers(loaded, rows, asked, keep=True)
+
+
+@pytest.mark.parametrize("through", ["decode", "context"])
+@pytest.mark.parametrize("by_layer", [False, True], ids=["looped", "by layer"])
+def test_scores_that_follow_compile_nothing(by_layer, through, compiled):
+    jax.clear_caches()
+    method, mesh = small_method("full"), make_mesh()
+    rows, then = random_rows([60], seed=1), random_rows([40], seed=2)
+    engine = unloaded(method, by_layer, mesh)
+    compilation = compile_loglikelihoods(engine, [60], [40], through=through)
+    compilation.wait(check=True)
+    assert len(compilation) >= 2
+    loaded = tiny_engine(method, mesh=mesh, chunk=32, by_layer=by_layer)
+    before = compiled.copy()
+    engine.take_params(loaded.params)
+    (found,) = loglikelihoods(engine, rows, then, through=through)
+    assert compiled == before
+    (expected,) = loglikelihoods(loaded, rows, then, through=through)
+    assert found.total == expected.total and len(found.logprobs) == 40
 
 
 @pytest.mark.slow
