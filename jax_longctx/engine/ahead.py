@@ -30,6 +30,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jax_longctx.errors import LongctxError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import param_infos
 from jax_longctx.sharding import logical_sharding, tree_shardings
@@ -189,6 +190,21 @@ class Compilation:
         progress(sum(future.done() for future in futures), len(futures))
         for future in needed if check else ():
             future.result()
+
+
+def begun_or_none(begin: Callable[[], Compilation]) -> Compilation | None:
+    """What `begin` returns; None where it is refused, or memory is short, as its run may be.
+
+    For runs that go on after either, and then say why.
+    """
+    try:
+        return begin()
+    except LongctxError:
+        return None
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
 
 
 class Listing:
