@@ -11,6 +11,7 @@ import pytest
 from jax_longctx.engine.ahead import EVENTS, Compilation, CompileClock, Program, abstract_params
 from jax_longctx.engine.engine import Engine, _blocks_of_all
 from jax_longctx.engine.scoring import compile_loglikelihoods, loglikelihoods
+from jax_longctx.models.llama import init_params, stacked_layers, stacking_programs
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
@@ -82,6 +83,23 @@ def test_scores_that_follow_compile_nothing(by_layer, through, compiled):
     assert compiled == before
     (expected,) = loglikelihoods(loaded, rows, then, through=through)
     assert found.total == expected.total and len(found.logprobs) == 40
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)], ids=["one device", "a mesh"])
+def test_weights_are_stacked_by_the_programs_that_were_lowered(sizes, compiled):
+    jax.clear_caches()
+    config, mesh = tiny_config(), make_mesh(*sizes)
+    lowered = stacking_programs(config, abstract_params(config, mesh, jnp.float32))
+    for program in lowered:
+        program.compile()
+    before = compiled.copy()
+    params = init_params(config, mesh)
+    of_init = compiled[len(before) :]
+    stacked = stacked_layers(config, params)
+    assert compiled == [*before, *of_init] and len(before) == len(lowered) > 3
+    layer = params["layers"]["1"]
+    assert (stacked["layers"]["attn"]["o"][1] == layer["attn"]["o"]).all()
+    assert (stacked["layers"]["mlp"]["gate_up"][1, :, 1] == layer["mlp"]["up"]).all()
 
 
 @pytest.mark.slow
