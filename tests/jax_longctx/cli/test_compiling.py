@@ -88,7 +88,8 @@ def test_every_shape_is_compiled_before_its_first_batch(
             return text
         rows = json.loads(text)["rows"]
         assert not [row["refused"] for row in rows if "refused" in row]
-        return [(row["answer"], row["tokens"], row["rows"], row["bytes"]) for row in rows]
+        fields = "answer", "tokens", "rows", "bytes", "compiled"
+        return [[row[name] for name in fields] for row in rows]
 
     expected, order = results("alone"), []
     # Both name the module that computes a batch.
