@@ -8,9 +8,17 @@ import jax.monitoring
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine.ahead import EVENTS, Compilation, CompileClock, Program, abstract_params
+from jax_longctx.engine.ahead import (
+    EVENTS,
+    Compilation,
+    CompileClock,
+    Program,
+    abstract_params,
+    begun_or_none,
+)
 from jax_longctx.engine.engine import Engine, _blocks_of_all
 from jax_longctx.engine.scoring import compile_loglikelihoods, loglikelihoods
+from jax_longctx.errors import InputError
 from jax_longctx.models.llama import init_params, stacked_layers, stacking_programs
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method
@@ -149,6 +157,21 @@ def test_a_failure_is_raised_where_it_is_asked_for():
     compilation.wait()
     with pytest.raises(MemoryError, match="ran out"):
         compilation.wait(check=True)
+
+
+def test_only_want_of_memory_and_refusals_are_left_to_the_run():
+    def fails(error):
+        def begin():
+            raise error
+
+        return begin
+
+    short = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    assert begun_or_none(fails(short)) is None
+    assert begun_or_none(fails(InputError("no rows"))) is None
+    for other in (jax.errors.JaxRuntimeError("INTERNAL: broken"), ValueError("a bug")):
+        with pytest.raises(type(other), match=r"broken|a bug"):
+            begun_or_none(fails(other))
 
 
 def test_seconds_of_compilation_are_joined_where_they_nest(monkeypatch):
