@@ -197,9 +197,11 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
             name = _segment_name(kind, segment, shards)
             add(name, kind, caches, programs.whole_segment, *args)
 
-    def add_end(stage: Stage, caches: Any, function: Any, reserve: int) -> None:
+    def add_end(
+        stage: Stage, caches: Any, function: Any, reserve: int, beside: tuple[Any, ...] = ()
+    ) -> None:
         args = (setup, placed(setup.mesh, caches), total, stage, reserve)
-        add(f"end of the {stage}", "finish", caches, function, *args)
+        add(f"end of the {stage}", "finish", (*caches, *beside), function, *args)
 
     longest = max(reserve - 1, 1)
     segments = context_segments(setup, context, reserve, longest)
@@ -211,7 +213,9 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
     logits = made(_shape(jnp.float32, rows, vocabulary))
     add_segments("question", kept, method.segments(asked), logits, "last")
     if method.info.shrinks:
-        add_end("question", kept, programs.whole_finish, reserved(reserve))
+        # A program of one layer runs beside what the layers before it were given.
+        beside = answering if setup.by_layer else ()
+        add_end("question", kept, programs.whole_finish, reserved(reserve), beside)
     variants = programs.answer_variants(method, reserved(reserve))
     kinds = " and ".join(filter(None, variants))
     turns = _shape(jnp.int32, BLOCK)
