@@ -163,6 +163,14 @@ class LongContext:
         """The model's configuration."""
         return self.engine.config
 
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether runs of many rows compile the programs of a new shape before they call them.
+
+        Not on a CPU, where XLA uses all cores for one program, and not in several processes.
+        """
+        return self.engine.setup.platform != "cpu" and jax.process_count() == 1
+
     def with_method(self, method: Method) -> "LongContext":
         """The same weights and tokenizer under another method; nothing is loaded or copied.
 

@@ -6,6 +6,7 @@ the next batch begins.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import time
@@ -18,7 +19,8 @@ from jax_longctx.api import Answer, LongContext
 from jax_longctx.batch import lines
 from jax_longctx.batch.rows import Batch, Row, RowReader, pack, scan
 from jax_longctx.engine import Sampling
-from jax_longctx.engine.capacity import available_bytes, footprint
+from jax_longctx.engine.ahead import Compilation, begun_or_none
+from jax_longctx.engine.capacity import available_bytes, expected_bytes, footprint
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CapacityError, InputError, TrainedLengthWarning
 from jax_longctx.locks import only_writer
@@ -107,6 +109,7 @@ def run_batch(
     leader = _Leader(model, source, output, options, _memory(model), progress)
     work = leader.work()
     answers: Answers | None = None
+    shapes: set[tuple[int, ...]] = set()
 
     def next_batch() -> dict[str, Any] | None:
         try:
@@ -116,10 +119,29 @@ def run_batch(
 
     try:
         while (batch := from_leader(next_batch)) is not None:
+            shape = batch["rows"], batch["slots"], batch["reserve"]
+            if model.compiles_ahead and shape not in shapes:
+                shapes.add(shape)
+                compilation = _compile(model, options, batch)
+                if compilation is not None:
+                    compilation.wait()
             answers = _compute(model, options, batch)
     finally:
         work.close()
     return leader.progress if is_leader() else None
+
+
+def compile_first(
+    model: LongContext, source: Path, output: Path, options: BatchOptions
+) -> Compilation | None:
+    """Begins to compile for the first batch of a `run_batch`, whose weights may still load.
+
+    None where no row of the first window can be answered, where the batch does not fit, and where
+    an earlier run began the output: it left its programs in the persistent cache.
+    """
+    memory = _planned(model, expected_bytes(model.engine.mesh, model.engine.params))
+    batch = _Leader(model, source, output, options, memory, None).first()
+    return None if batch is None else _compile(model, options, dataclasses.asdict(batch))
 
 
 class _Leader:
@@ -152,6 +174,29 @@ class _Leader:
             else:
                 yield from self._windows(total, digest)
 
+    def first(self) -> Batch | None:
+        """The first batch of a new run; nothing is written."""
+        names = (self.output.name + end for end in ("", ".partial", ".journal"))
+        if any(self.output.with_name(name).exists() for name in names):
+            return None
+        try:
+            rows = list(itertools.islice(self._reader().rows(), self.options.window))
+        except OSError:
+            # The run says so.
+            return None
+        return next(iter(self._packed(rows, self.memory)), None)
+
+    def _reader(self) -> RowReader:
+        under = self.options.files_under
+        folder = None if under is None else Path(under)
+        return RowReader(self.source, self.model.tokenizer, self.layout, folder)
+
+    def _packed(self, rows: Sequence[Row], memory: int | None) -> list[Batch]:
+        split, options = self.model.engine.method.info.needs_question, self.options
+        jobs = [job for row in rows for job in row.jobs(split)]
+        fits = functools.partial(self._fits, memory)
+        return pack(jobs, options.rows, options.max_tokens, fits)
+
     def _windows(self, total: int, digest: str) -> Work:
         options, given = self.options, _given(self.model, self.options, digest)
         self.journal = lines.Journal(self.output, given, {"memory": self.memory})
@@ -162,9 +207,7 @@ class _Leader:
             errors=_errors(self.journal.partial),
         )
         first = self.journal.rows // options.window
-        under = None if options.files_under is None else Path(options.files_under)
-        reader = RowReader(self.source, self.model.tokenizer, self.layout, under)
-        rows = reader.rows(first * options.window)
+        rows = self._reader().rows(first * options.window)
         try:
             for window in itertools.count(first):
                 self.rows = list(itertools.islice(rows, options.window))
@@ -179,9 +222,7 @@ class _Leader:
         self.journal.begin_window(window)
         self.answers = {row.index: {} for row in self.rows}
         self._warn_beyond()
-        split = self.model.engine.method.info.needs_question
-        jobs = [job for row in self.rows for job in row.jobs(split)]
-        batches = pack(jobs, self.options.rows, self.options.max_tokens, self._fits)
+        batches = self._packed(self.rows, self.journal.chosen["memory"])
         finished = self.journal.finished(window)
         for number, answers in finished.items():
             self._file(batches[number], answers)
@@ -242,9 +283,8 @@ class _Leader:
         """Number of rows that are answered but not written, as an earlier row is not answered."""
         return sum(row.index >= self.journal.rows and self._is_answered(row) for row in self.rows)
 
-    def _fits(self, context: int, reserve: int) -> int:
-        """Rows of that size whose caches fit the memory that the first run found."""
-        memory = self.journal.chosen["memory"]
+    def _fits(self, memory: int | None, context: int, reserve: int) -> int:
+        """Rows of that size whose caches fit the memory, which is that of the first run."""
         if memory is None:
             return self.options.rows
         engine = self.model.engine
@@ -269,10 +309,32 @@ def _compute(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
     return [answers for part in parts for answers in _compute(model, options, part)]
 
 
+def _compile(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Compilation | None:
+    """Begins to compile what a batch and its first questions need; None where it does not fit."""
+    jobs = _padded(work)
+    return begun_or_none(
+        lambda: model.compile(
+            [len(job["context"]) for job in jobs],
+            [len(job["questions"][0]) for job in jobs],
+            reserve=work["reserve"],
+            capacity=work["slots"],
+            total=[job["total"] for job in jobs],
+            sampling=options.sampling,
+            max_tokens=options.max_tokens,
+            stop=options.stop,
+            keep=max(len(job["questions"]) for job in jobs) > 1,
+        )
+    )
+
+
+def _padded(work: dict[str, Any]) -> list[dict[str, Any]]:
+    """A batch's jobs. Padding rows repeat the last one, so they end when it ends."""
+    jobs = list(work["jobs"])
+    return jobs + jobs[-1:] * (work["rows"] - len(jobs))
+
+
 def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Answers:
-    engine, count = model.engine, len(work["jobs"])
-    # Padding rows repeat the last job, so they end when it ends.
-    jobs = work["jobs"] + work["jobs"][-1:] * (work["rows"] - count)
+    engine, count, jobs = model.engine, len(work["jobs"]), _padded(work)
     contexts, questions = ([job[key] for job in jobs] for key in ("context", "questions"))
     rounds = max(map(len, questions))
     context = engine.prefill(
@@ -352,7 +414,10 @@ def _given(model: LongContext, options: BatchOptions, digest: str) -> dict[str, 
 
 def _memory(model: LongContext) -> int | None:
     """Bytes over all devices that a batch's caches may take; None where they are unknown."""
-    free = available_bytes(model.engine.mesh)
+    return _planned(model, available_bytes(model.engine.mesh))
+
+
+def _planned(model: LongContext, free: int | None) -> int | None:
     return None if free is None else int(PLANNED * free) * model.engine.mesh.size
 
 

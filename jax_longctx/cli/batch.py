@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from jax_longctx.cli import options, process
+from jax_longctx.cli.compiling import Compiling
 from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import Terminal, check_file, per_second
 from jax_longctx.errors import InputError
 
 if TYPE_CHECKING:
+    from jax_longctx.api import LongContext
     from jax_longctx.batch import BatchProgress
+    from jax_longctx.engine.ahead import Compilation
 
 _BATCH = "Batch"
 
@@ -75,10 +78,17 @@ def batch(
     check_file(output, "OUT.jsonl")
     terminal = Terminal()
     with terminal.starting():
-        from jax_longctx.batch import BatchOptions, run_batch
+        from jax_longctx.batch import BatchOptions, compile_first, run_batch
 
     wanted = BatchOptions(rows=rows, chat=chat, files_under=files_under, **answers.arguments())
-    loaded = model.open(terminal, method)
+    compiling = Compiling(terminal)
+
+    def ahead(loaded: "LongContext") -> "Compilation | None":
+        return compile_first(loaded, source, output, wanted)
+
+    with compiling.watching():
+        loaded = model.open(terminal, method, ahead=compiling.ahead(ahead))
+        compiling.wait()
     first = True
     with terminal.warnings(), terminal.progress("answering", "rows") as update:
 

@@ -47,8 +47,11 @@ class Compiling:
         with CompileClock() as self.clock:
             yield
 
-    def ahead(self, begin: Callable[["LongContext"], "Compilation"]) -> Any:
-        """`begin`, as `api.load` takes it: called before the weights are there, not on a CPU."""
+    def ahead(self, begin: Callable[["LongContext"], "Compilation | None"]) -> Any:
+        """`begin`, as `api.load` takes it: called before the weights are there, not on a CPU.
+
+        `begin` may find nothing to compile, and returns None then.
+        """
 
         def begun(model: "LongContext") -> None:
             if not worthwhile(model):
@@ -92,7 +95,7 @@ class Compiling:
 
 def worthwhile(model: "LongContext") -> bool:
     """Whether programs are compiled side by side."""
-    return model.engine.setup.platform != "cpu"
+    return model.compiles_ahead
 
 
 def key_of(model: "LongContext") -> str:

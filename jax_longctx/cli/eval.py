@@ -11,6 +11,7 @@ import typer
 import typer.core
 
 from jax_longctx.cli import eval_texts, options, process
+from jax_longctx.cli.compiling import Compiling
 from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import (
     Terminal,
@@ -26,6 +27,7 @@ from jax_longctx.settings import parse_mesh
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
+    from jax_longctx.engine.ahead import Compilation
     from jax_longctx.evaluation.config import EvalConfig
     from jax_longctx.evaluation.runner import Progress
 
@@ -199,7 +201,7 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal) -> None:
     if config.run.checkpoint != DEMO:
         options.check_checkpoint(Path(config.run.checkpoint))
     check_matplotlib("the report")
-    rows = _computed(config, output, terminal, lambda: _open(config, terminal))
+    rows = _computed(config, output, terminal, lambda **how: _open(config, terminal, **how))
     if rows is None:
         return
     from jax_longctx.evaluation.report import write_about
@@ -213,20 +215,28 @@ def _computed(
     config: "EvalConfig",
     folder: Path,
     terminal: Terminal,
-    open_model: Callable[[], "LongContext"],
+    open_model: Callable[..., "LongContext"],
     saved: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]] | None:
     """All rows, after computing those that the folder lacks; None but in the first process.
 
-    `saved` is called after each batch of rows that is saved. The bar shows this run's rows alone.
+    `open_model` takes options of `api.load`. `saved` is called after each batch of rows that is
+    saved. The bar shows this run's rows alone.
     """
     with terminal.starting():
-        from jax_longctx.evaluation.runner import check_config, run_eval
+        from jax_longctx.evaluation.runner import Draws, check_config, compile_first, run_eval
 
         # A mistake in the last method is reported before a folder is made and the model loaded.
         check_config(config)
     check_folder(folder, "--output")
-    model = open_model()
+    compiling, drawn = Compiling(terminal), Draws()
+
+    def ahead(model: "LongContext") -> "Compilation | None":
+        return compile_first(model, config, folder, drawn)
+
+    with compiling.watching():
+        model = open_model(ahead=compiling.ahead(ahead))
+        compiling.wait()
     with terminal.progress("evaluating", "rows") as update:
 
         def show(progress: "Progress") -> None:
@@ -241,7 +251,7 @@ def _computed(
             name = f"{name} ({Path(model.manifest.source).name})"
         facts = {"checkpoint": name, **{k: known[k] for k in ("device", "mesh", "versions")}}
         watch = show if process.is_leader() else None
-        return run_eval(model, config, folder, facts=facts, progress=watch)
+        return run_eval(model, config, folder, facts=facts, progress=watch, drawn=drawn)
 
 
 @eval_app.command()
@@ -304,7 +314,7 @@ def suites() -> None:
         terminal.write(f"    {' '.join(config.about.split())}\n")
 
 
-def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
+def _open(config: "EvalConfig", terminal: Terminal, **loading: Any) -> "LongContext":
     checkpoint = Path(config.run.checkpoint)
     if config.run.checkpoint == DEMO:
         from jax_longctx.cli.demo import MODEL_FOLDER, check_installed, prepare_model
@@ -320,7 +330,7 @@ def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
             )
     names = ("mesh", "dtype", "chunk")
     how: dict[str, Any] = {name: getattr(config.run, name) for name in names}
-    return options.ModelChoice(checkpoint=checkpoint, **how).open(terminal)
+    return options.ModelChoice(checkpoint=checkpoint, **how).open(terminal, **loading)
 
 
 def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to: Terminal) -> None:
@@ -456,7 +466,11 @@ def passkey(
             save({"rows": read_rows(folder)}, out)
 
         rows = _computed(
-            config, folder, terminal, lambda: model.open(terminal), saved if out else lambda: None
+            config,
+            folder,
+            terminal,
+            lambda **loading: model.open(terminal, **loading),
+            saved if out else lambda: None,
         )
     if rows is not None:
         _report_passkeys(rows, heatmap, terminal)

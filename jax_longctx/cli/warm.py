@@ -1,5 +1,6 @@
 """`jax-longctx warm`: compile what a command will need, before there are texts or weights."""
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ def warm(
     question: int = option("Tokens of the question.", default=32, min=1),
     answer: int = option("Longest answer in tokens, as --max-tokens of ask.", default=128, min=1),
     rows: int = option("Rows of the batch.", default=1, min=1),
+    answers: options.AnswerOptions = options.only(
+        "temperature", "top_k", "top_p", "repetition_penalty"
+    ),
     dtype: str | None = options.dtype(),
     mesh: str | None = options.mesh(),
     chunk: int = options.chunk(),
@@ -38,7 +42,8 @@ def warm(
 
     Later commands of that shape read the compiled programs from the cache. Run it where they will
     run, on devices of the same kind, for example when a pod's image is built. The caches of keys
-    and values are allocated, the weights are not. Decoding is greedy.
+    and values are allocated, the weights are not. Give the temperature and the other options of
+    sampling that the commands will have: they take other programs than greedy decoding.
 
     [bold]Examples[/bold]
 
@@ -50,6 +55,7 @@ def warm(
     _check_model(model)
     terminal = Terminal(as_json=as_json)
     sizes: dict[str, Any] = {"rows": rows, "question": question, "answer": answer, "chunk": chunk}
+    sampling = answers.sampling
     with terminal.starting():
         from jax_longctx.engine.ahead import CompileClock
         from jax_longctx.methods import make_method
@@ -65,7 +71,8 @@ def warm(
             made = make_method(spec.name, spec.at(tokens))
             begun = time.perf_counter()
             with CompileClock() as clock:
-                stopping.compile(made, devices, tokens, sizes, terminal, spec.label)
+                how = {"tokens": tokens, "sampling": sampling, **sizes}
+                stopping.compile(made, devices, how, terminal, spec.label)
             found.append(
                 {
                     "method": spec.name,
@@ -80,6 +87,7 @@ def warm(
         "model": model,
         "mesh": dict(devices.shape),
         **sizes,
+        "sampling": dataclasses.asdict(sampling),
         "folder": str(folder),
         "cache_bytes": _bytes(folder),
         "cases": found,
@@ -102,6 +110,7 @@ class _Model:
         import jax.numpy as jnp
 
         self.stop_ids: tuple[int, ...] = ()
+        self._stacked = False
         if not Path(model).exists():
             self.config, self.dtype = preset(model), jnp.dtype(dtype or "bfloat16")
             return
@@ -116,24 +125,33 @@ class _Model:
         self,
         method: Any,
         mesh: Any,
-        tokens: int,
-        sizes: dict[str, Any],
+        how: dict[str, Any],
         terminal: Terminal,
         name: str,
     ) -> None:
-        """Compiles, with progress, what one question and what several questions need."""
+        """Compiles, with progress, what one question and what several questions need.
+
+        The first time also what stacks the weights' layers, where a device loops over them.
+        """
         from jax_longctx.engine import Engine
         from jax_longctx.engine.ahead import abstract_params
+        from jax_longctx.models.llama import stacking_programs
 
         params = abstract_params(self.config, mesh, self.dtype)
-        engine = Engine(self.config, params, method, mesh, chunk=sizes["chunk"])
+        engine = Engine(self.config, params, method, mesh, chunk=how["chunk"])
+        if not engine.setup.by_layer and not self._stacked:
+            with terminal.waiting("compiling for the weights"):
+                for program in stacking_programs(self.config, params):
+                    program.compile()
+            self._stacked = True
         # A context that is kept for another question is forked.
         for keep in (False, True):
             with terminal.waiting(f"lowering {name}"):
                 compilation = engine.compile(
-                    [tokens] * sizes["rows"],
-                    [sizes["question"]] * sizes["rows"],
-                    max_tokens=sizes["answer"],
+                    [how["tokens"]] * how["rows"],
+                    [how["question"]] * how["rows"],
+                    max_tokens=how["answer"],
+                    sampling=how["sampling"],
                     stop_ids=self.stop_ids,
                     keep=keep,
                 )

@@ -30,6 +30,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jax_longctx.errors import LongctxError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import param_infos
 from jax_longctx.sharding import logical_sharding, tree_shardings
@@ -43,7 +44,7 @@ EVENTS = (
     "/jax/core/compile/backend_compile_duration",
 )
 
-_rehearsal: contextvars.ContextVar["Compilation | None"] = contextvars.ContextVar(
+_rehearsal: contextvars.ContextVar["Compilation | Listing | None"] = contextvars.ContextVar(
     "rehearsal", default=None
 )
 
@@ -189,6 +190,57 @@ class Compilation:
         progress(sum(future.done() for future in futures), len(futures))
         for future in needed if check else ():
             future.result()
+
+
+def begun_or_none(begin: Callable[[], Compilation]) -> Compilation | None:
+    """What `begin` returns; None where it is refused, or memory is short, as its run may be.
+
+    For runs that go on after either, and then say why.
+    """
+    try:
+        return begin()
+    except LongctxError:
+        return None
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
+
+
+class Listing:
+    """The programs that a function calls, of arguments that may be shapes; nothing is lowered.
+
+    Args:
+      stand_in: of a program's arguments and its results' shapes makes what stands in for them.
+
+    Attributes:
+      programs: the jitted function and the arguments of each, in the order of first use.
+    """
+
+    def __init__(self, stand_in: Callable[[tuple[Any, ...], Any], Any]):
+        self._stand_in = stand_in
+        self._results: dict[Any, Any] = {}
+        self.programs: list[tuple[Any, tuple[Any, ...]]] = []
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Within it, this thread's `Program`s are listed, not executed."""
+        token = _rehearsal.set(self)
+        try:
+            yield
+        finally:
+            _rehearsal.reset(token)
+
+    def call(self, jitted: Any, args: tuple[Any, ...]) -> Any:
+        """Lists the program unless it is known; what stands in for its results."""
+        leaves, structure = jax.tree.flatten(args)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            return jitted(*args)
+        key = id(jitted), structure, tuple(map(_signature, leaves))
+        if key not in self._results:
+            self._results[key] = jitted.eval_shape(*args)
+            self.programs.append((jitted, args))
+        return self._stand_in(args, self._results[key])
 
 
 def _signature(leaf: Any) -> Any:

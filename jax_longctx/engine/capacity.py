@@ -76,6 +76,15 @@ def available_bytes(mesh: Mesh) -> int | None:
     return _least(_available_here(mesh))
 
 
+def expected_bytes(mesh: Mesh, params: Any) -> int | None:
+    """What `available_bytes` will be in one process when the weights of these shapes are loaded."""
+    weights = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(params)
+    )
+    return _available_here(mesh, weights)
+
+
 def _least(count: int | None) -> int | None:
     """The smallest `count` of all processes, in KiB rounded down; None where one has none."""
     if jax.process_count() == 1:
@@ -85,7 +94,8 @@ def _least(count: int | None) -> int | None:
     return None if found < 0 else found << 10
 
 
-def _available_here(mesh: Mesh) -> int | None:
+def _available_here(mesh: Mesh, used: int | None = None) -> int | None:
+    """Bytes of a device that are free, or would be with `used` bytes of it in use."""
     device = mesh.local_devices[0]
     if device.platform == "cpu":
         if not MEMINFO.exists():
@@ -93,7 +103,7 @@ def _available_here(mesh: Mesh) -> int | None:
         for line in MEMINFO.read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 # The devices of a CPU share its memory.
-                return int(line.split()[1]) * 1024 // len(mesh.local_devices)
+                return int(line.split()[1]) * 1024 // len(mesh.local_devices) - (used or 0)
         return None
     try:
         stats = device.memory_stats()
@@ -102,7 +112,7 @@ def _available_here(mesh: Mesh) -> int | None:
         return None
     if not stats or "bytes_limit" not in stats:
         return None
-    return stats["bytes_limit"] - stats["bytes_in_use"]
+    return stats["bytes_limit"] - (stats["bytes_in_use"] if used is None else used)
 
 
 def check_fits(tokens: int, need: int, per_token: float, available: int | None) -> None:

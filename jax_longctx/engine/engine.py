@@ -243,6 +243,7 @@ class Engine:
         max_tokens: int,
         reserve: int | None = None,
         total: Sequence[int] | None = None,
+        capacity: int = 0,
         sampling: Sampling | None = None,
         stop_ids: Sequence[int] = (),
         keep: bool = True,
@@ -255,7 +256,7 @@ class Engine:
         Args:
           contexts, questions: tokens of each row's context and question.
           reserve: of `prefill`; the longest question and the answer unless given.
-          max_tokens, total, sampling, stop_ids, keep: as in `prefill` and `stream`.
+          max_tokens, total, capacity, sampling, stop_ids, keep: as in `prefill` and `stream`.
           workers: most programs that compile at a time.
 
         Raises:
@@ -266,7 +267,9 @@ class Engine:
         if reserve is None:
             reserve = max(questions) + max_tokens
         with compilation.rehearsing():
-            context = self.prefill(rows, reserve=reserve, questions=asked, total=total)
+            context = self.prefill(
+                rows, reserve=reserve, questions=asked, total=total, capacity=capacity
+            )
             compilation.prefill_ends()
             stream = self.stream(
                 context,

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import decode_segment, step_variant
 from jax_longctx.engine import programs
+from jax_longctx.engine.ahead import Compilation, Program
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
 from jax_longctx.errors import InputError
@@ -82,6 +83,35 @@ def loglikelihoods(
     """
     states = forced_states(engine, contexts, continuations, **options)
     return gathered(engine, states, len(contexts))
+
+
+def compile_loglikelihoods(
+    engine: Engine,
+    contexts: Sequence[int],
+    continuations: Sequence[int],
+    *,
+    questions: Sequence[int] | None = None,
+    workers: int | None = None,
+    **options: Any,
+) -> Compilation:
+    """Compiles the programs of a `loglikelihoods`, in threads; reads no weights.
+
+    The scores that follow find them, or wait for those that are not ready.
+
+    Args:
+      contexts, continuations, questions: tokens of each row's.
+      workers: most programs that compile at a time.
+      options: as in `forced_states`.
+
+    Raises:
+      InputError, CapacityError: as `forced_states`.
+    """
+    rows, then = ([[0] * size for size in sizes] for sizes in (contexts, continuations))
+    asked = None if questions is None else [[0] * size for size in questions]
+    compilation = Compilation(engine.mesh, workers)
+    with compilation.rehearsing():
+        loglikelihoods(engine, rows, then, questions=asked, **options)
+    return compilation
 
 
 def gathered(engine: Engine, states: Iterable[States], rows: int) -> list[Likelihood]:
@@ -276,11 +306,12 @@ def _forced_block(
 
 
 # All layers, and all steps, as one program.
-forced_block = programs.in_place(
-    _forced_block, static_argnums=(0, 6), donate_argnums=2, **programs.LOOPED
+forced_block = Program(
+    programs.in_place(_forced_block, static_argnums=(0, 6), donate_argnums=2, **programs.LOOPED)
 )
 
 
+@Program
 @functools.partial(jax.jit, static_argnums=0)
 def token_scores(
     ends: programs.Ends,

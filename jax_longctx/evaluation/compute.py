@@ -11,6 +11,7 @@ import jax.monitoring
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Method
 from jax_longctx.engine import Engine
+from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
 from jax_longctx.engine.programs import Setup
 from jax_longctx.errors import CapacityError, LongctxError
@@ -66,6 +67,23 @@ def engine_of(model: LongContext, method: Method) -> Engine:
     )
 
 
+def compile_batch(model: LongContext, engine: Engine, work: Work) -> Compilation | None:
+    """Begins to compile what the batch needs; None where it does not fit, or is refused."""
+    contexts, questions = _padded(work)
+    run = LongContext(engine, model.tokenizer, model.manifest)
+    return begun_or_none(
+        lambda: run.compile(
+            list(map(len, contexts)),
+            list(map(len, questions)),
+            reserve=work.reserve,
+            capacity=work.slots,
+            max_tokens=work.max_new,
+            stop=work.stop,
+            keep=False,
+        )
+    )
+
+
 def rows_that_fit(engine: Engine, rows: int, slots: int, reserve: int, memory: int | None) -> int:
     """Rows of a batch: `rows`, halved until the caches fit the free memory.
 
@@ -104,10 +122,14 @@ def answer_batch(model: LongContext, engine: Engine, work: Work) -> list[dict[st
     return [row for half in halves for row in answer_batch(model, engine, half)]
 
 
-def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
+def _padded(work: Work) -> tuple[list[list[int]], list[list[int]]]:
+    """Contexts and questions, the last ones repeated up to `rows`."""
     more = work.rows - len(work.contexts)
-    contexts = work.contexts + work.contexts[-1:] * more
-    questions = work.questions + work.questions[-1:] * more
+    return work.contexts + work.contexts[-1:] * more, work.questions + work.questions[-1:] * more
+
+
+def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
+    contexts, questions = _padded(work)
     compilations = _compilations()
     compiled, begun = compilations[0], time.perf_counter()
     context = model.engine.prefill(

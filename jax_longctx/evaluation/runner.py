@@ -17,12 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine.capacity import available_bytes, reserved
+from jax_longctx.engine import Engine
+from jax_longctx.engine.ahead import Compilation
+from jax_longctx.engine.capacity import available_bytes, expected_bytes, reserved
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import ConfigError, LengthError
-from jax_longctx.evaluation.compute import Work, answer_batch, engine_of, rows_that_fit
+from jax_longctx.evaluation.compute import (
+    Work,
+    answer_batch,
+    compile_batch,
+    engine_of,
+    rows_that_fit,
+)
 from jax_longctx.evaluation.config import Cell, EvalConfig
-from jax_longctx.evaluation.rows import Key, RowStore, key_of
+from jax_longctx.evaluation.rows import NAME, Key, RowStore, key_of
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import Sample, Task, describe, make_task
 from jax_longctx.methods import make_method, settings_of
@@ -157,6 +165,7 @@ def run_eval(
     *,
     facts: Mapping[str, Any],
     progress: Callable[[Progress], None] | None = None,
+    drawn: "Draws | None" = None,
 ) -> list[dict[str, Any]] | None:
     """Computes the rows that `output` does not hold yet, and returns all its rows.
 
@@ -164,13 +173,15 @@ def run_eval(
 
     Args:
       facts: fields of every row: checkpoint, device, mesh, versions.
+      drawn: the prompts that `compile_first` drew, of the same configuration.
 
     Raises:
       ConfigError, InputError: a method or task is wrong, or `output` is of another run.
     """
     check_config(config)
     memory = available_bytes(model.engine.mesh)
-    leader = _Leader(model, config, output, dict(facts), memory, progress)
+    leader = _Leader(model, config, output, dict(facts), memory, progress, drawn)
+    shapes: set[Any] = set()
     engine, given = model.engine, None
     found: list[dict[str, Any]] | None = None
     try:
@@ -179,10 +190,44 @@ def run_eval(
             if given != (work.method, work.settings):
                 given = work.method, work.settings
                 engine = engine_of(model, make_method(*given))
+            shape = work.method, str(work.settings), work.rows, work.slots, work.reserve
+            new = model.compiles_ahead and shape not in shapes
+            if new:
+                # Not beside a batch: its times would be others, and memory might not do for both.
+                shapes.add(shape)
+                compilation = compile_batch(model, engine, work)
+                if compilation is not None:
+                    compilation.wait()
             found = answer_batch(model, engine, work)
+            if new:
+                # The first use of a program is slower than the next.
+                found = [row | ({"compiled": True} if "compiled" in row else {}) for row in found]
     finally:
         leader.work.close()
     return leader.store.rows if is_leader() else None
+
+
+# Prompts by their task and length.
+Draws = dict[tuple[Spec, int], Drawn]
+
+
+def compile_first(
+    model: LongContext, config: EvalConfig, output: Path, drawn: Draws
+) -> Compilation | None:
+    """Begins to compile for the first batch of a `run_eval`, whose weights may still load.
+
+    The prompts that it draws are left in `drawn`. None where none of the first method's can be
+    asked, where the batch does not fit, and where `output` has a run already: that left its
+    programs in the persistent cache.
+    """
+    if (output / NAME).exists():
+        return None
+    memory = expected_bytes(model.engine.mesh, model.engine.params)
+    work = _Leader(model, config, output, {}, memory, None, drawn).first()
+    if work is None:
+        return None
+    engine = engine_of(model, make_method(work.method, work.settings))
+    return compile_batch(model, engine, work)
 
 
 class _Leader:
@@ -196,7 +241,9 @@ class _Leader:
         facts: dict[str, Any],
         memory: int | None,
         progress: Callable[[Progress], None] | None,
+        drawn: Draws | None,
     ):
+        self.known = {} if drawn is None else drawn
         self.model, self.config, self.output = model, config, output
         self.facts, self.memory, self.report = facts, memory, progress
         self.layout = chat_layout(model.tokenizer) if config.run.chat else PromptLayout("", "", "")
@@ -214,6 +261,26 @@ class _Leader:
             self._add([_scored(job, row) for job, row in zip(self.batch, found, strict=True)])
         work = next(self.work, None)
         return None if work is None else dataclasses.asdict(work)
+
+    def first(self) -> Work | None:
+        """The first batch of a run into an empty folder, for which no weights are needed."""
+        length, group = next(itertools.groupby(self.cells, lambda cell: cell.length))
+        cells = list(group)
+        trials = _trials(cells).items()
+        drawn = {spec: self._draw(spec, length, count) for spec, count in trials}
+        self.known.update(((spec, length), found) for spec, found in drawn.items())
+        method, own = next(itertools.groupby(cells, lambda cell: cell.method))
+        jobs = [
+            _Job(drawn[cell.task].task, prompt, {})
+            for cell in own
+            for prompt in drawn[cell.task].prompts[: cell.trials]
+        ]
+        left = [job for job in jobs if not job.prompt.refused]
+        try:
+            engine = engine_of(self.model, make_method(method.name, method.at(length)))
+        except ConfigError:
+            return None
+        return next(self._batches(engine, method, length, (jobs, left), _room(drawn)), None)
 
     def _work(self) -> Generator[Work]:
         # A run can only be continued with the same values. The fingerprint is of the weights: a
@@ -244,9 +311,7 @@ class _Leader:
                 missing = range(len(drawn[cell.task].prompts), cell.trials)
                 new = [i for i in missing if self._key(cell, i) not in self.store]
                 self._add([self._base(cell, i) | {"refused": reason} for i in new])
-        longest, reserve = map(max, zip(*(each.sizes() for each in drawn.values()), strict=True))
-        reserve = reserved(reserve)
-        slots = longest + reserve + 1
+        room = _room(drawn)
         for method, own in itertools.groupby(cells, lambda cell: cell.method):
             self._tell(doing=f"{method.label}, {length:,} tokens")
             jobs = [
@@ -254,10 +319,10 @@ class _Leader:
                 for cell in own
                 for prompt in drawn[cell.task].prompts[: cell.trials]
             ]
-            yield from self._method(method, length, jobs, slots, reserve)
+            yield from self._method(method, length, jobs, room)
 
     def _method(
-        self, method: Spec, length: int, jobs: list["_Job"], slots: int, reserve: int
+        self, method: Spec, length: int, jobs: list["_Job"], room: tuple[int, int]
     ) -> Iterator[Work]:
         """The batches of one method whose rows are missing."""
         left = [job for job in jobs if key_of(job.base) not in self.store]
@@ -266,12 +331,23 @@ class _Leader:
         left = [job for job in left if not job.prompt.refused]
         if not left:
             return
-        settings = method.at(length)
         try:
-            engine = engine_of(self.model, make_method(method.name, settings))
+            engine = engine_of(self.model, make_method(method.name, method.at(length)))
         except ConfigError as error:
             self._add([_scored(job, {"refused": str(error)}) for job in left])
             return
+        yield from self._batches(engine, method, length, (jobs, left), room)
+
+    def _batches(
+        self,
+        engine: Engine,
+        method: Spec,
+        length: int,
+        of: tuple[list["_Job"], list["_Job"]],
+        room: tuple[int, int],
+    ) -> Iterator[Work]:
+        """The batches of the jobs that are left, of all; `room` is slots and reserve."""
+        (jobs, left), (slots, reserve) = of, room
         # From all jobs, so that a continued run has the shapes of an uninterrupted one.
         most = min(self.config.run.batch, max(map(len, _alike(jobs))))
         rows = rows_that_fit(engine, most, slots, reserve, self.memory)
@@ -280,7 +356,7 @@ class _Leader:
                 self.batch = group[start : start + rows]
                 yield Work(
                     method=method.name,
-                    settings=settings,
+                    settings=method.at(length),
                     contexts=[list(job.prompt.context) for job in self.batch],
                     questions=[list(job.prompt.question) for job in self.batch],
                     rows=rows,
@@ -291,20 +367,11 @@ class _Leader:
                 )
 
     def _drawn(self, length: int, cells: list[Cell]) -> dict[Spec, Drawn]:
-        trials: dict[Spec, int] = {}
-        for cell in cells:
-            trials[cell.task] = max(cell.trials, trials.get(cell.task, 0))
         drawn = {}
-        for spec, count in trials.items():
+        for spec, count in _trials(cells).items():
             self._tell(doing=f"drawing {spec.label}, {length:,} tokens")
-            drawn[spec] = draw(
-                self.tasks[spec, length],
-                self.model.tokenizer,
-                self.layout,
-                tokens=length,
-                trials=count,
-                seed=self.config.run.seed,
-            )
+            known = self.known.pop((spec, length), None)
+            drawn[spec] = self._draw(spec, length, count) if known is None else known
         for cell in cells:
             # A file may have fewer prompts than requested.
             if drawn[cell.task].refused is None:
@@ -313,6 +380,16 @@ class _Leader:
                     self.progress, total=self.progress.total - short
                 )
         return drawn
+
+    def _draw(self, spec: Spec, length: int, trials: int) -> Drawn:
+        return draw(
+            self.tasks[spec, length],
+            self.model.tokenizer,
+            self.layout,
+            tokens=length,
+            trials=trials,
+            seed=self.config.run.seed,
+        )
 
     def _add(self, rows: list[dict[str, Any]]) -> None:
         if rows:
@@ -353,6 +430,21 @@ class _Job:
     task: Task
     prompt: Prompt
     base: dict[str, Any]
+
+
+def _trials(cells: Sequence[Cell]) -> dict[Spec, int]:
+    """The most prompts that cells of one length ask of each task."""
+    trials: dict[Spec, int] = {}
+    for cell in cells:
+        trials[cell.task] = max(cell.trials, trials.get(cell.task, 0))
+    return trials
+
+
+def _room(drawn: Mapping[Spec, Drawn]) -> tuple[int, int]:
+    """Slots and reserve of a length's caches."""
+    longest, reserve = map(max, zip(*(each.sizes() for each in drawn.values()), strict=True))
+    reserve = reserved(reserve)
+    return longest + reserve + 1, reserve
 
 
 def _alike(jobs: Sequence[_Job]) -> list[list[_Job]]:

@@ -325,28 +325,57 @@ def stacked_layers(config: ModelConfig, params: Any, *, consume: bool = False) -
     if "0" not in layers:
         return params
     each = [layers[str(index)] for index in range(len(layers))]
-    ways = {"attn": {"qkv": ("q", "k", "v")}, "mlp": {"gate_up": ("gate", "up")}}
     stacks: dict[str, dict[str, Any]] = {}
-    for part, arrays in list(each[0].items()):
-        arrays = dict(arrays)
+    for part, name, names in _stacks(each[0]):
+        nested = isinstance(each[0][part][names[0]], dict)
+        group = _group(each, part, names)
+        made = _stack(config, group)
+        stacks.setdefault(part, {})[name] = {"scale": made} if nested else made
+        if consume:
+            group.clear()
+            jax.block_until_ready(made)
+            for layer, one in itertools.product(each, names):
+                del layer[part][one]
+    return {**params, "layers": stacks}
+
+
+def stacking_programs(config: ModelConfig, params: Any) -> list[Any]:
+    """The programs that `stacked_layers` calls for parameters of these shapes, lowered, each once.
+
+    Args:
+      params: shapes on a mesh, a layer apart.
+    """
+    layers = params["layers"]
+    each = [layers[str(index)] for index in range(len(layers))]
+    found: dict[Any, Any] = {}
+    for part, _, names in _stacks(each[0]):
+        group = _group(each, part, names)
+        key = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in group[0])
+        if key not in found:
+            sharding = _stack_sharding(group[0])
+            stacker = _stacker(len(names) - 1, config.num_kv_heads, sharding)
+            found[key] = stacker.lower(group)
+    return list(found.values())
+
+
+def _stacks(layer: Any) -> list[tuple[str, str, tuple[str, ...]]]:
+    """The part of a layer that each stack is of, its name, and the arrays that it joins."""
+    ways = {"attn": {"qkv": ("q", "k", "v")}, "mlp": {"gate_up": ("gate", "up")}}
+    found = []
+    for part, arrays in layer.items():
         joins = ways.get(part, {})
         joined = {name for names in joins.values() for name in names}
         plain = {name: (name,) for name in arrays if name not in joined}
-        stacks[part] = {}
-        for name, names in {**plain, **joins}.items():
-            nested = isinstance(arrays[names[0]], dict)
-            group = [
-                tuple(layer[part][one]["scale"] if nested else layer[part][one] for one in names)
-                for layer in each
-            ]
-            made = _stack(config, group)
-            stacks[part][name] = {"scale": made} if nested else made
-            if consume:
-                group.clear()
-                jax.block_until_ready(made)
-                for layer, one in itertools.product(each, names):
-                    del layer[part][one]
-    return {**params, "layers": stacks}
+        found += [(part, name, names) for name, names in {**plain, **joins}.items()]
+    return found
+
+
+def _group(layers: Sequence[Any], part: str, names: tuple[str, ...]) -> list[tuple[Any, ...]]:
+    """Each layer's arrays of these names."""
+    return [
+        tuple(one["scale"] if isinstance(one, dict) else one for one in map(layer[part].get, names))
+        for layer in layers
+    ]
 
 
 def _stack(config: ModelConfig, layers: Sequence[tuple[Any, ...]]) -> Any:
@@ -354,15 +383,21 @@ def _stack(config: ModelConfig, layers: Sequence[tuple[Any, ...]]) -> Any:
     (first, *others), abstract = layers[0], isinstance(layers[0][0], jax.ShapeDtypeStruct)
     if first.sharding is None:
         return jax.eval_shape(_joined_stack(len(others), config.num_kv_heads), layers)
-    # Joined, heads [D,N,H] are [D,K,X,H] and gate and up [D,2,F]: the sharded axis stays one.
-    spec = tuple(first.sharding.spec) + (None,) * (first.ndim - len(first.sharding.spec))
-    if others:
-        spec = (spec[0], spec[1], None, spec[2]) if first.ndim == 3 else (spec[0], None, spec[1])
-    sharding = NamedSharding(first.sharding.mesh, PartitionSpec(None, *spec))
+    sharding = _stack_sharding(layers[0])
     if abstract:
         made = jax.eval_shape(_joined_stack(len(others), config.num_kv_heads), layers)
         return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
     return _stacker(len(others), config.num_kv_heads, sharding)(layers)
+
+
+def _stack_sharding(arrays: tuple[Any, ...]) -> NamedSharding:
+    """Of the stack of a layer's arrays."""
+    first, *others = arrays
+    # Joined, heads [D,N,H] are [D,K,X,H] and gate and up [D,2,F]: the sharded axis stays one.
+    spec = tuple(first.sharding.spec) + (None,) * (first.ndim - len(first.sharding.spec))
+    if others:
+        spec = (spec[0], spec[1], None, spec[2]) if first.ndim == 3 else (spec[0], None, spec[1])
+    return NamedSharding(first.sharding.mesh, PartitionSpec(None, *spec))
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,8 +2,8 @@
 
 libtpu compiles for a TPU slice on any machine; a compiled program gives its memory and its
 collectives. A CPU target is compiled for this machine's own devices. Each program that a run uses
-is compiled once, with the shapes of the run, and several at a time. A program holds one layer of
-each kind and loops over the layers:
+is compiled once, with the shapes of the run, and several at a time. On a TPU a program holds one
+layer of each kind and loops over the layers:
 
 - `context`: the context's segments. Most have one shape and share a program; the first, the last,
   an anchor's or one that ends a row may have another shape or variant, and a program of its own;
@@ -13,8 +13,8 @@ each kind and loops over the layers:
 
 The programs that make empty caches and choose the first token need less memory than these.
 
-A run on a CPU calls a layer's program from the host instead of looping over layers. The figures
-of a CPU target are those of the loop, whose temporaries grow with the layers there.
+On a CPU the host calls a program for each layer, and others for what comes before and after the
+layers. A CPU target has these in place of the above, under the same kinds.
 """
 
 import concurrent.futures
@@ -34,6 +34,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx.contract import Prompt, Segment, Stage
 from jax_longctx.engine import Sampling, ahead, programs
+from jax_longctx.engine.ahead import Listing
 from jax_longctx.engine.capacity import bytes_per_device, reserved, staged_caches
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import ConfigError, InputError
@@ -43,6 +44,16 @@ from jax_longctx.planning.plan import PlanRequest, context_segments, weight_byte
 from jax_longctx.sharding import make_mesh, tree_shardings
 
 Kind = Literal["context", "finish", "question", "decode"]
+# What a run layer by layer calls, by the functions' names. The number that tells when a segment is
+# done is left out.
+PARTS = {
+    "_embedded": "embedding",
+    "_through_layer": "a layer",
+    "_normed": "last norm",
+    "_wanted": "logits",
+    "_next_state": "choice of a token",
+    "_finish_layer": "a layer",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +66,8 @@ class Compiled:
       temporaries: bytes beside them, with results that are not in place.
       held: bytes in memory while it runs: all weights and caches, also those that it does not
         read, and the temporaries.
-      collectives: number of collectives of one decode step or segment, of all its layers.
+      collectives: number of collectives of one decode step or segment, of all its layers; of one
+        layer where the program is called for each.
       moved: bytes of their results.
       seconds: time of lowering and compiling, beside other programs.
     """
@@ -84,7 +96,9 @@ def compile_plan(
       InputError: this machine cannot compile for the target.
     """
     mesh = make_mesh(**sizes, devices=_devices(request, math.prod(sizes.values())))
-    used = used_programs(request, request.setup(mesh), request.rows(sizes))
+    by_layer = request.target.kind == "cpu"
+    setup = dataclasses.replace(request.setup(mesh), by_layer=by_layer)
+    used = used_programs(request, setup, request.rows(sizes))
     compiled: dict[str, Compiled] = {}
     progress(0, len(used), used[0].name)
     with no_persistent_cache(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -138,15 +152,33 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
     context, reserve, vocabulary = request.context, request.reserve, setup.config.vocab_size
     empty, kept, answering = staged_caches(setup, rows, context, reserve)
     params, weights = abstract_params(setup), weight_bytes(setup)
-    total = _shape(jnp.int32, rows)
+    # What a run layer by layer calls is listed by running it: of shapes only weights and caches.
+    made: Callable[[Any], Any] = _zeros if setup.by_layer else lambda shapes: shapes
+    total = made(_shape(jnp.int32, rows))
     found: list[UsedProgram] = []
+    known: dict[Any, int] = {}
 
     def add(name: str, kind: Kind, caches: Any, function: Any, *args: Any) -> None:
-        """Adds a program; a number makes its name unique."""
-        same = sum(each.name.split(" #")[0] == name for each in found)
-        name = f"{name} #{same + 1}" if same else name
+        """Adds a program, or those of its layers; a number makes a name unique."""
         resident = weights + bytes_per_device(setup.mesh, caches)
-        found.append(UsedProgram(name, kind, function, args, resident))
+        parts = [("", function, args)]
+        if setup.by_layer:
+            parts = [
+                (f": {PARTS[jitted.__name__]}", jitted, given)
+                for jitted, given in _called(setup.mesh, function, args)
+            ]
+        for part, jitted, given in parts:
+            signature = jitted, _signature(given)
+            if setup.by_layer and signature in known:
+                # The embedding of a chunk, say, whichever stage it is of.
+                at = known[signature]
+                most = max(found[at].resident, resident)
+                found[at] = dataclasses.replace(found[at], resident=most)
+                continue
+            known[signature] = len(found)
+            same = sum(each.name.split(" #")[0] == name + part for each in found)
+            numbered = f"{name}{part} #{same + 1}" if same else name + part
+            found.append(UsedProgram(numbered, kind, jitted, given, resident))
 
     def add_segments(
         kind: Kind, caches: Any, segments: Iterable[Segment], logits: Any, wanted: programs.Logits
@@ -154,8 +186,7 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
         """Adds the programs of a stage's segments, each signature once."""
         signatures = set()
         for segment in segments:
-            leaves, structure = jax.tree.flatten(segment)
-            signature = structure, tuple(np.shape(leaf) for leaf in leaves)
+            signature = _signature(segment)
             if signature in signatures:
                 continue
             signatures.add(signature)
@@ -165,9 +196,11 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
             name = _segment_name(kind, segment, shards)
             add(name, kind, caches, programs.whole_segment, *args)
 
-    def add_end(stage: Stage, caches: Any, function: Any, reserve: int) -> None:
+    def add_end(
+        stage: Stage, caches: Any, function: Any, reserve: int, beside: tuple[Any, ...] = ()
+    ) -> None:
         args = (setup, placed(setup.mesh, caches), total, stage, reserve)
-        add(f"end of the {stage}", "finish", caches, function, *args)
+        add(f"end of the {stage}", "finish", (*caches, *beside), function, *args)
 
     longest = max(reserve - 1, 1)
     segments = context_segments(setup, context, reserve, longest)
@@ -176,22 +209,73 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
     asked = Prompt(
         "question", setup.chunk, question=[range(longest)], shards=shards, vocab_size=vocabulary
     )
-    logits = _shape(jnp.float32, rows, vocabulary)
+    logits = made(_shape(jnp.float32, rows, vocabulary))
     add_segments("question", kept, method.segments(asked), logits, "last")
     if method.info.shrinks:
-        add_end("question", kept, programs.whole_finish, reserved(reserve))
+        # A program of one layer runs beside what the layers before it were given.
+        beside = answering if setup.by_layer else ()
+        add_end("question", kept, programs.whole_finish, reserved(reserve), beside)
     variants = programs.answer_variants(method, reserved(reserve))
     kinds = " and ".join(filter(None, variants))
+    turns = _shape(jnp.int32, BLOCK)
+    if setup.by_layer:
+        # A step of each variant.
+        turns = np.full(BLOCK, -1, np.int32)
+        turns[: len(variants)] = range(len(variants))
     add(
         f"decode, {kinds} steps" if kinds else "decode",
         "decode",
         answering,
         programs.decode_block,
-        *(setup, params, placed(setup.mesh, answering), abstract_state(rows), total),
-        *(_shape(jnp.int32, BLOCK), _shape(jnp.float32, 3)),
+        *(setup, params, placed(setup.mesh, answering), made(abstract_state(rows)), total),
+        *(turns, made(_shape(jnp.float32, 3))),
         (BLOCK, variants, Sampling().static()),
     )
     return found
+
+
+def _called(mesh: Any, function: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The programs, named in `PARTS`, that a run layer by layer calls in place of `function`."""
+
+    def stand_in(given: tuple[Any, ...], result: Any) -> Any:
+        if isinstance(result, tuple):
+            return tuple(stand_in(given, each) for each in result)
+        if isinstance(result, programs.DecodeState):
+            return _zeros(result)
+        if not hasattr(result, "shape"):
+            return placed(mesh, result)
+        if result.ndim < 3:
+            return _zeros(result)
+        # Hidden states lie where the tokens were embedded.
+        like = (arg.sharding for arg in given if getattr(arg, "shape", None) == result.shape)
+        sharding = next(like, None) or logical_sharding(mesh, ("batch", given[-1], None))
+        return jnp.zeros(result.shape, result.dtype, device=sharding)
+
+    def as_shape(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.ndim < 3:
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+    listing = Listing(stand_in)
+    with listing.rehearsing():
+        function.__wrapped__(*args)
+    return [
+        (jitted, jax.tree.map(as_shape, given))
+        for jitted, given in listing.programs
+        if jitted.__name__ in PARTS
+    ]
+
+
+def _signature(tree: Any) -> Any:
+    """What `jit` tells the programs of a run apart by."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple(
+        (np.shape(leaf), leaf.dtype) if hasattr(leaf, "shape") else leaf for leaf in leaves
+    )
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from jax_longctx.batch import BatchOptions, compile_first
 from jax_longctx.batch import lines as lines_module
 from jax_longctx.engine import Sampling
 from jax_longctx.locks import only_writer
@@ -378,3 +379,16 @@ def test_no_input(run, loads, tmp_path, text, message):
     result = run("batch", given, tmp_path / "out.jsonl", "-c", "m")
     assert result.exit_code == 2 and message in result.stderr
     assert list(tmp_path.iterdir()) == ([given] if text is not None else [])
+
+
+def test_nothing_is_compiled_for_a_run_that_was_begun_or_does_not_fit(tiny, given, monkeypatch):
+    options, out = BatchOptions(rows=4, max_tokens=6), given.parent / "out.jsonl"
+    assert len(compile_first(tiny, given, out, options)) > 3
+    for end in ("", ".partial", ".journal"):
+        begun = out.with_name(out.name + end)
+        begun.touch()
+        assert compile_first(tiny, given, out, options) is None
+        begun.unlink()
+    monkeypatch.setattr(tiny.engine, "memory_limit", 1000)
+    assert compile_first(tiny, given, out, options) is None
+    assert sorted(path.name for path in given.parent.iterdir()) == ["book.txt", "in.jsonl"]

@@ -6,8 +6,13 @@ import jax
 import pytest
 
 from jax_longctx import api
+from jax_longctx.batch import run as batch
 from jax_longctx.cli import compiling
 from jax_longctx.cli.compiling import MOST_TIMES, TIMES, read_times, write_time
+from jax_longctx.engine import Engine
+from jax_longctx.evaluation import runner
+
+LARGE = {f"jit({name})" for name in ("_through_layer", "_segment", "_decode_block", "_finish")}
 
 
 @pytest.fixture
@@ -48,6 +53,79 @@ def test_programs_compile_while_weights_load(command, checkpoint, book, run, cac
     # The next run of the same model tells how long it took.
     (took,) = json.loads((cache / TIMES).read_text()).values()
     assert 0 < took < 600
+
+
+@pytest.mark.parametrize("command", ["batch", "eval"])
+def test_every_shape_is_compiled_before_its_first_batch(
+    command, checkpoint, run, cache, tmp_path_factory, monkeypatch
+):
+    folder = tmp_path_factory.mktemp(command)
+    lines = [{"prompt": "The pass key is"}, {"context": "A book. " * 40, "question": "Who?"}]
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def results(name):
+        """What the command writes, less times."""
+        jax.clear_caches()
+        given = folder / "in.jsonl", folder / name, "--max-tokens", 4, "--rows", 2
+        if command == "eval":
+            given = (
+                "passkey",
+                "--noise",
+                "--length",
+                512,
+                "--trials",
+                2,
+                "-m",
+                "full",
+                "-m",
+                "streaming-llm:budget=64,chunk=16",
+            )
+            given += ("--out", folder / name)
+        result = run(command, *given, "-c", checkpoint)
+        assert result.exit_code == 0, result.output
+        text = (folder / name).read_text()
+        if command == "batch":
+            return text
+        rows = json.loads(text)["rows"]
+        assert not [row["refused"] for row in rows if "refused" in row]
+        fields = "answer", "tokens", "rows", "bytes", "compiled"
+        return [[row[name] for name in fields] for row in rows]
+
+    expected, order = results("alone"), []
+    # Both name the module that computes a batch.
+    module, compute = {"batch": (batch, "_compute"), "eval": (runner, "answer_batch")}[command]
+    answer, load, compile_ = getattr(module, compute), api.load_params, Engine.compile
+
+    def compiled(self, *args, **how):
+        made = compile_(self, *args, **how)
+        order.append("compile")
+        return made
+
+    def answered(*args):
+        names.clear()
+        found = answer(*args)
+        order.append("answer")
+        assert not LARGE & set(names), names
+        return found
+
+    names = []
+
+    def listen(event, duration_secs, **about):
+        names.append(about.get("fun_name"))
+
+    monkeypatch.setattr(api.LongContext, "compiles_ahead", True)
+    monkeypatch.setattr(Engine, "compile", compiled)
+    monkeypatch.setattr(module, compute, answered)
+    monkeypatch.setattr(api, "load_params", lambda *a: order.append("load") or load(*a))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        assert results("ahead") == expected
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    # Beside loading, and once for every shape, which the run finds compiled.
+    assert sorted(order[:2]) == ["compile", "load"]
+    runs = 2 if command == "eval" else 1
+    assert order[2:] == ["compile", *["answer"] * runs] * 2
 
 
 def test_an_error_of_loading_is_raised(checkpoint, monkeypatch):

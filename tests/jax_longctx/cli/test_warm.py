@@ -40,17 +40,19 @@ def run(folder, *args):
 
 def test_after_warm_an_ask_compiles_nothing(checkpoint, book, tmp_path):
     cache = tmp_path / "cache"
+    sampling = ["--temperature", 0.8, "--top-k", 5, "--top-p", 0.9, "--repetition-penalty", 1.2]
     # As the text and the question are laid out below.
-    args = ["-m", "snapkv", "--length", 52, "--question", 26, "--answer", 8, "--json"]
+    args = ["-m", "snapkv", "--length", 52, "--question", 26, "--answer", 8, *sampling, "--json"]
     first, _, found = run(cache, "warm", checkpoint, *args)
     (case,) = first["cases"]
     assert found == 0 < case["programs"] and first["cache_bytes"] > 10_000
+    assert first["sampling"]["top_k"] == 5
     assert first["folder"] == str(cache / "jax_longctx")
     second, _, _ = run(cache, "warm", checkpoint, *args)
     (again,) = second["cases"]
     assert again["found"] == again["programs"] > 10
     ask = ["ask", book, "What is the pass key?", "-c", checkpoint, "-m", "snapkv", "--json"]
-    answer, asked, found = run(cache, *ask, "--max-tokens", 8)
+    answer, asked, found = run(cache, *ask, "--max-tokens", 8, *sampling)
     assert answer["tokens"] == {"context": 52, "question": 26, "answer": 8}
     assert asked == found > 10
     assert 0 < answer["seconds"]["compile"]

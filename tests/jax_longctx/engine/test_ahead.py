@@ -8,8 +8,18 @@ import jax.monitoring
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine.ahead import EVENTS, Compilation, CompileClock, Program, abstract_params
+from jax_longctx.engine.ahead import (
+    EVENTS,
+    Compilation,
+    CompileClock,
+    Program,
+    abstract_params,
+    begun_or_none,
+)
 from jax_longctx.engine.engine import Engine, _blocks_of_all
+from jax_longctx.engine.scoring import compile_loglikelihoods, loglikelihoods
+from jax_longctx.errors import InputError
+from jax_longctx.models.llama import init_params, stacked_layers, stacking_programs
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
@@ -64,6 +74,42 @@ def test_the_run_that_follows_compiles_nothing(name, by_layer, compiled):
     assert found == answers(loaded, rows, asked, keep=True)
 
 
+@pytest.mark.parametrize("through", ["decode", "context"])
+@pytest.mark.parametrize("by_layer", [False, True], ids=["looped", "by layer"])
+def test_scores_that_follow_compile_nothing(by_layer, through, compiled):
+    jax.clear_caches()
+    method, mesh = small_method("full"), make_mesh()
+    rows, then = random_rows([60], seed=1), random_rows([40], seed=2)
+    engine = unloaded(method, by_layer, mesh)
+    compilation = compile_loglikelihoods(engine, [60], [40], through=through)
+    compilation.wait(check=True)
+    assert len(compilation) >= 2
+    loaded = tiny_engine(method, mesh=mesh, chunk=32, by_layer=by_layer)
+    before = compiled.copy()
+    engine.take_params(loaded.params)
+    (found,) = loglikelihoods(engine, rows, then, through=through)
+    assert compiled == before
+    (expected,) = loglikelihoods(loaded, rows, then, through=through)
+    assert found.total == expected.total and len(found.logprobs) == 40
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)], ids=["one device", "a mesh"])
+def test_weights_are_stacked_by_the_programs_that_were_lowered(sizes, compiled):
+    jax.clear_caches()
+    config, mesh = tiny_config(), make_mesh(*sizes)
+    lowered = stacking_programs(config, abstract_params(config, mesh, jnp.float32))
+    for program in lowered:
+        program.compile()
+    before = compiled.copy()
+    params = init_params(config, mesh)
+    of_init = compiled[len(before) :]
+    stacked = stacked_layers(config, params)
+    assert compiled == [*before, *of_init] and len(before) == len(lowered) > 3
+    layer = params["layers"]["1"]
+    assert (stacked["layers"]["attn"]["o"][1] == layer["attn"]["o"]).all()
+    assert (stacked["layers"]["mlp"]["gate_up"][1, :, 1] == layer["mlp"]["up"]).all()
+
+
 @pytest.mark.slow
 def test_on_a_mesh_the_large_programs_are_found(compiled):
     jax.clear_caches()
@@ -111,6 +157,21 @@ def test_a_failure_is_raised_where_it_is_asked_for():
     compilation.wait()
     with pytest.raises(MemoryError, match="ran out"):
         compilation.wait(check=True)
+
+
+def test_only_want_of_memory_and_refusals_are_left_to_the_run():
+    def fails(error):
+        def begin():
+            raise error
+
+        return begin
+
+    short = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    assert begun_or_none(fails(short)) is None
+    assert begun_or_none(fails(InputError("no rows"))) is None
+    for other in (jax.errors.JaxRuntimeError("INTERNAL: broken"), ValueError("a bug")):
+        with pytest.raises(type(other), match=r"broken|a bug"):
+            begun_or_none(fails(other))
 
 
 def test_seconds_of_compilation_are_joined_where_they_nest(monkeypatch):

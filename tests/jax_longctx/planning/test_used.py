@@ -12,10 +12,17 @@ from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
 from jax_longctx.engine import Engine, programs
+from jax_longctx.engine.ahead import Compilation, abstract_params
 from jax_longctx.engine.capacity import bytes_per_device, staged_caches
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import init_params
-from jax_longctx.planning.compiled import Compiled, compile_plan, most_temporaries, used_programs
+from jax_longctx.planning.compiled import (
+    PARTS,
+    Compiled,
+    compile_plan,
+    most_temporaries,
+    used_programs,
+)
 from jax_longctx.planning.plan import PlanRequest, make_plan, weight_bytes
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.sharding import make_mesh
@@ -132,20 +139,52 @@ def test_the_programs_are_those_of_a_run(method, context, sizes, monkeypatch):
     assert len({each.name for each in used}) == len(used)
 
 
+@pytest.mark.parametrize("name", ["refreshkv", "citrus", "snapkv"])
+def test_the_programs_are_those_of_a_run_layer_by_layer(name, monkeypatch):
+    mesh, method = make_mesh(), small_method(name)
+    wanted = request(method, 100, target="cpu")
+    setup = dataclasses.replace(wanted.setup(mesh), by_layer=True)
+    planned = {
+        signature(each.function.__name__, each.args) for each in used_programs(wanted, setup, 1)
+    }
+    params = abstract_params(wanted.config, mesh, jnp.float32)
+    engine = Engine(wanted.config, params, method, mesh, chunk=CHUNK, by_layer=True)
+    found, call = set(), Compilation.call
+
+    def called(self, jitted, args):
+        if jitted.__name__ in PARTS:
+            found.add(signature(jitted.__name__, args))
+        return call(self, jitted, args)
+
+    monkeypatch.setattr(Compilation, "call", called)
+    # The longest question and the longest answer that the reserve has room for.
+    for asked, answered in ((RESERVE - 1, 1), (1, RESERVE - 1)):
+        engine.compile([100], [asked], max_tokens=answered, reserve=RESERVE).wait(check=True)
+    # A short question and a short answer are of other shapes than the longest.
+    assert planned <= found and len(planned) > 6
+
+
 def test_a_program_holds_the_weights_and_all_caches_also_those_it_does_not_read():
     wanted = request(make_method("star", {"block": 64, "anchor": 8}), 100, target="cpu", layers=1)
     told = []
     sizes = make_plan(wanted, {}, largest=False).mesh
     found = compile_plan(wanted, sizes, lambda *step: told.append(step))
     assert told == [(done, len(found), name) for done, name in enumerate(found)]
-    assert list(found) == [
-        "context (anchor), 1 x 8 tokens",
-        "context, 1 x 32 tokens",
-        "end of the context",
-        "question, 32 tokens",
-        "decode",
+    names = [
+        *("context (anchor), 1 x 8 tokens", "context, 1 x 32 tokens"),
+        *("end of the context", "question, 32 tokens", "decode"),
     ]
-    setup = wanted.setup(make_mesh())
+    parts = {
+        name: [x.removeprefix(f"{name}: ") for x in found if x.startswith(name)] for name in names
+    }
+    assert sum(map(len, parts.values())) == len(found)
+    layer, ends = "a layer", ["embedding", "last norm"]
+    assert parts["end of the context"] == [layer]
+    for name in names[:2]:
+        assert parts[name] == [ends[0], layer, ends[1]]
+    assert layer in parts["question, 32 tokens"] and "logits" in parts["question, 32 tokens"]
+    assert parts["decode"] == [ends[0], layer, ends[1], "choice of a token"]
+    setup = dataclasses.replace(wanted.setup(make_mesh()), by_layer=True)
     empty, kept, _ = staged_caches(setup, 1, 100, RESERVE)
     weights = weight_bytes(setup)
     for each in found.values():
@@ -153,8 +192,8 @@ def test_a_program_holds_the_weights_and_all_caches_also_those_it_does_not_read(
         held = weights + bytes_per_device(setup.mesh, caches) + each.temporaries
         # Beside them the tokens and where the answer stands, of a few hundred bytes.
         assert held <= each.held < held + 2048
-    # The anchor is read without a look at the blocks, the end without the weights.
-    assert found["end of the context"].arguments < weights
+    # The end reads a cache without the weights.
+    assert found["end of the context: a layer"].arguments < weights
     model = [each.temporaries for each in found.values() if each.kind != "finish"]
     assert most_temporaries(found) == max(model) > 0
 
