@@ -41,7 +41,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.llama import stacked_layers
 from jax_longctx.planning.collectives import count_collectives
 from jax_longctx.planning.plan import PlanRequest, context_segments, weight_bytes
-from jax_longctx.sharding import make_mesh, tree_shardings
+from jax_longctx.sharding import logical_sharding, make_mesh, tree_shardings
 
 Kind = Literal["context", "finish", "question", "decode"]
 # What a run layer by layer calls, by the functions' names. The number that tells when a segment is
