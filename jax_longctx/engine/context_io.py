@@ -150,8 +150,8 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     questions = described["questions"]
     if questions is not None:
         questions = [*questions, *([] for _ in range(len(rows) - batch))]
-    made: dict[str, Any] = {"questions": questions, "method": engine.method}
-    return Context(rows, batch, slots, reserve, total, caches, **made)
+    sizes = (batch, slots, reserve)
+    return Context(rows, *sizes, total, caches, questions=questions, method=engine.method)
 
 
 def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:

@@ -232,8 +232,8 @@ class Engine:
             marker.block_until_ready()
         told(everything)
         caches = programs.finish_context(self.setup, caches, known, reserve)
-        made: dict[str, Any] = {"questions": asked, "method": self.method}
-        return Context(rows, len(contexts), slots, reserve, known, caches, **made)
+        sizes = (len(contexts), slots, reserve)
+        return Context(rows, *sizes, known, caches, questions=asked, method=self.method)
 
     def compile(
         self,
