@@ -16,6 +16,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int
 
 
+def row_major(x: Array) -> Array:
+    """What is read from a plane, or written to one, in the layout that all planes have.
+
+    Without it XLA for GPUs gives all layers' array the layout that a reader or writer of a part
+    prefers, and copies the whole array before and after the loop.
+    """
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plane:
@@ -51,10 +60,7 @@ class Plane:
 
     def read(self) -> Array:
         """The layer's part."""
-        part = jax.lax.dynamic_index_in_dim(self.whole, self.layer, keepdims=False)
-        # Else XLA for GPUs gives all layers' array the layout that a reader wants of a part, and
-        # copies it before and after the loop.
-        return with_layout_constraint(part, Layout(major_to_minor=tuple(range(part.ndim))))
+        return row_major(jax.lax.dynamic_index_in_dim(self.whole, self.layer, keepdims=False))
 
     def __getitem__(self, index: Any) -> Array:
         return self.read()[index]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.dispatch import platform
-from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.plane import Plane, part_of, row_major
 
 
 class Rewinding:
@@ -127,7 +127,7 @@ def write_rows(
     new_BKTH = jnp.swapaxes(new, 1, 2).astype(buffer.dtype)
     if isinstance(buffer, Plane):
         rows, first = buffer.rows()
-        return buffer.with_rows(_write(rows, new_BKTH, start, valid, first, whole))
+        return buffer.with_rows(_write(rows, row_major(new_BKTH), start, valid, first, whole))
     return _write(buffer, new_BKTH, start, valid, 0, whole)
 
 

@@ -70,15 +70,14 @@ from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
 in_place = functools.partial(jax.jit, keep_unused=True)
 
 # Options of programs that loop over layers. XLA's Triton matmuls copy each layer's weights out of
-# the stack first; cuBLAS takes their address. Command buffers that hold loops, unrolled, make the
-# whole loop one CUDA graph.
+# the stack first; cuBLAS takes their address. Command buffers that hold loops make the whole loop
+# one CUDA graph.
 LOOPED: dict[str, Any] = {
     "compiler_options": {
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_enable_command_buffer": (
             "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
         ),
-        "xla_gpu_command_buffer_unroll_loops": True,
     }
 }
 
@@ -90,6 +89,9 @@ _logger = logging.getLogger(__name__)
 # lowering and compiling, which is about once in twenty programs.
 EVENTS = 60
 _events = 0
+# Most layers of one turn of the loop, in decode steps on a GPU. A turn of a CUDA graph's loop takes
+# about 7 us, and each layer in it takes the time to compile it.
+LAYERS_A_TURN = 4
 # Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
 LEAST_ROWS = 8
 # Ids that end an answer: their number is a multiple of this.
@@ -409,6 +411,15 @@ def _through_run(
 
     groups = _together(stacks, fields)
 
+    a_turn = 1
+    if setup.platform == "gpu" and segment.tokens.shape[1] == 1:
+        a_turn = max(n for n in range(1, LAYERS_A_TURN + 1) if run.count % n == 0)
+
+    def turn(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        for offset in range(a_turn):
+            carry = layer(number * a_turn + offset, carry)
+        return carry
+
     def layer(index: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         x_BTD, stacks = carry
         parts = [
@@ -431,7 +442,8 @@ def _through_run(
         # As many as the kernel takes, padded once and not in every layer.
         x = _few(x, -(-math.prod(given) // LEAST_ROWS) * LEAST_ROWS, 1)
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
-        x, stacks = jax.lax.fori_loop(0, run.count, layer, (x, _joined(stacks, groups, axis=1)))
+        carry = x, _joined(stacks, groups, axis=1)
+        x, stacks = jax.lax.fori_loop(0, run.count // a_turn, turn, carry)
     stacks = _apart(stacks, groups, axis=1)
     x = x if x.shape[:2] == given else _few(x, *given)
     return x, Stacked(structure.unflatten(stacks), run.count)

@@ -39,7 +39,7 @@ device_description_str: "NVIDIA H200"
 """
 # The model's shapes are Llama 3.1 8B's. The loop's body is the same for more layers. No activation
 # of a chunk has as many elements as a layer's weights.
-LAYERS, CONTEXT, RESERVE, CHUNK = 4, 16_000, 512, 1536
+LAYERS, CONTEXT, RESERVE, CHUNK = 8, 16_000, 512, 1536
 # Elements of arrays whose copies are looked for.
 LEAST = 2**20
 
@@ -162,6 +162,7 @@ def main(methods: list[str]) -> None:
     jax.devices("cpu")
 
     from jax_longctx.engine.capacity import staged_caches
+    from jax_longctx.engine.programs import LAYERS_A_TURN
     from jax_longctx.methods import make_method
     from jax_longctx.models.config import ModelConfig
     from jax_longctx.models.presets import PRESETS
@@ -193,13 +194,16 @@ def main(methods: list[str]) -> None:
                         leaf.size // LAYERS: f"a layer's {what}",
                     }
         for used in used_programs(request, setup, 1):
+            a_turn = LAYERS_A_TURN if used.kind == "decode" else 1
             compiled = used.lower().compile()
             program = computations(compiled.as_text())
             found = {
                 "method": name,
                 "kind": used.kind,
                 "name": used.name,
-                "kernels": [kernels(program, body) for body in layer_loops(program, LAYERS)],
+                "kernels": [
+                    kernels(program, body) for body in layer_loops(program, LAYERS // a_turn)
+                ],
                 "copies": list(copies(program, sizes)),
                 "temporaries": compiled.memory_analysis().temp_size_in_bytes,
             }

@@ -1,6 +1,6 @@
 """Programs that loop over the layers, compiled for an H200 that need not be there.
 
-They hold no copy of a cache or of the weights, and a layer's decode step launches as many kernels
+They hold no copy of a cache or of the weights, and a decode step launches as many kernels
 as a table says. `LONGCTX_GPU_PLUGIN` names a folder with JAX's CUDA plugin:
 
     pip install --no-deps --target FOLDER jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
@@ -17,8 +17,8 @@ import pytest
 
 from tests.jax_longctx.engine import gpu_programs
 
-# Kernels of a layer in a decode step of one row.
-KERNELS = {"full": 20, "quest": 67, "reattention": 40, "citrus": 25}
+# Kernels of a turn of the loop over the layers in a decode step of one row.
+KERNELS = {"full": 74, "quest": 262, "reattention": 151, "citrus": 82}
 
 REPOSITORY = Path(__file__).parents[3]
 PLUGIN = os.environ.get("LONGCTX_GPU_PLUGIN")
@@ -92,16 +92,20 @@ def programs(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]
 @pytest.mark.slow
 @needs_plugin
 def test_no_program_copies_weights_or_caches(programs):
-    for each in programs[1]:
+    method, found = programs
+    for each in found:
         # Without cuDNN, which is not there to compile with, a chunk's attention reads slices.
         chunk = each["kind"] in ("context", "question")
         copies = [text for text, what in each["copies"] if not chunk or "weights" in what]
+        if method == "citrus":
+            # Its keys are stored before rotary embedding, and each step rotates all of them.
+            copies = [text for text in copies if not text.endswith("/attention/concatenate")]
         assert not copies, each["name"]
 
 
 @pytest.mark.slow
 @needs_plugin
-def test_a_decode_step_launches_as_many_kernels_a_layer_as_known(programs):
+def test_a_decode_step_launches_as_many_kernels_as_known(programs):
     method, found = programs
     (decode,) = [each for each in found if each["kind"] == "decode"]
     # Fewer are better: then lower the number. Raise it only with a measurement.
