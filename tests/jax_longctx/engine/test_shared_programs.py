@@ -39,6 +39,8 @@ def answer(engine, text, question, tokens):
     "name", ["full", "refreshkv", "snapkv", "citrus", "reattention", "infllm", "star", "quest"]
 )
 def test_other_lengths_trace_nothing(name, by_layer, traced):
+    # Other tests may have traced the same programs.
+    jax.clear_caches()
     config = tiny_config(num_layers=2)
     engine = tiny_engine(small_method(name), config=config, chunk=16, by_layer=by_layer)
     answer(engine, 103, 8, 12)
