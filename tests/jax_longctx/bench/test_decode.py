@@ -16,6 +16,7 @@ from jax_longctx.engine.capacity import footprint
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.methods import METHODS, STUDIES, Full, make_method
 from jax_longctx.models import presets
+from jax_longctx.sharding import make_mesh
 from tests.support import joined, random_rows, tiny_engine
 
 
@@ -149,7 +150,7 @@ def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
     assert snapkv["batch"] == snapkv["by_arithmetic"] - snapkv["by_arithmetic"] // 16
     assert snapkv["batch"] > 4 * full["batch"]
     for row, method in ((full, Full()), (snapkv, make_method("snapkv", {"budget": "64"}))):
-        setup = decode.Shape.make("tiny", decode.make_mesh(), None, 512, lambda _: None)
+        setup = decode.Shape.make("tiny", make_mesh(), None, 512, lambda _: None)
         sizes = {"context": 2000, "reserve": 1 + steps.answer_tokens(1)}
         held = [
             footprint(setup.setup(method), batch=row["by_arithmetic"] + more, **sizes).resident
@@ -183,18 +184,20 @@ def test_no_row_fits(tiny_preset, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "settings", "mesh", "by_layer"),
     [
-        ("full", {}),
-        ("snapkv", {"budget": "64"}),
-        pytest.param("refreshkv", {"budget": "64"}, marks=pytest.mark.slow),
-        ("streaming-llm", {"budget": "64", "chunk": "32"}),
-        pytest.param("citrus", {"budget": "64", "chunk": "16"}, marks=pytest.mark.slow),
+        ("full", {}, {}, False),
+        ("snapkv", {"budget": "64"}, {}, True),
+        ("snapkv", {"budget": "64"}, {"seq": 2, "tensor": 2}, False),
+        ("streaming-llm", {"budget": "64", "chunk": "32"}, {}, False),
+        pytest.param("refreshkv", {"budget": "64"}, {}, True, marks=pytest.mark.slow),
+        pytest.param("citrus", {"budget": "64", "chunk": "16"}, {}, False, marks=pytest.mark.slow),
     ],
 )
-def test_copied_rows_answer_as_the_row(name, settings):
+def test_copied_rows_answer_as_the_row(name, settings, mesh, by_layer):
     """After the question every row goes on as a stream of the one row does."""
-    engine = tiny_engine(make_method(name, settings), chunk=32)
+    options = {"mesh": make_mesh(**mesh), "chunk": 32, "by_layer": by_layer}
+    engine = tiny_engine(make_method(name, settings), **options)
     rows, asked = random_rows([150], engine.config.vocab_size), [list(steps.QUESTION)]
     tokens = steps.answer_tokens(1)
     contexts = [engine.prefill(rows, reserve=1 + tokens, questions=asked) for _ in range(2)]
