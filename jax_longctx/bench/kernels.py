@@ -163,22 +163,31 @@ def _rows(
     floor = max(case.operations / rate, case.moved / bandwidth)
     # Shortest timing loop: the host's time around it varies by some 50 us.
     least = 0.0 if dispatch.platform() == "cpu" else 5e-3
-    inputs = case.inputs()
+    about: dict[str, Any] = dict(operation=case.operation, shape=case.shape)
+    about |= dict(operations=case.operations, moved=case.moved, floor_seconds=floor)
+    try:
+        inputs = case.inputs()
+    except faults as error:  # a device with too little memory
+        yield about | dict(run=preferred or "chosen", failed=_fault(error))
+        return
     steps = case.steps(inputs)
     if preferred is not None:
         name = preferred if preferred in steps else "chosen"
         steps = {name: steps[name]}
     for name, step in steps.items():
         say(f"{case.name}: {name}")
-        row: dict[str, Any] = dict(operation=case.operation, shape=case.shape, run=name)
-        row |= dict(operations=case.operations, moved=case.moved, floor_seconds=floor)
+        row = about | dict(run=name)
         try:
             timing = measure(step, *inputs, repeats=repeats, least=least)
         except faults as error:
-            yield row | dict(failed=f"{type(error).__name__}: {error}"[:500])
+            yield row | dict(failed=_fault(error))
             continue
         share = floor / timing.seconds if timing.seconds else None
         yield row | dataclasses.asdict(timing) | dict(share=share)
+
+
+def _fault(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def _matmul_rate(size: int) -> float:

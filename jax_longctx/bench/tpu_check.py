@@ -76,15 +76,19 @@ class Check:
     caches: tuple[int, ...] = ()
     interpreter: Any = INTERPRETER
 
-    def rows(self, interpret: bool) -> Iterator[dict[str, Any]]:
-        """Whether the kernel is right, with arrays and then with planes."""
-        how = self.interpreter if interpret else False
-        run = jax.jit(partial(self.run, interpret=how))
-        cases = {"arrays": self.given}
+    def cases(self) -> dict[str, tuple[Any, ...]]:
+        """The kernel's arguments: arrays, and planes where it reads them."""
+        found = {"arrays": self.given}
         if self.caches:
             planes = {at: _plane(self.given[at]) for at in self.caches}
-            cases["planes"] = tuple(planes.get(at, x) for at, x in enumerate(self.given))
-        for name, given in cases.items():
+            found["planes"] = tuple(planes.get(at, x) for at, x in enumerate(self.given))
+        return found
+
+    def rows(self, interpret: bool) -> Iterator[dict[str, Any]]:
+        """Whether the kernel is right, a row for each of its cases."""
+        how = self.interpreter if interpret else False
+        run = jax.jit(partial(self.run, interpret=how))
+        for name, given in self.cases().items():
             row = {"kernel": self.kernel, "case": name, "tolerance": self.tolerance}
             try:
                 # Products of float32 numbers are rounded to bfloat16 on a TPU unless it is said.

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from jax_longctx.bench import decode, e2e, steps, throughput
 from jax_longctx.bench.steps import Answering, Kernels, Step
 from jax_longctx.cli.main import app
-from jax_longctx.engine import programs
+from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.methods import METHODS, STUDIES, Full, make_method
@@ -209,6 +209,40 @@ def test_copied_rows_answer_as_the_row(name, settings, mesh, by_layer):
     with pytest.raises(ValueError, match="step 161 of an answer of 129 tokens"):
         answering.block()
     assert contexts[1].caches is None
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_kernels_of_a_step_are_those_of_one_block_after_the_timed_ones(monkeypatch, counted):
+    """The profiled block slows down: it is not among the timed ones."""
+    done = []
+
+    class Blocks:
+        def __init__(self, *given):
+            assert given[2:] == (3, steps.answer_tokens(2))
+
+        def block(self):
+            done.append("block")
+
+        def check(self):
+            done.append("check")
+
+    def profiled(run):
+        run()
+        done.append("profile")
+        return Kernels(32 * 40, 32 * 4e-3)
+
+    engine = create_autospec(Engine, instance=True)
+    engine.setup = create_autospec(programs.Setup, instance=True, platform="gpu")
+    monkeypatch.setattr(steps, "Answering", Blocks)
+    monkeypatch.setattr(steps, "profiled", profiled)
+    found = steps.step_of(engine, create_autospec(Context, instance=True), 3, 2, counted)
+    timed = ["block"] * (1 + 1 + 2)
+    assert done == [*timed, *(["block", "profile"] if counted else []), "check"]
+    assert steps.answer_tokens(2) == 1 + 32 * (len(timed) + 1)
+    if counted:
+        assert (found.kernels.number, found.kernels.seconds) == pytest.approx((40, 4e-3))
+    else:
+        assert found.kernels is None
 
 
 def test_kernels_are_those_of_the_streams():

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
 import pallas_kernels
@@ -34,6 +37,28 @@ def test_every_tpu_kernel_has_a_check():
     folders = {path.parent.name for path in Path(pallas_kernels.__path__[0]).glob("*/tpu.py")}
     checked = {check.run.func.__module__.split(".")[1] for check in tpu_check.checks()}
     assert checked == folders
+
+
+@pytest.mark.optimized
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_the_checks_compile_for_tpus(topology):
+    """The first person with a TPU learns something of the kernels, and not of the checks."""
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices[:1]), ("device",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    for check in tpu_check.checks():
+        for given in check.cases().values():
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
+            )
+            with jax.default_matmul_precision("default"):
+                with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                    program = jax.jit(partial(check.run, interpret=False)).lower(*shapes)
+            assert "tpu_custom_call" in program.compile().as_text()
 
 
 def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
@@ -108,7 +133,11 @@ def test_on_a_tpu_it_times_kernels_and_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(
         kernels,
         "cases",
-        lambda shrink: [case, dataclasses.replace(case, others={"chosen": broken})],
+        lambda shrink: [
+            case,
+            dataclasses.replace(case, others={"chosen": broken}),
+            dataclasses.replace(case, inputs=broken),
+        ],
     )
 
     def fails(**how):
@@ -120,9 +149,9 @@ def test_on_a_tpu_it_times_kernels_and_steps(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["bench", "tpu-check", "--out", str(out)])
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text())
-    timed, failed = found["kernels"]["rows"]
+    timed, *failed = found["kernels"]["rows"]
     assert timed["seconds"] > 0 and timed["share"] > 0
-    assert failed["failed"] == "LookupError: no such layout"
+    assert [row["failed"] for row in failed] == ["LookupError: no such layout"] * 2
     assert found["steps"] == {"failed": "LookupError: no such device"}
     assert "steps: LookupError: no such device" in result.stdout
     result = CliRunner().invoke(app, ["bench", "tpu-check", "--out", str(out), "--minutes", "1e-9"])
