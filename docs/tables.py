@@ -2,6 +2,10 @@
 
     python docs/tables.py            # write
     python docs/tables.py --check    # write nothing; exit code 1 where a page is stale
+    python docs/tables.py --take decode.json --revision 1234567 --date 2026-11-23 \
+      --command "jax-longctx bench decode --out decode.json"
+
+The last takes the file of `bench decode` or `bench throughput` into `docs/results` first.
 
 `docs/results/NAME.json` holds one experiment each. `docs/templates` holds Jinja templates that look
 figures up in them. Two pages are whole templates; in README a template fills the lines between
@@ -161,6 +165,12 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |") for line in lines)
 
 
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "bytes": size,
+    "ms": lambda seconds: f"{1e3 * seconds:.2f} ms",
+}
+
+
 def flat_table(columns: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
     """One line a row; a format may name other keys of its row."""
 
@@ -170,8 +180,8 @@ def flat_table(columns: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str
             return ""
         if "format" not in column:
             return shown(value)
-        if column["format"] == "bytes":
-            return size(value)
+        if column["format"] in FORMATS:
+            return FORMATS[column["format"]](value)
         return column["format"].format(value, **row).replace("``", "")
 
     heads = [column["head"] for column in columns]
@@ -333,6 +343,99 @@ def draw_depths(result: Result, path: Path) -> None:
     pyplot.close(figure)
 
 
+def draw(result: Result, path: Path) -> None:
+    """The result's picture: rows by depth as heat maps, times and throughput as bars."""
+    if "by_depth" in result.rows[0]:
+        draw_depths(result, path)
+        return
+    # Of this checkout, even where another one is installed.
+    sys.path[:0] = [str(ROOT)]
+    from jax_longctx.bench import drawing
+
+    drawing.draw(result.rows, path, title=result.hardware, description=fingerprint(result))
+
+
+# What `--take` keeps of a row, beside its method: key, head of its column, format.
+STEP_COLUMNS = (
+    ("context", "context", ""),
+    ("batch", "rows", ""),
+    ("tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("limit_tokens_per_second", "limit, tokens/s", "{:,.0f}"),
+    ("seconds", "step", "ms"),
+    ("limit_seconds", "limit", "ms"),
+    ("share", "of limit", "{:.0%}"),
+    ("kernels_layer", "kernels a layer", "{:.1f}"),
+    ("gap_seconds", "gaps", "ms"),
+    ("speedup", "`full` / this", "{:.2f}x"),
+)
+STEP_ABOUT = (
+    "A decode step of whole models. The gaps are its wall time less the times of its kernels."
+)
+THROUGHPUT_ABOUT = (
+    "Tokens a second a device at the largest batch that fits the memory, or that the command "
+    "allows. Eviction pays here: more rows fit."
+)
+
+
+def take(found: Mapping[str, Any], command: str, revision: str, date: str) -> Result:
+    """The result of the file of `bench decode` or `bench throughput`.
+
+    Raises:
+      ResultError: it has no such rows.
+    """
+    made = [row for row in found.get("rows", ()) if "limit_seconds" in row]
+    if not made:
+        raise ResultError("no row has a 'limit_seconds'; expected a file of `bench decode`")
+    speeds = "tokens_per_second" in made[0]
+    columns = [column for column in STEP_COLUMNS if any(column[0] in row for row in made)]
+
+    def kept(row: Row) -> dict[str, Any]:
+        settings = ",".join(f"{key}={value}" for key, value in row["settings"].items())
+        values = {key: row[key] for key, _, _ in columns if key in row}
+        return {"method": row["method"], **({"settings": settings} if settings else {}), **values}
+
+    layers = found["layers"]
+    whole = layers["timed"] == layers["of"]
+    failed = [row for row in found["rows"] if "failed" in row]
+    head = {"key": "label", "head": "method", "format": "`{}`"}
+    return Result(
+        name="throughput" if speeds else "decode-steps",
+        title="Throughput of the largest batch" if speeds else "Decode step of all methods",
+        about=THROUGHPUT_ABOUT if speeds else STEP_ABOUT,
+        kind="speed",
+        model=f"the shape of {found['model']} ({layers['of']} layers, "
+        + ("all" if whole else f"{layers['timed']} and 1")
+        + " timed), random weights, bfloat16",
+        hardware=f"{found['device']} (copy {found['copy_bandwidth'] / 1e12:.2f} TB/s)",
+        software=f"JAX {found['jax']}",
+        date=date,
+        revision=revision,
+        command=[command],
+        baseline="full attention in the same run",
+        limit="the bytes of a step, weights included, over the copy bandwidth of the same run",
+        notes=[f"`{row['method']}` was not timed: {row['failed']}." for row in failed],
+        columns=[
+            head,
+            *(
+                {"key": key, "head": name, **({"format": how} if how else {})}
+                for key, name, how in columns
+            ),
+        ],
+        picture="throughput.png" if speeds else "decode-steps.png",
+        rows=[kept(row) for row in made],
+    )
+
+
+def write_result(result: Result, folder: Path = DOCS / "results") -> None:
+    """Writes the result as `read_results` reads it, a row a line."""
+    given = {key: value for key, value in dataclasses.asdict(result).items() if value}
+    del given["name"]
+    rows = ",\n".join(f"    {json.dumps(row)}" for row in given.pop("rows"))
+    text = json.dumps(given, indent=2, ensure_ascii=False).removesuffix("\n}")
+    path = folder / f"{result.name}.json"
+    path.write_text(f'{text},\n  "rows": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
+
+
 def stale_pictures(results: Mapping[str, Result]) -> dict[Path, Result]:
     """The pictures that were not drawn from the rows as they are."""
     wanted = {DOCS / one.picture: one for one in results.values() if one.picture}
@@ -347,8 +450,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write what is stale, or only name it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where stale")
-    check = parser.parse_args(argv).check
+    parser.add_argument("--take", metavar="FILE", help="of `bench decode` or `bench throughput`")
+    for name in ("command", "revision", "date"):
+        parser.add_argument(f"--{name}", default="", help=f"{name} of --take")
+    given = parser.parse_args(argv)
+    check = given.check
     try:
+        if given.take:
+            found = json.loads(Path(given.take).read_text(encoding="utf-8"))
+            write_result(take(found, given.command, given.revision, given.date))
         results = read_results()
         stale = {
             path: text
@@ -363,7 +473,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path, text in stale.items():
             path.write_text(text, encoding="utf-8")
         for path, result in pictures.items():
-            draw_depths(result, path)
+            draw(result, path)
     for path in sorted([*stale, *pictures]):
         said = "is stale; run python docs/tables.py" if check else "written"
         print(f"{path.relative_to(ROOT)} {said}")

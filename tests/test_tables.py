@@ -158,3 +158,59 @@ def test_the_memory_of_the_methods_is_what_the_command_prints():
     for row in RESULTS["method-memory"].rows:
         keys = ("peak_bytes", "resident_bytes", "read_bytes")
         assert {key: row[key] for key in keys} == {key: now[row["method"]][key] for key in keys}
+
+
+def measured(**changed):
+    """What `bench decode --out` or `bench throughput --out` holds."""
+    row = {"method": "full", "settings": {}, "batch": 1, "context": 32768, "read": 4}
+    row |= {"seconds": 5.2e-3, "limit_seconds": 4.7e-3, "share": 0.9, "speedup": 1.0}
+    slower = row | {"method": "quest", "settings": {"budget": "500"}, "speedup": 0.8}
+    failed = {"method": "dynamic-ntk", "settings": {}, "failed": "needs another rope"}
+    rows = [each | changed for each in (row, slower)]
+    facts = {"device": "a GPU", "jax": "0.11.2", "copy_bandwidth": 4e12, "model": "llama-3.1-8b"}
+    return {**facts, "layers": {"timed": 32, "of": 32}, "rows": [*rows, failed]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "line"),
+    [
+        (
+            {"kernels_layer": 12.3, "gap_seconds": 4e-4},
+            "decode-steps",
+            "1 | 5.20 ms | 4.70 ms | 90% | 12.3 | 0.40 ms | 0.80x |",
+        ),
+        (
+            {"tokens_per_second": 8123.4, "limit_tokens_per_second": 14000.0, "batch": 128},
+            "throughput",
+            "128 | 8,123 | 14,000 | 5.20 ms | 4.70 ms | 90% | 0.80x |",
+        ),
+    ],
+)
+def test_a_benchmark_is_taken_drawn_and_shown(changed, name, line, tmp_path, monkeypatch):
+    """The file becomes a result, its picture and its part of the page."""
+    raw = tmp_path / "raw.json"
+    raw.write_text(json.dumps(measured(**changed)))
+    write, results = tables.write_result, tmp_path / "results"
+    results.mkdir()
+    monkeypatch.setattr(tables, "write_result", lambda result: write(result, results))
+    monkeypatch.setattr(tables, "read_results", lambda: RESULTS)
+    given = ["--command", "jax-longctx bench", "--revision", "1234567", "--date", "2026-11-23"]
+    assert tables.main(["--take", str(raw), *given]) == 0
+    (result,) = (
+        tables.parse_result(path.stem, json.loads(path.read_text())) for path in results.iterdir()
+    )
+    assert result.name == name and (result.revision, result.date) == ("1234567", "2026-11-23")
+    page = tables.environment(RESULTS | {name: result}).get_template("benchmarks.md.j2").render()
+    block = page.partition(f"### {result.title}")[2].partition("\n### ")[0]
+    assert f"| `quest:budget=500` | 32,768 | {line}" in block
+    assert "`dynamic-ntk` was not timed: needs another rope." in block
+    picture = tmp_path / result.picture
+    tables.draw(result, picture)
+    assert tables.fingerprint(result).encode() in picture.read_bytes()
+
+
+def test_another_file_is_not_taken(tmp_path, capsys):
+    raw = tmp_path / "raw.json"
+    raw.write_text(json.dumps({"rows": [{"method": "full"}]}))
+    assert tables.main(["--take", str(raw)]) == 2
+    assert "expected a file of `bench decode`" in capsys.readouterr().err

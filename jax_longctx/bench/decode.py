@@ -1,145 +1,129 @@
 """Time of a decode step by method, context and batch, beside full attention in the same run.
 
-Random weights of a published shape. The prediction beside each time is the bytes that a step must
-read (every weight but the embedding table, and what the method says it reads of its caches) over
-the copy bandwidth measured in the same run. With `random_cache` there is no prefill: keys and
-values are random, so that long contexts are measured in seconds. The time is the same where the
-amount that a step reads does not depend on the values.
+Random weights of a published shape. The limit beside each time is the bytes that a step must read
+(every weight but the embedding table, and what the method says it reads of its caches) over the
+copy bandwidth measured in the same run. See `steps` for how a step is timed.
+
+With `random_cache` the methods that keep all keys need no prefill: keys and values are random, so
+that long contexts are measured in seconds. The time is the same where the amount that a step reads
+does not depend on the values.
 """
 
 import dataclasses
-import functools
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from jax.sharding import Mesh
 
-from jax_longctx.bench.timing import TOO_MUCH, Shape, copy_bandwidth, scaled, streamed
-from jax_longctx.caches import AppendCache
+from jax_longctx.bench.steps import Step, answer_tokens, check_mesh, one_row, step_of
+from jax_longctx.bench.timing import TOO_MUCH, Shape, copy_bandwidth, scaled
 from jax_longctx.contract import Method
-from jax_longctx.engine import Context, Engine, programs
-from jax_longctx.engine.capacity import footprint, reserved, slots_for
-from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
-from jax_longctx.methods import Full, make_method
-from jax_longctx.planning.plan import step_weight_bytes
-from jax_longctx.sharding import make_mesh, tree_shardings
+from jax_longctx.engine import Engine
+from jax_longctx.engine.capacity import available_bytes, check_fits, footprint
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import make_method
+from jax_longctx.planning.plan import decode_work
+from jax_longctx.sharding import make_mesh
 
-# Steps before the full blocks that are timed: the question's token and the short first blocks.
-WARM = 1 + sum(FIRST_BLOCKS)
-
-
-def _is_store(node: Any) -> bool:
-    return isinstance(node, AppendCache)
-
-
-def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Context:
-    """A context of `length` tokens a row, with random keys and values in append-only caches."""
-    setup = engine.setup
-    reserve = reserved(reserve)
-    slots = slots_for(length, reserve, engine.mesh.shape["seq"])
-    shapes = programs.abstract_caches(setup, batch, slots, reserve)
-
-    def draw(node: Any, seed: Any) -> Any:
-        if not _is_store(node):
-            return jnp.zeros(node.shape, node.dtype)
-        keys = jax.random.split(jax.random.key(seed), 2)
-        k, v = (jax.random.normal(key, node.k.shape, node.k.dtype) for key in keys)
-        at = [jnp.full(node.length.shape, length, jnp.int32) for _ in range(4)]
-        return AppendCache(k, v, *at)
-
-    made: dict[Any, Any] = {}
-
-    def layer(index: int, cache: Any) -> Any:
-        """Fills a layer's cache; layers of the same shapes share one program."""
-        key = jax.tree.structure(cache), tuple(leaf.shape for leaf in jax.tree.leaves(cache))
-        if key not in made:
-
-            def make(seed: Any) -> Any:
-                stores = functools.partial(jax.tree.map, is_leaf=_is_store)
-                return stores(lambda node: draw(node, seed), cache)
-
-            made[key] = jax.jit(make, out_shardings=tree_shardings(setup.mesh, cache))
-        return made[key](index)
-
-    filled = tuple(layer(index, cache) for index, cache in enumerate(shapes))
-    rows = [[0] * length for _ in range(batch)]
-    total = jnp.full((batch,), length, jnp.int32)
-    return Context(rows, batch, slots, reserve, total, filled)
-
-
-def step_seconds(engine: Engine, context: Context) -> float:
-    """Seconds of a decode step of all rows: the median of the full blocks that fit."""
-    question = [[1]] * context.batch
-    stream = engine.stream(context, question, max_tokens=context.reserve - 1, keep=False)
-    return statistics.median(streamed(time.perf_counter(), stream)[1])
+FULL: tuple[str, dict[str, str]] = ("full", {})
+Methods = Sequence[tuple[str, dict[str, str]]]
 
 
 def run(
     *,
     model: str,
-    methods: Sequence[tuple[str, dict[str, str]]],
+    methods: Methods,
     cases: Sequence[tuple[int, int]],
     blocks: int,
     random_cache: bool,
     layers: int | None = None,
     chunk: int = 8192,
+    mesh: Mesh | None = None,
+    kernels: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Full attention and `methods` at every (batch, context) of `cases`; JSON-able.
 
-    A case that does not fit the memory is recorded as failed. Where full attention fails, the other
-    methods' rows have times and no ratios.
+    A case that does not fit the memory, or a method that refuses the model, is recorded as failed.
+    Where full attention fails, the other methods' rows have no ratio.
 
     Args:
       layers: to time; all of the shape's unless given (see `timing`).
+      mesh: without a data axis; one device unless given.
+      kernels: whether the kernels of a step are counted, on GPUs.
     """
-    shape = Shape.make(model, make_mesh(), layers, chunk, say)
+    mesh = make_mesh() if mesh is None else mesh
+    check_mesh(mesh)
+    shape = Shape.make(model, mesh, layers, chunk, say)
     bandwidth = copy_bandwidth()
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
-    made = [("full", {}, Full())]
-    made += [(name, settings, make_method(name, settings)) for name, settings in methods]
     rows = []
     for batch, length in cases:
         full = None
-        for name, settings, method in made:
+        for name, settings in beside_full(methods):
             say(f"{name}, {batch} x {length:,} ...")
             row: dict[str, Any] = {"method": name, "settings": settings}
             row |= {"batch": batch, "context": length}
-            row |= _case(shape, method, batch, length, blocks, random_cache)
+            method = make_method(name, settings)
+            row |= step_row(shape, method, batch, length, blocks, bandwidth, random_cache, kernels)
             if "seconds" in row:
-                row["roofline_seconds"] = row["bytes"] / bandwidth
-                said = f"  {row['seconds'] * 1e3:.2f} ms"
-                full = row if method is made[0][2] else full
+                full = row if (name, settings) == FULL else full
                 if full is not None:
                     row["speedup"] = full["seconds"] / row["seconds"]
-                    row["predicted_speedup"] = full["bytes"] / row["bytes"]
-                    said += f", {row['speedup']:.2f}x full attention's speed"
-                say(said)
+            say(f"  {row['failed'] if 'failed' in row else _said(row)}")
             rows.append(row)
     return {"model": model, **shape.facts(), "copy_bandwidth": bandwidth, "rows": rows}
 
 
-def _case(
-    shape: Shape, method: Method, batch: int, length: int, blocks: int, random_cache: bool
-) -> dict[str, Any]:
-    """Seconds and bytes of a step of the whole model, or the reason why it failed."""
-    config, reserve, setup = shape.config, 1 + WARM + blocks * BLOCK, shape.setup(method)
-    found = footprint(setup, batch=batch, context=length, reserve=reserve)
+def beside_full(methods: Methods) -> list[tuple[str, dict[str, str]]]:
+    """Full attention, then the other methods."""
+    return [FULL, *(each for each in methods if each != FULL)]
 
-    def measure(engine: Engine) -> float:
-        if random_cache:
-            return step_seconds(engine, random_context(engine, batch, length, reserve))
-        draw = np.random.default_rng(length).integers(0, config.vocab_size, length)
-        rows = [list(map(int, draw))] * batch
-        return step_seconds(engine, engine.prefill(rows, reserve=reserve))
+
+def _said(row: dict[str, Any]) -> str:
+    said = f"{row['seconds'] * 1e3:.2f} ms, {row['share']:.0%} of the limit's speed"
+    return said + (f", {row['speedup']:.2f}x full attention's" if "speedup" in row else "")
+
+
+def step_row(
+    shape: Shape,
+    method: Method,
+    batch: int,
+    length: int,
+    blocks: int,
+    bandwidth: float,
+    random_cache: bool,
+    kernels: bool,
+    available: int | None = None,
+) -> dict[str, Any]:
+    """Seconds, limit, kernels and bytes of a step of the whole model, or why it failed.
+
+    Args:
+      available: bytes of each device for caches; what is free unless given.
+    """
+    setup, tokens = shape.setup(method), answer_tokens(blocks)
+    sizes: dict[str, Any] = dict(batch=batch, context=length, reserve=1 + tokens)
+
+    def measure(engine: Engine) -> Step:
+        held = footprint(engine.setup, **sizes, per_device=True).resident
+        check_fits(length, held, 0.0, available or available_bytes(shape.mesh))
+        context = one_row(engine, length, tokens, random_cache)
+        return step_of(engine, context, batch, blocks, kernels)
 
     try:
-        seconds = shape.times(method, measure)
-    except TOO_MUCH as error:
+        measured = shape.times(method, measure)
+        found = footprint(setup, **sizes)
+    except (ConfigError, *TOO_MUCH) as error:
         return {"failed": str(error).splitlines()[0]}
-    row = scaled("seconds", seconds, config.num_layers) | dataclasses.asdict(found)
-    return {**row, "bytes": step_weight_bytes(setup) + found.read}
+    layers = shape.config.num_layers
+    row: dict[str, Any] = scaled("seconds", {n: one.seconds for n, one in measured.items()}, layers)
+    counted = {n: one.kernels for n, one in measured.items() if one.kernels is not None}
+    if counted:
+        row |= scaled("kernels", {n: one.number for n, one in counted.items()}, layers)
+        row.setdefault("kernels_layer", row["kernels"] / layers)
+        row |= scaled("kernel_seconds", {n: one.seconds for n, one in counted.items()}, layers)
+        row["gap_seconds"] = row["seconds"] - row["kernel_seconds"]
+    moved = decode_work(setup, batch=batch, read=found.read).read
+    limit = moved / bandwidth
+    row |= {"bytes": moved, "limit_seconds": limit, "share": limit / row["seconds"]}
+    return row | dataclasses.asdict(found)

@@ -9,6 +9,8 @@ are measured in the same run. `share` is the floor over the time.
 """
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -120,37 +122,72 @@ def run(
     only: str = "",
     shrink: int = 1,
     repeats: int = 20,
+    preferred: str | None = None,
+    seconds: float = math.inf,
+    faults: Any = _FAULTS,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Measure the cases whose name holds `only`.
 
+    Args:
+      preferred: time this implementation alone; the chosen one where a case has no such.
+      faults: exceptions of a kernel that become its row; the others are still measured.
+      seconds: after which no case begins. The cases that are left have a row that says so.
+
     Returns:
       device, jax, copy_bandwidth (bytes a second), matmul_rate (operations a second) and rows.
     """
+    until = time.monotonic() + seconds
     bandwidth, rate = copy_bandwidth(2**31 // shrink), _matmul_rate(8192 // min(shrink, 16))
-    chosen = [case for case in cases(shrink) if only in case.name]
-    rows = [row for case in chosen for row in _rows(case, bandwidth, rate, repeats, say)]
+    rows: list[dict[str, Any]] = []
+    for case in cases(shrink):
+        if only not in case.name:
+            continue
+        if time.monotonic() < until:
+            rows += _rows(case, bandwidth, rate, repeats, say, preferred, faults)
+        else:
+            left = {"run": preferred or "chosen", "failed": "no time was left"}
+            rows.append({"operation": case.operation, "shape": case.shape, **left})
     return {**device_facts(), "copy_bandwidth": bandwidth, "matmul_rate": rate, "rows": rows}
 
 
 def _rows(
-    case: Case, bandwidth: float, rate: float, repeats: int, say: Callable[[str], None]
+    case: Case,
+    bandwidth: float,
+    rate: float,
+    repeats: int,
+    say: Callable[[str], None],
+    preferred: str | None = None,
+    faults: Any = _FAULTS,
 ) -> Iterator[dict[str, Any]]:
     floor = max(case.operations / rate, case.moved / bandwidth)
     # Shortest timing loop: the host's time around it varies by some 50 us.
     least = 0.0 if dispatch.platform() == "cpu" else 5e-3
-    inputs = case.inputs()
-    for name, step in case.steps(inputs).items():
+    about: dict[str, Any] = dict(operation=case.operation, shape=case.shape)
+    about |= dict(operations=case.operations, moved=case.moved, floor_seconds=floor)
+    try:
+        inputs = case.inputs()
+    except faults as error:  # a device with too little memory
+        yield about | dict(run=preferred or "chosen", failed=_fault(error))
+        return
+    steps = case.steps(inputs)
+    if preferred is not None:
+        name = preferred if preferred in steps else "chosen"
+        steps = {name: steps[name]}
+    for name, step in steps.items():
         say(f"{case.name}: {name}")
-        row: dict[str, Any] = dict(operation=case.operation, shape=case.shape, run=name)
-        row |= dict(operations=case.operations, moved=case.moved, floor_seconds=floor)
+        row = about | dict(run=name)
         try:
             timing = measure(step, *inputs, repeats=repeats, least=least)
-        except _FAULTS as error:  # the other kernels are still measured
-            yield row | dict(failed=f"{type(error).__name__}: {error}"[:500])
+        except faults as error:
+            yield row | dict(failed=_fault(error))
             continue
         share = floor / timing.seconds if timing.seconds else None
         yield row | dataclasses.asdict(timing) | dict(share=share)
+
+
+def _fault(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def _matmul_rate(size: int) -> float:

@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_longctx.bench.decode import WARM
-from jax_longctx.bench.timing import TOO_MUCH, Shape, answered, call_times, scaled
+from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, answered, call_times, scaled
 from jax_longctx.contract.context import by_gather, by_sum, merge_way
 from jax_longctx.engine.capacity import SPARE
 from jax_longctx.engine.engine import BLOCK

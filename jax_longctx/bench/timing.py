@@ -23,12 +23,14 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from jax_longctx.engine import Engine, programs
-from jax_longctx.engine.engine import BLOCK
+from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import first_layers, init_params, stacked_layers
 from jax_longctx.models.presets import PRESETS, preset
 
+# Steps before the full blocks of a stream: the question's token and the short first blocks.
+WARM = 1 + sum(FIRST_BLOCKS)
 # Raised where a case does not fit the memory.
 TOO_MUCH = (CapacityError, jax.errors.JaxRuntimeError)
 # Steps of one compiled loop. A dynamic number would cost a host round trip a step.

@@ -1,6 +1,6 @@
 """`jax-longctx bench`: measured times beside a baseline and a roofline of the same run."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ from jax_longctx.cli import options, process
 from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import (
     Terminal,
+    check_file,
     check_folder,
     check_matplotlib,
+    check_plot,
     save,
     shown_time,
     table,
@@ -25,6 +27,41 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure on this device, as r
 
 def _layers() -> Any:
     return option("Time this many layers, and one, and scale to all; all unless given.")
+
+
+def _methods() -> Any:
+    return options.methods(
+        "A method and its settings; repeat for several. All methods unless given."
+    )
+
+
+def _random_cache() -> Any:
+    return option(
+        "Draw the cache at random instead of reading a context (methods that keep all keys).",
+        default=False,
+    )
+
+
+def _chunk() -> Any:
+    return option("Tokens of a prefill pass.", default=8192, min=1)
+
+
+def _mesh() -> Any:
+    return options.mesh(
+        "Devices, e.g. tensor=4 or seq=2,tensor=2, without data. One device unless given."
+    )
+
+
+def _kernels() -> Any:
+    return option(
+        "Count the kernels of a step in a profile (on GPUs).",
+        "--kernels/--no-kernels",
+        default=True,
+    )
+
+
+def _picture() -> Any:
+    return option("Draw times or throughput beside the limits as a PNG.", metavar="FILE")
 
 
 def _runs() -> Any:
@@ -129,44 +166,129 @@ def _end_to_end(result: dict[str, Any]) -> Iterable[Any]:
 @options.command
 def decode(
     output: options.Output,
-    methods: list[str] = options.methods(
-        "A method and its settings; repeat for several.", default=...
-    ),
-    model: str = options.shape(),
+    methods: list[str] | None = _methods(),
+    model: str = options.shape(names=("--model", "--preset")),
     cases: list[str] | None = option(
         "E.g. 3x131072; repeat for several.", "--case", metavar="BATCHxCONTEXT"
     ),
     blocks: int = option("Blocks of 32 steps that are timed.", default=5, min=1),
     layers: int | None = _layers(),
-    random_cache: bool = option(
-        "Draw the cache at random instead of reading a context (append-only methods).",
-        default=False,
-    ),
+    random_cache: bool = _random_cache(),
+    chunk: int = _chunk(),
+    mesh: str | None = _mesh(),
+    kernels: bool = _kernels(),
+    picture: Path | None = _picture(),
 ) -> None:
     """Time a decode step of methods beside full attention's, random bfloat16 weights.
 
-    The prediction is the ratio of bytes read a step, weights included.
+    The limit is the time to read the bytes of a step, weights included, at the bandwidth of a copy
+    in the same run. On a GPU a profile counts the kernels of a step. The gaps are its wall time
+    less the kernels' times.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
+
+        jax-longctx bench decode --out decode.json --picture decode.png
 
         jax-longctx bench decode -m refreshkv:schedule=fixed,stride=10 --case 3x131072
     """
     expected = "BATCHxCONTEXT, as 3x131072"
     sizes = [_case(text, "x", expected) for text in cases or ["1x32768"]]
+    check_plot(picture, "--picture")
     terminal = output.terminal()
     with terminal.starting():
         from jax_longctx.bench.decode import run
+        from jax_longctx.sharding import make_mesh
 
     result = run(
         model=model,
-        methods=_named(methods),
+        methods=_all_or(methods),
         cases=[(batch, context) for batch, context in sizes],
         blocks=blocks,
         random_cache=random_cache,
         layers=layers,
+        chunk=chunk,
+        mesh=make_mesh(**_sizes(mesh)),
+        kernels=kernels,
         say=terminal.note,
     )
     output.hand_over(result, _steps)
+    _draw(result, picture)
+
+
+@bench_app.command()
+@options.command
+def throughput(
+    output: options.Output,
+    methods: list[str] | None = _methods(),
+    model: str = options.shape(names=("--model", "--preset")),
+    contexts: list[int] | None = option(
+        "Tokens of context of each row; repeat for several.", "--context"
+    ),
+    most: int | None = option("Try no batch of more rows.", "--rows", min=1),
+    memory: float | None = option(
+        "GiB of each device that caches may use; what is free unless given.", metavar="GIB"
+    ),
+    blocks: int = option("Blocks of 32 steps that are timed.", default=3, min=1),
+    random_cache: bool = _random_cache(),
+    chunk: int = _chunk(),
+    mesh: str | None = _mesh(),
+    kernels: bool = _kernels(),
+    picture: Path | None = _picture(),
+) -> None:
+    """Decoded tokens a second of methods at the largest batch that fits, random bfloat16 weights.
+
+    The largest batch is found by the engine's own arithmetic and confirmed by a run. All rows have
+    one length. They are copies of one row, so that a context is read once for a method. The limit
+    is that of [bold]bench decode[/bold].
+
+    [bold]Example[/bold]
+
+        jax-longctx bench throughput -m snapkv -m streaming-llm --context 32768 --context 131072
+    """
+    for length in contexts or ():
+        if length < 1:
+            raise InputError(f"--context must be at least 1 token, got {length}")
+    if memory is not None and memory <= 0:
+        raise InputError(f"--memory must be above 0 GiB, got {memory:g}")
+    check_plot(picture, "--picture")
+    terminal = output.terminal()
+    with terminal.starting():
+        from jax_longctx.bench.throughput import run
+        from jax_longctx.sharding import make_mesh
+
+    result = run(
+        model=model,
+        methods=_all_or(methods),
+        contexts=contexts or [32768],
+        blocks=blocks,
+        most=most,
+        memory=None if memory is None else int(memory * 2**30),
+        random_cache=random_cache,
+        chunk=chunk,
+        mesh=make_mesh(**_sizes(mesh)),
+        kernels=kernels,
+        say=terminal.note,
+    )
+    output.hand_over(result, _throughput)
+    _draw(result, picture)
+
+
+def _all_or(methods: list[str] | None) -> list[tuple[str, dict[str, str]]]:
+    """The methods that were named, or all but those for studies. Imports JAX."""
+    from jax_longctx.methods import METHODS, STUDIES
+
+    return _named(methods) if methods else [(name, {}) for name in METHODS if name not in STUDIES]
+
+
+def _sizes(mesh: str | None) -> dict[str, Any]:
+    return dict(parse_mesh(mesh or ""))
+
+
+def _draw(result: dict[str, Any], picture: Path | None) -> None:
+    if picture is not None and process.is_leader():
+        from jax_longctx.bench.drawing import draw
+
+        draw(result["rows"], picture, title=f"{result['device']}, {result['model']} in bfloat16")
 
 
 def _named(methods: list[str]) -> list[tuple[str, dict[str, str]]]:
@@ -184,22 +306,59 @@ def _case(text: str, between: str, expected: str, optional: bool = False) -> lis
     return [int(number) for number in numbers]
 
 
+# Heads of a step's columns, and what stands there.
+_STEP_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "step": lambda row: f"{row['seconds'] * 1e3:.2f} ms",
+    "limit": lambda row: f"{row['limit_seconds'] * 1e3:.2f} ms",
+    "share": lambda row: f"{row['share']:.0%}",
+    "kernels a layer": lambda row: f"{row['kernels_layer']:.1f}",
+    "gaps": lambda row: f"{row['gap_seconds'] * 1e3:.2f} ms",
+}
+
+
+def _step_columns(result: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], str]]:
+    """The columns; without those of kernels where none were counted."""
+    counted = any("kernels" in row for row in result["rows"])
+    return {
+        head: cell
+        for head, cell in _STEP_COLUMNS.items()
+        if counted or head not in ("kernels a layer", "gaps")
+    }
+
+
 def _steps(result: dict[str, Any]) -> Iterable[Any]:
+    columns = _step_columns(result)
     rows = []
     for row in result["rows"]:
         cells = [_name(row), f"{row['batch']} x {row['context']:,}"]
         if "failed" in row:
             rows.append([*cells, row["failed"]])
             continue
-        shown = [f"{row['seconds'] / row['roofline_seconds']:.2f}x"]
         # No ratio where full attention failed.
-        shown += [f"{row[k]:.2f}x" if k in row else "-" for k in ("speedup", "predicted_speedup")]
-        rows.append([*cells, f"{row['seconds'] * 1e3:.2f} ms", *shown, shown_bytes(row["peak"])])
-    headers = ("method", "batch x context", "step", "of roofline", "faster", "predicted", "peak")
-    yield table(headers, rows)
+        speedup = f"{row['speedup']:.2f}x" if "speedup" in row else "-"
+        rows.append([*cells, *(cell(row) for cell in columns.values()), speedup])
+    yield table(("method", "batch x context", *columns, "full / this"), rows)
     yield (
         f"{result['device']}, {result['model']} in bfloat16, {_layers_said(result['layers'])}; "
         f"jax {result['jax']}; copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
+    )
+
+
+def _throughput(result: dict[str, Any]) -> Iterable[Any]:
+    columns = _step_columns(result)
+    rows = []
+    for row in result["rows"]:
+        cells = [_name(row), f"{row['context']:,}"]
+        if "failed" in row:
+            rows.append([*cells, row["failed"]])
+            continue
+        cells += [f"{row['batch']:,}", f"{row['tokens_per_second']:,.0f}"]
+        rows.append([*cells, *(cell(row) for cell in columns.values())])
+    yield table(("method", "context", "rows", "tokens/s a device", *columns), rows)
+    yield (
+        f"{result['device']} ({result['devices']}), {result['model']} in bfloat16; "
+        f"{shown_bytes(result['free'])} free for caches; jax {result['jax']}; copy "
+        f"{result['copy_bandwidth'] / 1e12:.2f} TB/s"
     )
 
 
@@ -277,9 +436,7 @@ def prefill(
 @options.command
 def cold(
     output: options.Output,
-    methods: list[str] | None = options.methods(
-        "A method and its settings; repeat for several. All methods unless given."
-    ),
+    methods: list[str] | None = _methods(),
     model: str = options.shape(names=("--model", "--preset")),
     checkpoint: Path | None = option(
         "Converted checkpoint in place of a shape with random weights.",
@@ -313,13 +470,11 @@ def cold(
     terminal = output.terminal()
     with terminal.starting():
         from jax_longctx.bench.cold import run
-        from jax_longctx.methods import METHODS, STUDIES
 
-    known = [(name, {}) for name in METHODS if name not in STUDIES]
     result = run(
         model=model,
         checkpoint=checkpoint,
-        methods=_named(methods) if methods else known,
+        methods=_all_or(methods),
         length=length,
         answer=answer,
         chunk=chunk,
@@ -395,3 +550,60 @@ def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
 
 def _name(row: dict[str, Any]) -> str:
     return " ".join([row["method"], *(f"{key}={value}" for key, value in row["settings"].items())])
+
+
+@bench_app.command()
+@options.command
+def tpu_check(
+    out: Path = option("Write everything to this JSON file.", default=Path("tpu-check.json")),
+    interpret: bool = option(
+        "Run the kernels' checks alone, in an interpreter on a CPU.", "--interpret", default=False
+    ),
+    minutes: float = option("What no time is left for is left out.", default=10.0),
+    as_json: bool = options.as_json(),
+) -> None:
+    """Check every TPU kernel on this TPU, and time kernels and steps beside their limits.
+
+    It takes ten minutes. The file holds all that it found. Exit code 3: a check failed.
+
+    [bold]Example[/bold]
+
+        jax-longctx bench tpu-check
+    """
+    check_file(out)
+    if minutes <= 0:
+        raise InputError(f"--minutes must be above 0, got {minutes:g}")
+    terminal = Terminal(as_json=as_json)
+    with terminal.starting():
+        from jax_longctx.bench.tpu_check import passed, run
+
+    result = run(interpret=interpret, minutes=minutes, say=terminal.note)
+    save(result, out)
+    terminal.result(result, _tpu_check)
+    terminal.note(f"{out} holds all of it; please attach it to an issue")
+    if not passed(result):
+        raise typer.Exit(process.PARTLY)
+
+
+def _tpu_check(result: dict[str, Any]) -> Iterable[Any]:
+    rows = [
+        [row["kernel"], row["case"], "passed" if row["passed"] else "FAILED", _off(row)]
+        for row in result["checks"]
+    ]
+    yield table(("kernel", "reads", "check", "error"), rows)
+    if "kernels" in result:
+        from jax_longctx.bench.kernels import markdown
+
+        yield markdown(result["kernels"])
+    steps = result.get("steps", {})
+    if "rows" in steps:
+        yield from _steps(steps)
+    elif steps:
+        yield f"steps: {steps['failed']}"
+    yield f"{result['device']}, jax {result['jax']}, {shown_time(result['seconds'])}"
+
+
+def _off(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return row["failed"].splitlines()[0]
+    return f"{row['error']:.1e}, at most {row['tolerance']:.1e}"

@@ -36,7 +36,8 @@ CODES = {
     DONE: "done",
     FAULT: "a fault of the program or of another process of the job",
     REFUSED: "what was given cannot be used, or an output cannot be written",
-    PARTLY: "done, but rows have an error (batch) or ReAttention found no fact (demo)",
+    PARTLY: "done, but rows have an error (batch), ReAttention found no fact (demo) or a kernel's "
+    "check failed (bench tpu-check)",
     INTERRUPTED: "interrupted by Ctrl-C",
     READER_GONE: "the reader of stdout or stderr is gone",
 }

@@ -1,4 +1,4 @@
-"""`bench decode` and `bench e2e` on a tiny shape: times and predictions are of what they say."""
+"""`bench decode`, `throughput` and `e2e` on a tiny shape: times and limits are of what they say."""
 
 import json
 from unittest.mock import create_autospec
@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jax_longctx.bench import decode, e2e
+from jax_longctx.bench import decode, e2e, steps, throughput
+from jax_longctx.bench.steps import Answering, Kernels, Step
 from jax_longctx.cli.main import app
-from jax_longctx.engine import programs
-from jax_longctx.errors import CapacityError
-from jax_longctx.methods import Full
+from jax_longctx.engine import Context, Engine, programs
+from jax_longctx.engine.capacity import footprint
+from jax_longctx.errors import CapacityError, LongctxError
+from jax_longctx.methods import METHODS, STUDIES, Full, make_method
 from jax_longctx.models import presets
+from jax_longctx.sharding import make_mesh
+from tests.support import joined, random_rows, tiny_engine
 
 
 @pytest.fixture
@@ -32,38 +36,53 @@ def tiny_preset(monkeypatch):
 
 
 @pytest.mark.slow
-def test_ratios_and_predictions(tiny_preset):
-    args = ["bench", "decode", "--model", "tiny", "-m", "streaming-llm:budget=128", "--json"]
-    args += ["--case", "2x600", "--blocks", "1"]
-    result = CliRunner().invoke(app, args)
+def test_times_beside_limits(tiny_preset, tmp_path):
+    args = ["bench", "decode", "--preset", "tiny", "-m", "streaming-llm:budget=128", "--json"]
+    args += ["--case", "2x600", "--blocks", "1", "--picture", str(tmp_path / "steps.png")]
+    result = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "steps.json")])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
+    assert record == json.loads((tmp_path / "steps.json").read_text())
+    assert record["layers"] == {"timed": 2, "of": 2}
     full, streaming = record["rows"]
     assert (full["batch"], full["context"], full["speedup"]) == (2, 600, 1.0)
     assert streaming["speedup"] == pytest.approx(full["seconds"] / streaming["seconds"])
     # A token's keys and values: 2 layers x 2 heads x 8 x 2 x 2 bytes.
     token = 2 * 2 * 8 * 2 * 2
-    assert full["read"] == pytest.approx(2 * 768 * token, rel=0.01)
+    assert full["read"] == pytest.approx(2 * 896 * token, rel=0.01)
     weights = full["bytes"] - full["read"]
     assert weights == streaming["bytes"] - streaming["read"]
-    assert streaming["predicted_speedup"] == pytest.approx(full["bytes"] / streaming["bytes"])
+    for row in (full, streaming):
+        assert row["limit_seconds"] == pytest.approx(row["bytes"] / 1e11)
+        assert row["share"] == pytest.approx(row["limit_seconds"] / row["seconds"])
+        # A CPU's profile has no streams.
+        assert not [key for key in row if "kernel" in key or "gap" in key]
+    assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def _stub(monkeypatch, timed):
+    """Steps take what `timed(engine, rows)` returns; nothing runs."""
+    stub = create_autospec(
+        decode.step_of, side_effect=lambda engine, context, rows, *_: timed(engine, rows)
+    )
+    monkeypatch.setattr(decode, "step_of", stub)
+    monkeypatch.setattr(decode, "one_row", create_autospec(decode.one_row, return_value=None))
 
 
 def test_some_layers_stand_for_all(tiny_preset, monkeypatch):
-    """Seconds are scaled; bytes are those of the whole shape."""
-    seconds = {2: 0.5, 1: 0.3}
-    timed = create_autospec(
-        decode.step_seconds, side_effect=lambda engine, context: seconds[engine.config.num_layers]
-    )
-    monkeypatch.setattr(decode, "step_seconds", timed)
+    """Seconds and kernels are scaled; bytes are those of the whole shape."""
+    found = {2: Step(0.5, Kernels(24, 0.4)), 1: Step(0.3, Kernels(14, 0.25))}
+    _stub(monkeypatch, lambda engine, rows: found[engine.config.num_layers])
     shape = presets.PRESETS["tiny"]
     monkeypatch.setitem(presets.PRESETS, "tiny", {**shape, "num_hidden_layers": 5})
-    methods = {"methods": [], "cases": [(1, 300)], "blocks": 1, "random_cache": True}
+    methods = {"methods": [("full", {})], "cases": [(1, 300)], "blocks": 1, "random_cache": True}
     (row,) = decode.run(model="tiny", layers=2, **methods)["rows"]
     assert row["seconds"] == pytest.approx(0.5 + 3 * 0.2)
-    seconds[5] = 1.0
+    assert (row["kernels"], row["kernels_layer"]) == pytest.approx((24 + 3 * 10, 10))
+    assert row["gap_seconds"] == pytest.approx(1.1 - (0.4 + 3 * 0.15))
+    found[5] = Step(1.0, Kernels(50, 0.75))
     (whole,) = decode.run(model="tiny", **methods)["rows"]
-    assert whole["seconds"] == 1.0
+    assert (whole["seconds"], whole["kernels_layer"], whole["gap_seconds"]) == (1.0, 10, 0.25)
     assert {key: row[key] for key in ("bytes", "read")} == {
         key: whole[key] for key in ("bytes", "read")
     }
@@ -73,33 +92,177 @@ def test_some_layers_stand_for_all(tiny_preset, monkeypatch):
 
 
 def test_where_full_attention_fails_there_is_no_ratio(tiny_preset, monkeypatch, tmp_path):
-    def timed(engine, context):
+    def timed(engine, rows):
         if isinstance(engine.method, Full):
             raise CapacityError("too much")
-        return 0.5
+        return Step(0.5, Kernels(50, 0.3))
 
-    stub = create_autospec(decode.step_seconds, side_effect=timed)
-    monkeypatch.setattr(decode, "step_seconds", stub)
+    _stub(monkeypatch, timed)
     monkeypatch.setenv("COLUMNS", "200")
-    args = [
-        "bench",
-        "decode",
-        "--model",
-        "tiny",
-        "-m",
-        "quest",
-        "--case",
-        "1x300",
-        "--random-cache",
-    ]
+    args = ["bench", "decode", "--model", "tiny", "-m", "quest", "--case", "1x300"]
     out = tmp_path / "found.json"
     result = CliRunner().invoke(app, [*args, "--out", str(out)])
     assert result.exit_code == 0, result.output
     full, quest = json.loads(out.read_text())["rows"]
     assert full["failed"] == "too much" and quest["seconds"] == 0.5
-    assert not {"speedup", "predicted_speedup"} & set(quest)
+    assert "speedup" not in quest
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("quest"))
-    assert line.split().count("-") == 2
+    assert line.split()[-1] == "-" and ["25.0", "200.00", "ms"] == line.split()[-4:-1]
+
+
+def test_all_methods_are_timed_unless_named(tiny_preset, monkeypatch):
+    """Those that refuse the model have a row that says so."""
+    _stub(monkeypatch, lambda engine, rows: Step(0.5, None))
+    result = CliRunner().invoke(app, ["bench", "decode", "--model", "tiny", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["method"] for row in rows] == [name for name in METHODS if name not in STUDIES]
+    failed = {row["method"]: row["failed"] for row in rows if "failed" in row}
+    assert [*failed] == ["dynamic-ntk"] and "rope" in failed["dynamic-ntk"]
+
+
+def test_a_mesh_with_a_data_axis_is_refused(tiny_preset):
+    args = ["bench", "throughput", "--model", "tiny", "-m", "full", "--mesh", "data=2"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2
+    assert "steps are timed for one part of the data axis; leave data out" in result.stderr
+
+
+def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
+    """One row more than the batch would not fit, and a batch that does not run is made smaller."""
+    monkeypatch.setattr(throughput, "copy_bandwidth", lambda: 1e11)
+    tried = []
+
+    def timed(engine, rows):
+        tried.append(rows)
+        if len(tried) == 2:
+            raise jax.errors.JaxRuntimeError("out of memory")
+        return Step(0.5, Kernels(50, 0.3))
+
+    _stub(monkeypatch, timed)
+    args = ["bench", "throughput", "--model", "tiny", "-m", "snapkv:budget=64", "--memory", "0.01"]
+    args += ["--context", "2000", "--blocks", "1", "--json"]
+    result = CliRunner().invoke(app, [*args, "--picture", str(tmp_path / "speed.png")])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    full, snapkv = record["rows"]
+    assert tried == [full["batch"], snapkv["by_arithmetic"], snapkv["batch"]]
+    assert snapkv["batch"] == snapkv["by_arithmetic"] - snapkv["by_arithmetic"] // 16
+    assert snapkv["batch"] > 4 * full["batch"]
+    for row, method in ((full, Full()), (snapkv, make_method("snapkv", {"budget": "64"}))):
+        setup = decode.Shape.make("tiny", make_mesh(), None, 512, lambda _: None)
+        sizes = {"context": 2000, "reserve": 1 + steps.answer_tokens(1)}
+        held = [
+            footprint(setup.setup(method), batch=row["by_arithmetic"] + more, **sizes).resident
+            for more in (0, 1)
+        ]
+        assert held[0] <= 0.9 * 0.01 * 2**30 < held[1]
+        assert row["tokens_per_second"] == row["batch"] / 0.5
+        assert row["limit_tokens_per_second"] == row["batch"] / row["limit_seconds"]
+    assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_throughput_of_a_bounded_batch(tiny_preset, monkeypatch):
+    monkeypatch.setattr(throughput, "copy_bandwidth", lambda: 1e11)
+    monkeypatch.setenv("COLUMNS", "200")
+    args = ["bench", "throughput", "--model", "tiny", "-m", "snapkv:budget=64", "--rows", "3"]
+    args += ["--context", "300", "--context", "500", "--blocks", "1", "--memory", "0.1"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[2:4] for line in lines if line and line[0] == "snapkv"] == [
+        ["300", "3"],
+        ["500", "3"],
+    ]
+
+
+def test_no_row_fits(tiny_preset, monkeypatch):
+    monkeypatch.setattr(throughput, "copy_bandwidth", lambda: 1e11)
+    found = throughput.run(model="tiny", methods=[], contexts=[4000], blocks=1, memory=1000)
+    assert found["rows"][0]["failed"] == "no row fits the memory"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "mesh", "by_layer"),
+    [
+        ("full", {}, {}, False),
+        ("snapkv", {"budget": "64"}, {}, True),
+        ("snapkv", {"budget": "64"}, {"seq": 2, "tensor": 2}, False),
+        ("streaming-llm", {"budget": "64", "chunk": "32"}, {}, False),
+        pytest.param("refreshkv", {"budget": "64"}, {}, True, marks=pytest.mark.slow),
+        pytest.param("citrus", {"budget": "64", "chunk": "16"}, {}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_copied_rows_answer_as_the_row(name, settings, mesh, by_layer):
+    """After the question every row goes on as a stream of the one row does."""
+    options = {"mesh": make_mesh(**mesh), "chunk": 32, "by_layer": by_layer}
+    engine = tiny_engine(make_method(name, settings), **options)
+    rows, asked = random_rows([150], engine.config.vocab_size), [list(steps.QUESTION)]
+    tokens = steps.answer_tokens(1)
+    contexts = [engine.prefill(rows, reserve=1 + tokens, questions=asked) for _ in range(2)]
+    (answer,) = joined(engine.stream(contexts[0], asked, max_tokens=tokens, keep=False))
+    answering = Answering(engine, contexts[1], 3, tokens, answer[0])
+    found = np.concatenate([answering.block() for _ in range(4)], axis=1)
+    np.testing.assert_array_equal(found, [answer[1:129]] * 3)
+    answering.check()
+    with pytest.raises(ValueError, match="step 161 of an answer of 129 tokens"):
+        answering.block()
+    assert contexts[1].caches is None
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_kernels_of_a_step_are_those_of_one_block_after_the_timed_ones(monkeypatch, counted):
+    """The profiled block slows down: it is not among the timed ones."""
+    done = []
+
+    class Blocks:
+        def __init__(self, *given):
+            assert given[2:] == (3, steps.answer_tokens(2))
+
+        def block(self):
+            done.append("block")
+
+        def check(self):
+            done.append("check")
+
+    def profiled(run):
+        run()
+        done.append("profile")
+        return Kernels(32 * 40, 32 * 4e-3)
+
+    engine = create_autospec(Engine, instance=True)
+    engine.setup = create_autospec(programs.Setup, instance=True, platform="gpu")
+    monkeypatch.setattr(steps, "Answering", Blocks)
+    monkeypatch.setattr(steps, "profiled", profiled)
+    found = steps.step_of(engine, create_autospec(Context, instance=True), 3, 2, counted)
+    timed = ["block"] * (1 + 1 + 2)
+    assert done == [*timed, *(["block", "profile"] if counted else []), "check"]
+    assert steps.answer_tokens(2) == 1 + 32 * (len(timed) + 1)
+    if counted:
+        assert (found.kernels.number, found.kernels.seconds) == pytest.approx((40, 4e-3))
+    else:
+        assert found.kernels is None
+
+
+def test_kernels_are_those_of_the_streams():
+    """Of two devices the mean; the host's lines and others of a device do not count."""
+    line = 'lines { name: "%s" events { metadata_id: 1 duration_ps: %d } }'
+    kind = 'event_metadata { key: 1 value { id: 1 name: "fusion" } }'
+    plane = 'planes { name: "%s" %s ' + kind + " }"
+    one = line % ("Stream #1(Compute)", 3_000_000) + line % ("Stream #2(Memcpy)", 2_000_000)
+    other = line % ("Stream #1(Compute)", 4_000_000) + line % ("XLA Ops", 9_000_000)
+    host = plane % ("/host:CPU", line % ("Stream", 7_000_000))
+    text = plane % ("/device:GPU:0", one) + plane % ("/device:GPU:1", other)
+    read = jax.profiler.ProfileData.from_text_proto
+    found = steps.kernels_of(read(text + host))
+    assert (found.number, found.seconds) == (1.5, pytest.approx(4.5e-6))
+    assert steps.kernels_of(read(host)) is None
+
+
+def test_a_profile_without_kernels_is_refused():
+    with pytest.raises(LongctxError, match="the profile has no kernels of a GPU"):
+        steps.profiled(lambda: jax.numpy.ones(3).block_until_ready())
 
 
 @pytest.mark.slow
@@ -137,10 +300,8 @@ def test_layers_that_the_shape_has_not_are_refused(tiny_preset, layers):
 
 
 def test_a_random_cache_stands_for_a_context(tiny_preset):
-    from tests.support import tiny_engine
-
     engine = tiny_engine()
-    context = decode.random_context(engine, 2, 100, 16)
+    context = steps.random_context(engine, 2, 100, 16)
     for cache in programs.per_layer(context.caches):
         np.testing.assert_array_equal(cache.length, [100, 100])
         np.testing.assert_array_equal(cache.context_length, [100, 100])

@@ -1,0 +1,88 @@
+"""A picture of the rows of `bench decode` or `bench throughput`: measured bars beside limits."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_longctx.errors import InputError
+
+Row = Mapping[str, Any]
+
+
+def draw(rows: Sequence[Row], path: Path, *, title: str = "", description: str = "") -> None:
+    """Draws a panel for each batch and context, or for each context, and a bar for each method.
+
+    A bar is the time of a step, or tokens a second a device. The black line on it is the limit.
+
+    Args:
+      rows: of either command; those that failed are left out.
+      description: kept in the PNG's metadata.
+
+    Raises:
+      InputError: every row failed.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        if "seconds" in row:
+            panels.setdefault(_panel(row), []).append(row)
+    if not panels:
+        raise InputError(f"nothing to draw in {path}: no row has a time")
+    most = max(map(len, panels.values()))
+    figure, axes = pyplot.subplots(
+        1,
+        len(panels),
+        figsize=(1.5 + 4.5 * len(panels), 1.2 + 0.34 * most),
+        squeeze=False,
+        layout="constrained",
+    )
+    for ax, (name, part) in zip(axes[0], panels.items(), strict=True):
+        bars = [_bar(row) for row in part]
+        across = max(max(value, limit) for value, limit, _ in bars)
+        for down, (value, limit, note) in enumerate(bars):
+            ax.barh(down, value, height=0.7, color="#93c5fd")
+            ax.plot([limit, limit], [down - 0.35, down + 0.35], color="black", linewidth=2)
+            ax.text(max(value, limit) + across / 60, down, note, va="center", fontsize=7)
+        ax.set_yticks(range(len(part)), [method_label(row) for row in part], fontsize=8)
+        ax.invert_yaxis()
+        ax.set_xlim(0, across * 1.3)
+        ax.set_title(name, fontsize=9)
+        ax.set_xlabel(_unit(part[0]), fontsize=8)
+        ax.tick_params(axis="x", labelsize=8)
+        ax.spines[["top", "right"]].set_visible(False)
+    if title:
+        figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=120, metadata={"Description": description})
+    pyplot.close(figure)
+
+
+def method_label(row: Row) -> str:
+    """A method with its settings; these are a dictionary, or text as `-m` takes it."""
+    settings = row.get("settings") or ""
+    if isinstance(settings, Mapping):
+        settings = ",".join(f"{key}={value}" for key, value in settings.items())
+    return row["method"] + (f":{settings}" if settings else "")
+
+
+def _panel(row: Row) -> str:
+    context = f"{row['context']:,} tokens"
+    return context if "tokens_per_second" in row else f"{row['batch']} x {context}"
+
+
+def _unit(row: Row) -> str:
+    if "tokens_per_second" in row:
+        return "tokens a second a device; line: what bytes allow"
+    return "milliseconds a step; line: what bytes allow"
+
+
+def _bar(row: Row) -> tuple[float, float, str]:
+    """The bar's length, the limit and the note beside it."""
+    if "tokens_per_second" in row:
+        speed = row["tokens_per_second"]
+        return speed, row["limit_tokens_per_second"], f"{speed:,.0f}, {row['batch']} rows"
+    milliseconds = row["seconds"] * 1e3
+    return milliseconds, row["limit_seconds"] * 1e3, f"{milliseconds:.2f}, {row['share']:.0%}"
