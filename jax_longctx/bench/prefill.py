@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, answered, call_times, scaled
 from jax_longctx.contract.context import by_gather, by_sum, merge_way
-from jax_longctx.engine.capacity import SPARE
+from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import InputError
 from jax_longctx.methods import make_method
@@ -66,7 +66,9 @@ def run(
     made = [[(name, *_made(name, own, case)) for name, own in methods] for case in cases]
     shape = Shape.make(model, mesh, layers, chunk, say)
     answer = WARM + blocks * BLOCK if blocks else 1
-    least = answer + 2 + SPARE
+    # What the engine keeps beside the context: the slots of a case are all filled.
+    beside = reserved(1 + answer) + SPARE
+    least = 1 + beside
     for case in cases:
         if case.tokens < least:
             raise InputError(f"--case {case.tokens}: question and answer need {least} tokens")
@@ -78,7 +80,7 @@ def run(
         for name, settings, method in chosen:
             say(f"{name} {settings or ''}, {case.tokens:,} tokens ...")
             row = {"method": name, "settings": settings, "tokens": case.tokens, "block": case.block}
-            row |= _row(shape, method, case.tokens - answer - 1 - SPARE, answer, runs, rates)
+            row |= _row(shape, method, case.tokens - beside, answer, runs, rates)
             begun.append(row)
             # Of the first method: where it failed, the others have no ratio.
             if "first_token" in row and "first_token" in begun[0]:

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from jax_longctx.bench import prefill, timing
 from jax_longctx.cli.main import app
+from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.methods import make_method
 from jax_longctx.models import presets
 from jax_longctx.sharding import make_mesh
@@ -46,7 +47,7 @@ def test_figures_follow_from_each_other(tiny_preset, tmp_path):
     ring, star = found["rows"]
     assert star["settings"] == {"block": "256", "anchor_kv": "broadcast"} and not ring["settings"]
     # Question, answer and the spare slot leave the context of four blocks of slots.
-    length = 1024 - (18 + 32) - 1 - 1
+    length = 1024 - reserved(18 + 32 + 1) - SPARE
     assert ring["context"] == star["context"] == length
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
     head = 2 * 128 * 32
@@ -79,7 +80,7 @@ def test_one_device_merges_nothing_and_a_step_can_be_left_out(tiny_preset):
     found = json.loads(result.stdout)
     assert found["rates"]["merge"] is None and found["rates"]["received"] is None
     (row,) = found["rows"]
-    assert not {"step", "merge_share"} & set(row) and row["context"] == 256 - 1 - 1 - 1
+    assert not {"step", "merge_share"} & set(row) and row["context"] == 256 - reserved(2) - SPARE
 
 
 def test_time_is_scaled_from_some_layers_and_one():
@@ -167,7 +168,7 @@ def test_a_table_for_people(tiny_preset, monkeypatch):
     [
         (["--case", "1024:"], "expected TOKENS or TOKENS:BLOCK"),
         (["--case", "0"], "expected TOKENS or TOKENS:BLOCK"),
-        (["--case", "40"], "--case 40: question and answer need 85 tokens"),
+        (["--case", "40"], "--case 40: question and answer need 130 tokens"),
         (["--layers", "9"], "--layers must be from 2 to 4, got 9"),
         (["--out", "/proc/found.json"], "nothing can be written to the folder /proc"),
         (["--mesh", "seq=64"], "needs 64 devices, 8 found"),
