@@ -15,7 +15,7 @@ from jax_longctx.caches.append_only import (
     write_rows,
     write_run,
 )
-from jax_longctx.caches.budget import BudgetCache, choose, empty_budget_cache
+from jax_longctx.caches.budget import BudgetCache, choose, drop_oldest, empty_budget_cache
 
 __all__ = [
     "AppendCache",
@@ -23,6 +23,7 @@ __all__ = [
     "Rewinding",
     "append",
     "choose",
+    "drop_oldest",
     "empty_append_cache",
     "empty_budget_cache",
     "gather_slots",

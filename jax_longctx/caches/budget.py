@@ -118,6 +118,50 @@ def choose(
         too many for each layer of each decode step.
     """
     take = _without_worst(cache, scores, count, read) if one else _best(cache, scores, count)
+    return _taken(cache, k, v, statistics, count, read, take)
+
+
+def drop_oldest(
+    cache: BudgetCache,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    statistics: Float[Array, "B K U M"] | None,
+    count: Int[Array, " B"],
+    read: Int[Array, " B"],
+    *,
+    first: int,
+    leaving: Int[Array, " B"],
+) -> BudgetCache:
+    """`choose` where all but the `first` tokens leave by age: the oldest `leaving` of each row.
+
+    What stays is known from its place. Nothing is ranked.
+    """
+    place_C = jnp.arange(cache.k.shape[2])
+    order_BC = place_C + jnp.where(place_C >= first, leaving[:, None], 0)
+    length_B1 = cache.length[:, None]
+    cached_BC = order_BC < length_B1
+
+    def take(slots: Array, tokens: Array) -> Array:
+        def at(array: Array, index_BC: Array) -> Array:
+            index = index_BC.reshape(len(index_BC), 1, -1, *[1] * (array.ndim - 3))
+            return jnp.take_along_axis(array, jnp.clip(index, 0, array.shape[2] - 1), axis=2)
+
+        mask = cached_BC.reshape(len(cached_BC), 1, -1, *[1] * (slots.ndim - 3))
+        return jnp.where(mask, at(slots, order_BC), at(tokens, order_BC - length_B1))
+
+    return _taken(cache, k, v, statistics, count, read, take)
+
+
+def _taken(
+    cache: BudgetCache,
+    k: Array,
+    v: Array,
+    statistics: Array | None,
+    count: Array,
+    read: Array,
+    take: Callable[[Array, Array], Array],
+) -> BudgetCache:
+    """The cache after `take` has picked from each array's slots and the segment's values."""
     size = cache.k.shape[2]
     if statistics is not None:
         statistics = take(statistics[:, :, :size], statistics[:, :, size:])

@@ -10,11 +10,8 @@ A segment attends to the cache and to itself; then the oldest tokens after the s
 up to `chunk - 1` tokens more.
 """
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
-
 from jax_longctx.contract import method
-from jax_longctx.parts.evicting import Evicting, Look, Positions
+from jax_longctx.parts.evicting import Evicting, Positions
 
 
 @method(source="Xiao et al. 2024, sections 3.1 and 3.2")
@@ -39,5 +36,6 @@ class StreamingLLM(Evicting):
     def kept(self) -> int:
         return max(self.sink, 1)
 
-    def rank(self, seen: Look) -> Float[Array, "B 1 U"]:
-        return jnp.where(seen.order < self.sink, jnp.inf, seen.order)
+    @property
+    def first(self) -> int:
+        return self.sink

@@ -1,8 +1,9 @@
 """The kind that evicts: each layer keeps a budget of tokens, chosen anew after each segment.
 
 A segment attends to the cache and to itself. Then slots and new tokens are ranked, and the best
-stay. A method of this kind defines the ranking (`Evicting.rank`). It may also define running sums
-for each token (`gained`, `num_sums`) and how many tokens its ranking always keeps (`kept`).
+stay. A method of this kind defines the ranking (`Evicting.rank`), or how many first tokens stay
+while the oldest others leave (`first`). It may also define running sums for each token (`gained`,
+`num_sums`) and how many tokens its ranking always keeps (`kept`).
 
 Positions are
 
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jax_longctx.caches import BudgetCache, choose, empty_budget_cache
+from jax_longctx.caches import BudgetCache, choose, drop_oldest, empty_budget_cache
 from jax_longctx.contract import (
     CHUNK_ROWS,
     QKV,
@@ -190,10 +191,17 @@ class Evicting(Registered):
 
         The highest stay, +inf before all others; of equals the older stays.
         """
-        raise NotImplementedError(f"{type(self).__name__}: a method that evicts defines rank")
+        raise NotImplementedError(
+            f"{type(self).__name__}: a method that evicts defines rank or first"
+        )
 
     def gained(self, seen: Look) -> Float[Array, "B K U M"] | None:
         """What this segment adds to the `num_sums` running sums of each slot and token."""
+        return None
+
+    @property
+    def first(self) -> int | None:
+        """First tokens that stay while the oldest others leave; None where `rank` decides."""
         return None
 
     @property
@@ -340,6 +348,11 @@ class Evicting(Registered):
         if sums is not None:
             assert cache.statistics is not None
             sums += jnp.pad(cache.statistics, ((0, 0), (0, 0), (0, seen.k.shape[1]), (0, 0)))
+        count_B = cache.length + seen.joining - seen.leaving
+        if self.first is not None:
+            kept = (sums, count_B, seen.joining)
+            how = {"first": self.first, "leaving": seen.leaving}
+            return drop_oldest(cache, seen.store_k, seen.v, *kept, **how)
         scores = self.rank(dataclasses.replace(seen, sums=sums))
         heads, candidates = cache.k.shape[1], seen.order.shape[2]
         if scores.shape not in [(len(cache.length), n, candidates) for n in (1, heads)]:
@@ -352,7 +365,6 @@ class Evicting(Registered):
         held = seen.present & (seen.order < seen.length + seen.joining[:, None, None])
         scores = jnp.where(held, scores, -jnp.inf)
         scores_BKU = jnp.broadcast_to(scores, (*cache.k.shape[:2], scores.shape[2]))
-        count_B = cache.length + seen.joining - seen.leaving
         # One token joins: at most one leaves.
         one = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
         kept = (scores_BKU, sums, count_B, seen.joining)

@@ -8,7 +8,7 @@ import pytest
 from jax_longctx.caches import BudgetCache
 from jax_longctx.contract import LayerContext, chunk_segments
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import StreamingLLM
+from jax_longctx.methods import TOVA, StreamingLLM
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.evicting import (
@@ -42,7 +42,7 @@ def test_x22_ragged_rows_keep_what_each_keeps_alone(own):
 
 @pytest.mark.thorough
 def test_a_rule_whose_scores_have_another_shape_is_refused():
-    class Flat(StreamingLLM):
+    class Flat(TOVA):
         def rank(self, seen):
             return seen.order[:, 0]
 
