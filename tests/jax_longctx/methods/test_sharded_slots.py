@@ -72,7 +72,8 @@ def test_sharded_slots_answer_as_one_device(name, shards):
 )
 def test_shards_send_their_best_and_not_all_scores(name, settings, entries):
     config = tiny_config(num_layers=1, max_position=16384)
-    engine = tiny_engine(make_method(name, settings), config=config, mesh=make_mesh(1, 8, 1))
+    mesh = make_mesh(1, 8, 1)
+    engine = tiny_engine(make_method(name, settings), config=config, mesh=mesh, by_layer=False)
     moved = count_collectives(compile_decode(engine.setup, 1, 8192).as_text())[1]
     # A score and an index of each entry from every shard, and a head's part of the merges.
     assert 4 * 8 * entries * 8 / 2 <= moved < 4 * 8 * entries * 8 + 8 * 4 * 1000
