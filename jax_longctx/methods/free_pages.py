@@ -17,10 +17,10 @@ Parts of three papers, put together:
 
 With one token a page the digests are the keys, and the method is ReAttention.
 
-Bytes of a decode step, as a share of full attention's: 1 / page_size for the bounds (half for
-`centroid`), and the scope over the length. ReAttention reads all keys, a half. Memory is full
-attention's and the digests. A chunk costs 2 N T (L / page_size) H operations for each vector of a
-digest, and attention over the scope.
+Bytes of a decode step, as a share of full attention's: 1 / (2 page_size) for `centroid`, twice
+that for the other digests, and the scope over the length. ReAttention reads all keys, a half.
+Memory is full attention's and the digests. A chunk costs 2 N T (L / page_size) H operations for
+each vector of a digest, and attention over the scope.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class FreePages(Appending):
     """A scope of fixed size, chosen by digests of pages, that reads any length at few bytes.
 
     Attributes:
-      digest: `bounds` is Quest's, the others are ArkVale's.
+      digest: `centroid` (the mean key) and the cuboids are ArkVale's, `bounds` is Quest's.
       page_size: tokens of a page.
       count: pages that a query head names.
       budget: tokens of the scope that stay after the vote, `span` for each page.
@@ -73,7 +73,7 @@ class FreePages(Appending):
       lam: weight of RESA's estimate of the tokens left out; 0 leaves it away.
     """
 
-    digest: Literal["bounds", "cuboid-mean", "cuboid-center", "centroid"] = "bounds"
+    digest: Literal["centroid", "bounds", "cuboid-mean", "cuboid-center"] = "centroid"
     page_size: int = 16
     count: int = 4
     budget: int = 2048
@@ -144,8 +144,8 @@ class FreePages(Appending):
         return ResaCache(**vars(cache), background=background)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        scope = {"global_size": self.sink, "local_size": self.local, "chunk": self.chunk}
-        segments = ReAttention(**scope).segments(prompt)
+        reads = ReAttention(global_size=self.sink, local_size=self.local, chunk=self.chunk)
+        segments = reads.segments(prompt)
         return mark_ends(segments) if self.lam and prompt.stage == "question" else segments
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
@@ -218,13 +218,14 @@ class FreePages(Appending):
         background = residual.grow(background, k, v, valid_B, ctx)
         prior = residual.prior_of(background, far, ctx)
         slots_BX, _, read_B = local_run(*scope, store.k.shape[2], ctx)
-        lines = (read_lines(x, slots_BX[:, None]) for x in (store.k, store.v))
-        behind = ctx.seq_merge(*decode_attention(prior.query, *lines, read_B, scale=ctx.scale))
-        chosen = Selected(*part, *behind, scope[1][:, None])
-        everything_BN = chosen.kept == store.length[:, None]
-        return residual.combine(
-            chosen, prior, everything_BN, lam=self.lam, literal=False
-        ), background
+        keys, values = (read_lines(x, slots_BX[:, None]) for x in (store.k, store.v))
+        behind = decode_attention(prior.query, keys, values, read_B, scale=ctx.scale)
+        behind = ctx.seq_merge(*behind)
+        kept_BN = jnp.broadcast_to(scope[1][:, None], prior.lse.shape)
+        everything_BN = kept_BN == store.length[:, None]
+        chosen = Selected(*part, *behind, kept_BN)
+        part = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=False)
+        return part, background
 
     def read_bytes(self, cache: Any, length: int) -> int:
         # All digests, empty pages' too; keys and values of the scope, whose spans are at most

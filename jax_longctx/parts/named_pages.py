@@ -48,6 +48,6 @@ def best_pages(
     values_BNC, at_BNC = tied_top_k(scores_BNP, min(count, pages), allowed_BN)
     pages_BNC = jnp.where(values_BNC > -jnp.inf, page_P[at_BNC], -1)
     if ctx.seq_size > 1:
-        gathered = (ctx.gather_seq(x, -1) for x in (values_BNC, pages_BNC))
-        _, pages_BNC = merge_topk(*gathered, count, allowed_BN)
+        values_BNE, pages_BNE = (ctx.gather_seq(x, -1) for x in (values_BNC, pages_BNC))
+        _, pages_BNC = merge_topk(values_BNE, pages_BNE, count, allowed_BN)
     return pages_BNC[:, None]
