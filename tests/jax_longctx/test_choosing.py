@@ -241,7 +241,7 @@ def test_ask_chooses_and_says_so(checkpoint, tmp_path, monkeypatch):
     ("words", "said"),
     [
         (["ask", "b.txt", "Who?", "-m", "auto", "--set", "budget=1"], "chooses the settings too"),
-        (["plan", "-m", "auto"], "name a method here"),
+        (["plan", "-m", "auto", "--target", "h200"], "name a method here"),
     ],
     ids=["settings", "plan"],
 )
