@@ -55,6 +55,7 @@ from jax_longctx.parts.named_pages import best_pages
 from jax_longctx.parts.residual import Background, ResaCache
 from jax_longctx.parts.selecting import SelectingPages, SelectiveCache
 from jax_longctx.parts.sparse_decode import Selected
+from jax_longctx.parts.unit_memory import GRANULE
 from pallas_kernels.decode_attention import decode_attention
 
 
@@ -92,6 +93,8 @@ class FreePages(Appending):
         self.fraction("lam")
         if not 1 <= self.count <= 16:
             raise self.refused(f"count must be from 1 to 16, got {self.count}")
+        if GRANULE % self.page_size:
+            raise self.refused(f"page_size must divide {GRANULE}, got {self.page_size}")
         if self.span < self.page_size:
             raise self.refused(f"span {self.span} must hold a page of {self.page_size} tokens")
         if self.budget < self.span:
@@ -101,8 +104,6 @@ class FreePages(Appending):
                 f"local {self.local} must hold a chunk of {self.chunk} tokens and a page of "
                 f"{self.page_size}; raise local or lower chunk"
             )
-        # The selector checks the page size.
-        _ = self.pages
 
     @property
     def pages(self) -> SelectingPages:
