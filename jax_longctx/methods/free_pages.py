@@ -59,7 +59,7 @@ from jax_longctx.parts.unit_memory import GRANULE
 from pallas_kernels.decode_attention import decode_attention
 
 
-@method(source="ReAttention, Quest, ArkVale and RESA, composed here")
+@method(source="composed here, of ReAttention, Quest, ArkVale and RESA")
 class FreePages(Appending):
     """A scope of fixed size, chosen by digests of pages, that reads any length at few bytes.
 
