@@ -206,7 +206,7 @@ class Session:
         tokens = len(count(self.layout.context(document), bos=True)) + reserve
         asked, saving = len(self.request.questions), self.request.save_context is not None
         how = {"reserve": reserve, "questions": asked, "saving": saving}
-        return options.choose(self.terminal, self.model, tokens, **how)
+        return options.choose_method(self.terminal, self.model, tokens, **how)
 
     def compile(self, document: str | None) -> "Compilation":
         """Begins to compile what the document and the first question need."""

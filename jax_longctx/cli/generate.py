@@ -46,7 +46,7 @@ def generate(
 
     def chosen(loaded: "LongContext") -> Any:
         tokens = len(loaded.tokenizer.encode(text, bos=True)) + answers.max_tokens
-        return options.choose(terminal, loaded, tokens, reserve=answers.max_tokens)
+        return options.choose_method(terminal, loaded, tokens, reserve=answers.max_tokens)
 
     how = {"choose": chosen} if method.method == options.AUTO else {}
     with compiling.watching():

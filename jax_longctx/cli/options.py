@@ -290,11 +290,11 @@ class ModelChoice:
             )
 
 
-def choose(terminal: Terminal, model: "LongContext", tokens: int, **how: Any) -> Any:
+def choose_method(terminal: Terminal, model: "LongContext", tokens: int, **how: Any) -> Any:
     """The method for one text (`choosing.choose`), with a line that says why."""
-    from jax_longctx import choosing
+    from jax_longctx.choosing import choose
 
-    choice = choosing.choose(model, tokens, **how)
+    choice = choose(model, tokens, **how)
     terminal.note(f"method {choice.reason}")
     return choice.method
 
