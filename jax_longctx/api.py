@@ -108,6 +108,7 @@ def load(
     mesh: Mesh | None = None,
     dtype: str | None = None,
     chunk: int = 512,
+    choose: Callable[["LongContext"], Method] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
 ) -> "LongContext":
     """Loads a checkpoint directory that `jax-longctx convert` wrote.
@@ -117,6 +118,8 @@ def load(
       mesh: devices to run on, one by default (see `make_mesh`).
       dtype: of weights and cache: "float32", "bfloat16" or "float16"; the checkpoint's by default.
       chunk: tokens a prefill pass takes.
+      choose: called before the weights load, with the model under full attention: gives the method.
+        `method` must not be given then.
       ahead: called with the model while its weights load, in one process alone: to `compile` what
         will be asked. Nothing else works before the weights are there.
 
@@ -126,6 +129,8 @@ def load(
     """
     if dtype is not None:
         check_name(DTYPES, dtype, "dtype")
+    if method is not None and choose is not None:
+        raise ConfigError("load: method and choose exclude each other; give one of them")
     keep_compilations()
     mesh = mesh or make_mesh()
     manifest = read_manifest(checkpoint)
@@ -135,6 +140,8 @@ def load(
     shapes = abstract_params(manifest.config, mesh, kind)
     engine = Engine(manifest.config, shapes, method or Full(), mesh, chunk=chunk)
     model = LongContext(engine, tokenizer, manifest)
+    if choose is not None:
+        model = model.with_method(choose(model))
     if ahead is None or jax.process_count() > 1:
         params = load_params(checkpoint, mesh, kind)
     else:
@@ -142,7 +149,7 @@ def load(
             loading = pool.submit(load_params, checkpoint, mesh, kind)
             ahead(model)
             params = loading.result()
-    engine.take_params(params, consume=True)
+    model.engine.take_params(params, consume=True)
     return model
 
 

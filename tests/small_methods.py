@@ -17,6 +17,16 @@ _REATTENTION: _Settings = {
     "kept": 8,
     "chunk": 16,
 }
+_FREE: _Settings = {
+    "sink": 4,
+    "local": 32,
+    "span": 12,
+    "budget": 24,
+    "page_size": 8,
+    "count": 1,
+    "chunk": 16,
+    "lam": 0.5,
+}
 _INFLLM: _Settings = {
     "n_init": 4,
     "n_local": 32,
@@ -27,6 +37,7 @@ _INFLLM: _Settings = {
 }
 _SMALL: dict[str, _Settings] = {
     "reattention": _REATTENTION,
+    "free-pages": _FREE,
     "infllm": _INFLLM,
     "infllm-accounted": _INFLLM | {"max_cached_block": 4},
     "snapkv": {"budget": 48, "window": 8},
@@ -37,6 +48,7 @@ _SMALL: dict[str, _Settings] = {
 }
 _EVERYTHING: dict[str, _Settings] = {
     "reattention": _REATTENTION | {"local_size": 100, "kept": 4},
+    "free-pages": _FREE | {"local": 80},
     "infllm": _INFLLM | {"n_local": 100},
     "infllm-accounted": _INFLLM | {"n_local": 100},
     "star": {"block": 128},

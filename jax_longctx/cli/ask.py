@@ -156,8 +156,13 @@ def ask(
     def ahead(loaded: "LongContext") -> "Compilation":
         return Session(loaded, request, answers, terminal, compiling).compile(document)
 
+    def chosen(loaded: "LongContext") -> Any:
+        return Session(loaded, request, answers, terminal, compiling).choose(document)
+
     with compiling.watching():
-        begin = {} if document is None else {"ahead": compiling.ahead(ahead)}
+        begin: dict[str, Any] = {} if document is None else {"ahead": compiling.ahead(ahead)}
+        if method.method in (None, options.AUTO):
+            begin["choose"] = chosen
         loaded = model.open(terminal, method, **begin)
         Session(loaded, request, answers, terminal, compiling).run(document)
 
@@ -187,6 +192,21 @@ class Session:
 
         stem = bool(request.completion)
         self.layout = chat_layout(model.tokenizer) if self.chat else plain_layout(stem=stem)
+
+    def choose(self, document: str | None) -> Any:
+        """The method for the document and the questions, or that of the saved context."""
+        if document is None:
+            from jax_longctx.engine.context_io import method_of
+
+            assert self.request.load_context is not None
+            return method_of(self.request.load_context)
+        count = self.model.tokenizer.encode
+        longest = max(len(count(self.layout.question(each))) for each in self.request.questions)
+        reserve = longest + self.answers.max_tokens
+        tokens = len(count(self.layout.context(document), bos=True)) + reserve
+        asked, saving = len(self.request.questions), self.request.save_context is not None
+        how = {"reserve": reserve, "questions": asked, "saving": saving}
+        return options.choose_method(self.terminal, self.model, tokens, **how)
 
     def compile(self, document: str | None) -> "Compilation":
         """Begins to compile what the document and the first question need."""

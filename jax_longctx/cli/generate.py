@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jax_longctx.cli import options
 from jax_longctx.cli.compiling import Compiling
@@ -44,8 +44,13 @@ def generate(
         how = {"total": [length], "keep": False, **answers.arguments()}
         return loaded.compile([length - 1], [1], **how)
 
+    def chosen(loaded: "LongContext") -> Any:
+        tokens = len(loaded.tokenizer.encode(text, bos=True)) + answers.max_tokens
+        return options.choose_method(terminal, loaded, tokens, reserve=answers.max_tokens)
+
+    how = {"choose": chosen} if method.method == options.AUTO else {}
     with compiling.watching():
-        loaded = model.open(terminal, method, ahead=compiling.ahead(ahead))
+        loaded = model.open(terminal, method, ahead=compiling.ahead(ahead), **how)
         compiling.wait()
         with terminal.warnings(), terminal.progress("reading") as update:
             began = time.perf_counter()

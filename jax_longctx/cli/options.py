@@ -133,6 +133,15 @@ def _named(table: Iterable[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in table if name.startswith(incomplete)]
 
 
+# The value of `--method` that leaves the choice to `jax_longctx.choosing`.
+AUTO = "auto"
+
+
+def _check_one_or_auto(name: str) -> None:
+    if name != AUTO:
+        check_method(name)
+
+
 ONE_METHOD = {"callback": checked(check_method), "autocompletion": _named(METHODS)}
 
 
@@ -204,20 +213,28 @@ class MethodChoice:
 
     method: str | None = option(
         "Long-context method; [bold]jax-longctx methods[/bold] says what each buys. "
-        "Exact attention unless given.",
+        "[bold]auto[/bold] chooses by the text's length, the memory and the questions (ask and "
+        "generate). Unless given, ask takes auto, other commands exact attention.",
         "--method",
         "-m",
         metavar="NAME",
-        **ONE_METHOD,
+        callback=checked(_check_one_or_auto),
+        autocompletion=_named([AUTO, *METHODS]),
     )
     settings: list[str] | None = settings()
 
     def __post_init__(self) -> None:
         if self.settings and self.method is None:
             raise InputError("--set is for a method's settings; name the method with --method")
+        if self.settings and self.method == AUTO:
+            raise InputError("--method auto chooses the settings too; name a method, or drop --set")
 
     def make(self) -> Any:
         """The method, or None for the library's default. Imports JAX."""
+        if self.method == AUTO:
+            raise InputError(
+                "--method auto chooses for one text, in ask and generate; name a method here"
+            )
         settings = parse_pairs(self.settings or ())
         return None if self.method is None else make_method(self.method, settings)
 
@@ -252,13 +269,13 @@ class ModelChoice:
     ) -> "LongContext":
         """Loads the checkpoint with method and mesh; cheap checks come first.
 
-        `how` is passed to `api.load`.
+        `how` is passed to `api.load`; `choose` among it stands for a method.
         """
         with terminal.starting(f"loading {self.checkpoint}"):
             if isinstance(method, Spec):
                 made = make_method(method.name, dict(method.settings))
             else:
-                made = None if method is None else method.make()
+                made = None if method is None or "choose" in how else method.make()
             from jax_longctx.api import load
             from jax_longctx.sharding import make_mesh
 
@@ -271,6 +288,15 @@ class ModelChoice:
                 chunk=self.chunk,
                 **how,
             )
+
+
+def choose_method(terminal: Terminal, model: "LongContext", tokens: int, **how: Any) -> Any:
+    """The method for one text (`choosing.choose`), with a line that says why."""
+    from jax_longctx.choosing import choose
+
+    choice = choose(model, tokens, **how)
+    terminal.note(f"method {choice.reason}")
+    return choice.method
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

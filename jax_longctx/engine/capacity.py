@@ -77,12 +77,15 @@ def available_bytes(mesh: Mesh) -> int | None:
 
 
 def expected_bytes(mesh: Mesh, params: Any) -> int | None:
-    """What `available_bytes` will be in one process when the weights of these shapes are loaded."""
+    """What `available_bytes` will be when the weights of these shapes are loaded.
+
+    Of several processes all must ask.
+    """
     weights = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(params)
     )
-    return _available_here(mesh, weights)
+    return _least(_available_here(mesh, weights))
 
 
 def _least(count: int | None) -> int | None:

@@ -23,7 +23,7 @@ from jax_longctx.engine.distributed import from_leader
 from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.locks import only_writer
-from jax_longctx.methods import settings_of
+from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.storage import (
     check_files,
     describe_files,
@@ -99,6 +99,21 @@ def _finish(path: Path, partial: Path, described: dict[str, Any]) -> None:
         partial.rename(path)
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error.strerror}") from error
+
+
+def method_of(path: str | Path) -> Any:
+    """The method under which a context was saved, with its settings.
+
+    Raises:
+      CheckpointError: not a saved context, or damaged.
+      ConfigError: there is no such method here.
+    """
+    path = Path(path).absolute()
+    try:
+        made_by = read_sealed(path / MANIFEST, FORMAT, REMEDY)["made_by"]["method"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a saved context (no {MANIFEST})") from None
+    return make_method(made_by["name"], made_by["settings"])
 
 
 def load_context(engine: Engine, path: str | Path) -> Context:

@@ -27,6 +27,7 @@ from jax_longctx.engine.capacity import (
     bucket,
     bytes_per_device,
     check_fits,
+    expected_bytes,
     grow,
     reserved,
     slots_for,
@@ -546,6 +547,20 @@ class Engine:
             for count in (slots, 2 * slots)
         )
         self._check_bytes(slots, need, (double - need) / slots)
+
+    def new_cache_bytes(self, tokens: int, reserve: int) -> int:
+        """Bytes on each device of the caches of one text of `tokens` tokens, `reserve` included."""
+        batch, slots = self.mesh.shape["data"], self.slots_for(tokens)
+        return bytes_per_device(
+            self.mesh, programs.abstract_caches(self.setup, batch, slots, reserve)
+        )
+
+    def memory_expected(self) -> int | None:
+        """Free bytes of each device beside the weights, loaded or not; None where unknown."""
+        if self.memory_limit is not None:
+            return self.memory_limit
+        loaded = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(self.params))
+        return available_bytes(self.mesh) if loaded else expected_bytes(self.mesh, self.params)
 
     def _check_bytes(self, tokens: int, need: int, per_token: float) -> None:
         available = self.memory_limit or available_bytes(self.mesh)

@@ -40,8 +40,8 @@ class ArkVale(SelectingPages):
     """Decode reads the pages whose digests promise most, chosen by all heads together.
 
     Attributes:
-      digest: shape and radius; `center` is half of the difference between the largest and the
-        smallest distance from the middle.
+      digest: shape and radius; `center` is half of the sum of the largest and the smallest
+        distance from the middle.
     """
 
     page_size: int = 32

@@ -82,10 +82,10 @@ def best_keys(
     """Global slots of each query's `count` best keys in start <= s < stop[b]; then -1.
 
     With `tile` only the best key of each tile of slots, counted from `start`, takes part. Tokens
-    beyond valid[b] name none. Scores that differ by at most `_tolerance` tie.
+    beyond valid[b] name none. Scores that differ by at most `score_tolerance` tie.
     """
     offset = ctx.seq_offset(k.shape[2])
-    allowed = _tolerance(q, k, stop, ctx)
+    allowed = score_tolerance(q, k, stop, ctx)
     rank = functools.partial(topk_scores, tolerance=allowed, valid=valid)
     first_B, end_B = jnp.broadcast_to(start - offset, stop.shape), stop - offset
     lists = []
@@ -105,7 +105,7 @@ def best_keys(
     return merge_topk(values, slots, count, allowed)[1]
 
 
-def _tolerance(
+def score_tolerance(
     q: Float[Array, "B T N H"],
     k: AnyCache,
     stop: Int[Array, " B"],

@@ -106,7 +106,7 @@ def short(model, monkeypatch):
 
 BEYOND = (
     "tokens are more than the 24 that the model was trained to, and under this method the answer "
-    "may be noise; methods that go on: dynamic-ntk, infllm, reattention"
+    "may be noise; methods that go on: dynamic-ntk, free-pages, infllm, reattention"
 )
 
 

@@ -236,7 +236,7 @@ def test_a_text_beyond_the_trained_length_is_told_before_it_is_read(
     assert result.exit_code == 0, result.output
     first, closing = result.stderr.splitlines()
     assert first.startswith("warning: ") and "more than the 32 that the model was" in first
-    assert first.endswith("methods that go on: dynamic-ntk, infllm, reattention")
+    assert first.endswith("methods that go on: dynamic-ntk, free-pages, infllm, reattention")
     assert closing.startswith("context ")
     record = json.loads(result.stdout)
     count = sum(record["tokens"].values())

@@ -243,7 +243,8 @@ def test_a_line_beyond_the_trained_length_says_so(run, loads, tiny, tmp_path, mo
         count = sum(line["tokens"].values())
         assert line["warning"].startswith(f"{count} tokens are more than the 32 that the model was")
     (said,) = [line for line in result.stderr.splitlines() if "warning" in line]
-    assert said.startswith("warning: line 2: ") and "dynamic-ntk, infllm, reattention" in said
+    assert said.startswith("warning: line 2: ")
+    assert "dynamic-ntk, free-pages, infllm, reattention" in said
 
 
 def test_going_on_counts_what_waits_in_the_journal(run, loads, tiny, tmp_path, monkeypatch):

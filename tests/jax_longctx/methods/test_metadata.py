@@ -23,7 +23,7 @@ LENGTH, RESERVE = 90, 16
 QUESTIONS = [(random_rows([20], seed=1)[0], 5), ([*range(44, 64)], 43)]
 
 # RESA's estimate of what it does not read has a part of every value.
-READING = {"resa": {"lam": 0.0}}
+READING = {"resa": {"lam": 0.0}, "free-pages": {"lam": 0.0}}
 
 
 @functools.cache

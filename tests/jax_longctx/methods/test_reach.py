@@ -20,6 +20,7 @@ BOUNDED = {
     "citrus-standard": 64,
     "h2o-shared": 64,
     "reattention": 68,
+    "free-pages": 60,
     "infllm": 32,
     "infllm-accounted": 32,
 }
@@ -30,6 +31,7 @@ OTHER_SETTINGS = [
     ("roco", {"positions": "shifted"}, 64),
     ("reattention", {"position": "original"}, FAR),
     ("reattention", {"count": 0}, 36),
+    ("free-pages", {"lam": 0.0, "budget": 12}, 48),
     ("infllm", {"far_distance": 40}, 41),
     ("infllm", {"decode": "dense"}, FAR),
 ]

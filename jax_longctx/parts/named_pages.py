@@ -1,0 +1,53 @@
+"""The pages that queries name, by digests of keys before rotary embedding.
+
+The largest q.k in a box is sum_d max(q_d high_d, q_d low_d) = max(q, 0).high + min(q, 0).low. So a
+box is one key of twice the width, and pages are ranked as `voted_keys` ranks keys, with its ties.
+A single token scores the digests as they are stored: the joined key would be a copy of them.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.contract import LayerContext
+from jax_longctx.parts.page_digests import PageDigests
+from jax_longctx.parts.voted_keys import best_keys, score_tolerance
+from pallas_kernels.page_scores import page_scores
+from pallas_kernels.plane import part_of
+from pallas_kernels.topk_scores import merge_topk, tied_top_k
+
+
+def best_pages(
+    q: Float[Array, "B T N H"],
+    digests: PageDigests,
+    start: int,
+    stop: Int[Array, " B"],
+    valid: Int[Array, " B"],
+    ctx: LayerContext,
+    *,
+    count: int,
+) -> Int[Array, "B T N C"]:
+    """Global pages of each query's best scores in start <= page < stop[b]; then -1.
+
+    Digests are boxes or points. C is `count`, or for one token at most a shard's pages. Tokens
+    beyond valid[b] name none.
+    """
+    if q.shape[1] > 1:
+        joined = digests.high
+        if digests.low is not None:
+            q = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1)
+            joined = jnp.concatenate([part_of(digests.high), part_of(digests.low)], axis=-1)
+        return best_keys(q, joined, start, stop, valid, ctx, count=count)
+    high = part_of(digests.high)
+    low = high if digests.low is None else part_of(digests.low)
+    pages = high.shape[2]
+    allowed_BN = score_tolerance(q, digests.high, stop, ctx)[:, 0]
+    stop_B = jnp.where(valid > 0, stop, 0) - ctx.seq_offset(pages)
+    scores_BNP = page_scores(q[:, 0], high, low, stop_B)
+    page_P = ctx.seq_offset(pages) + jnp.arange(pages)
+    scores_BNP = jnp.where(page_P < start, -jnp.inf, scores_BNP)
+    values_BNC, at_BNC = tied_top_k(scores_BNP, min(count, pages), allowed_BN)
+    pages_BNC = jnp.where(values_BNC > -jnp.inf, page_P[at_BNC], -1)
+    if ctx.seq_size > 1:
+        values_BNE, pages_BNE = (ctx.gather_seq(x, -1) for x in (values_BNC, pages_BNC))
+        _, pages_BNC = merge_topk(values_BNE, pages_BNE, count, allowed_BN)
+    return pages_BNC[:, None]

@@ -1,0 +1,255 @@
+"""`--method auto`: every branch of the choice, the table that ships, and the command line."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from unittest.mock import create_autospec
+
+import pytest
+from typer.testing import CliRunner
+
+from checkpoints_convert import convert
+from jax_longctx import choosing
+from jax_longctx.api import LongContext
+from jax_longctx.choosing import Found, Measured, choose
+from jax_longctx.cli.main import app
+from jax_longctx.methods import METHODS, make_method
+from jax_longctx.models.config import RopeConfig
+from jax_longctx.text import Tokenizer
+from tests.checkpoints_convert.tiny import random_state, write_checkpoint
+from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+from tests.small_methods import SMALL
+from tests.support import tiny_config, tiny_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("docs_choices", ROOT / "docs/choices.py")
+assert SPEC is not None and SPEC.loader is not None
+choices = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = choices
+SPEC.loader.exec_module(choices)
+
+
+def measured(name, shares, *, read=0.5, step=None, **settings):
+    """A method that found these shares at 1, 2, 4, ... trained lengths, of 40 facts."""
+    found = []
+    for power, share in enumerate(shares):
+        low, high = choices.wilson(share * 40 / 100, 40)
+        found.append(Found(ratio=2.0**power, share=share, n=40, interval=(100 * low, 100 * high)))
+    settings = {key: str(value) for key, value in {**SMALL[name], **settings}.items()}
+    return Measured(name=name, settings=settings, found=found, read=read, step=step)
+
+
+FREE = measured("reattention", [90, 85, 60], step=0.99)
+UNITS = measured("infllm", [60, 40, 70], step=1.1)
+ASKS = measured("citrus", [75, 50], read=0.01)
+KEEPS_LAST = measured("streaming-llm", [5, 2], read=0.01)
+
+
+def model_of(memory=None, **config):
+    """A model trained to 128 tokens; `memory` is what caches may take."""
+    engine = tiny_engine(config=tiny_config(**config), memory_limit=memory, chunk=16)
+    return LongContext(engine, create_autospec(Tokenizer, instance=True))
+
+
+def chosen(model, tokens, rows, **how):
+    """Name and reason."""
+    choice = choose(model, tokens, reserve=20, measured=rows, **how)
+    assert choice.reason.startswith(choice.method.name)
+    assert "\n" not in choice.reason
+    return choice.method.name, choice.reason
+
+
+def test_full_attention_while_trained_length_and_memory_suffice():
+    name, reason = chosen(model_of(), 128, [FREE])
+    assert name == "full"
+    assert "128 tokens fit the trained length of 128 and the memory" in reason
+
+
+def test_beyond_the_trained_length_the_method_that_found_most():
+    name, reason = chosen(model_of(), 129, [UNITS, FREE])
+    assert name == "reattention"
+    assert "129 tokens are more than the trained length of 128" in reason
+    assert "found 85% of facts at 2 times" in reason
+
+
+def test_the_length_that_covers_the_text_decides_and_then_the_longest():
+    rows = [measured("infllm", [60, 40, 100]), FREE]
+    assert [chosen(model_of(), tokens, rows)[0] for tokens in (256, 257, 5000)] == [
+        "reattention",
+        "infllm",
+        "infllm",
+    ]
+
+
+def test_of_equally_good_methods_the_cheapest_step():
+    # 85% and 80% of 40 are within each other's intervals, 40% is not.
+    fast = measured("infllm", [80, 80], step=0.8, read=0.9)
+    assert chosen(model_of(), 200, [FREE, fast])[0] == "infllm"
+    assert chosen(model_of(), 200, [FREE, measured("infllm", [80, 40], step=0.1)])[0] != "infllm"
+    # Without a time for both, by bytes.
+    untimed = measured("infllm", [80, 80], read=0.9)
+    assert chosen(model_of(), 200, [FREE, untimed])[0] == "reattention"
+
+
+def enough_for(name, tokens=120):
+    """Memory that holds this method's cache, and half of full attention's at most."""
+    model = model_of()
+    sizes = [
+        model.with_method(method).engine.new_cache_bytes(tokens, 20)
+        for method in (make_method(name, SMALL[name]), make_method("full"))
+    ]
+    assert sizes[0] < 0.5 * sizes[1]
+    return int(1.3 * sizes[0])
+
+
+LONG = {"max_position": 1000, "rope": RopeConfig(kind="default", theta=1e4, trained_length=1000)}
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"questions": 1}, "citrus"),
+        ({"questions": choosing.MOST_PREFILLS}, "citrus"),
+        ({"questions": choosing.MOST_PREFILLS + 1}, "streaming-llm"),
+        ({"saving": True}, "streaming-llm"),
+    ],
+    ids=str,
+)
+def test_short_memory_takes_a_budget_by_the_number_of_questions(how, expected):
+    model = model_of(enough_for("citrus", 900), **LONG)
+    name, reason = chosen(model, 900, [FREE, KEEPS_LAST, ASKS], **how)
+    assert name == expected
+    assert "full attention's cache of" in reason and "does not fit" in reason
+    prefills = how.get("questions", 1)
+    assert (f"reads the text {prefills} times" in reason) is (prefills == choosing.MOST_PREFILLS)
+
+
+def test_where_nothing_fits_the_smallest():
+    name, reason = chosen(model_of(1000, **LONG), 900, [FREE, KEEPS_LAST])
+    assert name == "streaming-llm"
+    assert "no cache fits; this is the smallest" in reason
+
+
+def test_a_method_that_refuses_the_model_is_left_out():
+    better = measured("reattention", [100, 100], local_size=1000)
+    assert chosen(model_of(), 200, [better, UNITS])[0] == "infllm"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "memory", "questions", "expected"),
+    [
+        (1, None, 9, "full"),
+        (2, None, 9, "reattention"),
+        (8, None, 1, "reattention"),
+        (0.9, 100 * 2**10, 1, "citrus"),
+        (2, 100 * 2**10, 4, "citrus"),
+    ],
+)
+def test_the_table_that_ships(ratio, memory, questions, expected):
+    long = {"max_position": 8192, "num_layers": 1}
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=8192)
+    if memory is not None:
+        model = model_of(**long, rope=rope)
+        method = make_method("citrus", {"budget": 1024, "chunk": 256})
+        memory = int(1.3 * model.with_method(method).engine.new_cache_bytes(9000, 20))
+    model = model_of(memory, **long, rope=rope)
+    choice = choose(model, int(8192 * ratio), reserve=20, questions=questions)
+    # CItruS's two caches were equally good.
+    assert choice.method.name.removesuffix("-individual") == expected
+
+
+def test_the_table_that_ships_is_of_known_methods():
+    for row in choosing.table():
+        assert row.name in METHODS
+        assert make_method(row.name, dict(row.settings)).name == row.name
+        assert [each.ratio for each in row.found] == sorted(each.ratio for each in row.found)
+        assert row.read > 0
+
+
+def test_the_table_is_made_from_the_results(tmp_path, monkeypatch, capsys):
+    assert choices.main(["--check"]) == 0, capsys.readouterr().out
+    results = tmp_path / "results"
+    results.mkdir()
+    for name in (choices.QUALITY, choices.MEMORY, choices.STEPS):
+        text = (choices.RESULTS / f"{name}.json").read_text(encoding="utf-8")
+        (results / f"{name}.json").write_text(text, encoding="utf-8")
+    assert choices.made(results) == choices.TABLE.read_text(encoding="utf-8")
+    path = results / f"{choices.QUALITY}.json"
+    quality = json.loads(path.read_text(encoding="utf-8"))
+    row = next(
+        row
+        for row in quality["rows"]
+        if (row["method"], row["length"], row["task"]) == ("infllm", 16384, "passkey")
+    )
+    row["score"] = 5
+    path.write_text(json.dumps(quality), encoding="utf-8")
+    infllm = next(x for x in choosing.parse_table(choices.made(results)) if x.name == "infllm")
+    # One of 20 pass keys, and two of 20 facts in prose.
+    assert infllm.at(2).share == 7.5
+    assert infllm.at(2).n == 40
+    stale = choices.made(results)
+    monkeypatch.setattr(choices, "made", lambda: stale)
+    assert choices.main(["--check"]) == 1
+    assert "is stale; run python docs/choices.py" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    config = hf_config(vocab_size=300)
+    write_checkpoint(folder / "hf", config, random_state(config))
+    write_tokenizer(folder / "hf")
+    convert(folder / "hf", folder / "model")
+    return str(folder / "model")
+
+
+def test_ask_chooses_and_says_so(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(choosing, "table", lambda: (FREE, ASKS))
+    short, long = tmp_path / "short.txt", tmp_path / "long.txt"
+    short.write_text("The pass key is 12345.")
+    long.write_text("The pass key is 12345. Remember it. " * 60)
+    how = ["-c", checkpoint, "--max-tokens", "4"]
+
+    def invoke(*words):
+        result = CliRunner().invoke(app, [*map(str, words)])
+        assert result.exit_code == 0, result.output
+        return result
+
+    asked = invoke("ask", short, "Who?", *how)
+    assert "method full: " in asked.stderr
+    asked = invoke("ask", long, "Who?", "--json", *how)
+    assert "method reattention:" in asked.stderr
+    said = json.loads(asked.stdout)
+    assert said["method"] == "reattention"
+    assert said["settings"]["local_size"] == 32
+    named = [f"--set={key}={value}" for key, value in FREE.settings.items()]
+    same = invoke("ask", long, "Who?", "--json", *how, "-m", "reattention", *named)
+    assert json.loads(same.stdout)["answer"] == said["answer"]
+    assert "method reattention" not in same.stderr
+    assert "method full: " in invoke("generate", "The pass", *how, "-m", "auto").stderr
+    assert "method full: " not in invoke("generate", "The pass", *how).stderr
+    # A saved context is asked under the method that it was saved with.
+    kept = tmp_path / "kept"
+    invoke("ask", long, "Who?", *how, "--save-context", kept)
+    again = invoke("ask", "Who?", "--json", *how, "--load-context", kept)
+    assert json.loads(again.stdout)["answer"] == said["answer"]
+    assert json.loads(again.stdout)["method"] == "reattention"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ask", "b.txt", "Who?", "-m", "auto", "--set", "budget=1"], "chooses the settings too"),
+        (["plan", "-m", "auto", "--target", "h200"], "name a method here"),
+    ],
+    ids=["settings", "plan"],
+)
+def test_where_auto_is_refused(words, said, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b.txt").write_text("Text.")
+    more = ["-c", checkpoint] if words[0] == "ask" else []
+    result = CliRunner().invoke(app, [*words, *more])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
