@@ -2,7 +2,13 @@
 
 Pure functions of `(static setup, arrays...)`. Caches are donated everywhere and updated in place.
 `attend` and `finish` run inside one manual `shard_map` over the whole mesh; projections, MLP and
-head are left to the compiler through shardings.
+head are left to the compiler through shardings. Their weights are divided over `tensor` and `seq`
+(`sharding.weight_sharding`), in one of two ways:
+
+- Tokens that every shard of `seq` has (decode steps, chunks of prefill, questions) are multiplied
+  in place, with each device's own part of the weights (`Divided`).
+- Tokens that are spread over `seq` (`Segment.spread`) need all of a layer's weights on each of its
+  shards. They are gathered in the layer, so that no more than one layer's are held at a time.
 
 There are two modes (`Setup.by_layer`). Neither compiles every layer of the model:
 
@@ -47,7 +53,15 @@ from jax_longctx.contract import (
 )
 from jax_longctx.engine.ahead import Program
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import PLAIN, Norm, Products, ends_of, layer_of
+from jax_longctx.models.llama import (
+    PLAIN,
+    Norm,
+    Products,
+    ends_of,
+    gathered_ends,
+    gathered_layer,
+    layer_of,
+)
 from jax_longctx.settings import Sampling
 from jax_longctx.sharding import (
     AnyMesh,
@@ -58,6 +72,7 @@ from jax_longctx.sharding import (
     logical_spec,
     tree_shardings,
     tree_specs,
+    weight_sharding,
 )
 from pallas_kernels.plane import Plane
 from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
@@ -183,10 +198,12 @@ class Setup:
         """Its part that does not depend on the method."""
         return Ends(self.config, self.mesh, self.dtype)
 
-    def products(self, rows: int) -> Products:
-        """How a layer multiplies this many rows with its weights."""
+    def products(self, rows: int, spread: bool = False) -> Products:
+        """How a layer multiplies this many rows, `spread` over `seq` or not, with its weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
-        return FewRows(self) if few else PLAIN
+        if few:
+            return FewRows(self)
+        return PLAIN if spread or self.mesh.shape["seq"] == 1 else Divided(self.mesh)
 
     def layer_context(self, window: int | None, total: Array) -> LayerContext:
         return LayerContext(
@@ -203,6 +220,21 @@ class Setup:
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided(Products):
+    """Products with weights that are divided over `seq` too, of tokens that all its shards have.
+
+    Each device multiplies with its own part of the weights. The parts of queries, keys and values
+    are gathered over `seq`, as attention needs them. The output projection's sum and the MLP's are
+    over `seq` and `tensor` at once.
+    """
+
+    mesh: AnyMesh
+
+    def placed(self, x: Array, *axes: str | None) -> Array:
+        return jax.lax.with_sharding_constraint(x, weight_sharding(self.mesh, axes, x.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,6 +345,8 @@ def _embedded(
 ) -> Float[Array, "B T D"]:
     # Where the tokens lie, the projections and the MLP are computed.
     tokens = jax.lax.with_sharding_constraint(tokens, logical_sharding(ends.mesh, ("batch", axis)))
+    if axis is not None and ends.mesh.size > 1:
+        params = gathered_ends(ends.config, ends.mesh, params)
     return ends_of(ends.config, params).embedded(tokens)
 
 
@@ -361,7 +395,10 @@ def _attended(
         out, cache = run(*(_few(array, *tokens) for array in (q, k, v)), cache, segment, total)
         return _few(out, *x.shape[:2]), cache
 
-    products = setup.products(x.shape[0] * x.shape[1])
+    if segment.spread and setup.mesh.shape["seq"] > 1:
+        # A shard of `seq` has its own tokens: it needs this layer's weights whole.
+        params = gathered_layer(setup.config, setup.mesh, params)
+    products = setup.products(x.shape[0] * x.shape[1], segment.spread)
     return layer_of(setup.config, params)(x, cache, attend, products)
 
 
