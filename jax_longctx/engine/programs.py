@@ -198,12 +198,12 @@ class Setup:
         """Its part that does not depend on the method."""
         return Ends(self.config, self.mesh, self.dtype)
 
-    def products(self, rows: int, spread: bool = False) -> Products:
-        """How a layer multiplies this many rows, `spread` over `seq` or not, with its weights."""
+    def products(self, rows: int) -> Products:
+        """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
         if few:
             return FewRows(self)
-        return PLAIN if spread or self.mesh.shape["seq"] == 1 else Divided(self.mesh)
+        return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
 
     def layer_context(self, window: int | None, total: Array) -> LayerContext:
         return LayerContext(
@@ -395,10 +395,10 @@ def _attended(
         out, cache = run(*(_few(array, *tokens) for array in (q, k, v)), cache, segment, total)
         return _few(out, *x.shape[:2]), cache
 
+    products = setup.products(x.shape[0] * x.shape[1])
     if segment.spread and setup.mesh.shape["seq"] > 1:
         # A shard of `seq` has its own tokens: it needs this layer's weights whole.
-        params = gathered_layer(setup.config, setup.mesh, params)
-    products = setup.products(x.shape[0] * x.shape[1], segment.spread)
+        params, products = gathered_layer(setup.config, setup.mesh, params), PLAIN
     return layer_of(setup.config, params)(x, cache, attend, products)
 
 
