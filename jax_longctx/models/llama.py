@@ -106,10 +106,14 @@ class Products:
 
     def normed(self, norm: Norm, x: Array, w: Array) -> Array:
         """The last axis of the normed x with the first one of w."""
-        return self.of(norm(x), w)
+        return self.of(self.placed(norm(x), "batch", None, None), w)
 
     def placed(self, x: Array, *axes: str | None) -> Array:
-        """x, which has these logical axes, on the shards where the next step needs it."""
+        """x, which has these logical axes, on the shards where the next step needs it.
+
+        "tokens" stands for the segment's tokens as they are, spread over `seq` or not. Weights are
+        multiplied with tokens that are on all shards, of axis None.
+        """
         return x
 
 
@@ -155,13 +159,17 @@ class Attention(nnx.Module):
         """q_BTNH, k_BTKH, v_BTKH of the normed x, before rotary embedding."""
         if self.joined:
             new_BTKXH = products.normed(norm, x_BTD, self.qkv[...])
-            new_BTKXH = products.placed(new_BTKXH, "batch", None, "kv_heads", None, None)
+            new_BTKXH = products.placed(new_BTKXH, "batch", None, "kv_heads", None, "head_dim")
+            new_BTKXH = products.placed(new_BTKXH, "batch", "tokens", "kv_heads", None, None)
             q_BTKGH, k_BTKH, v_BTKH = new_BTKXH[..., :-2, :], *jnp.moveaxis(new_BTKXH, 3, 0)[-2:]
             q_BTNH = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, q_BTKGH.shape[-1])
         else:
-            x_BTD = norm(x_BTD)
+            x_BTD = products.placed(norm(x_BTD), "batch", None, None)
             q_BTNH, k_BTKH, v_BTKH = (
-                products.placed(products.of(x_BTD, w), "batch", None, heads, None)
+                products.placed(
+                    products.placed(products.of(x_BTD, w), "batch", None, heads, "head_dim"),
+                    *("batch", "tokens", heads, None),
+                )
                 for w, heads in (
                     (self.q[...], "heads"),
                     (self.k[...], "kv_heads"),
@@ -178,7 +186,7 @@ class Attention(nnx.Module):
 
     def output(self, out_BTNH: Array, products: Products) -> Array:
         out_BTNH = products.placed(out_BTNH, "batch", None, "heads", "head_dim")
-        y_BTD = products.placed(products.of(out_BTNH, self.o[...], 2), "batch", None, None)
+        y_BTD = products.placed(products.of(out_BTNH, self.o[...], 2), "batch", "tokens", None)
         return y_BTD + self.o_bias[...] if self.config.o_bias else y_BTD
 
 
@@ -209,7 +217,7 @@ class MLP(nnx.Module):
             both_BTCF = products.normed(norm, x_BTD, self.gate_up[...])
             gate_BTF, up_BTF = both_BTCF[:, :, 0], both_BTCF[:, :, 1]
         else:
-            x_BTD = norm(x_BTD)
+            x_BTD = products.placed(norm(x_BTD), "batch", None, None)
             gate_BTF = products.of(x_BTD, self.gate[...])
             up_BTF = products.of(x_BTD, self.up[...])
         if self.bias:
@@ -217,7 +225,7 @@ class MLP(nnx.Module):
         gated_BTF = products.placed(
             ACTIVATIONS[self.activation](gate_BTF) * up_BTF, "batch", None, "mlp"
         )
-        y_BTD = products.placed(products.of(gated_BTF, self.down[...]), "batch", None, None)
+        y_BTD = products.placed(products.of(gated_BTF, self.down[...]), "batch", "tokens", None)
         return y_BTD + self.down_bias[...] if self.bias else y_BTD
 
 

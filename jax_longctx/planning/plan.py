@@ -5,7 +5,8 @@ compiles the programs instead.
 
 Weights take 2 FLOPs a matmul weight and token; the embedding is a look-up, the head is computed for
 a row's last token. A device multiplies with its own part of the weights. Where a segment's tokens
-are spread over `seq`, it gathers the parts of all shards of `seq` first.
+are spread over `seq`, it gathers the parts of all shards of `seq` first, or the tokens: what is
+fewer bytes (`programs.gathers_weights`).
 
 Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
 
@@ -268,9 +269,13 @@ class _Case:
             token += 2 * config.num_heads // tensor * (config.head_dim + 1) * 4
         estimate = self.rows // shape["data"] * (columns * token + config.vocab_size * 4)
         if segment.spread and shards > 1:
-            # A layer's weights, or the embedding table, as gathered.
+            tokens = self.rows // shape["data"] * columns
             body, table = own_matmuls(setup, gathered=True)
-            estimate += max(body // config.num_layers, table) * item
+            if programs.gathers_weights(config, setup.mesh, tokens):
+                # A layer's weights, or the table of the embedding.
+                estimate += max(body // config.num_layers, table) * item
+            else:
+                estimate += 2 * shards * tokens * config.model_dim * item
         return round(self.scale * estimate)
 
     def largest(self) -> int | None:
@@ -395,17 +400,19 @@ def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: in
     config, tensor, item = setup.config, setup.mesh.shape["tensor"], setup.dtype.itemsize
     rows, layers = batch // setup.mesh.shape["data"], config.num_layers
     work, segments, spread = _row_work(setup, context, reserve)
-    gathers = spread and setup.mesh.shape["seq"] > 1
-    body, _ = own_matmuls(setup, gathered=gathers)
+    spreads = spread and setup.mesh.shape["seq"] > 1
+    # Of spread tokens a shard multiplies its own with all weights, or all with its own weights.
+    body, _ = own_matmuls(setup, gathered=spreads)
     _, head = own_matmuls(setup)
     received, collectives = _traffic(setup, rows * work.tokens, segments, spread)
     read = segments * weight_bytes(setup)
-    if gathers:
+    if spreads:
         kv = 2 * config.num_kv_heads // tensor * config.head_dim * item
         received += layers * rows * work.received * kv
         collectives += layers * work.collectives
-        # The weights that are gathered are read where they lie, and again as they are used.
-        read += segments * body * item
+        if _gathers_weights(setup, rows * work.tokens, segments):
+            # They are read where they lie, and again as they are used.
+            read += segments * body * item
     pairs = rows * _layers(setup, work, context)
     return Work(
         linear=rows * 2 * (body * work.tokens + head),
@@ -466,12 +473,26 @@ def _traffic(
             received += tokens * heads * config.head_dim * item * (shards - 1) / shards
             collectives += segments
     received, collectives = config.num_layers * received, config.num_layers * collectives
-    if shards > 1 and spread:
+    if shards > 1 and spread and _gathers_weights(setup, tokens, segments):
         own, whole = own_matmuls(setup), own_matmuls(setup, gathered=True)
         received += segments * item * (sum(whole) - sum(own))
         gathers = [whole[0] > own[0], whole[1] > own[1]]
         collectives += segments * (gathers[0] * GATHERS * config.num_layers + gathers[1])
+    elif shards > 1 and spread:
+        # The tokens are gathered twice, and their results added up twice; heads change places
+        # before attention and after it.
+        heads = 2 * (config.num_heads + config.num_kv_heads) // tensor * config.head_dim
+        moved = 4 * (shards - 1) * config.model_dim + heads * (shards - 1) / shards
+        received += config.num_layers * tokens * moved * item
+        # The embedding: all tokens' hidden states, added up over the vocabulary's shards.
+        received += 2 * tokens * (shards - 1) * config.model_dim * item
+        collectives += segments * (6 * config.num_layers + 1)
     return received, collectives
+
+
+def _gathers_weights(setup: programs.Setup, tokens: float, segments: int) -> bool:
+    """Whether passes over so many spread tokens on a shard gather weights, not the tokens."""
+    return programs.gathers_weights(setup.config, setup.mesh, int(tokens / max(segments, 1)))
 
 
 def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[PrefillWork, int, bool]:

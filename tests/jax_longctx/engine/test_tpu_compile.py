@@ -5,13 +5,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 
 from jax_longctx.engine import programs
 from jax_longctx.methods import Full, make_method
+from jax_longctx.models.presets import preset
 from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.compiled import abstract_params, local_arrays
 from jax_longctx.planning.plan import step_weight_bytes
-from jax_longctx.sharding import make_mesh
+from jax_longctx.sharding import MESH_AXES, make_mesh
 from tests.jax_longctx.engine.lowering import (
     cache_bytes,
     compile_decode,
@@ -119,9 +121,31 @@ def test_tpu_spread_tokens_gather_one_layers_weights_at_a_time():
     temporaries = []
     for layers in (2, 6):
         setup = on_v5e((1, 2, 2), make_method("ring", {}), num_layers=layers)
+        assert programs.gathers_weights(setup.config, setup.mesh, 1024)
         compiled = compile_spread(setup, 1, 2048)
         # An array of one layer, over `tensor`, not a stack of them.
         whole = max(arrays_of_layers(setup)) / 2
         assert largest_result(compiled.as_text(), "all-gather") == whole
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
     assert temporaries[1] - temporaries[0] < min(arrays_of_layers(setup)) / 2
+
+
+def test_tpu_few_spread_tokens_are_gathered_in_place_of_weights():
+    # An MLP so large that its weights are more bytes than 256 tokens on each shard.
+    setup = on_v5e((1, 2, 2), make_method("ring", {}), num_layers=2, mlp_dim=8192)
+    assert not programs.gathers_weights(setup.config, setup.mesh, 256)
+    text = compile_spread(setup, 1, 512).as_text()
+    # The hidden states of both shards' tokens are the most that is gathered.
+    assert largest_result(text, "all-gather") == 512 * SIZES["model_dim"] * 2
+    assert max(arrays_of_layers(setup)) / 4 > 512 * SIZES["model_dim"] * 2
+
+
+def test_spread_tokens_gather_what_is_fewer_bytes():
+    """Llama-3.1-8B over four shards: its layers' weights are 3,328 tokens' hidden states."""
+    config = preset("llama-3.1-8b")
+    mesh = AbstractMesh((1, 4, 1), MESH_AXES)
+    layer = 2 * 4096 * (32 + 8) * 128 + 3 * 4096 * 14336
+    tokens = layer / 4 / (4 * 4096)
+    assert tokens == 3328
+    assert not programs.gathers_weights(config, mesh, 3328)
+    assert programs.gathers_weights(config, mesh, 3329)
