@@ -153,7 +153,7 @@ def mesh() -> str:
                     )
                 )
     lines = [
-        "data: rows are independent. tensor: weights are split, and projections end in a sum.",
+        "data: rows are independent. tensor and seq: weights are split; projections end in a sum.",
         "seq: each device attends to its own slots; the partial outputs are merged by log-sum-exp.",
     ]
     parts += [text(450, 296 + 22 * n, line, size=13) for n, line in enumerate(lines)]

@@ -7,6 +7,10 @@ meaning: the engine pads rows to `data`, `LayerContext` reduces over `tensor` an
 Cache dataclasses describe their own fields with `axes_field("batch", "kv_heads", "slots", None)`;
 `tree_specs` reads that back, so a method's cache is sharded without the engine knowing its type.
 Where an axis differs from one cache of a type to another, it is an `OwnAxis`.
+
+An engine's weights are sharded over `tensor` by the same table, and over `seq` besides
+(`weight_sharding`): each device of a row holds and reads its own part. Training shards them over
+`tensor` alone.
 """
 
 import dataclasses
@@ -50,6 +54,10 @@ RULES: dict[str, str | None] = {
     "layers": None,
 }
 
+# Axes of a weight that `seq` divides too: one of each weight's. A projection's heads must be whole
+# in attention, so it is their width that is divided.
+OVER_SEQ = ("head_dim", "mlp", "vocab")
+
 
 def logical_spec(axes: Sequence[str | None]) -> PartitionSpec:
     """Mesh axes of an array with these logical axes; raises ConfigError where two collide."""
@@ -72,6 +80,30 @@ def logical_sharding(mesh: AnyMesh, axes: Sequence[str | None]) -> NamedSharding
     """
     spec = logical_spec(axes)
     return NamedSharding(mesh, spec if mesh.size > 1 else PartitionSpec())
+
+
+def weight_sharding(
+    mesh: AnyMesh, axes: Sequence[str | None], shape: Sequence[int]
+) -> NamedSharding:
+    """The sharding of an engine's weight, or of an activation beside it, of that shape.
+
+    As `logical_sharding`, and over `seq` along its axis of `OVER_SEQ`. Where that axis does not
+    divide, the weight stays whole on each shard of `seq` (see `undivided`).
+    """
+    spec = [*logical_spec(axes)]
+    for index, (name, size) in enumerate(zip(axes, shape, strict=True)):
+        if name in OVER_SEQ and not undivided(mesh, **{name: size}):
+            spec[index] = "seq" if spec[index] is None else (spec[index], "seq")
+    return NamedSharding(mesh, PartitionSpec(*spec) if mesh.size > 1 else PartitionSpec())
+
+
+def undivided(mesh: AnyMesh, **sizes: int) -> list[str]:
+    """The axes of weights that do not divide over `seq`, beside `tensor`: `(mesh, mlp=1024)`."""
+    return [
+        name
+        for name, size in sizes.items()
+        if size % (mesh.shape["seq"] * (mesh.shape["tensor"] if RULES[name] else 1))
+    ]
 
 
 def make_mesh(

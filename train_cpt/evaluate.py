@@ -99,7 +99,7 @@ def dev_losses(
     ]
     found = {"dev_loss": float(np.mean(losses))}
     if methods:
-        # The master weights in the compute dtype, sharded as in inference.
+        # The master weights in the compute dtype, sharded as in a training pass.
         cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(jnp.dtype(setup.dtype)))
         weights = jax.jit(cast, out_shardings=inference_shardings(setup))(params)
     for spec in methods:

@@ -177,7 +177,7 @@ def abstract_state(setup: TrainSetup) -> TrainState:
 def _kept_sharding(
     mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> NamedSharding:
-    """As in inference, with the first other axis that divides over `data` on it."""
+    """As in a training pass, with the first other axis that divides over `data` on it."""
     spec = [*logical_spec(axes)]
     for axis, size in enumerate(shape):
         if spec[axis] is None and size % mesh.shape["data"] == 0:
@@ -187,7 +187,10 @@ def _kept_sharding(
 
 
 def inference_shardings(setup: TrainSetup) -> Any:
-    """The sharding of each parameter in inference, as nested dicts."""
+    """The sharding of each parameter in a forward pass of training, as nested dicts.
+
+    Over `tensor`. An engine takes it too; loaded for one, weights are divided over `seq` besides.
+    """
     infos = param_infos(setup.config).items()
     flat = {path: logical_sharding(setup.mesh, info.axes) for path, info in infos}
     return traverse_util.unflatten_dict(flat, sep=".")

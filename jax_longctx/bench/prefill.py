@@ -25,9 +25,10 @@ from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, answered, call_times
 from jax_longctx.contract.context import by_gather, by_sum, merge_way
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.engine.engine import BLOCK
+from jax_longctx.engine.programs import without_layers
 from jax_longctx.errors import InputError
 from jax_longctx.methods import make_method
-from jax_longctx.models.llama import ends_of, layer_of, layer_params
+from jax_longctx.models.llama import ends_of, gathered_ends, gathered_layer, layer_of, layer_params
 from jax_longctx.planning.plan import matmul_weights, prefill_work
 from jax_longctx.sharding import logical_sharding, logical_spec
 from pallas_kernels.prefill_attention import causal_attention
@@ -169,9 +170,11 @@ def _linear_rate(shape: Shape, runs: int) -> float:
 
     @jax.jit
     def layers(params: Any, tokens: Any) -> Any:
-        x = ends_of(engine.config, params).embedded(tokens)
+        config, mesh = engine.config, shape.mesh
+        x = ends_of(config, gathered_ends(config, mesh, without_layers(params))).embedded(tokens)
         for index in range(2):
-            x, _ = layer_of(engine.config, layer_params(params, index))(x, None, attend)
+            weights = gathered_layer(config, mesh, layer_params(params, index))
+            x, _ = layer_of(config, weights)(x, None, attend)
         return x
 
     sharding = logical_sharding(shape.mesh, ("batch", "tokens"))

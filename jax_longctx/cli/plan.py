@@ -142,6 +142,7 @@ def _figures(made: "Plan", source: str) -> dict[str, Any]:
             "available": made.memory,
             "fits": made.fits,
             "largest_context": made.largest,
+            "undivided_weights": made.undivided,
             "source": source,
         },
         "prefill": dataclasses.asdict(made.prefill) | {"source": ARITHMETIC},
@@ -180,6 +181,9 @@ def _memory_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
     source = dict.fromkeys(names, "arithmetic")
     if record["compiled"]:
         source["temporaries"] = "compiled: the most that a program takes"
+    if memory["undivided_weights"]:
+        axes = ", ".join(memory["undivided_weights"])
+        source["weights"] += f"; whole on each shard of seq, as they do not divide: {axes}"
     rows = [(f"{name}, each device", shown_bytes(memory[name]), source[name]) for name in names]
     total = sum(memory[name] for name in names)
     return [*rows, ("together", shown_bytes(total), f"of {shown_bytes(memory['available'])}")]
@@ -209,7 +213,8 @@ def _compiled_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             f"{name}, compiled",
             shown_bytes(found["held"]),
-            f"of which temporaries {shown_bytes(found['temporaries'])}; {found['collectives']:,} "
+            f"of which temporaries {shown_bytes(found['temporaries'])}; reads "
+            f"{shown_bytes(found['weights_read'])} of weights; {found['collectives']:,} "
             f"collectives of {shown_bytes(found['moved'])}; compiled in {found['seconds']:.0f} s",
         )
         for name, found in compiled["programs"].items()
@@ -220,7 +225,9 @@ def _verdict(record: dict[str, Any]) -> str:
     memory, compiled = record["memory_bytes"], record["compiled"]
     largest, context = memory["largest_context"], record["context"]
     if memory["weights"] >= memory["available"] or largest == 0:
-        return "does not fit: no context does; take more devices along tensor, or larger ones"
+        return (
+            "does not fit: no context does; take more devices along tensor or seq, or larger ones"
+        )
     bound = (
         "memory does not bound the context"
         if largest is None

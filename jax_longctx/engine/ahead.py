@@ -263,9 +263,7 @@ def abstract_params(config: ModelConfig, mesh: Any, dtype: Any) -> Any:
     """The parameters as shapes on the mesh, in a nested dict, a layer apart."""
     return unflatten_dict(
         {
-            path: jax.ShapeDtypeStruct(
-                info.shape, dtype, sharding=logical_sharding(mesh, info.axes)
-            )
+            path: jax.ShapeDtypeStruct(info.shape, dtype, sharding=info.sharding(mesh))
             for path, info in param_infos(config).items()
         },
         sep=".",

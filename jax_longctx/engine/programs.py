@@ -2,7 +2,13 @@
 
 Pure functions of `(static setup, arrays...)`. Caches are donated everywhere and updated in place.
 `attend` and `finish` run inside one manual `shard_map` over the whole mesh; projections, MLP and
-head are left to the compiler through shardings.
+head are left to the compiler through shardings. Their weights are divided over `tensor` and `seq`
+(`sharding.weight_sharding`), in one of two ways:
+
+- Tokens that every shard of `seq` has (decode steps, chunks of prefill, questions) are multiplied
+  in place, with each device's own part of the weights (`Divided`).
+- Of tokens that are spread over `seq` (`Segment.spread`), either the tokens are gathered for each
+  product, or the weights, a layer's at a time: what is fewer bytes (`gathers_weights`).
 
 There are two modes (`Setup.by_layer`). Neither compiles every layer of the model:
 
@@ -47,7 +53,15 @@ from jax_longctx.contract import (
 )
 from jax_longctx.engine.ahead import Program
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import PLAIN, Norm, Products, ends_of, layer_of
+from jax_longctx.models.llama import (
+    PLAIN,
+    Norm,
+    Products,
+    ends_of,
+    gathered_ends,
+    gathered_layer,
+    layer_of,
+)
 from jax_longctx.settings import Sampling
 from jax_longctx.sharding import (
     AnyMesh,
@@ -58,6 +72,7 @@ from jax_longctx.sharding import (
     logical_spec,
     tree_shardings,
     tree_specs,
+    weight_sharding,
 )
 from pallas_kernels.plane import Plane
 from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
@@ -184,9 +199,11 @@ class Setup:
         return Ends(self.config, self.mesh, self.dtype)
 
     def products(self, rows: int) -> Products:
-        """How a layer multiplies this many rows with its weights."""
+        """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
-        return FewRows(self) if few else PLAIN
+        if few:
+            return FewRows(self)
+        return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
 
     def layer_context(self, window: int | None, total: Array) -> LayerContext:
         return LayerContext(
@@ -203,6 +220,40 @@ class Setup:
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided(Products):
+    """Products with weights that are divided over `seq` too.
+
+    Each device multiplies with its own part of the weights. The parts of queries, keys and values
+    are gathered over `seq`, as attention needs them. The output projection's sum and the MLP's are
+    over `seq` and `tensor` at once.
+
+    Attributes:
+      spread: whether the tokens are spread over `seq`. They are gathered for the products.
+    """
+
+    mesh: AnyMesh
+    spread: bool = False
+
+    def placed(self, x: Array, *axes: str | None) -> Array:
+        if not self.spread:
+            axes = tuple(None if axis == "tokens" else axis for axis in axes)
+        return jax.lax.with_sharding_constraint(x, weight_sharding(self.mesh, axes, x.shape))
+
+
+def gathers_weights(config: ModelConfig, mesh: AnyMesh, tokens: int) -> bool:
+    """Whether a layer gathers its weights for spread tokens, so many on a shard, or the tokens.
+
+    Of S shards a device receives (S - 1) / S of a layer's weights, divided over `tensor`. Or it
+    receives S - 1 times the hidden states of its own tokens: before the projections and the MLP to
+    gather them, and after each to add up its own tokens' results.
+    """
+    weights = 2 * config.model_dim * (config.num_heads + config.num_kv_heads) * config.head_dim
+    weights += 3 * config.model_dim * config.mlp_dim
+    own = weights / (mesh.shape["seq"] * mesh.shape["tensor"])
+    return own < 4 * tokens * config.model_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,8 +363,17 @@ def _embedded(
     ends: Ends, params: Any, tokens: Int[Any, "B T"], axis: str | None
 ) -> Float[Array, "B T D"]:
     # Where the tokens lie, the projections and the MLP are computed.
-    tokens = jax.lax.with_sharding_constraint(tokens, logical_sharding(ends.mesh, ("batch", axis)))
-    return ends_of(ends.config, params).embedded(tokens)
+    config, mesh = ends.config, ends.mesh
+    placed = jax.lax.with_sharding_constraint
+    tokens = placed(tokens, logical_sharding(mesh, ("batch", axis)))
+    if axis is None or mesh.shape["seq"] == 1:
+        return ends_of(config, params).embedded(tokens)
+    if gathers_weights(config, mesh, _tokens_of_a_shard(mesh, tokens)):
+        return ends_of(config, gathered_ends(config, mesh, params)).embedded(tokens)
+    x_BTD = ends_of(config, params).embedded(
+        placed(tokens, logical_sharding(mesh, ("batch", None)))
+    )
+    return placed(x_BTD, logical_sharding(mesh, ("batch", axis, None)))
 
 
 @Program
@@ -361,8 +421,19 @@ def _attended(
         out, cache = run(*(_few(array, *tokens) for array in (q, k, v)), cache, segment, total)
         return _few(out, *x.shape[:2]), cache
 
+    config, mesh = setup.config, setup.mesh
     products = setup.products(x.shape[0] * x.shape[1])
-    return layer_of(setup.config, params)(x, cache, attend, products)
+    if segment.spread and mesh.shape["seq"] > 1:
+        if gathers_weights(config, mesh, _tokens_of_a_shard(mesh, x)):
+            params, products = gathered_layer(config, mesh, params), PLAIN
+        else:
+            products = Divided(mesh, spread=True)
+    return layer_of(config, params)(x, cache, attend, products)
+
+
+def _tokens_of_a_shard(mesh: AnyMesh, x: Array) -> int:
+    """Tokens on each shard of `seq`, of spread ones [B, T, ...]."""
+    return x.shape[0] * x.shape[1] // (mesh.shape["data"] * mesh.shape["seq"])
 
 
 def _few(x: Float[Array, "A S *X"], batch: int, tokens: int) -> Float[Array, "B T *X"]:

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.sharding import AnyMesh, check_divisible, logical_sharding
+from jax_longctx.sharding import AnyMesh, check_divisible, logical_sharding, weight_sharding
 
 # (q_BTNH, k_BTKH, v_BTKH, the layer's cache) -> (out_BTNH, cache)
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
@@ -60,6 +60,10 @@ class ParamInfo:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+
+    def sharding(self, mesh: AnyMesh) -> NamedSharding:
+        """How an engine on `mesh` holds it."""
+        return weight_sharding(mesh, self.axes, self.shape)
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -102,7 +106,15 @@ class Products:
 
     def normed(self, norm: Norm, x: Array, w: Array) -> Array:
         """The last axis of the normed x with the first one of w."""
-        return self.of(norm(x), w)
+        return self.of(self.placed(norm(x), "batch", None, None), w)
+
+    def placed(self, x: Array, *axes: str | None) -> Array:
+        """x, which has these logical axes, on the shards where the next step needs it.
+
+        "tokens" stands for the segment's tokens as they are, spread over `seq` or not. Weights are
+        multiplied with tokens that are on all shards, of axis None.
+        """
+        return x
 
 
 PLAIN = Products()
@@ -133,9 +145,9 @@ class Attention(nnx.Module):
             self.v = _param((d, k, h), ("embed", "kv_heads", "head_dim"))
         self.o = _param((n, h, d), ("heads", "head_dim", "embed"))
         if config.qkv_bias:
-            self.q_bias = _param((n, h), ("heads", "head_dim"))
-            self.k_bias = _param((k, h), ("kv_heads", "head_dim"))
-            self.v_bias = _param((k, h), ("kv_heads", "head_dim"))
+            self.q_bias = _param((n, h), ("heads", None))
+            self.k_bias = _param((k, h), ("kv_heads", None))
+            self.v_bias = _param((k, h), ("kv_heads", None))
         if config.o_bias:
             self.o_bias = _param((d,), ("embed",))
         if config.qk_norm:
@@ -147,13 +159,23 @@ class Attention(nnx.Module):
         """q_BTNH, k_BTKH, v_BTKH of the normed x, before rotary embedding."""
         if self.joined:
             new_BTKXH = products.normed(norm, x_BTD, self.qkv[...])
+            new_BTKXH = products.placed(new_BTKXH, "batch", None, "kv_heads", None, "head_dim")
+            new_BTKXH = products.placed(new_BTKXH, "batch", "tokens", "kv_heads", None, None)
             q_BTKGH, k_BTKH, v_BTKH = new_BTKXH[..., :-2, :], *jnp.moveaxis(new_BTKXH, 3, 0)[-2:]
             q_BTNH = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, q_BTKGH.shape[-1])
         else:
-            x_BTD = norm(x_BTD)
-            q_BTNH = products.of(x_BTD, self.q[...])
-            k_BTKH = products.of(x_BTD, self.k[...])
-            v_BTKH = products.of(x_BTD, self.v[...])
+            x_BTD = products.placed(norm(x_BTD), "batch", None, None)
+            q_BTNH, k_BTKH, v_BTKH = (
+                products.placed(
+                    products.placed(products.of(x_BTD, w), "batch", None, heads, "head_dim"),
+                    *("batch", "tokens", heads, None),
+                )
+                for w, heads in (
+                    (self.q[...], "heads"),
+                    (self.k[...], "kv_heads"),
+                    (self.v[...], "kv_heads"),
+                )
+            )
         if self.config.qkv_bias:
             q_BTNH = q_BTNH + self.q_bias[...]
             k_BTKH = k_BTKH + self.k_bias[...]
@@ -163,7 +185,8 @@ class Attention(nnx.Module):
         return q_BTNH, k_BTKH, v_BTKH
 
     def output(self, out_BTNH: Array, products: Products) -> Array:
-        y_BTD = products.of(out_BTNH, self.o[...], 2)
+        out_BTNH = products.placed(out_BTNH, "batch", None, "heads", "head_dim")
+        y_BTD = products.placed(products.of(out_BTNH, self.o[...], 2), "batch", "tokens", None)
         return y_BTD + self.o_bias[...] if self.config.o_bias else y_BTD
 
 
@@ -194,13 +217,15 @@ class MLP(nnx.Module):
             both_BTCF = products.normed(norm, x_BTD, self.gate_up[...])
             gate_BTF, up_BTF = both_BTCF[:, :, 0], both_BTCF[:, :, 1]
         else:
-            x_BTD = norm(x_BTD)
+            x_BTD = products.placed(norm(x_BTD), "batch", None, None)
             gate_BTF = products.of(x_BTD, self.gate[...])
             up_BTF = products.of(x_BTD, self.up[...])
         if self.bias:
             gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
-        activated_BTF = ACTIVATIONS[self.activation](gate_BTF)
-        y_BTD = products.of(activated_BTF * up_BTF, self.down[...])
+        gated_BTF = products.placed(
+            ACTIVATIONS[self.activation](gate_BTF) * up_BTF, "batch", None, "mlp"
+        )
+        y_BTD = products.placed(products.of(gated_BTF, self.down[...]), "batch", "tokens", None)
         return y_BTD + self.down_bias[...] if self.bias else y_BTD
 
 
@@ -286,6 +311,28 @@ def ends_of(config: ModelConfig, params: Any) -> Llama:
 def layer_of(config: ModelConfig, params: Any) -> Layer:
     """One layer over its parameters, which may be `joined` (see `stacked_layers`)."""
     return _merged(_abstract_layer(config, "qkv" in params["attn"]), params)
+
+
+def gathered_ends(config: ModelConfig, mesh: AnyMesh, params: Any) -> Any:
+    """`ends_of`'s parameters, which each shard of `seq` then holds whole; within `jit`."""
+    return _gathered(_abstract_ends(config), mesh, params)
+
+
+def gathered_layer(config: ModelConfig, mesh: AnyMesh, params: Any) -> Any:
+    """`layer_of`'s parameters, which each shard of `seq` then holds whole; within `jit`."""
+    return _gathered(_abstract_layer(config, "qkv" in params["attn"]), mesh, params)
+
+
+def _gathered(split: tuple[Any, Any], mesh: AnyMesh, params: Any) -> Any:
+    shardings = {
+        path: logical_sharding(mesh, leaf.get_metadata("axes"))
+        for path, leaf in nnx.to_flat_state(split[1])
+    }
+    placed = {
+        path: jax.lax.with_sharding_constraint(array, shardings[path])
+        for path, array in traverse_util.flatten_dict(params).items()
+    }
+    return traverse_util.unflatten_dict(placed)
 
 
 def layer_params(params: Any, index: int) -> Any:
@@ -483,4 +530,4 @@ def _maker(info: ParamInfo, kind: str, mesh: Mesh, dtype: Any) -> Callable[..., 
             return jnp.full(info.shape, 1 if kind == "one" else 0, dtype)
         return (jax.random.normal(key, info.shape, jnp.float32) * fan_in**-0.5).astype(dtype)
 
-    return jax.jit(make, out_shardings=logical_sharding(mesh, info.axes))
+    return jax.jit(make, out_shardings=info.sharding(mesh))

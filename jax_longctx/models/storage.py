@@ -36,7 +36,6 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos
-from jax_longctx.sharding import logical_sharding
 
 # 1 had no digests.
 FORMAT = 2
@@ -393,7 +392,7 @@ def load_params(directory: str | Path, mesh: Mesh, dtype: Any = None) -> dict[st
     check_mesh(manifest.config, mesh)
     target = jnp.dtype(manifest.dtype if dtype is None else dtype)
     wanted = {
-        path: jax.ShapeDtypeStruct(info.shape, target, sharding=logical_sharding(mesh, info.axes))
+        path: jax.ShapeDtypeStruct(info.shape, target, sharding=info.sharding(mesh))
         for path, info in infos.items()
     }
     return traverse_util.unflatten_dict(restore(directory, manifest, wanted), sep=".")

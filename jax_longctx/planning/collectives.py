@@ -1,15 +1,16 @@
-"""The collectives of a compiled program, counted in its HLO text.
+"""The collectives of a compiled program, and the weights that it reads, counted in its HLO text.
 
-A collective in the body of a loop counts as often as the loop runs it, in nested loops as often as
-their product. XLA notes the trip count of a loop on CPUs and GPUs; on TPUs it is read from the
-counter's start, step and bound. A loop that ends by what it computes, such as decoding until all
-rows are done, counts as one pass.
+A collective or a read in the body of a loop counts as often as the loop runs it, in nested loops as
+often as their product. XLA notes the trip count of a loop on CPUs and GPUs; on TPUs it is read from
+the counter's start, step and bound. A loop that ends by what it computes, such as decoding until
+all rows are done, counts as one pass.
 """
 
 import dataclasses
 import functools
 import math
 import re
+from collections.abc import Callable, Collection
 
 # `%name (parameters) -> result {`, of a computation.
 _HEADER = re.compile(r"^(?:ENTRY )?%(?P<name>[^\s(]+) \(.*\{$")
@@ -28,6 +29,12 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
 _NAME = re.compile(r"%([^\s,(){}]+)")
+# Instructions that hand values on, and kernels.
+_PASSING = {
+    *("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"),
+    *("copy-done", "async-start", "async-update", "async-done", "opt-barrier", "custom-call"),
+}
+_SLICING = {"slice", "dynamic-slice", "gather"}
 _ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _TYPES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "f64": 8}
 
@@ -59,6 +66,13 @@ class _Computation:
             found = self.instructions.get(found.operands[0])
         return found
 
+    def value(self, name: str) -> _Instruction | None:
+        """The instruction of that name, or the one whose bytes it is."""
+        found = self.instructions.get(name)
+        while found and found.operation == "bitcast" and found.operands:
+            found = self.instructions.get(found.operands[0])
+        return found
+
     def constant(self, name: str) -> int | None:
         """The integer that the instruction of that name is, if it is a constant."""
         found = self.source(name)
@@ -80,30 +94,98 @@ def count_collectives(text: str) -> tuple[int, int]:
 
     Each branch of a conditional counts.
     """
+
+    def cost(each: _Instruction, around: _Computation) -> tuple[int, int]:
+        collective = _COLLECTIVE.fullmatch(each.operation)
+        if collective is None:
+            return 0, 0
+        return 1, _result_bytes(each.shape, collective["start"] is not None)
+
+    return _total(_computations(text), cost)
+
+
+def count_reads(text: str, arrays: Collection[tuple[str, tuple[int, ...]]]) -> int:
+    """Bytes that one run of a compiled program reads of the arrays of these types and shapes.
+
+    Where an instruction reads a slice of an array, the slice counts. Kernels do not count. What
+    lies in a TPU's fast memory was counted when it was copied there.
+
+    Args:
+      arrays: as a device holds them, e.g. `("bf16", (4, 512, 128))`.
+    """
     computations = _computations(text)
+
+    def cost(each: _Instruction, around: _Computation) -> tuple[int, int]:
+        if each.operation in _PASSING:
+            return 0, 0
+        read = 0
+        for position, name in enumerate(each.operands):
+            source = around.value(name)
+            if source is None or "S(1)" in source.shape:
+                continue
+            found = _ARRAY.fullmatch(source.shape.split("{")[0])
+            if found and (found[1], _sizes(found[2])) in arrays:
+                read += _read_of(each, position, source, computations)
+        return 0, read
+
+    return _total(computations, cost)[1]
+
+
+def _total(
+    computations: dict[str, _Computation],
+    cost: Callable[[_Instruction, _Computation], tuple[int, int]],
+) -> tuple[int, int]:
+    """The sums of the instructions' costs, each as often as it runs."""
     called: set[str] = set()
 
     @functools.cache
     def total(name: str) -> tuple[int, int]:
-        count = moved = 0
+        first = second = 0
         for each in computations[name].instructions.values():
-            collective = _COLLECTIVE.fullmatch(each.operation)
-            if collective:
-                count += 1
-                moved += _result_bytes(each.shape, collective["start"] is not None)
+            found = cost(each, computations[name])
+            first, second = first + found[0], second + found[1]
             for callee in _callees(each):
                 if callee not in computations:
                     continue
                 called.add(callee)
+                if each.operation == "fusion":
+                    # Its operands are its reads; no collective is within.
+                    continue
                 times = _trips(each, computations[name], computations)
-                inner, bytes_moved = total(callee)
-                count, moved = count + times * inner, moved + times * bytes_moved
-        return count, moved
+                inner = total(callee)
+                first, second = first + times * inner[0], second + times * inner[1]
+        return first, second
 
     totals = {name: total(name) for name in computations}
     # The entry, and whatever this does not know to be called.
     roots = [found for name, found in totals.items() if name not in called]
     return sum(count for count, _ in roots), sum(moved for _, moved in roots)
+
+
+def _read_of(
+    each: _Instruction, position: int, source: _Instruction, others: dict[str, _Computation]
+) -> int:
+    """Bytes that an instruction reads of its operand of that position."""
+    if each.operation in _SLICING:
+        return _result_bytes(each.shape, False) if position == 0 else 0
+    if each.operation == "dynamic-update-slice":
+        return 0 if position == 0 else _result_bytes(source.shape, False)
+    if each.operation == "fusion":
+        (callee,) = _callees(each)
+        within = others[callee]
+        (parameter,) = (
+            one
+            for one in within.instructions.values()
+            if one.operation == "parameter" and one.written == str(position)
+        )
+        return sum(
+            _read_of(user, at, parameter, others)
+            for user in within.instructions.values()
+            if user.operation not in _PASSING
+            for at, name in enumerate(user.operands)
+            if within.value(name) is parameter
+        )
+    return _result_bytes(source.shape, False)
 
 
 def _computations(text: str) -> dict[str, _Computation]:
@@ -191,8 +273,11 @@ def _step(body: _Computation, counter: int) -> int | None:
 
 def _result_bytes(shape: str, start: bool) -> int:
     arrays = [
-        _TYPES.get(kind, 4) * math.prod(int(size) for size in sizes.split(",") if size)
-        for kind, sizes in _ARRAY.findall(shape)
+        _TYPES.get(kind, 4) * math.prod(_sizes(sizes)) for kind, sizes in _ARRAY.findall(shape)
     ]
     # An asynchronous start lists its operands before its results.
     return sum(arrays[len(arrays) // 2 :] if start and len(arrays) > 1 else arrays)
+
+
+def _sizes(written: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in written.split(",") if size)

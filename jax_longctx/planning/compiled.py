@@ -39,7 +39,7 @@ from jax_longctx.engine.capacity import bytes_per_device, reserved, staged_cache
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.llama import stacked_layers
-from jax_longctx.planning.collectives import count_collectives
+from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.plan import PlanRequest, context_segments, weight_bytes
 from jax_longctx.sharding import logical_sharding, make_mesh, tree_shardings
 
@@ -69,6 +69,7 @@ class Compiled:
       collectives: number of collectives of one decode step or segment, of all its layers; of one
         layer where the program is called for each.
       moved: bytes of their results.
+      weights_read: bytes of weights that one decode step or segment reads, or one layer (as above).
       seconds: time of lowering and compiling, beside other programs.
     """
 
@@ -78,6 +79,7 @@ class Compiled:
     held: int
     collectives: int
     moved: int
+    weights_read: int
     seconds: float
 
 
@@ -99,6 +101,7 @@ def compile_plan(
     by_layer = request.target.kind == "cpu"
     setup = dataclasses.replace(request.setup(mesh), by_layer=by_layer)
     used = used_programs(request, setup, request.rows(sizes))
+    weights = local_arrays(abstract_params(setup))
     compiled: dict[str, Compiled] = {}
     progress(0, len(used), used[0].name)
     with no_persistent_cache(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -108,7 +111,7 @@ def compile_plan(
             begun = time.perf_counter()
             lowered = program.lower()
             lowering = time.perf_counter() - begun
-            waiting.append(pool.submit(_compiled, program, lowered, lowering))
+            waiting.append(pool.submit(_compiled, program, lowered, lowering, weights))
         for done, (program, compiling) in enumerate(zip(used, waiting, strict=True)):
             if done:
                 progress(done, len(used), program.name)
@@ -354,13 +357,30 @@ def _tpu_devices(topology: str) -> list[Any]:
     return list(described.devices)
 
 
-def _compiled(used: UsedProgram, lowered: Any, lowering: float) -> Compiled:
-    """The figures of a program that took so many seconds to lower."""
+def local_arrays(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
+    """Types and shapes of a device's part of these arrays (shapes on a mesh), as HLO has them."""
+    kinds = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+    return {
+        (kinds[leaf.dtype.name], leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(tree)
+        if leaf.ndim > 1
+    }
+
+
+def _compiled(
+    used: UsedProgram, lowered: Any, lowering: float, weights: set[tuple[str, tuple[int, ...]]]
+) -> Compiled:
+    """The figures of a program that took so many seconds to lower.
+
+    Args:
+      weights: from `local_arrays`.
+    """
     begun = time.perf_counter()
     program = lowered.compile()
     seconds = lowering + time.perf_counter() - begun
     memory = program.memory_analysis()
-    collectives, moved = count_collectives(program.as_text())
+    text = program.as_text()
+    collectives, moved = count_collectives(text)
     arguments = memory.argument_size_in_bytes
     temporaries = (
         memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -372,6 +392,7 @@ def _compiled(used: UsedProgram, lowered: Any, lowering: float) -> Compiled:
         held=max(arguments, used.resident) + temporaries,
         collectives=collectives,
         moved=moved,
+        weights_read=count_reads(text, weights),
         seconds=seconds,
     )
 

@@ -4,7 +4,11 @@ All of it is arithmetic over shapes, on a mesh of devices that need not exist. `
 compiles the programs instead.
 
 Weights take 2 FLOPs a matmul weight and token; the embedding is a look-up, the head is computed for
-a row's last token. Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
+a row's last token. A device multiplies with its own part of the weights. Where a segment's tokens
+are spread over `seq`, it gathers the parts of all shards of `seq` first, or the tokens: what is
+fewer bytes (`programs.gathers_weights`).
+
+Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
 
 - those that a method states itself (`contract.Planned`);
 - for segments that are spread over the shards: the causal pairs of each shard's tokens as if they
@@ -17,7 +21,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,9 +41,9 @@ from jax_longctx.engine.capacity import (
 )
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import check_mesh, param_infos
+from jax_longctx.models.llama import ParamInfo, check_mesh, param_infos
 from jax_longctx.planning.targets import Chip, Target
-from jax_longctx.sharding import MESH_AXES, logical_sharding
+from jax_longctx.sharding import MESH_AXES, logical_sharding, undivided
 
 # Tokens of the answer, after the first, for which a mesh is proposed.
 ANSWER = 256
@@ -49,6 +53,9 @@ PROBE = 4096
 # Number of lengths at which the keys that a token attends to are computed.
 SAMPLES = 8
 QUESTION = 32
+# Weights of a layer that are gathered for tokens that are spread over `seq`: those of q, k and v,
+# of the output projection, of gate and up, and of down.
+GATHERS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +122,8 @@ class Plan:
       memory: bytes of the device's memory.
       fits: whether all fit, beside the tenth of the remaining memory that the engine keeps free.
       largest: the longest context that fits, in tokens; None where memory does not bound it.
+      undivided: axes of weights that do not divide over `seq`, so that each of its shards holds and
+        reads those weights whole.
       first_token, step: seconds to the first token, and of each further token of every row.
     """
 
@@ -125,6 +134,7 @@ class Plan:
     memory: int
     fits: bool
     largest: int | None
+    undivided: tuple[str, ...]
     prefill: Work
     decode: Work
     first_token: float
@@ -171,6 +181,7 @@ def make_plan(
         memory=chip.memory,
         fits=case.fits(context),
         largest=case.largest() if largest else None,
+        undivided=tuple(undivided(mesh, **weight_axes(request.config))),
         prefill=prefill,
         decode=decode,
         first_token=_prefill_seconds(prefill, chip) + step,
@@ -250,11 +261,21 @@ class _Case:
         if segment.spread:
             columns = columns // shards * context // probe
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        token = (3 * config.model_dim + (2 * config.mlp_dim + heads) // tensor) * item
+        mlp_parts = tensor if segment.spread else _sum_parts(setup, "mlp")
+        own = 2 * config.mlp_dim // mlp_parts + heads // tensor
+        token = (3 * config.model_dim + own) * item
         if shards > 1 and not segment.spread:
             # Partial results in float32, before and after they are merged.
             token += 2 * config.num_heads // tensor * (config.head_dim + 1) * 4
         estimate = self.rows // shape["data"] * (columns * token + config.vocab_size * 4)
+        if segment.spread and shards > 1:
+            tokens = self.rows // shape["data"] * columns
+            body, table = own_matmuls(setup, gathered=True)
+            if programs.gathers_weights(config, setup.mesh, tokens):
+                # A layer's weights, or the table of the embedding.
+                estimate += max(body // config.num_layers, table) * item
+            else:
+                estimate += 2 * shards * tokens * config.model_dim * item
         return round(self.scale * estimate)
 
     def largest(self) -> int | None:
@@ -299,8 +320,7 @@ def _waiting(work: Work, chip: Chip) -> float:
 def weight_bytes(setup: programs.Setup) -> int:
     """Bytes of parameters on each device."""
     return sum(
-        math.prod(logical_sharding(setup.mesh, info.axes).shard_shape(info.shape))
-        * setup.dtype.itemsize
+        math.prod(info.sharding(setup.mesh).shard_shape(info.shape)) * setup.dtype.itemsize
         for info in param_infos(setup.config).values()
     )
 
@@ -310,19 +330,46 @@ def step_weight_bytes(setup: programs.Setup) -> int:
 
     A step reads one row of the embedding table, unless the table is the head too.
     """
-    config = setup.config
-    tables = 0 if config.tie_embeddings else config.vocab_size * config.model_dim
-    return weight_bytes(setup) - tables * setup.dtype.itemsize // setup.mesh.shape["tensor"]
+    _, head = own_matmuls(setup)
+    tables = 0 if setup.config.tie_embeddings else head
+    return weight_bytes(setup) - tables * setup.dtype.itemsize
+
+
+def weight_axes(config: ModelConfig) -> dict[str, int]:
+    """Sizes of the axes of `sharding.OVER_SEQ`."""
+    return {"head_dim": config.head_dim, "mlp": config.mlp_dim, "vocab": config.vocab_size}
 
 
 @functools.lru_cache(maxsize=8)
 def matmul_weights(config: ModelConfig) -> tuple[int, int]:
     """Numbers of matmul weights: those of all layers, and those of the head."""
-    table = config.vocab_size * config.model_dim
-    every = sum(
-        math.prod(info.shape) for info in param_infos(config).values() if len(info.shape) > 1
-    )
-    return every - (table if config.tie_embeddings else 2 * table), table
+    return _matmuls(config, lambda info: info.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def own_matmuls(setup: programs.Setup, gathered: bool = False) -> tuple[int, int]:
+    """Numbers of matmul weights on a device: those of all layers, and those of the head.
+
+    Args:
+      gathered: over `seq`, as tokens that are spread over it need them.
+    """
+    mesh = setup.mesh
+
+    def part(info: ParamInfo) -> tuple[int, ...]:
+        sharding = logical_sharding(mesh, info.axes) if gathered else info.sharding(mesh)
+        return sharding.shard_shape(info.shape)
+
+    return _matmuls(setup.config, part)
+
+
+def _matmuls(config: ModelConfig, part: Callable[[ParamInfo], tuple[int, ...]]) -> tuple[int, int]:
+    sizes = {
+        path: math.prod(part(info))
+        for path, info in param_infos(config).items()
+        if len(info.shape) > 1 and not path.endswith("bias")
+    }
+    tables = [sizes.pop("embed.table"), sizes.pop("head.table", None)]
+    return sum(sizes.values()), tables[0]
 
 
 def _context_prompt(
@@ -350,20 +397,27 @@ def context_segments(
 
 def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: int) -> Work:
     """The work of prefilling `batch` rows of `context` tokens."""
-    config, tensor = setup.config, setup.mesh.shape["tensor"]
+    config, tensor, item = setup.config, setup.mesh.shape["tensor"], setup.dtype.itemsize
     rows, layers = batch // setup.mesh.shape["data"], config.num_layers
-    body, head = matmul_weights(config)
     work, segments, spread = _row_work(setup, context, reserve)
+    spreads = spread and setup.mesh.shape["seq"] > 1
+    # Of spread tokens a shard multiplies its own with all weights, or all with its own weights.
+    body, _ = own_matmuls(setup, gathered=spreads)
+    _, head = own_matmuls(setup)
     received, collectives = _traffic(setup, rows * work.tokens, segments, spread)
-    if spread and setup.mesh.shape["seq"] > 1:
-        kv = 2 * config.num_kv_heads // tensor * config.head_dim * setup.dtype.itemsize
+    read = segments * weight_bytes(setup)
+    if spreads:
+        kv = 2 * config.num_kv_heads // tensor * config.head_dim * item
         received += layers * rows * work.received * kv
         collectives += layers * work.collectives
+        if _gathers_weights(setup, rows * work.tokens, segments):
+            # They are read where they lie, and again as they are used.
+            read += segments * body * item
     pairs = rows * _layers(setup, work, context)
     return Work(
-        linear=rows * 2 * (body * work.tokens + head) / tensor,
+        linear=rows * 2 * (body * work.tokens + head),
         attention=4 * config.num_heads * config.head_dim * pairs / tensor,
-        read=segments * weight_bytes(setup),
+        read=read,
         received=received,
         collectives=collectives,
     )
@@ -373,18 +427,24 @@ def decode_work(setup: programs.Setup, *, batch: int, read: int) -> Work:
     """The work of one decode step; `read` is the bytes that it reads of all caches."""
     config, shape, item = setup.config, setup.mesh.shape, setup.dtype.itemsize
     tensor, rows = shape["tensor"], batch // shape["data"]
-    body, head = matmul_weights(config)
+    body, head = own_matmuls(setup)
     received, collectives = _traffic(setup, rows, 1, spread=False)
     # Small caches are replicated over the axis `seq`; the larger ones are divided.
     divided = shape["data"] * tensor * (shape["seq"] if setup.method.info.keeps_all else 1)
     pairs = read / (2 * config.num_kv_heads * config.head_dim * item)
     return Work(
-        linear=rows * 2 * (body + head) / tensor,
+        linear=rows * 2 * (body + head),
         attention=4 * config.num_heads * config.head_dim * pairs / divided,
         read=step_weight_bytes(setup) + read / divided,
         received=received,
         collectives=collectives,
     )
+
+
+def _sum_parts(setup: programs.Setup, axis: str) -> int:
+    """The number of devices that a product with weights along that axis is summed over."""
+    whole = undivided(setup.mesh, **{axis: weight_axes(setup.config)[axis]})
+    return setup.mesh.shape["tensor"] * (1 if whole else setup.mesh.shape["seq"])
 
 
 def _traffic(
@@ -394,18 +454,45 @@ def _traffic(
     config, item = setup.config, setup.dtype.itemsize
     tensor, shards = setup.mesh.shape["tensor"], setup.mesh.shape["seq"]
     received, collectives = 0.0, 0
-    if tensor > 1:
-        # Two all-reduces a layer, of attention's output and the MLP's: each is a reduce-scatter
-        # and an all-gather.
-        received += 4 * tokens * config.model_dim * item * (tensor - 1) / tensor
-        collectives += 2 * segments
+    for axis in ("head_dim", "mlp"):
+        parts = tensor if spread else _sum_parts(setup, axis)
+        if parts > 1:
+            # An all-reduce a layer of attention's output, and one of the MLP's: each is a
+            # reduce-scatter and an all-gather.
+            received += 2 * tokens * config.model_dim * item * (parts - 1) / parts
+            collectives += segments
     if shards > 1 and not spread:
         # Partial results over each shard's own keys.
         size = int(tokens / segments * config.num_heads) // tensor
         sent, times = merge_cost(size, config.head_dim, item, shards)
         received += segments * sent
         collectives += segments * times
-    return config.num_layers * received, config.num_layers * collectives
+        if _sum_parts(setup, "head_dim") > tensor:
+            # Queries, keys and values, of whose width each shard computes a part.
+            heads = (config.num_heads + 2 * config.num_kv_heads) // tensor
+            received += tokens * heads * config.head_dim * item * (shards - 1) / shards
+            collectives += segments
+    received, collectives = config.num_layers * received, config.num_layers * collectives
+    if shards > 1 and spread and _gathers_weights(setup, tokens, segments):
+        own, whole = own_matmuls(setup), own_matmuls(setup, gathered=True)
+        received += segments * item * (sum(whole) - sum(own))
+        gathers = [whole[0] > own[0], whole[1] > own[1]]
+        collectives += segments * (gathers[0] * GATHERS * config.num_layers + gathers[1])
+    elif shards > 1 and spread:
+        # The tokens are gathered twice, and their results added up twice; heads change places
+        # before attention and after it.
+        heads = 2 * (config.num_heads + config.num_kv_heads) // tensor * config.head_dim
+        moved = 4 * (shards - 1) * config.model_dim + heads * (shards - 1) / shards
+        received += config.num_layers * tokens * moved * item
+        # The embedding: all tokens' hidden states, added up over the vocabulary's shards.
+        received += 2 * tokens * (shards - 1) * config.model_dim * item
+        collectives += segments * (6 * config.num_layers + 1)
+    return received, collectives
+
+
+def _gathers_weights(setup: programs.Setup, tokens: float, segments: int) -> bool:
+    """Whether passes over so many spread tokens on a shard gather weights, not the tokens."""
+    return programs.gathers_weights(setup.config, setup.mesh, int(tokens / max(segments, 1)))
 
 
 def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[PrefillWork, int, bool]:

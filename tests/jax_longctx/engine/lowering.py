@@ -1,12 +1,14 @@
 """The engine's programs compiled from shapes alone: what they hold in memory, on any mesh."""
 
+import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment, step_variant
+from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment, step_variant
 from jax_longctx.engine import Sampling, programs
 from jax_longctx.engine.capacity import bytes_per_device
 from jax_longctx.models.llama import layer_params
@@ -56,6 +58,34 @@ def compile_segment(
     return programs.whole_segment.lower(
         setup, abstract_params(setup), caches, segment, _ints(batch), last, logits
     ).compile()
+
+
+def compile_spread(setup: programs.Setup, batch: int, slots: int) -> jax.stages.Compiled:
+    """The segment of a context that fills half of the slots, spread over the shards of `seq`."""
+    prompt = Prompt(
+        "context",
+        setup.chunk,
+        context=[range(slots // 2)] * batch,
+        slots=slots,
+        shards=setup.mesh.shape["seq"],
+    )
+    (segment,) = setup.method.segments(prompt)
+    assert segment.spread
+    caches = sharded_caches(setup, batch, slots)
+    return programs.whole_segment.lower(
+        setup, abstract_params(setup), caches, segment, _ints(batch), None, "none"
+    ).compile()
+
+
+def largest_result(text: str, operation: str) -> int:
+    """Bytes of the largest array that such an operation of a compiled program makes."""
+    sizes = {"bf16": 2, "f16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
+    made = re.findall(rf"= (\(.*?\)|\S+) {operation}(?:-start)?\(", text)
+    return max(
+        sizes[kind] * math.prod(int(size) for size in shape.split(",") if size)
+        for result in made
+        for kind, shape in re.findall(r"(\w+?\d+)\[([\d,]*)\]", result)
+    )
 
 
 def compile_layer(

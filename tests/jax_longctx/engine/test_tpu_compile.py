@@ -5,14 +5,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 
 from jax_longctx.engine import programs
-from jax_longctx.methods import Full
-from jax_longctx.sharding import make_mesh
+from jax_longctx.methods import Full, make_method
+from jax_longctx.models.presets import preset
+from jax_longctx.planning.collectives import count_collectives, count_reads
+from jax_longctx.planning.compiled import abstract_params, local_arrays
+from jax_longctx.planning.plan import step_weight_bytes
+from jax_longctx.sharding import MESH_AXES, make_mesh
 from tests.jax_longctx.engine.lowering import (
     cache_bytes,
     compile_decode,
     compile_segment,
+    compile_spread,
+    largest_result,
     no_persistent_cache,
 )
 from tests.support import tiny_config
@@ -40,14 +47,19 @@ def _as_users_compile():
         yield
 
 
-@pytest.fixture(scope="module", params=[(1, 1, 1), (1, 2, 2)], ids=str)
-def setup(request):
+def on_v5e(mesh_sizes, method=None, **changes):
+    """The setup of a method on a mesh of v5e chips."""
     from jax.experimental import topologies
 
     v5e = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    mesh = make_mesh(*request.param, devices=v5e.devices)
-    config = tiny_config(**SIZES)
-    return programs.Setup(config, Full(), mesh, jnp.dtype(jnp.bfloat16), 512)
+    mesh = make_mesh(*mesh_sizes, devices=v5e.devices)
+    config = tiny_config(**SIZES | changes)
+    return programs.Setup(config, method or Full(), mesh, jnp.dtype(jnp.bfloat16), 512)
+
+
+@pytest.fixture(scope="module", params=[(1, 1, 1), (1, 2, 2)], ids=str)
+def setup(request):
+    return on_v5e(request.param)
 
 
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -73,3 +85,67 @@ def test_tpu_segment_compiles_in_place_with_its_kernel(setup, batch, tokens):
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < cache / setup.config.num_layers
     assert "tpu_custom_call" in compiled.as_text()
+
+
+def arrays_of_layers(setup):
+    """Bytes of each array of one layer's weights."""
+    stacks = jax.tree.leaves(abstract_params(setup)["layers"])
+    return [leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in stacks if leaf.ndim > 2]
+
+
+def test_tpu_decode_reads_each_weight_once_over_all_devices():
+    """A step on 2 x 2 shards reads a quarter of the weights on each, and gathers none."""
+    setup = on_v5e((1, 2, 2), vocab_size=1536)
+    compiled = compile_decode(setup, 2, SLOTS)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    params = abstract_params(setup)
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) / 4
+    read, cache = count_reads(text, local_arrays(params)), cache_bytes(setup, 2, SLOTS)
+    # All weights but the table of the embedding, of which it reads a few rows.
+    assert 0.99 * step_weight_bytes(setup) < read <= 1.1 * weights
+    assert memory.argument_size_in_bytes <= 1.1 * (weights + cache)
+    # What is gathered is of two rows.
+    assert largest_result(text, "all-gather") < min(arrays_of_layers(setup)) / 20
+    # q, k and v; the merge of attention; the sums of the output projection and of the MLP.
+    assert 0 <= count_collectives(text)[0] - 4 * setup.config.num_layers <= 4
+
+
+def test_tpu_chunks_that_all_shards_have_are_multiplied_in_place():
+    setup = on_v5e((1, 2, 2), num_layers=2)
+    text = compile_segment(setup, 1, SLOTS, 64).as_text()
+    # q, k and v of 64 tokens, and their merged attention.
+    assert largest_result(text, "all-gather") < min(arrays_of_layers(setup)) / 2
+
+
+def test_tpu_spread_tokens_gather_one_layers_weights_at_a_time():
+    temporaries = []
+    for layers in (2, 6):
+        setup = on_v5e((1, 2, 2), make_method("ring", {}), num_layers=layers)
+        assert programs.gathers_weights(setup.config, setup.mesh, 1024)
+        compiled = compile_spread(setup, 1, 2048)
+        # An array of one layer, over `tensor`, not a stack of them.
+        whole = max(arrays_of_layers(setup)) / 2
+        assert largest_result(compiled.as_text(), "all-gather") == whole
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert temporaries[1] - temporaries[0] < min(arrays_of_layers(setup)) / 2
+
+
+def test_tpu_few_spread_tokens_are_gathered_in_place_of_weights():
+    # An MLP so large that its weights are more bytes than 256 tokens on each shard.
+    setup = on_v5e((1, 2, 2), make_method("ring", {}), num_layers=2, mlp_dim=8192)
+    assert not programs.gathers_weights(setup.config, setup.mesh, 256)
+    text = compile_spread(setup, 1, 512).as_text()
+    # The hidden states of both shards' tokens are the most that is gathered.
+    assert largest_result(text, "all-gather") == 512 * SIZES["model_dim"] * 2
+    assert max(arrays_of_layers(setup)) / 4 > 512 * SIZES["model_dim"] * 2
+
+
+def test_spread_tokens_gather_what_is_fewer_bytes():
+    """Llama-3.1-8B over four shards: its layers' weights are 3,328 tokens' hidden states."""
+    config = preset("llama-3.1-8b")
+    mesh = AbstractMesh((1, 4, 1), MESH_AXES)
+    layer = 2 * 4096 * (32 + 8) * 128 + 3 * 4096 * 14336
+    tokens = layer / 4 / (4 * 4096)
+    assert tokens == 3328
+    assert not programs.gathers_weights(config, mesh, 3328)
+    assert programs.gathers_weights(config, mesh, 3329)

@@ -93,7 +93,7 @@ def test_parameters_are_restored_onto_the_mesh(whole, shape):
         np.testing.assert_array_equal(ours, theirs)
         assert ours.sharding.mesh == mesh
     up = loaded["layers"]["1"]["mlp"]["up"]
-    width = 48 // shape.get("tensor", 1)
+    width = 48 // (shape.get("tensor", 1) * shape.get("seq", 1))
     assert {shard.data.shape for shard in up.addressable_shards} == {(32, width)}
 
 

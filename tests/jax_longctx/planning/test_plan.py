@@ -97,13 +97,17 @@ def test_a_ring_divides_the_work_and_zigzag_halves_the_last_shards():
 
     full, ring = work("full"), work("ring")
     zigzag = work(make_method("ring", {"order": "zigzag"}))
-    assert ring.linear == pytest.approx(full.linear / 4, rel=0.1)
+    # Full attention's shards have the same tokens and each its own weights, a ring's the opposite.
+    assert ring.linear == pytest.approx(full.linear, rel=0.1)
     # The last of four shards attends to 3.5 shards of 4, where the mean is 2.
     assert ring.attention == pytest.approx(zigzag.attention * 3.5 / 2, rel=0.01)
     assert zigzag.attention == pytest.approx(full.attention, rel=0.01)
-    # Keys and values of three other shards, in both layers.
-    assert ring.received == 2 * 3 * CONTEXT / 4 * 2 * 2 * 8 * 4
-    assert (ring.collectives, zigzag.collectives) == (2 * 3, 2 * 4)
+    # Keys and values of three other shards, in both layers, and three quarters of their weights and
+    # of the embedding.
+    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 64 * 32
+    assert ring.received == 2 * 3 * CONTEXT / 4 * 2 * 2 * 8 * 4 + weights * 4 * 3 / 4
+    # Each layer's weights are four arrays.
+    assert (ring.collectives, zigzag.collectives) == (2 * (3 + 4) + 1, 2 * (4 + 4) + 1)
 
 
 @pytest.mark.parametrize("kv", ["recompute", "broadcast"])
@@ -124,16 +128,53 @@ def test_stars_busiest_shard_reads_its_blocks_behind_the_anchor(kv):
     first = [4 * 256, 4 * causal(256) + 3 * 100 * 256]
     if kv == "recompute":
         first = [first[0] + 100, first[1] + causal(100)]
-    assert star.linear == 2 * (config.num_layers * layer * first[0] + head)
+    assert star.linear == 2 * (config.num_layers * layer * first[0] + head / 2)
     assert star.attention == 2 * 4 * 4 * 8 * first[1]
-    sent = 2 * 100 / 2 * (2 * 2 * 8 * 4) * 2
-    assert star.received == (sent if kv == "broadcast" else 0)
-    # Keys and values in each of two layers.
-    assert star.collectives == (4 if kv == "broadcast" else 0)
     # In chunks of 64: two for an anchor, four for a block; a block whose head is sent in one.
     passes = 2 + 4 * 4 if kv == "recompute" else 1 + 3 * 4
+    sent = 2 * 100 / 2 * (2 * 2 * 8 * 4) * 2 if kv == "broadcast" else 0
+    # Each pass gathers the other half of the weights and of the embedding.
+    assert star.received == sent + passes * (2 * layer + head) * 4 / 2
+    # Keys and values in each of two layers; four arrays of weights in each, and the embedding.
+    assert star.collectives == (4 if kv == "broadcast" else 0) + passes * (2 * 4 + 1)
     weights = make_plan(wanted, {"seq": 2}, largest=False).weights
-    assert star.read == passes * weights
+    assert star.read == passes * (weights + 2 * layer * 4)
+
+
+def test_a_decode_step_reads_and_multiplies_over_all_devices_of_a_row():
+    """The 8B shape: each weight is on one device of `seq` x `tensor`."""
+    wanted = request(config=eight_billion(), target="h100x8", context=32768, dtype="bfloat16")
+    plan = make_plan(wanted, {"seq": 4, "tensor": 2})
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    weights, head = (4 * layer + 128256 * 4096) / 8, 128256 * 4096 / 8
+    cache = 4 * 2 * 8 * 128 * 2 * 32768 / 8
+    assert plan.undivided == ()
+    assert plan.weights == pytest.approx(2 * (weights + head), rel=1e-3)
+    assert plan.decode.read == pytest.approx(2 * weights + cache, rel=0.01)
+    assert plan.decode.linear == 2 * weights
+    assert plan.prefill.linear == pytest.approx(2 * 4 * layer * 32768 / 8, rel=1e-3)
+    # A layer gathers q, k and v, merges the shards' attention, and adds up the output projection
+    # and the MLP.
+    assert plan.decode.collectives == 4 * 4
+    gathered = 24 * 128 * 2 * 3 / 4
+    merged, summed = 3 * 16 * (128 * 2 + 4), 2 * 2 * 4096 * 2 * 7 / 8
+    assert plan.decode.received == pytest.approx(4 * (gathered + merged + summed))
+
+
+def test_weights_that_do_not_divide_over_seq_stay_whole_and_are_named(run, monkeypatch):
+    """An MLP of 48 over four shards and two, a vocabulary of 68 over eight."""
+    config = tiny_config(vocab_size=68)
+    plan = make_plan(request(config=config), {"seq": 4, "tensor": 2})
+    assert plan.undivided == ("vocab",)
+    whole = make_plan(request(config=config), {"tensor": 2})
+    tables = 2 * 68 * 32 * 4 / 2
+    norms = 5 * 32 * 4
+    assert plan.weights == (whole.weights - tables - norms) / 4 + tables + norms
+    monkeypatch.setenv("COLUMNS", "200")
+    command = ("plan", "--target", "h100x6", "--model", "llama-3.2-1b", "--mesh")
+    shown = run(*command, "seq=3,tensor=2").stdout
+    assert "whole on each shard of seq, as they do not divide: head_dim, mlp" in shown
+    assert "as they do not divide" not in run(*command, "seq=2,tensor=2").stdout
 
 
 def test_a_budget_bounds_memory_and_work():

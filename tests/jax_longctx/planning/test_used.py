@@ -211,6 +211,7 @@ def test_the_verdict_takes_the_most_that_any_compiled_program_does(monkeypatch, 
                 held=held,
                 collectives=3,
                 moved=5,
+                weights_read=7,
                 seconds=1.0,
             )
 
