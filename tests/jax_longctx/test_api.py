@@ -150,7 +150,7 @@ def test_methods_that_go_on_are_not_warned_of(short, monkeypatch):
     scaled = dataclasses.replace(short.config, rope=llama3)
     for name in METHODS:
         monkeypatch.setattr(short.engine, "method", small_method(name))
-        goes_on = name in ("dynamic-ntk", "reattention", "infllm", "infllm-accounted")
+        goes_on = name == "dynamic-ntk" or name.startswith(("reattention", "infllm", "free-"))
         monkeypatch.setattr(
             short.engine, "config", dataclasses.replace(short.config, max_position=128)
         )
@@ -159,7 +159,7 @@ def test_methods_that_go_on_are_not_warned_of(short, monkeypatch):
     monkeypatch.setattr(short.engine, "config", scaled)
     # It would replace the checkpoint's own scaling, and is refused there.
     said = short.length_warning(10**9)
-    assert said is not None and said.endswith("that go on: infllm, reattention")
+    assert said is not None and said.endswith("that go on: free-pages, infllm, reattention")
 
 
 def test_a_method_that_cannot_be_imported_is_not_named_to_go_on(short, monkeypatch):
