@@ -19,7 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 from jaxtyping import Float
 
 from pallas_kernels.common import MASKED, merge
@@ -105,6 +108,23 @@ def _warn_once(kind: str, capability: str) -> None:
         "only for %s (Hopper): their XLA forms run, which are slower",
         *(kind, capability, CAPABILITY),
     )
+
+
+def _fence(_: Any) -> None:
+    """This block's stores before what follows, for all blocks of the cluster.
+
+    Mosaic's arrival at a cluster's barrier orders stores only for its own block, and some threads
+    arrive for others. Without the fence a block may read another's old counts, take another number
+    of passes, and exit while the rest still signal it, which is a launch failure. Mosaic has no
+    public fence for a cluster (as of JAX 0.12.0), and its own way to write PTX begins with 0.11.2.
+    """
+    nothing = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, [], "fence.acq_rel.cluster;", "", has_side_effects=True)
+    mosaic.warpgroup_barrier()
+
+
+# Orders this block's stores before what follows, for all blocks of the cluster.
+fence_cluster: Any = plgpu.inline_mgpu()(_fence)
 
 
 def tiled(*shape: int, dtype: Any) -> Any:

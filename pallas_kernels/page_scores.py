@@ -1,9 +1,9 @@
 """Scores of a cache's pages against one query a row, from two vectors a page.
 
 With the elementwise maximum and minimum of a page's keys the score is Quest's upper bound of
-every q.k in the page (Tang et al., 2024); with centre plus and minus radius it is
-ArkVale's digest score (Chen et al., 2024). Plain XLA on every platform: two matmuls over the bounds
-as they are stored.
+every q.k in the page (Tang et al., 2024). With centre plus and minus radius it is ArkVale's digest
+score (Chen et al., 2024). ArkVale's balls have a centre alone and one number, their radius. Plain
+XLA on every platform: two matmuls over the bounds as they are stored.
 
 Where upper >= lower, max(q u, q l) = max(q, 0) u + min(q, 0) l: the sum over coordinates is two
 matmuls whose operands are the bounds themselves. The form over centre and radius, q c + |q| r,
@@ -32,6 +32,7 @@ def page_scores(
     upper: Float[Array, "B K P H"],
     lower: Float[Array, "B K P H"],
     pages: Int[Array, " B"],
+    radius: Float[Array, "B K P"] | None = None,
 ) -> Float[Array, "B N P"]:
     """Sum over d of max(q_d upper_d, q_d lower_d), unscaled, float32; -inf from page pages[b] on.
 
@@ -40,6 +41,7 @@ def page_scores(
       upper, lower: finite, upper >= lower, in every coordinate of the pages below pages[b]; beyond
         lies anything.
       pages: filled pages of every row.
+      radius: of balls around `upper`, which is `lower` too; |q| radius is added.
 
     Raises:
       ValueError: q does not fit the bounds.
@@ -56,5 +58,8 @@ def page_scores(
     )
     scores_BKGP = product(jnp.maximum(q_BKGH, 0), upper) + product(jnp.minimum(q_BKGH, 0), lower)
     scores_BNP = scores_BKGP.reshape(b, n, -1)
+    if radius is not None:
+        norm_BN = jnp.linalg.norm(q.astype(jnp.float32), axis=-1)
+        scores_BNP += norm_BN[..., None] * jnp.repeat(radius, n // kv_heads, axis=1)
     held_B1P = jnp.arange(upper.shape[2]) < pages[:, None, None]
     return jnp.where(held_B1P, scores_BNP, -jnp.inf)

@@ -40,12 +40,7 @@ def digest_scores(
     """
     filled_B = jnp.maximum(-(-length // page_size), 0)
     low = digests.high if digests.low is None else digests.low
-    scores_BNP = page_scores(q, part_of(digests.high), part_of(low), filled_B)
-    if digests.radius is None:
-        return scores_BNP
-    norm_BN = jnp.linalg.norm(q.astype(jnp.float32), axis=-1)
-    radius_BNP = jnp.repeat(digests.radius, q.shape[1] // digests.radius.shape[1], axis=1)
-    return scores_BNP + norm_BN[..., None] * radius_BNP
+    return page_scores(q, part_of(digests.high), part_of(low), filled_B, digests.radius)
 
 
 def masked_mean(

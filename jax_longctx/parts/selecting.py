@@ -45,6 +45,7 @@ from jax_longctx.parts.sparse_decode import (
 )
 from jax_longctx.sharding import axes_field
 from pallas_kernels.plane import Plane
+from pallas_kernels.select_pages import select_pages
 
 # Caches and their shards are whole numbers of this many slots, so that no page is cut.
 _GRANULE = 128
@@ -305,6 +306,10 @@ class Selecting(Appending):
         pages = span.tokens.shape[1]
         most = self.most_pages(pages * self.page_size, pages)
         count_B = jnp.minimum(self.pages_of(cache.prompt), most)
+        if self.allocation == "uniform":
+            lists = self.select(q, cache, span, count_B, most, ctx)
+            if lists is not None:
+                return Lists(lists)
         own_BNP = self.scores(q[:, 0], cache, ctx)
         kv_heads = cache.store.k.shape[1]
         # Of each listed page a score and an index travel.
@@ -323,6 +328,18 @@ class Selecting(Appending):
         if self.pools == "scores":
             ranked = softmax_mass(ranked, span.tokens, ctx.scale)
         return ada_kv(ranked, count_B, most, ctx, alpha=self.alpha, blend=form == "blend")
+
+    def select(
+        self,
+        q: Float[Array, "B 1 N H"],
+        cache: Any,
+        span: Span,
+        count: Int[Array, " B"],
+        most: int,
+        ctx: LayerContext,
+    ) -> Int[Array, "B X C"] | None:
+        """The count[b] best pages, where one operation finds them; None to rank `scores`."""
+        return None
 
     def _best_of_shards(
         self,
@@ -400,6 +417,32 @@ class SelectingPages(Selecting):
         """The largest q.k that the page's digest allows."""
         assert cache.digests is not None
         return digest_scores(q, cache.digests, cache.store.held(ctx), self.page_size)
+
+    def select(
+        self,
+        q: Float[Array, "B 1 N H"],
+        cache: SelectiveCache,
+        span: Span,
+        count: Int[Array, " B"],
+        most: int,
+        ctx: LayerContext,
+    ) -> Int[Array, "B X C"] | None:
+        """By the digests, on one shard, for lists of each head or of the mean of all scores."""
+        together = self.granularity == "layer" and self.pools == "scores" and ctx.head_shards == 1
+        if ctx.seq_size > 1 or not (together or self.granularity == "query_head"):
+            return None
+        digests = cache.digests
+        assert digests is not None
+        first_B = span.start // self.page_size
+        last_B = jnp.where(span.stop > span.start, -(-span.stop // self.page_size), first_B)
+        lists = select_pages(
+            *(q[:, 0], digests.high, digests.low, digests.radius, first_B, last_B, count),
+            size=most,
+            together=together,
+        )
+        if together:
+            return jnp.broadcast_to(lists, (len(lists), cache.store.k.shape[1], most))
+        return lists
 
     def scored_bytes(self, cache: SelectiveCache) -> int:
         """What `scores` reads: the digests."""

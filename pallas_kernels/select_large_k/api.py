@@ -53,7 +53,7 @@ def _select(
         asked,
         f"{scores.shape[-1]} {scores.dtype} scores",
         xla=xla.select,
-        gpu=dispatch.Kernel(gpu.select, hopper.unsupported_device, gpu.held_back(scores)),
+        gpu=dispatch.Kernel(gpu.select, hopper.unsupported_device, gpu.held_back(scores, size)),
         reference=reference.select,
     )
     k = jnp.broadcast_to(jnp.asarray(k, jnp.int32), scores.shape[:-1])

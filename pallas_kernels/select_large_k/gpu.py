@@ -1,7 +1,10 @@
-"""The border of the k best of S scores on Hopper in one launch: a Mosaic GPU kernel.
+"""The k best of S scores on Hopper: Mosaic GPU kernels for short rows and for long ones.
 
-XLA's form is bound by its launches, three a digit. Here a cluster of 8 blocks of threads takes a
-row. Every block keeps an eighth of the row's keys in registers (rows of up to 131,072 scores;
+XLA's form is bound by its launches, three a digit. For short lists of at most 16,384 scores one
+launch does all, with a block of threads a row (`hopper_best`).
+
+For long rows a kernel finds the border of the k best. A cluster of 8 blocks of threads takes a row.
+Every block keeps an eighth of the row's keys in registers (rows of up to 131,072 scores;
 longer ones are read again from the L2 cache in every pass). A pass decides two bits: each block
 counts its keys that reach the three candidates and writes the counts; after a barrier of the
 cluster it reads the counts of all. Each pass has counts of its own, so one barrier a pass is
@@ -19,12 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 from jaxtyping import Float, Int, UInt32
 
+from pallas_kernels import hopper, hopper_best
+from pallas_kernels.hopper_best import Row
 from pallas_kernels.select_large_k import xla
 
 # Blocks of threads of a cluster: as many as every Hopper GPU lets work together.
@@ -38,25 +40,50 @@ _SIGN = 1 << 31
 # Counts of a block: 32 bytes, so that no two blocks write to the same sector of the cache.
 _SECTOR = 8
 
-
 # On an H200, 8 rows: 55 us against 145 of XLA's form for 131,072 scores, but 48 against 22 for
 # 32,768. With many rows XLA's form is faster below this number too.
 _LEAST = 65_536
+# The longest rows that a block of threads keeps in its registers.
+_SHORT = 16_384
 
 
-def held_back(scores: Float[Array, "*R S"]) -> str | None:
+def held_back(scores: Float[Array, "*R S"], size: int | None) -> str | None:
     """Why XLA's form is to be preferred for these scores, or None."""
-    if scores.shape[-1] < _LEAST:
-        return f"XLA's form is faster below {_LEAST:,} scores"
+    if scores.shape[-1] < _LEAST and not _short(scores, size):
+        return (
+            f"XLA's form is faster below {_LEAST:,} scores, but for short lists of at most "
+            f"{_SHORT:,}"
+        )
     return None
+
+
+def _short(scores: Float[Array, "*R S"], size: int | None) -> bool:
+    slots = scores.shape[-1]
+    return size is not None and slots <= _SHORT and hopper_best.unsupported(slots, size) is None
 
 
 def select(
     scores: Float[Array, "*R S"], k: Int[Array, "*R"], size: int | None, *, interpret: Any = None
 ) -> Array:
     """See `xla.select`."""
+    if size is not None and _short(scores, size):
+        return _listed(scores, k, size, interpret)
     border = functools.partial(_kth_best, interpret=interpret)
     return xla.chosen_by(border, xla.ordered(scores), k, size)
+
+
+def _listed(
+    scores: Float[Array, "*R S"], k: Int[Array, "*R"], size: int, interpret: Any
+) -> Int[Array, "*R C"]:
+    """The lists in one launch."""
+    slots = scores.shape[-1]
+    row = Row.of(slots)
+    spare = [(0, 0)] * k.ndim + [(0, row.slots - slots)]
+    rows = jnp.pad(scores.astype(jnp.float32), spare).reshape(-1, 1, 1, row.tiles, *row.shape)
+    k_R = jnp.clip(k.reshape(-1), 0, size)
+    bounds = jnp.stack([jnp.zeros_like(k_R), jnp.full_like(k_R, slots), k_R], axis=1)
+    lists = hopper_best.choose(rows, bounds.astype(jnp.int32), row, size, interpret)
+    return lists.reshape(*k.shape, size)
 
 
 def _kth_best(
@@ -88,22 +115,6 @@ def _kth_best(
     )
     _, border = kernel(tiles, k.astype(jnp.int32))
     return lax.bitcast_convert_type(border, jnp.uint32) ^ jnp.uint32(_SIGN)
-
-
-def _fence(_: Any) -> None:
-    """This block's stores before what follows, for all blocks of the cluster.
-
-    Mosaic's arrival at a cluster's barrier orders stores only for its own block, and some threads
-    arrive for others. Without the fence a block may read another's old counts, take another number
-    of passes, and exit while the rest still signal it, which is a launch failure. Mosaic has no
-    public fence for a cluster (as of JAX 0.12.0), and its own way to write PTX begins with 0.11.2.
-    """
-    nothing = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(nothing, [], "fence.acq_rel.cluster;", "", has_side_effects=True)
-    mosaic.warpgroup_barrier()
-
-
-_order_memory: Any = plgpu.inline_mgpu()(_fence)
 
 
 def _kernel(key_ref, k_ref, counts_ref, border_ref, *, barrier, chunks: int, chunk: int):
@@ -138,10 +149,10 @@ def _kernel(key_ref, k_ref, counts_ref, border_ref, *, barrier, chunks: int, chu
         counts = count([found + (jnp.int32(value) << shift) for value in values])
         for value, number in zip(values, counts, strict=True):
             counts_ref[row, step, tile, value] = number
-        _order_memory()
+        hopper.fence_cluster()
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
-        _order_memory()
+        hopper.fence_cluster()
         digit, exact = jnp.int32(0), jnp.bool_(False)
         for value in values:
             reach = jnp.int32(0)

@@ -1,0 +1,354 @@
+"""The k best of a row of scores by one block of threads on Hopper, as an ascending list.
+
+What `select_large_k` and `select_pages` share; it runs inside their kernels, in one warpgroup.
+
+The scores lie in the block's registers as signed integers of the same order. A bisection finds the
+border: the number that exactly k of them reach, or the score at which ties are cut. It begins at
+the best score and steps down in strides that grow, for the border mostly lies within a factor of
+two of it, and it ends as soon as exactly k scores reach the middle. Most rows take 10 to 15 counts.
+Where scores tie at the border a second bisection finds the slot before which just enough of them
+lie.
+
+The list is then found by matrix products of small whole numbers, which are exact. The row is a
+matrix [V,W] of slots in order. Products with triangular matrices count the chosen slots of a line
+up to each slot, and those of the row up to each line. Place c of the list lies in the line before
+which at most c slots are chosen, and up to whose end more are. A product with the 0-1 matrix of
+places and lines fetches the counts of each place's line. As many of them are small enough as slots
+lie before the place's own.
+
+Work: 2 operations a score and count, one reduction over the block a count. Rows of more than
+16,384 scores do not fit the registers; they are read again from the L2 cache for each count.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float, Int
+
+from pallas_kernels import hopper
+
+# The key of what is never chosen, and the least one that may be: -inf's, which no score has.
+_NEVER, _LEAST = -(1 << 31), -0x7F800000
+_INFINITY = 0x7F800000
+# How far below the best score the first count looks, and the most that this grows to.
+_STRIDE, _LONGEST = 1 << 22, 1 << 28
+# Slots of a line, tiles of lines that registers hold, and tiles of a row at most.
+_WIDE, _KEPT, _MOST = 128, 2, 4
+# Longer lists are found quicker by all processors.
+_LONGEST_LIST = 512
+# Scores of one load of a thread.
+_VECTOR = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """How a row's scores lie: `tiles` matrices [64,width] of slots in order."""
+
+    tiles: int
+    width: int
+
+    @staticmethod
+    def of(slots: int) -> "Row":
+        """The least that holds so many slots."""
+        width = hopper.ROWS if slots <= hopper.ROWS * hopper.ROWS else _WIDE
+        return Row(tiles=pl.cdiv(slots, hopper.ROWS * width), width=width)
+
+    @property
+    def tile(self) -> int:
+        """Slots of a tile."""
+        return hopper.ROWS * self.width
+
+    @property
+    def slots(self) -> int:
+        return self.tiles * self.tile
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return hopper.ROWS, self.width
+
+    def load(self, ref: Any) -> Array:
+        """A tile from global memory, strided over the threads."""
+        return plgpu.load(ref, layout=_layout(self))
+
+    def triangle(self) -> Array:
+        """An argument of the kernel: 1 where the column is not before the row, bfloat16."""
+        return jnp.asarray(np.triu(np.ones((self.width, self.width))), jnp.bfloat16)
+
+    def scratch(self) -> dict[str, Any]:
+        """The shared memory of `best`."""
+        lines = self.tiles * hopper.ROWS
+        return dict(
+            triangle=hopper.tiled(self.width, self.width, dtype=jnp.bfloat16),
+            triangle_ready=plgpu.Barrier(),
+            chosen=hopper.tiled(hopper.ROWS, self.width, dtype=jnp.bfloat16),
+            staged=plgpu.SMEM(self.shape, jnp.bfloat16),
+            counts=hopper.tiled(lines, self.width, dtype=jnp.bfloat16),
+            upto=plgpu.SMEM((2, lines), jnp.float32),
+            places=hopper.tiled(hopper.ROWS, lines, dtype=jnp.bfloat16),
+        )
+
+
+def unsupported(slots: int, size: int) -> str | None:
+    """Why rows of so many scores, or lists of that size, are left to others, or None."""
+    most = _MOST * hopper.ROWS * _WIDE
+    if slots > most:
+        return f"rows of {slots} scores, at most {most}"
+    if size > _LONGEST_LIST:
+        return f"lists of {size}, at most {_LONGEST_LIST}"
+    return None
+
+
+def choose(
+    scores: Float[Array, "B X A T M W"],
+    bounds: Int[Array, "B 3"],
+    row: Row,
+    size: int,
+    interpret: Any,
+) -> Int[Array, "B X C"]:
+    """The lists of rows of scores, each the sum of A: one launch, a block of threads a list.
+
+    Args:
+      bounds: of each row of the batch the first slot, the one after the last, and k.
+    """
+    batch, lists, parts = scores.shape[:3]
+    places = pl.cdiv(size, hopper.ROWS) * hopper.ROWS
+    kernel = plgpu.kernel(
+        functools.partial(_choose_kernel, row=row, parts=parts),
+        out_type=jax.ShapeDtypeStruct((batch, lists, places), jnp.int32),
+        scratch_types=row.scratch(),
+        grid=(batch, lists),
+        grid_names=("row", "list"),
+        interpret=interpret,
+        kernel_name="choose_best",
+    )
+    return kernel(bounds, row.triangle(), scores)[:, :, :size]
+
+
+def _choose_kernel(bounds_ref, triangle_ref, scores_ref, lists_ref, *, row, parts, **scratch):
+    each = lax.axis_index("row"), lax.axis_index("list")
+    begin(triangle_ref, scratch)
+
+    def load(tile: Any) -> Array:
+        return functools.reduce(
+            jnp.add, [row.load(scores_ref.at[(*each, part, tile)]) for part in range(parts)]
+        )
+
+    bounds = tuple(bounds_ref[each[0], i] for i in range(3))
+    plgpu.barrier_wait(scratch["triangle_ready"])
+    best(row, load, bounds, lists_ref.at[each], scratch)
+
+
+def begin(triangle_ref: Any, scratch: dict) -> None:
+    """Begin to copy `Row.triangle`; the barrier `triangle_ready` tells when it is there."""
+    plgpu.copy_gmem_to_smem(triangle_ref, scratch["triangle"], scratch["triangle_ready"])
+
+
+def ordered(scores: Array) -> Array:
+    """Signed integers in the scores' order; -0.0 equals 0.0, and NaN and -inf give _NEVER."""
+    bits = lax.bitcast_convert_type(scores, jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    key = jnp.where(bits < 0, -magnitude, bits)
+    never = (magnitude > _INFINITY) | (key == -_INFINITY)
+    return jnp.where(never, jnp.int32(_NEVER), key)
+
+
+def best(
+    row: Row,
+    load: Callable[[Any], Array],
+    bounds: tuple[Array, Array, Array],
+    list_ref: Any,
+    scratch: dict,
+) -> None:
+    """Write the k best slots s, first <= s < last, to `list_ref` [C]: ascending, then -1.
+
+    Args:
+      bounds: first, last and k, which is at most C.
+      load: gives tile i of the scores, float32 [64,W] as `Row.load` does.
+      list_ref: in global memory; C is a multiple of 64.
+      scratch: holds `row.scratch()`, with the triangle.
+    """
+    every = range(row.tiles)
+    first, last, k = bounds
+
+    def keys(i: Any) -> Array:
+        slot = _slots(row, i)
+        inside = (slot >= first) & (slot < last)
+        return jnp.where(inside, ordered(load(i)), jnp.int32(_NEVER))
+
+    kept = [keys(i) for i in every] if row.tiles <= _KEPT else None
+
+    def over_tiles(of: Callable[[Any, Array], Array], add: Callable, start: int) -> Array:
+        if kept is not None:
+            return functools.reduce(add, [of(i, kept[i]) for i in every])
+        return lax.fori_loop(0, row.tiles, lambda i, x: add(x, of(i, keys(i))), jnp.int32(start))
+
+    def reach(border: Array) -> Array:
+        return over_tiles(lambda _, key: _count(key >= border), jnp.add, 0)
+
+    def tied_before(border: Array, stop: Array) -> Array:
+        return over_tiles(
+            lambda i, key: _count((key == border) & (_slots(row, i) < stop)), jnp.add, 0
+        )
+
+    top = over_tiles(lambda _, key: jnp.max(key), jnp.maximum, _NEVER)
+    total = reach(jnp.int32(_LEAST))
+    k = jnp.clip(k, 0, total)
+    border, strict, above = _border(reach, k, total, top)
+    stop = _cut(functools.partial(tied_before, border), k - above, row.slots)
+
+    def chosen(i: Any) -> Array:
+        key = keys(i) if kept is None else kept[i]
+        return (key >= strict) | ((key == border) & (_slots(row, i) < stop))
+
+    _count_lines(row, chosen, scratch)
+    _write_list(row, list_ref, scratch)
+
+
+def _layout(row: Row) -> Any:
+    return plgpu.Layout.WG_STRIDED(row.shape, vec_size=_VECTOR)
+
+
+def _slots(row: Row, i: Any) -> Array:
+    """The slots of tile i."""
+    line, column = (
+        plgpu.broadcasted_iota(jnp.int32, row.shape, axis, layout=_layout(row)) for axis in (0, 1)
+    )
+    return line * row.width + column + i * row.tile
+
+
+def _count(mask: Array) -> Array:
+    return jnp.sum(mask.astype(jnp.int32))
+
+
+def _border(
+    reach: Callable[[Array], Array], k: Array, total: Array, top: Array
+) -> tuple[Array, Array, Array]:
+    """The border, the least key that is chosen whatever its slot is, and how many keys reach that.
+
+    Args:
+      reach: counts the keys that are at least so large.
+      k: at most `total`, the number of keys but _NEVER.
+      top: the largest key.
+    """
+
+    def going(state: tuple[Array, ...]) -> Array:
+        low, high, reach_low, _, _ = state
+        return (reach_low != k) & (high > low + 1)
+
+    def step(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        low, high, reach_low, reach_high, stride = state
+        # The mean without overflow, rounded down.
+        middle = (low & high) + ((low ^ high) >> 1)
+        border = high - jnp.minimum(high - middle, stride)
+        found = reach(border)
+        enough = found >= k
+        return (
+            jnp.where(enough, border, low),
+            jnp.where(enough, high, border),
+            jnp.where(enough, found, reach_low),
+            jnp.where(enough, reach_high, found),
+            jnp.minimum(stride * 4, _LONGEST),
+        )
+
+    none = k == 0
+    above_all = top + 1
+    low, high, reach_low, reach_high, _ = lax.while_loop(
+        going,
+        step,
+        (
+            jnp.where(none, above_all, jnp.int32(_LEAST)),
+            above_all,
+            jnp.where(none, 0, total),
+            jnp.int32(0),
+            jnp.int32(_STRIDE),
+        ),
+    )
+    exact = reach_low == k
+    return low, jnp.where(exact, low, high), jnp.where(exact, k, reach_high)
+
+
+def _cut(before: Callable[[Array], Array], quota: Array, slots: int) -> Array:
+    """A slot before which exactly `quota` of the ties lie, of which there are more."""
+
+    def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        low, high, _ = state
+        middle = (low + high) >> 1
+        found = before(middle)
+        fits = found <= quota
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle), found
+
+    start = jnp.int32(0), jnp.int32(slots), jnp.int32(0)
+    # The last middle is `low` where it fits, as one with exactly `quota` before it does.
+    return lax.while_loop(lambda state: state[2] != quota, step, start)[0]
+
+
+def _count_lines(row: Row, chosen: Callable[[Any], Array], scratch: dict) -> None:
+    """Count the chosen slots of each line up to each slot, and those up to each line.
+
+    Counts within a line, `counts` [V,W], are at most 128: exact in bfloat16. `upto` [2,V] are those
+    before each line and those up to its end.
+    """
+    triangle, tile, staged, upto = (
+        scratch[name] for name in ("triangle", "chosen", "staged", "upto")
+    )
+    corner = triangle.at[pl.ds(0, hopper.ROWS), pl.ds(0, hopper.ROWS)]
+    before = jnp.int32(0)
+    for i in range(row.tiles):
+        mask = chosen(i)
+        staged[...] = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
+        # All warps have stored, and the last tile's products are done.
+        plgpu.commit_smem()
+        ones = plgpu.load(staged, layout=plgpu.Layout.WGMMA, optimized=False)
+        tile[...] = ones
+        plgpu.commit_smem()
+        lines = pl.ds(i * hopper.ROWS, hopper.ROWS)
+        counts = hopper.product(tile, triangle)
+        scratch["counts"].at[lines][...] = counts.astype(jnp.bfloat16)
+        ends = hopper.product(corner.transpose((1, 0)), tile).sum(axis=1)
+        own = ones.astype(jnp.float32).sum(axis=1)
+        ends = ends + before.astype(jnp.float32)
+        upto.at[0, lines][...] = ends - own
+        upto.at[1, lines][...] = ends
+        before = before + _count(mask)
+    plgpu.commit_smem()
+
+
+def _write_list(row: Row, list_ref: Any, scratch: dict) -> None:
+    """Look up each place's slot by its line, then by the line's counts."""
+    lines = row.tiles * hopper.ROWS
+    places = scratch["places"]
+    across = plgpu.Layout.WGMMA.reduce(0)
+    before, upto = (
+        lax.broadcast_in_dim(
+            plgpu.load(scratch["upto"].at[i], layout=across, optimized=False),
+            (hopper.ROWS, lines),
+            [1],
+        )
+        for i in range(2)
+    )
+    shape = hopper.ROWS, lines
+
+    @pl.loop(0, list_ref.shape[0] // hopper.ROWS)
+    def _block(block):
+        place = (hopper.iota(shape, 0) + block * hopper.ROWS).astype(jnp.float32)
+        here = (before <= place) & (place < upto)
+        # All warps are done with the last block's product.
+        plgpu.commit_smem()
+        places[...] = jnp.where(here, 1.0, 0.0).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        counts = hopper.product(places, scratch["counts"])
+        line = jnp.where(here, hopper.iota(shape, 1), 0).sum(axis=1)
+        rest = jnp.where(here, place - before, 0.0).sum(axis=1)
+        found = jnp.where(here, 1, 0).sum(axis=1)
+        earlier = counts <= lax.broadcast_in_dim(rest, counts.shape, [0])
+        column = jnp.where(earlier, 1, 0).sum(axis=1)
+        slot = jnp.where(found > 0, line * row.width + column, -1)
+        hopper.store_little(slot, list_ref.at[pl.ds(block * hopper.ROWS, hopper.ROWS)])

@@ -1,0 +1,67 @@
+"""The pages of a cache that promise most to each query head, by digests of their keys.
+
+A page's digest is a box (`high`, `low`), a ball (`high`, `radius`) or a point (`high`). Its score
+is the largest q.k in the box (Quest: Tang et al. 2024, section 3) or ball (ArkVale: Chen et al.
+2024, section 4), q.high for a point. The exact best pages are listed in ascending order, as
+`sparse_decode_attention` reads them; of equal scores the lower page comes first.
+
+Implementations: `xla` on every platform, `gpu` (Mosaic), `reference` for tests.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.common import AnyCache, check_heads
+from pallas_kernels.select_pages import gpu, reference, xla
+
+
+def select_pages(
+    q: Float[Array, "B N H"],
+    high: AnyCache,
+    low: AnyCache | None,
+    radius: Float[Array, "B K P"] | None,
+    first: Int[Array, " B"],
+    last: Int[Array, " B"],
+    count: Int[Array, " B"] | int,
+    *,
+    size: int,
+    together: bool = False,
+    implementation: str | None = None,
+) -> Int[Array, "B X C"]:
+    """The count[b] best pages p, first[b] <= p < last[b], ascending, then -1 up to C = `size`.
+
+    Args:
+      high, low: [B,K,P,H], arrays or planes; of the pages inside finite, and high >= low.
+      radius: with a ball, whose centre is `high`; then there is no `low`.
+      first, last: the pages outside may hold anything.
+      count: pages of each list, for all rows or each; 0 below 0, and `size` above it.
+      size: the static length of the lists.
+      together: one list a row by the mean of all heads' scores, X = 1; or else X = N.
+      implementation: "xla", "gpu" or "reference"; None picks by platform and shape.
+
+    Raises:
+      ValueError: q does not fit the digests, there are both `low` and `radius`, or a count given as
+        an int is larger than `size`.
+    """
+    operation = "select_pages"
+    check_heads(operation, q, high, *([] if low is None else [low]))
+    if low is not None and radius is not None:
+        raise ValueError(f"{operation}: low and radius are both given; expected a box or a ball")
+    if size < 1 or (isinstance(count, int) and count > size):
+        raise ValueError(f"{operation}: count {count} does not fit size {size}, at least 1")
+    count_B = jnp.broadcast_to(jnp.asarray(count, jnp.int32), first.shape)
+    run = dispatch.select(
+        operation,
+        implementation,
+        f"{size} of {high.shape[2]} pages, "
+        + dispatch.shape_class(q, high.shape[1])
+        + ", together" * together,
+        xla=xla.select_pages,
+        gpu=dispatch.Kernel(
+            gpu.select_pages, lambda: gpu.unsupported(q, high, radius is not None, size)
+        ),
+        reference=reference.select_pages,
+    )
+    return run(q, high, low, radius, first, last, count_B, size=size, together=together)
