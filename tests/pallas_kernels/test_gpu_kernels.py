@@ -21,6 +21,8 @@ from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_large_k import reference as select_reference
+from pallas_kernels.select_pages import gpu as pages_gpu
+from pallas_kernels.select_pages import reference as pages_reference
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.topk_scores import gpu as topk_gpu
@@ -193,11 +195,40 @@ def _select(case: Case, interpret: Any) -> None:
     scores = jnp.asarray(scores[: case.rows])
     k = jnp.array([case.slots // 5, case.slots // 3, case.slots // 2, 0][: case.rows], jnp.int32)
     expected = select_reference.select(scores, k, None)
-    run = jax.jit(partial(select_gpu.select, size=case.slots, interpret=interpret))
+    # Longer lists than the kernel for short ones takes, or just as long as they must be.
+    size = case.slots // 2 if dict(case.options).get("short") else case.slots + 512
+    run = jax.jit(partial(select_gpu.select, size=size, interpret=interpret))
     for row, chosen in enumerate(np.asarray(run(scores, k))):
         slots = np.flatnonzero(expected[row])
         np.testing.assert_array_equal(chosen[: len(slots)], slots)
         assert np.all(chosen[len(slots) :] == -1)
+
+
+def _pages(case: Case, interpret: Any) -> None:
+    """Scores are sums of eighths, exact in float32, and many tie; NaN lies outside the bounds."""
+    options = dict(case.options)
+    point, size = options.pop("point", False), options["size"]
+    random, pages = np.random.default_rng(4), case.slots
+    shape = case.rows, case.kv_heads, pages, case.head_dim
+    high = random.integers(-8, 9, shape) / 8
+    low = high - random.integers(0, 9, shape) / 8
+    q = random.integers(-8, 9, (case.rows, case.kv_heads * case.group, case.head_dim)) / 8
+    q[1:, :, 3:] = 0
+    first = np.array([0, 5, 70, 9, 0, 1, 2, 3][: case.rows])
+    last = np.array([pages, pages - 3, 71, 9, pages, 65, pages, 4][: case.rows])
+    count = np.array([size, size // 2, 3, size, 0, 7, 1, size][: case.rows])
+    page = np.arange(pages)
+    outside = (page < first[:, None]) | (page >= last[:, None])
+    high, low = (
+        jnp.asarray(np.where(outside[:, None, :, None], np.nan, x), case.dtype) for x in (high, low)
+    )
+    digests = jnp.asarray(q, case.dtype), high, None if point else low, None
+    bounds = [jnp.asarray(x, jnp.int32) for x in (first, last, count)]
+    options = {"together": False} | options
+    expected = pages_reference.select_pages(*digests, *bounds, **options)
+    run = jax.jit(partial(pages_gpu.select_pages, interpret=interpret, **options))
+    assert np.any(expected >= 0) and np.any(expected < 0)
+    np.testing.assert_array_equal(run(*digests, *bounds), expected)
 
 
 def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
@@ -211,6 +242,8 @@ LISTS = _options(lists=2, entries=20, page_size=16)
 SHORT_LISTS = _options(lists=2, entries=4, page_size=32)
 FLAT = _options(lists=2, entries=7, page_size=32, flat=True)
 PRIOR = _options(prior=True)
+SHORT = _options(short=True)
+TOGETHER = _options(size=20, together=True)
 
 CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     "decode": (_decode, Case(head_dim=128)),
@@ -233,12 +266,24 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     ),
     "sparse-prior": (_sparse, Case(rows=1, group=5, options=SHORT_LISTS + PRIOR)),
     "select": (_select, Case(rows=1, slots=200)),
+    "select-short": (_select, Case(rows=4, slots=300, options=SHORT)),
+    "select-short-tiles": (_select, Case(rows=3, slots=900, options=SHORT)),
+    "pages": (_pages, Case(rows=4, kv_heads=1, group=3, slots=136, options=_options(size=24))),
+    "pages-group": (
+        _pages,
+        Case(rows=2, group=9, slots=72, dtype="float16", options=_options(size=70)),
+    ),
+    "pages-points": (
+        _pages,
+        Case(rows=1, slots=200, head_dim=128, options=_options(size=201, point=True)),
+    ),
+    "pages-together": (_pages, Case(rows=3, slots=136, workers=12, options=TOGETHER)),
     "sparse-flat-prior": (_sparse, Case(rows=2, workers=6, group=3, options=FLAT + PRIOR)),
 }
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
     *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal", "sparse-prior"),
-    *("select", "sparse-flat-prior"),
+    *("select", "select-short", "pages", "pages-together", "sparse-flat-prior"),
 }
 
 # What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.
@@ -278,8 +323,24 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
             ),
         }.items()
     }
+    for _pages_of, _name in ((2048, "pages"), (8192, "pages"), (10_000, "pages-two-tiles")):
+        _box = replace(_case, rows=8, slots=_pages_of)
+        LARGE |= {
+            f"{_name}-{_pages_of}-{_dim}-{_dtype}-{_group}": (
+                _pages,
+                replace(_box, options=_options(size=64)),
+            ),
+            f"{_name}-together-{_pages_of}-{_dim}-{_dtype}-{_group}": (
+                _pages,
+                replace(_box, options=_options(size=128, together=True)),
+            ),
+        }
+LARGE["pages-points"] = _pages, Case(rows=5, slots=4096, options=_options(size=64, point=True))
+LARGE["pages-third-tile"] = _pages, Case(rows=2, slots=20_000, options=_options(size=64))
 for _slots in (8192, 131072, 300000):
     LARGE[f"select-{_slots}"] = _select, Case(rows=4, slots=_slots)
+for _slots in (512, 1000):
+    LARGE[f"select-short-{_slots}"] = _select, Case(rows=4, slots=_slots, options=SHORT)
 
 
 # The interpreter multiplies with NumPy, which warns of what is infinite or no number.

@@ -1,0 +1,132 @@
+"""The best pages by their digests, against the definition and by what must hold."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch, hopper
+from pallas_kernels.plane import Plane
+from pallas_kernels.select_pages import select_pages
+
+ROWS, KV_HEADS, GROUP, PAGES, HEAD_DIM, SIZE = 4, 2, 3, 24, 8, 7
+FIRST = jnp.array([0, 3, 20, 5], jnp.int32)
+LAST = jnp.array([24, 22, 23, 5], jnp.int32)
+COUNT = jnp.array([7, 5, 7, 7], jnp.int32)
+
+
+def _digests(kind: str, dtype: str = "float32", seed: int = 0) -> tuple[Any, ...]:
+    """q and a box, ball or point a page, of few whole numbers: many scores tie, all are exact."""
+    random = np.random.default_rng(seed)
+    q = random.integers(-1, 2, (ROWS, KV_HEADS * GROUP, HEAD_DIM))
+    high = random.integers(-2, 3, (ROWS, KV_HEADS, PAGES, HEAD_DIM))
+    low = jnp.asarray(high - random.integers(0, 3, high.shape), dtype) if kind == "box" else None
+    radius = random.integers(0, 3, high.shape[:3])
+    # The norm of every query is a whole number.
+    q[..., 0], q[..., 1:5] = 0, np.where(q[..., 1:5] == 0, 1, q[..., 1:5])
+    q[..., 5:] = 0
+    ball = jnp.asarray(radius, jnp.float32) if kind == "ball" else None
+    return jnp.asarray(q, dtype), jnp.asarray(high, dtype), low, ball
+
+
+@functools.cache
+def _run(together: bool, name: str | None = None, size: int = SIZE) -> Any:
+    return jax.jit(
+        functools.partial(select_pages, size=size, together=together, implementation=name)
+    )
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["box", "ball", "point"])
+def test_ragged_rows_are_listed_as_the_definition_says(kind: str, dtype: str, together: bool):
+    arguments = *_digests(kind, dtype), FIRST, LAST, COUNT
+    lists = _run(together)(*arguments)
+    assert lists.shape == (ROWS, 1 if together else KV_HEADS * GROUP, SIZE)
+    np.testing.assert_array_equal(lists, _run(together, "reference")(*arguments))
+    # The third row has fewer pages than are asked for, the fourth none.
+    assert (lists[2] == jnp.array([20, 21, 22, -1, -1, -1, -1])).all()
+    assert (lists[3] == -1).all() and ((lists[1] >= 0).sum(axis=-1) == 5).all()
+
+
+def test_pages_outside_the_bounds_may_hold_anything() -> None:
+    q, high, low, _ = _digests("box")
+    page = jnp.arange(PAGES)
+    outside = ((page < FIRST[:, None]) | (page >= LAST[:, None]))[:, None, :, None]
+    garbage = [jnp.where(outside, jnp.nan, x) for x in (high, low)]
+    for together in (False, True):
+        lists = _run(together)(q, *garbage, None, FIRST, LAST, COUNT)
+        expected = _run(together)(q, high, low, None, FIRST, LAST, COUNT)
+        np.testing.assert_array_equal(lists, expected)
+
+
+def test_equal_scores_go_to_the_lowest_pages() -> None:
+    q, high, low, _ = _digests("box")
+    assert low is not None
+    same = [jnp.broadcast_to(x[:, :, :1], x.shape) for x in (high, low)]
+    lists = _run(False)(q, *same, None, FIRST, LAST, COUNT)
+    assert (lists[0] == jnp.arange(SIZE)).all()
+    assert (lists[1] == jnp.array([3, 4, 5, 6, 7, -1, -1])).all()
+
+
+def test_lists_longer_than_the_cache_end_in_none() -> None:
+    arguments = *_digests("box"), FIRST, LAST, COUNT * 10
+    lists = _run(False, size=PAGES + 9)(*arguments)
+    assert (lists[0] == jnp.where(jnp.arange(33) < PAGES, jnp.arange(33), -1)).all()
+    np.testing.assert_array_equal(
+        lists, _run(False, "reference", PAGES + 9)(*arguments[:-1], COUNT * 10)
+    )
+
+
+def test_planes_are_their_layers_part() -> None:
+    q, high, low, _ = _digests("box")
+
+    @jax.jit
+    def of_planes(q: Any, high: Any, low: Any) -> Any:
+        planes = [Plane(jnp.stack([x * 0, x, -x]), jnp.int32(1)) for x in (high, low)]
+        return select_pages(q, *planes, None, FIRST, LAST, COUNT, size=SIZE)
+
+    expected = _run(False)(q, high, low, None, FIRST, LAST, COUNT)
+    np.testing.assert_array_equal(of_planes(q, high, low), expected)
+
+
+def test_one_count_serves_all_rows() -> None:
+    digests = _digests("point")
+    lists = select_pages(*digests, FIRST, LAST, 4, size=SIZE)
+    expected = _run(False)(*digests, FIRST, LAST, jnp.full_like(COUNT, 4))
+    np.testing.assert_array_equal(lists, expected)
+
+
+def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "compute_capability", lambda: hopper.CAPABILITY)
+    shapes = (1, 32, 128), (1, 8, 2048, 128)
+    q, high = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    number = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def kernels(q: Any, high: Any, *, size: int = 64, together: bool = False) -> int:
+        run = functools.partial(select_pages, size=size, together=together)
+        with mock.patch.object(dispatch, "platform", lambda: "gpu"):
+            traced = jax.jit(run).trace(q, high, high, None, number, number, number)
+        return str(traced.jaxpr).count("kernel_name")
+
+    assert kernels(q, high) == 1
+    assert kernels(q, high, together=True) == 2
+    # The choice alone: products by XLA.
+    small = [jax.ShapeDtypeStruct((*x.shape[:-1], 96), x.dtype) for x in (q, high)]
+    assert kernels(*small) == 1
+    assert kernels(q, high, size=1000) == 0
+
+
+def test_what_does_not_fit_is_refused(unchecked_signatures) -> None:
+    q, high, low, _ = _digests("box")
+    radius = high[..., 0]
+    with pytest.raises(ValueError, match="query heads a multiple"):
+        select_pages(q[:, :5], high, low, None, FIRST, LAST, COUNT, size=SIZE)
+    with pytest.raises(ValueError, match="a box or a ball"):
+        select_pages(q, high, low, radius, FIRST, LAST, COUNT, size=SIZE)
+    with pytest.raises(ValueError, match="count 8 does not fit size 7"):
+        select_pages(q, high, low, None, FIRST, LAST, 8, size=SIZE)
