@@ -10,11 +10,11 @@ Where scores tie at the border a second bisection finds the slot before which ju
 lie.
 
 The list is then found by matrix products of small whole numbers, which are exact. The row is a
-matrix [V,W] of slots in order. Products with triangular matrices count the chosen slots of a line
-up to each slot, and those of the row up to each line. Place c of the list lies in the line before
-which at most c slots are chosen, and up to whose end more are. A product with the 0-1 matrix of
-places and lines fetches the counts of each place's line. As many of them are small enough as slots
-lie before the place's own.
+matrix [64 T,64] of slots in order. Products with triangular matrices count the chosen slots of a
+line up to each slot, and those of the row up to each line. Place c of the list lies in the line
+before which at most c slots are chosen, and up to whose end more are. A product with the 0-1 matrix
+of places and lines fetches the counts of each place's line. As many of them are small enough as
+slots lie before the place's own.
 
 Work: 2 operations a score and count, one reduction over the block a count. Rows of more than
 16,384 scores do not fit the registers; they are read again from the L2 cache for each count.
@@ -22,7 +22,6 @@ Work: 2 operations a score and count, one reduction over the block a count. Rows
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -40,65 +39,57 @@ _NEVER, _LEAST = -(1 << 31), -0x7F800000
 _INFINITY = 0x7F800000
 # How far below the best score the first count looks, and the most that this grows to.
 _STRIDE, _LONGEST = 1 << 22, 1 << 28
-# Slots of a line, tiles of lines that registers hold, and tiles of a row at most.
-_WIDE, _KEPT, _MOST = 128, 2, 4
+# Tiles of 64 lines of 64 slots: as many as registers hold, and those of a row at most.
+_KEPT, _MOST = 4, 8
 # Longer lists are found quicker by all processors.
 _LONGEST_LIST = 512
 # Scores of one load of a thread.
 _VECTOR = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """How a row's scores lie: `tiles` matrices [64,width] of slots in order."""
+# Slots of a line, and lines of a tile: the rows of a wgmma.
+_LINE = hopper.ROWS
+_SHAPE = hopper.ROWS, _LINE
+_TILE = hopper.ROWS * _LINE
 
-    tiles: int
-    width: int
 
-    @staticmethod
-    def of(slots: int) -> "Row":
-        """The least that holds so many slots."""
-        width = hopper.ROWS if slots <= hopper.ROWS * hopper.ROWS else _WIDE
-        return Row(tiles=pl.cdiv(slots, hopper.ROWS * width), width=width)
+def tiles_of(slots: int) -> int:
+    """Tiles of a row of so many slots."""
+    return pl.cdiv(slots, _TILE)
 
-    @property
-    def tile(self) -> int:
-        """Slots of a tile."""
-        return hopper.ROWS * self.width
 
-    @property
-    def slots(self) -> int:
-        return self.tiles * self.tile
+def tiled_shape(slots: int) -> tuple[int, int, int]:
+    """The shape [T,64,64] of a row's scores: lines of slots in order, in whole tiles."""
+    return tiles_of(slots), *_SHAPE
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return hopper.ROWS, self.width
 
-    def load(self, ref: Any) -> Array:
-        """A tile from global memory, strided over the threads."""
-        return plgpu.load(ref, layout=_layout(self))
+def triangle() -> Float[Array, "64 64"]:
+    """An argument of the kernels: 1 where the column is not before the row, bfloat16."""
+    return jnp.asarray(np.triu(np.ones(_SHAPE)), jnp.bfloat16)
 
-    def triangle(self) -> Array:
-        """An argument of the kernel: 1 where the column is not before the row, bfloat16."""
-        return jnp.asarray(np.triu(np.ones((self.width, self.width))), jnp.bfloat16)
 
-    def scratch(self) -> dict[str, Any]:
-        """The shared memory of `best`."""
-        lines = self.tiles * hopper.ROWS
-        return dict(
-            triangle=hopper.tiled(self.width, self.width, dtype=jnp.bfloat16),
-            triangle_ready=plgpu.Barrier(),
-            chosen=hopper.tiled(hopper.ROWS, self.width, dtype=jnp.bfloat16),
-            staged=plgpu.SMEM(self.shape, jnp.bfloat16),
-            counts=hopper.tiled(lines, self.width, dtype=jnp.bfloat16),
-            upto=plgpu.SMEM((2, lines), jnp.float32),
-            places=hopper.tiled(hopper.ROWS, lines, dtype=jnp.bfloat16),
-        )
+def scratch(tiles: int) -> dict[str, Any]:
+    """The shared memory of `best`: 24 KiB, and 16 a tile."""
+    matrix = hopper.tiled(*_SHAPE, dtype=jnp.bfloat16)
+    return dict(
+        triangle=matrix,
+        triangle_ready=plgpu.Barrier(),
+        chosen=matrix,
+        staged=plgpu.SMEM(_SHAPE, jnp.bfloat16),
+        counts=hopper.tiled(tiles * hopper.ROWS, _LINE, dtype=jnp.bfloat16),
+        upto=plgpu.SMEM((2, tiles, hopper.ROWS), jnp.float32),
+        places=hopper.tiled(hopper.ROWS, tiles * hopper.ROWS, dtype=jnp.bfloat16),
+    )
+
+
+def load(ref: Any) -> Array:
+    """A tile from global memory, strided over the threads."""
+    return plgpu.load(ref, layout=_layout())
 
 
 def unsupported(slots: int, size: int) -> str | None:
     """Why rows of so many scores, or lists of that size, are left to others, or None."""
-    most = _MOST * hopper.ROWS * _WIDE
+    most = _MOST * _TILE
     if slots > most:
         return f"rows of {slots} scores, at most {most}"
     if size > _LONGEST_LIST:
@@ -107,9 +98,8 @@ def unsupported(slots: int, size: int) -> str | None:
 
 
 def choose(
-    scores: Float[Array, "B X A T M W"],
+    scores: Float[Array, "B X A T M M"],
     bounds: Int[Array, "B 3"],
-    row: Row,
     size: int,
     interpret: Any,
 ) -> Int[Array, "B X C"]:
@@ -118,36 +108,36 @@ def choose(
     Args:
       bounds: of each row of the batch the first slot, the one after the last, and k.
     """
-    batch, lists, parts = scores.shape[:3]
+    batch, lists = scores.shape[:2]
     places = pl.cdiv(size, hopper.ROWS) * hopper.ROWS
     kernel = plgpu.kernel(
-        functools.partial(_choose_kernel, row=row, parts=parts),
+        _choose_kernel,
         out_type=jax.ShapeDtypeStruct((batch, lists, places), jnp.int32),
-        scratch_types=row.scratch(),
+        scratch_types=scratch(scores.shape[3]),
         grid=(batch, lists),
         grid_names=("row", "list"),
         interpret=interpret,
         kernel_name="choose_best",
     )
-    return kernel(bounds, row.triangle(), scores)[:, :, :size]
+    return kernel(bounds, triangle(), scores)[:, :, :size]
 
 
-def _choose_kernel(bounds_ref, triangle_ref, scores_ref, lists_ref, *, row, parts, **scratch):
+def _choose_kernel(bounds_ref, triangle_ref, scores_ref, lists_ref, **scratch) -> None:
     each = lax.axis_index("row"), lax.axis_index("list")
     begin(triangle_ref, scratch)
+    parts, tiles = scores_ref.shape[2:4]
 
-    def load(tile: Any) -> Array:
-        return functools.reduce(
-            jnp.add, [row.load(scores_ref.at[(*each, part, tile)]) for part in range(parts)]
-        )
+    def sums(tile: Any) -> Array:
+        each_part = [load(scores_ref.at[(*each, part, tile)]) for part in range(parts)]
+        return functools.reduce(jnp.add, each_part)
 
-    bounds = tuple(bounds_ref[each[0], i] for i in range(3))
+    bounds = bounds_ref[each[0], 0], bounds_ref[each[0], 1], bounds_ref[each[0], 2]
     plgpu.barrier_wait(scratch["triangle_ready"])
-    best(row, load, bounds, lists_ref.at[each], scratch)
+    best(tiles, sums, bounds, lists_ref.at[each], scratch)
 
 
 def begin(triangle_ref: Any, scratch: dict) -> None:
-    """Begin to copy `Row.triangle`; the barrier `triangle_ready` tells when it is there."""
+    """Begin to copy `triangle`; the barrier `triangle_ready` tells when it is there."""
     plgpu.copy_gmem_to_smem(triangle_ref, scratch["triangle"], scratch["triangle_ready"])
 
 
@@ -161,8 +151,8 @@ def ordered(scores: Array) -> Array:
 
 
 def best(
-    row: Row,
-    load: Callable[[Any], Array],
+    tiles: int,
+    scores: Callable[[Any], Array],
     bounds: tuple[Array, Array, Array],
     list_ref: Any,
     scratch: dict,
@@ -171,57 +161,55 @@ def best(
 
     Args:
       bounds: first, last and k, which is at most C.
-      load: gives tile i of the scores, float32 [64,W] as `Row.load` does.
+      scores: gives tile i of the scores, float32 [64,64], as `load` does.
       list_ref: in global memory; C is a multiple of 64.
-      scratch: holds `row.scratch()`, with the triangle.
+      scratch: as the function makes it, with the triangle.
     """
-    every = range(row.tiles)
+    every = range(tiles)
     first, last, k = bounds
 
     def keys(i: Any) -> Array:
-        slot = _slots(row, i)
+        slot = _slots(i)
         inside = (slot >= first) & (slot < last)
-        return jnp.where(inside, ordered(load(i)), jnp.int32(_NEVER))
+        return jnp.where(inside, ordered(scores(i)), jnp.int32(_NEVER))
 
-    kept = [keys(i) for i in every] if row.tiles <= _KEPT else None
+    kept = [keys(i) for i in every] if tiles <= _KEPT else None
 
     def over_tiles(of: Callable[[Any, Array], Array], add: Callable, start: int) -> Array:
         if kept is not None:
             return functools.reduce(add, [of(i, kept[i]) for i in every])
-        return lax.fori_loop(0, row.tiles, lambda i, x: add(x, of(i, keys(i))), jnp.int32(start))
+        return lax.fori_loop(0, tiles, lambda i, x: add(x, of(i, keys(i))), jnp.int32(start))
 
     def reach(border: Array) -> Array:
         return over_tiles(lambda _, key: _count(key >= border), jnp.add, 0)
 
     def tied_before(border: Array, stop: Array) -> Array:
-        return over_tiles(
-            lambda i, key: _count((key == border) & (_slots(row, i) < stop)), jnp.add, 0
-        )
+        return over_tiles(lambda i, key: _count((key == border) & (_slots(i) < stop)), jnp.add, 0)
 
     top = over_tiles(lambda _, key: jnp.max(key), jnp.maximum, _NEVER)
     total = reach(jnp.int32(_LEAST))
     k = jnp.clip(k, 0, total)
     border, strict, above = _border(reach, k, total, top)
-    stop = _cut(functools.partial(tied_before, border), k - above, row.slots)
+    stop = _cut(functools.partial(tied_before, border), k - above, tiles * _TILE)
 
     def chosen(i: Any) -> Array:
         key = keys(i) if kept is None else kept[i]
-        return (key >= strict) | ((key == border) & (_slots(row, i) < stop))
+        return (key >= strict) | ((key == border) & (_slots(i) < stop))
 
-    _count_lines(row, chosen, scratch)
-    _write_list(row, list_ref, scratch)
-
-
-def _layout(row: Row) -> Any:
-    return plgpu.Layout.WG_STRIDED(row.shape, vec_size=_VECTOR)
+    _count_lines(tiles, chosen, scratch)
+    _write_list(tiles, list_ref, scratch)
 
 
-def _slots(row: Row, i: Any) -> Array:
+def _layout() -> Any:
+    return plgpu.Layout.WG_STRIDED(_SHAPE, vec_size=_VECTOR)
+
+
+def _slots(i: Any) -> Array:
     """The slots of tile i."""
     line, column = (
-        plgpu.broadcasted_iota(jnp.int32, row.shape, axis, layout=_layout(row)) for axis in (0, 1)
+        plgpu.broadcasted_iota(jnp.int32, _SHAPE, axis, layout=_layout()) for axis in (0, 1)
     )
-    return line * row.width + column + i * row.tile
+    return line * _LINE + column + i * _TILE
 
 
 def _count(mask: Array) -> Array:
@@ -290,65 +278,66 @@ def _cut(before: Callable[[Array], Array], quota: Array, slots: int) -> Array:
     return lax.while_loop(lambda state: state[2] != quota, step, start)[0]
 
 
-def _count_lines(row: Row, chosen: Callable[[Any], Array], scratch: dict) -> None:
+def _count_lines(tiles: int, chosen: Callable[[Any], Array], scratch: dict) -> None:
     """Count the chosen slots of each line up to each slot, and those up to each line.
 
-    Counts within a line, `counts` [V,W], are at most 128: exact in bfloat16. `upto` [2,V] are those
-    before each line and those up to its end.
+    Counts within a line, `counts` [64 T,64], are at most 64: exact in bfloat16. `upto` [2,T,64] are
+    those before each line and those up to its end.
     """
-    triangle, tile, staged, upto = (
+    upper, matrix, staged, upto = (
         scratch[name] for name in ("triangle", "chosen", "staged", "upto")
     )
-    corner = triangle.at[pl.ds(0, hopper.ROWS), pl.ds(0, hopper.ROWS)]
     before = jnp.int32(0)
-    for i in range(row.tiles):
+    for i in range(tiles):
         mask = chosen(i)
         staged[...] = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
-        # All warps have stored, and the last tile's products are done.
+        # All warps have stored, and are done with the last tile's products.
         plgpu.commit_smem()
         ones = plgpu.load(staged, layout=plgpu.Layout.WGMMA, optimized=False)
-        tile[...] = ones
+        matrix[...] = ones
         plgpu.commit_smem()
-        lines = pl.ds(i * hopper.ROWS, hopper.ROWS)
-        counts = hopper.product(tile, triangle)
-        scratch["counts"].at[lines][...] = counts.astype(jnp.bfloat16)
-        ends = hopper.product(corner.transpose((1, 0)), tile).sum(axis=1)
-        own = ones.astype(jnp.float32).sum(axis=1)
+        counts = hopper.product(matrix, upper)
+        scratch["counts"].at[_lines(i)][...] = counts.astype(jnp.bfloat16)
+        ends = hopper.product(upper.transpose((1, 0)), matrix).sum(axis=1)
         ends = ends + before.astype(jnp.float32)
-        upto.at[0, lines][...] = ends - own
-        upto.at[1, lines][...] = ends
+        upto.at[0, i][...] = ends - ones.astype(jnp.float32).sum(axis=1)
+        upto.at[1, i][...] = ends
         before = before + _count(mask)
     plgpu.commit_smem()
 
 
-def _write_list(row: Row, list_ref: Any, scratch: dict) -> None:
+def _write_list(tiles: int, list_ref: Any, scratch: dict) -> None:
     """Look up each place's slot by its line, then by the line's counts."""
-    lines = row.tiles * hopper.ROWS
-    places = scratch["places"]
+    places, upto = scratch["places"], scratch["upto"]
     across = plgpu.Layout.WGMMA.reduce(0)
-    before, upto = (
-        lax.broadcast_in_dim(
-            plgpu.load(scratch["upto"].at[i], layout=across, optimized=False),
-            (hopper.ROWS, lines),
-            [1],
-        )
-        for i in range(2)
-    )
-    shape = hopper.ROWS, lines
+
+    def bound(end: int, i: int) -> Array:
+        lines = plgpu.load(upto.at[end, i], layout=across, optimized=False)
+        return lax.broadcast_in_dim(lines, _SHAPE, [1])
 
     @pl.loop(0, list_ref.shape[0] // hopper.ROWS)
     def _block(block):
-        place = (hopper.iota(shape, 0) + block * hopper.ROWS).astype(jnp.float32)
-        here = (before <= place) & (place < upto)
+        place = (hopper.iota(_SHAPE, 0) + block * hopper.ROWS).astype(jnp.float32)
+        # Of each place: whether it has a slot, its line, and the slots of the line before its own.
+        there, line, rest = (hopper.full(_SHAPE, 0.0) for _ in range(3))
         # All warps are done with the last block's product.
         plgpu.commit_smem()
-        places[...] = jnp.where(here, 1.0, 0.0).astype(jnp.bfloat16)
+        for i in range(tiles):
+            before = bound(0, i)
+            here = (before <= place) & (place < bound(1, i))
+            one = jnp.where(here, 1.0, 0.0)
+            places.at[:, _lines(i)][...] = one.astype(jnp.bfloat16)
+            number = (hopper.iota(_SHAPE, 1) + i * hopper.ROWS).astype(jnp.float32)
+            there = there + one
+            line = line + one * number
+            rest = rest + jnp.where(here, place - before, 0.0)
         plgpu.commit_smem()
         counts = hopper.product(places, scratch["counts"])
-        line = jnp.where(here, hopper.iota(shape, 1), 0).sum(axis=1)
-        rest = jnp.where(here, place - before, 0.0).sum(axis=1)
-        found = jnp.where(here, 1, 0).sum(axis=1)
-        earlier = counts <= lax.broadcast_in_dim(rest, counts.shape, [0])
-        column = jnp.where(earlier, 1, 0).sum(axis=1)
-        slot = jnp.where(found > 0, line * row.width + column, -1)
+        earlier = counts <= lax.broadcast_in_dim(rest.sum(axis=1), _SHAPE, [0])
+        slot = line.sum(axis=1) * _LINE + jnp.where(earlier, 1.0, 0.0).sum(axis=1)
+        slot = jnp.where(there.sum(axis=1) > 0, slot.astype(jnp.int32), -1)
         hopper.store_little(slot, list_ref.at[pl.ds(block * hopper.ROWS, hopper.ROWS)])
+
+
+def _lines(i: int) -> Any:
+    return pl.ds(i * hopper.ROWS, hopper.ROWS)

@@ -16,6 +16,7 @@ reading the scores once, which takes far less time than the 16 exchanges.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -26,7 +27,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int, UInt32
 
 from pallas_kernels import hopper, hopper_best
-from pallas_kernels.hopper_best import Row
 from pallas_kernels.select_large_k import xla
 
 # Blocks of threads of a cluster: as many as every Hopper GPU lets work together.
@@ -77,12 +77,12 @@ def _listed(
 ) -> Int[Array, "*R C"]:
     """The lists in one launch."""
     slots = scores.shape[-1]
-    row = Row.of(slots)
-    spare = [(0, 0)] * k.ndim + [(0, row.slots - slots)]
-    rows = jnp.pad(scores.astype(jnp.float32), spare).reshape(-1, 1, 1, row.tiles, *row.shape)
+    shape = hopper_best.tiled_shape(slots)
+    spare = [(0, 0)] * k.ndim + [(0, math.prod(shape) - slots)]
+    rows = jnp.pad(scores.astype(jnp.float32), spare).reshape(-1, 1, 1, *shape)
     k_R = jnp.clip(k.reshape(-1), 0, size)
     bounds = jnp.stack([jnp.zeros_like(k_R), jnp.full_like(k_R, slots), k_R], axis=1)
-    lists = hopper_best.choose(rows, bounds.astype(jnp.int32), row, size, interpret)
+    lists = hopper_best.choose(rows, bounds.astype(jnp.int32), size, interpret)
     return lists.reshape(*k.shape, size)
 
 

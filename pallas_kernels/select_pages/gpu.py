@@ -8,10 +8,10 @@ scores go to global memory, which here is the L2 cache. After a barrier of the c
 head's list is chosen by one of the blocks (`hopper_best`). Pages outside the bounds are not read.
 
 A list for all heads together needs the scores of all clusters: a first launch writes the sums of
-each group's scores, and a second adds up the groups' and chooses. Rows of more than 16,384 pages
-take two launches as well, for want of shared memory.
+each group's scores, and a second adds up the groups' and chooses.
 
-Shared memory: ring 96 or 128 KiB, queries 4 KiB, 90 KiB to choose (114 for more than 8,192 pages).
+Shared memory: ring 128 KiB, queries 4 KiB, 24 KiB to choose and 16 for each 4,096 pages (the ring
+64 KiB beyond 16,384 pages).
 
 Roofline: the bytes of the digests, 34 MB for 8,192 pages of 8 kv heads of 128 with two bounds in
 bfloat16: 8 us on an H200. One row of 8 kv heads keeps 64 multiprocessors busy. Not measured yet.
@@ -30,16 +30,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper, hopper_best
-from pallas_kernels.hopper_best import Row
 from pallas_kernels.plane import ArrayLike
 
 # Blocks of threads of a cluster: as many as every Hopper GPU lets work together.
-_TILES = 8
-# Pages of a step, and steps in flight where a row has one tile of scores, or more.
+_CLUSTER = 8
+# Pages of a step, and steps in flight beside up to so many tiles of scores, or beside more.
 _BLOCK = hopper.ROWS
-_STAGES, _FEWER_STAGES = 4, 3
-# Tiles of a row's scores for which shared memory has room beside the ring.
-_FUSED = 2
+_STAGES, _TILES_BESIDE, _FEWER_STAGES = 4, 4, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +47,8 @@ class _Job:
       group: query heads of a kv head.
       digests: 2 for a box, 1 for a point.
       together: whether the scores of a group are summed.
+      tiles: of a row's scores.
       splits: blocks of threads of a row's kv head.
-      fused: whether they choose the lists, too.
     """
 
     batch: int
@@ -60,10 +57,9 @@ class _Job:
     head_dim: int
     digests: int
     together: bool
-    row: Row
+    tiles: int
     splits: int
     size: int
-    fused: bool
     dtype: Any
     interpret: Any
 
@@ -79,7 +75,7 @@ class _Job:
 
     @property
     def stages(self) -> int:
-        return _STAGES if self.row.tiles == 1 else _FEWER_STAGES
+        return _STAGES if self.tiles <= _TILES_BESIDE else _FEWER_STAGES
 
 
 def unsupported(q: Array, high: ArrayLike, ball: bool, size: int) -> str | None:
@@ -111,8 +107,6 @@ def select_pages(
     """See the public function."""
     assert radius is None
     batch, kv_heads, pages, head_dim = high.shape
-    row = Row.of(pages)
-    fused = not together and row.tiles <= _FUSED
     job = _Job(
         batch=batch,
         kv_heads=kv_heads,
@@ -120,10 +114,9 @@ def select_pages(
         head_dim=head_dim,
         digests=1 if low is None else 2,
         together=together,
-        row=row,
-        splits=_TILES if fused else max(hopper.processors() // (batch * kv_heads), 1),
+        tiles=hopper_best.tiles_of(pages),
+        splits=max(hopper.processors() // (batch * kv_heads), 1) if together else _CLUSTER,
         size=size,
-        fused=fused,
         dtype=high.dtype,
         interpret=interpret,
     )
@@ -131,14 +124,10 @@ def select_pages(
     bounds = jnp.stack([first, jnp.clip(last, first, pages), jnp.clip(count, 0, size)], axis=1)
     bounds = bounds.astype(jnp.int32)
     found = _launch(_parts(q, job), [x for x in (high, low) if x is not None], bounds, job)
-    if fused:
+    if not together:
         return found[1].reshape(batch, -1, job.places)[:, :, :size]
-    scores = found[0].reshape(batch, kv_heads, -1, row.tiles, *row.shape)
-    if together:
-        scores = jnp.swapaxes(scores, 1, 2)
-    else:
-        scores = scores[:, :, : job.group].reshape(batch, -1, 1, row.tiles, *row.shape)
-    return hopper_best.choose(scores, bounds, row, size, interpret)
+    sums = found[0].reshape(batch, 1, kv_heads, *found[0].shape[2:])
+    return hopper_best.choose(sums, bounds, size, interpret)
 
 
 def _parts(q: Float[Array, "B N H"], job: _Job) -> Float[Array, "X D R H"]:
@@ -151,56 +140,57 @@ def _parts(q: Float[Array, "B N H"], job: _Job) -> Float[Array, "X D R H"]:
 def _launch(
     q: Array, digests: list[Array], bounds: Int[Array, "B 3"], job: _Job
 ) -> Sequence[Array]:
-    """Scores of every row's kv head, and the lists where the job is fused.
+    """Scores of every row's kv head, and the lists [X,G,C] unless they are for all together.
 
-    Scores [X,R,T,64,W]: of R query heads each, or R = 1 sum of the group's. Those outside the
-    bounds, and of heads that there are not, are undefined. Lists [X,G,C].
+    Scores [X,R,T,64,64]: of R query heads each, or the R = 1 sum of the group's. Those outside the
+    bounds, and of heads that there are not, are undefined.
     """
-    heads, row = job.batch * job.kv_heads, job.row
-    shape = heads, 1 if job.together else job.columns, row.tiles, *row.shape
+    heads, alone = job.batch * job.kv_heads, not job.together
+    shape = heads, job.columns if alone else 1, job.tiles, _BLOCK, _BLOCK
     ring = hopper.tiled(job.stages, _BLOCK, job.head_dim, dtype=job.dtype)
     cluster: dict[str, Any] = dict(grid=(heads, job.splits), grid_names=("head", "split"))
-    if job.fused:
+    if alone:
         cluster = dict(grid=(heads,), grid_names=("head",))
         cluster |= dict(cluster=(job.splits,), cluster_names=("split",))
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
             jax.ShapeDtypeStruct(shape, jnp.float32),
-            *([jax.ShapeDtypeStruct((heads, job.group, job.places), jnp.int32)] * job.fused),
+            *([jax.ShapeDtypeStruct((heads, job.group, job.places), jnp.int32)] * alone),
         ),
         scratch_types=dict(
             q_tiles=hopper.tiled(job.digests, job.columns, job.head_dim, dtype=job.dtype),
             asked=plgpu.Barrier(num_arrivals=job.digests),
             rings=[ring] * job.digests,
             ready=plgpu.Barrier(num_arrivals=job.digests, num_barriers=job.stages),
-            **(dict(scored=plgpu.ClusterBarrier(collective_axes=("split",))) if job.fused else {}),
-            **(row.scratch() if job.fused else {}),
+            **(dict(scored=plgpu.ClusterBarrier(collective_axes=("split",))) if alone else {}),
+            **(hopper_best.scratch(job.tiles) if alone else {}),
         ),
         **cluster,
         interpret=job.interpret,
-        kernel_name="select_pages" if job.fused else "score_pages",
+        kernel_name="select_pages" if alone else "score_pages",
     )
-    triangle = [row.triangle()] * job.fused
+    triangle = [hopper_best.triangle()] * alone
     return kernel(bounds, q, *triangle, *digests)
 
 
 def _kernel(bounds_ref, q_ref, *refs, job: _Job, **scratch) -> None:
     head, split = lax.axis_index("head"), lax.axis_index("split")
-    inputs, outputs = refs[: job.fused + job.digests], refs[job.fused + job.digests :]
+    alone = not job.together
+    inputs, outputs = refs[: alone + job.digests], refs[alone + job.digests :]
     batch = lax.div(head, job.kv_heads)
     first, last, count = (bounds_ref[batch, i] for i in range(3))
-    if job.fused:
+    if alone:
         hopper_best.begin(inputs[0], scratch)
     for i in range(job.digests):
         plgpu.copy_gmem_to_smem(q_ref.at[head, i], scratch["q_tiles"].at[i], scratch["asked"])
-    digests = [ref.at[batch, lax.rem(head, job.kv_heads)] for ref in inputs[job.fused :]]
+    digests = [ref.at[batch, lax.rem(head, job.kv_heads)] for ref in inputs[alone:]]
     blocks = lax.div(first, _BLOCK), lax.div(last + (_BLOCK - 1), _BLOCK)
     # A row without pages has no blocks.
     steps = jnp.where(last > first, blocks[1] - blocks[0], 0)
     steps = lax.div(steps - split + (job.splits - 1), job.splits)
     _score(digests, outputs[0].at[head], blocks[0] + split, steps, job, scratch)
-    if not job.fused:
+    if job.together:
         return
     lists_ref, scored = outputs[1].at[head], scratch["scored"]
     hopper.fence_cluster()
@@ -214,8 +204,8 @@ def _kernel(bounds_ref, q_ref, *refs, job: _Job, **scratch) -> None:
         query = i * job.splits + split
         scores = outputs[0].at[head, query]
         hopper_best.best(
-            job.row,
-            lambda tile: job.row.load(scores.at[tile]),
+            job.tiles,
+            lambda tile: hopper_best.load(scores.at[tile]),
             (first, last, count),
             lists_ref.at[query],
             scratch,
@@ -259,13 +249,12 @@ def _score(digests: list, scores_ref: Any, first: Array, steps: Array, job: _Job
             plgpu.commit_smem()
             copy(step + job.stages)
 
-        tile, rest = lax.div(page_of(step), job.row.tile), lax.rem(page_of(step), job.row.tile)
-        line = lax.div(rest, job.row.width)
-        columns = pl.ds(lax.rem(rest, job.row.width), _BLOCK)
+        block = lax.div(page_of(step), _BLOCK)
+        tile, line = lax.div(block, _BLOCK), lax.rem(block, _BLOCK)
         if job.together:
-            scores_ref[0, tile, line, columns] = found.sum(axis=1)
+            scores_ref[0, tile, line] = found.sum(axis=1)
         else:
             # Two pages of a query lie in a thread, so that the transpose is stored as they lie.
             found = plgpu.layout_cast(found, plgpu.Layout.WGMMA_TRANSPOSED)
-            place = scores_ref.at[:, tile, line, columns]
+            place = scores_ref.at[:, tile, line]
             hopper.store_little(found, place.transpose((1, 0)))
