@@ -32,6 +32,7 @@ from pallas_kernels.page_scores import page_scores
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.prefill_attention import gpu as cudnn
 from pallas_kernels.select_large_k import select_large_k
+from pallas_kernels.select_pages import select_pages
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
 
@@ -113,6 +114,7 @@ def cases(shrink: int = 1) -> list[Case]:
     found += [_sparse(b, slots(131072), listed) for b in (1, 16)]
     found += [_resa(b, slots(131072), budget) for b in (1, 16)]
     found += [_page_scores(8, slots(131072)), _select(slots(131072))]
+    found += [_pages(b, slots(131072)) for b in (1, 8)]
     # Shrinking may make shapes equal: the first of each is kept.
     return list({case.name: case for case in reversed(found)}.values())[::-1]
 
@@ -445,6 +447,26 @@ def _page_scores(batch: int, slots: int) -> Case:
         moved=batch * pages * (2 * K * H * 2 + N * 4),
         inputs=lambda: (_random(0, batch, N, H), *_page_bounds(batch, pages)),
         others={"chosen": lambda _, q, high, low: page_scores(q, high, low, filled)},
+    )
+
+
+def _pages(batch: int, slots: int) -> Case:
+    pages = slots // PAGE
+    first, last = (jnp.full((batch,), end, jnp.int32) for end in (0, pages))
+    size = min(64, pages)
+
+    def run(how: str, _: Any, q: Array, high: Array, low: Array) -> Array:
+        options = {"size": size, "implementation": how}
+        return select_pages(q, high, low, None, first, last, size, **options)
+
+    return Case(
+        operation="select_pages",
+        shape=f"{batch} x {size} of {pages}",
+        operations=4 * batch * pages * N * H,
+        moved=batch * pages * 2 * K * H * 2,
+        inputs=lambda: (_random(0, batch, N, H), *_page_bounds(batch, pages)),
+        run=run,
+        others={},
     )
 
 

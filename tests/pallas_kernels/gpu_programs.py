@@ -16,6 +16,7 @@ from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.row_matmul import gpu as row_gpu
 from pallas_kernels.select_large_k import gpu as select_gpu
+from pallas_kernels.select_pages import gpu as pages_gpu
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.topk_scores import gpu as topk_gpu
 
@@ -33,6 +34,8 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
     sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
     pages = jnp.zeros((1, 2, 20), jnp.int32)
     rows, w = jnp.zeros((3, 512), jnp.bfloat16), jnp.zeros((512, 192), jnp.bfloat16)
+    choose = partial(pages_gpu.select_pages, size=20)
+    chosen = one[:, 0], k, v, None, bound * 0, bound, bound
     heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]
     return {
         "decode": (partial(decode_gpu.decode_attention, scale=0.1), (one, k, v, bound)),
@@ -51,7 +54,10 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
             (w[:1].reshape(1, -1), w),
         ),
         "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
-        "select": (partial(select_gpu.select, size=9), (jnp.zeros((1, 5000)), bound)),
+        "select": (partial(select_gpu.select, size=600), (jnp.zeros((1, 5000)), bound)),
+        "select-short": (partial(select_gpu.select, size=9), (jnp.zeros((1, 5000)), bound)),
+        "pages": (partial(choose, together=False), chosen),
+        "pages-together": (partial(choose, together=True), chosen),
         "sparse-flat-prior": (
             lambda q, k, v, pages, *bounds: sparse_gpu.sparse_decode_attention(
                 *(q, k, v, pages[:, 1], *bounds),

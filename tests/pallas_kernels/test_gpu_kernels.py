@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, hopper_best
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass.reference import Reduction
@@ -194,9 +194,12 @@ def _select(case: Case, interpret: Any) -> None:
     scores[0, 7] = np.nan
     scores = jnp.asarray(scores[: case.rows])
     k = jnp.array([case.slots // 5, case.slots // 3, case.slots // 2, 0][: case.rows], jnp.int32)
-    expected = select_reference.select(scores, k, None)
     # Longer lists than the kernel for short ones takes, or just as long as they must be.
-    size = case.slots // 2 if dict(case.options).get("short") else case.slots + 512
+    size = case.slots + 512
+    if dict(case.options).get("short"):
+        size = min(case.slots // 2, 512)
+        k = jnp.minimum(k, size)
+    expected = select_reference.select(scores, k, None)
     run = jax.jit(partial(select_gpu.select, size=size, interpret=interpret))
     for row, chosen in enumerate(np.asarray(run(scores, k))):
         slots = np.flatnonzero(expected[row])
@@ -267,7 +270,7 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     "sparse-prior": (_sparse, Case(rows=1, group=5, options=SHORT_LISTS + PRIOR)),
     "select": (_select, Case(rows=1, slots=200)),
     "select-short": (_select, Case(rows=4, slots=300, options=SHORT)),
-    "select-short-tiles": (_select, Case(rows=3, slots=900, options=SHORT)),
+    "select-short-tiles": (_select, Case(rows=3, slots=9000, options=SHORT)),
     "pages": (_pages, Case(rows=4, kv_heads=1, group=3, slots=136, options=_options(size=24))),
     "pages-group": (
         _pages,
@@ -323,7 +326,7 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
             ),
         }.items()
     }
-    for _pages_of, _name in ((2048, "pages"), (8192, "pages"), (10_000, "pages-two-tiles")):
+    for _pages_of, _name in ((2048, "pages"), (8192, "pages"), (10_000, "pages")):
         _box = replace(_case, rows=8, slots=_pages_of)
         LARGE |= {
             f"{_name}-{_pages_of}-{_dim}-{_dtype}-{_group}": (
@@ -336,10 +339,13 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
             ),
         }
 LARGE["pages-points"] = _pages, Case(rows=5, slots=4096, options=_options(size=64, point=True))
-LARGE["pages-third-tile"] = _pages, Case(rows=2, slots=20_000, options=_options(size=64))
+LARGE["pages-that-no-block-can-keep"] = (
+    _pages,
+    Case(rows=2, slots=20_000, options=_options(size=64)),
+)
 for _slots in (8192, 131072, 300000):
     LARGE[f"select-{_slots}"] = _select, Case(rows=4, slots=_slots)
-for _slots in (512, 1000):
+for _slots in (512, 1000, 8192, 16384):
     LARGE[f"select-short-{_slots}"] = _select, Case(rows=4, slots=_slots, options=SHORT)
 
 
@@ -363,6 +369,13 @@ def test_rows_that_no_cluster_can_keep_are_read_in_every_pass(
     _select(Case(rows=4, slots=5000), INTERPRETED)
 
 
+def test_scores_that_no_block_can_keep_are_read_for_every_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hopper_best, "_KEPT", 1)
+    _select(Case(rows=2, slots=5000, options=SHORT), INTERPRETED)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LARGE)
 def test_on_a_gpu(name: str) -> None:
@@ -375,23 +388,28 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
     q, k, _ = Case(head_dim=128).arrays()
 
     def reasons(q: jax.Array, k: jax.Array, **given: Any) -> list[str | None]:
-        options = dict(count=4, tile_best=None, squares=False, page_size=16) | given
+        options = (
+            dict(count=4, tile_best=None, squares=False, page_size=16, ball=False, size=9) | given
+        )
         count, tile_best = options["count"], options["tile_best"]
         return [
             decode_gpu.unsupported(q, k),
             topk_gpu.unsupported(q, k, count, tile_best),
             mass_gpu.unsupported(q, k, options["squares"]),
             sparse_gpu.unsupported(q, k, 2, options["page_size"], 0),
+            pages_gpu.unsupported(q[:, 0], k, options["ball"], options["size"]),
         ]
 
-    assert reasons(q, k) == [None] * 4
+    assert reasons(q, k) == [None] * 5
     assert all("float32" in str(r) for r in reasons(*_exact(q, k)))
     assert all("head dim 96" in str(r) for r in reasons(q[..., :96], k[..., :96]))
-    assert all("slots" in str(r) for r in reasons(q, k[:, :, :250]))
-    left = dict(count=9, squares=True, page_size=4)
-    assert [r is None for r in reasons(q, k, **left)] == [True, False, False, False]
+    assert all("250" in str(r) for r in reasons(q, k[:, :, :250]))
+    left = dict(count=9, squares=True, page_size=4, ball=True)
+    assert [r is None for r in reasons(q, k, **left)] == [True, *[False] * 4]
     assert "tiles" in str(reasons(q, k, tile_best=128)[1])
+    assert "lists of 513" in str(reasons(q, k, size=513)[4])
     wide = jnp.repeat(q, 33, axis=2)
+    assert "at most 64" in str(pages_gpu.unsupported(wide[:, 0], k, False, 9))
     assert "at most 64" in str(decode_gpu.unsupported(wide, k))
     many = jnp.zeros((241, 1, 8, 64), jnp.bfloat16)
     assert decode_gpu.unsupported(many, many) == "241 rows, at most 240"

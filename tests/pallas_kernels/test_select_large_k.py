@@ -159,15 +159,17 @@ def test_selection_for_a_tpu_compiles_without_scatter_or_sort() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * 131072 * 4)
 
 
-def test_the_gpu_takes_its_kernel_for_long_rows_alone(monkeypatch: pytest.MonkeyPatch):
-    """By what was measured: XLA's form is quicker below 65,536 scores."""
+def test_the_gpu_takes_its_kernels_for_long_rows_and_short_lists(monkeypatch: pytest.MonkeyPatch):
+    """By what was measured: XLA's form is quicker than a cluster below 65,536 scores."""
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(hopper, "compute_capability", lambda: hopper.CAPABILITY)
 
-    def kernels(slots: int) -> int:
+    def kernels(slots: int, size: int = 5) -> int:
         scores = jax.ShapeDtypeStruct((2, slots), jnp.float32)
-        traced = jax.jit(lambda scores: select_large_k(scores, 5, size=5)).trace(scores)
+        traced = jax.jit(lambda scores: select_large_k(scores, 5, size=size)).trace(scores)
         return str(traced.jaxpr).count("kernel_name")
 
     assert kernels(65_535) == 0
     assert kernels(65_536) > 0
+    assert (kernels(16_384), kernels(16_385)) == (1, 0)
+    assert (kernels(8192, 512), kernels(8192, 513)) == (1, 0)
