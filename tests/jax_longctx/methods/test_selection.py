@@ -7,8 +7,18 @@ import pytest
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import ArkVale, ArkValePaged, IdealTopK, Quest, Resa, make_method
+from jax_longctx.parts.selecting import Selecting, SelectingPages
 from tests.jax_longctx.methods.oracles.selection import resa_output, selected, softmax_output
-from tests.jax_longctx.methods.selecting import KV_HEADS, LAMS, WIDTH, case, step
+from tests.jax_longctx.methods.selecting import (
+    KV_HEADS,
+    LAMS,
+    WIDTH,
+    case,
+    filled,
+    on_one_device,
+    plain_context,
+    step,
+)
 from tests.support import tiny_config
 
 FIXED = {"sink": 3, "local": 5}
@@ -144,6 +154,33 @@ def test_x17_qs_2_av_3_pages_of_one_token_are_ideal():
         got = step(method, GIVEN)
         np.testing.assert_allclose(got.scores, ideal.scores, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(got.out, ideal.out, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        QUEST,
+        dataclasses.replace(QUEST, whole_pages=True, sink=0, ratio=0.2),
+        ARKVALE,
+        dataclasses.replace(ARKVALE, granularity="query_head", digest="sphere-max"),
+        dataclasses.replace(ARKVALE, digest="centroid", min_pages=40),
+    ],
+)
+def test_pages_chosen_at_once_are_those_of_the_best_scores(base, monkeypatch):
+    given = case((64, 33, 9, 0), answered=0, seed=3)
+    k, v = (np.swapaxes(x, 1, 2) for x in (given.k, given.v))
+
+    def lists():
+        def choose(q, *rows):
+            cache, ctx = filled(base, q, *rows), plain_context()
+            return base.choose(q[:, None], cache, base.selectable(cache.store, ctx), ctx).pages
+
+        return np.asarray(on_one_device(choose)(given.q, k, v, given.lengths, given.prompts))
+
+    at_once = lists()
+    assert (at_once[0] >= 0).any() and (at_once < 0).any()
+    monkeypatch.setattr(SelectingPages, "select", Selecting.select)
+    np.testing.assert_array_equal(at_once, lists())
 
 
 BAD = [
