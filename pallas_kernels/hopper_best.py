@@ -176,17 +176,22 @@ def best(
     kept = [keys(i) for i in every] if tiles <= _KEPT else None
 
     def over_tiles(of: Callable[[Any, Array], Array], add: Callable, start: int) -> Array:
+        """Of every tile an array, added up: then one reduction over the block serves all."""
         if kept is not None:
             return functools.reduce(add, [of(i, kept[i]) for i in every])
-        return lax.fori_loop(0, tiles, lambda i, x: add(x, of(i, keys(i))), jnp.int32(start))
+        none = hopper.full(_SHAPE, start, jnp.int32, _layout())
+        return lax.fori_loop(0, tiles, lambda i, x: add(x, of(i, keys(i))), none)
+
+    def count(of: Callable[[Any, Array], Array]) -> Array:
+        return jnp.sum(over_tiles(lambda i, key: of(i, key).astype(jnp.int32), jnp.add, 0))
 
     def reach(border: Array) -> Array:
-        return over_tiles(lambda _, key: _count(key >= border), jnp.add, 0)
+        return count(lambda _, key: key >= border)
 
     def tied_before(border: Array, stop: Array) -> Array:
-        return over_tiles(lambda i, key: _count((key == border) & (_slots(i) < stop)), jnp.add, 0)
+        return count(lambda i, key: (key == border) & (_slots(i) < stop))
 
-    top = over_tiles(lambda _, key: jnp.max(key), jnp.maximum, _NEVER)
+    top = jnp.max(over_tiles(lambda _, key: key, jnp.maximum, _NEVER))
     total = reach(jnp.int32(_LEAST))
     k = jnp.clip(k, 0, total)
     border, strict, above = _border(reach, k, total, top)
@@ -210,10 +215,6 @@ def _slots(i: Any) -> Array:
         plgpu.broadcasted_iota(jnp.int32, _SHAPE, axis, layout=_layout()) for axis in (0, 1)
     )
     return line * _LINE + column + i * _TILE
-
-
-def _count(mask: Array) -> Array:
-    return jnp.sum(mask.astype(jnp.int32))
 
 
 def _border(
@@ -302,7 +303,8 @@ def _count_lines(tiles: int, chosen: Callable[[Any], Array], scratch: dict) -> N
         ends = ends + before.astype(jnp.float32)
         upto.at[0, i][...] = ends - ones.astype(jnp.float32).sum(axis=1)
         upto.at[1, i][...] = ends
-        before = before + _count(mask)
+        if i + 1 < tiles:
+            before = before + jnp.sum(mask.astype(jnp.int32))
     plgpu.commit_smem()
 
 
