@@ -109,6 +109,6 @@ def test_the_runs_of_a_case_agree():
     first, later = (sparse.run("xla", jnp.int32(i), *inputs) for i in (0, 1))
     assert not np.array_equal(first[1], later[1])  # other pages every time
     operations = {case.operation for case in found.values()}
-    assert len(operations) == 9 and all(
+    assert len(operations) == 10 and all(
         case.run or "chosen" in case.others for case in found.values()
     )
