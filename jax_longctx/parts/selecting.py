@@ -427,9 +427,14 @@ class SelectingPages(Selecting):
         most: int,
         ctx: LayerContext,
     ) -> Int[Array, "B X C"] | None:
-        """By the digests, on one shard, for lists of each head or of the mean of all scores."""
+        """By the digests, on one shard, for lists of each head or of the mean of all scores.
+
+        A method with `scores` of its own ranks those.
+        """
         together = self.granularity == "layer" and self.pools == "scores" and ctx.head_shards == 1
-        if ctx.seq_size > 1 or not (together or self.granularity == "query_head"):
+        own_scores = type(self).scores is not SelectingPages.scores
+        whole = together or self.granularity == "query_head"
+        if own_scores or ctx.seq_size > 1 or not whole:
             return None
         digests = cache.digests
         assert digests is not None
