@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from jax_longctx.errors import CapacityError, ConfigError
+from jax_longctx.engine.capacity import fits
+from jax_longctx.errors import ConfigError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import make_method
 
@@ -56,12 +57,14 @@ class Measured:
     """A method as it was measured.
 
     Attributes:
+      model: which model it was measured with.
       found: by ascending ratio.
       read: bytes that a decode step reads, full attention is 1.
       step: time of a decode step, full attention is 1; None where it was not timed.
     """
 
     name: str
+    model: str
     settings: Mapping[str, str]
     found: Sequence[Found]
     read: float
@@ -94,9 +97,11 @@ def parse_table(text: str) -> tuple[Measured, ...]:
         low, high = entry["interval"]
         return Found(**{**entry, "interval": (low, high)})
 
+    described = json.loads(text)
+    model = described["model"].split(",")[0]
     return tuple(
-        Measured(**{**entry, "found": tuple(map(found, entry["found"]))})
-        for entry in json.loads(text)["methods"]
+        Measured(**{**entry, "model": model, "found": tuple(map(found, entry["found"]))})
+        for entry in described["methods"]
     )
 
 
@@ -122,8 +127,8 @@ def choose(
     trained, full = model.config.trained_length, model.engine.method
     free = model.engine.memory_expected()
     need = model.engine.new_cache_bytes(tokens, reserve)
-    within, fits = tokens <= trained, _fits(need, free)
-    if within and fits:
+    within = tokens <= trained
+    if within and fits(need, free):
         short = f"{tokens:,} tokens fit the trained length of {trained:,} and the memory"
         return Choice(full, f"full: {short}; it is exact")
     ratio, smallest = tokens / trained, (need, full, "full")
@@ -138,7 +143,7 @@ def choose(
             # The method refuses the model.
             continue
         smallest = min(smallest, (size, made, _shown(row)), key=lambda each: each[0])
-        if _fits(size, free):
+        if fits(size, free):
             rows.append((row, made))
             sizes[row.name] = size
     why = f"{tokens:,} tokens are more than the trained length of {trained:,}"
@@ -149,13 +154,11 @@ def choose(
         return Choice(smallest[1], f"{smallest[2]}: {why}, and no cache fits; this is the smallest")
     row, made = _best(rows, ratio)
     best = row.at(ratio)
-    times = f"at {best.ratio:g} times the trained length"
+    score = f"it found {best.share:g}% of {best.n} facts at {best.ratio:g} times the trained length"
     prefills = ""
     if made.info.needs_question and questions > 1:
         prefills = f"; it reads the text {questions} times"
-    return Choice(
-        made, f"{_shown(row)}: {why}; it found {best.share:g}% of facts {times}{prefills}"
-    )
+    return Choice(made, f"{_shown(row)}: {why}; {score} of {row.model}{prefills}")
 
 
 def _best(rows: Sequence[tuple[Measured, Any]], ratio: float) -> tuple[Measured, Any]:
@@ -165,16 +168,6 @@ def _best(rows: Sequence[tuple[Measured, Any]], ratio: float) -> tuple[Measured,
     if all(row.step is not None for row, _ in good):
         return min(good, key=lambda pair: pair[0].step or 0.0)
     return min(good, key=lambda pair: pair[0].read)
-
-
-def _fits(need: int, free: int | None) -> bool:
-    from jax_longctx.engine.capacity import check_fits
-
-    try:
-        check_fits(0, need, 0.0, free)
-    except CapacityError:
-        return False
-    return True
 
 
 def _shown(row: Measured) -> str:

@@ -131,11 +131,15 @@ def drop_oldest(
     *,
     first: int,
     leaving: Int[Array, " B"],
+    one: bool = False,
 ) -> BudgetCache:
     """`choose` where all but the `first` tokens leave by age: the oldest `leaving` of each row.
 
     What stays is known from its place. Nothing is ranked.
     """
+    if one:
+        place = jnp.where(leaving > 0, first, cache.k.shape[2] + 1)[:, None]
+        return _taken(cache, k, v, statistics, count, read, _moved_down(cache, place))
     place_C = jnp.arange(cache.k.shape[2])
     order_BC = place_C + jnp.where(place_C >= first, leaving[:, None], 0)
     length_B1 = cache.length[:, None]
@@ -200,7 +204,12 @@ def _without_worst(
     # Among the worst the newest leaves: the last in slot order, where the token comes last of all.
     ranked_BKU = jnp.where(scores > -jnp.inf, scores, jnp.inf)
     worst_BK = size - jnp.argmin(jnp.flip(ranked_BKU, axis=2), axis=2)
-    worst_BK = jnp.where(leaves_B[:, None], worst_BK, size + 1)
+    return _moved_down(cache, jnp.where(leaves_B[:, None], worst_BK, size + 1))
+
+
+def _moved_down(cache: BudgetCache, worst_BK: Int[Array, "B _"]) -> Callable[[Array, Array], Array]:
+    """Takes the slot of that number out of each head, or the new token; beyond both, nothing."""
+    size = cache.k.shape[2]
     moves_BKC = jnp.arange(size) >= worst_BK[..., None]
     newest_BKC = jnp.arange(size) + moves_BKC == cache.length[:, None, None]
 

@@ -118,6 +118,11 @@ def _available_here(mesh: Mesh, used: int | None = None) -> int | None:
     return stats["bytes_limit"] - (stats["bytes_in_use"] if used is None else used)
 
 
+def fits(need: int, available: int | None) -> bool:
+    """Whether caches of `need` bytes a device fit; unknown free memory (None) is enough."""
+    return available is None or need <= USABLE * available
+
+
 def check_fits(tokens: int, need: int, per_token: float, available: int | None) -> None:
     """Refuses a context whose caches do not fit.
 
@@ -127,15 +132,16 @@ def check_fits(tokens: int, need: int, per_token: float, available: int | None) 
       per_token: bytes a device for one more slot in every row; 0 where fewer slots would not help.
       available: free bytes a device, None when unknown (then nothing is refused).
     """
-    if available is None or need <= USABLE * available:
+    if available is None or fits(need, available):
         return
-    fits = ""
+    hint = ""
     if per_token:
         fixed = need - per_token * tokens
-        fits = f": about {int(max(USABLE * available - fixed, 0) / per_token):,} tokens would fit"
+        room = int(max(USABLE * available - fixed, 0) / per_token)
+        hint = f": about {room:,} tokens would fit"
     raise CapacityError(
         f"a cache of {tokens:,} tokens needs {shown_bytes(need)} on each device, "
-        f"{shown_bytes(int(USABLE * available))} of {shown_bytes(available)} free is usable{fits}; "
+        f"{shown_bytes(int(USABLE * available))} of {shown_bytes(available)} free is usable{hint}; "
         "shorten the context, use fewer rows, more devices (--mesh) or a method that keeps a budget"
     )
 

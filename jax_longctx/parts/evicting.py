@@ -349,9 +349,11 @@ class Evicting(Registered):
             assert cache.statistics is not None
             sums += jnp.pad(cache.statistics, ((0, 0), (0, 0), (0, seen.k.shape[1]), (0, 0)))
         count_B = cache.length + seen.joining - seen.leaving
+        # One token joins: at most one leaves.
+        one = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
         if self.first is not None:
             kept = (sums, count_B, seen.joining)
-            how = {"first": self.first, "leaving": seen.leaving}
+            how = {"first": self.first, "leaving": seen.leaving, "one": one}
             return drop_oldest(cache, seen.store_k, seen.v, *kept, **how)
         scores = self.rank(dataclasses.replace(seen, sums=sums))
         heads, candidates = cache.k.shape[1], seen.order.shape[2]
@@ -365,8 +367,6 @@ class Evicting(Registered):
         held = seen.present & (seen.order < seen.length + seen.joining[:, None, None])
         scores = jnp.where(held, scores, -jnp.inf)
         scores_BKU = jnp.broadcast_to(scores, (*cache.k.shape[:2], scores.shape[2]))
-        # One token joins: at most one leaves.
-        one = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
         kept = (scores_BKU, sums, count_B, seen.joining)
         return choose(cache, seen.store_k, seen.v, *kept, one=one)
 

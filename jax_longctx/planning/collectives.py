@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 # `%name (parameters) -> result {`, of a computation.
 _HEADER = re.compile(r"^(?:ENTRY )?%(?P<name>[^\s(]+) \(.*\{$")
@@ -95,13 +95,25 @@ def count_collectives(text: str) -> tuple[int, int]:
     Each branch of a conditional counts.
     """
 
-    def cost(each: _Instruction, around: _Computation) -> tuple[int, int]:
-        collective = _COLLECTIVE.fullmatch(each.operation)
-        if collective is None:
-            return 0, 0
-        return 1, _result_bytes(each.shape, collective["start"] is not None)
+    computations = _computations(text)
 
-    return _total(_computations(text), cost)
+    def cost(around: _Computation) -> tuple[int, int]:
+        count = moved = 0
+        # TPUs cut a collective into fusions with what runs beside it. These share its channel.
+        channels: set[str] = set()
+        for each in around.instructions.values():
+            for one in _within(each, computations):
+                collective = _COLLECTIVE.fullmatch(one.operation)
+                channel = one.attribute(r"channel_id=(\d+)")
+                if collective is None or channel in channels:
+                    continue
+                if channel and one is not each:
+                    channels.add(channel)
+                count += 1
+                moved += _result_bytes(one.shape, collective["start"] is not None)
+        return count, moved
+
+    return _total(computations, cost)
 
 
 def count_reads(text: str, arrays: Collection[tuple[str, tuple[int, ...]]]) -> int:
@@ -115,45 +127,53 @@ def count_reads(text: str, arrays: Collection[tuple[str, tuple[int, ...]]]) -> i
     """
     computations = _computations(text)
 
-    def cost(each: _Instruction, around: _Computation) -> tuple[int, int]:
-        if each.operation in _PASSING:
-            return 0, 0
+    def cost(around: _Computation) -> tuple[int, int]:
         read = 0
-        for position, name in enumerate(each.operands):
-            source = around.value(name)
-            if source is None or "S(1)" in source.shape:
-                continue
-            found = _ARRAY.fullmatch(source.shape.split("{")[0])
-            if found and (found[1], _sizes(found[2])) in arrays:
-                read += _read_of(each, position, source, computations)
+        for each in around.instructions.values():
+            for position, name in enumerate(each.operands):
+                source = None if each.operation in _PASSING else around.value(name)
+                if source is None or "S(1)" in source.shape:
+                    continue
+                found = _ARRAY.fullmatch(source.shape.split("{")[0])
+                if found and (found[1], _sizes(found[2])) in arrays:
+                    read += _read_of(each, position, source, computations)
         return 0, read
 
     return _total(computations, cost)[1]
 
 
+def _within(each: _Instruction, others: dict[str, _Computation]) -> Iterator[_Instruction]:
+    """The instruction, or those that a fusion holds."""
+    if each.operation != "fusion":
+        yield each
+        return
+    for callee in _callees(each):
+        if callee in others:
+            for one in others[callee].instructions.values():
+                yield from _within(one, others)
+
+
 def _total(
-    computations: dict[str, _Computation],
-    cost: Callable[[_Instruction, _Computation], tuple[int, int]],
+    computations: dict[str, _Computation], cost: Callable[[_Computation], tuple[int, int]]
 ) -> tuple[int, int]:
-    """The sums of the instructions' costs, each as often as it runs."""
+    """The sums of the computations' costs, each as often as it runs.
+
+    What is within a computation's fusions is part of its cost.
+    """
     called: set[str] = set()
 
     @functools.cache
     def total(name: str) -> tuple[int, int]:
-        first = second = 0
+        first, second = cost(computations[name])
         for each in computations[name].instructions.values():
-            found = cost(each, computations[name])
-            first, second = first + found[0], second + found[1]
             for callee in _callees(each):
                 if callee not in computations:
                     continue
                 called.add(callee)
-                if each.operation == "fusion":
-                    # Its operands are its reads; no collective is within.
-                    continue
-                times = _trips(each, computations[name], computations)
-                inner = total(callee)
-                first, second = first + times * inner[0], second + times * inner[1]
+                if each.operation != "fusion":
+                    times = _trips(each, computations[name], computations)
+                    inner = total(callee)
+                    first, second = first + times * inner[0], second + times * inner[1]
         return first, second
 
     totals = {name: total(name) for name in computations}

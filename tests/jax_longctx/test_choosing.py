@@ -37,7 +37,8 @@ def measured(name, shares, *, read=0.5, step=None, **settings):
         low, high = choices.wilson(share * 40 / 100, 40)
         found.append(Found(ratio=2.0**power, share=share, n=40, interval=(100 * low, 100 * high)))
     settings = {key: str(value) for key, value in {**SMALL[name], **settings}.items()}
-    return Measured(name=name, settings=settings, found=found, read=read, step=step)
+    how = {"settings": settings, "found": found, "read": read, "step": step}
+    return Measured(name=name, model="a small model", **how)
 
 
 FREE = measured("reattention", [90, 85, 60], step=0.99)
@@ -70,7 +71,7 @@ def test_beyond_the_trained_length_the_method_that_found_most():
     name, reason = chosen(model_of(), 129, [UNITS, FREE])
     assert name == "reattention"
     assert "129 tokens are more than the trained length of 128" in reason
-    assert "found 85% of facts at 2 times" in reason
+    assert "found 85% of 40 facts at 2 times the trained length of a small model" in reason
 
 
 def test_the_length_that_covers_the_text_decides_and_then_the_longest():
