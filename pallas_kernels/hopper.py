@@ -23,11 +23,30 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
+from jaxlib.mosaic.python import mosaic_gpu as mosaic_dialect
 from jaxtyping import Float
 
 from pallas_kernels.common import MASKED, merge
 
 _logger = logging.getLogger("pallas_kernels")
+
+_dump_options: Any = getattr(mosaic_dialect, "get_or_set_dump_options", None)
+
+
+def _dump_options_alone(module: Any) -> Any:
+    """The options for dumps of a kernel, without their name in the kernel's text.
+
+    The name has a number that counts the process's kernels. With it no kernel would equal another
+    one: each would be compiled anew, and no program would be found in the persistent cache unless
+    the process had lowered the same ones before it.
+    """
+    options = _dump_options(module)
+    del module.operation.attributes["mosaic_gpu.dump_basename"]
+    return options
+
+
+if _dump_options is not None:
+    mosaic_dialect.get_or_set_dump_options = _dump_options_alone
 
 CAPABILITY = "9.0"
 HEAD_DIMS = (64, 128)

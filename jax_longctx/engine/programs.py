@@ -90,6 +90,8 @@ in_place = functools.partial(jax.jit, keep_unused=True)
 LOOPED: dict[str, Any] = {
     "compiler_options": {
         "xla_gpu_enable_triton_gemm": False,
+        # Kernels that do not wait for one another run side by side.
+        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
         "xla_gpu_enable_command_buffer": (
             "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
         ),
@@ -486,11 +488,8 @@ def _through_run(
     if setup.platform == "gpu" and segment.tokens.shape[1] == 1:
         a_turn = max(n for n in range(1, LAYERS_A_TURN + 1) if run.count % n == 0)
 
-    def turn(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        for offset in range(a_turn):
-            carry = layer(number * a_turn + offset, carry)
-        return carry
-
+    # Under `jit` the layers of a turn share one lowering, and their kernels are compiled once.
+    @jax.jit
     def layer(index: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         x_BTD, stacks = carry
         parts = [
@@ -507,6 +506,11 @@ def _through_run(
             for stack, part in zip(stacks, _joined(parts, groups), strict=True)
         ]
         return x_BTD, stacks
+
+    def turn(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        for offset in range(a_turn):
+            carry = layer(number * a_turn + offset, carry)
+        return carry
 
     given = x.shape[:2]
     if isinstance(setup.products(math.prod(given)), FewRows):

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,14 @@ WORKERS = 2.0
 AHEAD = 1 << 30
 DIGEST = "sha256"
 CHECKSUM = {"name": "crc32c"}
+# A release of Orbax whose arrays get checksums.
+ORBAX = "0.12.8"
 # The error of a write that ends after Orbax has failed.
 CLOSED = "Event loop is closed"
 # Orbax's folder of arrays, and in it OCDBT's folders of data files.
 STATE, DATA = "state", "d"
 
-_zarr3_metadata = tensorstore_utils._build_zarr3_metadata
+_zarr3_metadata: Any = getattr(tensorstore_utils, "_build_zarr3_metadata", None)
 
 
 def _with_checksums(*args: Any, **options: Any) -> dict[str, Any]:
@@ -64,9 +67,9 @@ def _with_checksums(*args: Any, **options: Any) -> dict[str, Any]:
     return metadata
 
 
-# Orbax has no option for checksums. If a later Orbax builds its metadata elsewhere, `load_arrays`
-# refuses the arrays it writes.
-tensorstore_utils._build_zarr3_metadata = _with_checksums
+# Orbax has no option for checksums. `writing` refuses an Orbax that builds its metadata elsewhere.
+if _zarr3_metadata is not None:
+    tensorstore_utils._build_zarr3_metadata = _with_checksums
 
 
 def seal(version: int, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +265,16 @@ def quiet_orbax() -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns Orbax's errors into a CheckpointError: one line why `path` could not be written."""
+    """Turns Orbax's errors into a CheckpointError: one line why `path` could not be written.
+
+    Raises:
+      CheckpointError: also for an Orbax that cannot be asked for checksums.
+    """
+    if _zarr3_metadata is None:
+        raise CheckpointError(
+            f"{path} was not written: orbax-checkpoint {version('orbax-checkpoint')} writes arrays "
+            f"without checksums here; install orbax-checkpoint {ORBAX}"
+        )
     _hush_late_writes()
     try:
         with quiet_orbax():

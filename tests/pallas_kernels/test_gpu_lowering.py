@@ -52,6 +52,19 @@ def test_lowers_for_cuda_within_a_manual_shard_map(
         )
 
 
+@pytest.mark.parametrize("name", ["decode", "topk"])
+def test_a_kernel_lowers_to_the_same_text_each_time(name: str) -> None:
+    """Else equal kernels would be compiled once for each call, and not be found on the disk."""
+    run, args = gpu_programs.programs()[name]
+
+    def text() -> str:
+        fresh = jax.jit(lambda *args: run(*args))
+        return fresh.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+    hashes = [re.findall(r'kernel_hash = "([^"]*)"', each) for each in (text(), text())]
+    assert hashes[0] and hashes[0] == hashes[1]
+
+
 def test_the_largest_batch_finds_place_in_shared_memory() -> None:
     """Lowering refuses what is too large; the plan has a line a row."""
     rows = decode_gpu._MAX_BATCH

@@ -183,6 +183,14 @@ def test_arrays_without_checksums_are_refused(tmp_path, monkeypatch):
         storage.load_arrays(tmp_path / "params", wanted, "do")
 
 
+def test_an_orbax_without_checksums_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_zarr3_metadata", None)
+    with pytest.raises(CheckpointError, match="install orbax-checkpoint 0"):
+        with storage.writing(tmp_path / "params"):
+            ocp.save(str(tmp_path / "params"), {"a": jnp.ones(3)})
+    assert not (tmp_path / "params").exists()
+
+
 def test_unreadable_manifest(copy):
     (copy / "manifest.json").unlink()
     (copy / "manifest.json").mkdir()
