@@ -106,8 +106,9 @@ _logger = logging.getLogger(__name__)
 # lowering and compiling, which is about once in twenty programs.
 EVENTS = 60
 _events = 0
-# Most layers of one turn of the loop, in decode steps on a GPU. A turn of a CUDA graph's loop takes
-# about 7 us, and each layer in it takes the time to compile it.
+# Most layers of one turn of the loop, in decode steps on a GPU of the kind that an answer begins
+# with. A turn of a CUDA graph's loop takes about 7 us, and each layer in it takes the time to
+# compile it.
 LAYERS_A_TURN = 4
 # Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
 LEAST_ROWS = 8
@@ -485,7 +486,8 @@ def _through_run(
     groups = _together(stacks, fields)
 
     a_turn = 1
-    if setup.platform == "gpu" and segment.tokens.shape[1] == 1:
+    usual = segment.role == "decode" and segment.variant == step_variant(setup.method, 1)
+    if setup.platform == "gpu" and usual:
         a_turn = max(n for n in range(1, LAYERS_A_TURN + 1) if run.count % n == 0)
 
     # Under `jit` the layers of a turn share one lowering, and their kernels are compiled once.
