@@ -27,7 +27,7 @@ pytest.importorskip("libtpu")
 also = partial(pytest.param, marks=pytest.mark.thorough)
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-# The chip whose tests are not `slow`.
+# The chip whose tests are not `slow`. By default a kernel has 16 MiB of vector memory on each.
 QUICK = "v5e"
 HEADS, ROW = P("data", "tensor"), P("data")  # [B, heads, ...] and [B]
 QUERIES = P("data", None, "tensor")  # [B, T, heads, ...]
