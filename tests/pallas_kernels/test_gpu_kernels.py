@@ -285,8 +285,8 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
 }
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
-    *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal", "sparse-prior"),
-    *("select", "select-short", "pages", "pages-together", "sparse-flat-prior"),
+    *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal"),
+    *("select-short", "pages", "pages-together", "sparse-flat-prior"),
 }
 
 # What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.

@@ -4,6 +4,8 @@ The host calls a layer's program for each layer, or a program loops over the lay
 (`Setup.by_layer`). The loop reads joined weights, so its sums may differ in their last bits.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -50,17 +52,12 @@ def check(method, *args, **options):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-# Near relatives of others.
-SLOW = (
-    *("citrus-individual", "citrus-standard", "h2o-shared", "dynamic-ntk"),
-    *("arkvale-paged", "infllm-accounted", "star-released-mask", "roco", "tova", "ideal-topk"),
-)
+also = partial(pytest.param, marks=pytest.mark.slow)
+# All tokens stay; each step selects; full and partial steps; tokens leave after the context.
+QUICK = ("full", "quest", "refreshkv", "snapkv")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in METHODS],
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else also(name) for name in METHODS])
 def test_a_loop_over_layers_answers_as_the_host_does(name):
     check(small_method(name))
 
@@ -68,7 +65,7 @@ def test_a_loop_over_layers_answers_as_the_host_does(name):
 MESHES = {"full": (1, 2, 1), "snapkv": (1, 1, 2), "quest": (1, 2, 1), "star": (1, 2, 1)}
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", ["snapkv", *map(also, ("full", "quest", "star"))])
 def test_on_a_mesh_too(name):
     check(small_method(name), MESHES[name])
 
@@ -82,7 +79,7 @@ def test_with_layers_that_differ():
     check(Full(), windows=(7, None, None))
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "streaming-llm"])
+@pytest.mark.parametrize("name", ["full", also("quest"), also("streaming-llm")])
 def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name):
     """`FewRows` with the products that XLA makes; the kernel has tests of its own."""
     used = []
