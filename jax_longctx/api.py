@@ -213,7 +213,7 @@ class LongContext:
 
         `stop` and `stop_at_eos` are as in `ask`; `options` are those of `Engine.compile`.
         """
-        stop_ids = self._ends(stop, stop_at_eos)
+        stop_ids = self.end_ids(stop, stop_at_eos)
         return self.engine.compile(contexts, questions, stop_ids=stop_ids, **options)
 
     def prefill(
@@ -369,9 +369,9 @@ class LongContext:
 
         `rows` are the tokens directly before each answer; `given` is the number of all before it.
         """
-        ends = self._ends(stop, stop_at_eos)
+        ends = self.end_ids(stop, stop_at_eos)
         blocks = stream(sampling=sampling, max_tokens=max_tokens, stop_ids=ends)
-        readers = [_Reader(self.tokenizer, row, stop, ends) for row in rows]
+        readers = [AnswerReader(self.tokenizer, row, stop, ends) for row in rows]
         begun = time.perf_counter()
         first = None
         # Closing returns the cache to the context, also after an error in `on_text`.
@@ -394,7 +394,7 @@ class LongContext:
             answers.append(reader.answer(first - begun, ended - first, warning))
         return answers
 
-    def _ends(self, stop: Sequence[str], stop_at_eos: bool) -> list[int]:
+    def end_ids(self, stop: Sequence[str], stop_at_eos: bool) -> list[int]:
         """The token ids that end an answer."""
         # Special tokens have no text: a stop string that is one ends the answer by its id.
         special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
@@ -404,8 +404,13 @@ class LongContext:
         return [self.tokenizer.encode(text) for text in texts]
 
 
-class _Reader:
-    """One row's tokens as text, cut at the first stop string."""
+class AnswerReader:
+    """One row's tokens as text, cut at the first stop string.
+
+    Attributes:
+      tokens: the ids so far, the one that ended the answer included.
+      pieces: the text so far, as it became certain.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, after: Sequence[int], stop: Sequence[str], ends: Sequence[int]
