@@ -142,9 +142,7 @@ class Contexts:
 
     # -- texts -------------------------------------------------------------------------------------
 
-    def text(
-        self, tokens: Iterable[int], total: int, *, question: list[int] | None = None
-    ) -> Text:
+    def text(self, tokens: Iterable[int], total: int, *, question: list[int] | None = None) -> Text:
         """The text of these tokens, known or new; a job is counted that uses it."""
         row = np.asarray(tokens, np.int32)
         # A text for one question is read anew each time.
@@ -215,7 +213,7 @@ class Contexts:
 
     def counts(self) -> dict[str, int]:
         """Texts by state."""
-        found = dict.fromkeys(("waiting", "reading", "ready", "saved"), 0)
+        found: dict[str, int] = {"waiting": 0, "reading": 0, "ready": 0, "saved": 0}
         with self.lock:
             for text in self._texts.values():
                 found[text.state] += 1
@@ -390,4 +388,3 @@ def _hold(folder: Path) -> int:
         # A file system without locks.
         return held
     return held
-

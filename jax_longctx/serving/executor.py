@@ -14,8 +14,8 @@ import jax
 
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Context, Progress
-from jax_longctx.engine.capacity import bytes_per_device
-from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.capacity import available_bytes, bytes_per_device
+from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share
 from jax_longctx.engine.running import Chosen, Request, RunningBatch
 from jax_longctx.errors import LongctxError
@@ -30,15 +30,22 @@ class Executor:
       length: most tokens of text, question and answer.
       reserve: most tokens of a question and its answer.
 
+    Attributes:
+      made_by: model, weights and method, as saved contexts state them.
+      free_bytes: of each device beside weights and rows, or None where that is unknown.
+
     Raises:
       CapacityError: the rows' caches do not fit.
     """
 
     def __init__(self, model: LongContext, *, places: int, length: int, reserve: int):
         self.model, self.engine = model, model.engine
-        self.reserve = reserve
-        self.slots = self.engine.slots_for(length + reserve)
-        self.batch = RunningBatch(self.engine, places=places, slots=self.slots, reserve=reserve)
+        slots = self.engine.slots_for(length)
+        self.batch = RunningBatch(self.engine, places=places, slots=slots, reserve=reserve)
+        self.reserve = self.batch.reserve
+        # Both ask all processes.
+        self.made_by = made_by_engine(self.engine)
+        self.free_bytes = available_bytes(self.engine.mesh)
         self.contexts: dict[str, Context] = {}
         self._reading: dict[str, Generator[Progress, None, Context]] = {}
 
@@ -91,13 +98,15 @@ class Executor:
         """
         self.contexts[key] = load_context(self.engine, path)
 
-    def join(self, key: str, request: dict[str, Any]) -> tuple[int, Chosen | None]:
+    def join(self, key: str, request: dict[str, Any]) -> tuple[int, Chosen]:
         """Feeds a question to a context; its answer's row joins those that decode.
 
         Returns the row's place and its first token.
+
+        Raises:
+          CapacityError, InputError: as `RunningBatch.join`.
         """
-        place, *first = self.batch.join(self.contexts[key], as_request(request))
-        return place, first[0]
+        return self.batch.join(self.contexts[key], as_request(request))
 
     def step(self, most: int) -> dict[int, list[Chosen]]:
         """Decodes at most `most` tokens of every row."""
@@ -109,6 +118,11 @@ class Executor:
 
     def nothing(self) -> None:
         """Does nothing: an order that shows that the leader lives."""
+
+    @property
+    def broken(self) -> set[int]:
+        """Places whose rows the latest order ended because their logits are not finite."""
+        return {place for place, why in self.batch.ended.items() if why == "not finite"}
 
     @property
     def free(self) -> int:
@@ -168,4 +182,3 @@ class Team:
             # The leader reports what is wrong with a request.
             with contextlib.suppress(LongctxError):
                 getattr(self.executor, order["do"])(**order["with"])
-

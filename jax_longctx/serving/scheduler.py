@@ -40,6 +40,10 @@ DECODE_SHARE = 0.25
 BLOCK_SECONDS = 0.03
 # Seconds that the thread sleeps at most: times to live end meanwhile.
 IDLE_SECONDS = 0.5
+NOT_FINITE = (
+    "the model's logits are not finite: its weights hold NaN or infinite values, or overflow in "
+    "this dtype; convert the checkpoint again or try float32"
+)
 # Seconds after which the leader shows the other processes that it lives.
 LIVES_SECONDS = 5.0
 
@@ -195,16 +199,16 @@ class Scheduler:
             job.cancelled = True
             self._changed.notify()
 
-    def close(self, seconds: float) -> None:
-        """Takes no more jobs; waits so long for the running ones, then ends them and the thread."""
-        end = time.monotonic() + seconds
+    def refuse(self) -> None:
+        """Takes no more jobs; those that it has go on."""
+        self._closing = True
+
+    def close(self) -> None:
+        """Ends all jobs and the thread, after the block or the piece of text at hand."""
         with self._changed:
-            self._closing = True
-            while self._jobs and self._thread.is_alive() and time.monotonic() < end:
-                self._changed.wait(0.05)
-            self._stopped = True
+            self._closing = self._stopped = True
             self._changed.notify_all()
-        self._thread.join(max(seconds, 5.0))
+        self._thread.join()
 
     def _patience(self) -> int:
         """Seconds after which a place may be free, for `Retry-After`."""
@@ -309,9 +313,9 @@ class Scheduler:
         """
         if need > self.budget:
             raise CapacityError(
-                f"a text of {len(wanted.tokens):,} tokens needs {shown_bytes(need)} on each device, "
-                f"the server keeps {shown_bytes(self.budget)} for texts; shorten the text, or start "
-                f"the server with more memory for contexts or a method that keeps a budget"
+                f"a text of {len(wanted.tokens):,} tokens needs {shown_bytes(need)} on each "
+                f"device, the server keeps {shown_bytes(self.budget)} for texts; shorten the text, "
+                f"or start the server with more memory for contexts or a method that keeps a budget"
             )
         while self.contexts.resident_bytes + self._need + need > self.budget:
             if not self._drop_one(wanted):
@@ -365,7 +369,7 @@ class Scheduler:
         self.metrics.first_token.observe(time.monotonic() - job.came)
         self.metrics.prompt_tokens.inc(len(job.text.tokens) + len(job.request.question))
         self.metrics.cached_tokens.inc(job.cached)
-        self._give(place, row, [first])
+        self._give(place, row, [first], broken=place in self._executor.broken)
         return True
 
     def _work(self) -> None:
@@ -413,18 +417,22 @@ class Scheduler:
         taken = (time.monotonic() - began) / max(1, *map(len, found.values()), 0)
         # Half the new value: a block that compiled counts little after a few others.
         self._step_seconds = max(1e-4, (self._step_seconds + taken) / 2)
+        broken = self._executor.broken
         for place, chosen in found.items():
-            row = self._rows.get(place)
-            if row is not None and chosen:
-                now = time.monotonic()
+            now, row = time.monotonic(), self._rows[place]
+            if chosen:
                 self.metrics.between_tokens.observe(now - row.told)
                 row.told = now
-                self._give(place, row, chosen)
+                self._give(place, row, chosen, broken=place in broken)
 
-    def _give(self, place: int, row: _Row, chosen: Sequence[Chosen]) -> None:
+    def _give(self, place: int, row: _Row, chosen: Sequence[Chosen], *, broken: bool) -> None:
         """Sends what these tokens say; ends the row after its last one."""
         job = row.job
         assert job.request is not None and job.reader is not None
+        if broken:
+            job.send(Failed(RequestError(500, NOT_FINITE, kind="server_error")))
+            self._end_row(place)
+            return
         reader, texts = job.reader, []
         told: list[Chosen] = []
         for each in chosen:
@@ -446,8 +454,8 @@ class Scheduler:
             job.send(Piece(text, told))
         if not (reader.finished or last):
             return
-        if not (reader.ended or last):
-            # A stop string ended it, of which the engine does not know.
+        if reader.stops.stopped is not None:
+            # The engine does not know of stop strings.
             self._do("leave", place=place)
         self.metrics.answer_tokens.inc(row.count)
         self.metrics.answer_seconds.observe(time.monotonic() - job.came)
