@@ -131,8 +131,7 @@ class Service:
             if asked.stream:
                 done = True
                 return _stream(self._progress(entry, first, stream))
-            async for _ in stream if not isinstance(first, Ready) else ():
-                pass
+            await self._watched(request, job, _rest(first, stream))
             done = True
             return JSONResponse(entry.record(), status_code=201)
         finally:
@@ -430,6 +429,11 @@ class Service:
         finally:
             if not ready:
                 self.contexts.remove(entry.id)
+
+
+async def _rest(first: Event, stream: AsyncIterator[Event]) -> None:
+    async for _ in _chain(first, stream):
+        pass
 
 
 async def _whole(answer: Answer, first: Event, stream: AsyncIterator[Event]) -> dict[str, Any]:
