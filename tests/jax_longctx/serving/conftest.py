@@ -100,8 +100,7 @@ def serve(tmp_path):
 def server(tiny, tmp_path_factory):
     """A server of the tiny model for the tests of one file."""
     folder = tmp_path_factory.mktemp("contexts")
-    access = Access(body=1 << 20, body_seconds=2.0)
-    with serving(tiny, folder, access=access, header_seconds=2.0) as running:
+    with serving(tiny, folder, access=Access(body=1 << 20)) as running:
         yield running
 
 

@@ -224,6 +224,7 @@ def test_prompts_reuse_what_was_read(serve, tiny):
         assert shared - 2 <= cached[3] < whole
 
 
+@pytest.mark.slow
 def test_an_evicting_method_reuses_the_same_text_alone(serve, tiny):
     method = jax_longctx.make_method("streaming-llm", {"budget": "64", "chunk": "32"})
     model = tiny.with_method(method)
@@ -242,6 +243,7 @@ def test_an_evicting_method_reuses_the_same_text_alone(serve, tiny):
         assert ask(client, context, "What?", seed=2)[0] == asked(model, BOOK, "What?", seed=2)
 
 
+@pytest.mark.slow
 def test_a_method_that_needs_the_question_reads_for_each(serve, tiny):
     method = jax_longctx.make_method("citrus", {"budget": "64", "chunk": "32"})
     assert method.info.needs_question
