@@ -1,0 +1,443 @@
+"""A running batch: rows that decode together, join and leave.
+
+A place of the batch holds one row: its caches, its state and its values. A row joins when its
+question has been read in caches of its own, which are then copied into the place, along the axis
+that `axes_field` calls `batch`. So this knows no method. The programs are those of `Engine.stream`
+over a batch of all places; a free place is a row that is done. No program depends on which rows are
+there or on what they ask for, so none is compiled as rows come and go.
+
+Each row's answer is that of `Engine.stream` of this row alone, up to the rounding of sums.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import SPARE, bucket, bytes_per_device, finished_caches, reserved
+from jax_longctx.engine.engine import BLOCK, Context, Engine
+from jax_longctx.engine.programs import DecodeState
+from jax_longctx.engine.sampling import (
+    ANY,
+    MOST_LOGPROBS,
+    Choices,
+    RowValues,
+    sampling_values,
+)
+from jax_longctx.errors import CapacityError, InputError
+from jax_longctx.settings import Sampling
+from jax_longctx.sharding import leaf_axes, tree_shardings
+
+# Axes of a cache whose sizes follow from the lengths of text, question and answer.
+GROWING = ("slots", "room", "pages", "share")
+
+# Why a row ended: a token of its `stop_ids`, its `max_tokens`, or logits that are no numbers.
+Reason = Literal["stop", "length", "not finite"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a row of a running batch is to answer.
+
+    Attributes:
+      sampling: the row's own; one seed, or a tuple of one.
+      max_tokens: most tokens of the answer.
+      stop_ids: tokens that end it.
+      logprobs: None for none; n for the chosen token's and those of the n most likely tokens.
+    """
+
+    question: Sequence[int]
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    max_tokens: int = 128
+    stop_ids: Sequence[int] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.question):
+            raise InputError("the question is empty; it needs at least one token")
+        if self.max_tokens < 1:
+            raise InputError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise InputError(f"logprobs must be from 0 to {MOST_LOGPROBS}, got {self.logprobs}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A token of an answer.
+
+    Attributes:
+      logprob: its natural-log probability under the model's own logits, before penalty and
+        temperature; None where the request asks for none.
+      best: the most likely tokens and their log-probabilities, the likeliest first.
+    """
+
+    token: int
+    logprob: float | None = None
+    best: Sequence[tuple[int, float]] = ()
+
+
+class RunningBatch:
+    """Rows that decode together, join and leave: one engine, a fixed number of places.
+
+    It is not thread-safe, and neither is its engine.
+
+    Args:
+      places: most rows at a time.
+      slots: of each row's caches (`Engine.slots_for` of the longest). Contexts that are prefilled
+        with this capacity and `reserve` are copied as they are; others take a program more for
+        each size.
+      reserve: tokens of a question and its answer, for caches whose size follows from these.
+
+    Attributes:
+      ended: why rows ended, by place, in the latest `join` or `step`.
+
+    Raises:
+      CapacityError: caches of so many rows do not fit.
+    """
+
+    def __init__(self, engine: Engine, *, places: int, slots: int, reserve: int):
+        if places < 1:
+            raise InputError(f"a running batch needs at least 1 place, got {places}")
+        self.engine, self.places, self.reserve = engine, places, reserved(reserve)
+        self.slots = engine.slots_for(slots - SPARE)
+        setup, vocabulary = engine.setup, engine.config.vocab_size
+        data = engine.mesh.shape["data"]
+        rows = -(-places // data) * data
+        shapes = self._shapes(rows, self.slots)
+        need, double = (
+            bytes_per_device(engine.mesh, caches)
+            for caches in (shapes, self._shapes(rows, 2 * self.slots))
+        )
+        engine.check_bytes(self.slots, need, (double - need) / self.slots)
+        programs.limit_mappings()
+        self._caches = _zeros(setup, shapes)
+        state = programs.first_state(np.zeros(rows, bool), jnp.zeros((rows, vocabulary), jnp.bool_))
+        self._state, self._total = programs.everywhere(setup.ends, (state, _ints(rows)))
+        self._values = sampling_values(Sampling(seed=(0,)), rows)
+        self._given: RowValues | None = None
+        # No answer is longer, of methods whose steps differ.
+        longest = max(self.slots, self.reserve)
+        self._variants = programs.answer_variants(engine.method, longest)
+        self._requests: dict[int, Request] = {}
+        self._counts: dict[int, int] = {}
+        self.ended: dict[int, Reason] = {}
+
+    def _shapes(self, rows: int, slots: int) -> tuple[Any, ...]:
+        """Shapes of the caches of that many rows in the middle of their answers."""
+        setup = self.engine.setup
+        caches = programs.abstract_caches(setup, rows, slots, self.reserve)
+        caches = finished_caches(setup, caches, "context", self.reserve)
+        if setup.method.info.shrinks:
+            # As `Engine.shrink` has it.
+            caches = finished_caches(setup, caches, "question", bucket(self.reserve + SPARE))
+        return caches
+
+    @functools.cached_property
+    def _axes(self) -> frozenset[str | None]:
+        """The logical axes of the caches."""
+        return frozenset(name for axes in leaf_axes(self._caches) for name in axes)
+
+    @property
+    def free(self) -> int:
+        """Places without a row."""
+        return self.places - len(self._requests)
+
+    @property
+    def running(self) -> dict[int, Request]:
+        """The rows that are being answered, by place."""
+        return dict(self._requests)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes the caches of all places hold, over all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._caches))
+
+    def fits(self, context: Context, request: Request, row: int = 0) -> None:
+        """Checks that the row can be answered in this batch, once a place and memory are free.
+
+        Raises:
+          CapacityError: the row needs larger caches than a place has.
+          InputError: another method's context, or a question that it was not read for.
+        """
+        engine = self.engine
+        engine.check_context(context)
+        if not 0 <= row < context.batch:
+            raise InputError(
+                f"the context has rows 0 to {context.batch - 1}, there is no row {row}"
+            )
+        question = engine.padded([request.question])[0]
+        if context.questions is not None and question != context.questions[row]:
+            raise InputError(
+                "this method read the context for another question; prefill again for this one"
+            )
+        asked, answer = len(question), request.max_tokens
+        length = len(context.rows[row])
+        if "slots" in self._axes and length + asked + answer + SPARE > self.slots:
+            raise CapacityError(
+                f"a context of {length:,} tokens, a question of {asked:,} and an answer of "
+                f"{answer:,} need {length + asked + answer + SPARE:,} slots, a place of this "
+                f"batch has {self.slots:,}; shorten them, or make a batch with more slots"
+            )
+        if "room" in self._axes and asked + answer > self.reserve:
+            raise CapacityError(
+                f"a question of {asked:,} tokens and an answer of {answer:,} need "
+                f"{asked + answer:,} slots, a place of this batch reserves {self.reserve:,}; "
+                "shorten them, or make a batch with a larger reserve"
+            )
+
+    def join(self, context: Context, request: Request, row: int = 0) -> tuple[int, Chosen]:
+        """Reads the question over the context's row, and gives the row a place.
+
+        The context is left as it was. The row ends at once where its first token ends the answer
+        (see `ended`); its place is free then.
+
+        Returns:
+          (place, first token).
+
+        Raises:
+          InputError: no place is free, or as `fits`.
+          CapacityError: the row never fits, or memory is short for its question now.
+        """
+        self.fits(context, request, row)
+        if not self.free:
+            raise InputError(f"all {self.places} places are taken; wait until a row ends")
+        engine, rows = self.engine, [[] for _ in context.rows]
+        rows[row] = list(request.question)
+        programs.limit_mappings()
+        engine.ensure_reserve(context, len(request.question))
+        values = _values_of(request)
+        seen = engine.seen([context.rows[row]], [request.question])
+        place = min(set(range(self.places)) - self._requests.keys())
+        self.ended = {}
+        with engine.asked(context, keep=True) as run:
+            logits = engine.read_question(run, context, rows)
+            if engine.method.info.shrinks:
+                engine.shrink(run, context, self.reserve, keep=True)
+            ends, number = engine.setup.ends, jnp.int32(row)
+            state, choices = programs.start_answer(
+                ends,
+                programs.everywhere(ends, programs.first_state(np.ones(1, bool), seen)),
+                _row_of(ends, logits, number),
+                jax.tree.map(jnp.asarray, values),
+                ANY,
+            )
+            (first,) = _tokens(choices, 0, request)
+            reason = self._reason(request, first.token, 1, bool(np.all(state.finite)))
+            if reason is None:
+                self._seat(run.caches, context.total, number, state, place)
+        if reason is not None:
+            self.ended[place] = reason
+        else:
+            self._requests[place], self._counts[place] = request, 1
+            self._set_values(place, values)
+        return place, first
+
+    def step(self, most: int = BLOCK) -> dict[int, list[Chosen]]:
+        """Decodes in `most` turns, at most `BLOCK`; rows that end leave.
+
+        A turn chooses a token of each row. Under a method whose decode steps are of several kinds
+        it takes the rows whose next step is of one kind, so that some get fewer tokens, or none.
+
+        Returns:
+          the new tokens of each row by place. `ended` names those that ended, which are free now.
+        """
+        self.ended = {}
+        if not self._requests:
+            return {}
+        engine, counts = self.engine, self._counts
+        most = max(1, min(most, BLOCK))
+        steps = [
+            range(counts[place], min(counts[place] + most, self._requests[place].max_tokens))
+            if place in counts
+            else range(0)
+            for place in range(len(self._values.limit))
+        ]
+        turns = programs.decode_turns(engine.method, self._variants, steps, BLOCK)
+        if self._given is None:
+            self._given = jax.tree.map(jnp.asarray, self._values)
+        self._caches, self._state, choices = programs.next_block(
+            engine.setup,
+            engine.params,
+            self._caches,
+            self._state,
+            self._total,
+            turns,
+            self._given,
+            (BLOCK, self._variants, ANY),
+        )
+        choices, finite = jax.tree.map(np.asarray, (choices, self._state.finite))
+        found: dict[int, list[Chosen]] = {}
+        for place, request in self.running.items():
+            found[place] = _tokens(choices, place, request)
+            if not found[place]:
+                continue
+            counts[place] += len(found[place])
+            last = found[place][-1].token
+            reason = self._reason(request, last, counts[place], bool(finite[place]))
+            if reason is not None:
+                self.ended[place] = reason
+                self._free(place, running=reason == "not finite")
+        return found
+
+    def leave(self, place: int) -> None:
+        """Takes a row out before it has ended. A place without a row is left as it is."""
+        if place in self._requests:
+            self._free(place, running=True)
+
+    def _free(self, place: int, *, running: bool) -> None:
+        del self._requests[place], self._counts[place]
+        if running:
+            self._state = _stopped(self.engine.setup.ends, self._state, jnp.int32(place))
+
+    def _reason(self, request: Request, token: int, count: int, finite: bool) -> Reason | None:
+        if not finite:
+            return "not finite"
+        if token in request.stop_ids:
+            return "stop"
+        return "length" if count >= request.max_tokens else None
+
+    def _set_values(self, place: int, values: RowValues) -> None:
+        """The values of a place, in new arrays: the device may still read the old ones."""
+        both = self._values, values
+        columns = max(each.stops.shape[1] for each in both)
+        old, new = (dataclasses.replace(x, stops=_widened(x.stops, columns)) for x in both)
+
+        def put(old: Any, new: Any) -> Any:
+            made = old.copy()
+            made[place] = new[0]
+            return made
+
+        self._values = jax.tree.map(put, old, new)
+        self._given = None
+
+    def _seat(
+        self, caches: tuple[Any, ...], total: Array, row: Array, state: DecodeState, place: int
+    ) -> None:
+        """Copies a row's caches and state into a place."""
+        mine, given = jax.tree.structure(self._caches), jax.tree.structure(caches)
+        if mine != given:
+            raise InputError(
+                "the context's caches are of another form than this batch's; prefill it with the "
+                "engine that this batch runs on"
+            )
+        self._caches, self._state, self._total = _seated(
+            self.engine.setup,
+            self._caches,
+            self._state,
+            self._total,
+            caches,
+            state,
+            total,
+            row,
+            jnp.int32(place),
+        )
+
+
+def _values_of(request: Request) -> RowValues:
+    return sampling_values(
+        request.sampling.of_rows(1),
+        1,
+        max_tokens=request.max_tokens,
+        stop_ids=request.stop_ids,
+        logprobs=request.logprobs is not None,
+    )
+
+
+def _widened(stops: Any, columns: int) -> Any:
+    return np.pad(stops, ((0, 0), (0, columns - stops.shape[1])), constant_values=-1)
+
+
+def _tokens(choices: Choices, row: int, request: Request) -> list[Chosen]:
+    """What a row has chosen in a block."""
+    token = np.asarray(choices.token)[row]
+    columns = np.flatnonzero(token >= 0)
+    if request.logprobs is None:
+        return [Chosen(int(token[column])) for column in columns]
+    own, best, likely = (
+        np.asarray(x)[row] for x in (choices.logprob, choices.best, choices.best_logprob)
+    )
+    found = []
+    for x in columns:
+        pairs = zip(best[x, : request.logprobs], likely[x, : request.logprobs], strict=True)
+        ranked = tuple((int(token), float(logprob)) for token, logprob in pairs)
+        found.append(Chosen(int(token[x]), float(own[x]), ranked))
+    return found
+
+
+def _ints(rows: int) -> Int[Array, " B"]:
+    return jnp.zeros((rows,), jnp.int32)
+
+
+def _zeros(setup: programs.Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Empty caches, made on their shards."""
+
+    def make() -> tuple[Any, ...]:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    return jax.jit(make, out_shardings=tree_shardings(setup.mesh, shapes))()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _row_of(
+    ends: programs.Ends, logits: Float[Array, "B V"], row: Int[Array, ""]
+) -> Float[Array, "1 V"]:
+    return programs.replicated(ends, jax.lax.dynamic_slice_in_dim(logits, row, 1))
+
+
+@functools.partial(programs.in_place, static_argnums=0, donate_argnums=1)
+def _stopped(ends: programs.Ends, state: DecodeState, place: Int[Array, ""]) -> DecodeState:
+    """The state without the row at `place`."""
+    done, finite = (x.at[place].set(True) for x in (state.done, state.finite))
+    return programs.replicated(ends, dataclasses.replace(state, done=done, finite=finite))
+
+
+@functools.partial(programs.in_place, static_argnums=0, donate_argnums=(1, 2, 3))
+def _seated(
+    setup: programs.Setup,
+    caches: tuple[Any, ...],
+    state: DecodeState,
+    total: Int[Array, " B"],
+    row_caches: tuple[Any, ...],
+    row_state: DecodeState,
+    row_total: Int[Array, " R"],
+    row: Int[Array, ""],
+    place: Int[Array, ""],
+) -> tuple[tuple[Any, ...], DecodeState, Int[Array, " B"]]:
+    """The batch with a row at `place`: its state, and row `row` of its caches and totals.
+
+    Where the caches are of other sizes than the batch's, along axes that grow, the part that both
+    have is copied. What lies beyond holds no token of the row.
+    """
+
+    def put(leaf: Array, names: tuple[str | None, ...], new: Array) -> Array:
+        axis = names.index("batch")
+        for number, (size, own, name) in enumerate(zip(leaf.shape, new.shape, names, strict=True)):
+            if number == axis or size == own:
+                continue
+            if name not in GROWING:
+                raise InputError(
+                    f"the context's caches have {own} {name or 'entries'}, this batch's {size}; "
+                    "prefill it with the engine that this batch runs on"
+                )
+            new = jax.lax.slice_in_dim(new, 0, min(size, own), axis=number)
+        new = jax.lax.dynamic_slice_in_dim(new, row, 1, axis)
+        at = [place if number == axis else 0 for number in range(leaf.ndim)]
+        return jax.lax.dynamic_update_slice(leaf, new, at)
+
+    leaves, structure = jax.tree.flatten(caches)
+    given = zip(leaves, leaf_axes(caches), jax.tree.leaves(row_caches), strict=True)
+    seated = structure.unflatten(put(*each) for each in given)
+    seated = jax.lax.with_sharding_constraint(seated, tree_shardings(setup.mesh, caches))
+
+    def set_row(old: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, place, axis=0)
+
+    state = jax.tree.map(set_row, state, row_state)
+    total = set_row(total, jax.lax.dynamic_slice_in_dim(row_total, row, 1))
+    return seated, *programs.replicated(setup.ends, (state, total))
