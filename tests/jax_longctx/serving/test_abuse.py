@@ -267,9 +267,9 @@ def test_too_many_requests_are_told_when_to_come_again(slow):
 def test_requests_end_with_their_time(slow):
     running = slow(access=Access(seconds=0.5))
     with running.client() as client:
-        with pytest.raises(openai.InternalServerError, match="took longer than 0.5 s"):
+        with pytest.raises(openai.InternalServerError, match=r"took longer than 0\.5 s"):
             client.completions.create(**slow_request())
-        with pytest.raises(openai.APIError, match="took longer than 0.5 s"):
+        with pytest.raises(openai.APIError, match=r"took longer than 0\.5 s"):
             for _ in client.completions.create(**slow_request(stream=True)):
                 pass
     check_idle(running)
