@@ -6,9 +6,9 @@ HTTP handlers give it jobs and get events back. Each turn of the thread
 2. lets waiting jobs go on: begins to read or load a text, or joins a row to those that decode;
 3. reads one slice of a text, and decodes one block of the running rows.
 
-A slice of reading is short, so that rows wait little; decoding then gets a quarter of its time, so
-that reading keeps four fifths of its speed. Jobs are served in their order, but a job that
-waits for memory does not hold up those whose text is in memory.
+Joins and a slice of reading take little time together, so that rows wait little. Decoding then gets
+a quarter of what the slice took, so that reading keeps four fifths of its speed. Jobs are served in
+their order, but a job that waits for memory does not hold up those whose text is in memory.
 
 Memory is counted in bytes on each device. A text that would not fit into the whole budget is
 refused; one that does not fit now waits until rows end. To make room, the least recently used text
@@ -32,7 +32,7 @@ from jax_longctx.serving.executor import Executor, Team, request_values
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.schema import RequestError, from_library
 
-# Seconds of reading between two blocks of decode steps.
+# Seconds of joins and reading between two blocks of decode steps, where rows decode.
 READ_SECONDS = 0.08
 # Decoding's share of the time while a text is read: a quarter of what reading takes.
 DECODE_SHARE = 0.25
@@ -219,9 +219,10 @@ class Scheduler:
     def _run(self) -> None:
         try:
             while self._sleep():
+                began = time.monotonic()
                 self._tidy()
-                self._admit()
-                self._work()
+                self._admit(began)
+                self._work(began)
             for job in [*self._waiting, *(row.job for row in self._rows.values())]:
                 self._fail(job, RequestError(503, "the server has shut down", kind="server_error"))
             self.team.dismiss()
@@ -266,10 +267,12 @@ class Scheduler:
         self.metrics.running.set(len(self._rows))
         self.metrics.waiting.set(len(self._waiting))
 
-    def _admit(self) -> None:
-        """Lets each waiting job go on as far as it can now."""
+    def _admit(self, began: float) -> None:
+        """Lets each waiting job go on as far as it can now, in the turn that began then."""
         blocked = self._full
         for job in list(self._waiting):
+            if self._rows and time.monotonic() - began >= READ_SECONDS:
+                return
             text = job.text
             if text.reading is not None:
                 continue
@@ -372,15 +375,15 @@ class Scheduler:
         self._give(place, row, [first], broken=place in self._executor.broken)
         return True
 
-    def _work(self) -> None:
+    def _work(self, began: float) -> None:
         """Reads one slice, then decodes: one block, or as many as its share of the time allows."""
-        began = time.monotonic()
+        reads = time.monotonic()
         while self._text is not None:
             self._read_on(self._text)
             if time.monotonic() - began >= READ_SECONDS or not self._rows:
                 break
         now = time.monotonic()
-        until = now + DECODE_SHARE * (now - began)
+        until = now + DECODE_SHARE * (now - reads)
         while self._rows:
             self._decode()
             if time.monotonic() >= until:
