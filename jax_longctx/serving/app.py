@@ -174,7 +174,7 @@ class Service:
         if not self.access.keys or request.url.path in OPEN:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        given = hashlib.sha256(key.strip().encode("latin-1")).digest()
         # All keys are compared, each in constant time.
         found = [hmac.compare_digest(given, each) for each in self.access.keys]
         if scheme.lower() != "bearer" or not any(found):

@@ -38,6 +38,8 @@ READ_SECONDS = 0.08
 DECODE_SHARE = 0.25
 # Seconds of a decode block: rows join and tokens arrive as often.
 BLOCK_SECONDS = 0.03
+# Texts in memory that no client named: more would only be looked through.
+MOST_UNNAMED = 256
 # Seconds that the thread sleeps at most: times to live end meanwhile.
 IDLE_SECONDS = 0.5
 NOT_FINITE = (
@@ -223,7 +225,7 @@ class Scheduler:
                 self._tidy()
                 self._admit(began)
                 self._work(began)
-            for job in [*self._waiting, *(row.job for row in self._rows.values())]:
+            for job in [*self._queued(), *(row.job for row in self._rows.values())]:
                 self._fail(job, RequestError(503, "the server has shut down", kind="server_error"))
             self.team.dismiss()
         except BaseException as error:
@@ -241,6 +243,11 @@ class Scheduler:
             self._do("nothing")
         return not stopped
 
+    def _queued(self) -> list[Job]:
+        """The jobs without a row, as they are now: other threads add to them."""
+        with self._changed:
+            return list(self._waiting)
+
     def _do(self, order: str, **arguments: Any) -> Any:
         self._ordered = time.monotonic()
         return self.team.do(order, **arguments)
@@ -251,8 +258,9 @@ class Scheduler:
             if row.job.cancelled:
                 self._do("leave", place=place)
                 self._end_row(place)
-        for job in [job for job in self._waiting if job.cancelled]:
-            self._end(job)
+        for job in self._queued():
+            if job.cancelled:
+                self._end(job)
         self.contexts.expired()
         for text in self.contexts.useless():
             if text is self._text:
@@ -260,6 +268,9 @@ class Scheduler:
             if text.reading or text.resident:
                 self._do("forget", key=text.key)
             text.reading, text.resident = None, 0
+        unnamed = [text for text in self.contexts.idle() if not text.entries]
+        for text in unnamed[: max(0, len(unnamed) - MOST_UNNAMED)]:
+            self._forget(text)
         counts = self.contexts.counts()
         for state, count in counts.items():
             self.metrics.contexts.labels(state).set(count)
@@ -270,7 +281,7 @@ class Scheduler:
     def _admit(self, began: float) -> None:
         """Lets each waiting job go on as far as it can now, in the turn that began then."""
         blocked = self._full
-        for job in list(self._waiting):
+        for job in self._queued():
             if self._rows and time.monotonic() - began >= READ_SECONDS:
                 return
             text = job.text
@@ -331,11 +342,14 @@ class Scheduler:
             if text is not wanted:
                 if text.entries and not text.saved:
                     self._save(text)
-                self._do("forget", key=text.key)
-                text.resident = 0
-                self.metrics.dropped.inc()
+                self._forget(text)
                 return True
         return False
+
+    def _forget(self, text: Text) -> None:
+        self._do("forget", key=text.key)
+        text.resident = 0
+        self.metrics.dropped.inc()
 
     def _save(self, text: Text) -> None:
         self.contexts.remove_files(text)
@@ -366,7 +380,8 @@ class Scheduler:
                 self._full = True
                 return False
             raise
-        self._waiting.remove(job)
+        with self._changed:
+            self._waiting.remove(job)
         row = self._rows[place] = _Row(job, time.monotonic())
         job.text.rows += 1
         self.metrics.first_token.observe(time.monotonic() - job.came)
@@ -400,8 +415,9 @@ class Scheduler:
                 if self._rows:
                     self._full = True
                     return
-            for job in [job for job in self._waiting if job.text is text]:
-                self._fail(job, from_library(error))
+            for job in self._queued():
+                if job.text is text:
+                    self._fail(job, from_library(error))
             return
         if now is None:
             text.resident = self._executor.resident_bytes(text.key)
@@ -409,7 +425,7 @@ class Scheduler:
             self._text, self._need, text.reading = None, 0, None
             return
         text.reading = now
-        for job in self._waiting:
+        for job in self._queued():
             if job.text is text:
                 job.send(Reading(*now))
 

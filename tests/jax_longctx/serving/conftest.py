@@ -12,12 +12,10 @@ import jax_longctx
 from jax_longctx.api import LongContext
 from jax_longctx.models.llama import init_params
 from jax_longctx.serving.app import Access
-from jax_longctx.serving.prompts import Lengths
 from jax_longctx.serving.server import LongServer, ServeOptions, listen
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
-
-LENGTHS = Lengths(whole=512, question=128, answer=64, keep_from=32)
+from tests.jax_longctx.serving.tiny import LENGTHS
 
 
 @pytest.fixture(scope="session")

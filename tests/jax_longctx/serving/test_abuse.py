@@ -1,5 +1,6 @@
 """Malformed requests, slow and vanishing clients, limits and keys: 4xx each, and nothing leaks."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,8 +12,10 @@ import time
 import openai
 import pytest
 
+from jax_longctx.engine.capacity import reserved
 from jax_longctx.serving.app import Access
 from jax_longctx.settings import Sampling
+from tests.jax_longctx.serving.tiny import LENGTHS
 
 CHAT = {
     "model": "tiny",
@@ -175,22 +178,22 @@ def refuses_connections(running):
     return False
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{",
-    ],
-)
-def test_slow_senders_are_ended(serve, tiny, sent):
+def test_slow_senders_are_ended(serve, tiny):
     running = serve(tiny, access=Access(body_seconds=0.3), header_seconds=0.3)
-    with connect(running) as slow:
-        slow.sendall(sent)
-        began = time.monotonic()
-        answer = slow.recv(1000)
-        assert b" 408 " in answer.splitlines()[0]
-        assert time.monotonic() - began < 10
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    begun = [b"", head, head + b"content-length: 100\r\n\r\n{"]
+    # The second request of a connection is waited for no longer than the first.
+    again = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(connect(running)) for _ in [*begun, again]]
+        for one, sent in zip(slow, [*begun, again], strict=True):
+            one.sendall(sent)
+        healthy = b""
+        while b"ok" not in healthy:
+            healthy += slow[-1].recv(1000)
+        slow[-1].sendall(head)
+        for one in slow:
+            assert b" 408 " in one.recv(1000).splitlines()[0]
     check_idle(running)
 
 
@@ -209,11 +212,13 @@ def slow_request(**how):
 
 
 @pytest.fixture
-def slow(serve, tiny, monkeypatch):
+def slow(serve, tiny, tmp_path, monkeypatch):
     """A server whose blocks take a while, and which has one row and one waiting request."""
 
     def start(**how):
-        running = serve(tiny, **{"rows": 1, "queue": 1, **how})
+        number = len(list(tmp_path.iterdir()))
+        folder = tmp_path / f"slow{number}"
+        running = serve(tiny, **{"rows": 1, "queue": 1, "contexts": folder, **how})
         executor = running.served.team.executor
         step = executor.step
 
@@ -243,6 +248,55 @@ def test_clients_that_go_away_free_their_rows(slow):
             check_idle(running)
             # The whole answer would take three seconds.
             assert time.monotonic() - began < 2
+
+
+def test_a_text_is_given_up_when_its_client_goes_away(serve, tiny, monkeypatch):
+    running = serve(tiny)
+    executor, contexts = running.served.team.executor, running.served.contexts
+    read_on = executor.read_on
+
+    def wait(key):
+        time.sleep(0.05)
+        return read_on(key)
+
+    monkeypatch.setattr(executor, "read_on", wait)
+    body = json.dumps({"text": "The pass key is 12345. " * 60, "stream": True}).encode()
+    with connect(running) as raw:
+        head = f"POST /v1/contexts HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
+        raw.sendall(head.encode() + b"\r\n\r\n" + body)
+        assert raw.recv(100)
+    check_idle(running)
+    wait_until(lambda: not contexts._texts and not executor._reading)
+    assert not executor.contexts and contexts.listed() == []
+
+
+def test_a_request_that_does_not_fit_now_waits(slow, tiny):
+    """There is room for one text, which a row needs; the other is read when that row has ended."""
+    texts = [f"{number} is the pass key." for number in range(2)]
+    reserve = reserved(LENGTHS.question + LENGTHS.answer)
+    need = tiny.engine.new_cache_bytes(20 + reserve, reserve)
+    running = slow(rows=2, context_bytes=need)
+    done = []
+
+    def ask(text):
+        with running.client() as client:
+            how = slow_request(prompt=text, temperature=0, max_tokens=8)
+            done.append((text, client.completions.create(**how).choices[0].text))
+
+    first = threading.Thread(target=ask, args=(texts[0],))
+    first.start()
+    wait_until(lambda: running.served.scheduler._rows)
+    second = threading.Thread(target=ask, args=(texts[1],))
+    second.start()
+    wait_until(lambda: running.served.scheduler._jobs == 2)
+    while len(done) == 0:
+        assert len(running.served.scheduler._rows) <= 1
+        time.sleep(0.01)
+    for thread in (first, second):
+        thread.join(20)
+    expected = [(text, tiny.generate(text, max_tokens=8)[0].text) for text in texts]
+    assert done == expected
+    check_idle(running)
 
 
 def test_too_many_requests_are_told_when_to_come_again(slow):
