@@ -15,10 +15,12 @@ from jax_longctx.caches.append_only import (
     write_rows,
     write_run,
 )
+from jax_longctx.caches.branched import BranchedCache
 from jax_longctx.caches.budget import BudgetCache, choose, drop_oldest, empty_budget_cache
 
 __all__ = [
     "AppendCache",
+    "BranchedCache",
     "BudgetCache",
     "Rewinding",
     "append",

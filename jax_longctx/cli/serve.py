@@ -104,9 +104,16 @@ class Limits:
     rows: int = option("Most answers that are decoded together.", default=8)
     queue: int = option("Most requests that wait beside them; others get 429.", default=64)
     length: int | None = option(
-        "Most tokens of text, question and answer together. Each row has memory for as many. The "
-        "length that the model was trained to unless given.",
+        "Most tokens of text, question and answer together; the length that the model was trained "
+        "to unless given.",
         metavar="TOKENS",
+    )
+    share_from: int = option(
+        "Answers about a text of at least so many tokens share it in memory, under methods that "
+        "can (full, dynamic-ntk, ring, star). Every row has memory for a shorter one, under other "
+        "methods for --length.",
+        metavar="TOKENS",
+        default=8192,
     )
     max_tokens: int = option(
         "Longest answer in tokens; also of a chat request that names no number.", default=1024
@@ -128,7 +135,7 @@ class Limits:
     )
 
     def __post_init__(self) -> None:
-        for name in ("rows", "max_tokens", "max_question"):
+        for name in ("rows", "share_from", "max_tokens", "max_question"):
             if getattr(self, name) < 1:
                 shown = name.replace("_", "-")
                 raise InputError(f"--{shown} must be at least 1, got {getattr(self, name)}")
@@ -207,6 +214,7 @@ def _options(
             whole=limits.length or loaded.config.trained_length,
             question=limits.max_question,
             answer=limits.max_tokens,
+            share_from=limits.share_from,
         ),
         access=Access(
             keys=keys,

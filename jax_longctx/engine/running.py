@@ -7,11 +7,16 @@ over a batch of all places; a free place is a row that is done. No program depen
 there or on what they ask for, so none is compiled as rows come and go.
 
 Each row's answer is that of `Engine.stream` of this row alone, up to the rounding of sums.
+
+The caches of the places are in one of two forms. `_Whole`: each place has its own, whatever the
+contexts are. `_Branches`: all rows go on from one context, whose keys and values they share
+(`caches.branched`); a place has a row's question and answer alone.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,9 +24,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jax_longctx.caches.branched import (
+    GRANULE,
+    BranchedCache,
+    branch_of,
+    branches,
+    split_of,
+    with_context,
+    without_context,
+)
+from jax_longctx.contract import own_tokens
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import SPARE, bucket, bytes_per_device, finished_caches, reserved
-from jax_longctx.engine.engine import BLOCK, Context, Engine
+from jax_longctx.engine.engine import BLOCK, Context, Engine, Run
 from jax_longctx.engine.programs import DecodeState
 from jax_longctx.engine.sampling import (
     ANY,
@@ -32,7 +47,7 @@ from jax_longctx.engine.sampling import (
 )
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import leaf_axes, tree_shardings
+from jax_longctx.sharding import Leaf, axes_of, leaf_axes, tree_shardings
 
 # Axes of a cache whose sizes follow from the lengths of text, question and answer.
 GROWING = ("slots", "room", "pages", "share")
@@ -82,6 +97,129 @@ class Chosen:
     best: Sequence[tuple[int, float]] = ()
 
 
+class _Whole:
+    """The caches of a batch whose places are rows of any contexts."""
+
+    def __init__(self, engine: Engine, rows: int, slots: int, reserve: int):
+        setup, self._reserve = engine.setup, reserve
+        self.slots = engine.slots_for(slots - SPARE)
+        shapes = self._shapes(setup, rows, self.slots)
+        need, double = (
+            bytes_per_device(engine.mesh, caches)
+            for caches in (shapes, self._shapes(setup, rows, 2 * self.slots))
+        )
+        engine.check_bytes(self.slots, need, (double - need) / self.slots)
+        self.axes = frozenset(name for axes in leaf_axes(shapes) for name in axes)
+        self._setup, self.held = setup, _zeros(setup, shapes)
+
+    def _shapes(self, setup: programs.Setup, rows: int, slots: int) -> tuple[Any, ...]:
+        """Shapes of the caches of that many rows in the middle of their answers."""
+        caches = programs.abstract_caches(setup, rows, slots, self._reserve)
+        caches = finished_caches(setup, caches, "context", self._reserve)
+        if setup.method.info.shrinks:
+            # As `Engine.shrink` has it.
+            caches = finished_caches(setup, caches, "question", bucket(self._reserve + SPARE))
+        return caches
+
+    def check(self, context: Context, row: int, asked: int, answer: int) -> None:
+        """CapacityError where a row is larger than a place."""
+        length = len(context.rows[row])
+        if "slots" in self.axes and length + asked + answer + SPARE > self.slots:
+            raise CapacityError(
+                f"a context of {length:,} tokens, a question of {asked:,} and an answer of "
+                f"{answer:,} need {length + asked + answer + SPARE:,} slots, a place of this "
+                f"batch has {self.slots:,}; shorten them, or make a batch with more slots"
+            )
+        if "room" in self.axes:
+            _check_reserve(asked, answer, self._reserve)
+
+    def seat(self, given: tuple[Any, ...], row: Array, place: Array) -> None:
+        """Copies row `row` of these caches to a place."""
+        if jax.tree.structure(self.held) != jax.tree.structure(given):
+            raise InputError(
+                "the context's caches are of another form than this batch's; prefill it with the "
+                "engine that this batch runs on"
+            )
+        self.held = _seated(self._setup, self.held, given, row, place)
+
+    @contextlib.contextmanager
+    def lent(self) -> "Iterator[Run]":
+        """The caches for a block of decode steps, which changes them."""
+        run = Run(self.held)
+        try:
+            yield run
+        finally:
+            self.held = run.caches
+
+
+class _Branches:
+    """The caches of a batch whose rows go on from one context."""
+
+    def __init__(self, engine: Engine, rows: int, context: Context, reserve: int):
+        own, setup = own_tokens(engine.method), engine.setup
+        if own is None:
+            raise InputError(
+                "under this method rows cannot share a context; leave out `context`, so that each "
+                "has its own"
+            )
+        if any(window is not None for window in engine.config.windows):
+            raise InputError(
+                "rows cannot share a context in layers with a sliding window; leave out `context`"
+            )
+        if context.batch != 1 or engine.mesh.shape["data"] != 1:
+            raise InputError(
+                "rows share a context of one text, on a mesh with data=1; this context has "
+                f"{context.batch} texts, the mesh data={engine.mesh.shape['data']}"
+            )
+        engine.check_context(context)
+        self._setup, self._reserve, self._context = setup, reserve, context
+        split = split_of(context.lengths[0], own)
+        rest = context.lengths[0] - split
+        room = -(-(rest + reserve + SPARE) // GRANULE) * GRANULE
+        make = functools.partial(branches, rows=rows, room=room, split=split)
+        shapes = jax.eval_shape(make, context.usable_caches())
+        engine.check_bytes(room, bytes_per_device(engine.mesh, shapes), 0.0)
+        shardings = tree_shardings(engine.mesh, shapes)
+        self.slots = context.slots
+        self.held = jax.jit(
+            lambda: make(_as_shapes(context.usable_caches())), out_shardings=shardings
+        )()
+
+    def check(self, context: Context, row: int, asked: int, answer: int) -> None:
+        """InputError for another context, CapacityError where a row is larger than a place."""
+        if context is not self._context:
+            raise InputError("the rows of this batch go on from another context")
+        _check_reserve(asked, answer, self._reserve)
+
+    def seat(self, given: tuple[Any, ...], row: Array, place: Array) -> None:
+        """Copies what row `row` of these caches has beyond the context to a place."""
+        self.held = _seated(self._setup, self.held, given, row, place)
+
+    @contextlib.contextmanager
+    def lent(self) -> "Iterator[Run]":
+        """The caches for a block of decode steps; the context's are lent too, and not changed."""
+        context = self._context
+        caches = context.usable_caches()
+        run, context.caches = Run(with_context(self.held, caches)), None
+        try:
+            yield run
+        finally:
+            self.held, context.caches = without_context(run.caches, caches)
+
+
+def _check_reserve(asked: int, answer: int, reserve: int) -> None:
+    if asked + answer > reserve:
+        raise CapacityError(
+            f"a question of {asked:,} tokens and an answer of {answer:,} need "
+            f"{asked + answer:,} slots, a place of this batch reserves {reserve:,}; "
+            "shorten them, or make a batch with a larger reserve"
+        )
+
+
+def _as_shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
 class RunningBatch:
     """Rows that decode together, join and leave: one engine, a fixed number of places.
 
@@ -93,32 +231,45 @@ class RunningBatch:
         with this capacity and `reserve` are copied as they are; others take a program more for
         each size.
       reserve: tokens of a question and its answer, for caches whose size follows from these.
+      context: one text whose keys and values all rows share; only for methods with `own_tokens`
+        (see `contract.own_tokens`). A decode step reads them once for all rows, and a place holds a
+        question and an answer alone. `slots` does not count then.
 
     Attributes:
+      slots, reserve: as they were rounded.
       ended: why rows ended, by place, in the latest `join` or `step`.
 
     Raises:
       CapacityError: caches of so many rows do not fit.
+      InputError: rows cannot share this context.
     """
 
-    def __init__(self, engine: Engine, *, places: int, slots: int, reserve: int):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        places: int,
+        slots: int = 1,
+        reserve: int,
+        context: Context | None = None,
+    ):
         if places < 1:
             raise InputError(f"a running batch needs at least 1 place, got {places}")
         self.engine, self.places, self.reserve = engine, places, reserved(reserve)
-        self.slots = engine.slots_for(slots - SPARE)
         setup, vocabulary = engine.setup, engine.config.vocab_size
         data = engine.mesh.shape["data"]
         rows = -(-places // data) * data
-        shapes = self._shapes(rows, self.slots)
-        need, double = (
-            bytes_per_device(engine.mesh, caches)
-            for caches in (shapes, self._shapes(rows, 2 * self.slots))
-        )
-        engine.check_bytes(self.slots, need, (double - need) / self.slots)
         programs.limit_mappings()
-        self._caches = _zeros(setup, shapes)
-        state = programs.first_state(np.zeros(rows, bool), jnp.zeros((rows, vocabulary), jnp.bool_))
-        self._state, self._total = programs.everywhere(setup.ends, (state, _ints(rows)))
+        self._caches = (
+            _Whole(engine, rows, slots, self.reserve)
+            if context is None
+            else _Branches(engine, rows, context, self.reserve)
+        )
+        self.slots = self._caches.slots
+        seen = jnp.zeros((rows, vocabulary), jnp.bool_)
+        state = programs.first_state(np.zeros(rows, bool), seen)
+        total = jnp.zeros((rows,), jnp.int32)
+        self._state, self._total = programs.everywhere(setup.ends, (state, total))
         self._values = sampling_values(Sampling(seed=(0,)), rows)
         self._given: RowValues | None = None
         # No answer is longer, of methods whose steps differ.
@@ -127,21 +278,6 @@ class RunningBatch:
         self._requests: dict[int, Request] = {}
         self._counts: dict[int, int] = {}
         self.ended: dict[int, Reason] = {}
-
-    def _shapes(self, rows: int, slots: int) -> tuple[Any, ...]:
-        """Shapes of the caches of that many rows in the middle of their answers."""
-        setup = self.engine.setup
-        caches = programs.abstract_caches(setup, rows, slots, self.reserve)
-        caches = finished_caches(setup, caches, "context", self.reserve)
-        if setup.method.info.shrinks:
-            # As `Engine.shrink` has it.
-            caches = finished_caches(setup, caches, "question", bucket(self.reserve + SPARE))
-        return caches
-
-    @functools.cached_property
-    def _axes(self) -> frozenset[str | None]:
-        """The logical axes of the caches."""
-        return frozenset(name for axes in leaf_axes(self._caches) for name in axes)
 
     @property
     def free(self) -> int:
@@ -155,8 +291,8 @@ class RunningBatch:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes the caches of all places hold, over all devices."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._caches))
+        """Bytes the caches of all places hold, over all devices; without a shared context's."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._caches.held))
 
     def fits(self, context: Context, request: Request, row: int = 0) -> None:
         """Checks that the row can be answered in this batch, once a place and memory are free.
@@ -176,20 +312,7 @@ class RunningBatch:
             raise InputError(
                 "this method read the context for another question; prefill again for this one"
             )
-        asked, answer = len(question), request.max_tokens
-        length = len(context.rows[row])
-        if "slots" in self._axes and length + asked + answer + SPARE > self.slots:
-            raise CapacityError(
-                f"a context of {length:,} tokens, a question of {asked:,} and an answer of "
-                f"{answer:,} need {length + asked + answer + SPARE:,} slots, a place of this "
-                f"batch has {self.slots:,}; shorten them, or make a batch with more slots"
-            )
-        if "room" in self._axes and asked + answer > self.reserve:
-            raise CapacityError(
-                f"a question of {asked:,} tokens and an answer of {answer:,} need "
-                f"{asked + answer:,} slots, a place of this batch reserves {self.reserve:,}; "
-                "shorten them, or make a batch with a larger reserve"
-            )
+        self._caches.check(context, row, len(question), request.max_tokens)
 
     def join(self, context: Context, request: Request, row: int = 0) -> tuple[int, Chosen]:
         """Reads the question over the context's row, and gives the row a place.
@@ -230,7 +353,11 @@ class RunningBatch:
             (first,) = _tokens(choices, 0, request)
             reason = self._reason(request, first.token, 1, bool(np.all(state.finite)))
             if reason is None:
-                self._seat(run.caches, context.total, number, state, place)
+                at = jnp.int32(place)
+                self._caches.seat(run.caches, number, at)
+                self._state, self._total = _stated(
+                    ends, self._state, self._total, state, context.total, number, at
+                )
         if reason is not None:
             self.ended[place] = reason
         else:
@@ -261,16 +388,11 @@ class RunningBatch:
         turns = programs.decode_turns(engine.method, self._variants, steps, BLOCK)
         if self._given is None:
             self._given = jax.tree.map(jnp.asarray, self._values)
-        self._caches, self._state, choices = programs.next_block(
-            engine.setup,
-            engine.params,
-            self._caches,
-            self._state,
-            self._total,
-            turns,
-            self._given,
-            (BLOCK, self._variants, ANY),
-        )
+        given = self._state, self._total, turns, self._given, (BLOCK, self._variants, ANY)
+        with self._caches.lent() as run:
+            run.caches, self._state, choices = programs.next_block(
+                engine.setup, engine.params, run.caches, *given
+            )
         choices, finite = jax.tree.map(np.asarray, (choices, self._state.finite))
         found: dict[int, list[Chosen]] = {}
         for place, request in self.running.items():
@@ -316,28 +438,6 @@ class RunningBatch:
         self._values = jax.tree.map(put, old, new)
         self._given = None
 
-    def _seat(
-        self, caches: tuple[Any, ...], total: Array, row: Array, state: DecodeState, place: int
-    ) -> None:
-        """Copies a row's caches and state into a place."""
-        mine, given = jax.tree.structure(self._caches), jax.tree.structure(caches)
-        if mine != given:
-            raise InputError(
-                "the context's caches are of another form than this batch's; prefill it with the "
-                "engine that this batch runs on"
-            )
-        self._caches, self._state, self._total = _seated(
-            self.engine.setup,
-            self._caches,
-            self._state,
-            self._total,
-            caches,
-            state,
-            total,
-            row,
-            jnp.int32(place),
-        )
-
 
 def _values_of(request: Request) -> RowValues:
     return sampling_values(
@@ -370,10 +470,6 @@ def _tokens(choices: Choices, row: int, request: Request) -> list[Chosen]:
     return found
 
 
-def _ints(rows: int) -> Int[Array, " B"]:
-    return jnp.zeros((rows,), jnp.int32)
-
-
 def _zeros(setup: programs.Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Empty caches, made on their shards."""
 
@@ -397,27 +493,47 @@ def _stopped(ends: programs.Ends, state: DecodeState, place: Int[Array, ""]) -> 
     return programs.replicated(ends, dataclasses.replace(state, done=done, finite=finite))
 
 
-@functools.partial(programs.in_place, static_argnums=0, donate_argnums=(1, 2, 3))
-def _seated(
-    setup: programs.Setup,
-    caches: tuple[Any, ...],
+@functools.partial(programs.in_place, static_argnums=0, donate_argnums=(1, 2))
+def _stated(
+    ends: programs.Ends,
     state: DecodeState,
     total: Int[Array, " B"],
-    row_caches: tuple[Any, ...],
     row_state: DecodeState,
     row_total: Int[Array, " R"],
     row: Int[Array, ""],
     place: Int[Array, ""],
-) -> tuple[tuple[Any, ...], DecodeState, Int[Array, " B"]]:
-    """The batch with a row at `place`: its state, and row `row` of its caches and totals.
+) -> tuple[DecodeState, Int[Array, " B"]]:
+    """State and totals with those of a row at `place`."""
 
-    Where the caches are of other sizes than the batch's, along axes that grow, the part that both
-    have is copied. What lies beyond holds no token of the row.
+    def set_row(old: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, place, axis=0)
+
+    state = jax.tree.map(set_row, state, row_state)
+    total = set_row(total, jax.lax.dynamic_slice_in_dim(row_total, row, 1))
+    return programs.replicated(ends, (state, total))
+
+
+@functools.partial(programs.in_place, static_argnums=0, donate_argnums=1)
+def _seated(
+    setup: programs.Setup,
+    caches: tuple[Any, ...],
+    row_caches: tuple[Any, ...],
+    row: Int[Array, ""],
+    place: Int[Array, ""],
+) -> tuple[Any, ...]:
+    """The batch's caches with row `row` of others at `place`.
+
+    Where these are of other sizes than the batch's, along axes that grow, the part that both have
+    is copied. What lies beyond holds no token of the row.
     """
 
-    def put(leaf: Array, names: tuple[str | None, ...], new: Array) -> Array:
-        axis = names.index("batch")
-        for number, (size, own, name) in enumerate(zip(leaf.shape, new.shape, names, strict=True)):
+    def put(old: Any, about: Any, new: Any) -> Any:
+        if isinstance(old, BranchedCache):
+            return branch_of(old, new, row, place)
+        axis = about.axes.index("batch")
+        for number, (size, own, name) in enumerate(
+            zip(old.shape, new.shape, about.axes, strict=True)
+        ):
             if number == axis or size == own:
                 continue
             if name not in GROWING:
@@ -427,17 +543,12 @@ def _seated(
                 )
             new = jax.lax.slice_in_dim(new, 0, min(size, own), axis=number)
         new = jax.lax.dynamic_slice_in_dim(new, row, 1, axis)
-        at = [place if number == axis else 0 for number in range(leaf.ndim)]
-        return jax.lax.dynamic_update_slice(leaf, new, at)
+        at = [place if number == axis else 0 for number in range(old.ndim)]
+        return jax.lax.dynamic_update_slice(old, new, at)
 
-    leaves, structure = jax.tree.flatten(caches)
-    given = zip(leaves, leaf_axes(caches), jax.tree.leaves(row_caches), strict=True)
-    seated = structure.unflatten(put(*each) for each in given)
-    seated = jax.lax.with_sharding_constraint(seated, tree_shardings(setup.mesh, caches))
+    def branched(node: Any) -> bool:
+        return isinstance(node, BranchedCache)
 
-    def set_row(old: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, new, place, axis=0)
-
-    state = jax.tree.map(set_row, state, row_state)
-    total = set_row(total, jax.lax.dynamic_slice_in_dim(row_total, row, 1))
-    return seated, *programs.replicated(setup.ends, (state, total))
+    fields = axes_of(caches, lambda axes: Leaf(axes, in_place=False))
+    seated = jax.tree.map(put, caches, fields, row_caches, is_leaf=branched)
+    return jax.lax.with_sharding_constraint(seated, tree_shardings(setup.mesh, caches))

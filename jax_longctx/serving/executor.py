@@ -2,18 +2,25 @@
 
 The scheduler gives its orders by name with JSON arguments, so that several processes of one mesh
 can follow them: the leader broadcasts each order before it carries it out, and the others carry out
-the same (`Team`). Contexts have keys, running rows have places.
+the same (`Team`). Contexts have keys, running rows have numbers.
+
+Rows run in batches (`RunningBatch`). Rows of short texts are copied to places of one batch. The
+rows of a long text share its keys and values, if the method and the mesh can: they have a batch of
+their own, whose places hold questions and answers alone. So the text is in memory once, and a
+decode step reads it once. The batches take turns.
 """
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Generator
 from typing import Any
 
 import jax
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine import Context, Progress
+from jax_longctx.contract import own_tokens
+from jax_longctx.engine import Context, Engine, Progress
 from jax_longctx.engine.capacity import available_bytes, bytes_per_device
 from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share
@@ -29,6 +36,7 @@ class Executor:
       places: most rows that decode together.
       length: most tokens of text, question and answer.
       reserve: most tokens of a question and its answer.
+      share_from: tokens of a text from which on its rows share it.
 
     Attributes:
       made_by: model, weights and method, as saved contexts state them.
@@ -38,16 +46,24 @@ class Executor:
       CapacityError: the rows' caches do not fit.
     """
 
-    def __init__(self, model: LongContext, *, places: int, length: int, reserve: int):
-        self.model, self.engine = model, model.engine
-        slots = self.engine.slots_for(length)
-        self.batch = RunningBatch(self.engine, places=places, slots=slots, reserve=reserve)
-        self.reserve = self.batch.reserve
+    def __init__(
+        self, model: LongContext, *, places: int, length: int, reserve: int, share_from: int
+    ):
+        self.model, self.engine, self.places = model, model.engine, places
+        self._share_from = share_from if can_share(self.engine) else length + 1
+        slots = self.engine.slots_for(min(length, self._share_from + reserve))
+        self._short = RunningBatch(self.engine, places=places, slots=slots, reserve=reserve)
+        self.reserve = self._short.reserve
         # Both ask all processes.
         self.made_by = made_by_engine(self.engine)
         self.free_bytes = available_bytes(self.engine.mesh)
         self.contexts: dict[str, Context] = {}
         self._reading: dict[str, Generator[Progress, None, Context]] = {}
+        self._shared: dict[str, RunningBatch] = {}
+        # Rows by number: their batch, and their place there.
+        self._rows: dict[int, tuple[RunningBatch, int]] = {}
+        self._numbers = itertools.count()
+        self.broken: set[int] = set()
 
     def read(self, key: str, tokens: list[int], total: int, question: list[int] | None) -> None:
         """Begins to read a text; `read_on` reads it, piece by piece."""
@@ -80,6 +96,7 @@ class Executor:
         reading = self._reading.pop(key, None)
         if reading is not None:
             reading.close()
+        self._shared.pop(key, None)
         self.contexts.pop(key, None)
 
     def save(self, key: str, path: str) -> None:
@@ -101,41 +118,88 @@ class Executor:
     def join(self, key: str, request: dict[str, Any]) -> tuple[int, Chosen]:
         """Feeds a question to a context; its answer's row joins those that decode.
 
-        Returns the row's place and its first token.
+        Returns the row's number and its first token. `broken` has the number where the logits are
+        not finite.
 
         Raises:
           CapacityError, InputError: as `RunningBatch.join`.
         """
-        return self.batch.join(self.contexts[key], as_request(request))
+        context = self.contexts[key]
+        batch = self._batch(key, context)
+        place, first = batch.join(context, as_request(request))
+        number = next(self._numbers)
+        self._rows[number] = batch, place
+        self._end_rows([batch])
+        return number, first
 
     def step(self, most: int) -> dict[int, list[Chosen]]:
-        """Decodes at most `most` tokens of every row."""
-        return self.batch.step(most)
+        """Decodes at most `most` tokens of every row, by number; rows that end leave."""
+        batches = list(dict.fromkeys(batch for batch, _ in self._rows.values()))
+        found = {id(batch): batch.step(most) for batch in batches}
+        chosen = {
+            number: found[id(batch)].get(place, []) for number, (batch, place) in self._rows.items()
+        }
+        self._end_rows(batches)
+        return chosen
 
-    def leave(self, place: int) -> None:
-        """Takes a row out before its end."""
-        self.batch.leave(place)
+    def _end_rows(self, batches: list[RunningBatch]) -> None:
+        """Forgets the rows that the latest order ended."""
+        self.broken = set()
+        for number, (batch, place) in list(self._rows.items()):
+            why = batch.ended.get(place) if batch in batches else None
+            if why is not None:
+                del self._rows[number]
+                if why == "not finite":
+                    self.broken.add(number)
+
+    def leave(self, number: int) -> None:
+        """Takes a row out; one that has ended already is left as it is."""
+        batch, place = self._rows.pop(number, (None, 0))
+        if batch is not None:
+            batch.leave(place)
+
+    def _batch(self, key: str, context: Context) -> RunningBatch:
+        """The batch that the context's rows run in."""
+        if context.lengths[0] < self._share_from:
+            return self._short
+        if key not in self._shared:
+            how: dict[str, Any] = {"places": self.places, "reserve": self.reserve}
+            self._shared[key] = RunningBatch(self.engine, context=context, **how)
+        return self._shared[key]
 
     def nothing(self) -> None:
         """Does nothing: an order that shows that the leader lives."""
 
     @property
-    def broken(self) -> set[int]:
-        """Places whose rows the latest order ended because their logits are not finite."""
-        return {place for place, why in self.batch.ended.items() if why == "not finite"}
-
-    @property
     def free(self) -> int:
-        """Places without a row."""
-        return self.batch.free
+        """How many rows may join."""
+        return self.places - len(self._rows)
 
     def resident_bytes(self, key: str) -> int:
-        """Bytes on each device that a context holds."""
-        return bytes_per_device(self.engine.mesh, self.contexts[key].usable_caches())
+        """Bytes on each device that a context holds, those of the rows that share it included."""
+        context = self.contexts[key]
+        own = bytes_per_device(self.engine.mesh, context.usable_caches())
+        return own + self._sharing_bytes(context.lengths[0])
 
     def needed_bytes(self, tokens: int) -> int:
-        """Bytes on each device that a text of so many tokens will hold."""
-        return self.engine.new_cache_bytes(tokens + self.reserve, self.reserve)
+        """Bytes on each device that a text of so many tokens will hold, as `resident_bytes`."""
+        own = self.engine.new_cache_bytes(tokens + self.reserve, self.reserve)
+        return own + self._sharing_bytes(tokens)
+
+    def _sharing_bytes(self, tokens: int) -> int:
+        """Bytes on each device of the rows that share a text, had they caches of their own."""
+        if tokens < self._share_from:
+            return 0
+        return self.places * self.engine.new_cache_bytes(self.reserve, self.reserve)
+
+
+def can_share(engine: Engine) -> bool:
+    """Whether rows can share a context under the engine's method and on its mesh."""
+    return (
+        own_tokens(engine.method) is not None
+        and all(window is None for window in engine.config.windows)
+        and engine.mesh.shape["data"] == 1
+    )
 
 
 def request_values(request: Request) -> dict[str, Any]:

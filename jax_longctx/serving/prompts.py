@@ -35,15 +35,17 @@ class Lengths:
       question: of a question about a context.
       answer: of an answer; a chat request that names no number gets this.
       keep_from: of a prompt's text that is kept for later prompts.
+      share_from: of a text whose rows share its keys and values, if the method can.
     """
 
     whole: int
     question: int = 1024
     answer: int = 1024
     keep_from: int = 256
+    share_from: int = 8192
 
     def __post_init__(self) -> None:
-        for name in ("question", "answer", "keep_from"):
+        for name in ("question", "answer", "keep_from", "share_from"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1 token, got {getattr(self, name)}")
         if self.whole <= self.answer:

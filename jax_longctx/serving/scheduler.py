@@ -256,7 +256,7 @@ class Scheduler:
         """Takes out cancelled jobs, and texts that nobody needs."""
         for place, row in list(self._rows.items()):
             if row.job.cancelled:
-                self._do("leave", place=place)
+                self._do("leave", number=place)
                 self._end_row(place)
         for job in self._queued():
             if job.cancelled:
@@ -475,7 +475,7 @@ class Scheduler:
             return
         if reader.stops.stopped is not None:
             # The engine does not know of stop strings.
-            self._do("leave", place=place)
+            self._do("leave", number=place)
         self.metrics.answer_tokens.inc(row.count)
         self.metrics.answer_seconds.observe(time.monotonic() - job.came)
         job.send(Ended("stop" if reader.finished else "length", row.count))

@@ -190,7 +190,15 @@ def make_team(model: LongContext, options: ServeOptions) -> Team:
     """The engine's side of a server; every process of a mesh makes one."""
     lengths = options.lengths
     reserve = lengths.question + lengths.answer
-    return Team(Executor(model, places=options.rows, length=lengths.whole, reserve=reserve))
+    return Team(
+        Executor(
+            model,
+            places=options.rows,
+            length=lengths.whole,
+            reserve=reserve,
+            share_from=lengths.share_from,
+        )
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -286,7 +286,7 @@ def test_a_row_whose_logits_are_no_numbers_ends_alone():
         broken = leaf.ndim > 2 and leaf.shape[0] == 3
         return leaf.at[worse].set(np.nan) if broken else leaf
 
-    batch._caches = jax.tree.map(spoiled, batch._caches)
+    batch._caches.held = jax.tree.map(spoiled, batch._caches.held)
     found = [first, *batch.step(3)[place]]
     assert batch.ended == {worse: "not finite"} and batch.free == 2
     found += batch.step()[place]
