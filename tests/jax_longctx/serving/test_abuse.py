@@ -9,9 +9,12 @@ import socket
 import threading
 import time
 
+import jax
 import openai
 import pytest
 
+import jax_longctx
+from jax_longctx.api import LongContext
 from jax_longctx.engine.capacity import reserved
 from jax_longctx.serving.app import Access
 from jax_longctx.settings import Sampling
@@ -213,12 +216,12 @@ def slow_request(**how):
 
 @pytest.fixture
 def slow(serve, tiny, tmp_path, monkeypatch):
-    """A server whose blocks take a while, and which has one row and one waiting request."""
+    """A server whose blocks take a while."""
 
     def start(**how):
         number = len(list(tmp_path.iterdir()))
         folder = tmp_path / f"slow{number}"
-        running = serve(tiny, **{"rows": 1, "queue": 1, "contexts": folder, **how})
+        running = serve(tiny, **{"contexts": folder, **how})
         executor = running.served.team.executor
         step = executor.step
 
@@ -275,7 +278,7 @@ def test_a_request_that_does_not_fit_now_waits(slow, tiny):
     texts = [f"{number} is the pass key." for number in range(2)]
     reserve = reserved(LENGTHS.question + LENGTHS.answer)
     need = tiny.engine.new_cache_bytes(20 + reserve, reserve)
-    running = slow(rows=2, context_bytes=need)
+    running = slow(context_bytes=need)
     done = []
 
     def ask(text):
@@ -300,7 +303,7 @@ def test_a_request_that_does_not_fit_now_waits(slow, tiny):
 
 
 def test_too_many_requests_are_told_when_to_come_again(slow):
-    running = slow()
+    running = slow(rows=1, queue=1)
     with running.client() as client:
         first = client.completions.create(**slow_request(stream=True))
         next(iter(first))
@@ -376,17 +379,17 @@ def test_a_fault_of_the_scheduler_is_reported_once(serve, tiny, monkeypatch):
     running.faults.clear()
 
 
-def test_errors_of_the_engine_are_the_requests_alone(serve, tiny, monkeypatch):
+def test_errors_of_the_engine_are_the_requests_alone(serve, tiny):
     """Weights that hold NaN give one clear error, and the server goes on."""
-    running = serve(tiny)
-    executor = running.served.team.executor
-    monkeypatch.setattr(
-        type(executor), "broken", property(lambda self: set(range(4))), raising=True
-    )
+    old = tiny.engine
+    params = jax.tree.map(lambda x: x * float("nan"), old.params)
+    engine = jax_longctx.Engine(old.config, params, old.method, old.mesh, chunk=64)
+    running = serve(LongContext(engine, tiny.tokenizer))
     with running.client() as client:
-        for _ in range(2):
+        for prompt in ("The pass key is", "The pass key is 12345. Remember it. " * 8):
             with pytest.raises(openai.InternalServerError, match="logits are not finite"):
-                client.completions.create(**slow_request())
+                client.completions.create(**slow_request(prompt=prompt))
+    check_idle(running)
 
 
 def test_metrics_count_what_was_answered(serve, tiny):

@@ -5,12 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jax_longctx.contract import own_tokens
 from jax_longctx.settings import Sampling
 from tests.small_methods import SMALL, small_method
 
 BOOK = "The pass key is 12345. Remember it. " * 8
 TAILS = [" What?", " Which key?", " Why?"]
-QUICK = ("quest", "refreshkv")
+QUICK = ("full", "quest", "refreshkv")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_answers_are_those_of_the_library(serve, tiny, name):
             )
             return found.choices[0].text
 
-        # The second time every text is known.
+        # The second time every text is known. Rows share it where the method can.
         for _ in range(2):
             with ThreadPoolExecutor(len(cases)) as pool:
                 assert list(pool.map(ask, cases)) == [expected[case] for case in cases]
@@ -80,3 +81,5 @@ def test_answers_about_a_saved_context_are_those_of_ask(serve, tiny, tmp_path, n
 
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(ask, range(3))) == expected
+        executor = second.served.team.executor
+        assert bool(executor._shared) == (own_tokens(model.engine.method) is not None)

@@ -17,6 +17,7 @@ from tests.jax_longctx.serving.processes import Process
 
 BOOK = "The pass key is 12345. Remember it. " * 8
 SMALL = ("--length", 512, "--max-tokens", 64, "--max-question", 64, "--rows", 2, "--chunk", 64)
+SMALL += ("--share-from", 64)
 
 
 @pytest.fixture(scope="module")
