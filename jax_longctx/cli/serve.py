@@ -238,6 +238,9 @@ def _lead(
     # Before the caches are made: an address in use is found at once.
     with listen(listening.host, listening.port) as bound:
         port = bound.getsockname()[1]
+        warning = loaded.length_warning(given.lengths.whole)
+        if warning is not None:
+            terminal.note(f"warning: {warning}")
         served = LongServer(loaded, given, crashed=_crashed)
         host = f"[{listening.host}]" if ":" in listening.host else listening.host
 

@@ -65,7 +65,7 @@ class Access:
     keys: Sequence[bytes] = ()
     files_under: Path | None = None
     body: int = 64 * 2**20
-    body_seconds: float = 30.0
+    body_seconds: float = 120.0
     seconds: float = 600.0
 
 

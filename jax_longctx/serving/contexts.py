@@ -154,9 +154,9 @@ class Contexts:
             return self.use(text)
 
     def use(self, text: Text) -> Text:
-        """Counts a job that uses the text."""
+        """Counts a job that uses the text, or the one that has its key by now."""
         with self.lock:
-            self._texts[text.key] = text
+            text = self._texts.setdefault(text.key, text)
             text.jobs, text.used = text.jobs + 1, time.monotonic()
         return text
 

@@ -93,6 +93,10 @@ class Prompts:
         self.reserve = reserve
         self.alike = reads_alike(model)
         self._dynamic = model.config.rope.kind == "dynamic"
+        # Of contexts with and without the chat template.
+        self._layouts = {False: plain_layout()}
+        if model.tokenizer.has_chat:
+            self._layouts[True] = chat_layout(model.tokenizer)
 
     def completion(self, asked: CompletionRequest, entry: Entry | None) -> Prompt:
         """Raises RequestError or a LongctxError for a prompt that cannot be answered."""
@@ -130,7 +134,9 @@ class Prompts:
                 "contexts; send the text with the question",
             )
         chat = self.model.tokenizer.has_chat if chat is None else chat
-        layout = self.model.layout(chat)
+        if chat not in self._layouts:
+            raise RequestError(400, "this checkpoint has no chat template", param="chat")
+        layout = self._layouts[chat]
         row = self.model.tokenizer.encode(layout.context(text), bos=True)
         self._check_whole(len(row), 1, "text")
         return self.contexts.text(row, len(row)), chat
@@ -150,8 +156,7 @@ class Prompts:
                 param="messages",
             )
         if not more:
-            layout = self.model.layout(True) if entry.chat else plain_layout()
-            return layout.question(content)
+            return self._layouts[entry.chat].question(content)
         if not entry.chat:
             raise RequestError(
                 400,
@@ -164,7 +169,7 @@ class Prompts:
         opened = {"role": "user", "content": f"{_DOCUMENT}\n\n{content}"}
         tokenizer = self.model.tokenizer
         before, found, after = tokenizer.chat([opened, *rest]).partition(_DOCUMENT)
-        if not found or before != chat_layout(tokenizer).before:
+        if not found or before != self._layouts[True].before:
             raise RequestError(
                 400,
                 "the chat template puts something else before the text when there are several "

@@ -46,6 +46,7 @@ class Figures:
         self.differing: list[dict[str, str]] = []
         self.answers = 0
         self.memory: list[tuple[float, int]] = []
+        self.reading: list[float] = []
 
 
 def ask(client: openai.OpenAI, model: str, case, tokens: int) -> tuple[str, float, list[float]]:
@@ -99,6 +100,7 @@ def main() -> None:
     options.add_argument("--clients", type=int, default=32)
     options.add_argument("--contexts", type=int, default=4)
     options.add_argument("--sentences", type=int, default=60)
+    options.add_argument("--read", type=int, default=0)
     options.add_argument("--tokens", type=int, default=16)
     options.add_argument("--length", type=int, default=2048)
     options.add_argument("--rows", type=int, default=8)
@@ -120,6 +122,16 @@ def main() -> None:
         server.kill()
 
 
+def read_seconds(server: Process, number: int, sentences: int) -> float:
+    """Seconds to read one new text."""
+    with server.http() as http:
+        http.timeout = 600
+        began = time.monotonic()
+        answer = http.post("/v1/contexts", json={"text": book(number, sentences), "ttl": 1})
+        answer.raise_for_status()
+        return time.monotonic() - began
+
+
 def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
     """Runs the clients; what they saw."""
     figures, lock = Figures(), threading.Lock()
@@ -134,7 +146,15 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
     cases = list(itertools.product([name["id"] for name in names], QUESTIONS, (1, 2)))
     with server.client() as client:
         alone = {case: ask(client, "model", case, given.tokens) for case in cases}
+    # The first compiles.
+    reads = [read_seconds(server, 1000 + n, given.read) for n in range(3 if given.read else 0)]
     end = time.monotonic() + 60 * given.minutes
+
+    def read() -> None:
+        number = 2000
+        while given.read and time.monotonic() < end:
+            figures.reading.append(read_seconds(server, number, given.read))
+            number += 1
 
     def work(number: int) -> None:
         draw = random.Random(number)
@@ -155,6 +175,7 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
                         figures.differing.append({"alone": alone[case][0], "found": text})
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(given.clients)]
+    threads.append(threading.Thread(target=read))
     began = time.monotonic()
     for thread in threads:
         thread.start()
@@ -179,6 +200,8 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
         "alone_between_ms": percentiles([gap for _, _, gaps in alone.values() for gap in gaps]),
         "first_token_ms": percentiles(figures.first),
         "between_ms": percentiles(figures.between),
+        "reading_alone_s": [round(seconds, 2) for seconds in reads[1:]],
+        "reading_amid_s": [round(seconds, 2) for seconds in figures.reading],
         "memory_first_minute_mib": round(statistics.mean(early) / 2**20, 1),
         "memory_last_minute_mib": round(statistics.mean(late) / 2**20, 1),
     }
