@@ -15,6 +15,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -83,7 +84,7 @@ class Entry:
 
     Attributes:
       chat: whether the text was laid out for the chat template.
-      created, expires: seconds since the epoch.
+      created, expires: seconds since the epoch; an entry does not expire while its text is read.
       ttl: seconds that it lives after its last use.
       save: whether the text is to be on the disk always.
     """
@@ -104,7 +105,7 @@ class Entry:
             "id": self.id,
             "object": "context",
             "created": int(self.created),
-            "expires_at": int(self.expires),
+            "expires_at": None if self.expires == math.inf else int(self.expires),
             "ttl": self.ttl,
             "chat": self.chat,
             "tokens": len(text.tokens),
@@ -121,15 +122,13 @@ class Contexts:
     Args:
       folder: for saved contexts; made if need be, and held by one server at a time.
       ttl: seconds that an entry lives after its last use, where it does not say.
-      shared_prefix: whether a text may be continued by tokens that belong to no question: the
-        method reads tokens alike in text and question.
 
     Raises:
       InputError: the folder cannot be written, or another server uses it.
     """
 
-    def __init__(self, folder: Path, *, ttl: float, shared_prefix: bool):
-        self.folder, self.ttl, self.shared_prefix = folder, ttl, shared_prefix
+    def __init__(self, folder: Path, *, ttl: float):
+        self.folder, self.ttl = folder, ttl
         self.lock = threading.RLock()
         self._texts: dict[str, Text] = {}
         self._entries: dict[str, Entry] = {}
@@ -240,10 +239,10 @@ class Contexts:
     # -- entries -----------------------------------------------------------------------------------
 
     def enter(self, text: Text, *, chat: bool, ttl: float | None, save: bool) -> Entry:
-        """A new id for the text."""
+        """A new id for the text, whose time to live begins with `touch`."""
         now, lives = time.time(), self.ttl if ttl is None else ttl
         name = f"ctx_{secrets.token_hex(12)}"
-        entry = Entry(name, text, chat, now, lives, now + lives, save)
+        entry = Entry(name, text, chat, now, lives, math.inf, save)
         with self.lock:
             self._entries[name] = entry
             text.entries.add(name)
@@ -291,7 +290,9 @@ class Contexts:
         with self.lock:
             names = [name for name, entry in self._entries.items() if entry.expires < now]
         for name in names:
-            self.remove(name)
+            # On a full disk the file keeps the id, and a later server removes it.
+            with contextlib.suppress(CheckpointError):
+                self.remove(name)
         return names
 
     # -- files -------------------------------------------------------------------------------------
@@ -311,22 +312,17 @@ class Contexts:
         """
         with self.lock:
             entries = [self._entries[name] for name in sorted(text.entries)]
-            described = {
-                "total": text.total,
-                "entries": [
-                    {
-                        "id": entry.id,
-                        "chat": entry.chat,
-                        "created": entry.created,
-                        "ttl": entry.ttl,
-                        "save": entry.save,
-                    }
-                    for entry in entries
-                ],
-            }
+            if entries:
+                self._write(text, entries)
         if not entries:
             self.remove_files(text)
-            return
+
+    def _write(self, text: Text, entries: list[Entry]) -> None:
+        names = ("id", "chat", "created", "ttl", "save")
+        described = {
+            "total": text.total,
+            "entries": [{name: getattr(entry, name) for name in names} for entry in entries],
+        }
         file = self._file(text)
         partial = file.with_suffix(".partial")
         try:

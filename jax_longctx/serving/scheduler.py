@@ -359,8 +359,10 @@ class Scheduler:
 
     def _finish_reading(self, job: Job) -> None:
         """Ends a job that only reads."""
-        text = job.text
-        if job.entry is not None and job.entry.save and not text.saved:
+        text, entry = job.text, job.entry
+        assert entry is not None
+        self.contexts.touch(entry)
+        if entry.save and not text.saved:
             self._save(text)
         elif text.saved:
             self.contexts.write_entries(text)
@@ -409,15 +411,7 @@ class Scheduler:
             now = self._do("read_on", key=text.key)
         except LongctxError as error:
             self._text, self._need, text.reading = None, 0, None
-            if isinstance(error, CapacityError):
-                if self._drop_one(text):
-                    return
-                if self._rows:
-                    self._full = True
-                    return
-            for job in self._queued():
-                if job.text is text:
-                    self._fail(job, from_library(error))
+            self._not_read(text, error)
             return
         if now is None:
             text.resident = self._executor.resident_bytes(text.key)
@@ -428,6 +422,22 @@ class Scheduler:
         for job in self._queued():
             if job.text is text:
                 job.send(Reading(*now))
+
+    def _not_read(self, text: Text, error: LongctxError) -> None:
+        """Tries again later where memory was short and there can be more; else fails the jobs."""
+        if isinstance(error, CapacityError):
+            try:
+                if self._drop_one(text):
+                    return
+            except LongctxError as failed:
+                # It could not be saved.
+                error = failed
+            if self._rows:
+                self._full = True
+                return
+        for job in self._queued():
+            if job.text is text:
+                self._fail(job, from_library(error))
 
     def _decode(self) -> None:
         most = max(1, min(BLOCK, int(BLOCK_SECONDS / self._step_seconds)))

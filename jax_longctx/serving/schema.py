@@ -126,7 +126,7 @@ class _Answered(_Model):
     stop: str | list[str] = Field(default_factory=list)
     max_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions | None = None
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -160,6 +160,12 @@ class _Answered(_Model):
             raise ValueError(f"expected at most {MOST_STOPS} strings, none of them empty")
         return stops
 
+    @pydantic.model_validator(mode="after")
+    def _streams(self) -> "_Answered":
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(400, "stream_options needs stream: true", param="stream_options")
+        return self
+
     @property
     def stops(self) -> list[str]:
         """The stop strings."""
@@ -168,7 +174,7 @@ class _Answered(_Model):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
-        return self.stream_options.include_usage
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> Sampling:
         """How the answer's tokens are drawn; the row's seed is that of `ask` and `generate`.

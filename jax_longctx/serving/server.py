@@ -25,7 +25,7 @@ from jax_longctx.serving.app import Access, Service, make_app
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.executor import Executor, Team
 from jax_longctx.serving.metrics import Metrics
-from jax_longctx.serving.prompts import Lengths, Prompts, reads_alike
+from jax_longctx.serving.prompts import Lengths, Prompts
 from jax_longctx.serving.scheduler import Scheduler
 
 # Share of the memory beside the weights and the rows that texts may take, unless it is given. The
@@ -106,7 +106,7 @@ class LongServer:
             budget = CONTEXTS_BYTES if free is None else max(1, int(CONTEXTS_SHARE * free))
         digest = json.dumps(executor.made_by, sort_keys=True).encode()
         folder = options.contexts / hashlib.sha256(digest).hexdigest()[:16]
-        self.contexts = Contexts(folder, ttl=options.ttl, shared_prefix=reads_alike(model))
+        self.contexts = Contexts(folder, ttl=options.ttl)
         self.scheduler = Scheduler(
             self.team,
             self.contexts,

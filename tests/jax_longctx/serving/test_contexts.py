@@ -7,6 +7,7 @@ import openai
 import pytest
 
 import jax_longctx
+from jax_longctx.errors import CapacityError, CheckpointError
 from jax_longctx.serving.app import Access
 from jax_longctx.settings import Sampling
 
@@ -287,6 +288,47 @@ def test_saved_contexts_are_found_after_a_restart(serve, tiny, tmp_path):
         while list(second.served.contexts.folder.glob("*/")):
             assert time.monotonic() < end
             time.sleep(0.05)
+
+
+def test_a_disk_that_cannot_be_written_fails_the_request_alone(serve, tiny, monkeypatch):
+    running = serve(tiny)
+    executor = running.served.team.executor
+
+    def full(key, path):
+        raise CheckpointError(f"{path} could not be written: No space left on device")
+
+    monkeypatch.setattr(executor, "save", full)
+    with running.http() as http, running.client() as client:
+        answer = http.post("/v1/contexts", json={"text": BOOK, "save": True})
+        assert answer.status_code == 500
+        assert "No space left on device" in answer.json()["error"]["message"]
+        assert http.get("/v1/contexts").json()["data"] == []
+        assert ask(client, read(http, text=BOOK)["id"], "What?")[0] == asked(tiny, BOOK, "What?")
+
+
+def test_short_device_memory_drops_texts_and_then_refuses(serve, tiny, monkeypatch):
+    """The device says that it is full, whatever the budget says."""
+    running = serve(tiny)
+    executor = running.served.team.executor
+    read_on = executor.read_on
+
+    def full(key):
+        if executor.contexts or full.always:
+            executor._reading.pop(key).close()
+            raise CapacityError("a cache needs more than is free")
+        return read_on(key)
+
+    full.always = False
+    monkeypatch.setattr(executor, "read_on", full)
+    with running.http() as http, running.client() as client:
+        names = [read(http, text=text)["id"] for text in (BOOK, OTHER)]
+        states = [http.get(f"/v1/contexts/{name}").json()["state"] for name in names]
+        assert states == ["saved", "ready"]
+        assert ask(client, names[0], "What?")[0] == asked(tiny, BOOK, "What?")
+        full.always = True
+        answer = http.post("/v1/contexts", json={"text": "A third text."})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "a cache needs more than is free"
 
 
 def test_two_servers_do_not_share_a_folder(serve, tiny, tmp_path):

@@ -187,10 +187,44 @@ def test_answers_amid_others_are_those_alone(client, tiny):
     assert found == [alone[pair] for pair in asked]
 
 
+@pytest.mark.slow
+def test_an_answer_amid_31_others_is_that_alone(serve, tiny):
+    """32 rows over four contexts: two whose rows share them, and two that are copied."""
+    books = [f"{number}. " + BOOK * (number % 2 + 1) for number in range(2)]
+    books += ["The pass key.", "Remember it."]
+    running = serve(tiny, rows=32)
+    with running.http() as http, running.client() as client:
+        made = [http.post("/v1/contexts", json={"text": book}).json() for book in books]
+        cases = list(itertools.product(range(4), QUESTIONS, (1, 2)))
+        layout, expected = tiny.layout(), []
+        for book, question, seed in cases:
+            context = tiny.prefill(layout.context(books[book]))
+            sampling = Sampling(temperature=1.0, seed=seed)
+            asked = layout.question(question)
+            (answer,) = tiny.ask(context, asked, sampling=sampling, max_tokens=40)
+            expected.append(answer.text)
+
+        def ask(case):
+            book, question, seed = case
+            found = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": question}],
+                seed=seed,
+                max_tokens=40,
+                extra_body={"context": made[book]["id"]},
+            )
+            return found.choices[0].message.content
+
+        for _ in range(2):
+            with ThreadPoolExecutor(len(cases)) as pool:
+                assert list(pool.map(ask, cases)) == expected
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "said"),
     [
         ({"model": "other"}, 404, "there is no model 'other'"),
+        ({"extra_body": {"stream_options": {"include_usage": True}}}, 400, "needs stream: true"),
         ({"n": 2}, 400, "n is not supported: leave it out, or give 1"),
         ({"temperature": 3.0}, 400, "temperature: Input should be less than or equal to 2"),
         ({"max_tokens": 65}, 400, "max_tokens is 65, this server gives at most 64"),
