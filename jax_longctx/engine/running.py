@@ -172,6 +172,12 @@ class _Branches:
                 f"{context.batch} texts, the mesh data={engine.mesh.shape['data']}"
             )
         engine.check_context(context)
+        sharded = engine.mesh.shape["seq"] > 1
+        if sharded and any("pages" in axes for axes in leaf_axes(context.usable_caches())):
+            raise InputError(
+                "under a method that keeps digests of pages, rows share a context on a mesh with "
+                f"seq=1; this one has seq={engine.mesh.shape['seq']}"
+            )
         self._setup, self._reserve, self._context = setup, reserve, context
         split = split_of(context.lengths[0], own)
         rest = context.lengths[0] - split
