@@ -21,6 +21,7 @@ from jax_longctx.contract import Attended, LayerContext
 from jax_longctx.sharding import Leaf, axes_field, axes_of
 from pallas_kernels.common import merge
 from pallas_kernels.decode_attention import decode_attention, shared_decode_attention
+from pallas_kernels.plane import Plane, part_of
 
 # The split is a multiple of this, which pages divide.
 GRANULE = 128
@@ -38,19 +39,37 @@ def parting[T: type](kind: T) -> T:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class KeysValues:
+    """The arrays of a context's `AppendCache`, which rows share."""
+
+    k: Float[Array, "1 K S H"] | Plane = axes_field(
+        "batch", "kv_heads", "slots", None, in_place=True
+    )
+    v: Float[Array, "1 K S H"] | Plane = axes_field(
+        "batch", "kv_heads", "slots", None, in_place=True
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Branched:
     """An `AppendCache` of rows that go on from one context, or the digests of its pages.
 
     Attributes:
-      shared: the context's, of one row; its entries below `split` count. None while the context has
-        it.
-      own: the rows', of the entries from `split` on: entry s is their entry s - split.
-      split: how many entries (slots, or pages) the rows share.
+      shared: the context's, of one row: `KeysValues`, or digests. Entries below the split count.
+        None while the context has it.
+      own: the rows', of the entries from the split on: entry s is their entry s - split.
+      split_at: how many entries (slots, or pages) the rows share. Nothing writes it.
     """
 
     shared: Any
     own: Any
-    split: Int[Array, " 1"] = axes_field(None)
+    split_at: Int[Array, " 1"] | Plane = axes_field(None, in_place=True)
+
+    @property
+    def split(self) -> Int[Array, " 1"]:
+        """How many entries the rows share."""
+        return part_of(self.split_at)
 
     @property
     def store(self) -> "Branched":
@@ -71,7 +90,7 @@ class Branched:
     def shape(self) -> tuple[int, ...]:
         """Of a store: [B, K, S, H] that a cache for these rows would have, at most."""
         rows, heads, room, width = self.own.shape
-        return rows, heads, self.shared.shape[2] + room, width
+        return rows, heads, self.shared.k.shape[2] + room, width
 
     def with_own(self, own: Any) -> "Branched":
         """The same with other entries of the rows' own."""
@@ -159,7 +178,10 @@ def with_context(branched: Any, caches: Any) -> Any:
     """`branches` with the shared arrays of the context's caches."""
 
     def node(branch: Any, part: Any) -> Any:
-        return dataclasses.replace(branch, shared=part) if _parts(branch) else branch
+        if not _parts(branch):
+            return branch
+        shared = KeysValues(part.k, part.v) if isinstance(part, AppendCache) else part
+        return dataclasses.replace(branch, shared=shared)
 
     return jax.tree.map(node, branched, caches, is_leaf=_parts)
 
@@ -175,6 +197,8 @@ def without_context(branched: Any, caches: Any) -> tuple[Any, Any]:
         return dataclasses.replace(branch, shared=None) if _parts(branch) else branch
 
     def node(part: Any, branch: Any) -> Any:
+        if isinstance(part, AppendCache):
+            return dataclasses.replace(part, k=branch.shared.k, v=branch.shared.v)
         return branch.shared if _parts(part) else part
 
     rows = jax.tree.map(alone, branched, is_leaf=_parts)
@@ -189,7 +213,7 @@ def branch_of(
     The entries from the split on are copied, as many as there is room for. `axes` has the logical
     axes of each array of `branch`, as `Leaf`s.
     """
-    split = branch.split.reshape(-1)[0]
+    split = jnp.asarray(branch.split_at).reshape(-1)[0]
     if isinstance(part, AppendCache):
         part = dataclasses.replace(part, length=part.length - split)
 
