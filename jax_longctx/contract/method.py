@@ -227,7 +227,7 @@ def step_variant(method: Any, step: int) -> str:
 def own_tokens(method: Any) -> int | None:
     """Tokens at the end of a context that each of the rows over it keeps for itself.
 
-    For methods whose decode steps read `caches.BranchedCache`s in place of `AppendCache`s: then
+    For methods whose decode steps read `caches.Branched` stores in place of `AppendCache`s: then
     rows share the keys and values of one context. None for the others, which have no attribute
     `own_tokens`, or None there.
     """

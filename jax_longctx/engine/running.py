@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches.branched import (
     GRANULE,
-    BranchedCache,
+    Branched,
     branch_of,
     branches,
     split_of,
@@ -172,10 +172,18 @@ class _Branches:
                 f"{context.batch} texts, the mesh data={engine.mesh.shape['data']}"
             )
         engine.check_context(context)
+        sharded = engine.mesh.shape["seq"] > 1
+        if sharded and any("pages" in axes for axes in leaf_axes(context.usable_caches())):
+            raise InputError(
+                "under a method that keeps digests of pages, rows share a context on a mesh with "
+                f"seq=1; this one has seq={engine.mesh.shape['seq']}"
+            )
         self._setup, self._reserve, self._context = setup, reserve, context
         split = split_of(context.lengths[0], own)
         rest = context.lengths[0] - split
-        room = -(-(rest + reserve + SPARE) // GRANULE) * GRANULE
+        # The rows' own slots are divided over `seq` too.
+        whole = GRANULE * engine.mesh.shape["seq"]
+        room = -(-(rest + reserve + SPARE) // whole) * whole
         make = functools.partial(branches, rows=rows, room=room, split=split)
         shapes = jax.eval_shape(make, context.usable_caches())
         engine.check_bytes(room, bytes_per_device(engine.mesh, shapes), 0.0)
@@ -528,8 +536,8 @@ def _seated(
     """
 
     def put(old: Any, about: Any, new: Any) -> Any:
-        if isinstance(old, BranchedCache):
-            return branch_of(old, new, row, place)
+        if isinstance(old, Branched):
+            return branch_of(old, about, new, row, place)
         axis = about.axes.index("batch")
         for number, (size, own, name) in enumerate(
             zip(old.shape, new.shape, about.axes, strict=True)
@@ -547,7 +555,7 @@ def _seated(
         return jax.lax.dynamic_update_slice(old, new, at)
 
     def branched(node: Any) -> bool:
-        return isinstance(node, BranchedCache)
+        return isinstance(node, Branched)
 
     fields = axes_of(caches, lambda axes: Leaf(axes, in_place=False))
     seated = jax.tree.map(put, caches, fields, row_caches, is_leaf=branched)

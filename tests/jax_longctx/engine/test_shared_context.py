@@ -6,7 +6,7 @@ import pytest
 from jax_longctx.contract import own_tokens
 from jax_longctx.engine import Request, RunningBatch, Sampling
 from jax_longctx.errors import CapacityError, InputError
-from jax_longctx.methods import METHODS
+from jax_longctx.methods import METHODS, ArkVale, Quest, make_method
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.test_running import alone, compilations, run
 from tests.small_methods import small_method
@@ -43,7 +43,11 @@ def check_method(method, *, by_layer=None, mesh=None, context=CONTEXT, places=3)
 
 
 def test_methods_that_keep_every_key_share():
-    assert {"full", "dynamic-ntk", "ring", "star"} <= set(SHARING)
+    assert {"full", "dynamic-ntk", "ring", "star", "quest", "arkvale"} <= set(SHARING)
+    # Flat lists, priors, and page caches.
+    psa = make_method("quest", {"allocation": "psa-estimate"})
+    assert all(own_tokens(x) is None for x in (psa, small_method("resa"), small_method("h2o")))
+    assert own_tokens(small_method("arkvale-paged")) is None
 
 
 @pytest.mark.parametrize("name", SHARING)
@@ -56,6 +60,27 @@ def test_where_the_device_loops_over_the_layers(name):
     check_method(small_method(name), by_layer=False)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"granularity": "kv_head", "sink": 0, "local": 0},
+        {"granularity": "layer", "whole_pages": True, "sink": 20, "local": 40},
+        {"ratio": 0.2, "skip_layers": 1, "min_pages": 3},
+        # More sinks than slots are shared.
+        {"sink": 270, "count_fixed": True, "budget": 330},
+    ],
+    ids=str,
+)
+def test_pages_are_chosen_for_each_row_as_alone(settings):
+    check_method(Quest(**{"budget": 32, "page_size": 8, "local": 16, **settings}))
+
+
+@pytest.mark.parametrize("digest", ["sphere-max", "centroid"])
+def test_digests_of_any_form_are_shared(digest):
+    settings = {"budget": 32, "page_size": 16, "local": 16, "digest": digest}
+    check_method(ArkVale(**settings), by_layer=False)
+
+
 @pytest.mark.parametrize("length", [3, 127, 256, 290])
 def test_whatever_the_contexts_length(length):
     check_method(small_method("full"), context=random_rows([length], seed=2))
@@ -65,9 +90,11 @@ def test_more_rows_than_a_pass_takes():
     check_method(small_method("full"), places=20)
 
 
-@pytest.mark.parametrize("name", ["full", "star"])
-def test_on_a_mesh(name):
-    check_method(small_method(name), mesh=make_mesh(1, 2, 2))
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("full", (1, 2, 2)), ("star", (1, 2, 2)), ("quest", (1, 1, 2))]
+)
+def test_on_a_mesh(name, sizes):
+    check_method(small_method(name), mesh=make_mesh(*sizes))
 
 
 @pytest.mark.parametrize("by_layer", [True, False])
@@ -129,6 +156,10 @@ def test_what_cannot_share_is_named():
         RunningBatch(engine, places=2, reserve=64, context=two)
     held, other = (engine.prefill(CONTEXT, reserve=64) for _ in range(2))
     batch = RunningBatch(engine, places=2, reserve=64, context=held)
+    over_seq = tiny_engine(small_method("quest"), config=CONFIG, mesh=make_mesh(1, 2, 1))
+    spread = over_seq.prefill(CONTEXT, reserve=64)
+    with pytest.raises(InputError, match="on a mesh with seq=1; this one has seq=2"):
+        RunningBatch(over_seq, places=2, reserve=64, context=spread)
     with pytest.raises(InputError, match="go on from another context"):
         batch.join(other, Request(QUESTIONS[0]))
     with pytest.raises(CapacityError, match="need 129 slots, a place of this batch reserves 128"):
