@@ -110,8 +110,8 @@ class Limits:
     )
     share_from: int = option(
         "Answers about a text of at least so many tokens share it in memory, under methods that "
-        "can (full, dynamic-ntk, ring, star). Every row has memory for a shorter one, under other "
-        "methods for --length.",
+        "can (full, dynamic-ntk, ring, star, quest, arkvale). Every row has memory for a shorter "
+        "one, under other methods for --length.",
         metavar="TOKENS",
         default=8192,
     )

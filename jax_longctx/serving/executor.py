@@ -24,9 +24,11 @@ from jax_longctx.engine import Context, Engine, Progress
 from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
 from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share
+from jax_longctx.engine.programs import abstract_caches
 from jax_longctx.engine.running import Chosen, Request, RunningBatch
 from jax_longctx.errors import LongctxError
 from jax_longctx.settings import Sampling
+from jax_longctx.sharding import leaf_axes
 
 
 class Executor:
@@ -192,7 +194,8 @@ class Executor:
         """Bytes on each device of the rows that share a text, had they caches of their own."""
         if tokens < self._share_from:
             return 0
-        return self.places * self.engine.new_cache_bytes(self.reserve, self.reserve)
+        own = self.reserve + (own_tokens(self.engine.method) or 0) + SMALLEST
+        return self.places * self.engine.new_cache_bytes(own, self.reserve)
 
 
 def _capacity(tokens: int) -> int:
@@ -206,11 +209,14 @@ def _capacity(tokens: int) -> int:
 
 def can_share(engine: Engine) -> bool:
     """Whether rows can share a context under the engine's method and on its mesh."""
-    return (
-        own_tokens(engine.method) is not None
-        and all(window is None for window in engine.config.windows)
-        and engine.mesh.shape["data"] == 1
-    )
+    if own_tokens(engine.method) is None or engine.mesh.shape["data"] != 1:
+        return False
+    if any(window is not None for window in engine.config.windows):
+        return False
+    # Digests of pages are not shared by several shards (see `RunningBatch`).
+    shapes = abstract_caches(engine.setup, 1, engine.slots_for(SMALLEST), SMALLEST)
+    paged = any("pages" in axes for axes in leaf_axes(shapes))
+    return not paged or engine.mesh.shape["seq"] == 1
 
 
 def request_values(request: Request) -> dict[str, Any]:

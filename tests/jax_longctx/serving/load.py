@@ -104,11 +104,13 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=16)
     options.add_argument("--length", type=int, default=2048)
     options.add_argument("--rows", type=int, default=8)
+    options.add_argument("--share-from", type=int, default=8192)
     options.add_argument("--method", default="full")
     options.add_argument("--platform", default="cpu")
     given = options.parse_args()
     limits = ("--length", given.length, "--rows", given.rows, "--max-tokens", 128)
     limits += ("--max-question", 128, "-m", given.method, "--name", "model")
+    limits += ("--share-from", given.share_from)
     server = Process(
         "-c",
         given.checkpoint,
@@ -190,6 +192,7 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
         "contexts": [name["tokens"] for name in names],
         "rows": given.rows,
         "method": given.method,
+        "share_from": given.share_from,
         "seconds": round(whole, 1),
         "answers": figures.answers,
         "errors": len(figures.errors),

@@ -1,6 +1,5 @@
 """The command: what it refuses, how it ends, and what it finds after kill -9."""
 
-import functools
 import os
 import signal
 import socket
@@ -138,7 +137,7 @@ def test_what_cannot_work_is_refused_at_once(begin, tmp_path):
             assert said in lines[-1]
 
 
-def start_job(begin, count, **how):
+def start_job(begin, count, *arguments, **how):
     """One server over that many processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -147,6 +146,7 @@ def start_job(begin, count, **how):
     return [
         begin(
             *("--mesh", f"seq={count}"),
+            *arguments,
             job=(
                 *("--coordinator", f"localhost:{port}"),
                 *("--processes", count),
@@ -159,9 +159,10 @@ def start_job(begin, count, **how):
 
 
 @pytest.mark.thorough
-def test_two_processes_answer_as_one(begin, tmp_path):
-    alone = begin("--contexts", tmp_path / "one").wait()
-    leader, other = start_job(functools.partial(begin, "--contexts", tmp_path / "two"), 2)
+@pytest.mark.parametrize("method", ["full", "quest"])
+def test_two_processes_answer_as_one(begin, tmp_path, method):
+    alone = begin("--contexts", tmp_path / "one", "-m", method).wait()
+    leader, other = start_job(begin, 2, "--contexts", tmp_path / "two", "-m", method)
     leader.wait()
     found = []
     for server in (alone, leader):
