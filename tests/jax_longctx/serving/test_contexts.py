@@ -290,6 +290,7 @@ def test_saved_contexts_are_found_after_a_restart(serve, tiny, tmp_path):
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_disk_that_cannot_be_written_fails_the_request_alone(serve, tiny, monkeypatch):
     running = serve(tiny)
     executor = running.served.team.executor
@@ -306,6 +307,7 @@ def test_a_disk_that_cannot_be_written_fails_the_request_alone(serve, tiny, monk
         assert ask(client, read(http, text=BOOK)["id"], "What?")[0] == asked(tiny, BOOK, "What?")
 
 
+@pytest.mark.slow
 def test_short_device_memory_drops_texts_and_then_refuses(serve, tiny, monkeypatch):
     """The device says that it is full, whatever the budget says."""
     running = serve(tiny)

@@ -104,8 +104,8 @@ def test_stops_end_the_text_before_them(client, tiny, stream):
     [
         {"temperature": 0.0},
         {"temperature": 0.7, "top_p": 0.8},
-        {"temperature": 1.5, "top_k": 5},
-        {"temperature": 0.9, "repetition_penalty": 1.3},
+        pytest.param({"temperature": 1.5, "top_k": 5}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0.9, "repetition_penalty": 1.3}, marks=pytest.mark.slow),
     ],
 )
 def test_sampling_options_are_those_of_the_library(client, tiny, how):
