@@ -12,6 +12,7 @@ they are, a question following directly on its text; a `PromptLayout` puts the c
 plain "Question: ... Answer:", around them, as the command line does.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -28,10 +29,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_longctx.contract import Method, reach
-from jax_longctx.engine import Context, Engine, Progress, Sampling
+from jax_longctx.engine import (
+    Chosen,
+    Context,
+    Engine,
+    Progress,
+    Request,
+    RunningBatch,
+    Sampling,
+)
 from jax_longctx.engine.ahead import Compilation, abstract_params
 from jax_longctx.engine.capacity import Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
+from jax_longctx.engine.running import cannot_share
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS, STUDIES, Full
@@ -48,6 +59,9 @@ from jax_longctx.text import (
     plain_layout,
 )
 
+# Most questions over one text that are answered at a time: of models whose heads share keys and
+# values by fours, as many as one pass over the text takes on a GPU.
+TOGETHER = 16
 # Longer than any text.
 FAR = 1 << 40
 # Of compiled programs on the disk: some ten methods on a large model, or a hundred on a small one.
@@ -268,6 +282,110 @@ class LongContext:
         # Where their numbers differ, `stream` says so.
         given = [length + len(row) for length, row in zip(context.lengths, rows, strict=False)]
         return self._answers(stream, rows, given, **options)
+
+    def ask_all(
+        self,
+        context: Context,
+        questions: str | Sequence[str],
+        *,
+        keep: bool = True,
+        **options: Unpack[AnswerOptions],
+    ) -> list[Answer]:
+        """Answers many questions over one text, each as `ask` would on its own.
+
+        Rows that can share the context (`contract.own_tokens`) are answered together, `TOGETHER` at
+        a time: a decode step reads the context once for all of them. Else one follows the other.
+
+        Args:
+          options: `sampling` has one seed, from which each question derives its own by its number;
+            `on_text` is called with the question's number.
+
+        Raises:
+          InputError: the context is of several texts, or as `ask`.
+        """
+        if context.batch != 1:
+            raise InputError(
+                f"many questions are asked over one text, this context has {context.batch}; use "
+                "`ask` with a question for each"
+            )
+        asked = self._encode(_listed(questions))
+        if self.length_warning(max(context.lengths)) is None:
+            self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
+        how: dict[str, Any] = dict(options)
+        sampling, on_text = how.pop("sampling", None) or Sampling(), how.pop("on_text", None)
+        samplings = [sampling.at([(0, number)]) for number in range(len(asked))]
+        if len(asked) > 1 and cannot_share(self.engine, context) is None:
+            answers = self._together(context, asked, samplings, on_text, **how)
+            if not keep:
+                context.caches = None
+            return answers
+        answers = []
+        for number, (row, one) in enumerate(zip(asked, samplings, strict=True)):
+
+            def told(_: int, text: str, number: int = number) -> None:
+                if on_text is not None:
+                    on_text(number, text)
+
+            stays = keep or number + 1 < len(asked)
+            one_row: dict[str, Any] = {**how, "sampling": one, "on_text": told}
+            answers += self.ask_tokens(context, [row], keep=stays, **one_row)
+        return answers
+
+    def _together(
+        self,
+        context: Context,
+        asked: Sequence[Sequence[int]],
+        samplings: Sequence[Sampling],
+        on_text: OnText | None,
+        *,
+        max_tokens: int = 128,
+        stop: Sequence[str] = (),
+        stop_at_eos: bool = True,
+    ) -> list[Answer]:
+        """`ask_all` of rows that share the context."""
+        ends, engine = self._ends(stop, stop_at_eos), self.engine
+        reserve, places = max(map(len, asked)) + max_tokens, min(len(asked), TOGETHER)
+        batch = RunningBatch(engine, places=places, reserve=reserve, context=context)
+        readers = [_Reader(self.tokenizer, row, stop, ends) for row in asked]
+        times: list[list[float]] = [[] for _ in asked]
+        waiting, running = collections.deque(range(len(asked))), dict[int, int]()
+        blocks = iter(FIRST_BLOCKS)
+
+        def told(number: int, text: str) -> None:
+            if text and on_text is not None:
+                on_text(number, text)
+
+        def heard(place: int, chosen: Sequence[Chosen]) -> None:
+            """A row's new tokens; the row leaves once its answer has ended."""
+            number, reason = running[place], batch.ended.get(place)
+            reader = readers[number]
+            if reason == "not finite":
+                raise InputError(NOT_FINITE)
+            told(number, reader.push([each.token for each in chosen]))
+            times[number].append(time.perf_counter())
+            if reason is not None or reader.finished:
+                batch.leave(place)
+                del running[place]
+                told(number, reader.flush())
+
+        while waiting or running:
+            while waiting and batch.free:
+                number = waiting.popleft()
+                times[number].append(time.perf_counter())
+                how: dict[str, Any] = {"max_tokens": max_tokens, "stop_ids": ends}
+                request = Request(asked[number], samplings[number], **how)
+                place, first = batch.join(context, request)
+                running[place] = number
+                heard(place, [first])
+            for place, chosen in batch.step(next(blocks, BLOCK)).items():
+                if chosen:
+                    heard(place, chosen)
+        answers = []
+        for row, reader, (begun, first, *later) in zip(asked, readers, times, strict=True):
+            warning = self.length_warning(context.lengths[0] + len(row) + len(reader.tokens))
+            seconds = first - begun, [first, *later][-1] - first
+            answers.append(reader.answer(*seconds, warning))
+        return answers
 
     def generate(
         self,

@@ -8,6 +8,7 @@ import pytest
 
 import jax_longctx
 from jax_longctx.api import LongContext
+from jax_longctx.engine import RunningBatch
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
@@ -59,6 +60,54 @@ def test_an_answer_ends_before_a_stop_string(model):
     assert stop not in model.tokenizer.decode(cut.tokens[:-1])
     # The context is whole after an answer that was cut short.
     assert model.ask(context, "why", max_tokens=40, stop_at_eos=False)[0].text == whole
+
+
+@pytest.mark.parametrize("name", ["full", "quest", "h2o"])
+def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, monkeypatch):
+    """Together where rows share the text, at most two at a time here; else one by one."""
+    monkeypatch.setattr(jax_longctx.api, "TOGETHER", 2)
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=1024)
+    config = dataclasses.replace(model.config, rope=rope, max_position=1024)
+    engine = tiny_engine(small_method(name), config=config, chunk=64)
+    model = LongContext(engine, model.tokenizer)
+    context = model.prefill("some text that is long enough to be shared. " * 9)
+    questions = ["why", "how so", "when was it, and where", "who", "what"]
+    sampling = jax_longctx.Sampling(temperature=0.8, seed=7)
+    how = {"max_tokens": 20, "stop_at_eos": False, "sampling": sampling}
+    whole = [
+        model.ask(context, question, **{**how, "sampling": sampling.at([(0, number)])})[0]
+        for number, question in enumerate(questions)
+    ]
+    # One of them stops at a text of its own.
+    stop = (whole[1].text[5:8],)
+    seen, joined_rows = [""] * 5, []
+    join = RunningBatch.join
+    monkeypatch.setattr(
+        RunningBatch, "join", lambda *given: joined_rows.append(given) or join(*given)
+    )
+
+    def on_text(number, text):
+        seen[number] += text
+
+    answers = model.ask_all(context, questions, stop=stop, on_text=on_text, **how)
+    assert seen == [answer.text for answer in answers]
+    for found, expected in zip(answers, whole, strict=True):
+        assert found.text == expected.text.split(stop[0])[0]
+        assert found.tokens == expected.tokens[: len(found.tokens)]
+        assert found.first_token_seconds > 0
+    assert answers[1].finish == "stop"
+    assert len(joined_rows) == (0 if name == "h2o" else 5)
+    # The context is whole, until it is given up.
+    again = model.ask_all(context, questions[:3], keep=False, **how)
+    assert [answer.text for answer in again] == [answer.text for answer in whole[:3]]
+    with pytest.raises(InputError, match="given up"):
+        model.ask(context, "why")
+
+
+def test_many_questions_are_of_one_text(model):
+    context = model.prefill(["some text", "another, longer text"])
+    with pytest.raises(InputError, match="asked over one text, this context has 2; use `ask`"):
+        model.ask_all(context, ["why", "how so"])
 
 
 def test_a_callback_that_fails_leaves_the_context_whole(model):
