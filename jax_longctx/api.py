@@ -343,10 +343,10 @@ class LongContext:
         stop_at_eos: bool = True,
     ) -> list[Answer]:
         """`ask_all` of rows that share the context."""
-        ends, engine = self._ends(stop, stop_at_eos), self.engine
+        ends, engine = self.end_ids(stop, stop_at_eos), self.engine
         reserve, places = max(map(len, asked)) + max_tokens, min(len(asked), TOGETHER)
         batch = RunningBatch(engine, places=places, reserve=reserve, context=context)
-        readers = [_Reader(self.tokenizer, row, stop, ends) for row in asked]
+        readers = [AnswerReader(self.tokenizer, row, stop, ends) for row in asked]
         times: list[list[float]] = [[] for _ in asked]
         waiting, running = collections.deque(range(len(asked))), dict[int, int]()
         blocks = iter(FIRST_BLOCKS)

@@ -7,8 +7,9 @@ HTTP handlers give it jobs and get events back. Each turn of the thread
 3. reads one slice of a text, and decodes one block of the running rows.
 
 Joins and a slice of reading take little time together, so that rows wait little. Decoding then gets
-a quarter of what the slice took, so that reading keeps four fifths of its speed. Jobs are served in
-their order, but a job that waits for memory does not hold up those whose text is in memory.
+a quarter of what the slice took, so that reading keeps four fifths of its speed, unless one step
+takes longer. Jobs are served in their order, but a job that waits for memory does not hold up those
+whose text is in memory.
 
 Memory is counted in bytes on each device. A text that would not fit into the whole budget is
 refused; one that does not fit now waits until rows end. To make room, the least recently used text
@@ -393,18 +394,16 @@ class Scheduler:
         return True
 
     def _work(self, began: float) -> None:
-        """Reads one slice, then decodes: one block, or as many as its share of the time allows."""
-        reads = time.monotonic()
+        """Reads one slice, then decodes one block, within its share of the time."""
+        reads, block = time.monotonic(), BLOCK_SECONDS
         while self._text is not None:
             self._read_on(self._text)
-            if time.monotonic() - began >= READ_SECONDS or not self._rows:
+            now = time.monotonic()
+            if now - began >= READ_SECONDS or not self._rows:
+                block = min(block, DECODE_SHARE * (now - reads))
                 break
-        now = time.monotonic()
-        until = now + DECODE_SHARE * (now - reads)
-        while self._rows:
-            self._decode()
-            if time.monotonic() >= until:
-                break
+        if self._rows:
+            self._decode(block)
 
     def _read_on(self, text: Text) -> None:
         try:
@@ -439,8 +438,9 @@ class Scheduler:
             if job.text is text:
                 self._fail(job, from_library(error))
 
-    def _decode(self) -> None:
-        most = max(1, min(BLOCK, int(BLOCK_SECONDS / self._step_seconds)))
+    def _decode(self, seconds: float) -> None:
+        """Decodes a block of about so many seconds, and at least one step."""
+        most = max(1, min(BLOCK, int(seconds / self._step_seconds)))
         began = time.monotonic()
         found = self._do("step", most=most)
         taken = (time.monotonic() - began) / max(1, *map(len, found.values()), 0)
