@@ -307,17 +307,37 @@ class LongContext:
         Raises:
           InputError: the context is of several texts, or as `ask`.
         """
+        asked = self._encode(_listed(questions))
+        if self.length_warning(max(context.lengths)) is None:
+            self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
+        return self.ask_all_tokens(context, asked, keep=keep, **options)
+
+    def ask_all_tokens(
+        self,
+        context: Context,
+        asked: Sequence[Sequence[int]],
+        *,
+        keep: bool = True,
+        **options: Unpack[AnswerOptions],
+    ) -> list[Answer]:
+        """`ask_all` with questions as token ids; it warns only through `Answer.warning`.
+
+        `sampling` may have a seed for each question.
+        """
         if context.batch != 1:
             raise InputError(
                 f"many questions are asked over one text, this context has {context.batch}; use "
                 "`ask` with a question for each"
             )
-        asked = self._encode(_listed(questions))
-        if self.length_warning(max(context.lengths)) is None:
-            self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
+        if not len(asked):
+            raise InputError("no questions given; expected at least one")
         how: dict[str, Any] = dict(options)
         sampling, on_text = how.pop("sampling", None) or Sampling(), how.pop("on_text", None)
-        samplings = [sampling.at([(0, number)]) for number in range(len(asked))]
+        if not isinstance(sampling.seed, tuple):
+            sampling = sampling.at((0, number) for number in range(len(asked)))
+        seeds = sampling.of_rows(len(asked)).seed
+        assert isinstance(seeds, tuple)
+        samplings = [dataclasses.replace(sampling, seed=(seed,)) for seed in seeds]
         batch = self._batch(context, list(map(len, asked)), how.get("max_tokens", 128))
         if batch is not None:
             answers = self._together(batch, context, asked, samplings, on_text, **how)
@@ -342,7 +362,8 @@ class LongContext:
         """A batch for questions of these lengths; None where they are answered one by one."""
         if not self.together(len(asked)):
             return None
-        places = min(len(asked), TOGETHER)
+        # In few sizes, each of which has programs of its own.
+        places = min(1 << (len(asked) - 1).bit_length(), TOGETHER)
         while places > 1:
             try:
                 reserve = max(asked) + max_tokens
@@ -357,6 +378,8 @@ class LongContext:
         questions: Sequence[int],
         *,
         reserve: int,
+        total: int | None = None,
+        capacity: int = 0,
         keep: bool = True,
         sampling: Sampling | None = None,
         max_tokens: int = 128,
@@ -364,20 +387,22 @@ class LongContext:
         stop_at_eos: bool = True,
     ) -> Compilation:
         """`compile` of what `ask_all` needs for a text and questions of these many tokens."""
+        size: dict[str, Any] = {"reserve": reserve, "capacity": capacity}
+        size["total"] = None if total is None else [total]
         if not self.together(len(questions)):
-            how: dict[str, Any] = {"reserve": reserve, "keep": keep, "max_tokens": max_tokens}
-            given = {"sampling": sampling, "stop": stop, "stop_at_eos": stop_at_eos}
-            return self.compile([context], questions[:1], **how, **given)
+            how: dict[str, Any] = {"sampling": sampling, "max_tokens": max_tokens, "keep": keep}
+            ends = {"stop": stop, "stop_at_eos": stop_at_eos}
+            return self.compile([context], questions[:1], **size, **how, **ends)
         # What stands in for a token while programs are compiled is 0, which must end no answer.
-        ends = [token + 1 for token in self._ends(stop, stop_at_eos)]
+        ids = [token + 1 for token in self._ends(stop, stop_at_eos)]
         compilation = Compilation(self.engine.mesh)
         with compilation.rehearsing():
-            held = self.engine.prefill([[0] * context], reserve=reserve)
+            held = self.engine.prefill([[0] * context], **size)
             compilation.prefill_ends()
             batch = self._batch(held, questions, max_tokens)
             if batch is not None:
-                for size in list(dict.fromkeys(questions))[: batch.places]:
-                    batch.join(held, Request([0] * size, max_tokens=max_tokens, stop_ids=ends))
+                for length in list(dict.fromkeys(questions))[: batch.places]:
+                    batch.join(held, Request([0] * length, max_tokens=max_tokens, stop_ids=ids))
                 # A first step is given other arrays than a later one.
                 batch.step(2)
         return compilation

@@ -146,6 +146,8 @@ def test_many_questions_are_of_one_text(model):
     context = model.prefill(["some text", "another, longer text"])
     with pytest.raises(InputError, match="asked over one text, this context has 2; use `ask`"):
         model.ask_all(context, ["why", "how so"])
+    with pytest.raises(InputError, match="no questions given"):
+        model.ask_all(model.prefill("some text"), [])
 
 
 def test_a_callback_that_fails_leaves_the_context_whole(model):
