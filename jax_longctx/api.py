@@ -44,7 +44,7 @@ from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
 from jax_longctx.engine.running import cannot_share
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
-from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
+from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS, STUDIES, Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
@@ -300,22 +300,47 @@ class LongContext:
           options: `sampling` has one seed, from which each question derives its own by its number;
             `on_text` is called with the question's number.
 
+        Returns:
+          the answers in the order of the questions. Times to a first token of those that are
+          answered together count from the call.
+
         Raises:
           InputError: the context is of several texts, or as `ask`.
+        """
+        asked = self._encode(_listed(questions))
+        if self.length_warning(max(context.lengths)) is None:
+            self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
+        return self.ask_all_tokens(context, asked, keep=keep, **options)
+
+    def ask_all_tokens(
+        self,
+        context: Context,
+        asked: Sequence[Sequence[int]],
+        *,
+        keep: bool = True,
+        **options: Unpack[AnswerOptions],
+    ) -> list[Answer]:
+        """`ask_all` with questions as token ids; it warns only through `Answer.warning`.
+
+        `sampling` may have a seed for each question.
         """
         if context.batch != 1:
             raise InputError(
                 f"many questions are asked over one text, this context has {context.batch}; use "
                 "`ask` with a question for each"
             )
-        asked = self._encode(_listed(questions))
-        if self.length_warning(max(context.lengths)) is None:
-            self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
+        if not len(asked):
+            raise InputError("no questions given; expected at least one")
         how: dict[str, Any] = dict(options)
         sampling, on_text = how.pop("sampling", None) or Sampling(), how.pop("on_text", None)
-        samplings = [sampling.at([(0, number)]) for number in range(len(asked))]
-        if len(asked) > 1 and cannot_share(self.engine, context) is None:
-            answers = self._together(context, asked, samplings, on_text, **how)
+        if not isinstance(sampling.seed, tuple):
+            sampling = sampling.at((0, number) for number in range(len(asked)))
+        seeds = sampling.of_rows(len(asked)).seed
+        assert isinstance(seeds, tuple)
+        samplings = [dataclasses.replace(sampling, seed=(seed,)) for seed in seeds]
+        batch = self._batch(context, list(map(len, asked)), how.get("max_tokens", 128))
+        if batch is not None:
+            answers = self._together(batch, context, asked, samplings, on_text, **how)
             if not keep:
                 context.caches = None
             return answers
@@ -331,8 +356,64 @@ class LongContext:
             answers += self.ask_tokens(context, [row], keep=stays, **one_row)
         return answers
 
+    def _batch(
+        self, context: Context, asked: Sequence[int], max_tokens: int
+    ) -> RunningBatch | None:
+        """A batch for questions of these lengths; None where they are answered one by one."""
+        if not self.together(len(asked)):
+            return None
+        # In few sizes, each of which has programs of its own.
+        places = min(1 << (len(asked) - 1).bit_length(), TOGETHER)
+        while places > 1:
+            try:
+                reserve = max(asked) + max_tokens
+                return RunningBatch(self.engine, places=places, reserve=reserve, context=context)
+            except CapacityError:
+                places //= 2
+        return None
+
+    def compile_all(
+        self,
+        context: int,
+        questions: Sequence[int],
+        *,
+        reserve: int,
+        total: int | None = None,
+        capacity: int = 0,
+        keep: bool = True,
+        sampling: Sampling | None = None,
+        max_tokens: int = 128,
+        stop: Sequence[str] = (),
+        stop_at_eos: bool = True,
+    ) -> Compilation:
+        """`compile` of what `ask_all` needs for a text and questions of these many tokens."""
+        size: dict[str, Any] = {"reserve": reserve, "capacity": capacity}
+        size["total"] = None if total is None else [total]
+        if not self.together(len(questions)):
+            how: dict[str, Any] = {"sampling": sampling, "max_tokens": max_tokens, "keep": keep}
+            ends = {"stop": stop, "stop_at_eos": stop_at_eos}
+            return self.compile([context], questions[:1], **size, **how, **ends)
+        # What stands in for a token while programs are compiled is 0, which must end no answer.
+        ids = [token + 1 for token in self.end_ids(stop, stop_at_eos)]
+        compilation = Compilation(self.engine.mesh)
+        with compilation.rehearsing():
+            held = self.engine.prefill([[0] * context], **size)
+            compilation.prefill_ends()
+            batch = self._batch(held, questions, max_tokens)
+            if batch is not None:
+                for length in list(dict.fromkeys(questions))[: batch.places]:
+                    batch.join(held, Request([0] * length, max_tokens=max_tokens, stop_ids=ids))
+                # A first step is given other arrays than a later one.
+                batch.step(2)
+        return compilation
+
+    def together(self, questions: int) -> bool:
+        """Whether `ask_all` answers so many questions over a text together, where memory allows."""
+        return questions > 1 and cannot_share(self.engine) is None
+
     def _together(
         self,
+        batch: RunningBatch,
         context: Context,
         asked: Sequence[Sequence[int]],
         samplings: Sequence[Sampling],
@@ -343,9 +424,8 @@ class LongContext:
         stop_at_eos: bool = True,
     ) -> list[Answer]:
         """`ask_all` of rows that share the context."""
-        ends, engine = self.end_ids(stop, stop_at_eos), self.engine
-        reserve, places = max(map(len, asked)) + max_tokens, min(len(asked), TOGETHER)
-        batch = RunningBatch(engine, places=places, reserve=reserve, context=context)
+        ends, begun = self.end_ids(stop, stop_at_eos), time.perf_counter()
+        context.answering_bytes = batch.resident_bytes + context.resident_bytes
         readers = [AnswerReader(self.tokenizer, row, stop, ends) for row in asked]
         times: list[list[float]] = [[] for _ in asked]
         waiting, running = collections.deque(range(len(asked))), dict[int, int]()
@@ -371,7 +451,6 @@ class LongContext:
         while waiting or running:
             while waiting and batch.free:
                 number = waiting.popleft()
-                times[number].append(time.perf_counter())
                 how: dict[str, Any] = {"max_tokens": max_tokens, "stop_ids": ends}
                 request = Request(asked[number], samplings[number], **how)
                 place, first = batch.join(context, request)
@@ -381,7 +460,7 @@ class LongContext:
                 if chosen:
                     heard(place, chosen)
         answers = []
-        for row, reader, (begun, first, *later) in zip(asked, readers, times, strict=True):
+        for row, reader, (first, *later) in zip(asked, readers, times, strict=True):
             warning = self.length_warning(context.lengths[0] + len(row) + len(reader.tokens))
             seconds = first - begun, [first, *later][-1] - first
             answers.append(reader.answer(*seconds, warning))

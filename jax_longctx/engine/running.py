@@ -157,7 +157,7 @@ class _Branches:
 
     def __init__(self, engine: Engine, rows: int, context: Context, reserve: int):
         engine.check_context(context)
-        why = cannot_share(engine, context)
+        why = cannot_share(engine, context.batch)
         if why is not None:
             raise InputError(f"{why}; leave out `context`, so that each row has its own")
         own, setup = own_tokens(engine.method), engine.setup
@@ -199,20 +199,20 @@ class _Branches:
             self.held, context.caches = without_context(run.caches, caches)
 
 
-def cannot_share(engine: Engine, context: Context) -> str | None:
-    """Why rows cannot share this context, or None where they can."""
+def cannot_share(engine: Engine, texts: int = 1) -> str | None:
+    """Why rows cannot share a context of so many texts, or None where they can."""
     mesh, config = engine.mesh.shape, engine.config
     if own_tokens(engine.method) is None:
         return "under this method rows cannot share a context"
     if any(window is not None for window in config.windows):
         return "rows cannot share a context in layers with a sliding window"
-    if context.batch != 1 or mesh["data"] != 1:
+    if texts != 1 or mesh["data"] != 1:
         return (
-            f"rows share a context of one text, on a mesh with data=1: this context has "
-            f"{context.batch} texts, the mesh data={mesh['data']}"
+            f"rows share a context of one text, on a mesh with data=1: this context has {texts} "
+            f"texts, the mesh data={mesh['data']}"
         )
-    pages = any("pages" in axes for axes in leaf_axes(context.usable_caches()))
-    if pages and mesh["seq"] > 1:
+    caches = programs.abstract_caches(engine.setup, 1, engine.slots_for(1), 0)
+    if mesh["seq"] > 1 and any("pages" in axes for axes in leaf_axes(caches)):
         return (
             "under a method that keeps digests of pages, rows share a context on a mesh with "
             f"seq=1: this one has seq={mesh['seq']}"

@@ -3,16 +3,19 @@
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 
 import jax_longctx
 from jax_longctx.api import LongContext
-from jax_longctx.engine import RunningBatch
+from jax_longctx.engine import Engine, RunningBatch
+from jax_longctx.engine.ahead import EVENTS, abstract_params
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
+from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import write_tokenizer
 from tests.small_methods import small_method
@@ -104,10 +107,47 @@ def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, mo
         model.ask(context, "why")
 
 
+@pytest.mark.parametrize("by_layer", [True, False])
+@pytest.mark.parametrize("name", ["full", "h2o"])
+def test_the_programs_of_many_questions_compile_ahead(model, name, by_layer):
+    """Those that take long; the engine has shapes in place of weights."""
+    jax.clear_caches()
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=1024)
+    config = dataclasses.replace(model.config, rope=rope, max_position=1024)
+    loaded = tiny_engine(small_method(name), config=config, chunk=64, by_layer=by_layer)
+    params = abstract_params(config, make_mesh(), np.dtype("float32"))
+    how = {"chunk": 64, "by_layer": by_layer}
+    engine = Engine(config, params, small_method(name), make_mesh(), **how)
+    many = LongContext(engine, model.tokenizer)
+    text, questions = "some text that is long enough. " * 9, ["why", "how so", "who"]
+    sizes = [len(model.tokenizer.encode(question)) for question in questions]
+    tokens = len(model.tokenizer.encode(text, bos=True))
+    reserve = max(sizes) + 20
+    many.compile_all(tokens, sizes, reserve=reserve, max_tokens=20).wait(check=True)
+    engine.take_params(loaded.params)
+    names = []
+
+    def listen(event, seconds, **about):
+        if event == EVENTS[-1]:
+            names.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        context = many.prefill(text, reserve=reserve)
+        answers = many.ask_all(context, questions, max_tokens=20)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    large = ("_segment", "_decode_block", "_through_layer", "_finish", "_next_state", "_wanted")
+    assert not {f"jit({program})" for program in large} & set(names)
+    assert all(answer.tokens for answer in answers)
+
+
 def test_many_questions_are_of_one_text(model):
     context = model.prefill(["some text", "another, longer text"])
     with pytest.raises(InputError, match="asked over one text, this context has 2; use `ask`"):
         model.ask_all(context, ["why", "how so"])
+    with pytest.raises(InputError, match="no questions given"):
+        model.ask_all(model.prefill("some text"), [])
 
 
 def test_a_callback_that_fails_leaves_the_context_whole(model):
