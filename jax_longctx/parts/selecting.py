@@ -284,7 +284,7 @@ class Selecting(Appending):
     def selectable(self, store: Store, ctx: LayerContext) -> Span:
         """What lies between the fixed tokens of each row."""
         page = self.page_size
-        pages = store.shape[2] * ctx.seq_size // page
+        pages = store.sizes[2] * ctx.seq_size // page
         sink, stop_B = self.sink, store.length - self.local
         if self.whole_pages:
             sink, stop_B = -(-sink // page) * page, stop_B // page * page
@@ -326,7 +326,7 @@ class Selecting(Appending):
             if lists is not None:
                 return Lists(lists)
         own_BNP = self.scores(q[:, 0], cache, ctx)
-        kv_heads = cache.store.shape[1]
+        kv_heads = cache.store.sizes[1]
         # Of each listed page a score and an index travel.
         few = ctx.seq_size > 1 and 2 * ctx.seq_size * most < pages
         if self.allocation == "uniform" and few:

@@ -128,7 +128,7 @@ def attend_fixed(
     """
     if sink + local == 0:
         return None
-    batch, heads, slots, _ = store.shape
+    batch, heads, slots, _ = store.sizes
     first = jnp.broadcast_to(jnp.arange(sink), (batch, sink))
     first = jnp.where(first < span.start[:, None], first, -1)
     last = span.stop[:, None] + jnp.arange(local)
@@ -151,7 +151,7 @@ def attend_lists(
     prior: Prior | None,
 ) -> Selected:
     """The rotated query against the listed pages' tokens in the span, and the fixed ones."""
-    slots = store.shape[2]
+    slots = store.sizes[2]
     page_size = slots * ctx.seq_size // span.tokens.shape[1]
     local = local_slots(lists.pages, slots // page_size, ctx)
     where = (span.start - ctx.seq_offset(slots), span.stop - ctx.seq_offset(slots))
@@ -175,7 +175,7 @@ def _kept(lists: Lists, span: Span, store: Store, query_heads: int) -> Int[Array
     if lists.heads is None:
         tokens_BX = jnp.sum(tokens_BC.reshape(lists.pages.shape), axis=-1)
     else:
-        named_BEK = lists.heads[..., None] == jnp.arange(store.shape[1])
+        named_BEK = lists.heads[..., None] == jnp.arange(store.sizes[1])
         tokens_BX = jnp.sum(jnp.where(named_BEK, tokens_BC[..., None], 0), axis=1)
     each = query_heads // tokens_BX.shape[1]
     return fixed_B[:, None] + jnp.repeat(tokens_BX, each, axis=1)
