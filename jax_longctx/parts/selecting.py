@@ -465,7 +465,7 @@ class SelectingPages(Selecting):
             together=together,
         )
         if together:
-            return jnp.broadcast_to(lists, (len(lists), cache.store.shape[1], most))
+            return jnp.broadcast_to(lists, (len(lists), cache.store.sizes[1], most))
         return lists
 
     @property

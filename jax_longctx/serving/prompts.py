@@ -92,7 +92,6 @@ class Prompts:
         self.model, self.contexts, self.lengths = model, contexts, lengths
         self.reserve = reserve
         self.alike = reads_alike(model)
-        self._dynamic = model.config.rope.kind == "dynamic"
         # Of contexts with and without the chat template.
         self._layouts = {False: plain_layout()}
         if model.tokenizer.has_chat:
@@ -200,7 +199,9 @@ class Prompts:
             return Prompt(text, row[-1:], row[-1:], 0, most)
         text, cached = self._known(row, most)
         if text is None:
-            total = len(row) if self._dynamic else len(row) - 1
+            # As `generate` reads it. Where reading is alike the total changes nothing, and prompts
+            # that begin alike share the text.
+            total = len(row) - 1 if self.alike else len(row)
             text = self.contexts.text(row[:-1], total)
             cached = len(text.tokens) if text.known or text.reading else 0
         size = len(text.tokens)

@@ -1,5 +1,6 @@
 """Under every method the server answers as the library does, amid others and from known texts."""
 
+import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,6 +8,7 @@ import pytest
 
 from jax_longctx.contract import own_tokens
 from jax_longctx.settings import Sampling
+from tests.jax_longctx.serving.tiny import LENGTHS
 from tests.small_methods import SMALL, small_method
 
 BOOK = "The pass key is 12345. Remember it. " * 8
@@ -83,3 +85,15 @@ def test_answers_about_a_saved_context_are_those_of_ask(serve, tiny, tmp_path, n
             assert list(pool.map(ask, range(3))) == expected
         executor = second.served.team.executor
         assert bool(executor._shared) == (own_tokens(model.engine.method) is not None)
+
+
+@pytest.mark.slow
+def test_a_rotary_base_that_grows_is_that_of_the_whole_prompt(serve, tiny):
+    model = tiny.with_method(small_method("dynamic-ntk"))
+    trained, prompt = model.config.trained_length, BOOK * 8
+    lengths = dataclasses.replace(LENGTHS, whole=4 * trained)
+    assert trained < len(model.tokenizer.encode(prompt)) < 3 * trained
+    (answer,) = model.generate(prompt, sampling=Sampling(temperature=1.0, seed=3), max_tokens=30)
+    with serve(model, lengths=lengths).client() as client:
+        found = client.completions.create(model="tiny", prompt=prompt, seed=3, max_tokens=30)
+    assert found.choices[0].text == answer.text
