@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jax_longctx.contract import own_tokens
+from jax_longctx.methods import make_method
 from jax_longctx.settings import Sampling
 from tests.jax_longctx.serving.tiny import LENGTHS
 from tests.small_methods import SMALL, small_method
+from tests.support import joined, random_rows
 
 BOOK = "The pass key is 12345. Remember it. " * 8
 TAILS = [" What?", " Which key?", " Why?"]
@@ -89,11 +91,14 @@ def test_answers_about_a_saved_context_are_those_of_ask(serve, tiny, tmp_path, n
 
 @pytest.mark.slow
 def test_a_rotary_base_that_grows_is_that_of_the_whole_prompt(serve, tiny):
-    model = tiny.with_method(small_method("dynamic-ntk"))
-    trained, prompt = model.config.trained_length, BOOK * 8
-    lengths = dataclasses.replace(LENGTHS, whole=4 * trained)
-    assert trained < len(model.tokenizer.encode(prompt)) < 3 * trained
-    (answer,) = model.generate(prompt, sampling=Sampling(temperature=1.0, seed=3), max_tokens=30)
-    with serve(model, lengths=lengths).client() as client:
-        found = client.completions.create(model="tiny", prompt=prompt, seed=3, max_tokens=30)
-    assert found.choices[0].text == answer.text
+    # One token beyond the trained length changes this base by four fifths.
+    model = tiny.with_method(make_method("dynamic-ntk", {"factor": "400"}))
+    trained = model.config.trained_length
+    (row,) = random_rows([trained + 1], seed=5, vocab=model.config.vocab_size)
+    sampling = Sampling(temperature=1.0, seed=3)
+    (tokens,) = joined(model.engine.generate([row], sampling=sampling, max_tokens=30))
+    with serve(model, lengths=dataclasses.replace(LENGTHS, whole=2 * trained)).client() as client:
+        found = client.completions.create(model="tiny", prompt=row, seed=3, max_tokens=30)
+    text = found.choices[0].text
+    # The server ends at a token that ends the text.
+    assert len(text) > 10 and model.tokenizer.decode(tokens).startswith(text)
