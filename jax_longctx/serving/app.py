@@ -171,7 +171,8 @@ class Service:
 
     def check_key(self, request: Request) -> None:
         """Raises RequestError unless the request has one of the keys, if there are any."""
-        if not self.access.keys or request.url.path in OPEN:
+        # Not `request.url`: a client's Host header can put another path there.
+        if not self.access.keys or request.scope["path"] in OPEN:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         given = hashlib.sha256(key.strip().encode("latin-1")).digest()
@@ -542,7 +543,7 @@ def make_app(service: Service) -> Starlette:
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        what = f"{request.method} {request.url.path!r:.200}"
+        what = f"{request.method} {request.scope['path']!r:.200}"
         code = RequestError(error.status_code, f"{what}: {error.detail}", code="unknown_url")
         service.metrics.requests.labels("other", str(error.status_code)).inc()
         return _error(code)

@@ -361,6 +361,10 @@ def test_keys_are_asked_for(serve, tiny):
                 assert http.get(path, headers=headers).status_code == 401
         for path in ("/health", "/ready"):
             assert http.get(path).status_code == 200
+            # Some frameworks read the path from this header.
+            for host in (f"x{path}?", f"x{path}#", f"x{path}"):
+                answer = http.get("/v1/models", headers={"host": host})
+                assert answer.status_code == 401, host
 
 
 def test_a_fault_of_the_scheduler_is_reported_once(serve, tiny, monkeypatch):
