@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
+import pydantic
 from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -95,14 +96,14 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        asked = schema.parsed(schema.ChatRequest, await self._body(request))
+        asked = await self._parsed(schema.ChatRequest, request)
         entry = self._named(asked)
         prompt = await anyio.to_thread.run_sync(self.prompts.chat, asked, entry)
         return await self._answered(request, asked, prompt, "chat")
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions"""
-        asked = schema.parsed(schema.CompletionRequest, await self._body(request))
+        asked = await self._parsed(schema.CompletionRequest, request)
         entry = self._named(asked)
         prompt = await anyio.to_thread.run_sync(self.prompts.completion, asked, entry)
         return await self._answered(request, asked, prompt, "completion")
@@ -209,35 +210,21 @@ class Service:
             ) from None
         return b"".join(pieces)
 
+    async def _parsed[Model: pydantic.BaseModel](
+        self, kind: type[Model], request: Request
+    ) -> Model:
+        """The request's JSON, checked in a worker thread."""
+        body = await self._body(request)
+        return await anyio.to_thread.run_sync(schema.parsed, kind, body)
+
     async def _context_request(self, request: Request) -> schema.ContextRequest:
         """The request for a context, from JSON or from a form with a file."""
-        body = await self._body(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "multipart/form-data":
-            return schema.parsed(schema.ContextRequest, body)
-        sent = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def replay() -> Any:
-            return next(sent)
-
-        form = await Request(request.scope, replay).form(max_files=1, max_fields=8)
-        try:
-            values: dict[str, Any] = {}
-            for name, value in form.multi_items():
-                if name in values or (name == "file") != isinstance(value, UploadFile):
-                    raise RequestError(
-                        400, f"the form's field {name!r} is twice, or no {name}", param=name
-                    )
-                if isinstance(value, UploadFile):
-                    values["text"] = _decoded(await value.read())
-                else:
-                    # Forms have texts alone: ttl=60, stream=true.
-                    with contextlib.suppress(ValueError, RecursionError):
-                        value = json.loads(value) if name != "text" else value
-                    values[name] = value
-        finally:
-            await form.close()
-        return schema.parsed(schema.ContextRequest, json.dumps(values).encode())
+            return await self._parsed(schema.ContextRequest, request)
+        form = _form(request, await self._body(request))
+        values = await anyio.to_thread.run_sync(asyncio.run, form)
+        return await anyio.to_thread.run_sync(schema.parsed, schema.ContextRequest, values)
 
     def _laid_out(self, asked: schema.ContextRequest) -> Any:
         text = asked.text
@@ -430,6 +417,33 @@ class Service:
         finally:
             if not ready:
                 self.contexts.remove(entry.id)
+
+
+async def _form(request: Request, body: bytes) -> dict[str, Any]:
+    """The fields of a form, as JSON would give them; an uploaded `file` becomes `text`."""
+    sent = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def replay() -> Any:
+        return next(sent)
+
+    form = await Request(request.scope, replay).form(max_files=1, max_fields=8)
+    try:
+        values: dict[str, Any] = {}
+        for name, value in form.multi_items():
+            if name in values or (name == "file") != isinstance(value, UploadFile):
+                raise RequestError(
+                    400, f"the form's field {name!r:.80} is twice, or no {name:.80}", param=name
+                )
+            if isinstance(value, UploadFile):
+                values["text"] = _decoded(await value.read())
+            else:
+                # Forms have texts alone: ttl=60, stream=true.
+                with contextlib.suppress(ValueError, RecursionError):
+                    value = json.loads(value) if name != "text" else value
+                values[name] = value
+    finally:
+        await form.close()
+    return values
 
 
 async def _rest(first: Event, stream: AsyncIterator[Event]) -> None:

@@ -100,7 +100,7 @@ class Prompts:
 
     def completion(self, asked: CompletionRequest, entry: Entry | None) -> Prompt:
         """Raises RequestError or a LongctxError for a prompt that cannot be answered."""
-        given, tokenizer = asked.one_prompt, self.model.tokenizer
+        given, tokenizer = asked.prompt, self.model.tokenizer
         if isinstance(given, str):
             row = tokenizer.encode(given, bos=entry is None)
         else:

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 import time
+import tracemalloc
 
 import jax
 import openai
@@ -17,6 +18,7 @@ import jax_longctx
 from jax_longctx.api import LongContext
 from jax_longctx.engine.capacity import reserved
 from jax_longctx.serving.app import Access
+from jax_longctx.serving.schema import ChatRequest, CompletionRequest, RequestError, parsed
 from jax_longctx.settings import Sampling
 from tests.jax_longctx.serving.tiny import LENGTHS
 
@@ -130,6 +132,49 @@ def test_ten_thousand_malformed_bodies_leave_nothing(server):
     fuzz(server, 10_000, seed=3)
     check_idle(server)
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**COMPLETION, "prompt": [1, "a"] * 120_000}),
+        ("/v1/completions", {**COMPLETION, "prompt": [["a"] * 120_000]}),
+        ("/v1/completions", {**COMPLETION, "prompt": [None] * 120_000}),
+        ("/v1/completions", {**COMPLETION, "stop": [1] * 240_000}),
+        ("/v1/completions", COMPLETION | {f"{i}": 1 for i in range(60_000)}),
+        ("/v1/chat/completions", {**CHAT, "messages": [{}] * 200_000}),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": [1] * 240_000}]},
+        ),
+    ],
+)
+def test_a_body_with_many_faults_is_checked_up_to_the_first(path, body):
+    kind = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}[path]
+    raw = json.dumps(body).encode()
+    assert 500_000 < len(raw) < 1 << 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as caught:
+            parsed(kind, raw)
+        # Each fault would take a kilobyte. The JSON's own values take most of this.
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(json.dumps(caught.value.body())) < 500
+
+
+def test_errors_show_the_beginning_of_long_names_and_values(server):
+    long = "x" * 200_000
+    bodies = [{**COMPLETION, long: 1}, {**COMPLETION, "max_tokens": long}]
+    bodies += [{**COMPLETION, "max_tokens": [long] * 4}, {**COMPLETION, "model": long}]
+    with server.http() as http:
+        for body in bodies:
+            answer = http.post("/v1/completions", json=body)
+            assert 400 <= answer.status_code < 500
+            assert len(answer.content) < 700
+        answer = http.post("/v1/contexts", files={long: ("a", b"text")})
+        assert answer.status_code == 400 and len(answer.content) < 700
 
 
 def test_forms_that_are_none_are_4xx(server):
