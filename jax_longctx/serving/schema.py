@@ -114,6 +114,8 @@ class _Model(pydantic.BaseModel):
 # A list whose check ends at its first fault: every fault takes a kilobyte.
 type Items[Item] = Annotated[list[Item], Field(fail_fast=True)]
 
+type TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
 
 class StreamOptions(_Model):
     """`include_usage`: whether the last event of a stream counts the tokens."""
@@ -266,7 +268,7 @@ class CompletionRequest(_Answered):
     """`POST /v1/completions`; the prompt is text or token ids, or a list with one such."""
 
     prompt: Annotated[
-        Annotated[str, Tag("text")] | Annotated[Items[int], Tag("ids")],
+        Annotated[str, Tag("text")] | Annotated[Items[TokenId], Tag("ids")],
         Discriminator(
             _prompt_form,
             custom_error_type="prompt_type",
