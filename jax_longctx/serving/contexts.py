@@ -44,6 +44,7 @@ class Text:
       question: of methods that read a text for one question; such a text is never shared.
       resident: bytes on each device, 0 while it is not in memory.
       saved: whether the disk has it.
+      damaged: whether its files were damaged: it is saved again after it is read.
       reading: (tokens read, tokens to read) while it is being read.
       keep: whether it stays in memory for later requests when nobody names it.
       used: when it was last used, of `time.monotonic`.
@@ -58,6 +59,7 @@ class Text:
     question: list[int] | None = None
     resident: int = 0
     saved: bool = False
+    damaged: bool = False
     reading: tuple[int, int] | None = None
     keep: bool = False
     used: float = 0.0

@@ -18,6 +18,7 @@ that no row needs leaves the memory: to the disk where a client named it.
 
 import collections
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +27,14 @@ from typing import Any
 from jax_longctx.api import AnswerReader
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.running import Chosen, Request
-from jax_longctx.errors import CapacityError, LongctxError
+from jax_longctx.errors import CapacityError, CheckpointError, LongctxError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.serving.contexts import Contexts, Entry, Text
 from jax_longctx.serving.executor import Executor, Team, request_values
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.schema import RequestError, from_library
+
+log = logging.getLogger(__name__)
 
 # Seconds of joins and reading between two blocks of decode steps, where rows decode.
 READ_SECONDS = 0.08
@@ -309,15 +312,27 @@ class Scheduler:
         need = self._executor.needed_bytes(len(text.tokens))
         if not self._make_room(text, need):
             return False
-        if text.saved:
-            self._do("load", key=text.key, path=str(self.contexts.path(text)))
-            text.resident = self._executor.resident_bytes(text.key)
-            self.metrics.loaded.inc()
+        if text.saved and self._load(text):
+            return True
+        if self._text is not None:
             return True
         tokens = text.tokens.tolist()
         self._do("read", key=text.key, tokens=tokens, total=text.total, question=text.question)
         text.reading, self._text, self._need = (0, len(tokens)), text, need
         job.cached = 0
+        return True
+
+    def _load(self, text: Text) -> bool:
+        """Loads a saved text; False where its files are damaged, and were removed."""
+        try:
+            self._do("load", key=text.key, path=str(self.contexts.path(text)))
+        except CheckpointError as error:
+            log.warning("a saved context cannot be loaded, its text is read again: %s", error)
+            self.contexts.remove_files(text)
+            text.damaged = True
+            return False
+        text.resident = self._executor.resident_bytes(text.key)
+        self.metrics.loaded.inc()
         return True
 
     def _make_room(self, wanted: Text, need: int) -> bool:
@@ -357,6 +372,14 @@ class Scheduler:
         self._do("save", key=text.key, path=str(self.contexts.path(text)))
         self.contexts.write_entries(text)
         self.metrics.saved.inc()
+
+    def _save_again(self, text: Text) -> None:
+        """Saves a text whose files were damaged; where that fails, it is in memory alone."""
+        try:
+            if text.entries:
+                self._save(text)
+        except CheckpointError as error:
+            log.warning("a context cannot be saved again: %s", error)
 
     def _finish_reading(self, job: Job) -> None:
         """Ends a job that only reads."""
@@ -416,6 +439,9 @@ class Scheduler:
             text.resident = self._executor.resident_bytes(text.key)
             self.metrics.read_tokens.inc(len(text.tokens))
             self._text, self._need, text.reading = None, 0, None
+            if text.damaged:
+                text.damaged = False
+                self._save_again(text)
             return
         text.reading = now
         for job in self._queued():

@@ -9,6 +9,7 @@ Three fields are not OpenAI's: `context` (the id of a text that was read), `top_
 """
 
 import json
+import logging
 import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,14 @@ class RequestError(Exception):
 def from_library(error: LongctxError) -> RequestError:
     """The library's error for one request."""
     if isinstance(error, CheckpointError):
-        return RequestError(500, str(error), kind="server_error", code="context_files")
+        # The error names files of the server, which are not the client's business.
+        logging.getLogger(__name__).error("%s", error)
+        return RequestError(
+            500,
+            "the server could not write or read the files of a context; its log says why",
+            kind="server_error",
+            code="context_files",
+        )
     code = "out_of_memory" if isinstance(error, CapacityError) else None
     return RequestError(400, str(error), code=code)
 

@@ -1,6 +1,7 @@
 """Contexts: read once, asked many times, by their ids or by prompts that begin with them."""
 
 import json
+import os
 import time
 
 import openai
@@ -291,7 +292,7 @@ def test_saved_contexts_are_found_after_a_restart(serve, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_disk_that_cannot_be_written_fails_the_request_alone(serve, tiny, monkeypatch):
+def test_a_disk_that_cannot_be_written_fails_the_request_alone(serve, tiny, monkeypatch, caplog):
     running = serve(tiny)
     executor = running.served.team.executor
 
@@ -302,7 +303,11 @@ def test_a_disk_that_cannot_be_written_fails_the_request_alone(serve, tiny, monk
     with running.http() as http, running.client() as client:
         answer = http.post("/v1/contexts", json={"text": BOOK, "save": True})
         assert answer.status_code == 500
-        assert "No space left on device" in answer.json()["error"]["message"]
+        # The client learns no path of the server; the log has it.
+        assert "its log says why" in answer.json()["error"]["message"]
+        assert str(running.served.contexts.folder) not in answer.text
+        assert f"{running.served.contexts.folder}/" in caplog.text
+        assert "No space left on device" in caplog.text
         assert http.get("/v1/contexts").json()["data"] == []
         assert ask(client, read(http, text=BOOK)["id"], "What?")[0] == asked(tiny, BOOK, "What?")
 
@@ -331,6 +336,46 @@ def test_short_device_memory_drops_texts_and_then_refuses(serve, tiny, monkeypat
         answer = http.post("/v1/contexts", json={"text": "A third text."})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"] == "a cache needs more than is free"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, caplog):
+    folder = tmp_path / "kept"
+    first = serve(tiny, contexts=folder)
+    with first.http() as http:
+        name = read(http, text=BOOK, chat=False, save=True)["id"]
+    first.stop()
+    # An array's file is cut off, the manifest is whole.
+    (arrays,) = folder.glob("*/*/caches")
+    largest = max((each for each in arrays.rglob("*") if each.is_file()), key=_size)
+    os.truncate(largest, _size(largest) // 2)
+    second = serve(tiny, contexts=folder)
+    with second.http() as http, second.client() as client:
+        assert http.get(f"/v1/contexts/{name}").json()["state"] == "saved"
+        expected = asked(tiny, BOOK, "What?", chat=False)
+        if named:
+            assert ask(client, name, "What?")[0] == expected
+        else:
+            tail = tiny.layout(False).question("What?")
+            (answer,) = tiny.generate(
+                BOOK + tail, sampling=Sampling(temperature=1.0, seed=0), max_tokens=12
+            )
+            assert complete(client, BOOK + tail, seed=0, max_tokens=12).choices[0].text == (
+                answer.text
+            )
+        found = http.get(f"/v1/contexts/{name}").json()
+        assert (found["state"], found["saved"]) == ("ready", True)
+        assert "longctx_contexts_loaded_total 0.0" in http.get("/metrics").text
+    assert "its text is read again" in caplog.text and str(folder) in caplog.text
+    second.stop()
+    third = serve(tiny, contexts=folder)
+    with third.client() as client, third.http() as http:
+        assert ask(client, name, "What?")[0] == expected
+        assert "longctx_contexts_loaded_total 1.0" in http.get("/metrics").text
+
+
+def _size(path):
+    return path.stat().st_size
 
 
 def test_two_servers_do_not_share_a_folder(serve, tiny, tmp_path):
