@@ -31,6 +31,8 @@ from jax_longctx.engine.context_io import saved_tokens
 from jax_longctx.errors import CheckpointError, InputError
 
 Tokens = np.ndarray
+# Held by the server that keeps its contexts in the folder.
+LOCK = "server.lock"
 
 
 @dataclasses.dataclass(eq=False)
@@ -326,11 +328,14 @@ class Contexts:
             "entries": [{name: getattr(entry, name) for name in names} for entry in entries],
         }
         file = self._file(text)
-        partial = file.with_suffix(".partial")
+        # `save_context` makes a folder KEY.partial.
+        partial = file.with_name(f"{file.name}.partial")
         try:
             partial.write_text(json.dumps(described), encoding="utf-8")
             partial.replace(file)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise CheckpointError(f"{file} could not be written: {error.strerror}") from error
         text.saved = True
 
@@ -367,6 +372,8 @@ class Contexts:
         for path in self.folder.iterdir():
             if path.is_dir() and path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
+            elif path.name.endswith((".partial", ".lock")) and path.name != LOCK:
+                path.unlink(missing_ok=True)
         self.expired()
 
 
@@ -374,7 +381,7 @@ def _hold(folder: Path) -> int:
     """Locks the folder for this server; the kernel releases the lock when the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from error
     try:

@@ -1,8 +1,10 @@
 """Contexts: read once, asked many times, by their ids or by prompts that begin with them."""
 
+import errno
 import json
 import os
 import time
+from pathlib import Path
 
 import openai
 import pytest
@@ -372,6 +374,44 @@ def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, cap
     with third.client() as client, third.http() as http:
         assert ask(client, name, "What?")[0] == expected
         assert "longctx_contexts_loaded_total 1.0" in http.get("/metrics").text
+
+
+def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatch):
+    """The file with the entries fails half-way; the same text is saved later."""
+    running = serve(tiny, contexts=tmp_path / "kept")
+    folder = running.served.contexts.folder
+    write = Path.write_text
+
+    def full(path, text, **how):
+        if path.parent == folder:
+            write(path, text[:10], **how)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text, **how)
+
+    with running.http() as http:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "write_text", full)
+            assert http.post("/v1/contexts", json={"text": BOOK, "save": True}).status_code == 500
+        assert not [path for path in folder.glob("*.partial") if path.is_file()]
+        assert read(http, text=BOOK, save=True)["saved"] is True
+
+
+def test_a_server_removes_what_a_killed_one_left(serve, tiny, tmp_path):
+    first = serve(tiny, contexts=tmp_path / "kept")
+    with first.http() as http:
+        name = read(http, text=BOOK, save=True)["id"]
+    first.stop()
+    folder = first.served.contexts.folder
+    whole = sorted(folder.rglob("*"))
+    (saved,) = folder.glob("*.json")
+    for stray in (f"{saved.stem}.partial", f"{saved.name}.partial", "0123.lock"):
+        (folder / stray).write_text("{")
+    (folder / "0123.partial").mkdir()
+    (folder / "4567").mkdir()
+    second = serve(tiny, contexts=tmp_path / "kept")
+    assert sorted(folder.rglob("*")) == whole
+    with second.http() as http:
+        assert http.get(f"/v1/contexts/{name}").json()["state"] == "saved"
 
 
 def _size(path):
