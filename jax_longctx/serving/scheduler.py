@@ -272,7 +272,7 @@ class Scheduler:
             if text.reading or text.resident:
                 self._do("forget", key=text.key)
             text.reading, text.resident = None, 0
-        unnamed = [text for text in self.contexts.idle() if not text.entries]
+        unnamed = [text for text in self.contexts.idle() if not (text.entries or text.jobs)]
         for text in unnamed[: max(0, len(unnamed) - MOST_UNNAMED)]:
             self._forget(text)
         counts = self.contexts.counts()
@@ -292,7 +292,9 @@ class Scheduler:
             if text.reading is not None:
                 continue
             try:
-                if not text.resident and not blocked:
+                # A text is fetched for a row that can begin, not for one that waits for a place.
+                wanted = job.request is None or self._executor.free > 0
+                if wanted and not (text.resident or blocked):
                     blocked = not self._fetch(job)
                 if not text.resident:
                     continue
@@ -353,9 +355,17 @@ class Scheduler:
         return True
 
     def _drop_one(self, wanted: Text) -> bool:
-        """Takes the least recently used idle text out of memory; False where there is none."""
+        """Takes the least recently used idle text out of memory; False where there is none.
+
+        Texts of jobs that came before those for `wanted` stay.
+        """
+        kept = {wanted}
+        for job in self._queued():
+            if job.text is wanted:
+                break
+            kept.add(job.text)
         for text in self.contexts.idle():
-            if text is not wanted:
+            if text not in kept:
                 if text.entries and not text.saved:
                     self._save(text)
                 self._forget(text)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import socket
 import threading
 import time
@@ -347,6 +348,38 @@ def test_a_request_that_does_not_fit_now_waits(slow, tiny):
         thread.join(20)
     expected = [(text, tiny.generate(text, max_tokens=8)[0].text) for text in texts]
     assert done == expected
+    check_idle(running)
+
+
+def test_waiting_requests_keep_each_others_texts(slow, tiny):
+    """One row on the first text, room for two: the other two questions wait for the row's place."""
+    texts = [f"{number} is the pass key." for number in range(3)]
+    reserve = reserved(LENGTHS.question + LENGTHS.answer)
+    need = tiny.engine.new_cache_bytes(20 + reserve, reserve)
+    running = slow(rows=1, context_bytes=2 * need)
+    with running.http() as http:
+        body = {"chat": False}
+        names = [
+            http.post("/v1/contexts", json={**body, "text": text}).json()["id"] for text in texts
+        ]
+
+        def ask(name, tokens):
+            body = slow_request(max_tokens=tokens, context=name, prompt=" Remember")
+            with running.http() as own:
+                assert own.post("/v1/completions", json=body).status_code == 200
+
+        asked = zip(names, (24, 1, 1), strict=True)
+        threads = [threading.Thread(target=ask, args=each) for each in asked]
+        for number, thread in enumerate(threads):
+            thread.start()
+            wait_until(lambda number=number: running.served.scheduler._jobs == number + 1)
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        figures = http.get("/metrics").text
+    (loaded,) = re.findall(r"longctx_contexts_loaded_total (\d+)\.0", figures)
+    # Each at most once.
+    assert int(loaded) <= 3
     check_idle(running)
 
 
