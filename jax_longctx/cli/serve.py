@@ -53,8 +53,13 @@ class Listening:
         exists=True,
         file_okay=False,
     )
-    max_body: int = option("Largest request in MiB.", default=64)
-    timeout: float = option("Most seconds of a request.", default=600.0)
+    max_body: int = option(
+        "Largest request in MiB; those that are received at a time may take four times as much.",
+        default=64,
+    )
+    timeout: float = option(
+        "Most seconds of a request, its body's arrival included.", default=600.0
+    )
     grace: float = option("Seconds that answers have to finish after SIGTERM.", default=30.0)
 
     def __post_init__(self) -> None:
@@ -220,6 +225,7 @@ def _options(
             keys=keys,
             files_under=listening.files_under,
             body=listening.max_body * MIB,
+            bodies=4 * listening.max_body * MIB,
             seconds=listening.timeout,
         ),
         rows=limits.rows,

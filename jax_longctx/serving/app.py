@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from jax_longctx.serving.scheduler import (
     Failed,
     Job,
     Piece,
+    Place,
     Reading,
     Ready,
     Scheduler,
@@ -59,13 +60,15 @@ class Access:
       keys: SHA-256 digests of the API keys; none: everyone may ask.
       files_under: the folder that `file` of a context may name a file of, or None.
       body: most bytes of a request.
+      bodies: most bytes of all requests that are being received or tokenised.
       body_seconds: for a request's body to arrive.
-      seconds: for a request to be answered.
+      seconds: for a request to be answered, from its headers on.
     """
 
     keys: Sequence[bytes] = ()
     files_under: Path | None = None
     body: int = 64 * 2**20
+    bodies: int = 256 * 2**20
     body_seconds: float = 120.0
     seconds: float = 600.0
 
@@ -90,23 +93,26 @@ class Service:
         self.model, self.name, self.prompts, self.contexts = model, name, prompts, contexts
         self.scheduler, self.metrics, self.access = scheduler, metrics, access
         self.created = int(time.time())
+        self._bodies = 0
         self.fingerprint = model.engine.fingerprint
 
     # -- routes ------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        asked = await self._parsed(schema.ChatRequest, request)
-        entry = self._named(asked)
-        prompt = await anyio.to_thread.run_sync(self.prompts.chat, asked, entry)
-        return await self._answered(request, asked, prompt, "chat")
+        with self._admitted() as place:
+            asked = await self._parsed(schema.ChatRequest, request, place)
+            entry = self._named(asked)
+            prompt = await anyio.to_thread.run_sync(self.prompts.chat, asked, entry)
+            return await self._answered(request, asked, prompt, "chat", place)
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions"""
-        asked = await self._parsed(schema.CompletionRequest, request)
-        entry = self._named(asked)
-        prompt = await anyio.to_thread.run_sync(self.prompts.completion, asked, entry)
-        return await self._answered(request, asked, prompt, "completion")
+        with self._admitted() as place:
+            asked = await self._parsed(schema.CompletionRequest, request, place)
+            entry = self._named(asked)
+            prompt = await anyio.to_thread.run_sync(self.prompts.completion, asked, entry)
+            return await self._answered(request, asked, prompt, "completion", place)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
@@ -120,13 +126,18 @@ class Service:
 
     async def read_context(self, request: Request) -> Response:
         """POST /v1/contexts"""
-        asked = await self._context_request(request)
+        with self._admitted() as place:
+            return await self._read_context(request, place)
+
+    async def _read_context(self, request: Request, place: Place) -> Response:
+        asked = await self._context_request(request, place)
         text, chat = await anyio.to_thread.run_sync(self._laid_out, asked)
         entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
         done = False
         try:
-            job, events = self._job(text=text, entry=entry)
-            self.scheduler.submit(job)
+            job, events = self._job(place, text=text, entry=entry)
+            self.scheduler.submit(job, place)
+            self._drop_body(place)
             stream = self._events(job, events)
             first = await self._first(request, job, stream)
             if asked.stream:
@@ -187,7 +198,20 @@ class Service:
                 code="invalid_api_key",
             )
 
-    async def _body(self, request: Request) -> bytes:
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[Place]:
+        """A place for the request, taken before its body is read."""
+        with self.scheduler.place() as place:
+            try:
+                yield place
+            finally:
+                self._drop_body(place)
+
+    def _drop_body(self, place: Place) -> None:
+        """Counts that the request's body has left the memory."""
+        self._bodies, place.body = self._bodies - place.body, 0
+
+    async def _body(self, request: Request, place: Place) -> bytes:
         """The request's body, within the limits of size and time."""
         limit = self.access.body
         too_large = RequestError(
@@ -196,33 +220,41 @@ class Service:
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > limit:
             raise too_large
-        pieces, size = [], 0
+        pieces, seconds = [], min(self.access.body_seconds, self.access.seconds)
         try:
-            async with asyncio.timeout(self.access.body_seconds):
+            async with asyncio.timeout(seconds):
                 async for piece in request.stream():
-                    size += len(piece)
-                    if size > limit:
+                    if place.body + len(piece) > limit:
                         raise too_large
+                    if self._bodies + len(piece) > self.access.bodies:
+                        raise RequestError(
+                            429,
+                            f"the bodies of all requests take {self._bodies:,} bytes, the server "
+                            f"holds {self.access.bodies:,}; try again later",
+                            kind="rate_limit_error",
+                            code="rate_limit_exceeded",
+                            retry_after=1,
+                        )
+                    self._bodies += len(piece)
+                    place.body += len(piece)
                     pieces.append(piece)
         except TimeoutError:
-            raise RequestError(
-                408, f"the body did not arrive within {self.access.body_seconds:g} s"
-            ) from None
+            raise RequestError(408, f"the body did not arrive within {seconds:g} s") from None
         return b"".join(pieces)
 
     async def _parsed[Model: pydantic.BaseModel](
-        self, kind: type[Model], request: Request
+        self, kind: type[Model], request: Request, place: Place
     ) -> Model:
         """The request's JSON, checked in a worker thread."""
-        body = await self._body(request)
+        body = await self._body(request, place)
         return await anyio.to_thread.run_sync(schema.parsed, kind, body)
 
-    async def _context_request(self, request: Request) -> schema.ContextRequest:
+    async def _context_request(self, request: Request, place: Place) -> schema.ContextRequest:
         """The request for a context, from JSON or from a form with a file."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "multipart/form-data":
-            return await self._parsed(schema.ContextRequest, request)
-        form = _form(request, await self._body(request))
+            return await self._parsed(schema.ContextRequest, request, place)
+        form = _form(request, await self._body(request, place))
         values = await anyio.to_thread.run_sync(asyncio.run, form)
         return await anyio.to_thread.run_sync(schema.parsed, schema.ContextRequest, values)
 
@@ -286,7 +318,9 @@ class Service:
         asked: schema.ChatRequest | schema.CompletionRequest,
         prompt: Prompt,
         kind: Any,
+        place: Place,
     ) -> Response:
+        self._drop_body(place)
         tokenizer, logprobs = self.model.tokenizer, asked.wanted_logprobs
         try:
             ends = self.model.end_ids(asked.stops, True)
@@ -299,12 +333,12 @@ class Service:
             )
             reader = AnswerReader(tokenizer, prompt.after, asked.stops, ends)
             job, events = self._job(
-                text=prompt.text, request=row, reader=reader, cached=prompt.cached
+                place, text=prompt.text, request=row, reader=reader, cached=prompt.cached
             )
         except BaseException:
             self.contexts.release(prompt.text)
             raise
-        self.scheduler.submit(job)
+        self.scheduler.submit(job, place)
         count = len(prompt.text.tokens) + len(prompt.question)
         answer = Answer(kind, self.name, self.fingerprint, tokenizer, logprobs is not None, count)
         stream = self._events(job, events)
@@ -314,7 +348,7 @@ class Service:
             return _stream(self._chunks(answer, first, stream, asked.include_usage))
         return JSONResponse(await self._watched(request, job, _whole(answer, first, stream)))
 
-    def _job(self, **how: Any) -> tuple[Job, asyncio.Queue[Event]]:
+    def _job(self, place: Place, **how: Any) -> tuple[Job, asyncio.Queue[Event]]:
         """A job, and the queue of its events, which the scheduler's thread fills."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
@@ -324,7 +358,7 @@ class Service:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        return Job(send=send, **how), events
+        return Job(send=send, came=place.came, **how), events
 
     async def _events(self, job: Job, events: asyncio.Queue[Event]) -> AsyncIterator[Event]:
         """The job's events up to the last; the job is cancelled where nobody takes them all.
@@ -508,7 +542,7 @@ def _error(error: RequestError) -> Response:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413):
+    if error.status in (408, 413, 429):
         # What is left of the body is not read.
         headers["connection"] = "close"
     return JSONResponse(error.body(), status_code=error.status, headers=headers)

@@ -102,6 +102,7 @@ class Prompts:
         """Raises RequestError or a LongctxError for a prompt that cannot be answered."""
         given, tokenizer = asked.prompt, self.model.tokenizer
         if isinstance(given, str):
+            self._check_characters(len(given), "prompt")
             row = tokenizer.encode(given, bos=entry is None)
         else:
             (row,) = self.model.engine.padded([given])[:1]
@@ -115,6 +116,7 @@ class Prompts:
         """Raises RequestError or a LongctxError for a chat that cannot be answered."""
         tokenizer = self.model.tokenizer
         messages = [message.for_template() for message in asked.messages]
+        self._check_characters(sum(len(each["content"]) for each in messages), "messages")
         if entry is None:
             row = tokenizer.encode(tokenizer.chat(messages), bos=True)
             return self._split(row, asked.wanted_tokens)
@@ -136,6 +138,7 @@ class Prompts:
         chat = self.model.tokenizer.has_chat if chat is None else chat
         if chat not in self._layouts:
             raise RequestError(400, "this checkpoint has no chat template", param="chat")
+        self._check_characters(len(text), "text")
         layout = self._layouts[chat]
         row = self.model.tokenizer.encode(layout.context(text), bos=True)
         self._check_whole(len(row), 1, "text")
@@ -221,6 +224,18 @@ class Prompts:
         if shared < shortest:
             return None, 0
         return self.contexts.text(row[:shared], shared), 0
+
+    def _check_characters(self, given: int, param: str) -> None:
+        """Refuses a text that cannot be short enough, before the time for its tokens is spent."""
+        most = self.lengths.whole * self.model.tokenizer.longest_piece
+        if given > most:
+            raise RequestError(
+                400,
+                f"a text of {given:,} characters is longer than the {self.lengths.whole:,} tokens "
+                f"that this server takes; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _check_whole(self, given: int, wanted: int | None, param: str) -> int:
         """Tokens of the answer: as many as asked, or as there is room for."""

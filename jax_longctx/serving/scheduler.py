@@ -17,11 +17,12 @@ that no row needs leaves the memory: to the disk where a client named it.
 """
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_longctx.api import AnswerReader
@@ -117,6 +118,21 @@ class Job:
 
 
 @dataclasses.dataclass
+class Place:
+    """A request's place among those that are answered or wait.
+
+    Attributes:
+      came: when the request came, of `time.monotonic`.
+      body: bytes of its body in memory.
+      given: whether a job has the place now, which gives it back at its end.
+    """
+
+    came: float = dataclasses.field(default_factory=time.monotonic)
+    body: int = 0
+    given: bool = False
+
+
+@dataclasses.dataclass
 class _Row:
     """A job whose answer is being decoded; `held` are tokens whose text is not certain yet."""
 
@@ -131,7 +147,7 @@ class Scheduler:
 
     Args:
       budget: bytes on each device that texts in memory may take.
-      most: jobs that may wait or run at a time.
+      most: requests that may wait or be answered at a time.
       crashed: called in the thread with an error that is no request's fault; nothing runs after.
     """
 
@@ -171,33 +187,53 @@ class Scheduler:
         """Whether jobs are taken."""
         return self._thread.is_alive() and not self._closing
 
-    def submit(self, job: Job) -> None:
-        """Takes a job. Its text is released when the job ends, or here where it is refused.
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Place]:
+        """A place for a request, before anything of it is read; `submit` gives it to a job.
 
         Raises:
-          RequestError: too many jobs (429), or the server is shutting down (503).
+          RequestError: no place is free (429), or the server is shutting down (503).
         """
         with self._changed:
-            refused = None
-            if not self.accepts:
-                refused = RequestError(
-                    503, "the server is shutting down", kind="server_error", retry_after=10
-                )
-            elif self._jobs >= self.most:
-                refused = RequestError(
+            self._check_accepts()
+            if self._jobs >= self.most:
+                raise RequestError(
                     429,
                     f"{self._jobs} requests are being answered or wait already; try again later",
                     kind="rate_limit_error",
                     code="rate_limit_exceeded",
                     retry_after=self._patience(),
                 )
-            if refused is None:
-                self._jobs += 1
-                self._waiting.append(job)
-                self._changed.notify()
-                return
-        self.contexts.release(job.text)
-        raise refused
+            self._jobs += 1
+        place = Place()
+        try:
+            yield place
+        finally:
+            if not place.given:
+                with self._changed:
+                    self._jobs -= 1
+
+    def submit(self, job: Job, place: Place) -> None:
+        """Takes a job. Its text is released when the job ends, or here where it is refused.
+
+        Raises:
+          RequestError: the server is shutting down (503).
+        """
+        with self._changed:
+            try:
+                self._check_accepts()
+            except RequestError:
+                self.contexts.release(job.text)
+                raise
+            place.given = True
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def _check_accepts(self) -> None:
+        if not self.accepts:
+            raise RequestError(
+                503, "the server is shutting down", kind="server_error", retry_after=10
+            )
 
     def cancel(self, job: Job) -> None:
         """Ends a job whose client is gone; any thread may call it, also after the job's end."""

@@ -51,6 +51,7 @@ class ServeOptions:
       context_bytes: bytes on each device for texts in memory; None: half of what is free.
       ttl: seconds that a context lives after its last use, where its request does not say.
       grace: seconds that answers have to finish at the end.
+      connections: that may be open; a request on a further one is answered with 503.
       header_seconds: for a connection to send a request's headers.
     """
 
@@ -63,10 +64,11 @@ class ServeOptions:
     context_bytes: int | None = None
     ttl: float = 3600.0
     grace: float = 30.0
+    connections: int = 1024
     header_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("rows", "context_bytes"):
+        for name in ("rows", "context_bytes", "connections"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}")
@@ -148,6 +150,7 @@ class LongServer:
             log_level="error",
             access_log=False,
             server_header=False,
+            limit_concurrency=self.options.connections,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=max(1, round(self.options.grace)),
         )

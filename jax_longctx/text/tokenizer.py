@@ -135,6 +135,11 @@ class Tokenizer:
         return self._chat.render(messages, add_generation_prompt=answer)
 
     @functools.cached_property
+    def longest_piece(self) -> int:
+        """Characters of the vocabulary's longest entry: no token covers more of a text."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids that `decode` leaves out."""
         added = self._backend.get_added_tokens_decoder()

@@ -402,6 +402,98 @@ def test_too_many_requests_are_told_when_to_come_again(slow):
     check_idle(running)
 
 
+def begin_post(running, sent, declared, path="/v1/completions"):
+    """A connection that has sent the beginning of a request's body."""
+    raw = connect(running)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {declared}\r\n\r\n"
+    raw.sendall(head.encode() + sent)
+    return raw
+
+
+def test_a_place_is_taken_before_the_body_is_read(serve, tiny):
+    running = serve(tiny, rows=1, queue=0)
+    with begin_post(running, b"{", 100) as first, running.http() as http:
+        wait_until(lambda: running.served.scheduler._jobs == 1)
+        # Nothing of this body is asked for.
+        with begin_post(running, b"", 1 << 20) as second:
+            head = second.recv(1000).lower()
+        assert b" 429 " in head.splitlines()[0]
+        assert b"retry-after: " in head and b"connection: close" in head
+        assert http.get("/health").status_code == 200
+        first.sendall(b"x" * 99)
+        assert b" 400 " in first.recv(1000).splitlines()[0]
+        check_idle(running)
+        assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+
+
+def test_the_bodies_of_all_requests_have_a_limit(serve, tiny):
+    running = serve(tiny, access=Access(body=1000, bodies=1500))
+    service = running.served.service
+    with begin_post(running, b"x" * 900, 1000) as first:
+        wait_until(lambda: service._bodies == 900)
+        with begin_post(running, b"x" * 900, 1000) as second:
+            assert b" 429 " in second.recv(1000).splitlines()[0]
+        assert service._bodies == 900
+        first.sendall(b"x" * 100)
+        assert b" 400 " in first.recv(1000).splitlines()[0]
+    assert service._bodies == 0
+    check_idle(running)
+
+
+def test_connections_have_a_limit(serve, tiny):
+    running = serve(tiny, connections=3)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(running))
+        with running.http() as http:
+            wait_until(lambda: http.get("/health").status_code == 503)
+    with running.http() as http:
+        wait_until(lambda: http.get("/health").status_code == 200)
+
+
+def test_the_time_of_a_request_begins_with_its_headers(serve, tiny):
+    running = serve(tiny, access=Access(seconds=0.5))
+    with begin_post(running, b"{", 100) as raw:
+        began = time.monotonic()
+        assert b" 408 " in raw.recv(1000).splitlines()[0]
+        assert time.monotonic() - began < 5
+    # The time that the body took is not there for the answer.
+    body = json.dumps(slow_request(max_tokens=1)).encode()
+    with running.http() as http:
+        assert http.post("/v1/completions", content=body).status_code == 200
+        prompts = running.served.service.prompts
+        completion = prompts.completion
+
+        def late(*given):
+            time.sleep(0.6)
+            return completion(*given)
+
+        prompts.completion = late
+        assert http.post("/v1/completions", content=body).status_code == 504
+    check_idle(running)
+
+
+@pytest.mark.parametrize("path", list(PATHS))
+def test_texts_that_are_too_long_are_not_tokenised(serve, tiny, monkeypatch, path):
+    running = serve(tiny)
+    long = "key " * (LENGTHS.whole * tiny.tokenizer.longest_piece // 4 + 1)
+
+    def encode(text, bos=False):
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(tiny.tokenizer, "encode", encode)
+    body = dict(PATHS[path])
+    if "messages" in body:
+        body["messages"] = [{"role": "user", "content": long}]
+    else:
+        body["prompt" if "prompt" in body else "text"] = long
+    with running.http() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert not running.faults
+
+
 def test_requests_end_with_their_time(slow):
     running = slow(access=Access(seconds=0.5))
     with running.client() as client:
