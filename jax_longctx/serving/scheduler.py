@@ -393,19 +393,29 @@ class Scheduler:
     def _drop_one(self, wanted: Text) -> bool:
         """Takes the least recently used idle text out of memory; False where there is none.
 
-        Texts of jobs that came before those for `wanted` stay.
+        Texts of jobs that came before those for `wanted` stay, and those that cannot be saved.
+
+        Raises:
+          CheckpointError: no text could be saved.
         """
-        kept = {wanted}
+        kept, failed = {wanted}, None
         for job in self._queued():
             if job.text is wanted:
                 break
             kept.add(job.text)
         for text in self.contexts.idle():
-            if text not in kept:
+            if text in kept:
+                continue
+            try:
                 if text.entries and not text.saved:
                     self._save(text)
-                self._forget(text)
-                return True
+            except CheckpointError as error:
+                failed = error
+                continue
+            self._forget(text)
+            return True
+        if failed is not None:
+            raise failed
         return False
 
     def _forget(self, text: Text) -> None:

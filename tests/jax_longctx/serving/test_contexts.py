@@ -376,6 +376,29 @@ def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, cap
         assert "longctx_contexts_loaded_total 1.0" in http.get("/metrics").text
 
 
+def test_a_text_that_is_saved_goes_where_another_cannot_be_saved(serve, tiny, monkeypatch):
+    books = [f"{number} {BOOK}" for number in range(4)]
+    count = len(tiny.tokenizer.encode(tiny.layout(True).context(books[0]), bos=True))
+    probe = serve(tiny)
+    need = probe.served.team.executor.needed_bytes(count)
+    probe.stop()
+    running = serve(tiny, context_bytes=int(2.5 * need))
+
+    def full(key, path):
+        raise CheckpointError(f"{path} could not be written: No space left on device")
+
+    with running.http() as http:
+        names = [read(http, text=books[0])["id"], read(http, text=books[1], save=True)["id"]]
+        monkeypatch.setattr(running.served.team.executor, "save", full)
+        names.append(read(http, text=books[2])["id"])
+        states = [http.get(f"/v1/contexts/{name}").json()["state"] for name in names]
+        # The least recently used one stays: it is nowhere else.
+        assert states == ["ready", "saved", "ready"]
+        answer = http.post("/v1/contexts", json={"text": books[3]})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "context_files"
+
+
 def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatch):
     """The file with the entries fails half-way; the same text is saved later."""
     running = serve(tiny, contexts=tmp_path / "kept")
