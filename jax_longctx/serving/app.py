@@ -162,7 +162,8 @@ class Service:
     async def delete_context(self, request: Request) -> Response:
         """DELETE /v1/contexts/{id}"""
         name = self._entry(request.path_params["id"]).id
-        await anyio.to_thread.run_sync(self.contexts.remove, name)
+        self.contexts.remove(name)
+        self.scheduler.wake()
         return JSONResponse({"id": name, "object": "context.deleted", "deleted": True})
 
     async def health(self, request: Request) -> Response:

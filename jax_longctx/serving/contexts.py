@@ -5,6 +5,10 @@ A `Text` is one row of token ids. It is unread, in memory, on the disk, or both.
 one text. A text without an entry was read for a request, and is kept for later ones as long as
 there is room. The store keeps the books; the scheduler reads, saves and loads.
 
+Any thread may change the books. The scheduler's thread alone changes files, so that nothing removes
+a folder that is being saved or loaded. Other threads only note what the files lack (`touch`,
+`remove`), and the scheduler brings them up to date (`update_files`).
+
 On the disk a text is a folder `KEY` with the saved context, and a file `KEY.json` with its entries.
 The file is written last and removed first, so that a folder without a file is rubbish. All lie in
 a folder named by model and method, so that a server finds only contexts that it can use.
@@ -136,6 +140,9 @@ class Contexts:
         self.lock = threading.RLock()
         self._texts: dict[str, Text] = {}
         self._entries: dict[str, Entry] = {}
+        # Texts whose ids were removed, and those that were used: their files do not say so yet.
+        self._outdated: set[Text] = set()
+        self._touched: set[Text] = set()
         self._held = _hold(folder)
         self._find_saved()
 
@@ -262,10 +269,7 @@ class Contexts:
         """Counts the entry's time to live from now on."""
         with self.lock:
             entry.expires = time.time() + entry.ttl
-        if entry.text.saved:
-            # A server that starts later counts from this file's time.
-            with contextlib.suppress(OSError):
-                os.utime(self._file(entry.text))
+            self._touched.add(entry.text)
 
     def listed(self) -> list[Entry]:
         """All entries whose time is not over, the oldest first."""
@@ -284,8 +288,7 @@ class Contexts:
                 return False
             entry.text.entries.discard(name)
             entry.text.keep = False
-        if entry.text.saved:
-            self.write_entries(entry.text)
+            self._outdated.add(entry.text)
         return True
 
     def expired(self) -> list[str]:
@@ -294,12 +297,26 @@ class Contexts:
         with self.lock:
             names = [name for name, entry in self._entries.items() if entry.expires < now]
         for name in names:
-            # On a full disk the file keeps the id, and a later server removes it.
-            with contextlib.suppress(CheckpointError):
-                self.remove(name)
+            self.remove(name)
         return names
 
-    # -- files -------------------------------------------------------------------------------------
+    # -- files (the scheduler's thread alone) ------------------------------------------------------
+
+    def update_files(self) -> None:
+        """Writes to the files of saved texts what the books say by now."""
+        with self.lock:
+            outdated, self._outdated = self._outdated, set()
+            touched, self._touched = self._touched, set()
+        for text in outdated:
+            if text.saved:
+                # On a full disk the file keeps the id, and a later server removes it.
+                with contextlib.suppress(CheckpointError):
+                    self.write_entries(text)
+        for text in touched:
+            if text.saved:
+                # A server that starts later counts from this file's time.
+                with contextlib.suppress(OSError):
+                    os.utime(self._file(text))
 
     def path(self, text: Text) -> Path:
         """The folder of the text's saved context."""
@@ -316,9 +333,9 @@ class Contexts:
         """
         with self.lock:
             entries = [self._entries[name] for name in sorted(text.entries)]
-            if entries:
-                self._write(text, entries)
-        if not entries:
+        if entries:
+            self._write(text, entries)
+        else:
             self.remove_files(text)
 
     def _write(self, text: Text, entries: list[Entry]) -> None:

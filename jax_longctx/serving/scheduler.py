@@ -241,6 +241,11 @@ class Scheduler:
             job.cancelled = True
             self._changed.notify()
 
+    def wake(self) -> None:
+        """Lets the thread see at once what has changed in the books of contexts."""
+        with self._changed:
+            self._changed.notify()
+
     def refuse(self) -> None:
         """Takes no more jobs; those that it has go on."""
         self._closing = True
@@ -267,6 +272,7 @@ class Scheduler:
                 self._work(began)
             for job in [*self._queued(), *(row.job for row in self._rows.values())]:
                 self._fail(job, RequestError(503, "the server has shut down", kind="server_error"))
+            self.contexts.update_files()
             self.team.dismiss()
         except BaseException as error:
             # Whatever it is: without this thread the server would hang.
@@ -302,6 +308,7 @@ class Scheduler:
             if job.cancelled:
                 self._end(job)
         self.contexts.expired()
+        self.contexts.update_files()
         for text in self.contexts.useless():
             if text is self._text:
                 self._text, self._need = None, 0
