@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jax_longctx.api import AnswerReader, LongContext
 from jax_longctx.engine.running import Request as RowRequest
@@ -49,6 +50,8 @@ from jax_longctx.serving.schema import RequestError
 
 # Paths that need no key: whoever watches the process has none.
 OPEN = ("/health", "/ready")
+# For a stream's last event, which says that the time is over.
+LAST_SECONDS = 2.0
 DONE = b"data: [DONE]\n\n"
 
 
@@ -133,22 +136,15 @@ class Service:
         asked = await self._context_request(request, place)
         text, chat = await anyio.to_thread.run_sync(self._laid_out, asked)
         entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
-        done = False
-        try:
-            job, events = self._job(place, text=text, entry=entry)
-            self.scheduler.submit(job, place)
-            self._drop_body(place)
-            stream = self._events(job, events)
-            first = await self._first(request, job, stream)
-            if asked.stream:
-                done = True
-                return _stream(self._progress(entry, first, stream))
-            await self._watched(request, job, _rest(first, stream))
-            done = True
-            return JSONResponse(entry.record(), status_code=201)
-        finally:
-            if not done:
-                self.contexts.remove(entry.id)
+        job, events = self._job(place, text=text, entry=entry)
+        self.scheduler.submit(job, place)
+        self._drop_body(place)
+        stream = self._events(job, events)
+        first = await self._first(request, job, stream)
+        if asked.stream:
+            return self._streamed(job, self._progress(entry, first, stream))
+        await self._watched(request, job, _rest(first, stream))
+        return JSONResponse(entry.record(), status_code=201)
 
     async def list_contexts(self, request: Request) -> Response:
         """GET /v1/contexts"""
@@ -346,7 +342,8 @@ class Service:
         first = await self._first(request, job, stream)
         answer.cached = job.cached
         if asked.stream:
-            return _stream(self._chunks(answer, first, stream, asked.include_usage))
+            chunks = self._chunks(answer, first, stream, asked.include_usage)
+            return self._streamed(job, chunks)
         return JSONResponse(await self._watched(request, job, _whole(answer, first, stream)))
 
     def _job(self, place: Place, **how: Any) -> tuple[Job, asyncio.Queue[Event]]:
@@ -441,17 +438,36 @@ class Service:
         self, entry: Entry, first: Event, stream: AsyncIterator[Event]
     ) -> AsyncIterator[Any]:
         """The records of a context that is being read; the last is the context."""
-        ready = False
+        async for event in _chain(first, stream):
+            if isinstance(event, Reading):
+                told = {"id": entry.id, "object": "context.progress"}
+                yield {**told, "tokens_read": event.done, "tokens": event.total}
+        yield entry.record()
+
+    def _streamed(self, job: Job, records: AsyncIterator[Any]) -> Response:
+        """Server-sent events of these records; the job ends with them, whether sent or not."""
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        response = _Stream(_lines(records), media_type="text/event-stream", headers=headers)
+        response.seconds = job.came + self.access.seconds + LAST_SECONDS - time.monotonic()
+        response.ended = lambda: self.scheduler.cancel(job)
+        return response
+
+
+class _Stream(StreamingResponse):
+    """A stream that is given up after `seconds`, also where its client does not read."""
+
+    seconds: float
+    ended: Callable[[], None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for event in _chain(first, stream):
-                if isinstance(event, Reading):
-                    told = {"id": entry.id, "object": "context.progress"}
-                    yield {**told, "tokens_read": event.done, "tokens": event.total}
-                ready = ready or isinstance(event, Ready)
-            yield entry.record()
+            async with asyncio.timeout(self.seconds):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            # The response is not complete: the server closes the connection.
+            pass
         finally:
-            if not ready:
-                self.contexts.remove(entry.id)
+            self.ended()
 
 
 async def _form(request: Request, body: bytes) -> dict[str, Any]:
@@ -509,21 +525,16 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _stream(records: AsyncIterator[Any]) -> Response:
-    """Server-sent events of these records; an error is the last of them."""
-
-    async def lines() -> AsyncIterator[bytes]:
-        async with contextlib.aclosing(records):  # pyright: ignore[reportArgumentType]
-            try:
-                async for record in records:
-                    yield _event(record)
-            except RequestError as error:
-                yield _event(error.body())
-                return
-        yield DONE
-
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+async def _lines(records: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    """These records as events; an error is the last of them."""
+    async with contextlib.aclosing(records):  # pyright: ignore[reportArgumentType]
+        try:
+            async for record in records:
+                yield _event(record)
+        except RequestError as error:
+            yield _event(error.body())
+            return
+    yield DONE
 
 
 def _event(record: Any) -> bytes:

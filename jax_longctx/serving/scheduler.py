@@ -101,7 +101,8 @@ class Job:
     Attributes:
       text: counted as used by this job (`Contexts.use`); the scheduler releases it.
       send: takes the job's events, in the scheduler's thread.
-      entry: what names the text, of a job that reads it for a client.
+      entry: what names the text, of a job that reads it for a client; removed with a job that
+        ends before the text is `ready`.
       reader: turns the answer's tokens into text.
       cached: tokens of the text that were read before this job came.
       cancelled: the client is gone.
@@ -113,6 +114,7 @@ class Job:
     request: Request | None = None
     reader: AnswerReader | None = None
     cached: int = 0
+    ready: bool = False
     cancelled: bool = False
     came: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -214,7 +216,7 @@ class Scheduler:
                     self._jobs -= 1
 
     def submit(self, job: Job, place: Place) -> None:
-        """Takes a job. Its text is released when the job ends, or here where it is refused.
+        """Takes a job. Its text and id are released when it ends, or here where it is refused.
 
         Raises:
           RequestError: the server is shutting down (503).
@@ -223,7 +225,7 @@ class Scheduler:
             try:
                 self._check_accepts()
             except RequestError:
-                self.contexts.release(job.text)
+                self._release(job)
                 raise
             place.given = True
             self._waiting.append(job)
@@ -453,6 +455,7 @@ class Scheduler:
             self._save(text)
         elif text.saved:
             self.contexts.write_entries(text)
+        job.ready = True
         job.send(Ready())
         self._end(job)
 
@@ -587,12 +590,18 @@ class Scheduler:
         self._end(row.job)
 
     def _fail(self, job: Job, error: RequestError) -> None:
-        job.send(Failed(error))
         self._end(job)
+        job.send(Failed(error))
+
+    def _release(self, job: Job) -> None:
+        """Takes the job out of the books of contexts, with an id whose text is not ready."""
+        self.contexts.release(job.text)
+        if job.entry is not None and not job.ready:
+            self.contexts.remove(job.entry.id)
 
     def _end(self, job: Job) -> None:
         """Takes the job out of the books."""
-        self.contexts.release(job.text)
+        self._release(job)
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)

@@ -1,5 +1,6 @@
 """Malformed requests, slow and vanishing clients, limits and keys: 4xx each, and nothing leaks."""
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -18,6 +19,7 @@ import pytest
 import jax_longctx
 from jax_longctx.api import LongContext
 from jax_longctx.engine.capacity import reserved
+from jax_longctx.serving import app as app_module
 from jax_longctx.serving.app import Access
 from jax_longctx.serving.schema import ChatRequest, CompletionRequest, RequestError, parsed
 from jax_longctx.settings import Sampling
@@ -320,6 +322,81 @@ def test_a_text_is_given_up_when_its_client_goes_away(serve, tiny, monkeypatch):
     check_idle(running)
     wait_until(lambda: not contexts._texts and not executor._reading)
     assert not executor.contexts and contexts.listed() == []
+
+
+async def post(app, path, body, *, sends):
+    """Posts to the app without a socket; `sends` takes its messages."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+    }
+    sent = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+    async def receive():
+        for message in sent:
+            return message
+        await asyncio.Event().wait()
+
+    await app(scope, receive, sends)
+
+
+@pytest.mark.parametrize("path", ["/v1/contexts", "/v1/completions"])
+def test_a_client_that_goes_before_its_stream_begins_leaves_nothing(slow, path, monkeypatch):
+    running = slow()
+    executor, read_on = running.served.team.executor, running.served.team.executor.read_on
+
+    def wait(key):
+        time.sleep(0.05)
+        return read_on(key)
+
+    monkeypatch.setattr(executor, "read_on", wait)
+    text = "The pass key is 12345. " * 15
+    body = {"text": text, "stream": True} if "contexts" in path else slow_request(stream=True)
+
+    async def go():
+        begun = asyncio.Event()
+
+        async def sends(message):
+            begun.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(post(running.served.app, path, body, sends=sends))
+        await asyncio.wait_for(begun.wait(), 20)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        # The loop's end would close the generators that nobody reads.
+        await asyncio.to_thread(check_idle, running)
+
+    asyncio.run(go())
+    assert running.served.contexts.listed() == []
+    assert not running.served.contexts._entries
+
+
+def test_a_client_that_does_not_read_is_given_up(slow, monkeypatch):
+    monkeypatch.setattr(app_module, "LAST_SECONDS", 0.1)
+    running = slow(access=Access(seconds=0.5))
+    count = 0
+
+    async def go():
+        async def sends(message):
+            nonlocal count
+            count += 1
+            if count > 2:
+                await asyncio.Event().wait()
+
+        how = slow_request(stream=True)
+        await asyncio.wait_for(post(running.served.app, "/v1/completions", how, sends=sends), 20)
+
+    began = time.monotonic()
+    asyncio.run(go())
+    assert time.monotonic() - began < 10 and count == 3
+    check_idle(running)
 
 
 def test_a_request_that_does_not_fit_now_waits(slow, tiny):
