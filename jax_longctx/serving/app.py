@@ -337,7 +337,15 @@ class Service:
             raise
         self.scheduler.submit(job, place)
         count = len(prompt.text.tokens) + len(prompt.question)
-        answer = Answer(kind, self.name, self.fingerprint, tokenizer, logprobs is not None, count)
+        answer = Answer(
+            kind=kind,
+            model=self.name,
+            fingerprint=self.fingerprint,
+            tokenizer=tokenizer,
+            after=prompt.after,
+            logprobs=logprobs is not None,
+            prompt=count,
+        )
         stream = self._events(job, events)
         first = await self._first(request, job, stream)
         answer.cached = job.cached

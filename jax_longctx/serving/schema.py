@@ -8,6 +8,7 @@ Three fields are not OpenAI's: `context` (the id of a text that was read), `top_
 `repetition_penalty`.
 """
 
+import dataclasses
 import json
 import logging
 import reprlib
@@ -366,8 +367,23 @@ def _first_fault(error: pydantic.ValidationError) -> RequestError:
 
 # -- answers ---------------------------------------------------------------------------------------
 
-# A token, its text, its log-probability, and the best tokens at its place.
-Scored = tuple[str, float, Sequence[tuple[str, float]]]
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A token by its name (see `tokens`); `raw` are its bytes, None for one that adds none."""
+
+    name: str
+    raw: bytes | None
+    logprob: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A token of an answer, the best tokens at its place, and the characters before it."""
+
+    token: Named
+    best: Sequence[Named]
+    offset: int
 
 
 def usage(prompt: int, cached: int, answer: int) -> dict[str, Any]:
@@ -384,33 +400,25 @@ def chat_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
     """The `logprobs` of a chat's choice."""
     return {
         "content": [
-            {
-                **_entry(text, logprob),
-                "top_logprobs": [_entry(*each) for each in best],
-            }
-            for text, logprob, best in scored
+            {**_entry(each.token), "top_logprobs": [_entry(other) for other in each.best]}
+            for each in scored
         ],
         "refusal": None,
     }
 
 
-def _entry(text: str, logprob: float) -> dict[str, Any]:
-    # A token that is a part of a character has no text of its own.
-    whole = "\ufffd" not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+def _entry(token: Named) -> dict[str, Any]:
+    raw = None if token.raw is None else list(token.raw)
+    return {"token": token.name, "logprob": token.logprob, "bytes": raw}
 
 
-def completion_logprobs(scored: Sequence[Scored], offset: int) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice, whose text begins at `offset`."""
-    offsets = []
-    for text, _, _ in scored:
-        offsets.append(offset)
-        offset += len(text)
+def completion_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
+    """The `logprobs` of a completion's choice."""
     return {
-        "tokens": [text for text, _, _ in scored],
-        "token_logprobs": [logprob for _, logprob, _ in scored],
-        "top_logprobs": [dict(best) for _, _, best in scored],
-        "text_offset": offsets,
+        "tokens": [each.token.name for each in scored],
+        "token_logprobs": [each.token.logprob for each in scored],
+        "top_logprobs": [{best.name: best.logprob for best in each.best} for each in scored],
+        "text_offset": [each.offset for each in scored],
     }
 
 
