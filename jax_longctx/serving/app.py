@@ -485,24 +485,34 @@ async def _form(request: Request, body: bytes) -> dict[str, Any]:
     async def replay() -> Any:
         return next(sent)
 
-    form = await Request(request.scope, replay).form(max_files=1, max_fields=8)
+    form = await Request(request.scope, replay).form(max_files=2, max_fields=8)
     try:
         values: dict[str, Any] = {}
+        seen: set[str] = set()
         for name, value in form.multi_items():
-            if name in values or (name == "file") != isinstance(value, UploadFile):
-                raise RequestError(
-                    400, f"the form's field {name!r:.80} is twice, or no {name:.80}", param=name
-                )
+            if name in seen:
+                raise _form_error(name, "is there twice; send it once")
+            seen.add(name)
             if isinstance(value, UploadFile):
+                if name != "file":
+                    raise _form_error(name, "is an upload; only 'file' is one")
                 values["text"] = _decoded(await value.read())
+            elif name == "file":
+                raise _form_error(name, "is not an upload; send its content, as with -F file=@NAME")
             else:
                 # Forms have texts alone: ttl=60, stream=true.
                 with contextlib.suppress(ValueError, RecursionError):
                     value = json.loads(value) if name != "text" else value
                 values[name] = value
+        if {"text", "file"} <= seen:
+            raise _form_error("text", "is beside 'file'; send one of the two")
     finally:
         await form.close()
     return values
+
+
+def _form_error(name: str, what: str) -> RequestError:
+    return RequestError(400, f"the form's field {name[:80]!r} {what}", param=name[:80])
 
 
 async def _rest(first: Event, stream: AsyncIterator[Event]) -> None:

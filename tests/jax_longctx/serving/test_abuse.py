@@ -191,10 +191,18 @@ def test_forms_that_are_none_are_4xx(server):
             for body in bodies:
                 answer = http.post("/v1/contexts", content=body, headers={"content-type": kind})
                 assert answer.status_code == 400, (kind, body, answer.text)
-        twice = [("file", ("a", b"text")), ("file", ("b", b"text"))]
-        assert http.post("/v1/contexts", files=twice).status_code == 400
-        answer = http.post("/v1/contexts", files={"other": ("a", b"text")})
-        assert answer.status_code == 400
+        upload = ("a", b"text")
+        for fields, said in [
+            ([("file", upload), ("file", upload)], "'file' is there twice; send it once"),
+            ([("ttl", (None, b"1")), ("ttl", (None, b"2"))], "'ttl' is there twice; send it once"),
+            ([("other", upload)], "'other' is an upload; only 'file' is one"),
+            ([("file", (None, b"book.txt"))], "'file' is not an upload; send its content"),
+            ([("file", upload), ("text", (None, b"x"))], "'text' is beside 'file'; send one"),
+            ([("text", (None, b"x")), ("file", upload)], "'text' is beside 'file'; send one"),
+        ]:
+            answer = http.post("/v1/contexts", files=fields)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(f"the form's field {said}")
     check_idle(server)
 
 
