@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_longctx.api import AnswerReader
-from jax_longctx.engine.engine import BLOCK
+from jax_longctx.engine.engine import BLOCK, NOT_FINITE
 from jax_longctx.engine.running import Chosen, Request
 from jax_longctx.errors import CapacityError, CheckpointError, LongctxError
 from jax_longctx.memory import shown_bytes
@@ -47,10 +47,6 @@ BLOCK_SECONDS = 0.03
 MOST_UNNAMED = 256
 # Seconds that the thread sleeps at most: times to live end meanwhile.
 IDLE_SECONDS = 0.5
-NOT_FINITE = (
-    "the model's logits are not finite: its weights hold NaN or infinite values, or overflow in "
-    "this dtype; convert the checkpoint again or try float32"
-)
 # Seconds after which the leader shows the other processes that it lives.
 LIVES_SECONDS = 5.0
 
