@@ -1,6 +1,7 @@
 """`jax-longctx serve`: one model behind OpenAI's HTTP interface."""
 
 import dataclasses
+import functools
 import hashlib
 import ipaddress
 import os
@@ -47,8 +48,8 @@ class Listening:
         metavar="FILE",
     )
     files_under: Path | None = option(
-        "Let requests name files in this folder as texts, links followed. No file is read "
-        "without it.",
+        "Let requests name files in this folder as texts. Links that leave the folder are refused. "
+        "No file is read without this option.",
         metavar="DIR",
         exists=True,
         file_okay=False,
@@ -88,7 +89,7 @@ class Listening:
         keys = os.environ.get(KEYS, "").replace(",", " ").split()
         if self.api_key_file is not None:
             try:
-                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+                lines = self.api_key_file.read_text(encoding="utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(
                     f"--api-key-file {self.api_key_file} cannot be read: {error}"
@@ -126,7 +127,7 @@ class Limits:
     max_question: int = option("Longest question about a context, in tokens.", default=1024)
     contexts: Path | None = option(
         "Folder for contexts that are saved. They are found again after a restart. A temporary "
-        "one unless given.",
+        "one unless given. Several processes need one that all of them see.",
         metavar="DIR",
     )
     context_memory: float | None = option(
@@ -182,13 +183,17 @@ def serve(
             f"warning: everyone who reaches {listening.host} may ask; --api-key-file limits it"
         )
     loaded = model.open(terminal, method)
+    if limits.contexts is None and process.number() is not None:
+        raise InputError(
+            "a server of several processes needs --contexts DIR, a folder that all of them see"
+        )
     temporary = None
     if limits.contexts is None and process.is_leader():
         temporary = Path(tempfile.mkdtemp(prefix="jax-longctx-contexts-"))
     try:
         given = _options(loaded, model.checkpoint, listening, limits, keys, temporary)
         if process.is_leader():
-            _lead(terminal, loaded, given, listening)
+            _lead(terminal, loaded, given, listening, temporary)
         else:
             # The leader hears the signals, and dismisses the others.
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -237,7 +242,11 @@ def _options(
 
 
 def _lead(
-    terminal: Terminal, loaded: "LongContext", given: "ServeOptions", listening: Listening
+    terminal: Terminal,
+    loaded: "LongContext",
+    given: "ServeOptions",
+    listening: Listening,
+    temporary: Path | None,
 ) -> None:
     from jax_longctx.serving.server import LongServer, listen
 
@@ -247,7 +256,7 @@ def _lead(
         warning = loaded.length_warning(given.lengths.whole)
         if warning is not None:
             terminal.note(f"warning: {warning}")
-        served = LongServer(loaded, given, crashed=_crashed)
+        served = LongServer(loaded, given, crashed=functools.partial(_crashed, temporary))
         host = f"[{listening.host}]" if ":" in listening.host else listening.host
 
         def ready() -> None:
@@ -262,10 +271,15 @@ def _lead(
         raise KeyboardInterrupt
 
 
-def _crashed(error: BaseException) -> None:
-    """Ends the process: without the thread that owns the engine every request would hang."""
+def _crashed(temporary: Path | None, error: BaseException) -> None:
+    """Ends the process: without the thread that owns the engine every request would hang.
+
+    Nothing is unwound, so the temporary folder of contexts is removed here.
+    """
     from jax_longctx.cli.main import lost_process
 
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
     lost = lost_process(error)
     if lost is None:
         traceback.print_exception(error)
