@@ -117,6 +117,12 @@ class Prompts:
         tokenizer = self.model.tokenizer
         messages = [message.for_template() for message in asked.messages]
         self._check_characters(sum(len(each["content"]) for each in messages), "messages")
+        if entry is None and not tokenizer.has_chat:
+            raise RequestError(
+                400,
+                "this checkpoint has no chat template; send a prompt to /v1/completions",
+                param="messages",
+            )
         if entry is None:
             row = tokenizer.encode(tokenizer.chat(messages), bos=True)
             return self._split(row, asked.wanted_tokens)

@@ -126,6 +126,7 @@ def test_a_context_ends_with_its_time(server):
 
 def test_a_file_is_uploaded_and_its_progress_streamed(server, client, tiny):
     with server.http() as http:
+        read(http, text=BOOK)
         answer = http.post(
             "/v1/contexts",
             files={"file": ("book.txt", BOOK.encode())},

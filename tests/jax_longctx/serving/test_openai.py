@@ -9,6 +9,7 @@ import openai
 import pytest
 import tokenizers
 
+from jax_longctx.api import LongContext
 from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.settings import Sampling
 from jax_longctx.text import Tokenizer
@@ -212,6 +213,18 @@ def test_tokens_of_a_sentencepiece_vocabulary_keep_their_spaces():
         ]
         for name, at in found:
             assert text[at:].startswith("\xe4" if name.startswith("bytes:") else name)
+
+
+def test_a_chat_to_a_base_checkpoint_names_the_other_route(serve, tiny):
+    base = LongContext(tiny.engine, Tokenizer(tiny.tokenizer._backend, {}))
+    assert not base.tokenizer.has_chat
+    running = serve(base)
+    with running.client() as client:
+        with pytest.raises(openai.BadRequestError, match="send a prompt to /v1/completions"):
+            client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "Why?"}]
+            )
+        assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2).choices
 
 
 def test_prompts_may_be_token_ids(client, tiny):
