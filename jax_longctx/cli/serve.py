@@ -139,9 +139,14 @@ class Limits:
         "Seconds that a context lives after its last use, where its request does not say.",
         default=3600.0,
     )
+    max_ttl: float = option("Most seconds that a request may say.", default=7 * 86400.0)
+    max_contexts: int = option("Most contexts at a time; others get 429.", default=1024)
+    context_disk: float | None = option(
+        "GiB that saved contexts may take; unlimited unless given.", metavar="GIB"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("rows", "share_from", "max_tokens", "max_question"):
+        for name in ("rows", "share_from", "max_tokens", "max_question", "max_contexts"):
             if getattr(self, name) < 1:
                 shown = name.replace("_", "-")
                 raise InputError(f"--{shown} must be at least 1, got {getattr(self, name)}")
@@ -149,8 +154,13 @@ class Limits:
             raise InputError(f"--queue must be at least 0, got {self.queue}")
         if not self.ttl > 0:
             raise InputError(f"--ttl must be above 0 seconds, got {self.ttl}")
-        if self.context_memory is not None and not self.context_memory > 0:
-            raise InputError(f"--context-memory must be above 0 GiB, got {self.context_memory}")
+        if self.ttl > self.max_ttl:
+            raise InputError(f"--ttl is {self.ttl:g} s, above --max-ttl, {self.max_ttl:g} s")
+        for name in ("context_memory", "context_disk"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                shown = name.replace("_", "-")
+                raise InputError(f"--{shown} must be above 0 GiB, got {value}")
 
 
 @options.command
@@ -216,7 +226,7 @@ def _options(
     from jax_longctx.serving.prompts import Lengths
     from jax_longctx.serving.server import ServeOptions
 
-    memory = limits.context_memory
+    memory, disk = limits.context_memory, limits.context_disk
     return ServeOptions(
         name=listening.name or checkpoint.resolve().name,
         contexts=limits.contexts or temporary or Path(os.devnull),
@@ -236,7 +246,10 @@ def _options(
         rows=limits.rows,
         queue=limits.queue,
         context_bytes=None if memory is None else max(1, int(memory * 2**30)),
+        context_disk=None if disk is None else max(1, int(disk * 2**30)),
         ttl=limits.ttl,
+        most_ttl=limits.max_ttl,
+        most_contexts=limits.max_contexts,
         grace=listening.grace,
     )
 

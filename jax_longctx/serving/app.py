@@ -135,7 +135,11 @@ class Service:
     async def _read_context(self, request: Request, place: Place) -> Response:
         asked = await self._context_request(request, place)
         text, chat = await anyio.to_thread.run_sync(self._laid_out, asked)
-        entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
+        try:
+            entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
+        except RequestError:
+            self.contexts.release(text)
+            raise
         job, events = self._job(place, text=text, entry=entry)
         self.scheduler.submit(job, place)
         self._drop_body(place)

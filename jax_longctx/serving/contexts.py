@@ -33,6 +33,7 @@ import numpy as np
 
 from jax_longctx.engine.context_io import saved_tokens
 from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.serving.schema import RequestError
 
 Tokens = np.ndarray
 # Held by the server that keeps its contexts in the folder.
@@ -50,6 +51,7 @@ class Text:
       question: of methods that read a text for one question; such a text is never shared.
       resident: bytes on each device, 0 while it is not in memory.
       saved: whether the disk has it.
+      stored: bytes of its files when it was last saved; 0 before.
       damaged: whether its files were damaged: it is saved again after it is read.
       reading: (tokens read, tokens to read) while it is being read.
       keep: whether it stays in memory for later requests when nobody names it.
@@ -65,6 +67,7 @@ class Text:
     question: list[int] | None = None
     resident: int = 0
     saved: bool = False
+    stored: int = 0
     damaged: bool = False
     reading: tuple[int, int] | None = None
     keep: bool = False
@@ -130,13 +133,25 @@ class Contexts:
     Args:
       folder: for saved contexts; made if need be, and held by one server at a time.
       ttl: seconds that an entry lives after its last use, where it does not say.
+      most_ttl: most seconds that an entry may say.
+      most: entries at a time.
+      disk: bytes that the files of saved texts may take; None: as many as there are.
 
     Raises:
       InputError: the folder cannot be written, or another server uses it.
     """
 
-    def __init__(self, folder: Path, *, ttl: float):
-        self.folder, self.ttl = folder, ttl
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        ttl: float,
+        most_ttl: float = math.inf,
+        most: int = 1024,
+        disk: int | None = None,
+    ):
+        self.folder, self.ttl, self.most_ttl = folder, ttl, most_ttl
+        self.most, self.disk = most, disk
         self.lock = threading.RLock()
         self._texts: dict[str, Text] = {}
         self._entries: dict[str, Entry] = {}
@@ -250,11 +265,30 @@ class Contexts:
     # -- entries -----------------------------------------------------------------------------------
 
     def enter(self, text: Text, *, chat: bool, ttl: float | None, save: bool) -> Entry:
-        """A new id for the text, whose time to live begins with `touch`."""
+        """A new id for the text, whose time to live begins with `touch`.
+
+        Raises:
+          RequestError: the time is too long (400), or there are as many ids as may be (429).
+        """
         now, lives = time.time(), self.ttl if ttl is None else ttl
+        if lives > self.most_ttl:
+            raise RequestError(
+                400,
+                f"ttl is {lives:g} s, this server keeps contexts for at most {self.most_ttl:g} s",
+                param="ttl",
+            )
         name = f"ctx_{secrets.token_hex(12)}"
         entry = Entry(name, text, chat, now, lives, math.inf, save)
         with self.lock:
+            if len(self._entries) >= self.most:
+                raise RequestError(
+                    429,
+                    f"there are {len(self._entries):,} contexts already; delete some, or try again "
+                    f"when their time is over",
+                    kind="rate_limit_error",
+                    code="too_many_contexts",
+                    retry_after=60,
+                )
             self._entries[name] = entry
             text.entries.add(name)
         return entry
@@ -325,6 +359,29 @@ class Contexts:
     def _file(self, text: Text) -> Path:
         return self.folder / f"{text.key}.json"
 
+    def check_disk(self, text: Text) -> None:
+        """Raises CheckpointError where the text's files do not fit beside those of the others.
+
+        A text that was never saved counts as one byte: its size is known afterwards.
+        """
+        if self.disk is None:
+            return
+        with self.lock:
+            others = sum(each.stored for each in self._texts.values() if each.saved)
+        if text.saved:
+            others -= text.stored
+        if others + max(1, text.stored) > self.disk:
+            raise CheckpointError(
+                f"{self.path(text)} was not saved: with {max(1, text.stored):,} bytes beside "
+                f"{others:,} of other contexts it is beyond the {self.disk:,} bytes of "
+                f"--context-disk; delete contexts, or allow more"
+            )
+
+    def count_stored(self, text: Text) -> None:
+        """Counts the bytes of the text's files."""
+        files = [path for path in self.path(text).rglob("*") if path.is_file()]
+        text.stored = sum(path.stat().st_size for path in files)
+
     def write_entries(self, text: Text) -> None:
         """Writes the ids that name a saved text, whole or not at all; none: removes its files.
 
@@ -383,6 +440,7 @@ class Contexts:
                 continue
             text.entries = {entry.id for entry in entries}
             text.used = time.monotonic()
+            self.count_stored(text)
             self._texts[text.key] = text
             self._entries |= {entry.id: entry for entry in entries}
             kept.add(file.stem)

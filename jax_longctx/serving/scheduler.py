@@ -429,8 +429,16 @@ class Scheduler:
         self.metrics.dropped.inc()
 
     def _save(self, text: Text) -> None:
+        self.contexts.check_disk(text)
         self.contexts.remove_files(text)
         self._do("save", key=text.key, path=str(self.contexts.path(text)))
+        self.contexts.count_stored(text)
+        try:
+            # Its size is known now.
+            self.contexts.check_disk(text)
+        except CheckpointError:
+            self.contexts.remove_files(text)
+            raise
         self.contexts.write_entries(text)
         self.metrics.saved.inc()
 

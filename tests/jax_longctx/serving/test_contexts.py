@@ -441,6 +441,46 @@ def test_a_context_that_is_deleted_while_it_is_loaded_or_saved(serve, tiny, monk
     assert threads == {"scheduler"}
 
 
+def test_contexts_are_limited_in_number_and_time(serve, tiny):
+    running = serve(tiny, most_contexts=2, most_ttl=5000)
+    with running.http() as http:
+        answer = http.post("/v1/contexts", json={"text": BOOK, "ttl": 5001})
+        assert answer.status_code == 400
+        assert "at most 5000 s" in answer.json()["error"]["message"]
+        names = [read(http, text=BOOK, ttl=5000)["id"] for _ in range(2)]
+        answer = http.post("/v1/contexts", json={"text": BOOK})
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "there are 2 contexts already" in answer.json()["error"]["message"]
+        http.delete(f"/v1/contexts/{names[0]}")
+        assert read(http, text=OTHER)["state"] == "ready"
+    contexts = running.served.contexts
+    assert all(text.jobs == 0 for text in contexts._texts.values())
+
+
+def test_saved_contexts_are_limited_in_bytes(serve, tiny, tmp_path, caplog):
+    probe = serve(tiny, contexts=tmp_path / "probe")
+    with probe.http() as http:
+        read(http, text=BOOK, save=True)
+    (size,) = [text.stored for text in probe.served.contexts._texts.values()]
+    assert size > 1000
+    running = serve(tiny, contexts=tmp_path / "kept", context_disk=int(1.5 * size))
+    with running.http() as http:
+        name = read(http, text=BOOK, save=True)["id"]
+        for _ in range(2):
+            answer = http.post("/v1/contexts", json={"text": OTHER, "save": True})
+            assert answer.status_code == 500
+            assert answer.json()["error"]["code"] == "context_files"
+        assert "of --context-disk; delete contexts, or allow more" in caplog.text
+        assert len(list(running.served.contexts.folder.glob("*/"))) == 1
+        http.delete(f"/v1/contexts/{name}")
+        end = time.monotonic() + 10
+        while list(running.served.contexts.folder.glob("*/")):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert read(http, text=OTHER, save=True)["saved"] is True
+
+
 def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatch):
     """The file with the entries fails half-way; the same text is saved later."""
     running = serve(tiny, contexts=tmp_path / "kept")
