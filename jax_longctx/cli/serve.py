@@ -1,6 +1,7 @@
 """`jax-longctx serve`: one model behind OpenAI's HTTP interface."""
 
 import dataclasses
+import functools
 import hashlib
 import ipaddress
 import os
@@ -47,14 +48,19 @@ class Listening:
         metavar="FILE",
     )
     files_under: Path | None = option(
-        "Let requests name files in this folder as texts, links followed. No file is read "
-        "without it.",
+        "Let requests name files in this folder as texts. Links that leave the folder are refused. "
+        "No file is read without this option.",
         metavar="DIR",
         exists=True,
         file_okay=False,
     )
-    max_body: int = option("Largest request in MiB.", default=64)
-    timeout: float = option("Most seconds of a request.", default=600.0)
+    max_body: int = option(
+        "Largest request in MiB; those that are received at a time may take four times as much.",
+        default=64,
+    )
+    timeout: float = option(
+        "Most seconds of a request, its body's arrival included.", default=600.0
+    )
     grace: float = option("Seconds that answers have to finish after SIGTERM.", default=30.0)
 
     def __post_init__(self) -> None:
@@ -83,7 +89,7 @@ class Listening:
         keys = os.environ.get(KEYS, "").replace(",", " ").split()
         if self.api_key_file is not None:
             try:
-                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+                lines = self.api_key_file.read_text(encoding="utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(
                     f"--api-key-file {self.api_key_file} cannot be read: {error}"
@@ -121,7 +127,7 @@ class Limits:
     max_question: int = option("Longest question about a context, in tokens.", default=1024)
     contexts: Path | None = option(
         "Folder for contexts that are saved. They are found again after a restart. A temporary "
-        "one unless given.",
+        "one unless given. Several processes need one that all of them see.",
         metavar="DIR",
     )
     context_memory: float | None = option(
@@ -133,9 +139,14 @@ class Limits:
         "Seconds that a context lives after its last use, where its request does not say.",
         default=3600.0,
     )
+    max_ttl: float = option("Most seconds that a request may say.", default=7 * 86400.0)
+    max_contexts: int = option("Most contexts at a time; others get 429.", default=1024)
+    context_disk: float | None = option(
+        "GiB that saved contexts may take; unlimited unless given.", metavar="GIB"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("rows", "share_from", "max_tokens", "max_question"):
+        for name in ("rows", "share_from", "max_tokens", "max_question", "max_contexts"):
             if getattr(self, name) < 1:
                 shown = name.replace("_", "-")
                 raise InputError(f"--{shown} must be at least 1, got {getattr(self, name)}")
@@ -143,8 +154,13 @@ class Limits:
             raise InputError(f"--queue must be at least 0, got {self.queue}")
         if not self.ttl > 0:
             raise InputError(f"--ttl must be above 0 seconds, got {self.ttl}")
-        if self.context_memory is not None and not self.context_memory > 0:
-            raise InputError(f"--context-memory must be above 0 GiB, got {self.context_memory}")
+        if self.ttl > self.max_ttl:
+            raise InputError(f"--ttl is {self.ttl:g} s, above --max-ttl, {self.max_ttl:g} s")
+        for name in ("context_memory", "context_disk"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                shown = name.replace("_", "-")
+                raise InputError(f"--{shown} must be above 0 GiB, got {value}")
 
 
 @options.command
@@ -177,13 +193,17 @@ def serve(
             f"warning: everyone who reaches {listening.host} may ask; --api-key-file limits it"
         )
     loaded = model.open(terminal, method)
+    if limits.contexts is None and process.number() is not None:
+        raise InputError(
+            "a server of several processes needs --contexts DIR, a folder that all of them see"
+        )
     temporary = None
     if limits.contexts is None and process.is_leader():
         temporary = Path(tempfile.mkdtemp(prefix="jax-longctx-contexts-"))
     try:
         given = _options(loaded, model.checkpoint, listening, limits, keys, temporary)
         if process.is_leader():
-            _lead(terminal, loaded, given, listening)
+            _lead(terminal, loaded, given, listening, temporary)
         else:
             # The leader hears the signals, and dismisses the others.
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -206,7 +226,7 @@ def _options(
     from jax_longctx.serving.prompts import Lengths
     from jax_longctx.serving.server import ServeOptions
 
-    memory = limits.context_memory
+    memory, disk = limits.context_memory, limits.context_disk
     return ServeOptions(
         name=listening.name or checkpoint.resolve().name,
         contexts=limits.contexts or temporary or Path(os.devnull),
@@ -220,18 +240,26 @@ def _options(
             keys=keys,
             files_under=listening.files_under,
             body=listening.max_body * MIB,
+            bodies=4 * listening.max_body * MIB,
             seconds=listening.timeout,
         ),
         rows=limits.rows,
         queue=limits.queue,
         context_bytes=None if memory is None else max(1, int(memory * 2**30)),
+        context_disk=None if disk is None else max(1, int(disk * 2**30)),
         ttl=limits.ttl,
+        most_ttl=limits.max_ttl,
+        most_contexts=limits.max_contexts,
         grace=listening.grace,
     )
 
 
 def _lead(
-    terminal: Terminal, loaded: "LongContext", given: "ServeOptions", listening: Listening
+    terminal: Terminal,
+    loaded: "LongContext",
+    given: "ServeOptions",
+    listening: Listening,
+    temporary: Path | None,
 ) -> None:
     from jax_longctx.serving.server import LongServer, listen
 
@@ -241,7 +269,7 @@ def _lead(
         warning = loaded.length_warning(given.lengths.whole)
         if warning is not None:
             terminal.note(f"warning: {warning}")
-        served = LongServer(loaded, given, crashed=_crashed)
+        served = LongServer(loaded, given, crashed=functools.partial(_crashed, temporary))
         host = f"[{listening.host}]" if ":" in listening.host else listening.host
 
         def ready() -> None:
@@ -256,10 +284,15 @@ def _lead(
         raise KeyboardInterrupt
 
 
-def _crashed(error: BaseException) -> None:
-    """Ends the process: without the thread that owns the engine every request would hang."""
+def _crashed(temporary: Path | None, error: BaseException) -> None:
+    """Ends the process: without the thread that owns the engine every request would hang.
+
+    Nothing is unwound, so the temporary folder of contexts is removed here.
+    """
     from jax_longctx.cli.main import lost_process
 
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
     lost = lost_process(error)
     if lost is None:
         traceback.print_exception(error)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from jax_longctx.engine.running import Chosen
-from jax_longctx.serving.schema import Scored, chat_logprobs, completion_logprobs, usage
+from jax_longctx.serving.schema import Named, Scored, chat_logprobs, completion_logprobs, usage
+from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.text import Tokenizer
 
 
@@ -16,24 +17,26 @@ class Answer:
     """One answer on its way to the client.
 
     Attributes:
+      after: the tokens that the answer's text follows on.
       logprobs: whether log-probabilities were asked for.
-      sent: characters sent so far.
     """
 
     kind: Literal["chat", "completion"]
     model: str
     fingerprint: str
     tokenizer: Tokenizer
+    after: Sequence[int]
     logprobs: bool
     prompt: int
     cached: int = 0
-    sent: int = 0
     texts: list[str] = dataclasses.field(default_factory=list)
     scored: list[Scored] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
+        self._names = TokenNames(self.tokenizer)
+        self._places = Places(self.tokenizer, self.after)
 
     def opening(self) -> list[dict[str, Any]]:
         """What a stream begins with."""
@@ -43,8 +46,7 @@ class Answer:
 
     def piece(self, text: str, chosen: Sequence[Chosen]) -> dict[str, Any]:
         """More text, as an event."""
-        logprobs = self._logprobs(self._scores(chosen), self.sent)
-        self.sent += len(text)
+        logprobs = self._logprobs(self._scores(chosen))
         part = {"content": text} if self.kind == "chat" else text
         return self._chunk([self._choice(part, logprobs, None)])
 
@@ -64,7 +66,7 @@ class Answer:
 
     def whole(self, finish: str, tokens: int) -> dict[str, Any]:
         """The whole answer."""
-        text, logprobs = "".join(self.texts), self._logprobs(self.scored, 0)
+        text, logprobs = "".join(self.texts), self._logprobs(self.scored)
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": logprobs}
         if self.kind == "chat":
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
@@ -77,24 +79,25 @@ class Answer:
     def _scores(self, chosen: Sequence[Chosen]) -> list[Scored]:
         if not self.logprobs:
             return []
-        return [
-            (
-                self._shown(each.token),
-                0.0 if each.logprob is None else each.logprob,
-                [(self._shown(token), logprob) for token, logprob in each.best],
-            )
-            for each in chosen
-        ]
+        scored = []
+        for each in chosen:
+            name, offset = self._places.next(each.token)
+            logprob = 0.0 if each.logprob is None else each.logprob
+            names = self._names.distinct([token for token, _ in each.best])
+            best = [
+                Named(other, self._names.raw(token), value)
+                for other, (token, value) in zip(names, each.best, strict=True)
+            ]
+            own = Named(name, self._names.raw(each.token), logprob)
+            scored.append(Scored(own, best, offset))
+        return scored
 
-    def _shown(self, token: int) -> str:
-        return self.tokenizer.decode([token])
-
-    def _logprobs(self, scored: Sequence[Scored], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
         if self.kind == "chat":
             return chat_logprobs(scored)
-        return completion_logprobs(scored, offset)
+        return completion_logprobs(scored)
 
     def _choice(self, part: Any, logprobs: Any, finish: str | None) -> dict[str, Any]:
         name = "delta" if self.kind == "chat" else "text"

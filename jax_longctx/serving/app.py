@@ -13,17 +13,19 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
+import pydantic
 from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jax_longctx.api import AnswerReader, LongContext
 from jax_longctx.engine.running import Request as RowRequest
@@ -39,6 +41,7 @@ from jax_longctx.serving.scheduler import (
     Failed,
     Job,
     Piece,
+    Place,
     Reading,
     Ready,
     Scheduler,
@@ -47,6 +50,8 @@ from jax_longctx.serving.schema import RequestError
 
 # Paths that need no key: whoever watches the process has none.
 OPEN = ("/health", "/ready")
+# For a stream's last event, which says that the time is over.
+LAST_SECONDS = 2.0
 DONE = b"data: [DONE]\n\n"
 
 
@@ -58,13 +63,15 @@ class Access:
       keys: SHA-256 digests of the API keys; none: everyone may ask.
       files_under: the folder that `file` of a context may name a file of, or None.
       body: most bytes of a request.
+      bodies: most bytes of all requests that are being received or tokenised.
       body_seconds: for a request's body to arrive.
-      seconds: for a request to be answered.
+      seconds: for a request to be answered, from its headers on.
     """
 
     keys: Sequence[bytes] = ()
     files_under: Path | None = None
     body: int = 64 * 2**20
+    bodies: int = 256 * 2**20
     body_seconds: float = 120.0
     seconds: float = 600.0
 
@@ -89,23 +96,26 @@ class Service:
         self.model, self.name, self.prompts, self.contexts = model, name, prompts, contexts
         self.scheduler, self.metrics, self.access = scheduler, metrics, access
         self.created = int(time.time())
+        self._bodies = 0
         self.fingerprint = model.engine.fingerprint
 
     # -- routes ------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        asked = schema.parsed(schema.ChatRequest, await self._body(request))
-        entry = self._named(asked)
-        prompt = await anyio.to_thread.run_sync(self.prompts.chat, asked, entry)
-        return await self._answered(request, asked, prompt, "chat")
+        with self._admitted() as place:
+            asked = await self._parsed(schema.ChatRequest, request, place)
+            entry = self._named(asked)
+            prompt = await anyio.to_thread.run_sync(self.prompts.chat, asked, entry)
+            return await self._answered(request, asked, prompt, "chat", place)
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions"""
-        asked = schema.parsed(schema.CompletionRequest, await self._body(request))
-        entry = self._named(asked)
-        prompt = await anyio.to_thread.run_sync(self.prompts.completion, asked, entry)
-        return await self._answered(request, asked, prompt, "completion")
+        with self._admitted() as place:
+            asked = await self._parsed(schema.CompletionRequest, request, place)
+            entry = self._named(asked)
+            prompt = await anyio.to_thread.run_sync(self.prompts.completion, asked, entry)
+            return await self._answered(request, asked, prompt, "completion", place)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
@@ -119,24 +129,26 @@ class Service:
 
     async def read_context(self, request: Request) -> Response:
         """POST /v1/contexts"""
-        asked = await self._context_request(request)
+        with self._admitted() as place:
+            return await self._read_context(request, place)
+
+    async def _read_context(self, request: Request, place: Place) -> Response:
+        asked = await self._context_request(request, place)
         text, chat = await anyio.to_thread.run_sync(self._laid_out, asked)
-        entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
-        done = False
         try:
-            job, events = self._job(text=text, entry=entry)
-            self.scheduler.submit(job)
-            stream = self._events(job, events)
-            first = await self._first(request, job, stream)
-            if asked.stream:
-                done = True
-                return _stream(self._progress(entry, first, stream))
-            await self._watched(request, job, _rest(first, stream))
-            done = True
-            return JSONResponse(entry.record(), status_code=201)
-        finally:
-            if not done:
-                self.contexts.remove(entry.id)
+            entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
+        except RequestError:
+            self.contexts.release(text)
+            raise
+        job, events = self._job(place, text=text, entry=entry)
+        self.scheduler.submit(job, place)
+        self._drop_body(place)
+        stream = self._events(job, events)
+        first = await self._first(request, job, stream)
+        if asked.stream:
+            return self._streamed(job, self._progress(entry, first, stream))
+        await self._watched(request, job, _rest(first, stream))
+        return JSONResponse(entry.record(), status_code=201)
 
     async def list_contexts(self, request: Request) -> Response:
         """GET /v1/contexts"""
@@ -150,7 +162,8 @@ class Service:
     async def delete_context(self, request: Request) -> Response:
         """DELETE /v1/contexts/{id}"""
         name = self._entry(request.path_params["id"]).id
-        await anyio.to_thread.run_sync(self.contexts.remove, name)
+        self.contexts.remove(name)
+        self.scheduler.wake()
         return JSONResponse({"id": name, "object": "context.deleted", "deleted": True})
 
     async def health(self, request: Request) -> Response:
@@ -171,7 +184,8 @@ class Service:
 
     def check_key(self, request: Request) -> None:
         """Raises RequestError unless the request has one of the keys, if there are any."""
-        if not self.access.keys or request.url.path in OPEN:
+        # Not `request.url`: a client's Host header can put another path there.
+        if not self.access.keys or request.scope["path"] in OPEN:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         given = hashlib.sha256(key.strip().encode("latin-1")).digest()
@@ -185,7 +199,20 @@ class Service:
                 code="invalid_api_key",
             )
 
-    async def _body(self, request: Request) -> bytes:
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[Place]:
+        """A place for the request, taken before its body is read."""
+        with self.scheduler.place() as place:
+            try:
+                yield place
+            finally:
+                self._drop_body(place)
+
+    def _drop_body(self, place: Place) -> None:
+        """Counts that the request's body has left the memory."""
+        self._bodies, place.body = self._bodies - place.body, 0
+
+    async def _body(self, request: Request, place: Place) -> bytes:
         """The request's body, within the limits of size and time."""
         limit = self.access.body
         too_large = RequestError(
@@ -194,49 +221,43 @@ class Service:
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > limit:
             raise too_large
-        pieces, size = [], 0
+        pieces, seconds = [], min(self.access.body_seconds, self.access.seconds)
         try:
-            async with asyncio.timeout(self.access.body_seconds):
+            async with asyncio.timeout(seconds):
                 async for piece in request.stream():
-                    size += len(piece)
-                    if size > limit:
+                    if place.body + len(piece) > limit:
                         raise too_large
+                    if self._bodies + len(piece) > self.access.bodies:
+                        raise RequestError(
+                            429,
+                            f"the bodies of all requests take {self._bodies:,} bytes, the server "
+                            f"holds {self.access.bodies:,}; try again later",
+                            kind="rate_limit_error",
+                            code="rate_limit_exceeded",
+                            retry_after=1,
+                        )
+                    self._bodies += len(piece)
+                    place.body += len(piece)
                     pieces.append(piece)
         except TimeoutError:
-            raise RequestError(
-                408, f"the body did not arrive within {self.access.body_seconds:g} s"
-            ) from None
+            raise RequestError(408, f"the body did not arrive within {seconds:g} s") from None
         return b"".join(pieces)
 
-    async def _context_request(self, request: Request) -> schema.ContextRequest:
+    async def _parsed[Model: pydantic.BaseModel](
+        self, kind: type[Model], request: Request, place: Place
+    ) -> Model:
+        """The request's JSON, checked in a worker thread."""
+        body = await self._body(request, place)
+        return await anyio.to_thread.run_sync(schema.parsed, kind, body)
+
+    async def _context_request(self, request: Request, place: Place) -> schema.ContextRequest:
         """The request for a context, from JSON or from a form with a file."""
-        body = await self._body(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "multipart/form-data":
-            return schema.parsed(schema.ContextRequest, body)
-        sent = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def replay() -> Any:
-            return next(sent)
-
-        form = await Request(request.scope, replay).form(max_files=1, max_fields=8)
-        try:
-            values: dict[str, Any] = {}
-            for name, value in form.multi_items():
-                if name in values or (name == "file") != isinstance(value, UploadFile):
-                    raise RequestError(
-                        400, f"the form's field {name!r} is twice, or no {name}", param=name
-                    )
-                if isinstance(value, UploadFile):
-                    values["text"] = _decoded(await value.read())
-                else:
-                    # Forms have texts alone: ttl=60, stream=true.
-                    with contextlib.suppress(ValueError, RecursionError):
-                        value = json.loads(value) if name != "text" else value
-                    values[name] = value
-        finally:
-            await form.close()
-        return schema.parsed(schema.ContextRequest, json.dumps(values).encode())
+            return await self._parsed(schema.ContextRequest, request, place)
+        form = _form(request, await self._body(request, place))
+        values = await anyio.to_thread.run_sync(asyncio.run, form)
+        return await anyio.to_thread.run_sync(schema.parsed, schema.ContextRequest, values)
 
     def _laid_out(self, asked: schema.ContextRequest) -> Any:
         text = asked.text
@@ -298,7 +319,9 @@ class Service:
         asked: schema.ChatRequest | schema.CompletionRequest,
         prompt: Prompt,
         kind: Any,
+        place: Place,
     ) -> Response:
+        self._drop_body(place)
         tokenizer, logprobs = self.model.tokenizer, asked.wanted_logprobs
         try:
             ends = self.model.end_ids(asked.stops, True)
@@ -311,22 +334,31 @@ class Service:
             )
             reader = AnswerReader(tokenizer, prompt.after, asked.stops, ends)
             job, events = self._job(
-                text=prompt.text, request=row, reader=reader, cached=prompt.cached
+                place, text=prompt.text, request=row, reader=reader, cached=prompt.cached
             )
         except BaseException:
             self.contexts.release(prompt.text)
             raise
-        self.scheduler.submit(job)
+        self.scheduler.submit(job, place)
         count = len(prompt.text.tokens) + len(prompt.question)
-        answer = Answer(kind, self.name, self.fingerprint, tokenizer, logprobs is not None, count)
+        answer = Answer(
+            kind=kind,
+            model=self.name,
+            fingerprint=self.fingerprint,
+            tokenizer=tokenizer,
+            after=prompt.after,
+            logprobs=logprobs is not None,
+            prompt=count,
+        )
         stream = self._events(job, events)
         first = await self._first(request, job, stream)
         answer.cached = job.cached
         if asked.stream:
-            return _stream(self._chunks(answer, first, stream, asked.include_usage))
+            chunks = self._chunks(answer, first, stream, asked.include_usage)
+            return self._streamed(job, chunks)
         return JSONResponse(await self._watched(request, job, _whole(answer, first, stream)))
 
-    def _job(self, **how: Any) -> tuple[Job, asyncio.Queue[Event]]:
+    def _job(self, place: Place, **how: Any) -> tuple[Job, asyncio.Queue[Event]]:
         """A job, and the queue of its events, which the scheduler's thread fills."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
@@ -336,7 +368,7 @@ class Service:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        return Job(send=send, **how), events
+        return Job(send=send, came=place.came, **how), events
 
     async def _events(self, job: Job, events: asyncio.Queue[Event]) -> AsyncIterator[Event]:
         """The job's events up to the last; the job is cancelled where nobody takes them all.
@@ -418,17 +450,73 @@ class Service:
         self, entry: Entry, first: Event, stream: AsyncIterator[Event]
     ) -> AsyncIterator[Any]:
         """The records of a context that is being read; the last is the context."""
-        ready = False
+        async for event in _chain(first, stream):
+            if isinstance(event, Reading):
+                told = {"id": entry.id, "object": "context.progress"}
+                yield {**told, "tokens_read": event.done, "tokens": event.total}
+        yield entry.record()
+
+    def _streamed(self, job: Job, records: AsyncIterator[Any]) -> Response:
+        """Server-sent events of these records; the job ends with them, whether sent or not."""
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        response = _Stream(_lines(records), media_type="text/event-stream", headers=headers)
+        response.seconds = job.came + self.access.seconds + LAST_SECONDS - time.monotonic()
+        response.ended = lambda: self.scheduler.cancel(job)
+        return response
+
+
+class _Stream(StreamingResponse):
+    """A stream that is given up after `seconds`, also where its client does not read."""
+
+    seconds: float
+    ended: Callable[[], None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for event in _chain(first, stream):
-                if isinstance(event, Reading):
-                    told = {"id": entry.id, "object": "context.progress"}
-                    yield {**told, "tokens_read": event.done, "tokens": event.total}
-                ready = ready or isinstance(event, Ready)
-            yield entry.record()
+            async with asyncio.timeout(self.seconds):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            # The response is not complete: the server closes the connection.
+            pass
         finally:
-            if not ready:
-                self.contexts.remove(entry.id)
+            self.ended()
+
+
+async def _form(request: Request, body: bytes) -> dict[str, Any]:
+    """The fields of a form, as JSON would give them; an uploaded `file` becomes `text`."""
+    sent = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def replay() -> Any:
+        return next(sent)
+
+    form = await Request(request.scope, replay).form(max_files=2, max_fields=8)
+    try:
+        values: dict[str, Any] = {}
+        seen: set[str] = set()
+        for name, value in form.multi_items():
+            if name in seen:
+                raise _form_error(name, "is there twice; send it once")
+            seen.add(name)
+            if isinstance(value, UploadFile):
+                if name != "file":
+                    raise _form_error(name, "is an upload; only 'file' is one")
+                values["text"] = _decoded(await value.read())
+            elif name == "file":
+                raise _form_error(name, "is not an upload; send its content, as with -F file=@NAME")
+            else:
+                # Forms have texts alone: ttl=60, stream=true.
+                with contextlib.suppress(ValueError, RecursionError):
+                    value = json.loads(value) if name != "text" else value
+                values[name] = value
+        if {"text", "file"} <= seen:
+            raise _form_error("text", "is beside 'file'; send one of the two")
+    finally:
+        await form.close()
+    return values
+
+
+def _form_error(name: str, what: str) -> RequestError:
+    return RequestError(400, f"the form's field {name[:80]!r} {what}", param=name[:80])
 
 
 async def _rest(first: Event, stream: AsyncIterator[Event]) -> None:
@@ -459,21 +547,16 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _stream(records: AsyncIterator[Any]) -> Response:
-    """Server-sent events of these records; an error is the last of them."""
-
-    async def lines() -> AsyncIterator[bytes]:
-        async with contextlib.aclosing(records):  # pyright: ignore[reportArgumentType]
-            try:
-                async for record in records:
-                    yield _event(record)
-            except RequestError as error:
-                yield _event(error.body())
-                return
-        yield DONE
-
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+async def _lines(records: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    """These records as events; an error is the last of them."""
+    async with contextlib.aclosing(records):  # pyright: ignore[reportArgumentType]
+        try:
+            async for record in records:
+                yield _event(record)
+        except RequestError as error:
+            yield _event(error.body())
+            return
+    yield DONE
 
 
 def _event(record: Any) -> bytes:
@@ -493,7 +576,7 @@ def _error(error: RequestError) -> Response:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413):
+    if error.status in (408, 413, 429):
         # What is left of the body is not read.
         headers["connection"] = "close"
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
@@ -542,7 +625,7 @@ def make_app(service: Service) -> Starlette:
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        what = f"{request.method} {request.url.path!r:.200}"
+        what = f"{request.method} {request.scope['path']!r:.200}"
         code = RequestError(error.status_code, f"{what}: {error.detail}", code="unknown_url")
         service.metrics.requests.labels("other", str(error.status_code)).inc()
         return _error(code)

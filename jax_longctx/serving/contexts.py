@@ -5,6 +5,10 @@ A `Text` is one row of token ids. It is unread, in memory, on the disk, or both.
 one text. A text without an entry was read for a request, and is kept for later ones as long as
 there is room. The store keeps the books; the scheduler reads, saves and loads.
 
+Any thread may change the books. The scheduler's thread alone changes files, so that nothing removes
+a folder that is being saved or loaded. Other threads only note what the files lack (`touch`,
+`remove`), and the scheduler brings them up to date (`update_files`).
+
 On the disk a text is a folder `KEY` with the saved context, and a file `KEY.json` with its entries.
 The file is written last and removed first, so that a folder without a file is rubbish. All lie in
 a folder named by model and method, so that a server finds only contexts that it can use.
@@ -29,8 +33,11 @@ import numpy as np
 
 from jax_longctx.engine.context_io import saved_tokens
 from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.serving.schema import RequestError
 
 Tokens = np.ndarray
+# Held by the server that keeps its contexts in the folder.
+LOCK = "server.lock"
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,6 +51,8 @@ class Text:
       question: of methods that read a text for one question; such a text is never shared.
       resident: bytes on each device, 0 while it is not in memory.
       saved: whether the disk has it.
+      stored: bytes of its files when it was last saved; 0 before.
+      damaged: whether its files were damaged: it is saved again after it is read.
       reading: (tokens read, tokens to read) while it is being read.
       keep: whether it stays in memory for later requests when nobody names it.
       used: when it was last used, of `time.monotonic`.
@@ -58,6 +67,8 @@ class Text:
     question: list[int] | None = None
     resident: int = 0
     saved: bool = False
+    stored: int = 0
+    damaged: bool = False
     reading: tuple[int, int] | None = None
     keep: bool = False
     used: float = 0.0
@@ -122,16 +133,31 @@ class Contexts:
     Args:
       folder: for saved contexts; made if need be, and held by one server at a time.
       ttl: seconds that an entry lives after its last use, where it does not say.
+      most_ttl: most seconds that an entry may say.
+      most: entries at a time.
+      disk: bytes that the files of saved texts may take; None: as many as there are.
 
     Raises:
       InputError: the folder cannot be written, or another server uses it.
     """
 
-    def __init__(self, folder: Path, *, ttl: float):
-        self.folder, self.ttl = folder, ttl
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        ttl: float,
+        most_ttl: float = math.inf,
+        most: int = 1024,
+        disk: int | None = None,
+    ):
+        self.folder, self.ttl, self.most_ttl = folder, ttl, most_ttl
+        self.most, self.disk = most, disk
         self.lock = threading.RLock()
         self._texts: dict[str, Text] = {}
         self._entries: dict[str, Entry] = {}
+        # Texts whose ids were removed, and those that were used: their files do not say so yet.
+        self._outdated: set[Text] = set()
+        self._touched: set[Text] = set()
         self._held = _hold(folder)
         self._find_saved()
 
@@ -239,11 +265,30 @@ class Contexts:
     # -- entries -----------------------------------------------------------------------------------
 
     def enter(self, text: Text, *, chat: bool, ttl: float | None, save: bool) -> Entry:
-        """A new id for the text, whose time to live begins with `touch`."""
+        """A new id for the text, whose time to live begins with `touch`.
+
+        Raises:
+          RequestError: the time is too long (400), or there are as many ids as may be (429).
+        """
         now, lives = time.time(), self.ttl if ttl is None else ttl
+        if lives > self.most_ttl:
+            raise RequestError(
+                400,
+                f"ttl is {lives:g} s, this server keeps contexts for at most {self.most_ttl:g} s",
+                param="ttl",
+            )
         name = f"ctx_{secrets.token_hex(12)}"
         entry = Entry(name, text, chat, now, lives, math.inf, save)
         with self.lock:
+            if len(self._entries) >= self.most:
+                raise RequestError(
+                    429,
+                    f"there are {len(self._entries):,} contexts already; delete some, or try again "
+                    f"when their time is over",
+                    kind="rate_limit_error",
+                    code="too_many_contexts",
+                    retry_after=60,
+                )
             self._entries[name] = entry
             text.entries.add(name)
         return entry
@@ -258,10 +303,7 @@ class Contexts:
         """Counts the entry's time to live from now on."""
         with self.lock:
             entry.expires = time.time() + entry.ttl
-        if entry.text.saved:
-            # A server that starts later counts from this file's time.
-            with contextlib.suppress(OSError):
-                os.utime(self._file(entry.text))
+            self._touched.add(entry.text)
 
     def listed(self) -> list[Entry]:
         """All entries whose time is not over, the oldest first."""
@@ -280,8 +322,7 @@ class Contexts:
                 return False
             entry.text.entries.discard(name)
             entry.text.keep = False
-        if entry.text.saved:
-            self.write_entries(entry.text)
+            self._outdated.add(entry.text)
         return True
 
     def expired(self) -> list[str]:
@@ -290,12 +331,26 @@ class Contexts:
         with self.lock:
             names = [name for name, entry in self._entries.items() if entry.expires < now]
         for name in names:
-            # On a full disk the file keeps the id, and a later server removes it.
-            with contextlib.suppress(CheckpointError):
-                self.remove(name)
+            self.remove(name)
         return names
 
-    # -- files -------------------------------------------------------------------------------------
+    # -- files (the scheduler's thread alone) ------------------------------------------------------
+
+    def update_files(self) -> None:
+        """Writes to the files of saved texts what the books say by now."""
+        with self.lock:
+            outdated, self._outdated = self._outdated, set()
+            touched, self._touched = self._touched, set()
+        for text in outdated:
+            if text.saved:
+                # On a full disk the file keeps the id, and a later server removes it.
+                with contextlib.suppress(CheckpointError):
+                    self.write_entries(text)
+        for text in touched:
+            if text.saved:
+                # A server that starts later counts from this file's time.
+                with contextlib.suppress(OSError):
+                    os.utime(self._file(text))
 
     def path(self, text: Text) -> Path:
         """The folder of the text's saved context."""
@@ -303,6 +358,29 @@ class Contexts:
 
     def _file(self, text: Text) -> Path:
         return self.folder / f"{text.key}.json"
+
+    def check_disk(self, text: Text) -> None:
+        """Raises CheckpointError where the text's files do not fit beside those of the others.
+
+        A text that was never saved counts as one byte: its size is known afterwards.
+        """
+        if self.disk is None:
+            return
+        with self.lock:
+            others = sum(each.stored for each in self._texts.values() if each.saved)
+        if text.saved:
+            others -= text.stored
+        if others + max(1, text.stored) > self.disk:
+            raise CheckpointError(
+                f"{self.path(text)} was not saved: with {max(1, text.stored):,} bytes beside "
+                f"{others:,} of other contexts it is beyond the {self.disk:,} bytes of "
+                f"--context-disk; delete contexts, or allow more"
+            )
+
+    def count_stored(self, text: Text) -> None:
+        """Counts the bytes of the text's files."""
+        files = [path for path in self.path(text).rglob("*") if path.is_file()]
+        text.stored = sum(path.stat().st_size for path in files)
 
     def write_entries(self, text: Text) -> None:
         """Writes the ids that name a saved text, whole or not at all; none: removes its files.
@@ -312,9 +390,9 @@ class Contexts:
         """
         with self.lock:
             entries = [self._entries[name] for name in sorted(text.entries)]
-            if entries:
-                self._write(text, entries)
-        if not entries:
+        if entries:
+            self._write(text, entries)
+        else:
             self.remove_files(text)
 
     def _write(self, text: Text, entries: list[Entry]) -> None:
@@ -324,11 +402,14 @@ class Contexts:
             "entries": [{name: getattr(entry, name) for name in names} for entry in entries],
         }
         file = self._file(text)
-        partial = file.with_suffix(".partial")
+        # `save_context` makes a folder KEY.partial.
+        partial = file.with_name(f"{file.name}.partial")
         try:
             partial.write_text(json.dumps(described), encoding="utf-8")
             partial.replace(file)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise CheckpointError(f"{file} could not be written: {error.strerror}") from error
         text.saved = True
 
@@ -359,12 +440,15 @@ class Contexts:
                 continue
             text.entries = {entry.id for entry in entries}
             text.used = time.monotonic()
+            self.count_stored(text)
             self._texts[text.key] = text
             self._entries |= {entry.id: entry for entry in entries}
             kept.add(file.stem)
         for path in self.folder.iterdir():
             if path.is_dir() and path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
+            elif path.name.endswith((".partial", ".lock")) and path.name != LOCK:
+                path.unlink(missing_ok=True)
         self.expired()
 
 
@@ -372,7 +456,7 @@ def _hold(folder: Path) -> int:
     """Locks the folder for this server; the kernel releases the lock when the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from error
     try:

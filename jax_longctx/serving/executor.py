@@ -20,15 +20,13 @@ import jax
 
 from jax_longctx.api import LongContext
 from jax_longctx.contract import own_tokens
-from jax_longctx.engine import Context, Engine, Progress
+from jax_longctx.engine import Context, Progress
 from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
 from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share
-from jax_longctx.engine.programs import abstract_caches
-from jax_longctx.engine.running import Chosen, Request, RunningBatch
+from jax_longctx.engine.running import Chosen, Request, RunningBatch, cannot_share
 from jax_longctx.errors import LongctxError
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import leaf_axes
 
 
 class Executor:
@@ -52,7 +50,7 @@ class Executor:
         self, model: LongContext, *, places: int, length: int, reserve: int, share_from: int
     ):
         self.model, self.engine, self.places = model, model.engine, places
-        self._share_from = share_from if can_share(self.engine) else length + 1
+        self._share_from = share_from if cannot_share(self.engine) is None else length + 1
         slots = self.engine.slots_for(min(length, self._share_from + reserve))
         self._short = RunningBatch(self.engine, places=places, slots=slots, reserve=reserve)
         self.reserve = self._short.reserve
@@ -205,18 +203,6 @@ def _capacity(tokens: int) -> int:
     """
     step = max(SMALLEST, (1 << (tokens.bit_length() - 1)) // 8)
     return -(-(tokens + SPARE) // step) * step
-
-
-def can_share(engine: Engine) -> bool:
-    """Whether rows can share a context under the engine's method and on its mesh."""
-    if own_tokens(engine.method) is None or engine.mesh.shape["data"] != 1:
-        return False
-    if any(window is not None for window in engine.config.windows):
-        return False
-    # Digests of pages are not shared by several shards (see `RunningBatch`).
-    shapes = abstract_caches(engine.setup, 1, engine.slots_for(SMALLEST), SMALLEST)
-    paged = any("pages" in axes for axes in leaf_axes(shapes))
-    return not paged or engine.mesh.shape["seq"] == 1
 
 
 def request_values(request: Request) -> dict[str, Any]:

@@ -99,8 +99,9 @@ class Prompts:
 
     def completion(self, asked: CompletionRequest, entry: Entry | None) -> Prompt:
         """Raises RequestError or a LongctxError for a prompt that cannot be answered."""
-        given, tokenizer = asked.one_prompt, self.model.tokenizer
+        given, tokenizer = asked.prompt, self.model.tokenizer
         if isinstance(given, str):
+            self._check_characters(len(given), "prompt")
             row = tokenizer.encode(given, bos=entry is None)
         else:
             (row,) = self.model.engine.padded([given])[:1]
@@ -114,6 +115,13 @@ class Prompts:
         """Raises RequestError or a LongctxError for a chat that cannot be answered."""
         tokenizer = self.model.tokenizer
         messages = [message.for_template() for message in asked.messages]
+        self._check_characters(sum(len(each["content"]) for each in messages), "messages")
+        if entry is None and not tokenizer.has_chat:
+            raise RequestError(
+                400,
+                "this checkpoint has no chat template; send a prompt to /v1/completions",
+                param="messages",
+            )
         if entry is None:
             row = tokenizer.encode(tokenizer.chat(messages), bos=True)
             return self._split(row, asked.wanted_tokens)
@@ -135,6 +143,7 @@ class Prompts:
         chat = self.model.tokenizer.has_chat if chat is None else chat
         if chat not in self._layouts:
             raise RequestError(400, "this checkpoint has no chat template", param="chat")
+        self._check_characters(len(text), "text")
         layout = self._layouts[chat]
         row = self.model.tokenizer.encode(layout.context(text), bos=True)
         self._check_whole(len(row), 1, "text")
@@ -222,6 +231,18 @@ class Prompts:
         if shared < shortest:
             return None, 0
         return self.contexts.text(row[:shared], shared), 0
+
+    def _check_characters(self, given: int, param: str) -> None:
+        """Refuses a text that cannot be short enough, before the time for its tokens is spent."""
+        most = self.lengths.whole * self.model.tokenizer.longest_piece
+        if given > most:
+            raise RequestError(
+                400,
+                f"a text of {given:,} characters is longer than the {self.lengths.whole:,} tokens "
+                f"that this server takes; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _check_whole(self, given: int, wanted: int | None, param: str) -> int:
         """Tokens of the answer: as many as asked, or as there is room for."""

@@ -17,21 +17,25 @@ that no row needs leaves the memory: to the disk where a client named it.
 """
 
 import collections
+import contextlib
 import dataclasses
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_longctx.api import AnswerReader
-from jax_longctx.engine.engine import BLOCK
+from jax_longctx.engine.engine import BLOCK, NOT_FINITE
 from jax_longctx.engine.running import Chosen, Request
-from jax_longctx.errors import CapacityError, LongctxError
+from jax_longctx.errors import CapacityError, CheckpointError, LongctxError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.serving.contexts import Contexts, Entry, Text
 from jax_longctx.serving.executor import Executor, Team, request_values
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.schema import RequestError, from_library
+
+log = logging.getLogger(__name__)
 
 # Seconds of joins and reading between two blocks of decode steps, where rows decode.
 READ_SECONDS = 0.08
@@ -43,10 +47,6 @@ BLOCK_SECONDS = 0.03
 MOST_UNNAMED = 256
 # Seconds that the thread sleeps at most: times to live end meanwhile.
 IDLE_SECONDS = 0.5
-NOT_FINITE = (
-    "the model's logits are not finite: its weights hold NaN or infinite values, or overflow in "
-    "this dtype; convert the checkpoint again or try float32"
-)
 # Seconds after which the leader shows the other processes that it lives.
 LIVES_SECONDS = 5.0
 
@@ -97,7 +97,8 @@ class Job:
     Attributes:
       text: counted as used by this job (`Contexts.use`); the scheduler releases it.
       send: takes the job's events, in the scheduler's thread.
-      entry: what names the text, of a job that reads it for a client.
+      entry: what names the text, of a job that reads it for a client; removed with a job that
+        ends before the text is `ready`.
       reader: turns the answer's tokens into text.
       cached: tokens of the text that were read before this job came.
       cancelled: the client is gone.
@@ -109,8 +110,24 @@ class Job:
     request: Request | None = None
     reader: AnswerReader | None = None
     cached: int = 0
+    ready: bool = False
     cancelled: bool = False
     came: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass
+class Place:
+    """A request's place among those that are answered or wait.
+
+    Attributes:
+      came: when the request came, of `time.monotonic`.
+      body: bytes of its body in memory.
+      given: whether a job has the place now, which gives it back at its end.
+    """
+
+    came: float = dataclasses.field(default_factory=time.monotonic)
+    body: int = 0
+    given: bool = False
 
 
 @dataclasses.dataclass
@@ -128,7 +145,7 @@ class Scheduler:
 
     Args:
       budget: bytes on each device that texts in memory may take.
-      most: jobs that may wait or run at a time.
+      most: requests that may wait or be answered at a time.
       crashed: called in the thread with an error that is no request's fault; nothing runs after.
     """
 
@@ -168,38 +185,63 @@ class Scheduler:
         """Whether jobs are taken."""
         return self._thread.is_alive() and not self._closing
 
-    def submit(self, job: Job) -> None:
-        """Takes a job. Its text is released when the job ends, or here where it is refused.
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Place]:
+        """A place for a request, before anything of it is read; `submit` gives it to a job.
 
         Raises:
-          RequestError: too many jobs (429), or the server is shutting down (503).
+          RequestError: no place is free (429), or the server is shutting down (503).
         """
         with self._changed:
-            refused = None
-            if not self.accepts:
-                refused = RequestError(
-                    503, "the server is shutting down", kind="server_error", retry_after=10
-                )
-            elif self._jobs >= self.most:
-                refused = RequestError(
+            self._check_accepts()
+            if self._jobs >= self.most:
+                raise RequestError(
                     429,
                     f"{self._jobs} requests are being answered or wait already; try again later",
                     kind="rate_limit_error",
                     code="rate_limit_exceeded",
                     retry_after=self._patience(),
                 )
-            if refused is None:
-                self._jobs += 1
-                self._waiting.append(job)
-                self._changed.notify()
-                return
-        self.contexts.release(job.text)
-        raise refused
+            self._jobs += 1
+        place = Place()
+        try:
+            yield place
+        finally:
+            if not place.given:
+                with self._changed:
+                    self._jobs -= 1
+
+    def submit(self, job: Job, place: Place) -> None:
+        """Takes a job. Its text and id are released when it ends, or here where it is refused.
+
+        Raises:
+          RequestError: the server is shutting down (503).
+        """
+        with self._changed:
+            try:
+                self._check_accepts()
+            except RequestError:
+                self._release(job)
+                raise
+            place.given = True
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def _check_accepts(self) -> None:
+        if not self.accepts:
+            raise RequestError(
+                503, "the server is shutting down", kind="server_error", retry_after=10
+            )
 
     def cancel(self, job: Job) -> None:
         """Ends a job whose client is gone; any thread may call it, also after the job's end."""
         with self._changed:
             job.cancelled = True
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Lets the thread see at once what has changed in the books of contexts."""
+        with self._changed:
             self._changed.notify()
 
     def refuse(self) -> None:
@@ -228,6 +270,7 @@ class Scheduler:
                 self._work(began)
             for job in [*self._queued(), *(row.job for row in self._rows.values())]:
                 self._fail(job, RequestError(503, "the server has shut down", kind="server_error"))
+            self.contexts.update_files()
             self.team.dismiss()
         except BaseException as error:
             # Whatever it is: without this thread the server would hang.
@@ -263,13 +306,14 @@ class Scheduler:
             if job.cancelled:
                 self._end(job)
         self.contexts.expired()
+        self.contexts.update_files()
         for text in self.contexts.useless():
             if text is self._text:
                 self._text, self._need = None, 0
             if text.reading or text.resident:
                 self._do("forget", key=text.key)
             text.reading, text.resident = None, 0
-        unnamed = [text for text in self.contexts.idle() if not text.entries]
+        unnamed = [text for text in self.contexts.idle() if not (text.entries or text.jobs)]
         for text in unnamed[: max(0, len(unnamed) - MOST_UNNAMED)]:
             self._forget(text)
         counts = self.contexts.counts()
@@ -289,7 +333,9 @@ class Scheduler:
             if text.reading is not None:
                 continue
             try:
-                if not text.resident and not blocked:
+                # A text is fetched for a row that can begin, not for one that waits for a place.
+                wanted = job.request is None or self._executor.free > 0
+                if wanted and not (text.resident or blocked):
                     blocked = not self._fetch(job)
                 if not text.resident:
                     continue
@@ -309,15 +355,27 @@ class Scheduler:
         need = self._executor.needed_bytes(len(text.tokens))
         if not self._make_room(text, need):
             return False
-        if text.saved:
-            self._do("load", key=text.key, path=str(self.contexts.path(text)))
-            text.resident = self._executor.resident_bytes(text.key)
-            self.metrics.loaded.inc()
+        if text.saved and self._load(text):
+            return True
+        if self._text is not None:
             return True
         tokens = text.tokens.tolist()
         self._do("read", key=text.key, tokens=tokens, total=text.total, question=text.question)
         text.reading, self._text, self._need = (0, len(tokens)), text, need
         job.cached = 0
+        return True
+
+    def _load(self, text: Text) -> bool:
+        """Loads a saved text; False where its files are damaged, and were removed."""
+        try:
+            self._do("load", key=text.key, path=str(self.contexts.path(text)))
+        except CheckpointError as error:
+            log.warning("a saved context cannot be loaded, its text is read again: %s", error)
+            self.contexts.remove_files(text)
+            text.damaged = True
+            return False
+        text.resident = self._executor.resident_bytes(text.key)
+        self.metrics.loaded.inc()
         return True
 
     def _make_room(self, wanted: Text, need: int) -> bool:
@@ -338,13 +396,31 @@ class Scheduler:
         return True
 
     def _drop_one(self, wanted: Text) -> bool:
-        """Takes the least recently used idle text out of memory; False where there is none."""
+        """Takes the least recently used idle text out of memory; False where there is none.
+
+        Texts of jobs that came before those for `wanted` stay, and those that cannot be saved.
+
+        Raises:
+          CheckpointError: no text could be saved.
+        """
+        kept, failed = {wanted}, None
+        for job in self._queued():
+            if job.text is wanted:
+                break
+            kept.add(job.text)
         for text in self.contexts.idle():
-            if text is not wanted:
+            if text in kept:
+                continue
+            try:
                 if text.entries and not text.saved:
                     self._save(text)
-                self._forget(text)
-                return True
+            except CheckpointError as error:
+                failed = error
+                continue
+            self._forget(text)
+            return True
+        if failed is not None:
+            raise failed
         return False
 
     def _forget(self, text: Text) -> None:
@@ -353,10 +429,26 @@ class Scheduler:
         self.metrics.dropped.inc()
 
     def _save(self, text: Text) -> None:
+        self.contexts.check_disk(text)
         self.contexts.remove_files(text)
         self._do("save", key=text.key, path=str(self.contexts.path(text)))
+        self.contexts.count_stored(text)
+        try:
+            # Its size is known now.
+            self.contexts.check_disk(text)
+        except CheckpointError:
+            self.contexts.remove_files(text)
+            raise
         self.contexts.write_entries(text)
         self.metrics.saved.inc()
+
+    def _save_again(self, text: Text) -> None:
+        """Saves a text whose files were damaged; where that fails, it is in memory alone."""
+        try:
+            if text.entries:
+                self._save(text)
+        except CheckpointError as error:
+            log.warning("a context cannot be saved again: %s", error)
 
     def _finish_reading(self, job: Job) -> None:
         """Ends a job that only reads."""
@@ -367,6 +459,7 @@ class Scheduler:
             self._save(text)
         elif text.saved:
             self.contexts.write_entries(text)
+        job.ready = True
         job.send(Ready())
         self._end(job)
 
@@ -416,6 +509,9 @@ class Scheduler:
             text.resident = self._executor.resident_bytes(text.key)
             self.metrics.read_tokens.inc(len(text.tokens))
             self._text, self._need, text.reading = None, 0, None
+            if text.damaged:
+                text.damaged = False
+                self._save_again(text)
             return
         text.reading = now
         for job in self._queued():
@@ -498,12 +594,18 @@ class Scheduler:
         self._end(row.job)
 
     def _fail(self, job: Job, error: RequestError) -> None:
-        job.send(Failed(error))
         self._end(job)
+        job.send(Failed(error))
+
+    def _release(self, job: Job) -> None:
+        """Takes the job out of the books of contexts, with an id whose text is not ready."""
+        self.contexts.release(job.text)
+        if job.entry is not None and not job.ready:
+            self.contexts.remove(job.entry.id)
 
     def _end(self, job: Job) -> None:
         """Takes the job out of the books."""
-        self.contexts.release(job.text)
+        self._release(job)
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)

@@ -8,13 +8,16 @@ Three fields are not OpenAI's: `context` (the id of a text that was read), `top_
 `repetition_penalty`.
 """
 
+import dataclasses
 import json
+import logging
+import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from jax_longctx.errors import CapacityError, CheckpointError, LongctxError
 from jax_longctx.settings import SEEDS, Sampling
@@ -23,7 +26,9 @@ from jax_longctx.settings import SEEDS, Sampling
 MOST_STOPS = 16
 # Tokens of an answer to a completion request that names no number, as OpenAI's.
 COMPLETION_TOKENS = 16
-# Longest part of a wrong value that an error shows.
+# Most fields of one JSON object. Each unknown field is a fault, and all of them are collected.
+MOST_FIELDS = 64
+# Longest part of a wrong value, or of its field's name, that an error shows.
 SHOWN = 80
 
 INVALID = "invalid_request_error"
@@ -90,7 +95,14 @@ class RequestError(Exception):
 def from_library(error: LongctxError) -> RequestError:
     """The library's error for one request."""
     if isinstance(error, CheckpointError):
-        return RequestError(500, str(error), kind="server_error", code="context_files")
+        # The error names files of the server, which are not the client's business.
+        logging.getLogger(__name__).error("%s", error)
+        return RequestError(
+            500,
+            "the server could not write or read the files of a context; its log says why",
+            kind="server_error",
+            code="context_files",
+        )
     code = "out_of_memory" if isinstance(error, CapacityError) else None
     return RequestError(400, str(error), code=code)
 
@@ -101,9 +113,17 @@ class _Model(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            return {key: value for key, value in given.items() if value is not None}
-        return given
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MOST_FIELDS:
+            raise RequestError(400, f"an object has {len(given):,} fields; give only known ones")
+        return {key: value for key, value in given.items() if value is not None}
+
+
+# A list whose check ends at its first fault: every fault takes a kilobyte.
+type Items[Item] = Annotated[list[Item], Field(fail_fast=True)]
+
+type TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class StreamOptions(_Model):
@@ -123,7 +143,7 @@ class _Answered(_Model):
     top_k: int = Field(default=0, ge=0, lt=2**31)
     repetition_penalty: float = Field(default=1.0, gt=0, le=1e6)
     seed: int | None = Field(default=None, ge=-(2**63), lt=SEEDS)
-    stop: str | list[str] = Field(default_factory=list)
+    stop: str | Items[str] = Field(default_factory=list)
     max_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -205,7 +225,7 @@ class Message(_Model):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
 
     def for_template(self) -> dict[str, str]:
         """As chat templates take it; OpenAI's `developer` is their `system`."""
@@ -219,7 +239,7 @@ class Message(_Model):
 class ChatRequest(_Answered):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
@@ -247,26 +267,36 @@ class ChatRequest(_Answered):
         return self.top_logprobs if self.logprobs else None
 
 
+def _prompt_form(given: Any) -> str | None:
+    if isinstance(given, str):
+        return "text"
+    return "ids" if isinstance(given, list) else None
+
+
 class CompletionRequest(_Answered):
     """`POST /v1/completions`; the prompt is text or token ids, or a list with one such."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[
+        Annotated[str, Tag("text")] | Annotated[Items[TokenId], Tag("ids")],
+        Discriminator(
+            _prompt_form,
+            custom_error_type="prompt_type",
+            custom_error_message="Input should be a text or a list of token ids",
+        ),
+    ]
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
-    @pydantic.model_validator(mode="after")
-    def _one_prompt(self) -> "CompletionRequest":
-        many = isinstance(self.prompt, list) and not all(isinstance(x, int) for x in self.prompt)
-        if not self.prompt or (many and len(self.prompt) != 1) or self.prompt in ([""], [[]]):
+    @pydantic.field_validator("prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, given: Any) -> Any:
+        """The prompt without a list around it; its first element says which form it has."""
+        if isinstance(given, list) and given and isinstance(given[0], str | list):
+            given = given[0] if len(given) == 1 else None
+        if given in (None, "", []):
             raise RequestError(
                 400, "prompt must be one text or one list of token ids, not empty", param="prompt"
             )
-        return self
-
-    @property
-    def one_prompt(self) -> str | list[int]:
-        """The prompt's text or token ids."""
-        given: Any = self.prompt
-        return given[0] if isinstance(given, list) and not isinstance(given[0], int) else given
+        return given
 
     @property
     def wanted_tokens(self) -> int:
@@ -304,17 +334,22 @@ class ContextRequest(_Model):
         return self
 
 
-def parsed[Model: pydantic.BaseModel](kind: type[Model], body: bytes) -> Model:
-    """The body as a request. Raises RequestError with the first fault."""
+def parsed[Model: pydantic.BaseModel](kind: type[Model], body: bytes | dict[str, Any]) -> Model:
+    """The body, JSON or a form's values, as a request. Raises RequestError with the first fault."""
     try:
+        if isinstance(body, dict):
+            return kind.model_validate(body)
         return kind.model_validate_json(body)
     except pydantic.ValidationError as error:
         raise _first_fault(error) from None
 
 
+_brief = reprlib.Repr(maxlevel=3, maxstring=SHOWN, maxother=SHOWN, maxlong=SHOWN)
+
+
 def _first_fault(error: pydantic.ValidationError) -> RequestError:
     fault = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(map(str, fault["loc"])) or None
+    where = ".".join(str(each)[:SHOWN] for each in fault["loc"]) or None
     if fault["type"] == "json_invalid":
         return RequestError(400, f"the body is no JSON: {fault['msg']}", code="invalid_json")
     if fault["type"] == "extra_forbidden":
@@ -323,7 +358,7 @@ def _first_fault(error: pydantic.ValidationError) -> RequestError:
         )
     if fault["type"] == "missing":
         return RequestError(400, f"{where} is missing", param=where, code="missing_field")
-    given = repr(fault["input"])
+    given = _brief.repr(fault["input"])
     if len(given) > SHOWN:
         given = given[:SHOWN] + "..."
     message = f"{where or 'the body'}: {fault['msg']}; got {given}"
@@ -332,8 +367,23 @@ def _first_fault(error: pydantic.ValidationError) -> RequestError:
 
 # -- answers ---------------------------------------------------------------------------------------
 
-# A token, its text, its log-probability, and the best tokens at its place.
-Scored = tuple[str, float, Sequence[tuple[str, float]]]
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A token by its name (see `tokens`); `raw` are its bytes, None for one that adds none."""
+
+    name: str
+    raw: bytes | None
+    logprob: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A token of an answer, the best tokens at its place, and the characters before it."""
+
+    token: Named
+    best: Sequence[Named]
+    offset: int
 
 
 def usage(prompt: int, cached: int, answer: int) -> dict[str, Any]:
@@ -350,33 +400,25 @@ def chat_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
     """The `logprobs` of a chat's choice."""
     return {
         "content": [
-            {
-                **_entry(text, logprob),
-                "top_logprobs": [_entry(*each) for each in best],
-            }
-            for text, logprob, best in scored
+            {**_entry(each.token), "top_logprobs": [_entry(other) for other in each.best]}
+            for each in scored
         ],
         "refusal": None,
     }
 
 
-def _entry(text: str, logprob: float) -> dict[str, Any]:
-    # A token that is a part of a character has no text of its own.
-    whole = "\ufffd" not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+def _entry(token: Named) -> dict[str, Any]:
+    raw = None if token.raw is None else list(token.raw)
+    return {"token": token.name, "logprob": token.logprob, "bytes": raw}
 
 
-def completion_logprobs(scored: Sequence[Scored], offset: int) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice, whose text begins at `offset`."""
-    offsets = []
-    for text, _, _ in scored:
-        offsets.append(offset)
-        offset += len(text)
+def completion_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
+    """The `logprobs` of a completion's choice."""
     return {
-        "tokens": [text for text, _, _ in scored],
-        "token_logprobs": [logprob for _, logprob, _ in scored],
-        "top_logprobs": [dict(best) for _, _, best in scored],
-        "text_offset": offsets,
+        "tokens": [each.token.name for each in scored],
+        "token_logprobs": [each.token.logprob for each in scored],
+        "top_logprobs": [{best.name: best.logprob for best in each.best} for each in scored],
+        "text_offset": [each.offset for each in scored],
     }
 
 

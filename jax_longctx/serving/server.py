@@ -50,7 +50,11 @@ class ServeOptions:
       contexts: the folder for saved contexts.
       context_bytes: bytes on each device for texts in memory; None: half of what is free.
       ttl: seconds that a context lives after its last use, where its request does not say.
+      most_ttl: most seconds that a request may say.
+      most_contexts: ids of contexts at a time; more are answered with 429.
+      context_disk: bytes that saved contexts may take; None: as many as there are.
       grace: seconds that answers have to finish at the end.
+      connections: that may be open; a request on a further one is answered with 503.
       header_seconds: for a connection to send a request's headers.
     """
 
@@ -62,14 +66,20 @@ class ServeOptions:
     queue: int = 64
     context_bytes: int | None = None
     ttl: float = 3600.0
+    most_ttl: float = 7 * 86400.0
+    most_contexts: int = 1024
+    context_disk: int | None = None
     grace: float = 30.0
+    connections: int = 1024
     header_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("rows", "context_bytes"):
+        for name in ("rows", "context_bytes", "context_disk", "connections", "most_contexts"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}")
+        if self.ttl > self.most_ttl:
+            raise InputError(f"ttl is {self.ttl:g} s, above most_ttl, {self.most_ttl:g} s")
         for name in ("ttl", "header_seconds"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
@@ -106,7 +116,13 @@ class LongServer:
             budget = CONTEXTS_BYTES if free is None else max(1, int(CONTEXTS_SHARE * free))
         digest = json.dumps(executor.made_by, sort_keys=True).encode()
         folder = options.contexts / hashlib.sha256(digest).hexdigest()[:16]
-        self.contexts = Contexts(folder, ttl=options.ttl)
+        self.contexts = Contexts(
+            folder,
+            ttl=options.ttl,
+            most_ttl=options.most_ttl,
+            most=options.most_contexts,
+            disk=options.context_disk,
+        )
         self.scheduler = Scheduler(
             self.team,
             self.contexts,
@@ -148,6 +164,7 @@ class LongServer:
             log_level="error",
             access_log=False,
             server_header=False,
+            limit_concurrency=self.options.connections,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=max(1, round(self.options.grace)),
         )

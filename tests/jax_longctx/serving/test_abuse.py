@@ -1,13 +1,16 @@
 """Malformed requests, slow and vanishing clients, limits and keys: 4xx each, and nothing leaks."""
 
+import asyncio
 import contextlib
 import hashlib
 import json
 import os
 import random
+import re
 import socket
 import threading
 import time
+import tracemalloc
 
 import jax
 import openai
@@ -16,7 +19,9 @@ import pytest
 import jax_longctx
 from jax_longctx.api import LongContext
 from jax_longctx.engine.capacity import reserved
+from jax_longctx.serving import app as app_module
 from jax_longctx.serving.app import Access
+from jax_longctx.serving.schema import ChatRequest, CompletionRequest, RequestError, parsed
 from jax_longctx.settings import Sampling
 from tests.jax_longctx.serving.tiny import LENGTHS
 
@@ -57,6 +62,9 @@ ODD = [
     {"a": {}},
     ["a"] * 40,
     [1, "a"],
+    [2**63],
+    [-(2**31) - 1],
+    [2**70],
 ]
 
 
@@ -132,6 +140,49 @@ def test_ten_thousand_malformed_bodies_leave_nothing(server):
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**COMPLETION, "prompt": [1, "a"] * 120_000}),
+        ("/v1/completions", {**COMPLETION, "prompt": [["a"] * 120_000]}),
+        ("/v1/completions", {**COMPLETION, "prompt": [None] * 120_000}),
+        ("/v1/completions", {**COMPLETION, "stop": [1] * 240_000}),
+        ("/v1/completions", COMPLETION | {f"{i}": 1 for i in range(60_000)}),
+        ("/v1/chat/completions", {**CHAT, "messages": [{}] * 200_000}),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": [1] * 240_000}]},
+        ),
+    ],
+)
+def test_a_body_with_many_faults_is_checked_up_to_the_first(path, body):
+    kind = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}[path]
+    raw = json.dumps(body).encode()
+    assert 500_000 < len(raw) < 1 << 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as caught:
+            parsed(kind, raw)
+        # Each fault would take a kilobyte. The JSON's own values take most of this.
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(json.dumps(caught.value.body())) < 500
+
+
+def test_errors_show_the_beginning_of_long_names_and_values(server):
+    long = "x" * 200_000
+    bodies = [{**COMPLETION, long: 1}, {**COMPLETION, "max_tokens": long}]
+    bodies += [{**COMPLETION, "max_tokens": [long] * 4}, {**COMPLETION, "model": long}]
+    with server.http() as http:
+        for body in bodies:
+            answer = http.post("/v1/completions", json=body)
+            assert 400 <= answer.status_code < 500
+            assert len(answer.content) < 700
+        answer = http.post("/v1/contexts", files={long: ("a", b"text")})
+        assert answer.status_code == 400 and len(answer.content) < 700
+
+
 def test_forms_that_are_none_are_4xx(server):
     kinds = ["multipart/form-data", "multipart/form-data; boundary=x", "multipart/form-data; =="]
     bodies = [b"", b"--x", b"--x\r\n\r\n\r\n--x--", b"\xff" * 100]
@@ -140,10 +191,18 @@ def test_forms_that_are_none_are_4xx(server):
             for body in bodies:
                 answer = http.post("/v1/contexts", content=body, headers={"content-type": kind})
                 assert answer.status_code == 400, (kind, body, answer.text)
-        twice = [("file", ("a", b"text")), ("file", ("b", b"text"))]
-        assert http.post("/v1/contexts", files=twice).status_code == 400
-        answer = http.post("/v1/contexts", files={"other": ("a", b"text")})
-        assert answer.status_code == 400
+        upload = ("a", b"text")
+        for fields, said in [
+            ([("file", upload), ("file", upload)], "'file' is there twice; send it once"),
+            ([("ttl", (None, b"1")), ("ttl", (None, b"2"))], "'ttl' is there twice; send it once"),
+            ([("other", upload)], "'other' is an upload; only 'file' is one"),
+            ([("file", (None, b"book.txt"))], "'file' is not an upload; send its content"),
+            ([("file", upload), ("text", (None, b"x"))], "'text' is beside 'file'; send one"),
+            ([("text", (None, b"x")), ("file", upload)], "'text' is beside 'file'; send one"),
+        ]:
+            answer = http.post("/v1/contexts", files=fields)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(f"the form's field {said}")
     check_idle(server)
 
 
@@ -273,6 +332,81 @@ def test_a_text_is_given_up_when_its_client_goes_away(serve, tiny, monkeypatch):
     assert not executor.contexts and contexts.listed() == []
 
 
+async def post(app, path, body, *, sends):
+    """Posts to the app without a socket; `sends` takes its messages."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+    }
+    sent = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+    async def receive():
+        for message in sent:
+            return message
+        await asyncio.Event().wait()
+
+    await app(scope, receive, sends)
+
+
+@pytest.mark.parametrize("path", ["/v1/contexts", "/v1/completions"])
+def test_a_client_that_goes_before_its_stream_begins_leaves_nothing(slow, path, monkeypatch):
+    running = slow()
+    executor, read_on = running.served.team.executor, running.served.team.executor.read_on
+
+    def wait(key):
+        time.sleep(0.05)
+        return read_on(key)
+
+    monkeypatch.setattr(executor, "read_on", wait)
+    text = "The pass key is 12345. " * 15
+    body = {"text": text, "stream": True} if "contexts" in path else slow_request(stream=True)
+
+    async def go():
+        begun = asyncio.Event()
+
+        async def sends(message):
+            begun.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(post(running.served.app, path, body, sends=sends))
+        await asyncio.wait_for(begun.wait(), 20)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        # The loop's end would close the generators that nobody reads.
+        await asyncio.to_thread(check_idle, running)
+
+    asyncio.run(go())
+    assert running.served.contexts.listed() == []
+    assert not running.served.contexts._entries
+
+
+def test_a_client_that_does_not_read_is_given_up(slow, monkeypatch):
+    monkeypatch.setattr(app_module, "LAST_SECONDS", 0.1)
+    running = slow(access=Access(seconds=0.5))
+    count = 0
+
+    async def go():
+        async def sends(message):
+            nonlocal count
+            count += 1
+            if count > 2:
+                await asyncio.Event().wait()
+
+        how = slow_request(stream=True)
+        await asyncio.wait_for(post(running.served.app, "/v1/completions", how, sends=sends), 20)
+
+    began = time.monotonic()
+    asyncio.run(go())
+    assert time.monotonic() - began < 10 and count == 3
+    check_idle(running)
+
+
 def test_a_request_that_does_not_fit_now_waits(slow, tiny):
     """There is room for one text, which a row needs; the other is read when that row has ended."""
     texts = [f"{number} is the pass key." for number in range(2)]
@@ -302,6 +436,38 @@ def test_a_request_that_does_not_fit_now_waits(slow, tiny):
     check_idle(running)
 
 
+def test_waiting_requests_keep_each_others_texts(slow, tiny):
+    """One row on the first text, room for two: the other two questions wait for the row's place."""
+    texts = [f"{number} is the pass key." for number in range(3)]
+    reserve = reserved(LENGTHS.question + LENGTHS.answer)
+    need = tiny.engine.new_cache_bytes(20 + reserve, reserve)
+    running = slow(rows=1, context_bytes=2 * need)
+    with running.http() as http:
+        body = {"chat": False}
+        names = [
+            http.post("/v1/contexts", json={**body, "text": text}).json()["id"] for text in texts
+        ]
+
+        def ask(name, tokens):
+            body = slow_request(max_tokens=tokens, context=name, prompt=" Remember")
+            with running.http() as own:
+                assert own.post("/v1/completions", json=body).status_code == 200
+
+        asked = zip(names, (24, 1, 1), strict=True)
+        threads = [threading.Thread(target=ask, args=each) for each in asked]
+        for number, thread in enumerate(threads):
+            thread.start()
+            wait_until(lambda number=number: running.served.scheduler._jobs == number + 1)
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        figures = http.get("/metrics").text
+    (loaded,) = re.findall(r"longctx_contexts_loaded_total (\d+)\.0", figures)
+    # Each at most once.
+    assert int(loaded) <= 3
+    check_idle(running)
+
+
 def test_too_many_requests_are_told_when_to_come_again(slow):
     running = slow(rows=1, queue=1)
     with running.client() as client:
@@ -319,6 +485,98 @@ def test_too_many_requests_are_told_when_to_come_again(slow):
         waiting.join(20)
         assert not waiting.is_alive()
     check_idle(running)
+
+
+def begin_post(running, sent, declared, path="/v1/completions"):
+    """A connection that has sent the beginning of a request's body."""
+    raw = connect(running)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {declared}\r\n\r\n"
+    raw.sendall(head.encode() + sent)
+    return raw
+
+
+def test_a_place_is_taken_before_the_body_is_read(serve, tiny):
+    running = serve(tiny, rows=1, queue=0)
+    with begin_post(running, b"{", 100) as first, running.http() as http:
+        wait_until(lambda: running.served.scheduler._jobs == 1)
+        # Nothing of this body is asked for.
+        with begin_post(running, b"", 1 << 20) as second:
+            head = second.recv(1000).lower()
+        assert b" 429 " in head.splitlines()[0]
+        assert b"retry-after: " in head and b"connection: close" in head
+        assert http.get("/health").status_code == 200
+        first.sendall(b"x" * 99)
+        assert b" 400 " in first.recv(1000).splitlines()[0]
+        check_idle(running)
+        assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+
+
+def test_the_bodies_of_all_requests_have_a_limit(serve, tiny):
+    running = serve(tiny, access=Access(body=1000, bodies=1500))
+    service = running.served.service
+    with begin_post(running, b"x" * 900, 1000) as first:
+        wait_until(lambda: service._bodies == 900)
+        with begin_post(running, b"x" * 900, 1000) as second:
+            assert b" 429 " in second.recv(1000).splitlines()[0]
+        assert service._bodies == 900
+        first.sendall(b"x" * 100)
+        assert b" 400 " in first.recv(1000).splitlines()[0]
+    assert service._bodies == 0
+    check_idle(running)
+
+
+def test_connections_have_a_limit(serve, tiny):
+    running = serve(tiny, connections=3)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(running))
+        with running.http() as http:
+            wait_until(lambda: http.get("/health").status_code == 503)
+    with running.http() as http:
+        wait_until(lambda: http.get("/health").status_code == 200)
+
+
+def test_the_time_of_a_request_begins_with_its_headers(serve, tiny):
+    running = serve(tiny, access=Access(seconds=0.5))
+    with begin_post(running, b"{", 100) as raw:
+        began = time.monotonic()
+        assert b" 408 " in raw.recv(1000).splitlines()[0]
+        assert time.monotonic() - began < 5
+    # The time that the body took is not there for the answer.
+    body = json.dumps(slow_request(max_tokens=1)).encode()
+    with running.http() as http:
+        assert http.post("/v1/completions", content=body).status_code == 200
+        prompts = running.served.service.prompts
+        completion = prompts.completion
+
+        def late(*given):
+            time.sleep(0.6)
+            return completion(*given)
+
+        prompts.completion = late
+        assert http.post("/v1/completions", content=body).status_code == 504
+    check_idle(running)
+
+
+@pytest.mark.parametrize("path", list(PATHS))
+def test_texts_that_are_too_long_are_not_tokenised(serve, tiny, monkeypatch, path):
+    running = serve(tiny)
+    long = "key " * (LENGTHS.whole * tiny.tokenizer.longest_piece // 4 + 1)
+
+    def encode(text, bos=False):
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(tiny.tokenizer, "encode", encode)
+    body = dict(PATHS[path])
+    if "messages" in body:
+        body["messages"] = [{"role": "user", "content": long}]
+    else:
+        body["prompt" if "prompt" in body else "text"] = long
+    with running.http() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert not running.faults
 
 
 def test_requests_end_with_their_time(slow):
@@ -361,6 +619,10 @@ def test_keys_are_asked_for(serve, tiny):
                 assert http.get(path, headers=headers).status_code == 401
         for path in ("/health", "/ready"):
             assert http.get(path).status_code == 200
+            # Some frameworks read the path from this header.
+            for host in (f"x{path}?", f"x{path}#", f"x{path}"):
+                answer = http.get("/v1/models", headers={"host": host})
+                assert answer.status_code == 401, host
 
 
 def test_a_fault_of_the_scheduler_is_reported_once(serve, tiny, monkeypatch):

@@ -7,8 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import openai
 import pytest
+import tokenizers
 
+from jax_longctx.api import LongContext
+from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.settings import Sampling
+from jax_longctx.text import Tokenizer
 
 PROMPT = "The pass key is 12345. Remember it. The pass key"
 QUESTIONS = ["What is the pass key?", "Remember what?", "Is it 12345?", "Which key?"]
@@ -143,18 +147,84 @@ def test_logprobs_are_those_of_the_model(client, tiny):
     assert len(content) == len(answer.tokens)
     for entry, row, token in zip(content, expected, answer.tokens, strict=True):
         assert math.isclose(entry.logprob, row[token], abs_tol=1e-4)
-        assert entry.token == tiny.tokenizer.decode([token])
+        text = tiny.tokenizer.decode([token])
+        assert entry.token == text or (entry.token.startswith("bytes:") and "\ufffd" in text)
         best = sorted(row, reverse=True)[:3]
         assert np.allclose([each.logprob for each in entry.top_logprobs], best, atol=1e-4)
+    raw = b"".join(bytes(entry.bytes or []) for entry in content)
+    assert raw.decode("utf-8", "replace") == answer.text
 
 
-def test_completion_logprobs_point_into_the_text(client):
-    found = client.completions.create(model="tiny", prompt=PROMPT, seed=2, max_tokens=8, logprobs=2)
-    scored = found.choices[0].logprobs
-    assert len(scored.tokens) == len(scored.token_logprobs) == len(scored.text_offset) == 8
-    assert all(value <= 0 for value in scored.token_logprobs)
-    ends = [at + len(text) for at, text in zip(scored.text_offset, scored.tokens, strict=True)]
-    assert scored.text_offset == [0, *ends[:-1]]
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_logprobs_point_into_the_text(client, stream):
+    parts = 0
+    for seed in range(6):
+        found = client.completions.create(
+            model="tiny", prompt=PROMPT, seed=seed, max_tokens=24, logprobs=5, stream=stream
+        )
+        chunks = [each.choices[0] for each in (found if stream else [found])]
+        text = "".join(chunk.text for chunk in chunks)
+        scored = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+        tokens = [token for each in scored for token in each.tokens]
+        offsets = [at for each in scored for at in each.text_offset]
+        assert len(tokens) == len(offsets) and tokens
+        assert offsets[0] == 0 and offsets == sorted(offsets)
+        for name, at in zip(tokens, offsets, strict=True):
+            parts += name.startswith("bytes:")
+            assert name.startswith(("bytes:", "<|")) or text[at:].startswith(name)
+        for each in scored:
+            assert all(value <= 0 for value in each.token_logprobs)
+            # None is lost, whatever the names of special tokens and parts of characters.
+            assert all(len(best) == 5 for best in each.top_logprobs)
+    assert parts > 3
+
+
+def test_tokens_of_a_sentencepiece_vocabulary_keep_their_spaces():
+    vocabulary = ["<unk>", "</s>", "<0xC3>", "<0xA4>", "a", "\u2581key", "key", "\u2581", "<0x0A>"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab={piece: number for number, piece in enumerate(vocabulary)},
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    backend.add_special_tokens(["</s>"])
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = Tokenizer(backend, {})
+    names = TokenNames(tokenizer)
+    assert names.distinct([5, 6, 2, 1, 2]) == [" key", "key", "bytes:\\xc3", "</s>", "<0xC3>"]
+    assert (names.raw(5), names.raw(2), names.raw(1)) == (b" key", b"\xc3", None)
+    ids = [5, 2, 3, 6, 5, 8, 4]
+    for after in ([], [4]):
+        decoder, places = tokenizer.stream_decoder(after), Places(tokenizer, after)
+        text = "".join(decoder.push([token]) for token in ids) + decoder.flush()
+        found = [places.next(token) for token in ids]
+        first = " key" if after else "key"
+        assert [name for name, _ in found] == [
+            *(first, "bytes:\\xc3", "bytes:\\xa4", "key", " key", "\n", "a")
+        ]
+        for name, at in found:
+            assert text[at:].startswith("\xe4" if name.startswith("bytes:") else name)
+
+
+def test_a_chat_to_a_base_checkpoint_names_the_other_route(serve, tiny):
+    base = LongContext(tiny.engine, Tokenizer(tiny.tokenizer._backend, {}))
+    assert not base.tokenizer.has_chat
+    running = serve(base)
+    with running.client() as client:
+        with pytest.raises(openai.BadRequestError, match="send a prompt to /v1/completions"):
+            client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "Why?"}]
+            )
+        assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2).choices
 
 
 def test_prompts_may_be_token_ids(client, tiny):
@@ -234,6 +304,9 @@ def test_an_answer_amid_31_others_is_that_alone(serve, tiny):
         ({"prompt": ""}, 400, "prompt must be one text"),
         ({"prompt": ["a", "b"]}, 400, "prompt must be one text"),
         ({"prompt": [1 << 20]}, 400, "token id"),
+        ({"prompt": [1, 2**63]}, 400, "Input should be less than 2147483648"),
+        ({"prompt": [[2**70]]}, 400, "Input should be less than 2147483648"),
+        ({"prompt": [-1]}, 400, "Input should be greater than or equal to 0"),
         ({"prompt": "key " * 600}, 400, "are longer than the 512 tokens"),
         ({"stop": ["a"] * 17}, 400, "expected at most 16 strings"),
     ],

@@ -108,19 +108,23 @@ CRASHING = (
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_scheduler_ends_the_process(begin):
-    server = begin(code=CRASHING).wait()
+def test_a_fault_of_the_scheduler_ends_the_process(begin, tmp_path):
+    server = begin(code=CRASHING, TMPDIR=str(tmp_path)).wait()
+    assert list(tmp_path.glob("jax-longctx-contexts-*"))
     with server.client() as client, pytest.raises(openai.APIConnectionError):
         answer(client)
     code, said = server.ended(20)
     assert code == 1
     assert said[-1] == "error: the scheduler failed: RuntimeError: the device is gone"
+    assert not list(tmp_path.glob("jax-longctx-contexts-*"))
 
 
 @pytest.mark.slow
 def test_what_cannot_work_is_refused_at_once(begin, tmp_path):
     empty = tmp_path / "keys"
     empty.write_text("\n")
+    marked = tmp_path / "marked"
+    marked.write_bytes(b"\xef\xbb\xbf\n")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -128,6 +132,7 @@ def test_what_cannot_work_is_refused_at_once(begin, tmp_path):
         for arguments, said in [
             (("--port", port), f"error: cannot listen on 127.0.0.1:{port}: Address already in use"),
             (("--api-key-file", empty), "has no key; write one a line"),
+            (("--api-key-file", marked), "has no key; write one a line"),
             (("--max-tokens", 512), "allow longer texts (--length) or shorter answers"),
             (("--rows", 0), "error: --rows must be at least 1, got 0"),
             (("-m", "auto"), "name a method here"),
@@ -184,8 +189,8 @@ def test_two_processes_answer_as_one(begin, tmp_path, method):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_process_that_dies_ends_the_others(begin, killed):
-    servers = start_job(begin, 2)
+def test_a_process_that_dies_ends_the_others(begin, tmp_path, killed):
+    servers = start_job(begin, 2, "--contexts", tmp_path)
     servers[0].wait()
     with servers[0].client() as client:
         assert answer(client).choices[0].text
@@ -194,4 +199,14 @@ def test_a_process_that_dies_ends_the_others(begin, killed):
     code, said = servers[1 - killed].ended(30)
     assert time.monotonic() - began < 20
     assert code not in (0, None)
-    assert any("error:" in line or "process" in line for line in said[1:]), said
+    # The first is ours, the second is JAX's where its heartbeat finds out first.
+    ends = ("another process of the job has ended", "another task died")
+    assert any(end in line for line in said for end in ends), said
+
+
+@pytest.mark.thorough
+def test_several_processes_need_a_folder_for_contexts(begin):
+    for server in start_job(begin, 2):
+        code, said = server.ended(60)
+        assert code == 2
+        assert "a server of several processes needs --contexts DIR" in said[-1]
