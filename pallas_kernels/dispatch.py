@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.plane import part_of
+from pallas_kernels.plane import Plane
 
 _logger = logging.getLogger("pallas_kernels")
 
@@ -87,7 +87,12 @@ def select(
     run = found.run if isinstance(found, Kernel) else found
     if isinstance(found, Kernel) and found.planes:
         return run
-    return lambda *args, **options: run(*map(part_of, args), **options)
+
+    def run_on_parts(*args: Any, **options: Any) -> Any:
+        arrays = (arg.read() if isinstance(arg, Plane) else arg for arg in args)
+        return run(*arrays, **options)
+
+    return run_on_parts
 
 
 def offered(call: Callable[[str], Any]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -370,7 +370,7 @@ class Service:
 
         return Job(send=send, came=place.came, **how), events
 
-    async def _events(self, job: Job, events: asyncio.Queue[Event]) -> AsyncIterator[Event]:
+    async def _events(self, job: Job, events: asyncio.Queue[Event]) -> AsyncGenerator[Event]:
         """The job's events up to the last; the job is cancelled where nobody takes them all.
 
         Raises:
@@ -397,7 +397,7 @@ class Service:
         finally:
             self.scheduler.cancel(job)
 
-    async def _first(self, request: Request, job: Job, stream: AsyncIterator[Event]) -> Event:
+    async def _first(self, request: Request, job: Job, stream: AsyncGenerator[Event]) -> Event:
         """The first event that the client is to see.
 
         Texts are read in silence for an answer, not for a context.
@@ -433,8 +433,8 @@ class Service:
                     await task
 
     async def _chunks(
-        self, answer: Answer, first: Event, stream: AsyncIterator[Event], counts: bool
-    ) -> AsyncIterator[Any]:
+        self, answer: Answer, first: Event, stream: AsyncGenerator[Event], counts: bool
+    ) -> AsyncGenerator[Any]:
         """The records of a streamed answer."""
         for record in answer.opening():
             yield record
@@ -447,8 +447,8 @@ class Service:
                     yield answer.counted(event.tokens)
 
     async def _progress(
-        self, entry: Entry, first: Event, stream: AsyncIterator[Event]
-    ) -> AsyncIterator[Any]:
+        self, entry: Entry, first: Event, stream: AsyncGenerator[Event]
+    ) -> AsyncGenerator[Any]:
         """The records of a context that is being read; the last is the context."""
         async for event in _chain(first, stream):
             if isinstance(event, Reading):
@@ -456,7 +456,7 @@ class Service:
                 yield {**told, "tokens_read": event.done, "tokens": event.total}
         yield entry.record()
 
-    def _streamed(self, job: Job, records: AsyncIterator[Any]) -> Response:
+    def _streamed(self, job: Job, records: AsyncGenerator[Any]) -> Response:
         """Server-sent events of these records; the job ends with them, whether sent or not."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         response = _Stream(_lines(records), media_type="text/event-stream", headers=headers)
@@ -519,12 +519,12 @@ def _form_error(name: str, what: str) -> RequestError:
     return RequestError(400, f"the form's field {name[:80]!r} {what}", param=name[:80])
 
 
-async def _rest(first: Event, stream: AsyncIterator[Event]) -> None:
+async def _rest(first: Event, stream: AsyncGenerator[Event]) -> None:
     async for _ in _chain(first, stream):
         pass
 
 
-async def _whole(answer: Answer, first: Event, stream: AsyncIterator[Event]) -> dict[str, Any]:
+async def _whole(answer: Answer, first: Event, stream: AsyncGenerator[Event]) -> dict[str, Any]:
     async for event in _chain(first, stream):
         if isinstance(event, Piece):
             answer.take(event.text, event.chosen)
@@ -533,8 +533,8 @@ async def _whole(answer: Answer, first: Event, stream: AsyncIterator[Event]) -> 
     raise AssertionError("an answer's events have an end")
 
 
-async def _chain(first: Event, stream: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    async with contextlib.aclosing(stream):  # pyright: ignore[reportArgumentType]
+async def _chain(first: Event, stream: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+    async with contextlib.aclosing(stream):
         yield first
         if not isinstance(first, Ended | Ready):
             async for event in stream:
@@ -547,9 +547,9 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _lines(records: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+async def _lines(records: AsyncGenerator[Any]) -> AsyncGenerator[bytes]:
     """These records as events; an error is the last of them."""
-    async with contextlib.aclosing(records):  # pyright: ignore[reportArgumentType]
+    async with contextlib.aclosing(records):
         try:
             async for record in records:
                 yield _event(record)
