@@ -269,13 +269,6 @@ class Sampling:
             )
         return self
 
-    def static(self) -> tuple[bool, int, bool, bool]:
-        """The static part of a program: (greedy, top_k, uses top_p, uses the penalty)."""
-        import numpy as np
-
-        # A p that rounds to 1 in float32 excludes no token.
-        return self.temperature == 0, self.top_k, bool(np.float32(self.top_p) < 1), self.penalised
-
 
 def _derived(seed: int, place: tuple[int, ...]) -> int:
     """The seed of the request at `place`: 64 bits, so that two are equal after billions only."""

@@ -49,6 +49,20 @@ def check_heads(operation: str, q: Array, *caches: ArrayLike, kv_axis: int = 1) 
         )
 
 
+def fold_rows(x: Shaped[Array, "B N *H"], kv_heads: int) -> Shaped[Array, "1 M *H"]:
+    """Of B rows of N query heads one row of M = B N heads, in the order of their kv heads."""
+    b, n, *rest = x.shape
+    x_KBG = jnp.swapaxes(x.reshape(b, kv_heads, n // kv_heads, *rest), 0, 1)
+    return x_KBG.reshape(1, b * n, *rest)
+
+
+def unfold_rows(x: Shaped[Array, "1 M *H"], rows: int, kv_heads: int) -> Shaped[Array, "B N *H"]:
+    """`fold_rows` undone."""
+    _, m, *rest = x.shape
+    x_KBG = x.reshape(kv_heads, rows, m // rows // kv_heads, *rest)
+    return jnp.swapaxes(x_KBG, 0, 1).reshape(rows, m // rows, *rest)
+
+
 def pack_rows(x: Shaped[Array, "B T N *H"], kv_heads: int) -> Shaped[Array, "B K R *H"]:
     """Queries, or numbers for them, as rows t * G + g of their kv head; no copy for one query."""
     b, t, n, *rest = x.shape

@@ -28,7 +28,7 @@ from jax_longctx.caches import AppendCache
 from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import SPARE, bucket, reserved, slots_for
 from jax_longctx.engine.engine import BLOCK
-from jax_longctx.engine.programs import STOPS
+from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.settings import Sampling
 from jax_longctx.sharding import leaf_axes, tree_shardings
@@ -134,21 +134,16 @@ class Answering:
         self._caches: tuple[Any, ...] = jax.tree.unflatten(structure, leaves)
         everywhere = NamedSharding(setup.mesh, PartitionSpec())
         self._total = jax.device_put(jnp.repeat(total, rows), everywhere)
-        sampling = Sampling().of_rows(rows)
-        state = programs.DecodeState(
+        state = dataclasses.replace(
+            programs.first_state(np.ones(rows, bool), None),
             token=jnp.full((rows,), first, jnp.int32),
-            done=jnp.zeros((rows,), bool),
             count=jnp.ones((rows,), jnp.int32),
-            limit=jnp.full((rows,), tokens, jnp.int32),
-            stops=jnp.full((STOPS,), -1, jnp.int32),
-            seen=None,
-            finite=jnp.ones((rows,), bool),
-            keys=jnp.asarray(programs.row_keys(sampling, rows)),
         )
+        sampling = Sampling().of_rows(rows)
         self._state = jax.device_put(state, everywhere)
-        self._values = programs.sampling_values(sampling)
+        self._values = jax.tree.map(jnp.asarray, sampling_values(sampling, rows, max_tokens=tokens))
         variants = programs.answer_variants(method, reserved(tokens))
-        self._static = BLOCK, variants, sampling.static()
+        self._static = BLOCK, variants, sampling_static(sampling)
 
     def block(self) -> Int[np.ndarray, "B X"]:
         """Each row's tokens of the next `BLOCK` steps."""
@@ -157,12 +152,13 @@ class Answering:
         if steps.stop > self._tokens:
             raise ValueError(f"block: step {steps.stop} of an answer of {self._tokens} tokens")
         self._next = steps.stop
-        turns = programs.decode_turns(engine.method, variants, steps, BLOCK)
+        rows = len(self._total)
+        turns = programs.decode_turns(engine.method, variants, [steps] * rows, BLOCK)
         given = self._total, turns, self._values, self._static
         self._caches, self._state, chosen = programs.next_block(
             engine.setup, engine.params, self._caches, self._state, *given
         )
-        return np.asarray(chosen)
+        return np.asarray(chosen.token)
 
     def check(self) -> None:
         """Raises InputError where logits were not finite."""

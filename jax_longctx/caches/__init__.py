@@ -15,13 +15,18 @@ from jax_longctx.caches.append_only import (
     write_rows,
     write_run,
 )
+from jax_longctx.caches.branched import Branched, Store, append_to, attend_branched, parting
 from jax_longctx.caches.budget import BudgetCache, choose, drop_oldest, empty_budget_cache
 
 __all__ = [
     "AppendCache",
+    "Branched",
     "BudgetCache",
     "Rewinding",
+    "Store",
     "append",
+    "append_to",
+    "attend_branched",
     "choose",
     "drop_oldest",
     "empty_append_cache",
@@ -30,6 +35,7 @@ __all__ = [
     "lines_of",
     "local_run",
     "local_slots",
+    "parting",
     "read_lines",
     "where_rows",
     "with_store",

@@ -76,6 +76,11 @@ class AppendCache(Rewinding):
         return jnp.clip(self.length - but_last - ctx.seq_offset(size), 0, size)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, K, S, H]."""
+        return self.k.shape
+
+    @property
     def store(self) -> "AppendCache":
         """Itself. Other caches hold one as their field `store`."""
         return self

@@ -11,6 +11,7 @@ from jax_longctx.contract.method import (
     PrefillWork,
     Registered,
     method,
+    own_tokens,
     reach,
     step_variant,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "make_segment",
     "mark_ends",
     "method",
+    "own_tokens",
     "question_segments",
     "reach",
     "spread_segment",

@@ -12,7 +12,7 @@ The dataclass is a static argument of `jit`. The duties are
 
 and `info`, its metadata. `@method` names it, and its kind says what it does to inference
 (`Registered`). The model and the engine know no method by name. Optional duties are `reach`,
-`step_variant` and `prefill_work`, which this module describes.
+`step_variant`, `own_tokens` and `prefill_work`, which this module describes.
 
 `attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
 and `tensor`, also on one device. They see the local rows, heads and slots, and reach other shards
@@ -222,6 +222,16 @@ def step_variant(method: Any, step: int) -> str:
     predicate.
     """
     return method.step_variant(step) if hasattr(method, "step_variant") else ""
+
+
+def own_tokens(method: Any) -> int | None:
+    """Tokens at the end of a context that each of the rows over it keeps for itself.
+
+    For methods whose decode steps read `caches.Branched` stores in place of `AppendCache`s: then
+    rows share the keys and values of one context. None for the others, which have no attribute
+    `own_tokens`, or None there.
+    """
+    return getattr(method, "own_tokens", None)
 
 
 @dataclasses.dataclass(frozen=True)

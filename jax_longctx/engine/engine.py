@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float
 
 from jax_longctx.contract import Method, Prompt, Segment, Stage, step_variant
 from jax_longctx.engine import programs
@@ -33,10 +34,11 @@ from jax_longctx.engine.capacity import (
     slots_for,
 )
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.programs import STOPS, Sampling, sampling_values
+from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, layer_params, stacked_layers
+from jax_longctx.settings import Sampling
 
 Rows = Sequence[Sequence[int]]
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
@@ -104,7 +106,7 @@ class Context:
 
 
 @dataclasses.dataclass
-class _Run:
+class Run:
     """The caches of the question at hand: always the newest, the older ones were donated.
 
     `whole` are the context's and the question's, where the answer is read from smaller ones.
@@ -200,6 +202,31 @@ class Engine:
           InputError: token ids out of the vocabulary, or a question missing.
           CapacityError: the caches do not fit; nothing has been computed.
         """
+        reading = self.reading(
+            contexts, reserve=reserve, questions=questions, total=total, capacity=capacity
+        )
+        while True:
+            try:
+                told = next(reading)
+            except StopIteration as end:
+                return end.value
+            if progress is not None:
+                progress(told)
+
+    def reading(
+        self,
+        contexts: Rows,
+        *,
+        reserve: int,
+        questions: Rows | None = None,
+        total: Sequence[int] | None = None,
+        capacity: int = 0,
+    ) -> Generator[Progress, None, Context]:
+        """`prefill`, a segment each turn: what needs the device meanwhile runs between two.
+
+        Checks and raises as `prefill` does, at the first turn. One that is closed early leaves
+        nothing behind.
+        """
         rows = self.padded(contexts)
         lengths = [len(row) for row in rows]
         totals = [*(total or lengths[: len(contexts)]), *lengths[len(contexts) :]]
@@ -212,9 +239,8 @@ class Engine:
         everything, done, marker = sum(lengths), 0, None
         begun = time.perf_counter()
 
-        def told(tokens: int) -> None:
-            if progress is not None:
-                progress(Progress(tokens, everything, time.perf_counter() - begun))
+        def told(tokens: int) -> Progress:
+            return Progress(tokens, everything, time.perf_counter() - begun)
 
         for segment in self.method.segments(
             self.prompt("context", slots, context=rows, question=asked)
@@ -226,12 +252,12 @@ class Engine:
             if previous is not None:
                 # One segment computes while the next is dispatched; never a longer queue.
                 previous.block_until_ready()
-                told(done)
+                yield told(done)
             # What is read twice (an anchor, on every shard) is no progress.
             done = min(done + int(segment.chunk_lengths.sum()), everything)
         if marker is not None:
             marker.block_until_ready()
-        told(everything)
+        yield told(everything)
         caches = programs.finish_context(self.setup, caches, known, reserve)
         sizes = (len(contexts), slots, reserve)
         return Context(rows, *sizes, known, caches, questions=asked, method=self.method)
@@ -316,27 +342,42 @@ class Engine:
                 "this method read the context for other questions; prefill again for these"
             )
         programs.limit_mappings()
-        self._ensure_reserve(context, max(map(len, rows)) + max_tokens)
-        run = _Run(self._fork(context, keep))
-        try:
-            state = self._question(run, context, rows, sampling, max_tokens, stop_ids)
+        self.ensure_reserve(context, max(map(len, rows)) + max_tokens)
+        with self.asked(context, keep) as run:
+            logits = self.read_question(run, context, rows)
             if self.method.info.shrinks:
-                self._shrink(run, context, max_tokens, keep)
+                self.shrink(run, context, max_tokens, keep)
             context.answering_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(run.caches))
-            yield _chosen(np.asarray(state.token)[:, None], context.batch)
+            limits: Any = {"max_tokens": max_tokens, "stop_ids": stop_ids}
+            values = sampling_values(sampling, len(rows), **limits)
+            values: RowValues = jax.tree.map(jnp.asarray, values)
+            seen = self.seen(context.rows, rows) if sampling.penalised else None
+            state = programs.first_state(np.array([len(row) > 0 for row in rows]), seen)
+            static = sampling_static(sampling)
+            given = self.setup.ends, state, logits, values, static
+            state, chosen = programs.start_answer(*given)
+            self._check_finite(state)
+            yield _chosen(np.asarray(chosen.token), context.batch)
             blocks, first = iter(FIRST_BLOCKS), 1
             variants = programs.answer_variants(self.method, reserved(max_tokens))
-            values, static = sampling_values(sampling), (BLOCK, variants, sampling.static())
             while not np.all(np.asarray(state.done)):
                 # Beyond the answer a step may be of a kind that its program does not hold.
                 steps = range(first, min(first + next(blocks, BLOCK), max_tokens))
                 first = steps.stop
-                which = programs.decode_turns(self.method, variants, steps, BLOCK)
+                which = programs.decode_turns(self.method, variants, [steps] * len(rows), BLOCK)
+                given = state, context.total, which, values, (BLOCK, variants, static)
                 run.caches, state, chosen = programs.next_block(
-                    self.setup, self.params, run.caches, state, context.total, which, values, static
+                    self.setup, self.params, run.caches, *given
                 )
                 self._check_finite(state)
-                yield _chosen(np.asarray(chosen), context.batch)
+                yield _chosen(np.asarray(chosen.token), context.batch)
+
+    @contextlib.contextmanager
+    def asked(self, context: Context, keep: bool) -> "Iterator[Run]":
+        """Forks the context for one question; afterwards the context is as it was, if kept."""
+        run = Run(self._fork(context, keep))
+        try:
+            yield run
         finally:
             if self.method.info.append_only and keep:
                 context.caches = run.whole or run.caches
@@ -349,47 +390,26 @@ class Engine:
                 f"{self.method}; ask it under the method that made it, or prefill again"
             )
 
-    def _shrink(self, run: "_Run", context: Context, max_tokens: int, keep: bool) -> None:
+    def shrink(self, run: "Run", context: Context, max_tokens: int, keep: bool) -> None:
         """The answer's own caches, made from the context's and the question's."""
         reserve = bucket(max_tokens + SPARE)
         whole = run.caches
         given = self.setup, whole, context.total
         smaller = programs.whole_finish.eval_shape(*given, "question", reserve)
-        self._check_bytes(context.slots, bytes_per_device(self.mesh, smaller), 0.0)
+        self.check_bytes(context.slots, bytes_per_device(self.mesh, smaller), 0.0)
         run.caches = programs.finish_question(*given, reserve)
         run.whole = whole if keep else None
 
-    def _question(
-        self,
-        run: "_Run",
-        context: Context,
-        rows: list[list[int]],
-        sampling: Sampling,
-        max_tokens: int,
-        stop_ids: Sequence[int],
-    ) -> programs.DecodeState:
-        """Feeds the questions and chooses each row's first token."""
-        batch, vocabulary = len(rows), self.config.vocab_size
-        logits = jnp.zeros((batch, vocabulary), jnp.float32)
+    def read_question(
+        self, run: "Run", context: Context, rows: list[list[int]]
+    ) -> Float[Array, "B V"]:
+        """Feeds the questions; the logits of each row's first token, zeros of a row without one."""
+        logits = jnp.zeros((len(rows), self.config.vocab_size), jnp.float32)
         for segment in self.method.segments(self.prompt("question", 0, question=rows)):
             run.caches, logits = programs.run_segment(
                 self.setup, self.params, run.caches, segment, context.total, logits, "last"
             )
-        state = programs.DecodeState(
-            token=jnp.zeros((batch,), jnp.int32),
-            done=jnp.array([not row for row in rows]),
-            count=jnp.zeros((batch,), jnp.int32),
-            limit=jnp.full((batch,), max_tokens, jnp.int32),
-            stops=_stops(stop_ids),
-            seen=self._seen(context, rows) if sampling.penalised else None,
-            finite=jnp.ones((batch,), bool),
-            keys=jnp.asarray(programs.row_keys(sampling, batch)),
-        )
-        state = programs.start_answer(
-            self.setup.ends, state, logits, sampling_values(sampling), sampling.static()
-        )
-        self._check_finite(state)
-        return state
+        return logits
 
     def _check_finite(self, state: programs.DecodeState) -> None:
         if not np.all(np.asarray(state.finite)):
@@ -407,11 +427,12 @@ class Engine:
         _check_questions(questions, count)
         return self.padded(questions)
 
-    def _seen(self, context: Context, rows: list[list[int]]) -> jax.Array:
-        seen = np.zeros((len(rows), self.config.vocab_size), bool)
-        for b, question in enumerate(rows):
-            seen[b, context.rows[b]] = True
-            seen[b, question] = True
+    def seen(self, contexts: Rows, questions: Rows) -> Bool[Array, "B V"]:
+        """The tokens of each row's context and question."""
+        seen = np.zeros((len(questions), self.config.vocab_size), bool)
+        for b, (context, question) in enumerate(zip(contexts, questions, strict=True)):
+            seen[b, list(context)] = True
+            seen[b, list(question)] = True
         return jnp.array(seen)
 
     def _fork(self, context: Context, keep: bool) -> tuple[Any, ...]:
@@ -422,7 +443,7 @@ class Engine:
             context.caches = None
             return caches
         if not lends:
-            self._check_bytes(context.slots, bytes_per_device(self.mesh, caches), 0.0)
+            self.check_bytes(context.slots, bytes_per_device(self.mesh, caches), 0.0)
         forks = tuple(programs.fork(self.method, cache) for cache in caches)
         if lends:
             context.caches = None
@@ -546,7 +567,7 @@ class Engine:
             bytes_per_device(self.mesh, programs.abstract_caches(self.setup, batch, count, reserve))
             for count in (slots, 2 * slots)
         )
-        self._check_bytes(slots, need, (double - need) / slots)
+        self.check_bytes(slots, need, (double - need) / slots)
 
     def new_cache_bytes(self, tokens: int, reserve: int) -> int:
         """Bytes on each device of the caches of one text of `tokens` tokens, `reserve` included."""
@@ -562,11 +583,11 @@ class Engine:
         loaded = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(self.params))
         return available_bytes(self.mesh) if loaded else expected_bytes(self.mesh, self.params)
 
-    def _check_bytes(self, tokens: int, need: int, per_token: float) -> None:
+    def check_bytes(self, tokens: int, need: int, per_token: float) -> None:
         available = self.memory_limit or available_bytes(self.mesh)
         check_fits(tokens, need, per_token, available)
 
-    def _ensure_reserve(self, context: Context, extra: int) -> None:
+    def ensure_reserve(self, context: Context, extra: int) -> None:
         """Grows the context's caches to the next bucket when question and answer need more."""
         if extra <= context.reserve:
             return
@@ -577,7 +598,7 @@ class Engine:
             bytes_per_device(self.mesh, jax.eval_shape(lambda c, by=by: grow(c, by), caches))
             for by in (more, 2 * more)
         ]
-        self._check_bytes(context.slots + more, sizes[0], (sizes[1] - sizes[0]) / more)
+        self.check_bytes(context.slots + more, sizes[0], (sizes[1] - sizes[0]) / more)
         context.caches = grow(caches, more)
         context.slots, context.reserve = context.slots + more, context.reserve + more
 
@@ -601,12 +622,6 @@ def _blocks_of_all(method: Method, max_tokens: int) -> int:
         last -= next(ahead, BLOCK)
         count += 1
     return count
-
-
-def _stops(stop_ids: Sequence[int]) -> jax.Array:
-    """The ids, padded with -1 to a multiple of `STOPS`: few numbers of them are ever compiled."""
-    ids = sorted(set(stop_ids))
-    return jnp.array([*ids, *[-1] * (-len(ids) % STOPS or (0 if ids else STOPS))], jnp.int32)
 
 
 def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:

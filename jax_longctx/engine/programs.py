@@ -38,7 +38,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import (
     CHUNK_ROWS,
@@ -51,7 +51,15 @@ from jax_longctx.contract import (
     decode_segment,
     step_variant,
 )
-from jax_longctx.engine.ahead import Program
+from jax_longctx.engine.ahead import Program, program
+from jax_longctx.engine.sampling import (
+    Choices,
+    RowValues,
+    SamplingStatic,
+    choices_of,
+    next_token,
+    no_choices,
+)
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import (
     PLAIN,
@@ -62,7 +70,6 @@ from jax_longctx.models.llama import (
     gathered_layer,
     layer_of,
 )
-from jax_longctx.settings import Sampling
 from jax_longctx.sharding import (
     AnyMesh,
     Leaf,
@@ -77,12 +84,12 @@ from jax_longctx.sharding import (
 from pallas_kernels.plane import Plane
 from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
 
-# `jax.jit` of a function that gives back every donated argument, updated, in the order they came.
+# Options of a function that gives back every donated argument, updated, in the order they came.
 #
 # JAX pairs donated leaves with outputs by shape, in their order. A leaf left out as unused would
 # move all that follow: one leaf is then returned in another's buffer, which XLA's GPU compiler
 # overwrites before it has read it (jax-ml/jax#39625). With none left out each keeps its own.
-in_place = functools.partial(jax.jit, keep_unused=True)
+IN_PLACE: dict[str, Any] = {"keep_unused": True}
 
 # Options of programs that loop over layers. XLA's Triton matmuls copy each layer's weights out of
 # the stack first; cuBLAS takes their address. Command buffers that hold loops make the whole loop
@@ -111,10 +118,6 @@ _events = 0
 LAYERS_A_TURN = 4
 # Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
 LEAST_ROWS = 8
-# Ids that end an answer: their number is a multiple of this.
-STOPS = 8
-# Greedy, top_k, whether top_p is used, whether the penalty is.
-SamplingStatic = tuple[bool, int, bool, bool]
 
 Logits = Literal["none", "hidden", "last", "all"]
 BATCH = logical_spec(("batch",))
@@ -359,8 +362,7 @@ def _of_layer(stacks: Any, layer: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacks)
 
 
-@Program
-@functools.partial(jax.jit, static_argnums=(0, 3))
+@program(static=(0, 3))
 def _embedded(
     ends: Ends, params: Any, tokens: Int[Any, "B T"], axis: str | None
 ) -> Float[Array, "B T D"]:
@@ -378,8 +380,7 @@ def _embedded(
     return placed(x_BTD, logical_sharding(mesh, ("batch", axis, None)))
 
 
-@Program
-@functools.partial(in_place, static_argnums=(0, 1), donate_argnums=(3, 4))
+@program(static=(0, 1), donate_argnums=(3, 4), **IN_PLACE)
 def _through_layer(
     setup: Setup,
     window: int | None,
@@ -565,8 +566,7 @@ def _kept(old: Any, new: Any) -> Any:
     return new
 
 
-@Program
-@functools.partial(jax.jit, static_argnums=0)
+@program(static=(0,))
 def _normed(ends: Ends, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     return ends_of(ends.config, params).final_norm(x)
 
@@ -671,7 +671,7 @@ def _segment(
 
 
 # All layers as one program.
-whole_segment = Program(in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5), **LOOPED))
+whole_segment = Program(_segment, static=(0, 6), donate_argnums=(2, 5), **IN_PLACE, **LOOPED)
 
 
 def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
@@ -679,15 +679,13 @@ def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
     return (_segment if setup.by_layer else whole_segment)(setup, *args)
 
 
-@Program
-@jax.jit
+@program()
 def _marker(hidden_BTD: Float[Array, "B T D"]) -> Float[Array, ""]:
     """A number that is ready when these are."""
     return jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
 
 
-@Program
-@functools.partial(in_place, static_argnums=(0, 5, 6), donate_argnums=4)
+@program(static=(0, 5, 6), donate_argnums=4, **IN_PLACE)
 def _wanted(
     ends: Ends,
     params: Any,
@@ -769,10 +767,8 @@ def _traced_finish(
     return finish, specs, handed
 
 
-finish_layer = Program(jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5)))
-_finish_layer_donated = Program(
-    in_place(_finish_layer, static_argnums=(0, 1, 4, 5), donate_argnums=2)
-)
+finish_layer = Program(_finish_layer, static=(0, 1, 4, 5))
+_finish_layer_donated = Program(_finish_layer, static=(0, 1, 4, 5), donate_argnums=2, **IN_PLACE)
 
 
 def _finish(
@@ -816,71 +812,8 @@ def fork(method: Method, cache: Any) -> Any:
 
 
 # All layers as one program.
-finish_donated = Program(in_place(_finish, static_argnums=(0, 3, 4), donate_argnums=1))
-whole_finish = Program(jax.jit(_finish, static_argnums=(0, 3, 4)))
-
-
-def row_keys(sampling: Sampling, rows: int) -> UInt32[np.ndarray, " W"]:
-    """Each row's key of two words, of `rows` rows; those that pad the batch get zeros."""
-    assert isinstance(sampling.seed, tuple)
-    keys = np.zeros((rows, 2), np.uint32)
-    keys[: len(sampling.seed)] = [(seed >> 32, seed % 2**32) for seed in map(int, sampling.seed)]
-    return keys.reshape(-1)
-
-
-def sampling_values(sampling: Sampling) -> Float[Array, " 3"]:
-    """What the program takes as numbers: temperature, top_p, repetition_penalty.
-
-    Within float32's normal numbers: others would be infinite, or zero to processors that flush.
-    """
-    given = [sampling.temperature, sampling.top_p, sampling.repetition_penalty]
-    limits = np.finfo(np.float32)
-    return jnp.asarray(np.clip(given, limits.tiny, limits.max).astype(np.float32))
-
-
-def next_token(
-    logits: Float[Array, "B V"],
-    seen: Bool[Array, "B V"] | None,
-    keys: UInt32[Array, " W"],
-    count: Int[Array, " B"],
-    values: Float[Array, " 3"],
-    static: SamplingStatic,
-) -> Int[Array, " B"]:
-    """The next token of each row: penalty, temperature, top-k, top-p, as transformers orders them.
-
-    Args:
-      seen: tokens under the repetition penalty; None when it is off.
-      keys: from `row_keys`.
-      count: tokens the row has generated so far (part of its random key).
-      values, static: from `sampling_values` and `Sampling.static`.
-    """
-    greedy, top_k, uses_top_p, penalised = static
-    temperature, top_p, penalty = values
-    if penalised:
-        assert seen is not None
-        lowered = jnp.where(logits > 0, logits / penalty, logits * penalty)
-        logits = jnp.where(seen, lowered, logits)
-    if greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # From the largest: a small temperature takes the others to -inf, and none to +inf.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
-    vocabulary = logits.shape[-1]
-
-    def noise(key: Array, index: Array) -> Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), index)
-        return jax.random.gumbel(key, (vocabulary,), jnp.float32)
-
-    noise_BV = jax.vmap(noise)(keys.reshape(-1, 2), count)
-    if not top_k and not uses_top_p:
-        return jnp.argmax(logits + noise_BV, axis=-1).astype(jnp.int32)
-    ranked, tokens = jax.lax.top_k(logits, min(top_k, vocabulary) if top_k else vocabulary)
-    if uses_top_p:
-        probability = jax.nn.softmax(ranked, axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        ranked = jnp.where(before < top_p, ranked, -jnp.inf)
-    # Noise goes with the token, not with its rank, which rounding may change.
-    pick_B = jnp.argmax(ranked + jnp.take_along_axis(noise_BV, tokens, axis=-1), axis=-1)
-    return jnp.take_along_axis(tokens, pick_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+finish_donated = Program(_finish, static=(0, 3, 4), donate_argnums=1, **IN_PLACE)
+whole_finish = Program(_finish, static=(0, 3, 4))
 
 
 @jax.tree_util.register_dataclass
@@ -892,53 +825,66 @@ class DecodeState:
       token: the row's newest token, not yet fed through the model.
       done: rows that have stopped; they are no-ops.
       count: tokens generated so far, `token` included.
-      limit: most tokens the row may generate.
-      stops: token ids that end an answer, padded with -1.
+      waited: turns that other rows took since the row's last one (see `_decode_block`).
       seen: tokens under the repetition penalty, or None.
       finite: rows whose logits have been numbers so far.
-      keys: of the random draws (see `row_keys`). One axis: an output of two, equal on all
-        devices, takes the sharding of a parameter of two, and the next block is compiled anew.
     """
 
     token: Int[Array, " B"]
     done: Bool[Array, " B"]
     count: Int[Array, " B"]
-    limit: Int[Array, " B"]
-    stops: Int[Array, " E"]
+    waited: Int[Array, " B"]
     seen: Bool[Array, "B V"] | None
     finite: Bool[Array, " B"]
-    keys: UInt32[Array, " W"]
 
-    def watch(self, logits: Array) -> "DecodeState":
-        """The state after a look at whether the logits of unfinished rows are numbers."""
+    def chosen(
+        self, logits: Array, active: Array, values: RowValues, static: SamplingStatic
+    ) -> tuple["DecodeState", Choices]:
+        """The state after the `active` rows' next token, and a column of these tokens."""
+        token = next_token(logits, self.seen, self.count, active, values, static)
+        choices = choices_of(logits, token, active, values, static)
         # A sum is NaN or infinite when any term is.
-        finite = jnp.isfinite(jnp.sum(logits, axis=-1)) | self.done
-        return dataclasses.replace(self, finite=self.finite & finite)
-
-    def accept(self, token: Array) -> "DecodeState":
-        """The state after `token` was chosen for the rows that are not done."""
-        count = self.count + ~self.done
-        stop = jnp.any(token[:, None] == self.stops, axis=-1) | (count >= self.limit)
+        finite = jnp.isfinite(jnp.sum(logits, axis=-1)) | ~active
+        count = self.count + active
+        stop = jnp.any(token[:, None] == values.stops, axis=-1) | (count >= values.limit)
         seen = self.seen
         if seen is not None:
-            rows = jnp.arange(token.shape[0])
-            seen = seen.at[rows, token].max(~self.done)
-        token = jnp.where(self.done, self.token, token)
-        return dataclasses.replace(self, token=token, done=self.done | stop, count=count, seen=seen)
+            seen = seen.at[jnp.arange(token.shape[0]), token].max(active)
+        state = DecodeState(
+            token=jnp.where(active, token, self.token),
+            done=self.done | (active & stop),
+            count=count,
+            waited=jnp.where(active | self.done, 0, self.waited + 1),
+            seen=seen,
+            finite=self.finite & finite,
+        )
+        return state, choices
 
 
-@Program
-@functools.partial(in_place, static_argnums=(0, 4), donate_argnums=1)
+def first_state(asked: Bool[Any, " B"], seen: Bool[Array, "B V"] | None) -> DecodeState:
+    """The state before the first token of the rows that are `asked`."""
+    rows = len(asked)
+    count, waited, token = (jnp.zeros((rows,), jnp.int32) for _ in range(3))
+    return DecodeState(
+        token=token,
+        done=~jnp.asarray(asked),
+        count=count,
+        waited=waited,
+        seen=seen,
+        finite=jnp.ones((rows,), bool),
+    )
+
+
+@program(static=(0, 4), donate_argnums=1, **IN_PLACE)
 def start_answer(
     ends: Ends,
     state: DecodeState,
     logits: Float[Array, "B V"],
-    values: Float[Array, " 3"],
+    values: RowValues,
     sampling: SamplingStatic,
-) -> DecodeState:
+) -> tuple[DecodeState, Choices]:
     """Chooses each row's first token from the question's last logits."""
-    token = next_token(logits, state.seen, state.keys, state.count, values, sampling)
-    return replicated(ends, state.watch(logits).accept(token))
+    return replicated(ends, state.chosen(logits, ~state.done, values, sampling))
 
 
 # Columns of a block of decode steps, variants of the answer's steps, the sampling's static part.
@@ -951,98 +897,139 @@ def _decode_block(
     caches: tuple[Any, ...],
     state: DecodeState,
     total: Int[Array, " B"],
-    turns: Int[Any, " X"],
-    values: Float[Array, " 3"],
+    turns: Int[Any, "B X"],
+    values: RowValues,
     static: DecodeStatic,
-) -> tuple[tuple[Any, ...], DecodeState, Int[Array, "B X"]]:
+) -> tuple[tuple[Any, ...], DecodeState, Choices]:
     """A block of decode steps on the device; stops early when every row is done.
 
-    Step i is of the variant of index turns[i]; none follow where that is negative. X columns of new
-    tokens come back, -1 where a row chose none.
+    Step i of row b is of the variant of index turns[b, i]; none follow where that is negative. X
+    columns of new tokens come back, -1 where a row chose none.
 
-    The loops are nested: each variant has an inner loop for its consecutive steps, and an outer
+    A turn is one pass of the rows whose next step is of one variant; the other rows are no-ops in
+    it. Rows that began together take all their steps together. Where rows differ, the variant that
+    most rows need comes next, so rows that were out of step soon go together. A row that waits
+    counts once more for each turn it waited, so it waits for about as many turns as there are rows,
+    at most. A block has as many turns as the row with the most steps has steps.
+
+    The loops are nested: each variant has an inner loop for its consecutive turns, and an outer
     loop goes from one such run to the next. To start a program for each run would take as long as
     a step on a GPU.
     """
     columns, variants, sampling = static
     ends, ends_params = setup.ends, without_layers(params)
+    several = len(variants) > 1
 
-    def step(variant: str, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        index, caches, state, chosen_BX = carry
-        token_B1, valid_B1 = _fed(state)
-        segment = decode_segment(token_B1, valid_B1, state.done, variant)
+    def turn(carry: tuple[Any, ...]) -> Array:
+        index, taken_B, _, state, _ = carry
+        return _turn(turns, index, taken_B, state, len(variants))
+
+    def step(number: int, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        index, taken_B, caches, state, choices = carry
+        token_B1, valid_B1, taken_B = _fed(turns, taken_B, state, number if several else None)
+        segment = decode_segment(token_B1, valid_B1, state.done, variants[number])
         hidden_B1D, caches = hidden_states(setup, params, caches, segment, total)
-        state, chosen_BX = _next_state(
-            ends, ends_params, hidden_B1D, state, values, chosen_BX, index, sampling
+        state, choices = _next_state(
+            ends, ends_params, hidden_B1D, valid_B1, state, values, choices, index, sampling
         )
-        return index + 1, caches, state, chosen_BX
+        return index + 1, taken_B, caches, state, choices
 
     def each_run(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        for number, variant in enumerate(variants):
-            alike = functools.partial(lambda number, carry: _turn(turns, carry) == number, number)
-            carry = jax.lax.while_loop(alike, functools.partial(step, variant), carry)
+        for number in range(len(variants)):
+            alike = functools.partial(lambda number, carry: turn(carry) == number, number)
+            carry = jax.lax.while_loop(alike, functools.partial(step, number), carry)
         return carry
 
-    carry = (jnp.int32(0), caches, state, jnp.full((state.token.shape[0], columns), -1, jnp.int32))
+    choices = no_choices(len(turns), columns, setup.config.vocab_size, sampling)
+    carry = (jnp.int32(0), jnp.zeros_like(state.count), caches, state, choices)
     if setup.by_layer:
-        while (number := int(_turn(turns, carry))) >= 0:
-            carry = step(variants[number], carry)
+        while (number := int(turn(carry))) >= 0:
+            carry = step(number, carry)
     else:
-        first, *others = variants
-        body = each_run if others else functools.partial(step, first)
-        carry = jax.lax.while_loop(lambda carry: _turn(turns, carry) >= 0, body, carry)
-    _, caches, state, chosen_BX = carry
-    return caches, *replicated(ends, (state, chosen_BX))
+        body = each_run if several else functools.partial(step, 0)
+        carry = jax.lax.while_loop(lambda carry: turn(carry) >= 0, body, carry)
+    *_, caches, state, choices = carry
+    return caches, *replicated(ends, (state, choices))
 
 
 # All layers, and all steps, as one program.
-decode_block = Program(
-    in_place(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3), **LOOPED)
-)
+decode_block = Program(_decode_block, static=(0, 7), donate_argnums=(2, 3), **IN_PLACE, **LOOPED)
 
 
-@jax.jit
-def _fed(state: DecodeState) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
-    """Each row's newest token, and whether it counts."""
-    return state.token[:, None], (~state.done).astype(jnp.int32)[:, None]
+def _pending(
+    turns: Int[Any, "B X"], taken: Int[Array, " B"], state: DecodeState
+) -> Int[Array, " B"]:
+    """The variant of each row's next step, negative where there is none in this block."""
+    taken_B1, columns = taken[:, None], turns.shape[1]
+    next_B1 = jnp.take_along_axis(jnp.asarray(turns), jnp.minimum(taken_B1, columns - 1), axis=1)
+    return jnp.where(state.done | (taken_B1[:, 0] >= columns), -1, next_B1[:, 0])
 
 
-@Program
-@functools.partial(jax.jit, static_argnums=(0, 7))
+@functools.partial(jax.jit, static_argnums=4)
+def _turn(
+    turns: Int[Any, "B X"], index: Any, taken: Int[Array, " B"], state: DecodeState, variants: int
+) -> Int[Array, ""]:
+    """The variant of the next turn, negative where there is none; `taken` steps are done."""
+    columns = turns.shape[1]
+    if variants == 1:
+        # All rows that are not done take every turn.
+        follows = jnp.any(jnp.asarray(turns)[:, jnp.minimum(index, columns - 1)] >= 0)
+        over, most = jnp.all(state.done) | ~follows, 0
+    else:
+        pending_B = _pending(turns, taken, state)
+        votes_BV = pending_B[:, None] == jnp.arange(variants)
+        most = jnp.argmax(jnp.sum(votes_BV * (1 + state.waited)[:, None], axis=0))
+        # As many turns as a row has steps at most: a row that waited goes on in the next block.
+        steps = jnp.max(jnp.sum(jnp.asarray(turns) >= 0, axis=1))
+        over = jnp.all(pending_B < 0) | (index >= steps)
+    return jnp.where(over | (index >= columns), -1, most)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _fed(
+    turns: Int[Any, "B X"], taken: Int[Array, " B"], state: DecodeState, number: int | None
+) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"], Int[Array, " B"]]:
+    """Each row's newest token, whether it takes this turn, and how many it has taken with it.
+
+    Without a `number` of a variant all rows take it that are not done.
+    """
+    active_B = ~state.done if number is None else _pending(turns, taken, state) == number
+    valid_B = active_B.astype(jnp.int32)
+    return state.token[:, None], valid_B[:, None], taken + valid_B
+
+
+@program(static=(0, 8))
 def _next_state(
     ends: Ends,
     params: Any,
     hidden_B1D: Float[Array, "B 1 D"],
+    valid_B1: Int[Array, "B 1"],
     state: DecodeState,
-    values: Float[Array, " 3"],
-    chosen_BX: Int[Array, "B X"],
+    values: RowValues,
+    choices: Choices,
     index: Int[Array, ""],
     sampling: SamplingStatic,
-) -> tuple[DecodeState, Int[Array, "B X"]]:
+) -> tuple[DecodeState, Choices]:
     """The state after each row's next token, which stands in its column."""
     logits_BV = ends.logits(params, hidden_B1D[:, 0])
-    token_B = next_token(logits_BV, state.seen, state.keys, state.count, values, sampling)
-    column_B = jnp.where(state.done, -1, token_B)
-    chosen_BX = jax.lax.dynamic_update_slice(chosen_BX, column_B[:, None], (0, index))
-    return state.watch(logits_BV).accept(token_B), chosen_BX
+    state, column = state.chosen(logits_BV, valid_B1[:, 0] > 0, values, sampling)
+    return state, choices.with_column(index, column)
 
 
-def _turn(turns: Any, carry: tuple[Any, ...]) -> Array:
-    """The variant of the next step, negative where there is none."""
-    index, _, state, _ = carry
-    over = (index >= len(turns)) | jnp.all(state.done)
-    return jnp.where(over, -1, jnp.asarray(turns)[index])
-
-
-def next_block(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], DecodeState, Int[Array, "B X"]]:
+def next_block(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], DecodeState, Choices]:
     """`decode_block` or, with `Setup.by_layer`, its steps from Python."""
     return (_decode_block if setup.by_layer else decode_block)(setup, *args)
 
 
+def everywhere(ends: Ends, tree: Any) -> Any:
+    """The arrays put on all devices, outside of jit."""
+    return jax.device_put(tree, NamedSharding(ends.mesh, PartitionSpec()))
+
+
 def replicated(ends: Ends, tree: Any) -> Any:
     """The same on all devices: every process reads these."""
-    everywhere = NamedSharding(ends.mesh, PartitionSpec())
-    return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: everywhere, tree))
+    sharding = NamedSharding(ends.mesh, PartitionSpec())
+    return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: sharding, tree))
 
 
 def answer_variants(method: Method, tokens: int) -> tuple[str, ...]:
@@ -1053,9 +1040,11 @@ def answer_variants(method: Method, tokens: int) -> tuple[str, ...]:
 
 
 def decode_turns(
-    method: Method, variants: Sequence[str], steps: range, columns: int
-) -> Int[np.ndarray, " X"]:
-    """`decode_block`'s `turns` for the answer's steps of these numbers, X = `columns` at most."""
-    turns = np.full(columns, -1, np.int32)
-    turns[: len(steps)] = [variants.index(step_variant(method, step)) for step in steps]
+    method: Method, variants: Sequence[str], steps: Sequence[range], columns: int
+) -> Int[np.ndarray, "B X"]:
+    """`decode_block`'s `turns` for each row's steps of these numbers, X = `columns` at most."""
+    turns = np.full((len(steps), columns), -1, np.int32)
+    for row, numbers in enumerate(steps):
+        indices = [variants.index(step_variant(method, step)) for step in numbers]
+        turns[row, : len(indices)] = indices
     return turns

@@ -68,6 +68,10 @@ class ArkVale(SelectingPages):
                 "is being filled, which has no digest yet; raise local or set whole_pages=true"
             )
 
+    @property
+    def own_tokens(self) -> int | None:
+        return self.recent
+
     def summarise(self, keys: Float[Array, "B K P Z H"], held: Bool[Array, "B P Z"]) -> PageDigests:
         """The pages' boxes, balls or mean keys, in the keys' dtype (a ball's radius in float32)."""
         shape, _, extent = self.digest.partition("-")

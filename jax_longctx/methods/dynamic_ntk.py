@@ -26,6 +26,7 @@ class DynamicNTK(Appending):
     factor: float = 4.0
 
     phase = "both"
+    own_tokens = 0
 
     def __post_init__(self) -> None:
         self.at_least(1, "factor")

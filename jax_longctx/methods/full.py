@@ -14,6 +14,8 @@ from jax_longctx.parts.appending import Appending
 class Full(Appending):
     """Exact attention over every token; the baseline."""
 
+    own_tokens = 0
+
     def adopt(
         self, cache: AppendCache, ctx: LayerContext, queries: Array | None = None
     ) -> AppendCache:

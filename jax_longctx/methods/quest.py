@@ -29,6 +29,10 @@ class Quest(SelectingPages):
         """What the authors' released accuracy code computes."""
         return cls(sink=0, local=0, min_pages=3, skip_layers=2)
 
+    @property
+    def own_tokens(self) -> int | None:
+        return self.recent
+
     def summarise(self, keys: Float[Array, "B K P Z H"], held: Bool[Array, "B P Z"]) -> PageDigests:
         """The elementwise maximum and minimum of each page's keys."""
         return PageDigests(masked_max(keys, held), -masked_max(-keys, held), None)

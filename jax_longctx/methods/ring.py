@@ -57,6 +57,7 @@ class Ring(Appending):
     hops: int = -1
 
     phase = "prefill"
+    own_tokens = 0
 
     def __post_init__(self) -> None:
         if self.hops < -1:

@@ -42,6 +42,7 @@ from jax_longctx.contract import (
     Stage,
     WithCache,
     method,
+    own_tokens,
     step_variant,
 )
 from jax_longctx.methods.full import Full
@@ -189,6 +190,10 @@ class Star(Blocks):
 
     def fork(self, cache: Any) -> Any:
         return self.decode.fork(cache)
+
+    @property
+    def own_tokens(self) -> int | None:
+        return own_tokens(self.decode)
 
     def step_variant(self, step: int) -> str:
         return step_variant(self.decode, step)

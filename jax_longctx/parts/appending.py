@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_longctx.caches import AppendCache, append, empty_append_cache
+from jax_longctx.caches import AppendCache, Branched, append, attend_branched, empty_append_cache
 from jax_longctx.contract import (
     QKV,
     CacheShape,
@@ -58,6 +58,10 @@ class Appending(Registered):
         q, k, v = new
         positions_BT = cache.position[:, None] + jnp.arange(q.shape[1])
         q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
+        if isinstance(cache, Branched):
+            # A decode step of rows over one context.
+            cache = cache.with_own(append(cache.own, k, v, segment.valid_of(), ctx))
+            return attend_branched(q, cache, ctx), cache
         past_B = cache.held(ctx)
         cache = append(cache, k, v, segment.valid_of(), ctx)
         # This shard's slots are global slots offset .. offset + S - 1; slot is position here.

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_longctx.caches import Branched, parting
 from jax_longctx.sharding import axes_field
+from pallas_kernels.common import fold_rows, unfold_rows
 from pallas_kernels.page_scores import page_scores
 from pallas_kernels.plane import Plane, part_of
 
 
+@parting
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PageDigests:
@@ -41,6 +44,25 @@ def digest_scores(
     filled_B = jnp.maximum(-(-length // page_size), 0)
     low = digests.high if digests.low is None else digests.low
     return page_scores(q, part_of(digests.high), part_of(low), filled_B, digests.radius)
+
+
+def branched_scores(
+    q: Float[Array, "B N H"], digests: Branched, own_length: Int[Array, " B"], page_size: int
+) -> Float[Array, "B N P"]:
+    """`digest_scores` of rows that share the first pages, of P = shared and own pages at most.
+
+    Args:
+      own_length: slots of each row that it does not share.
+    """
+    shared, own, split = digests.shared, digests.own, digests.split
+    kv_heads = shared.high.shape[1]
+    # The heads of all rows are those of one row: the digests are read once for all.
+    before = digest_scores(fold_rows(q, kv_heads), shared, split * page_size, page_size)
+    before_BNP = unfold_rows(before, q.shape[0], kv_heads)
+    own_BNP = digest_scores(q, own, own_length, page_size)
+    room = [(0, 0), (0, 0), (0, own_BNP.shape[2])]
+    all_BNP = jnp.pad(before_BNP, room, constant_values=-jnp.inf)
+    return jax.lax.dynamic_update_slice_in_dim(all_BNP, own_BNP, split[0], axis=2)
 
 
 def masked_mean(

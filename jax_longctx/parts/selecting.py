@@ -20,7 +20,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, Rewinding, append, read_lines, write_rows
+from jax_longctx.caches import (
+    AppendCache,
+    Branched,
+    Rewinding,
+    Store,
+    append_to,
+    read_lines,
+    write_rows,
+)
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
@@ -33,7 +41,7 @@ from jax_longctx.parts.head_budgets import (
     share,
     softmax_mass,
 )
-from jax_longctx.parts.page_digests import PageDigests, digest_scores
+from jax_longctx.parts.page_digests import PageDigests, branched_scores, digest_scores
 from jax_longctx.parts.sparse_decode import (
     Lists,
     Prior,
@@ -57,15 +65,16 @@ class SelectiveCache(Rewinding):
     """All keys and values, and the digests of pages.
 
     Attributes:
-      store: keys after rotary embedding, and values.
-      digests: a summary of each page, or None where a method keeps none.
+      store: keys after rotary embedding, and values: a `Store`.
+      digests: a summary of each page, `PageDigests`, or None where a method keeps none. `Branched`
+        where the store is.
       prompt: tokens of context and question.
       kept: tokens attended in decode so far, summed over the steps, of each query head.
       steps: decode steps so far; `kept / steps` is the mean budget that was used.
     """
 
-    store: AppendCache
-    digests: PageDigests | None
+    store: Any
+    digests: Any
     prompt: Int[Array, " B"] = axes_field("batch")
     kept: Int[Array, "B N"] = axes_field("batch", "heads")
     steps: Int[Array, " B"] = axes_field("batch")
@@ -165,7 +174,7 @@ class Selecting(Appending):
         return SelectiveCache(store, digests, prompt, kept, steps)
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
-        if isinstance(cache, AppendCache):
+        if isinstance(cache, Store):
             return super().attend(new, cache, segment, ctx)
         if segment.role == "decode":
             q, _, cache = self.append_token(new, cache, segment, ctx)
@@ -218,7 +227,7 @@ class Selecting(Appending):
         past_B = cache.store.length
         positions_B1 = cache.store.position[:, None]
         q, k = ctx.rotate(q, positions_B1), ctx.rotate(k, positions_B1)
-        store = append(cache.store, k, v, segment.valid_of(), ctx)
+        store = append_to(cache.store, k, v, segment.valid_of(), ctx)
         return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
 
     def refreshed(self, cache: Any, past: Array, added: int, ctx: LayerContext) -> Any:
@@ -230,6 +239,12 @@ class Selecting(Appending):
         """
         if cache.digests is None:
             return cache
+        if isinstance(cache.store, Branched):
+            # Of rows that share a context, pages of their own alone.
+            parts = {"store": cache.store.own, "digests": cache.digests.own}
+            past = past - cache.store.split
+            own = self.refreshed(dataclasses.replace(cache, **parts), past, added, ctx)
+            return dataclasses.replace(cache, digests=cache.digests.with_own(own.digests))
         store, page = cache.store, self.page_size
         pages = store.k.shape[2] // page
         touched = min((added + page - 2) // page + 1, pages)
@@ -266,10 +281,10 @@ class Selecting(Appending):
         lists = self.choose(q, cache, span, ctx, forced, prior)
         return attend_lists(q, cache.store, lists, span, fixed, ctx, prior)
 
-    def selectable(self, store: AppendCache, ctx: LayerContext) -> Span:
+    def selectable(self, store: Store, ctx: LayerContext) -> Span:
         """What lies between the fixed tokens of each row."""
         page = self.page_size
-        pages = store.k.shape[2] * ctx.seq_size // page
+        pages = store.shape[2] * ctx.seq_size // page
         sink, stop_B = self.sink, store.length - self.local
         if self.whole_pages:
             sink, stop_B = -(-sink // page) * page, stop_B // page * page
@@ -311,7 +326,7 @@ class Selecting(Appending):
             if lists is not None:
                 return Lists(lists)
         own_BNP = self.scores(q[:, 0], cache, ctx)
-        kv_heads = cache.store.k.shape[1]
+        kv_heads = cache.store.shape[1]
         # Of each listed page a score and an index travel.
         few = ctx.seq_size > 1 and 2 * ctx.seq_size * most < pages
         if self.allocation == "uniform" and few:
@@ -416,6 +431,9 @@ class SelectingPages(Selecting):
     ) -> Float[Array, "B N P"]:
         """The largest q.k that the page's digest allows."""
         assert cache.digests is not None
+        if isinstance(cache.store, Branched):
+            own_B = cache.store.own.held(ctx)
+            return branched_scores(q, cache.digests, own_B, self.page_size)
         return digest_scores(q, cache.digests, cache.store.held(ctx), self.page_size)
 
     def select(
@@ -429,12 +447,13 @@ class SelectingPages(Selecting):
     ) -> Int[Array, "B X C"] | None:
         """By the digests, on one shard, for lists of each head or of the mean of all scores.
 
-        A method with `scores` of its own ranks those.
+        A method with `scores` of its own ranks those, and so do rows that share a context.
         """
         together = self.granularity == "layer" and self.pools == "scores" and ctx.head_shards == 1
         own_scores = type(self).scores is not SelectingPages.scores
         whole = together or self.granularity == "query_head"
-        if own_scores or ctx.seq_size > 1 or not whole:
+        shared = isinstance(cache.store, Branched)
+        if own_scores or shared or ctx.seq_size > 1 or not whole:
             return None
         digests = cache.digests
         assert digests is not None
@@ -446,8 +465,16 @@ class SelectingPages(Selecting):
             together=together,
         )
         if together:
-            return jnp.broadcast_to(lists, (len(lists), cache.store.k.shape[1], most))
+            return jnp.broadcast_to(lists, (len(lists), cache.store.shape[1], most))
         return lists
+
+    @property
+    def recent(self) -> int | None:
+        """What `own_tokens` is where a method changes no more than digests: those always attended.
+
+        None under allocations other than `uniform`.
+        """
+        return self.local + self.page_size if self.allocation == "uniform" else None
 
     def scored_bytes(self, cache: SelectiveCache) -> int:
         """What `scores` reads: the digests."""

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, local_slots
+from jax_longctx.caches import Branched, Store, local_slots
 from jax_longctx.contract import LayerContext
-from pallas_kernels.common import merge
+from pallas_kernels.common import fold_rows, merge, unfold_rows
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 
 
@@ -73,9 +73,48 @@ class Selected(NamedTuple):
     local: Int[Array, "B X C"] | None = None
 
 
+def sparse_attention(
+    q: Float[Array, "B 1 N H"],
+    store: Store,
+    pages: Int[Array, "B X C"] | Int[Array, "B E"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    *,
+    page_size: int,
+    scale: float,
+    **how: Any,
+) -> tuple[Array, ...]:
+    """`sparse_decode_attention` of a store, whose rows may share a context.
+
+    Over a context that rows share, `start` is the same for all of them, or beyond what they share;
+    `stop` lies beyond it. Every page lies on one side. Flat lists and priors are not for these.
+    """
+    given: dict[str, Any] = {"page_size": page_size, "scale": scale}
+    if not isinstance(store, Branched):
+        return sparse_decode_attention(q, store.k, store.v, pages, start, stop, **given, **how)
+    if any(option is not None for option in how.values()):
+        raise NotImplementedError(f"rows that share a context: no {', '.join(how)}")
+    shared, own, split = store.shared, store.own, store.split
+    first = split // page_size
+    theirs = jnp.where(pages < first, pages, -1)
+    own_pages = jnp.where(pages >= first, pages - first, -1)
+    part = sparse_decode_attention(q, own.k, own.v, own_pages, start - split, stop - split, **given)
+    # The heads of all rows are those of one row, each with a list of its own.
+    kv_heads = shared.k.shape[1]
+    theirs = jnp.repeat(theirs, q.shape[2] // theirs.shape[1], axis=1)
+    folded = fold_rows(q[:, 0], kv_heads)[:, None]
+    begin = jnp.minimum(start[:1], split)
+    found = sparse_decode_attention(
+        folded, shared.k, shared.v, fold_rows(theirs, kv_heads), begin, split, **given
+    )
+    rows = q.shape[0]
+    before = tuple(unfold_rows(x[:, 0], rows, kv_heads)[:, None] for x in found)
+    return merge([(before[0], before[1]), (part[0], part[1])])
+
+
 def attend_fixed(
     q: Float[Array, "B 1 N H"],
-    store: AppendCache,
+    store: Store,
     span: Span,
     sink: int,
     local: int,
@@ -89,7 +128,7 @@ def attend_fixed(
     """
     if sink + local == 0:
         return None
-    batch, heads, slots, _ = store.k.shape
+    batch, heads, slots, _ = store.shape
     first = jnp.broadcast_to(jnp.arange(sink), (batch, sink))
     first = jnp.where(first < span.start[:, None], first, -1)
     last = span.stop[:, None] + jnp.arange(local)
@@ -99,12 +138,12 @@ def attend_fixed(
     zero_B = jnp.zeros_like(store.length)
     how: dict[str, Any] = {"page_size": 1, "scale": ctx.scale}
     how |= {} if prior is None else prior.arguments()
-    return sparse_decode_attention(q, store.k, store.v, fixed_BKC, zero_B, zero_B + slots, **how)
+    return sparse_attention(q, store, fixed_BKC, zero_B, zero_B + slots, **how)
 
 
 def attend_lists(
     q: Float[Array, "B 1 N H"],
-    store: AppendCache,
+    store: Store,
     lists: Lists,
     span: Span,
     fixed: tuple[Array, ...] | None,
@@ -112,16 +151,14 @@ def attend_lists(
     prior: Prior | None,
 ) -> Selected:
     """The rotated query against the listed pages' tokens in the span, and the fixed ones."""
-    slots = store.k.shape[2]
+    slots = store.shape[2]
     page_size = slots * ctx.seq_size // span.tokens.shape[1]
     local = local_slots(lists.pages, slots // page_size, ctx)
     where = (span.start - ctx.seq_offset(slots), span.stop - ctx.seq_offset(slots))
     how: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale}
     how |= {} if prior is None else prior.arguments()
     listed_pages = local if lists.heads is None else local[:, 0]
-    chosen = sparse_decode_attention(
-        q, store.k, store.v, listed_pages, *where, heads=lists.heads, **how
-    )
+    chosen = sparse_attention(q, store, listed_pages, *where, heads=lists.heads, **how)
     parts = [chosen] if fixed is None else [fixed, chosen]
     out, lse = ctx.seq_merge(*merge([(part[0], part[1]) for part in parts]))
     kept_BN = _kept(lists, span, store, q.shape[2])
@@ -131,14 +168,14 @@ def attend_lists(
     return Selected(out, lse, *behind, kept_BN, local)
 
 
-def _kept(lists: Lists, span: Span, store: AppendCache, query_heads: int) -> Int[Array, "B N"]:
+def _kept(lists: Lists, span: Span, store: Store, query_heads: int) -> Int[Array, "B N"]:
     """Tokens that each query head attends."""
     fixed_B = store.length - (span.stop - span.start)
     tokens_BC = listed(span.tokens, lists.pages.reshape(len(fixed_B), -1), 0)  # [B, X * C]
     if lists.heads is None:
         tokens_BX = jnp.sum(tokens_BC.reshape(lists.pages.shape), axis=-1)
     else:
-        named_BEK = lists.heads[..., None] == jnp.arange(store.k.shape[1])
+        named_BEK = lists.heads[..., None] == jnp.arange(store.shape[1])
         tokens_BX = jnp.sum(jnp.where(named_BEK, tokens_BC[..., None], 0), axis=1)
     each = query_heads // tokens_BX.shape[1]
     return fixed_B[:, None] + jnp.repeat(tokens_BX, each, axis=1)

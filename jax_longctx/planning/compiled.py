@@ -37,6 +37,7 @@ from jax_longctx.engine import Sampling, ahead, programs
 from jax_longctx.engine.ahead import Listing
 from jax_longctx.engine.capacity import bytes_per_device, reserved, staged_caches
 from jax_longctx.engine.engine import BLOCK
+from jax_longctx.engine.sampling import Choices, RowValues, sampling_static, sampling_values
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.llama import stacked_layers
 from jax_longctx.planning.collectives import count_collectives, count_reads
@@ -220,19 +221,19 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
         add_end("question", kept, programs.whole_finish, reserved(reserve), beside)
     variants = programs.answer_variants(method, reserved(reserve))
     kinds = " and ".join(filter(None, variants))
-    turns = _shape(jnp.int32, BLOCK)
+    turns = _shape(jnp.int32, rows, BLOCK)
     if setup.by_layer:
         # A step of each variant.
-        turns = np.full(BLOCK, -1, np.int32)
-        turns[: len(variants)] = range(len(variants))
+        turns = np.full((rows, BLOCK), -1, np.int32)
+        turns[:, : len(variants)] = range(len(variants))
     add(
         f"decode, {kinds} steps" if kinds else "decode",
         "decode",
         answering,
         programs.decode_block,
         *(setup, params, placed(setup.mesh, answering), made(abstract_state(rows)), total),
-        *(turns, made(_shape(jnp.float32, 3))),
-        (BLOCK, variants, Sampling().static()),
+        *(turns, made(abstract_values(rows))),
+        (BLOCK, variants, sampling_static(Sampling())),
     )
     return found
 
@@ -243,7 +244,7 @@ def _called(mesh: Any, function: Any, args: tuple[Any, ...]) -> list[tuple[Any, 
     def stand_in(given: tuple[Any, ...], result: Any) -> Any:
         if isinstance(result, tuple):
             return tuple(stand_in(given, each) for each in result)
-        if isinstance(result, programs.DecodeState):
+        if isinstance(result, programs.DecodeState | Choices):
             return _zeros(result)
         if not hasattr(result, "shape"):
             return placed(mesh, result)
@@ -306,16 +307,13 @@ def placed(mesh: Any, caches: Any) -> Any:
 
 def abstract_state(rows: int) -> programs.DecodeState:
     """The state of greedy decoding, as shapes."""
-    return programs.DecodeState(
-        token=_shape(jnp.int32, rows),
-        done=_shape(jnp.bool_, rows),
-        count=_shape(jnp.int32, rows),
-        limit=_shape(jnp.int32, rows),
-        stops=_shape(jnp.int32, programs.STOPS),
-        seen=None,
-        finite=_shape(jnp.bool_, rows),
-        keys=_shape(jnp.uint32, 2 * rows),
-    )
+    return jax.eval_shape(lambda: programs.first_state(np.ones(rows, bool), None))
+
+
+def abstract_values(rows: int) -> RowValues:
+    """The values of requests, as shapes."""
+    values = sampling_values(Sampling(seed=(0,)), rows)
+    return jax.tree.map(lambda leaf: _shape(leaf.dtype, *leaf.shape), values)
 
 
 def _shape(dtype: Any, *sizes: int) -> Any:

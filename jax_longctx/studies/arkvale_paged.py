@@ -72,6 +72,11 @@ class ArkValePaged(ArkVale):
                 f"tokens that may be recalled, and a page of {self.page_size}; raise resident"
             )
 
+    @property
+    def own_tokens(self) -> int | None:
+        """None: each row has a page cache of its own."""
+        return None
+
     def init_cache(self, shape: CacheShape) -> Any:
         cache = super().init_cache(shape)
         if not isinstance(cache, SelectiveCache):

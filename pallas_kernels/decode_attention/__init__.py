@@ -5,6 +5,13 @@ from pallas_kernels.decode_attention.api import (
     attend_with_logits,
     decode_attention,
     decode_logits,
+    shared_decode_attention,
 )
 
-__all__ = ["attend_logits", "attend_with_logits", "decode_attention", "decode_logits"]
+__all__ = [
+    "attend_logits",
+    "attend_with_logits",
+    "decode_attention",
+    "decode_logits",
+    "shared_decode_attention",
+]

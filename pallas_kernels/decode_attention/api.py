@@ -6,6 +6,8 @@ and returns the logits, `attend_logits` reads the values. Methods that rank keys
 (RefreshKV's full step, InfLLM, ideal top-k) use the logits in between. `attend_with_logits` does
 both halves.
 
+`shared_decode_attention` is of many rows that have one cache in common.
+
 Implementations: `xla` on every platform, `gpu` (Mosaic; of `decode_attention` and
 `attend_with_logits`), `tpu` (Mosaic; of `decode_attention`), `reference` for tests.
 """
@@ -20,8 +22,11 @@ from jaxtyping import Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
-from pallas_kernels.plane import part_of
+from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.tpu_common import unsupported_keys
+
+# Queries of a kv head that a pass over a shared cache takes: the rows of a GPU's matmul tile.
+SHARED_QUERIES = 64
 
 
 def decode_attention(
@@ -62,6 +67,34 @@ def decode_attention(
     )
     given = Window.of(window, query_start, slot_start)
     return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale, window=given)
+
+
+def shared_decode_attention(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "1 K S H"] | Plane,
+    v: Float[Array, "1 K S H"] | Plane,
+    length: Int[Array, " 1"],
+    *,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
+    """The query of each of B rows against the same keys: `decode_attention` of one row's cache.
+
+    The rows' queries are those of one row, as many at a time as fill a tile of the kernels. So the
+    cache is read once for each `SHARED_QUERIES` queries of a kv head.
+
+    Args:
+      k, v: of one row, [1, K, S, H].
+    """
+    group = q.shape[2] // k.shape[1]
+    size = max(1, min(SHARED_QUERIES // group, xla.MAX_QUERIES))
+    parts = []
+    for first in range(0, q.shape[0], size):
+        rows = jnp.swapaxes(q[first : first + size], 0, 1)  # [1, B, N, H]
+        part = decode_attention(rows, k, v, length, scale=scale, implementation=implementation)
+        parts.append([jnp.swapaxes(x, 0, 1) for x in part])
+    out, lse = (jnp.concatenate(each) for each in zip(*parts, strict=True))
+    return out, lse
 
 
 def decode_logits(

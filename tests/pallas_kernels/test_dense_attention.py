@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import Window
-from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.common import Window, fold_rows, unfold_rows
+from pallas_kernels.decode_attention import decode_attention, shared_decode_attention
 from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.decode_attention import xla as decode_xla
 from pallas_kernels.prefill_attention import (
@@ -309,3 +309,30 @@ def test_a_cpus_smaller_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) ->
         results.append(xla.cache_attention(q, k, v, jnp.array([1500]), scale=0.25))
     assert sizes == {128, 512}
     _assert_close(*results, case)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "tpu", "reference"])
+@pytest.mark.parametrize(("rows", "groups"), [(1, 2), (5, 1), (16, 4), (17, 4), (9, 16)])
+def test_rows_that_share_a_cache_attend_it_as_each_alone(
+    interpreted: Callable[[str], None], implementation: str, rows: int, groups: int
+) -> None:
+    interpreted(implementation)
+    case = Case(queries=1, kv_heads=2, groups=groups)
+    shape = 1, case.kv_heads, SLOTS, case.head_dim
+    q, k, v = _random(case, (rows, 1, case.kv_heads * groups, case.head_dim), shape, shape)
+    length = jnp.array([513], jnp.int32)
+    how = {"scale": case.scale, "implementation": implementation}
+    found = shared_decode_attention(q, k, v, length, **how)
+    copies = (jnp.repeat(x, rows, axis=0) for x in (k, v))
+    expected = decode_attention(q, *copies, jnp.repeat(length, rows), **how)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_folded_rows_keep_each_kv_heads_queries_together() -> None:
+    q = jnp.arange(3 * 4 * 2.0).reshape(3, 4, 2)
+    folded = fold_rows(q, 2)
+    # Of the first kv head the two query heads of each row, then those of the second.
+    np.testing.assert_array_equal(folded[0, :6], q[:, :2].reshape(6, 2))
+    np.testing.assert_array_equal(folded[0, 6:], q[:, 2:].reshape(6, 2))
+    np.testing.assert_array_equal(unfold_rows(folded, 3, 2), q)

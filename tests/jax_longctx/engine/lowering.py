@@ -11,8 +11,9 @@ import numpy as np
 from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment, step_variant
 from jax_longctx.engine import Sampling, programs
 from jax_longctx.engine.capacity import bytes_per_device
+from jax_longctx.engine.sampling import sampling_static
 from jax_longctx.models.llama import layer_params
-from jax_longctx.planning.compiled import abstract_params, abstract_state, placed
+from jax_longctx.planning.compiled import abstract_params, abstract_state, abstract_values, placed
 from jax_longctx.planning.compiled import no_persistent_cache as no_persistent_cache
 
 COLUMNS = 32
@@ -33,16 +34,15 @@ def compile_decode(
 ) -> jax.stages.Compiled:
     """A block of greedy decode steps of the kinds that an answer's `steps` are, or its first."""
     variants = tuple(step_variant(setup.method, step) for step in steps or (1,))
-    values = jax.ShapeDtypeStruct((3,), jnp.float32)
     return programs.decode_block.lower(
         setup,
         abstract_params(setup),
         sharded_caches(setup, batch, slots),
         abstract_state(batch),
         _ints(batch),
-        _ints(COLUMNS),
-        values,
-        (COLUMNS, variants, Sampling().static()),
+        _ints(batch, COLUMNS),
+        abstract_values(batch),
+        (COLUMNS, variants, sampling_static(Sampling())),
     ).compile()
 
 

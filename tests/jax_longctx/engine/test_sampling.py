@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import Sampling
-from jax_longctx.engine.programs import next_token, row_keys, sampling_values
+from jax_longctx.engine.sampling import next_token, sampling_static, sampling_values
 from jax_longctx.errors import InputError
 
 ROWS = 20_000
@@ -18,13 +18,14 @@ def pick(logits, sampling, *, seen=None, count=0):
     logits = jnp.asarray(logits, jnp.float32)
     rows = len(logits)
     run = jax.jit(next_token, static_argnums=5)
+    given = sampling.of_rows(rows)
     tokens = run(
         logits,
         None if seen is None else jnp.asarray(seen),
-        jnp.asarray(row_keys(sampling.of_rows(rows), rows)),
         jnp.full(logits.shape[:1], count, jnp.int32),
-        sampling_values(sampling),
-        sampling.static(),
+        jnp.ones(rows, bool),
+        sampling_values(given, rows),
+        sampling_static(sampling),
     )
     return np.asarray(tokens)
 
@@ -195,7 +196,8 @@ def test_the_largest_temperature_draws_from_all_alike():
 
 
 def test_a_share_that_rounds_to_all_leaves_nothing_out():
-    assert Sampling(temperature=1.0, top_p=1 - 1e-9).static() == Sampling(temperature=1.0).static()
+    almost = Sampling(temperature=1.0, top_p=1 - 1e-9)
+    assert sampling_static(almost) == sampling_static(Sampling(temperature=1.0))
 
 
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])

@@ -19,10 +19,10 @@ def test_an_answers_kinds_of_steps_in_the_order_of_their_first():
 
 
 def test_turns_count_from_the_blocks_first_step():
-    turns = decode_turns(REFRESH, ("partial", "check"), range(5, 11), 8)
-    # Steps 6 and 9 are full; the block has room for two more.
-    assert turns.tolist() == [0, 1, 0, 0, 1, 0, -1, -1]
-    assert decode_turns(Full(), ("",), range(1, 3), 3).tolist() == [0, 0, -1]
+    turns = decode_turns(REFRESH, ("partial", "check"), [range(5, 11), range(3, 5)], 8)
+    # Steps 6 and 9 of the first row are full; the block has room for two more.
+    assert turns.tolist() == [[0, 1, 0, 0, 1, 0, -1, -1], [1, 0, *[-1] * 6]]
+    assert decode_turns(Full(), ("",), [range(1, 3)], 3).tolist() == [[0, 0, -1]]
 
 
 def test_an_answer_may_end_before_the_first_step_of_another_kind():

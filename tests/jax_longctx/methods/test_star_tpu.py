@@ -7,8 +7,9 @@ import pytest
 from jax_longctx.contract import Prompt, step_variant
 from jax_longctx.engine import Sampling, programs
 from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
+from jax_longctx.engine.sampling import sampling_static
 from jax_longctx.methods import make_method
-from jax_longctx.planning.compiled import count_collectives
+from jax_longctx.planning.compiled import abstract_values, count_collectives
 from jax_longctx.sharding import make_mesh, tree_shardings
 from tests.jax_longctx.engine.lowering import (
     abstract_params,
@@ -78,8 +79,7 @@ def prefill(setup):
 def decode(setup):
     """The compiled block of decode steps, and bytes of the caches on a device."""
     _, _, caches = staged_caches(setup, 1, CONTEXT, RESERVE)
-    static = (32, (step_variant(setup.method, 1),), Sampling().static())
-    values = jax.ShapeDtypeStruct((3,), jnp.float32), static
+    static = (32, (step_variant(setup.method, 1),), sampling_static(Sampling()))
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
     lowered = programs.decode_block.lower(
         setup,
@@ -87,8 +87,9 @@ def decode(setup):
         placed(setup, caches),
         abstract_state(1),
         total,
-        total.update(shape=(32,)),
-        *values,
+        total.update(shape=(1, 32)),
+        abstract_values(1),
+        static,
     )
     return lowered.compile(), bytes_per_device(setup.mesh, caches)
 

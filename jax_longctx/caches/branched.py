@@ -1,0 +1,237 @@
+"""Rows over one context: its keys and values once for all of them, and what each row added.
+
+A row's slots below `split` are the context's, in the context's own buffers. The slots from there on
+are the row's own: the end of the context, copied, then its question and its answer. So the split
+may lie where it suits: at a whole page, and before the last tokens that a method treats apart.
+
+Attention over the shared slots takes the queries of all rows together, so that keys and values are
+read once for all. Each row's own slots follow, and the parts merge by log-sum-exp. Nothing is
+written to the shared slots.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.caches.append_only import AppendCache, append
+from jax_longctx.contract import Attended, LayerContext
+from jax_longctx.sharding import Leaf, axes_field, axes_of
+from pallas_kernels.common import merge
+from pallas_kernels.decode_attention import decode_attention, shared_decode_attention
+from pallas_kernels.plane import Plane, part_of
+
+# The split is a multiple of this, which pages divide.
+GRANULE = 128
+
+# Parts of a cache that rows share up to the split, and have for themselves from there on.
+_PARTING: list[type] = [AppendCache]
+
+
+def parting[T: type](kind: T) -> T:
+    """Marks a dataclass of arrays with an axis `slots` or `pages`, of which rows share the first
+    entries."""
+    _PARTING.append(kind)
+    return kind
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeysValues:
+    """The arrays of a context's `AppendCache`, which rows share."""
+
+    k: Float[Array, "1 K S H"] | Plane = axes_field(
+        "batch", "kv_heads", "slots", None, in_place=True
+    )
+    v: Float[Array, "1 K S H"] | Plane = axes_field(
+        "batch", "kv_heads", "slots", None, in_place=True
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Branched:
+    """An `AppendCache` of rows that go on from one context, or the digests of its pages.
+
+    Attributes:
+      shared: the context's, of one row: `KeysValues`, or digests. Entries below the split count.
+        None while the context has it.
+      own: the rows', of the entries from the split on: entry s is their entry s - split.
+      split_at: how many entries (slots, or pages) the rows share. Nothing writes it.
+    """
+
+    shared: Any
+    own: Any
+    split_at: Int[Array, " 1"] | Plane = axes_field(None, in_place=True)
+
+    @property
+    def split(self) -> Int[Array, " 1"]:
+        """How many entries the rows share."""
+        return part_of(self.split_at)
+
+    @property
+    def store(self) -> "Branched":
+        """Itself, as `AppendCache.store`."""
+        return self
+
+    @property
+    def length(self) -> Int[Array, " B"]:
+        """Of a store: the slots of each row, shared and own."""
+        return self.own.length + self.split
+
+    @property
+    def position(self) -> Int[Array, " B"]:
+        """Of a store: the position of each row's next token."""
+        return self.own.position
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a store: [B, K, S, H] that a cache for these rows would have, at most."""
+        rows, heads, room, width = self.own.shape
+        return rows, heads, self.shared.k.shape[2] + room, width
+
+    def with_own(self, own: Any) -> "Branched":
+        """The same with other entries of the rows' own."""
+        return dataclasses.replace(self, own=own)
+
+
+# What holds all keys and values of some rows.
+Store = AppendCache | Branched
+
+
+def append_to(
+    store: Store,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    valid: Int[Array, " B"],
+    ctx: LayerContext,
+) -> Store:
+    """`append` for rows that may share a context."""
+    if isinstance(store, Branched):
+        return store.with_own(append(store.own, k, v, valid, ctx))
+    return append(store, k, v, valid, ctx)
+
+
+def attend_branched(q: Float[Array, "B 1 N H"], store: Branched, ctx: LayerContext) -> Attended:
+    """Every row's (rotated) query against all its tokens."""
+    shared, own, scale = store.shared, store.own, ctx.scale
+    size = shared.k.shape[2]
+    held = jnp.clip(store.split - ctx.seq_offset(size), 0, size)
+    parts = [
+        shared_decode_attention(q, shared.k, shared.v, held, scale=scale),
+        decode_attention(q, own.k, own.v, own.held(ctx), scale=scale),
+    ]
+    return ctx.seq_merge(*merge(parts))
+
+
+def split_of(length: int, own: int) -> int:
+    """Where rows part from a context of `length` tokens, whose last `own` each has for itself."""
+    return max(length - own, 0) // GRANULE * GRANULE
+
+
+def _parts(node: Any) -> bool:
+    return isinstance(node, (*_PARTING, Branched))
+
+
+def _axes(tree: Any) -> Any:
+    return axes_of(tree, lambda axes: Leaf(axes, in_place=False))
+
+
+def _slots(caches: Any) -> int:
+    """Slots of the first store."""
+    nodes = jax.tree.leaves(caches, is_leaf=_parts)
+    return next(node.k.shape[-2] for node in nodes if isinstance(node, AppendCache))
+
+
+def branches(caches: Any, rows: int, room: int, split: int) -> Any:
+    """Empty caches of rows over a context that has these caches (shapes will do).
+
+    Every store, and all digests of pages, become `Branched` with `room` slots for each row, without
+    the shared arrays. Any other array gets `rows` rows.
+    """
+    slots = _slots(caches)
+
+    def array(leaf: Any, about: Leaf) -> Array:
+        shape = list(leaf.shape)
+        for axis, name in enumerate(about.axes):
+            if name == "batch":
+                shape[axis] = rows
+            elif name in ("slots", "pages"):
+                shape[axis] = room * shape[axis] // slots
+        return jnp.zeros(shape, leaf.dtype)
+
+    def node(part: Any, axes: Any) -> Any:
+        if not _parts(part):
+            return array(part, axes)
+        own = jax.tree.map(array, part, axes)
+        first, about = jax.tree.leaves(part)[0], jax.tree.leaves(axes)[0]
+        entries = first.shape[next(i for i, x in enumerate(about.axes) if x in ("slots", "pages"))]
+        layers = first.shape[: about.axes.index("batch")]
+        return Branched(None, own, jnp.full((*layers, 1), split * entries // slots, jnp.int32))
+
+    return jax.tree.map(node, caches, _axes(caches), is_leaf=_parts)
+
+
+def with_context(branched: Any, caches: Any) -> Any:
+    """`branches` with the shared arrays of the context's caches."""
+
+    def node(branch: Any, part: Any) -> Any:
+        if not _parts(branch):
+            return branch
+        shared = KeysValues(part.k, part.v) if isinstance(part, AppendCache) else part
+        return dataclasses.replace(branch, shared=shared)
+
+    return jax.tree.map(node, branched, caches, is_leaf=_parts)
+
+
+def without_context(branched: Any, caches: Any) -> tuple[Any, Any]:
+    """`with_context` undone: the rows' part, and the context's caches.
+
+    The shared arrays were donated to a program and came back as others, in the same buffers. What
+    rows do not share is as it was in `caches`.
+    """
+
+    def alone(branch: Any) -> Any:
+        return dataclasses.replace(branch, shared=None) if _parts(branch) else branch
+
+    def node(part: Any, branch: Any) -> Any:
+        if isinstance(part, AppendCache):
+            return dataclasses.replace(part, k=branch.shared.k, v=branch.shared.v)
+        return branch.shared if _parts(part) else part
+
+    rows = jax.tree.map(alone, branched, is_leaf=_parts)
+    return rows, jax.tree.map(node, caches, branched, is_leaf=_parts)
+
+
+def branch_of(
+    branch: Branched, axes: Any, part: Any, row: Int[Array, ""], place: Int[Array, ""]
+) -> Branched:
+    """The rows' part with that of row `row` of `part`, of a context that went on, at `place`.
+
+    The entries from the split on are copied, as many as there is room for. `axes` has the logical
+    axes of each array of `branch`, as `Leaf`s.
+    """
+    split = jnp.asarray(branch.split_at).reshape(-1)[0]
+    if isinstance(part, AppendCache):
+        part = dataclasses.replace(part, length=part.length - split)
+
+    def put(old: Array, about: Leaf, new: Array) -> Array:
+        batch = about.axes.index("batch")
+        new = jax.lax.dynamic_slice_in_dim(new, row, 1, batch)
+        for axis, name in enumerate(about.axes):
+            if name in ("slots", "pages"):
+                new = _run(new, axis, split, old.shape[axis])
+        return jax.lax.dynamic_update_slice_in_dim(old, new, place, batch)
+
+    return branch.with_own(jax.tree.map(put, branch.own, axes.own, part))
+
+
+def _run(x: Array, axis: int, start: Int[Array, ""], size: int) -> Array:
+    """`size` entries from `start` on; those beyond the end of `x` hold anything."""
+    spare = max(size - x.shape[axis], 0)
+    x = jnp.pad(x, [(0, spare if i == axis else 0) for i in range(x.ndim)])
+    # A slice that would pass the end begins earlier; rolling brings its entries to the front.
+    first = jnp.minimum(start, x.shape[axis] - size)
+    return jnp.roll(jax.lax.dynamic_slice_in_dim(x, first, size, axis), first - start, axis)

@@ -1,0 +1,562 @@
+"""A running batch: rows that decode together, join and leave.
+
+A place of the batch holds one row: its caches, its state and its values. A row joins when its
+question has been read in caches of its own, which are then copied into the place, along the axis
+that `axes_field` calls `batch`. So this knows no method. The programs are those of `Engine.stream`
+over a batch of all places; a free place is a row that is done. No program depends on which rows are
+there or on what they ask for, so none is compiled as rows come and go.
+
+Each row's answer is that of `Engine.stream` of this row alone, up to the rounding of sums.
+
+The caches of the places are in one of two forms. `_Whole`: each place has its own, whatever the
+contexts are. `_Branches`: all rows go on from one context, whose keys and values they share
+(`caches.branched`); a place has a row's question and answer alone.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jax_longctx.caches.branched import (
+    GRANULE,
+    Branched,
+    branch_of,
+    branches,
+    split_of,
+    with_context,
+    without_context,
+)
+from jax_longctx.contract import own_tokens
+from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import SPARE, bucket, bytes_per_device, finished_caches, reserved
+from jax_longctx.engine.engine import BLOCK, Context, Engine, Run
+from jax_longctx.engine.programs import DecodeState
+from jax_longctx.engine.sampling import (
+    ANY,
+    MOST_LOGPROBS,
+    Choices,
+    RowValues,
+    sampling_values,
+)
+from jax_longctx.errors import CapacityError, InputError
+from jax_longctx.settings import Sampling
+from jax_longctx.sharding import Leaf, axes_of, leaf_axes, tree_shardings
+
+# Axes of a cache whose sizes follow from the lengths of text, question and answer.
+GROWING = ("slots", "room", "pages", "share")
+
+# Why a row ended: a token of its `stop_ids`, its `max_tokens`, or logits that are no numbers.
+Reason = Literal["stop", "length", "not finite"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a row of a running batch is to answer.
+
+    Attributes:
+      sampling: the row's own; one seed, or a tuple of one.
+      max_tokens: most tokens of the answer.
+      stop_ids: tokens that end it.
+      logprobs: None for none; n for the chosen token's and those of the n most likely tokens.
+    """
+
+    question: Sequence[int]
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    max_tokens: int = 128
+    stop_ids: Sequence[int] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.question):
+            raise InputError("the question is empty; it needs at least one token")
+        if self.max_tokens < 1:
+            raise InputError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise InputError(f"logprobs must be from 0 to {MOST_LOGPROBS}, got {self.logprobs}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A token of an answer.
+
+    Attributes:
+      logprob: its natural-log probability under the model's own logits, before penalty and
+        temperature; None where the request asks for none.
+      best: the most likely tokens and their log-probabilities, the likeliest first.
+    """
+
+    token: int
+    logprob: float | None = None
+    best: Sequence[tuple[int, float]] = ()
+
+
+class _Whole:
+    """The caches of a batch whose places are rows of any contexts."""
+
+    def __init__(self, engine: Engine, rows: int, slots: int, reserve: int):
+        setup, self._reserve = engine.setup, reserve
+        self.slots = engine.slots_for(slots - SPARE)
+        shapes = self._shapes(setup, rows, self.slots)
+        need, double = (
+            bytes_per_device(engine.mesh, caches)
+            for caches in (shapes, self._shapes(setup, rows, 2 * self.slots))
+        )
+        engine.check_bytes(self.slots, need, (double - need) / self.slots)
+        self.axes = frozenset(name for axes in leaf_axes(shapes) for name in axes)
+        self._setup, self.held = setup, _zeros(setup, shapes)
+
+    def _shapes(self, setup: programs.Setup, rows: int, slots: int) -> tuple[Any, ...]:
+        """Shapes of the caches of that many rows in the middle of their answers."""
+        caches = programs.abstract_caches(setup, rows, slots, self._reserve)
+        caches = finished_caches(setup, caches, "context", self._reserve)
+        if setup.method.info.shrinks:
+            # As `Engine.shrink` has it.
+            caches = finished_caches(setup, caches, "question", bucket(self._reserve + SPARE))
+        return caches
+
+    def check(self, context: Context, row: int, asked: int, answer: int) -> None:
+        """CapacityError where a row is larger than a place."""
+        length = len(context.rows[row])
+        if "slots" in self.axes and length + asked + answer + SPARE > self.slots:
+            raise CapacityError(
+                f"a context of {length:,} tokens, a question of {asked:,} and an answer of "
+                f"{answer:,} need {length + asked + answer + SPARE:,} slots, a place of this "
+                f"batch has {self.slots:,}; shorten them, or make a batch with more slots"
+            )
+        if "room" in self.axes:
+            _check_reserve(asked, answer, self._reserve)
+
+    def seat(self, given: tuple[Any, ...], row: Array, place: Array) -> None:
+        """Copies row `row` of these caches to a place."""
+        if jax.tree.structure(self.held) != jax.tree.structure(given):
+            raise InputError(
+                "the context's caches are of another form than this batch's; prefill it with the "
+                "engine that this batch runs on"
+            )
+        self.held = _seated(self._setup, self.held, given, row, place)
+
+    @contextlib.contextmanager
+    def lent(self) -> "Iterator[Run]":
+        """The caches for a block of decode steps, which changes them."""
+        run = Run(self.held)
+        try:
+            yield run
+        finally:
+            self.held = run.caches
+
+
+class _Branches:
+    """The caches of a batch whose rows go on from one context."""
+
+    def __init__(self, engine: Engine, rows: int, context: Context, reserve: int):
+        own, setup = own_tokens(engine.method), engine.setup
+        if own is None:
+            raise InputError(
+                "under this method rows cannot share a context; leave out `context`, so that each "
+                "has its own"
+            )
+        if any(window is not None for window in engine.config.windows):
+            raise InputError(
+                "rows cannot share a context in layers with a sliding window; leave out `context`"
+            )
+        if context.batch != 1 or engine.mesh.shape["data"] != 1:
+            raise InputError(
+                "rows share a context of one text, on a mesh with data=1; this context has "
+                f"{context.batch} texts, the mesh data={engine.mesh.shape['data']}"
+            )
+        engine.check_context(context)
+        sharded = engine.mesh.shape["seq"] > 1
+        if sharded and any("pages" in axes for axes in leaf_axes(context.usable_caches())):
+            raise InputError(
+                "under a method that keeps digests of pages, rows share a context on a mesh with "
+                f"seq=1; this one has seq={engine.mesh.shape['seq']}"
+            )
+        self._setup, self._reserve, self._context = setup, reserve, context
+        split = split_of(context.lengths[0], own)
+        rest = context.lengths[0] - split
+        # The rows' own slots are divided over `seq` too.
+        whole = GRANULE * engine.mesh.shape["seq"]
+        room = -(-(rest + reserve + SPARE) // whole) * whole
+        make = functools.partial(branches, rows=rows, room=room, split=split)
+        shapes = jax.eval_shape(make, context.usable_caches())
+        engine.check_bytes(room, bytes_per_device(engine.mesh, shapes), 0.0)
+        shardings = tree_shardings(engine.mesh, shapes)
+        self.slots = context.slots
+        self.held = jax.jit(
+            lambda: make(_as_shapes(context.usable_caches())), out_shardings=shardings
+        )()
+
+    def check(self, context: Context, row: int, asked: int, answer: int) -> None:
+        """InputError for another context, CapacityError where a row is larger than a place."""
+        if context is not self._context:
+            raise InputError("the rows of this batch go on from another context")
+        _check_reserve(asked, answer, self._reserve)
+
+    def seat(self, given: tuple[Any, ...], row: Array, place: Array) -> None:
+        """Copies what row `row` of these caches has beyond the context to a place."""
+        self.held = _seated(self._setup, self.held, given, row, place)
+
+    @contextlib.contextmanager
+    def lent(self) -> "Iterator[Run]":
+        """The caches for a block of decode steps; the context's are lent too, and not changed."""
+        context = self._context
+        caches = context.usable_caches()
+        run, context.caches = Run(with_context(self.held, caches)), None
+        try:
+            yield run
+        finally:
+            self.held, context.caches = without_context(run.caches, caches)
+
+
+def _check_reserve(asked: int, answer: int, reserve: int) -> None:
+    if asked + answer > reserve:
+        raise CapacityError(
+            f"a question of {asked:,} tokens and an answer of {answer:,} need "
+            f"{asked + answer:,} slots, a place of this batch reserves {reserve:,}; "
+            "shorten them, or make a batch with a larger reserve"
+        )
+
+
+def _as_shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+class RunningBatch:
+    """Rows that decode together, join and leave: one engine, a fixed number of places.
+
+    It is not thread-safe, and neither is its engine.
+
+    Args:
+      places: most rows at a time.
+      slots: of each row's caches (`Engine.slots_for` of the longest). Contexts that are prefilled
+        with this capacity and `reserve` are copied as they are; others take a program more for
+        each size.
+      reserve: tokens of a question and its answer, for caches whose size follows from these.
+      context: one text whose keys and values all rows share; only for methods with `own_tokens`
+        (see `contract.own_tokens`). A decode step reads them once for all rows, and a place holds a
+        question and an answer alone. `slots` does not count then.
+
+    Attributes:
+      slots, reserve: as they were rounded.
+      ended: why rows ended, by place, in the latest `join` or `step`.
+
+    Raises:
+      CapacityError: caches of so many rows do not fit.
+      InputError: rows cannot share this context.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        places: int,
+        slots: int = 1,
+        reserve: int,
+        context: Context | None = None,
+    ):
+        if places < 1:
+            raise InputError(f"a running batch needs at least 1 place, got {places}")
+        self.engine, self.places, self.reserve = engine, places, reserved(reserve)
+        setup, vocabulary = engine.setup, engine.config.vocab_size
+        data = engine.mesh.shape["data"]
+        rows = -(-places // data) * data
+        programs.limit_mappings()
+        self._caches = (
+            _Whole(engine, rows, slots, self.reserve)
+            if context is None
+            else _Branches(engine, rows, context, self.reserve)
+        )
+        self.slots = self._caches.slots
+        seen = jnp.zeros((rows, vocabulary), jnp.bool_)
+        state = programs.first_state(np.zeros(rows, bool), seen)
+        total = jnp.zeros((rows,), jnp.int32)
+        self._state, self._total = programs.everywhere(setup.ends, (state, total))
+        self._values = sampling_values(Sampling(seed=(0,)), rows)
+        self._given: RowValues | None = None
+        # No answer is longer, of methods whose steps differ.
+        longest = max(self.slots, self.reserve)
+        self._variants = programs.answer_variants(engine.method, longest)
+        self._requests: dict[int, Request] = {}
+        self._counts: dict[int, int] = {}
+        self.ended: dict[int, Reason] = {}
+
+    @property
+    def free(self) -> int:
+        """Places without a row."""
+        return self.places - len(self._requests)
+
+    @property
+    def running(self) -> dict[int, Request]:
+        """The rows that are being answered, by place."""
+        return dict(self._requests)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes the caches of all places hold, over all devices; without a shared context's."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._caches.held))
+
+    def fits(self, context: Context, request: Request, row: int = 0) -> None:
+        """Checks that the row can be answered in this batch, once a place and memory are free.
+
+        Raises:
+          CapacityError: the row needs larger caches than a place has.
+          InputError: another method's context, or a question that it was not read for.
+        """
+        engine = self.engine
+        engine.check_context(context)
+        if not 0 <= row < context.batch:
+            raise InputError(
+                f"the context has rows 0 to {context.batch - 1}, there is no row {row}"
+            )
+        question = engine.padded([request.question])[0]
+        if context.questions is not None and question != context.questions[row]:
+            raise InputError(
+                "this method read the context for another question; prefill again for this one"
+            )
+        self._caches.check(context, row, len(question), request.max_tokens)
+
+    def join(self, context: Context, request: Request, row: int = 0) -> tuple[int, Chosen]:
+        """Reads the question over the context's row, and gives the row a place.
+
+        The context is left as it was. The row ends at once where its first token ends the answer
+        (see `ended`); its place is free then.
+
+        Returns:
+          (place, first token).
+
+        Raises:
+          InputError: no place is free, or as `fits`.
+          CapacityError: the row never fits, or memory is short for its question now.
+        """
+        self.fits(context, request, row)
+        if not self.free:
+            raise InputError(f"all {self.places} places are taken; wait until a row ends")
+        engine, rows = self.engine, [[] for _ in context.rows]
+        rows[row] = list(request.question)
+        programs.limit_mappings()
+        engine.ensure_reserve(context, len(request.question))
+        values = _values_of(request)
+        seen = engine.seen([context.rows[row]], [request.question])
+        place = min(set(range(self.places)) - self._requests.keys())
+        self.ended = {}
+        with engine.asked(context, keep=True) as run:
+            logits = engine.read_question(run, context, rows)
+            if engine.method.info.shrinks:
+                engine.shrink(run, context, self.reserve, keep=True)
+            ends, number = engine.setup.ends, jnp.int32(row)
+            state, choices = programs.start_answer(
+                ends,
+                programs.everywhere(ends, programs.first_state(np.ones(1, bool), seen)),
+                _row_of(ends, logits, number),
+                jax.tree.map(jnp.asarray, values),
+                ANY,
+            )
+            (first,) = _tokens(choices, 0, request)
+            reason = self._reason(request, first.token, 1, bool(np.all(state.finite)))
+            if reason is None:
+                at = jnp.int32(place)
+                self._caches.seat(run.caches, number, at)
+                self._state, self._total = _stated(
+                    ends, self._state, self._total, state, context.total, number, at
+                )
+        if reason is not None:
+            self.ended[place] = reason
+        else:
+            self._requests[place], self._counts[place] = request, 1
+            self._set_values(place, values)
+        return place, first
+
+    def step(self, most: int = BLOCK) -> dict[int, list[Chosen]]:
+        """Decodes in `most` turns, at most `BLOCK`; rows that end leave.
+
+        A turn chooses a token of each row. Under a method whose decode steps are of several kinds
+        it takes the rows whose next step is of one kind, so that some get fewer tokens, or none.
+
+        Returns:
+          the new tokens of each row by place. `ended` names those that ended, which are free now.
+        """
+        self.ended = {}
+        if not self._requests:
+            return {}
+        engine, counts = self.engine, self._counts
+        most = max(1, min(most, BLOCK))
+        steps = [
+            range(counts[place], min(counts[place] + most, self._requests[place].max_tokens))
+            if place in counts
+            else range(0)
+            for place in range(len(self._values.limit))
+        ]
+        turns = programs.decode_turns(engine.method, self._variants, steps, BLOCK)
+        if self._given is None:
+            self._given = jax.tree.map(jnp.asarray, self._values)
+        given = self._state, self._total, turns, self._given, (BLOCK, self._variants, ANY)
+        with self._caches.lent() as run:
+            run.caches, self._state, choices = programs.next_block(
+                engine.setup, engine.params, run.caches, *given
+            )
+        choices, finite = jax.tree.map(np.asarray, (choices, self._state.finite))
+        found: dict[int, list[Chosen]] = {}
+        for place, request in self.running.items():
+            found[place] = _tokens(choices, place, request)
+            if not found[place]:
+                continue
+            counts[place] += len(found[place])
+            last = found[place][-1].token
+            reason = self._reason(request, last, counts[place], bool(finite[place]))
+            if reason is not None:
+                self.ended[place] = reason
+                self._free(place, running=reason == "not finite")
+        return found
+
+    def leave(self, place: int) -> None:
+        """Takes a row out before it has ended. A place without a row is left as it is."""
+        if place in self._requests:
+            self._free(place, running=True)
+
+    def _free(self, place: int, *, running: bool) -> None:
+        del self._requests[place], self._counts[place]
+        if running:
+            self._state = _stopped(self.engine.setup.ends, self._state, jnp.int32(place))
+
+    def _reason(self, request: Request, token: int, count: int, finite: bool) -> Reason | None:
+        if not finite:
+            return "not finite"
+        if token in request.stop_ids:
+            return "stop"
+        return "length" if count >= request.max_tokens else None
+
+    def _set_values(self, place: int, values: RowValues) -> None:
+        """The values of a place, in new arrays: the device may still read the old ones."""
+        both = self._values, values
+        columns = max(each.stops.shape[1] for each in both)
+        old, new = (dataclasses.replace(x, stops=_widened(x.stops, columns)) for x in both)
+
+        def put(old: Any, new: Any) -> Any:
+            made = old.copy()
+            made[place] = new[0]
+            return made
+
+        self._values = jax.tree.map(put, old, new)
+        self._given = None
+
+
+def _values_of(request: Request) -> RowValues:
+    return sampling_values(
+        request.sampling.of_rows(1),
+        1,
+        max_tokens=request.max_tokens,
+        stop_ids=request.stop_ids,
+        logprobs=request.logprobs is not None,
+    )
+
+
+def _widened(stops: Any, columns: int) -> Any:
+    return np.pad(stops, ((0, 0), (0, columns - stops.shape[1])), constant_values=-1)
+
+
+def _tokens(choices: Choices, row: int, request: Request) -> list[Chosen]:
+    """What a row has chosen in a block."""
+    token = np.asarray(choices.token)[row]
+    columns = np.flatnonzero(token >= 0)
+    if request.logprobs is None:
+        return [Chosen(int(token[column])) for column in columns]
+    own, best, likely = (
+        np.asarray(x)[row] for x in (choices.logprob, choices.best, choices.best_logprob)
+    )
+    found = []
+    for x in columns:
+        pairs = zip(best[x, : request.logprobs], likely[x, : request.logprobs], strict=True)
+        ranked = tuple((int(token), float(logprob)) for token, logprob in pairs)
+        found.append(Chosen(int(token[x]), float(own[x]), ranked))
+    return found
+
+
+def _zeros(setup: programs.Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Empty caches, made on their shards."""
+
+    def make() -> tuple[Any, ...]:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    return jax.jit(make, out_shardings=tree_shardings(setup.mesh, shapes))()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _row_of(
+    ends: programs.Ends, logits: Float[Array, "B V"], row: Int[Array, ""]
+) -> Float[Array, "1 V"]:
+    return programs.replicated(ends, jax.lax.dynamic_slice_in_dim(logits, row, 1))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1, **programs.IN_PLACE)
+def _stopped(ends: programs.Ends, state: DecodeState, place: Int[Array, ""]) -> DecodeState:
+    """The state without the row at `place`."""
+    done, finite = (x.at[place].set(True) for x in (state.done, state.finite))
+    return programs.replicated(ends, dataclasses.replace(state, done=done, finite=finite))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2), **programs.IN_PLACE)
+def _stated(
+    ends: programs.Ends,
+    state: DecodeState,
+    total: Int[Array, " B"],
+    row_state: DecodeState,
+    row_total: Int[Array, " R"],
+    row: Int[Array, ""],
+    place: Int[Array, ""],
+) -> tuple[DecodeState, Int[Array, " B"]]:
+    """State and totals with those of a row at `place`."""
+
+    def set_row(old: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, place, axis=0)
+
+    state = jax.tree.map(set_row, state, row_state)
+    total = set_row(total, jax.lax.dynamic_slice_in_dim(row_total, row, 1))
+    return programs.replicated(ends, (state, total))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1, **programs.IN_PLACE)
+def _seated(
+    setup: programs.Setup,
+    caches: tuple[Any, ...],
+    row_caches: tuple[Any, ...],
+    row: Int[Array, ""],
+    place: Int[Array, ""],
+) -> tuple[Any, ...]:
+    """The batch's caches with row `row` of others at `place`.
+
+    Where these are of other sizes than the batch's, along axes that grow, the part that both have
+    is copied. What lies beyond holds no token of the row.
+    """
+
+    def put(old: Any, about: Any, new: Any) -> Any:
+        if isinstance(old, Branched):
+            return branch_of(old, about, new, row, place)
+        axis = about.axes.index("batch")
+        for number, (size, own, name) in enumerate(
+            zip(old.shape, new.shape, about.axes, strict=True)
+        ):
+            if number == axis or size == own:
+                continue
+            if name not in GROWING:
+                raise InputError(
+                    f"the context's caches have {own} {name or 'entries'}, this batch's {size}; "
+                    "prefill it with the engine that this batch runs on"
+                )
+            new = jax.lax.slice_in_dim(new, 0, min(size, own), axis=number)
+        new = jax.lax.dynamic_slice_in_dim(new, row, 1, axis)
+        at = [place if number == axis else 0 for number in range(old.ndim)]
+        return jax.lax.dynamic_update_slice(old, new, at)
+
+    def branched(node: Any) -> bool:
+        return isinstance(node, Branched)
+
+    fields = axes_of(caches, lambda axes: Leaf(axes, in_place=False))
+    seated = jax.tree.map(put, caches, fields, row_caches, is_leaf=branched)
+    return jax.lax.with_sharding_constraint(seated, tree_shardings(setup.mesh, caches))

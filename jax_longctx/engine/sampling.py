@@ -1,0 +1,268 @@
+"""The choice of each row's next token: penalty, temperature, top-k, top-p, and log-probabilities.
+
+Every row of a batch has values of its own (`RowValues`), which are arrays: rows with other values
+need no other program. What is static is only which kinds of choice a program holds. A step costs
+what the most demanding of its unfinished rows needs. A row's token does not depend on the others.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jax_longctx.settings import Sampling
+
+# Kinds of choice, each more work than the one before: the largest logit; the largest with noise;
+# with noise among at most `FEW` best tokens; with noise among any number of best tokens.
+GREEDY, DRAWN, AMONG_FEW, AMONG_ALL = range(4)
+KINDS = (GREEDY, DRAWN, AMONG_FEW, AMONG_ALL)
+# Best tokens of a row that are ranked without a sort of the vocabulary.
+FEW = 128
+# Most tokens of a step whose log-probabilities are reported beside the chosen one's.
+MOST_LOGPROBS = 20
+# Ids that end an answer: their number is a multiple of this.
+STOPS = 8
+
+
+class SamplingStatic(NamedTuple):
+    """What programs are compiled for.
+
+    Attributes:
+      kinds: the kinds of choice that a row may have, ascending.
+      logprobs: whether rows may want log-probabilities.
+    """
+
+    kinds: tuple[int, ...]
+    logprobs: bool = False
+
+
+# Rows of any values.
+ANY = SamplingStatic(KINDS, logprobs=True)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowValues:
+    """What each row's request says.
+
+    Attributes:
+      temperature: 0 is greedy.
+      top_k, top_p, penalty: as in `Sampling`.
+      keys: of the random draws: two words of the row's seed.
+      limit: most tokens of the row's answer.
+      stops: token ids that end it, padded with -1.
+      logprobs: whether log-probabilities are wanted.
+    """
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    penalty: Float[Array, " B"]
+    keys: UInt32[Array, "B 2"]
+    limit: Int[Array, " B"]
+    stops: Int[Array, "B E"]
+    logprobs: Bool[Array, " B"]
+
+    @property
+    def kind(self) -> Int[Array, " B"]:
+        """Each row's kind of choice."""
+        some, ranked = self.top_k > 0, (self.top_k > 0) | (self.top_p < 1)
+        kind = jnp.where(some & (self.top_k <= FEW), AMONG_FEW, AMONG_ALL)
+        return jnp.where(self.temperature == 0, GREEDY, jnp.where(ranked, kind, DRAWN))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """The tokens of X steps.
+
+    Attributes:
+      token: -1 where a row chose none.
+      logprob: the token's natural-log probability under the model's own logits, before penalty and
+        temperature; None where no row may want it.
+      best, best_logprob: the M most likely tokens under these logits, the first the likeliest.
+    """
+
+    token: Int[Array, "B X"]
+    logprob: Float[Array, "B X"] | None = None
+    best: Int[Array, "B X M"] | None = None
+    best_logprob: Float[Array, "B X M"] | None = None
+
+    def with_column(self, index: Any, column: "Choices") -> "Choices":
+        """These, with the X = 1 `column` at `index`."""
+
+        def put(old: Array, new: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=1)
+
+        return jax.tree.map(put, self, column)
+
+
+def no_choices(rows: int, columns: int, vocabulary: int, static: SamplingStatic) -> Choices:
+    """Columns in which no row has chosen yet."""
+    token = jnp.full((rows, columns), -1, jnp.int32)
+    if not static.logprobs:
+        return Choices(token)
+    size = (rows, columns, min(MOST_LOGPROBS, vocabulary))
+    logprob = jnp.zeros((rows, columns), jnp.float32)
+    return Choices(token, logprob, jnp.zeros(size, jnp.int32), jnp.zeros(size, jnp.float32))
+
+
+def row_keys(sampling: Sampling, rows: int) -> UInt32[np.ndarray, "B 2"]:
+    """Each row's key of two words, of `rows` rows; those that pad the batch get zeros."""
+    assert isinstance(sampling.seed, tuple)
+    keys = np.zeros((rows, 2), np.uint32)
+    keys[: len(sampling.seed)] = [(seed >> 32, seed % 2**32) for seed in map(int, sampling.seed)]
+    return keys
+
+
+def sampling_values(
+    sampling: Sampling,
+    rows: int,
+    *,
+    max_tokens: int = 1,
+    stop_ids: Sequence[int] = (),
+    logprobs: bool = False,
+) -> RowValues:
+    """The values of `rows` rows, as numpy arrays; `sampling` has a seed for each that is asked.
+
+    Floats are within float32's normal numbers: others would be infinite, or zero to processors that
+    flush.
+    """
+    limits = np.finfo(np.float32)
+
+    def number(value: float) -> Any:
+        return np.full(rows, np.clip(value, limits.tiny, limits.max), np.float32)
+
+    # A k beyond int32 is every vocabulary.
+    top_k = min(sampling.top_k, np.iinfo(np.int32).max)
+    values: Any = dict(
+        temperature=number(sampling.temperature) * np.float32(sampling.temperature > 0),
+        top_k=np.full(rows, top_k, np.int32),
+        top_p=number(sampling.top_p),
+        penalty=number(sampling.repetition_penalty),
+        keys=row_keys(sampling, rows),
+        limit=np.full(rows, max_tokens, np.int32),
+        stops=np.tile(stop_columns(stop_ids), (rows, 1)),
+        logprobs=np.full(rows, logprobs),
+    )
+    return RowValues(**values)
+
+
+def stop_columns(stop_ids: Sequence[int]) -> Int[np.ndarray, " E"]:
+    """The ids, padded with -1 to a multiple of `STOPS`: few numbers of them are ever compiled."""
+    ids = sorted(set(stop_ids))
+    return np.array([*ids, *[-1] * (-len(ids) % STOPS or (0 if ids else STOPS))], np.int32)
+
+
+def sampling_static(sampling: Sampling) -> SamplingStatic:
+    """The static part of a batch whose rows differ in their seeds alone."""
+    seeded = dataclasses.replace(sampling, seed=(0,))
+    (kind,) = np.asarray(sampling_values(seeded, 1).kind)
+    return SamplingStatic((int(kind),))
+
+
+def next_token(
+    logits: Float[Array, "B V"],
+    seen: Bool[Array, "B V"] | None,
+    count: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    values: RowValues,
+    static: SamplingStatic,
+) -> Int[Array, " B"]:
+    """The next token of each row: penalty, temperature, top-k, top-p, as transformers orders them.
+
+    Args:
+      seen: tokens under the repetition penalty; None when it is off in every row.
+      count: tokens the row has generated so far (part of its random key).
+      active: rows whose token is used; the others' is any.
+    """
+    if seen is not None:
+        penalty_B1 = values.penalty[:, None]
+        lowered = jnp.where(logits > 0, logits / penalty_B1, logits * penalty_B1)
+        logits = jnp.where(seen, lowered, logits)
+    kind_B = values.kind
+
+    def choice(kind: int) -> Int[Array, " B"]:
+        return _choice(logits, kind_B, count, values, kind)
+
+    if len(static.kinds) == 1:
+        return choice(static.kinds[0])
+    needed = jnp.max(jnp.where(active, kind_B, GREEDY))
+    branches = [lambda kind=kind: choice(kind) for kind in static.kinds]
+    return jax.lax.switch(jnp.searchsorted(jnp.array(static.kinds), needed), branches)
+
+
+def _choice(
+    logits: Float[Array, "B V"],
+    kind_B: Int[Array, " B"],
+    count: Int[Array, " B"],
+    values: RowValues,
+    most: int,
+) -> Int[Array, " B"]:
+    """Each row's token by its own kind, which is `most` at most."""
+    best_B = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if most == GREEDY:
+        return best_B
+    vocabulary = logits.shape[-1]
+    temperature_B1 = jnp.where(kind_B == GREEDY, 1.0, values.temperature)[:, None]
+    # From the largest: a small temperature takes the others to -inf, and none to +inf.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature_B1
+
+    def noise(key: Array, index: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), index)
+        return jax.random.gumbel(key, (vocabulary,), jnp.float32)
+
+    noise_BV = jax.vmap(noise)(values.keys, count)
+    token_B = jnp.argmax(logits + noise_BV, axis=-1).astype(jnp.int32)
+    if most > DRAWN:
+        width = min(FEW, vocabulary) if most == AMONG_FEW else vocabulary
+        ranked, tokens = jax.lax.top_k(logits, width)
+        # A row of few has the same sums under both kinds of program, so the same token.
+        few_B1 = (kind_B == AMONG_FEW)[:, None]
+        kept = _kept(ranked[:, :FEW], values)
+        kept = jnp.pad(kept, ((0, 0), (0, width - kept.shape[1])), constant_values=-jnp.inf)
+        if most == AMONG_ALL:
+            kept = jnp.where(few_B1, kept, _kept(ranked, values))
+        # Noise goes with the token, not with its rank, which rounding may change.
+        pick_B = jnp.argmax(kept + jnp.take_along_axis(noise_BV, tokens, axis=-1), axis=-1)
+        picked_B = jnp.take_along_axis(tokens, pick_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+        token_B = jnp.where(kind_B >= AMONG_FEW, picked_B, token_B)
+    return jnp.where(kind_B == GREEDY, best_B, token_B)
+
+
+def _kept(ranked: Float[Array, "B W"], values: RowValues) -> Float[Array, "B W"]:
+    """The descending logits, -inf where top-k or top-p leaves a token out."""
+    top_k_B1, top_p_B1 = values.top_k[:, None], values.top_p[:, None]
+    inside = (top_k_B1 == 0) | (jnp.arange(ranked.shape[1]) < top_k_B1)
+    ranked = jnp.where(inside, ranked, -jnp.inf)
+    probability = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    return jnp.where((before < top_p_B1) | (top_p_B1 >= 1), ranked, -jnp.inf)
+
+
+def choices_of(
+    logits: Float[Array, "B V"],
+    token: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    values: RowValues,
+    static: SamplingStatic,
+) -> Choices:
+    """A column of these tokens, with log-probabilities where an active row wants them."""
+    shown = jnp.where(active, token, -1)[:, None]
+    nothing = no_choices(token.shape[0], 1, logits.shape[-1], static)
+    if not static.logprobs:
+        return Choices(shown)
+
+    def looked_up() -> Choices:
+        log_BV = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        own_B1 = jnp.take_along_axis(log_BV, token[:, None], axis=-1)
+        assert nothing.best is not None
+        likely, best = jax.lax.top_k(log_BV, nothing.best.shape[-1])
+        return Choices(nothing.token, own_B1, best[:, None].astype(jnp.int32), likely[:, None])
+
+    found = jax.lax.cond(jnp.any(active & values.logprobs), looked_up, lambda: nothing)
+    return dataclasses.replace(found, token=shown)

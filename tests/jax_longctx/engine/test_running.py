@@ -1,0 +1,365 @@
+"""Rows that join and leave a running batch answer as they do alone, under every method."""
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jax_longctx.engine import Sampling
+from jax_longctx.engine.running import Chosen, Request, RunningBatch
+from jax_longctx.errors import CapacityError, InputError
+from jax_longctx.methods import METHODS, make_method
+from jax_longctx.sharding import make_mesh
+from tests.small_methods import small_method
+from tests.support import joined, random_rows, tiny_config, tiny_engine
+
+RESERVE = 40
+CONTEXTS = random_rows([64, 37, 90])
+QUESTIONS = random_rows([5, 2, 3, 7, 1], seed=1)
+CONFIG = tiny_config(num_layers=2)
+
+
+def requests():
+    """Each with other settings."""
+    samplings = [
+        Sampling(),
+        Sampling(temperature=0.9, seed=5),
+        Sampling(temperature=1.3, top_k=7, top_p=0.8, seed=6),
+        Sampling(temperature=0.7, top_p=0.6, repetition_penalty=1.4, seed=2**40),
+        Sampling(repetition_penalty=1.3),
+    ]
+    limits = [9, 16, 3, 21, 12]
+    return [
+        Request(question, sampling, limit, logprobs=logprobs)
+        for question, sampling, limit, logprobs in zip(
+            QUESTIONS, samplings, limits, (None, 0, 3, None, 20), strict=True
+        )
+    ]
+
+
+def slots(engine):
+    return engine.slots_for(90 + 128)
+
+
+def alone(engine, context, request, row=0):
+    """The row's answer by `Engine.stream`."""
+    questions = [list(request.question)] * context.batch
+    stream = engine.stream(
+        context,
+        questions,
+        sampling=dataclasses.replace(
+            request.sampling, seed=request.sampling.of_rows(1).seed * context.batch
+        ),
+        max_tokens=request.max_tokens,
+        stop_ids=request.stop_ids,
+    )
+    return joined(stream)[row]
+
+
+def run(batch, queue, *, sizes=(1, 4, 3)):
+    """Answers of all (context, request), which join as places become free."""
+    waiting, found, ended, places = list(enumerate(queue)), {}, {}, {}
+    for turn in range(200):
+        # One at a time, so that rows are at different steps.
+        if waiting and batch.free:
+            number, (context, request) = waiting.pop(0)
+            place, first = batch.join(context, request)
+            found[number], places[place] = [first], number
+            if place in batch.ended:
+                ended[places.pop(place)] = batch.ended[place]
+        for place, chosen in batch.step(sizes[turn % len(sizes)]).items():
+            found[places[place]] += chosen
+        for place, reason in batch.ended.items():
+            if place in places:
+                ended[places.pop(place)] = reason
+        if not waiting and not places:
+            return [found[number] for number in range(len(queue))], ended
+    raise AssertionError("the batch does not end")
+
+
+def check_method(method, *, places=3, by_layer=None, mesh=None, config=CONFIG):
+    engine = tiny_engine(method, config=config, chunk=16, by_layer=by_layer, mesh=mesh)
+    asked = requests()
+    contexts = [
+        engine.prefill(
+            [CONTEXTS[number % len(CONTEXTS)]],
+            reserve=RESERVE,
+            questions=[request.question],
+            capacity=slots(engine),
+        )
+        for number, request in enumerate(asked)
+    ]
+    queue = list(zip(contexts, asked, strict=True))
+    expected = [alone(engine, *each) for each in queue]
+    batch = RunningBatch(engine, places=places, slots=slots(engine), reserve=RESERVE)
+    found, ended = run(batch, queue)
+    assert [[chosen.token for chosen in row] for row in found] == expected
+    assert set(ended.values()) == {"length"} and len(ended) == len(queue)
+    assert batch.free == places
+    # The contexts are as they were.
+    assert alone(engine, *queue[1]) == expected[1]
+
+
+SLOW = (
+    *("citrus-individual", "citrus-standard", "h2o-shared", "dynamic-ntk"),
+    *("arkvale-paged", "infllm-accounted", "star-released-mask", "roco", "tova", "ideal-topk"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in METHODS],
+)
+def test_each_row_answers_as_it_does_alone(name):
+    check_method(small_method(name))
+
+
+@pytest.mark.parametrize("name", ["full", "quest", "snapkv", "refreshkv", "streaming-llm"])
+def test_where_the_device_loops_over_the_layers(name):
+    check_method(small_method(name), by_layer=False)
+
+
+@pytest.mark.parametrize("name", ["full", "refreshkv"])
+def test_on_a_mesh(name):
+    check_method(small_method(name), places=4, mesh=make_mesh(2, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"schedule": "adaptive", "qc_stride": "2", "threshold": "0.9", "budget": "24"},
+        {"schedule": "fixed", "stride": "2", "ratio": "0.3"},
+    ],
+    ids=["adaptive", "fixed"],
+)
+def test_each_row_has_its_own_schedule(settings):
+    check_method(make_method("refreshkv", settings))
+
+
+def test_rows_whose_steps_differ_soon_go_together():
+    """A turn takes the rows whose next step is of one kind; nobody waits for long."""
+    engine = tiny_engine(make_method("refreshkv", {"schedule": "fixed", "stride": "5"}), chunk=16)
+    context = engine.prefill([CONTEXTS[0]], reserve=100)
+    batch = RunningBatch(engine, places=4, slots=engine.slots_for(164), reserve=100)
+    request, counts = Request(QUESTIONS[0], max_tokens=60), {}
+    for waits in range(4):
+        place, _ = batch.join(context, request)
+        counts[place] = 1
+        for found in [batch.step(1) for _ in range(waits)]:
+            for place, chosen in found.items():
+                counts[place] += len(chosen)
+    for _ in range(30):
+        for place, chosen in batch.step(1).items():
+            counts[place] += len(chosen)
+    # Some turns took a part of the rows; then all went together.
+    assert min(counts.values()) >= 24
+    assert len({count % 5 for count in counts.values()}) == 1
+
+
+@contextlib.contextmanager
+def compilations():
+    """Counts the programs that are compiled within it."""
+    found = []
+
+    def listen(event, duration_secs, **about):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+@pytest.mark.parametrize("name", ["full", "refreshkv", "streaming-llm"])
+def test_nothing_is_compiled_as_rows_join_and_leave(name, by_layer):
+    engine = tiny_engine(small_method(name), config=CONFIG, chunk=16, by_layer=by_layer)
+    batch = RunningBatch(engine, places=2, slots=slots(engine), reserve=RESERVE)
+    sizes = {"reserve": RESERVE, "capacity": batch.slots}
+    contexts = [engine.prefill([row], **sizes) for row in CONTEXTS]
+    longest, *others = sorted(requests(), key=lambda each: -len(each.question))
+    run(batch, [(contexts[0], longest)])
+    batch.leave(batch.join(contexts[0], longest)[0])
+    with compilations() as found:
+        queue = [(contexts[number % 3], request) for number, request in enumerate(others)]
+        answers, _ = run(batch, queue)
+        # The rows of a context have programs of their own.
+        place, _ = batch.join(contexts[1], longest)
+        batch.step(2)
+        batch.leave(place)
+        batch.join(contexts[2], others[0])
+        batch.step(3)
+    assert [len(answer) for answer in answers] == [each.max_tokens for each in others]
+    assert not found
+
+
+def test_rows_of_one_context_may_join_each_on_its_own():
+    engine = tiny_engine(small_method("h2o"), config=CONFIG, chunk=16)
+    context = engine.prefill(CONTEXTS, reserve=RESERVE)
+    batch = RunningBatch(engine, places=2, slots=slots(engine), reserve=RESERVE)
+    request = Request(QUESTIONS[0], max_tokens=7)
+    expected = alone(engine, context, request, row=2)
+    batch.join(context, request, row=1)
+    place, first = batch.join(context, request, row=2)
+    found = [first, *batch.step()[place]]
+    assert [chosen.token for chosen in found] == expected
+
+
+@pytest.mark.parametrize("name", ["full", "quest", "snapkv", "refreshkv", "resa", "streaming-llm"])
+def test_contexts_of_other_sizes_may_join(name):
+    """Smaller caches than a place's, and larger ones of a text that fits."""
+    engine = tiny_engine(small_method(name), config=CONFIG, chunk=16)
+    request = Request(QUESTIONS[0], max_tokens=12)
+    batch = RunningBatch(engine, places=2, slots=engine.slots_for(250), reserve=RESERVE)
+    for capacity in (0, 900):
+        context = engine.prefill([CONTEXTS[0]], reserve=4, capacity=capacity)
+        expected = alone(engine, context, request)
+        ((found,), _) = run(batch, [(context, request)])
+        assert [chosen.token for chosen in found] == expected
+
+
+def test_a_row_ends_with_a_stop_or_leaves():
+    engine = tiny_engine(config=CONFIG, chunk=16)
+    context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
+    batch = RunningBatch(engine, places=2, slots=slots(engine), reserve=RESERVE)
+    tokens = alone(engine, context, Request(QUESTIONS[0], max_tokens=20))
+    at = next(at for at in range(2, 20) if tokens[at] not in tokens[:at])
+    stopping = Request(QUESTIONS[0], max_tokens=20, stop_ids=(tokens[at],))
+    first, _ = batch.join(context, stopping)
+    second, _ = batch.join(context, Request(QUESTIONS[1], max_tokens=30))
+    assert batch.free == 0 and sorted(batch.running) == [first, second]
+    with pytest.raises(InputError, match="all 2 places are taken"):
+        batch.join(context, stopping)
+    found = batch.step(25)
+    assert [chosen.token for chosen in found[first]] == tokens[1 : at + 1]
+    assert batch.ended == {first: "stop"} and len(found[second]) == 25
+    batch.leave(second)
+    batch.leave(second)
+    assert batch.free == 2 and batch.step() == {} and batch.ended == {}
+    # The first token may end an answer already; more stop ids than the batch had room for.
+    stops = (tokens[0], *range(40, 60))
+    place, chosen = batch.join(context, Request(QUESTIONS[0], max_tokens=20, stop_ids=stops))
+    assert chosen.token == tokens[0] and batch.ended == {place: "stop"} and batch.free == 2
+    ((again,), ended) = run(batch, [(context, dataclasses.replace(stopping, stop_ids=(99,) * 20))])
+    assert [chosen.token for chosen in again] == tokens and ended == {0: "length"}
+
+
+def test_log_probabilities_are_those_of_the_models_logits():
+    engine = tiny_engine(config=CONFIG, chunk=16)
+    context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
+    batch = RunningBatch(engine, places=2, slots=slots(engine), reserve=RESERVE)
+    sampling = Sampling(temperature=2.0, repetition_penalty=1.5, top_k=30, seed=3)
+    queue = [
+        (context, Request(QUESTIONS[0], sampling, 8, logprobs=4)),
+        (context, Request(QUESTIONS[0], sampling, 8, logprobs=0)),
+        (context, Request(QUESTIONS[0], sampling, 8)),
+    ]
+    found, _ = run(batch, queue)
+    tokens = [chosen.token for chosen in found[0]]
+    (logits,) = engine.score([[*CONTEXTS[0], *QUESTIONS[0], *tokens]])
+    before = len(CONTEXTS[0]) + len(QUESTIONS[0]) - 1
+    for step, (many, own, none) in enumerate(zip(*found, strict=True)):
+        row = logits[before + step].astype(np.float64)
+        row -= np.log(np.exp(row - row.max()).sum()) + row.max()
+        assert many.token == own.token == none.token and none.logprob is None
+        assert many.logprob == pytest.approx(row[many.token], abs=1e-4)
+        assert own == Chosen(many.token, many.logprob) and none == Chosen(many.token)
+        best = np.argsort(-row)[:4]
+        assert [token for token, _ in many.best] == best.tolist()
+        np.testing.assert_allclose([value for _, value in many.best], row[best], atol=1e-4)
+
+
+def test_a_row_whose_logits_are_no_numbers_ends_alone():
+    engine = tiny_engine(config=CONFIG, chunk=16)
+    good = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
+    bad = engine.prefill([CONTEXTS[1]], reserve=RESERVE)
+    expected = alone(engine, good, Request(QUESTIONS[0], max_tokens=9))
+    batch = RunningBatch(engine, places=3, slots=slots(engine), reserve=RESERVE)
+    place, first = batch.join(good, Request(QUESTIONS[0], max_tokens=9))
+    worse, _ = batch.join(bad, Request(QUESTIONS[0], max_tokens=9))
+
+    def spoiled(leaf):
+        broken = leaf.ndim > 2 and leaf.shape[0] == 3
+        return leaf.at[worse].set(np.nan) if broken else leaf
+
+    batch._caches.held = jax.tree.map(spoiled, batch._caches.held)
+    found = [first, *batch.step(3)[place]]
+    assert batch.ended == {worse: "not finite"} and batch.free == 2
+    found += batch.step()[place]
+    assert [chosen.token for chosen in found] == expected and batch.ended == {place: "length"}
+    # The place is as good as new.
+    ((again,), _) = run(batch, [(good, Request(QUESTIONS[0], max_tokens=9))])
+    assert [chosen.token for chosen in again] == expected
+
+
+def test_what_never_fits_is_refused_with_the_arithmetic():
+    engine = tiny_engine(config=CONFIG, chunk=16)
+    context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
+    batch = RunningBatch(engine, places=1, slots=128, reserve=RESERVE)
+    batch.fits(context, Request(QUESTIONS[0], max_tokens=58))
+    expected = "64 tokens, a question of 5 and an answer of 59 need 129 slots, .* has 128; shorten"
+    with pytest.raises(CapacityError, match=expected):
+        batch.fits(context, Request(QUESTIONS[0], max_tokens=59))
+    budget = tiny_engine(small_method("snapkv"), config=CONFIG, chunk=16)
+    context = budget.prefill([CONTEXTS[0]], reserve=RESERVE)
+    batch = RunningBatch(budget, places=1, slots=128, reserve=RESERVE)
+    batch.fits(context, Request(QUESTIONS[0], max_tokens=123))
+    with pytest.raises(CapacityError, match="need 129 slots, a place of this batch reserves 128"):
+        batch.fits(context, Request(QUESTIONS[0], max_tokens=124))
+    small = tiny_engine(config=CONFIG, chunk=16, memory_limit=100_000)
+    with pytest.raises(CapacityError, match=r"a cache of 1,024 tokens needs .* tokens would fit"):
+        RunningBatch(small, places=8, slots=1024, reserve=RESERVE)
+
+
+def test_bad_requests_are_named():
+    for wrong, message in [
+        ({"question": []}, "the question is empty"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"logprobs": 21}, "logprobs must be from 0 to 20, got 21"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            Request(**{"question": [1], **wrong})
+    engine = tiny_engine(small_method("citrus"), config=CONFIG, chunk=16)
+    context = engine.prefill([CONTEXTS[0]], reserve=RESERVE, questions=QUESTIONS[:1])
+    batch = RunningBatch(engine, places=1, slots=slots(engine), reserve=RESERVE)
+    with pytest.raises(InputError, match="read the context for another question"):
+        batch.fits(context, Request(QUESTIONS[1]))
+    with pytest.raises(InputError, match="rows 0 to 0, there is no row 1"):
+        batch.fits(context, Request(QUESTIONS[0]), row=1)
+    with pytest.raises(InputError, match="holds token id 64"):
+        batch.fits(context, Request([64]))
+    with pytest.raises(InputError, match="1 rows need as many seeds, 2 given"):
+        batch.join(context, Request(QUESTIONS[0], Sampling(seed=(1, 2)), max_tokens=3))
+    assert batch.free == 1
+    other = tiny_engine(config=CONFIG, chunk=16)
+    with pytest.raises(InputError, match="was prefilled under"):
+        RunningBatch(other, places=1, slots=128, reserve=8).fits(context, Request(QUESTIONS[0]))
+
+
+def test_a_text_is_read_between_the_blocks_of_rows_that_run():
+    engine = tiny_engine(config=CONFIG, chunk=16)
+    context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
+    request = Request(QUESTIONS[0], max_tokens=30)
+    expected = alone(engine, context, request)
+    other = alone(engine, engine.prefill([CONTEXTS[2]], reserve=RESERVE), request)
+    batch = RunningBatch(engine, places=2, slots=slots(engine), reserve=RESERVE)
+    place, first = batch.join(context, request)
+    found, told, reading = [first], [], engine.reading([CONTEXTS[2]], reserve=RESERVE)
+    while True:
+        try:
+            told.append(next(reading).done)
+        except StopIteration as end:
+            second = end.value
+            break
+        found += batch.step(2)[place]
+    assert told == [16, 32, 48, 64, 80, 90]
+    beside, start = batch.join(second, request)
+    more = batch.step()
+    assert [chosen.token for chosen in [*found, *more[place]]] == expected
+    assert [chosen.token for chosen in [start, *more[beside]]] == other
+    # One that is given up leaves nothing behind.
+    next(engine.reading([CONTEXTS[1]], reserve=RESERVE))
