@@ -8,18 +8,21 @@ as an argument of the same shape. The parameters may be shapes, so weights can l
 
 `jax.jit` keeps lowered modules and executables in caches that `lower` and `compile` fill. The real
 run makes the same calls. It finds the module and the executable, or waits for the thread that is
-compiling it.
+compiling it. Programs that an earlier process has stored are neither traced nor lowered.
 """
 
 import collections
 import contextlib
 import contextvars
+import functools
+import logging
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +33,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jax_longctx.engine import stored
 from jax_longctx.errors import LongctxError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import param_infos
@@ -44,6 +48,7 @@ EVENTS = (
     "/jax/core/compile/backend_compile_duration",
 )
 
+_logger = logging.getLogger(__name__)
 _rehearsal: contextvars.ContextVar["Compilation | Listing | None"] = contextvars.ContextVar(
     "rehearsal", default=None
 )
@@ -53,17 +58,44 @@ class Program:
     """A jitted function of the engine, which a rehearsal compiles instead of executing it.
 
     Its attributes are those of the jitted function.
+
+    Args:
+      function, options: as of `jax.jit`.
+      static: the positions of the static arguments.
+
+    Attributes:
+      name: tells it from other programs.
+      stored: of a rehearsal's calls, the programs that the disk held (see `engine.stored`).
     """
 
-    def __init__(self, jitted: Any):
-        self._jitted = jitted
+    def __init__(self, function: Any, *, static: Sequence[int] = (), **options: Any):
+        self.jitted: Any = jax.jit(function, static_argnums=static, **options)
+        self._static = static
+        self.name = f"{function.__module__}.{function.__qualname__} {static} {options}"
+        self.stored: dict[Any, Future[Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         rehearsal = _rehearsal.get()
-        return self._jitted(*args) if rehearsal is None else rehearsal.call(self._jitted, args)
+        if rehearsal is not None:
+            return rehearsal.call(self, args)
+        if self.stored:
+            found = self.stored.get(_key(args))
+            if found is not None and found.result() is not None:
+                return found.result()(*self.split(args)[1])
+        return self.jitted(*args)
+
+    def split(self, args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
+        """The static arguments and the others."""
+        fixed = [args[position] for position in self._static]
+        return fixed, tuple(arg for i, arg in enumerate(args) if i not in self._static)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)
+        return getattr(self.jitted, name)
+
+
+def program(**options: Any) -> Callable[[Any], Program]:
+    """Makes a `Program` of a function, with its options."""
+    return functools.partial(Program, **options)
 
 
 class Compilation:
@@ -99,27 +131,60 @@ class Compilation:
         """Marks the programs so far as those of the prefill (see `wait`)."""
         self._first = len(self._found)
 
-    def call(self, jitted: Any, args: tuple[Any, ...]) -> Any:
+    def call(self, program: Program, args: tuple[Any, ...]) -> Any:
         """Lowers and submits the program unless it is known; what stands in for its results."""
-        leaves, structure = jax.tree.flatten(args)
+        leaves = jax.tree.leaves(args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             # A part of another program, or of its shapes.
-            return jitted(*args)
-        key = id(jitted), structure, tuple(map(_signature, leaves))
+            return program.jitted(*args)
+        key = id(program), _key(args)
         if key not in self._found:
-            token = _rehearsal.set(None)
-            try:
-                with warnings.catch_warnings():
-                    # A cache that shrinks cannot be finished in place, as in a run.
-                    warnings.filterwarnings("ignore", message="Some donated buffers")
-                    lowered = jitted.lower(*args)
-            finally:
-                _rehearsal.reset(token)
-            future = self._pool.submit(lowered.compile)
-            future.add_done_callback(self._on_done)
-            self._found[key] = lowered.out_info, future
+            self._found[key] = self._stored(program, args) or self._compiling(program, args)
+            self._found[key][1].add_done_callback(self._on_done)
         shapes, future = self._found[key]
         return self._stand_in(shapes, future, leaves)
+
+    def _compiling(self, program: Program, args: tuple[Any, ...]) -> tuple[Any, Future[Any]]:
+        lowered = _lowered(program, args)
+        path = self._path(program, args)
+
+        def compiled() -> Any:
+            made = lowered.compile()
+            if path is not None:
+                stored.write(path, made, lowered.out_info)
+            return made
+
+        return lowered.out_info, self._pool.submit(compiled)
+
+    def _stored(self, program: Program, args: tuple[Any, ...]) -> tuple[Any, Future[Any]] | None:
+        path = self._path(program, args)
+        found = stored.read(path)
+        if path is None or found is None:
+            return None
+        shapes, payload = found
+        ready: Future[Any] = Future()
+
+        def loaded() -> Any:
+            try:
+                made = stored.load(self._mesh, payload, program.split(args)[1], shapes)
+            except Exception as error:  # whatever the runtime finds wrong with it
+                _logger.warning("%s cannot be loaded, and is compiled again: %s", path.name, error)
+                path.unlink(missing_ok=True)
+                ready.set_result(None)
+                return _lowered(program, args).compile()
+            ready.set_result(made)
+            return made
+
+        program.stored[_key(args)] = ready
+        return shapes, self._pool.submit(loaded)
+
+    def _path(self, program: Program, args: tuple[Any, ...]) -> Path | None:
+        where = stored.folder(self._mesh)
+        if where is None:
+            return None
+        fixed, others = program.split(args)
+        leaves, structure = jax.tree.flatten(others)
+        return stored.path_of(where, program.name, self._mesh, fixed, structure, leaves)
 
     def _on_done(self, future: Future[Any]) -> None:
         self._ended = time.perf_counter()
@@ -231,16 +296,31 @@ class Listing:
         finally:
             _rehearsal.reset(token)
 
-    def call(self, jitted: Any, args: tuple[Any, ...]) -> Any:
+    def call(self, program: Program, args: tuple[Any, ...]) -> Any:
         """Lists the program unless it is known; what stands in for its results."""
-        leaves, structure = jax.tree.flatten(args)
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return jitted(*args)
-        key = id(jitted), structure, tuple(map(_signature, leaves))
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
+            return program.jitted(*args)
+        key = id(program), _key(args)
         if key not in self._results:
-            self._results[key] = jitted.eval_shape(*args)
-            self.programs.append((jitted, args))
+            self._results[key] = program.jitted.eval_shape(*args)
+            self.programs.append((program.jitted, args))
         return self._stand_in(args, self._results[key])
+
+
+def _lowered(program: Program, args: tuple[Any, ...]) -> Any:
+    token = _rehearsal.set(None)
+    try:
+        with warnings.catch_warnings():
+            # A cache that shrinks cannot be finished in place, as in a run.
+            warnings.filterwarnings("ignore", message="Some donated buffers")
+            return program.jitted.lower(*args)
+    finally:
+        _rehearsal.reset(token)
+
+
+def _key(args: tuple[Any, ...]) -> Any:
+    leaves, structure = jax.tree.flatten(args)
+    return structure, tuple(map(_signature, leaves))
 
 
 def _signature(leaf: Any) -> Any:

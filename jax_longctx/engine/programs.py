@@ -51,7 +51,7 @@ from jax_longctx.contract import (
     decode_segment,
     step_variant,
 )
-from jax_longctx.engine.ahead import Program
+from jax_longctx.engine.ahead import Program, program
 from jax_longctx.engine.sampling import (
     Choices,
     RowValues,
@@ -84,12 +84,12 @@ from jax_longctx.sharding import (
 from pallas_kernels.plane import Plane
 from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
 
-# `jax.jit` of a function that gives back every donated argument, updated, in the order they came.
+# Options of a function that gives back every donated argument, updated, in the order they came.
 #
 # JAX pairs donated leaves with outputs by shape, in their order. A leaf left out as unused would
 # move all that follow: one leaf is then returned in another's buffer, which XLA's GPU compiler
 # overwrites before it has read it (jax-ml/jax#39625). With none left out each keeps its own.
-in_place = functools.partial(jax.jit, keep_unused=True)
+IN_PLACE: dict[str, Any] = {"keep_unused": True}
 
 # Options of programs that loop over layers. XLA's Triton matmuls copy each layer's weights out of
 # the stack first; cuBLAS takes their address. Command buffers that hold loops make the whole loop
@@ -363,8 +363,7 @@ def _of_layer(stacks: Any, layer: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacks)
 
 
-@Program
-@functools.partial(jax.jit, static_argnums=(0, 3))
+@program(static=(0, 3))
 def _embedded(
     ends: Ends, params: Any, tokens: Int[Any, "B T"], axis: str | None
 ) -> Float[Array, "B T D"]:
@@ -382,8 +381,7 @@ def _embedded(
     return placed(x_BTD, logical_sharding(mesh, ("batch", axis, None)))
 
 
-@Program
-@functools.partial(in_place, static_argnums=(0, 1), donate_argnums=(3, 4))
+@program(static=(0, 1), donate_argnums=(3, 4), **IN_PLACE)
 def _through_layer(
     setup: Setup,
     window: int | None,
@@ -570,8 +568,7 @@ def _kept(old: Any, new: Any) -> Any:
     return new
 
 
-@Program
-@functools.partial(jax.jit, static_argnums=0)
+@program(static=(0,))
 def _normed(ends: Ends, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     return ends_of(ends.config, params).final_norm(x)
 
@@ -676,7 +673,7 @@ def _segment(
 
 
 # All layers as one program.
-whole_segment = Program(in_place(_segment, static_argnums=(0, 6), donate_argnums=(2, 5), **LOOPED))
+whole_segment = Program(_segment, static=(0, 6), donate_argnums=(2, 5), **IN_PLACE, **LOOPED)
 
 
 def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
@@ -684,15 +681,13 @@ def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
     return (_segment if setup.by_layer else whole_segment)(setup, *args)
 
 
-@Program
-@jax.jit
+@program()
 def _marker(hidden_BTD: Float[Array, "B T D"]) -> Float[Array, ""]:
     """A number that is ready when these are."""
     return jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
 
 
-@Program
-@functools.partial(in_place, static_argnums=(0, 5, 6), donate_argnums=4)
+@program(static=(0, 5, 6), donate_argnums=4, **IN_PLACE)
 def _wanted(
     ends: Ends,
     params: Any,
@@ -774,10 +769,8 @@ def _traced_finish(
     return finish, specs, handed
 
 
-finish_layer = Program(jax.jit(_finish_layer, static_argnums=(0, 1, 4, 5)))
-_finish_layer_donated = Program(
-    in_place(_finish_layer, static_argnums=(0, 1, 4, 5), donate_argnums=2)
-)
+finish_layer = Program(_finish_layer, static=(0, 1, 4, 5))
+_finish_layer_donated = Program(_finish_layer, static=(0, 1, 4, 5), donate_argnums=2, **IN_PLACE)
 
 
 def _finish(
@@ -821,8 +814,8 @@ def fork(method: Method, cache: Any) -> Any:
 
 
 # All layers as one program.
-finish_donated = Program(in_place(_finish, static_argnums=(0, 3, 4), donate_argnums=1))
-whole_finish = Program(jax.jit(_finish, static_argnums=(0, 3, 4)))
+finish_donated = Program(_finish, static=(0, 3, 4), donate_argnums=1, **IN_PLACE)
+whole_finish = Program(_finish, static=(0, 3, 4))
 
 
 @jax.tree_util.register_dataclass
@@ -884,8 +877,7 @@ def first_state(asked: Bool[Any, " B"], seen: Bool[Array, "B V"] | None) -> Deco
     )
 
 
-@Program
-@functools.partial(in_place, static_argnums=(0, 4), donate_argnums=1)
+@program(static=(0, 4), donate_argnums=1, **IN_PLACE)
 def start_answer(
     ends: Ends,
     state: DecodeState,
@@ -963,9 +955,7 @@ def _decode_block(
 
 
 # All layers, and all steps, as one program.
-decode_block = Program(
-    in_place(_decode_block, static_argnums=(0, 7), donate_argnums=(2, 3), **LOOPED)
-)
+decode_block = Program(_decode_block, static=(0, 7), donate_argnums=(2, 3), **IN_PLACE, **LOOPED)
 
 
 def _pending(
@@ -1010,8 +1000,7 @@ def _fed(
     return state.token[:, None], valid_B[:, None], taken + valid_B
 
 
-@Program
-@functools.partial(jax.jit, static_argnums=(0, 8))
+@program(static=(0, 8))
 def _next_state(
     ends: Ends,
     params: Any,

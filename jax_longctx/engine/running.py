@@ -499,14 +499,14 @@ def _row_of(
     return programs.replicated(ends, jax.lax.dynamic_slice_in_dim(logits, row, 1))
 
 
-@functools.partial(programs.in_place, static_argnums=0, donate_argnums=1)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1, **programs.IN_PLACE)
 def _stopped(ends: programs.Ends, state: DecodeState, place: Int[Array, ""]) -> DecodeState:
     """The state without the row at `place`."""
     done, finite = (x.at[place].set(True) for x in (state.done, state.finite))
     return programs.replicated(ends, dataclasses.replace(state, done=done, finite=finite))
 
 
-@functools.partial(programs.in_place, static_argnums=0, donate_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2), **programs.IN_PLACE)
 def _stated(
     ends: programs.Ends,
     state: DecodeState,
@@ -526,7 +526,7 @@ def _stated(
     return programs.replicated(ends, (state, total))
 
 
-@functools.partial(programs.in_place, static_argnums=0, donate_argnums=1)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1, **programs.IN_PLACE)
 def _seated(
     setup: programs.Setup,
     caches: tuple[Any, ...],

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import decode_segment, step_variant
 from jax_longctx.engine import programs
-from jax_longctx.engine.ahead import Compilation, Program
+from jax_longctx.engine.ahead import Compilation, Program, program
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
 from jax_longctx.errors import InputError
@@ -307,12 +307,11 @@ def _forced_block(
 
 # All layers, and all steps, as one program.
 forced_block = Program(
-    programs.in_place(_forced_block, static_argnums=(0, 6), donate_argnums=2, **programs.LOOPED)
+    _forced_block, static=(0, 6), donate_argnums=2, **programs.IN_PLACE, **programs.LOOPED
 )
 
 
-@Program
-@functools.partial(jax.jit, static_argnums=0)
+@program(static=(0,))
 def token_scores(
     ends: programs.Ends,
     params: Any,

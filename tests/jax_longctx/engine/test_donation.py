@@ -14,7 +14,7 @@ import pytest
 from jax.extend.core import Literal
 
 from jax_longctx.engine import Engine, programs, scoring
-from jax_longctx.engine.programs import in_place
+from jax_longctx.engine.programs import IN_PLACE
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
@@ -184,9 +184,9 @@ def test_an_argument_that_is_not_used_would_be_noticed():
     tree = {"a": shape, "b": shape}
     with pytest.raises(AssertionError, match="left out"):
         crossings(jax.jit(first_twice, donate_argnums=0).trace(tree))
-    assert not crossings(in_place(first_twice, donate_argnums=0).trace(tree))
+    assert not crossings(jax.jit(first_twice, donate_argnums=0, **IN_PLACE).trace(tree))
     # What is returned first takes the first buffer.
-    assert crossings(in_place(in_other_order, donate_argnums=0).trace(tree))
+    assert crossings(jax.jit(in_other_order, donate_argnums=0, **IN_PLACE).trace(tree))
 
 
 def test_leaves_that_change_names_would_be_noticed():
@@ -196,5 +196,7 @@ def test_leaves_that_change_names_would_be_noticed():
     def exchanged(tree):
         return {"a": tree["b"], "b": tree["a"], "c": tree["c"]}
 
-    found = crossings(in_place(exchanged, donate_argnums=0).trace(dict.fromkeys("abc", shape)))
+    found = crossings(
+        jax.jit(exchanged, donate_argnums=0, **IN_PLACE).trace(dict.fromkeys("abc", shape))
+    )
     assert found == [("[0]['b']", "['a']"), ("[0]['a']", "['b']")]

@@ -1,0 +1,199 @@
+"""Compiled programs on the disk that are found without being traced.
+
+JAX's persistent cache is asked for a program after tracing and lowering it. On a GPU that takes one
+to ten seconds for the programs of a first token, most of them for lowering kernels. Here a program
+is found by what it is made of: the text of this library, the versions below it, the devices, the
+static arguments, and the shapes, dtypes and shardings of the others. It lies beside JAX's own
+programs, where the folder of the persistent cache is.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import logging
+import os
+import pickle
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh, NamedSharding
+
+# The packages whose text the programs are made of.
+PACKAGES = ("jax_longctx", "pallas_kernels")
+# Variables and settings that do not change a program.
+_IRRELEVANT = re.compile("cache|log|traceback|debug_nans|dump", re.IGNORECASE)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_DIGEST = hashlib.sha256
+_logger = logging.getLogger(__name__)
+
+
+class Nameless(Exception):
+    """A static argument has no description that another process would give it too."""
+
+
+def folder(mesh: Mesh) -> Path | None:
+    """Where programs are stored; None for those that JAX's own cache serves as well.
+
+    These are a CPU's, which lower quickly, and those that several processes run together.
+    """
+    config = jax.config
+    if not config.jax_enable_compilation_cache or config.jax_compilation_cache_dir is None:
+        return None
+    if mesh.devices.flat[0].platform == "cpu" or jax.process_count() > 1:
+        return None
+    return Path(config.jax_compilation_cache_dir)
+
+
+def path_of(
+    where: Path, name: str, mesh: Mesh, static: Any, structure: Any, leaves: list[Any]
+) -> Path | None:
+    """The file of a program.
+
+    Args:
+      name: what tells the function, and how it is compiled, from others.
+      static: its static arguments.
+      structure, leaves: of the other arguments, as `jax.tree.flatten` gives them.
+
+    Returns:
+      None where a static argument cannot be described.
+    """
+    try:
+        parts = [
+            name,
+            _surroundings(mesh),
+            *_described(static),
+            str(structure),
+            *(f"{_shape(leaf)}" for leaf in leaves),
+        ]
+    except Nameless as error:
+        _logger.info("%s is not stored: %s", name, error)
+        return None
+    digest = _DIGEST("\0".join(parts).encode()).hexdigest()
+    return where / f"longctx-{digest}"
+
+
+def write(path: Path, compiled: Any, results: Any) -> None:
+    """Stores a compiled program; `results` are the shapes of what it returns.
+
+    What cannot be written is left out, with a line in the log: the program is then compiled again.
+    """
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type), results
+    )
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        payload, _, _ = serialize_executable.serialize(compiled)
+        content = pickle.dumps((shapes, payload))
+        partial.write_bytes(_DIGEST(content).digest() + content)
+        partial.replace(path)
+    except (OSError, ValueError, TypeError, pickle.PicklingError, jax.errors.JaxRuntimeError) as e:
+        _logger.info("%s is not stored: %s", path.name, e)
+        partial.unlink(missing_ok=True)
+
+
+def read(path: Path | None) -> tuple[Any, bytes] | None:
+    """The shapes of a program's results, and the program as stored; None where it is not there.
+
+    A damaged file is removed.
+    """
+    if path is None:
+        return None
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    size = _DIGEST().digest_size
+    if _DIGEST(content[size:]).digest() != content[:size]:
+        _logger.warning("%s is damaged; the program is compiled again", path.name)
+        path.unlink(missing_ok=True)
+        return None
+    return pickle.loads(content[size:])
+
+
+def load(mesh: Mesh, payload: bytes, arguments: tuple[Any, ...], shapes: Any) -> Any:
+    """The compiled program; call it with the arguments that are not static."""
+    structures = jax.tree.structure((arguments, {})), jax.tree.structure(shapes)
+    devices = list(mesh.devices.flat)
+    return serialize_executable.deserialize_and_load(
+        payload, *structures, execution_devices=devices
+    )
+
+
+def _surroundings(mesh: Mesh) -> str:
+    device = mesh.devices.flat[0]
+    settings = {
+        name: str(value)
+        for name, value in sorted(jax.config.values.items())
+        if not _IRRELEVANT.search(name)
+    }
+    flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    versions = jax.__version__, version("jaxlib"), device.client.platform_version
+    return repr((_text_digest(), versions, device.device_kind, settings, flags))
+
+
+@functools.cache
+def _text_digest() -> str:
+    digest = _DIGEST()
+    for package in PACKAGES:
+        root = Path(importlib.import_module(package).__path__[0])
+        for file in sorted(root.rglob("*.py")):
+            digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _module_digest(name: str) -> str:
+    """Of another package's module, in which a method may be."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        raise Nameless(f"the module {name} has no file")
+    return _DIGEST(Path(file).read_bytes()).hexdigest()
+
+
+def _described(value: Any) -> Iterator[str]:
+    """A static argument in words that are the same in each process."""
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        yield f"{value.__module__}.{value.__qualname__}"
+        if "<locals>" in value.__qualname__ or value.__module__ == "__main__":
+            raise Nameless(f"{value.__qualname__} is made while the process runs")
+        if value.__module__.split(".")[0] not in (*PACKAGES, "jax", "jaxlib", "numpy", "builtins"):
+            yield _module_digest(value.__module__)
+    elif isinstance(value, Mesh):
+        shape = dict(value.shape)
+        yield repr((shape, value.axis_types, [device.id for device in value.devices.flat]))
+    elif dataclasses.is_dataclass(value):
+        yield from _described(type(value))
+        for field in dataclasses.fields(value):
+            yield field.name
+            yield from _described(getattr(value, field.name))
+    elif isinstance(value, tuple | list):
+        yield f"{type(value).__name__} of {len(value)}"
+        for each in value:
+            yield from _described(each)
+    elif isinstance(value, dict):
+        yield from _described(list(value.items()))
+    else:
+        text = f"{type(value).__name__} {value!r}"
+        if _ADDRESS.search(text) or isinstance(value, np.ndarray | jax.Array):
+            raise Nameless(f"{text:.60}")
+        yield text
+
+
+def _shape(leaf: Any) -> str:
+    if not hasattr(leaf, "dtype"):
+        return repr(leaf)
+    placed = getattr(leaf, "committed", True)
+    sharding = getattr(leaf, "sharding", None) if placed else None
+    if isinstance(sharding, NamedSharding):
+        where = "".join(_described(sharding.mesh)) + repr((sharding.spec, sharding.memory_kind))
+    else:
+        where = repr(sharding)
+    return f"{np.shape(leaf)} {leaf.dtype} {getattr(leaf, 'weak_type', False)} {where}"

@@ -1,0 +1,153 @@
+"""Programs on the disk: found without lowering, equal to compiled ones, never a wrong one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_longctx.engine import ahead, programs, stored
+from jax_longctx.engine.ahead import Program
+from jax_longctx.engine.engine import Engine
+from jax_longctx.models.llama import init_params
+from jax_longctx.sharding import make_mesh
+from tests.small_methods import small_method
+from tests.support import joined, random_rows, tiny_config
+
+CONTEXT, QUESTION, ANSWER = [90], [5], 20
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Programs are stored there, on a CPU too.
+
+    Without JAX's own cache: what XLA for CPUs has read from it cannot be stored again.
+    """
+    monkeypatch.setattr(stored, "folder", lambda mesh: tmp_path)
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    forget()
+    yield tmp_path
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    forget()
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """The names of the programs that are lowered meanwhile, for a rehearsal."""
+    names, lower = [], ahead._lowered
+
+    def record(program, args):
+        names.append(program.__name__)
+        return lower(program, args)
+
+    monkeypatch.setattr(ahead, "_lowered", record)
+    return names
+
+
+def engine_of(name):
+    config = tiny_config()
+    mesh = make_mesh()
+    params = init_params(config, mesh, seed=0, dtype=jnp.float32)
+    return Engine(config, params, small_method(name), mesh, chunk=32, by_layer=False)
+
+
+def compiled(engine):
+    compilation = engine.compile(CONTEXT, QUESTION, max_tokens=ANSWER)
+    compilation.wait(check=True)
+    return compilation
+
+
+def answer(engine):
+    rows, asked = random_rows(CONTEXT, seed=1), random_rows(QUESTION, seed=2)
+    context = engine.prefill(rows, reserve=QUESTION[0] + ANSWER, questions=asked)
+    return joined(engine.stream(context, asked, max_tokens=ANSWER))
+
+
+def forget():
+    """As in a new process."""
+    jax.clear_caches()
+    for each in vars(programs).values():
+        if isinstance(each, Program):
+            each.stored.clear()
+
+
+@pytest.mark.parametrize(
+    "name", ["full", pytest.param("refreshkv", marks=pytest.mark.slow), "streaming-llm"]
+)
+def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeypatch, name):
+    expected = answer(engine_of(name))
+    forget()
+    count = len(compiled(engine_of(name)))
+    assert len(lowered) == count == len(list(folder.glob("longctx-*")))
+    lowered.clear()
+    forget()
+    engine = engine_of(name)
+    assert len(compiled(engine)) == count and not lowered
+    # The run takes what was stored.
+    for program in (programs.whole_segment, programs.decode_block):
+        monkeypatch.setattr(program, "jitted", None)
+    assert answer(engine) == expected
+
+
+def test_a_damaged_program_is_compiled_again(folder, lowered, caplog):
+    count = len(compiled(engine_of("full")))
+    for file in folder.iterdir():
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    forget()
+    lowered.clear()
+    engine = engine_of("full")
+    compiled(engine)
+    assert len(lowered) == count and "is damaged; the program is compiled again" in caplog.text
+    stored_again = answer(engine)
+    forget()
+    assert answer(engine_of("full")) == stored_again
+
+
+def test_what_the_runtime_cannot_load_is_compiled_again(folder, lowered, caplog, monkeypatch):
+    compiled(engine_of("full"))
+    forget()
+
+    def refuses(*args):
+        raise jax.errors.JaxRuntimeError("of another driver")
+
+    monkeypatch.setattr(stored, "load", refuses)
+    engine = engine_of("full")
+    compiled(engine)
+    assert "of another driver" in caplog.text and not list(folder.iterdir())
+    assert len(answer(engine)[0]) == ANSWER
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    function: object
+
+
+def test_a_program_is_told_from_others(tmp_path, monkeypatch):
+    mesh, x = make_mesh(), jnp.ones(3)
+
+    def path(name="f", static=("a", 1), leaves=(x,)):
+        structure = jax.tree.structure(list(leaves))
+        return stored.path_of(tmp_path, name, mesh, static, structure, list(leaves))
+
+    others = [
+        path("g"),
+        path(static=("a", 2)),
+        path(static=(small_method("full"), 1)),
+        path(static=(small_method("snapkv"), 1)),
+        path(leaves=(jnp.ones(4),)),
+        path(leaves=(jnp.ones(3, jnp.bfloat16),)),
+        path(leaves=(x, x)),
+    ]
+    assert path() == path() and len({path(), *others}) == 1 + len(others)
+    before = path()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert path() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(stored, "_text_digest", lambda: "another text")
+    assert path() != before
+    # What another process would describe otherwise is not stored.
+    assert path(static=(Made(lambda: 0),)) is None
+    assert path(static=(object(),)) is None
