@@ -63,6 +63,7 @@ from jax_longctx.engine.sampling import (
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import (
     PLAIN,
+    Hidden,
     Norm,
     Products,
     ends_of,
@@ -82,7 +83,16 @@ from jax_longctx.sharding import (
     weight_sharding,
 )
 from pallas_kernels.plane import Plane
-from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
+from pallas_kernels.row_matmul import (
+    MAX_ROWS,
+    MAX_SOURCE_ROWS,
+    Gated,
+    Scaled,
+    Source,
+    Sums,
+    row_matmul,
+    row_sums,
+)
 
 # Options of a function that gives back every donated argument, updated, in the order they came.
 #
@@ -206,6 +216,8 @@ class Setup:
     def products(self, rows: int) -> Products:
         """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
+        if few and rows <= MAX_SOURCE_ROWS and self.dtype != jnp.float16:
+            return Unsummed(self)
         if few:
             return FewRows(self)
         return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
@@ -289,6 +301,44 @@ class FewRows(Products):
         run = self.setup.shard_map(multiply, PartitionSpec(), PartitionSpec())
         y = run(x.reshape(rows, inputs), w.reshape(inputs, -1))
         return y.reshape(*x.shape[:2], *w.shape[axes:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsummed(FewRows):
+    """`FewRows` of at most `MAX_SOURCE_ROWS` rows, by `row_sums`.
+
+    A product's kernel makes its rows as it reads them: what a gated MLP's last product is given is
+    a `Gated`. Rows are not padded.
+    """
+
+    def normed(self, norm: Norm, x: Hidden, w: Array) -> Array:
+        sums, factor_R = self._normed(norm, x, w)
+        y_RN = (sums.total() * factor_R[:, None]).astype(x.dtype)
+        return y_RN.reshape(*x.shape[:2], *w.shape[1:])
+
+    def added(self, x: Hidden, y: Any, w: Array, axes: int = 1) -> Hidden:
+        rows = math.prod(x.shape[:2])
+        source = y if isinstance(y, Gated) else y.reshape(rows, -1)
+        sums = self._sums(source, w.reshape(-1, w.shape[-1]))
+        return x + sums.total().astype(x.dtype).reshape(x.shape)
+
+    def gated(self, norm: Norm, x: Hidden, w: Array, activation: str) -> Any:
+        if activation != "silu":
+            return super().gated(norm, x, w, activation)
+        both, factor_R = self._normed(norm, x, w)
+        return Gated(both, factor_R, x.dtype)
+
+    def _normed(self, norm: Norm, x: Hidden, w: Array) -> tuple[Sums, Float[Array, " R"]]:
+        """The product without the norm's factor, and the factor."""
+        rows = math.prod(x.shape[:2])
+        # See `FewRows.normed`.
+        factor = norm.factor(jax.lax.optimization_barrier(x))
+        assert factor is not None
+        source = Scaled(x.reshape(rows, -1), None, norm.scale[...])
+        return self._sums(source, w.reshape(w.shape[0], -1)), factor.reshape(rows)
+
+    def _sums(self, source: Source, w: Array) -> Sums:
+        return self.setup.shard_map(row_sums, PartitionSpec(), PartitionSpec())(source, w)
 
 
 def hidden_states(
@@ -405,12 +455,12 @@ def _attended(
     setup: Setup,
     local: Any,
     params: Any,
-    x: Float[Array, "A S D"],
+    x: Hidden,
     cache: Any,
     specs: Any,
     segment: Segment,
     total: Int[Array, " B"],
-) -> tuple[Float[Array, "A S D"], Any]:
+) -> tuple[Hidden, Any]:
     """A layer of these parameters, whose attention is `local` over a cache of these `specs`."""
 
     def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
@@ -514,7 +564,7 @@ def _through_run(
         return carry
 
     given = x.shape[:2]
-    if isinstance(setup.products(math.prod(given)), FewRows):
+    if type(setup.products(math.prod(given))) is FewRows:
         # As many as the kernel takes, padded once and not in every layer.
         x = _few(x, -(-math.prod(given) // LEAST_ROWS) * LEAST_ROWS, 1)
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
