@@ -303,42 +303,63 @@ class FewRows(Products):
         return y.reshape(*x.shape[:2], *w.shape[axes:])
 
 
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """Hidden states [B,T,D] to which the sums of a product are still to be added."""
+
+    x: Array
+    sums: Sums
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    def value(self) -> Float[Array, "B T D"]:
+        return self.x + self.sums.total().astype(self.x.dtype).reshape(self.x.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Unsummed(FewRows):
     """`FewRows` of at most `MAX_SOURCE_ROWS` rows, by `row_sums`.
 
-    A product's kernel makes its rows as it reads them: what a gated MLP's last product is given is
-    a `Gated`. Rows are not padded.
+    A product's kernel adds up the last one's parts, and does what lies between the two, as it reads
+    its rows. So hidden states may be `Later`, and what a gated MLP's last product is given is a
+    `Gated`. Rows are not padded.
     """
 
     def normed(self, norm: Norm, x: Hidden, w: Array) -> Array:
         sums, factor_R = self._normed(norm, x, w)
-        y_RN = (sums.total() * factor_R[:, None]).astype(x.dtype)
+        y_RN = (sums.total() * factor_R[:, None]).astype(_whole(x).dtype)
         return y_RN.reshape(*x.shape[:2], *w.shape[1:])
 
     def added(self, x: Hidden, y: Any, w: Array, axes: int = 1) -> Hidden:
         rows = math.prod(x.shape[:2])
         source = y if isinstance(y, Gated) else y.reshape(rows, -1)
-        sums = self._sums(source, w.reshape(-1, w.shape[-1]))
-        return x + sums.total().astype(x.dtype).reshape(x.shape)
+        return Later(_whole(x), self._sums(source, w.reshape(-1, w.shape[-1])))
 
     def gated(self, norm: Norm, x: Hidden, w: Array, activation: str) -> Any:
         if activation != "silu":
             return super().gated(norm, x, w, activation)
         both, factor_R = self._normed(norm, x, w)
-        return Gated(both, factor_R, x.dtype)
+        return Gated(both, factor_R, _whole(x).dtype)
 
     def _normed(self, norm: Norm, x: Hidden, w: Array) -> tuple[Sums, Float[Array, " R"]]:
         """The product without the norm's factor, and the factor."""
-        rows = math.prod(x.shape[:2])
+        rows, whole = math.prod(x.shape[:2]), _whole(x)
         # See `FewRows.normed`.
-        factor = norm.factor(jax.lax.optimization_barrier(x))
+        factor = norm.factor(jax.lax.optimization_barrier(whole))
         assert factor is not None
-        source = Scaled(x.reshape(rows, -1), None, norm.scale[...])
+        given, sums = (x.x, x.sums) if isinstance(x, Later) else (x, None)
+        source = Scaled(given.reshape(rows, -1), sums, norm.scale[...])
         return self._sums(source, w.reshape(w.shape[0], -1)), factor.reshape(rows)
 
     def _sums(self, source: Source, w: Array) -> Sums:
         return self.setup.shard_map(row_sums, PartitionSpec(), PartitionSpec())(source, w)
+
+
+def _whole(x: Array | Later) -> Float[Array, "B T D"]:
+    return x.value() if isinstance(x, Later) else x
 
 
 def hidden_states(
@@ -561,7 +582,7 @@ def _through_run(
     def turn(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         for offset in range(a_turn):
             carry = layer(number * a_turn + offset, carry)
-        return carry
+        return _whole(carry[0]), carry[1]
 
     given = x.shape[:2]
     if type(setup.products(math.prod(given))) is FewRows:
