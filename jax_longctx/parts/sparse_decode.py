@@ -153,7 +153,10 @@ def attend_lists(
     """The rotated query against the listed pages' tokens in the span, and the fixed ones."""
     slots = store.shape[2]
     page_size = slots * ctx.seq_size // span.tokens.shape[1]
-    local = local_slots(lists.pages, slots // page_size, ctx)
+    # One shard has every page.
+    local = lists.pages
+    if ctx.seq_size > 1:
+        local = local_slots(lists.pages, slots // page_size, ctx)
     where = (span.start - ctx.seq_offset(slots), span.stop - ctx.seq_offset(slots))
     how: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale}
     how |= {} if prior is None else prior.arguments()

@@ -3,9 +3,10 @@
 The form is that of dense decode. One warpgroup copies pages into rings; the other attends to blocks
 of 128 slots, with all query heads of the list as rows of one wgmma. Where there are fewer lists (of
 a row and kv head, or query head) than multiprocessors, each list is cut into pieces, which are
-merged by their log-sum-exp. A list is read up to its last page, so lists may have different
-lengths. Page numbers pass through shared memory. Only blocks with an entry of -1, or that `start`
-or `stop` cuts, are masked. Nothing is gathered in global memory.
+merged by their log-sum-exp. A piece is read up to its last page, so lists may have different
+lengths; the kernel finds that page itself. Page numbers pass through shared memory. Only blocks
+with an entry of -1, or that `start` or `stop` cuts, are masked. Nothing is gathered in global
+memory.
 
 A wgmma has 64 rows, and a group's queries fill few of them. So the prior's queries (RESA) are
 further rows and cost neither bytes nor time in the kernel. A flat list of (kv head, page) entries
@@ -106,8 +107,9 @@ def sparse_decode_attention(
 ) -> tuple[Array, ...]:
     """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`."""
     kv_heads, slots = k.shape[1:3]
-    entries = entries_of(heads, pages, kv_heads, slots // page_size)
-    batch, lists, length = entries.shape
+    # Ids: pages of the list's head, or entries of a flat list.
+    ids = pages if heads is None else entries_of(heads, pages, kv_heads, slots // page_size)
+    batch, lists, length = ids.shape
     rows = rows_of(q, prior_query, lists)
     steps = pl.cdiv(length * page_size, _BLOCK)
     # Cut the lists until there is one worker a processor, and the ids of a piece fit.
@@ -130,9 +132,9 @@ def sparse_decode_attention(
         interpret=interpret,
     )
     widths = (0, 0), (0, 0), (0, job.splits * share * job.pages - length)
-    entries = jnp.pad(entries, widths, constant_values=-1)
-    bounds = jnp.stack([jnp.maximum(start, 0), stop], axis=1)
-    out, lse = _partials(rows, k, v, entries, bounds, job)
+    ids = jnp.pad(ids.astype(jnp.int32), widths, constant_values=-1)
+    bounds = jnp.stack([jnp.maximum(start, 0), jnp.minimum(stop, slots)], axis=1)
+    out, lse = _partials(rows, k, v, ids, bounds, job)
     if job.splits == 1:
         return results_of(out[:, :, 0], lse[:, :, 0], q)
     return results_of(*hopper.merge_parts(out, lse, 2), q)
@@ -142,7 +144,7 @@ def _partials(
     q: Float[Array, "B X M H"],
     k: Cache,
     v: Cache,
-    entries: Int[Array, "B X E"],
+    ids: Int[Array, "B X E"],
     bounds: Int[Array, "B 2"],
     job: _Job,
 ) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
@@ -151,9 +153,6 @@ def _partials(
     # One axis of all pages of a row, as entries number them.
     k, v = (x.reshape(batch, -1, job.page_size, job.head_dim) for x in (k, v))
     q = hopper.pad_rows(q)
-    # Steps up to the last listed page: the others are not visited.
-    listed = jnp.arange(1, entries.shape[2] + 1) * (entries >= 0)
-    steps = pl.cdiv(jnp.max(listed, axis=2), job.pages)
     parts = batch * job.lists, job.splits
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
@@ -176,19 +175,17 @@ def _partials(
         interpret=job.interpret,
         kernel_name="sparse_decode_attention",
     )
-    ids = entries.reshape(*parts, -1, _ID_LINE)
-    out, lse = kernel(steps.reshape(-1), bounds.astype(jnp.int32), ids, q, k, v)
+    ids = ids.reshape(*parts, -1, _ID_LINE)
+    out, lse = kernel(bounds.astype(jnp.int32), ids, q, k, v)
     shape = batch, job.lists, job.splits
     out = out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
     return out, lse[:, :, : job.rows].reshape(*shape, job.rows)
 
 
-def _kernel(
-    steps_ref, bounds_ref, ids_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: _Job, **scratch
-):
+def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: _Job, **scratch):
     each, split, role = (lax.axis_index(name) for name in ("list", "split", "role"))
     row, index = lax.div(each, job.lists), lax.rem(each, job.lists)
-    steps = jnp.clip(steps_ref[each] - split * job.share, 0, job.share)
+    head = lax.div(index * job.kv_heads, job.lists)
     loaded, ids = scratch["loaded"], scratch["ids"]
 
     @pl.when(role == 1)
@@ -196,7 +193,7 @@ def _kernel(
         plgpu.set_max_registers(40, action="decrease")
         plgpu.copy_gmem_to_smem(ids_ref.at[each, split], ids, loaded.at[0])
         plgpu.barrier_wait(loaded.at[0])
-        _fetch((k_ref.at[row], v_ref.at[row]), steps, job, scratch)
+        _fetch((k_ref.at[row], v_ref.at[row]), _steps(ids, job), head, job, scratch)
 
     @pl.when(role == 0)
     def _attention():
@@ -207,11 +204,10 @@ def _kernel(
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         bounds = bounds_ref[row, 0], bounds_ref[row, 1]
-        head = lax.div(index * job.kv_heads, job.lists)
-        mask = _mask_own_head if job.group is not None else functools.partial(_mask, head=head)
-        mask = functools.partial(mask, bounds=bounds, job=job, ids=scratch["ids"])
+        mask = _mask if job.group is None else _mask_own_head
+        mask = functools.partial(mask, bounds=bounds, job=job, ids=ids)
         carry = hopper.attend_blocks(
-            (0, steps),
+            (0, _steps(ids, job)),
             scratch["q_tile"],
             scratch,
             slot_of=lambda i: lax.rem(i, _STAGES),
@@ -223,7 +219,18 @@ def _kernel(
         hopper.written()
 
 
-def _fetch(refs: tuple, steps: Array, job: _Job, scratch: dict) -> None:
+def _steps(ids: Any, job: _Job) -> Array:
+    """Steps of this piece up to the last that has a page."""
+
+    def empty(steps: Array) -> Array:
+        last = jnp.maximum(steps - 1, 0)
+        found = [_id(ids, last, j, job) for j in range(job.pages)]
+        return (steps > 0) & (functools.reduce(jnp.maximum, found) < 0)
+
+    return lax.while_loop(empty, lambda steps: steps - 1, jnp.int32(job.share))
+
+
+def _fetch(refs: tuple, steps: Array, head: Array, job: _Job, scratch: dict) -> None:
     """Copy the pages of the steps into the rings; for none listed any page, which is masked."""
 
     @pl.loop(0, steps)
@@ -232,7 +239,11 @@ def _fetch(refs: tuple, steps: Array, job: _Job, scratch: dict) -> None:
 
         def copy(ref, ring, ready):
             for j in range(job.pages):
-                entry = jnp.maximum(_entry(scratch["ids"], i, j, job), 0)
+                entry = jnp.maximum(_id(scratch["ids"], i, j, job), 0)
+                if job.group is None:
+                    # A page that is none is masked, whichever it is.
+                    page = jnp.minimum(entry, job.pages_of_head - 1)
+                    entry = head * job.pages_of_head + page
                 place = ring.at[slot, pl.ds(j * job.page_size, job.page_size)]
                 plgpu.copy_gmem_to_smem(ref.at[entry], place, ready)
 
@@ -242,15 +253,14 @@ def _fetch(refs: tuple, steps: Array, job: _Job, scratch: dict) -> None:
         hopper.drain(free, steps, _STAGES)
 
 
-def _entry(ids: Any, step: Array, j: int, job: _Job) -> Array:
+def _id(ids: Any, step: Array, j: int, job: _Job) -> Array:
     n = step * job.pages + j
     return ids[lax.div(n, _ID_LINE), lax.rem(n, _ID_LINE)]
 
 
-def _mask(s: Array, step: Array, *, head: Array, bounds: tuple, job: _Job, ids: Any) -> Array:
-    """-inf outside the bounds, where the slots of an entry that is none (-1) lie too: below 0."""
-    first_page = head * job.pages_of_head
-    pages = [_entry(ids, step, j, job) - first_page for j in range(job.pages)]
+def _mask(s: Array, step: Array, *, bounds: tuple, job: _Job, ids: Any) -> Array:
+    """-inf outside the bounds, where the slots of a page that is none (-1) lie too: below 0."""
+    pages = [_id(ids, step, j, job) for j in range(job.pages)]
     whole = jnp.bool_(True)
     for page in pages:
         first = page * job.page_size
@@ -266,7 +276,7 @@ def _mask(s: Array, step: Array, *, head: Array, bounds: tuple, job: _Job, ids: 
 def _mask_own_head(s: Array, step: Array, *, bounds: tuple, job: _Job, ids: Any) -> Array:
     """Of a flat list: -inf outside the bounds, and for the rows of other kv heads."""
     assert job.group is not None
-    entries = [_entry(ids, step, j, job) for j in range(job.pages)]
+    entries = [_id(ids, step, j, job) for j in range(job.pages)]
     heads = [lax.div(entry, job.pages_of_head) for entry in entries]
     # Of -1 the head is 0 and the page -1.
     pages = [entry - head * job.pages_of_head for entry, head in zip(entries, heads, strict=True)]
