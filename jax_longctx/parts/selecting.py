@@ -43,6 +43,7 @@ from jax_longctx.parts.head_budgets import (
 )
 from jax_longctx.parts.page_digests import PageDigests, branched_scores, digest_scores
 from jax_longctx.parts.sparse_decode import (
+    Ends,
     Lists,
     Prior,
     Selected,
@@ -298,8 +299,10 @@ class Selecting(Appending):
         span = self.selectable(cache.store, ctx)
         page = self.page_size if self.whole_pages else 1
         sink, local = -(-self.sink // page) * page, self.local + page - 1
-        fixed = attend_fixed(q, cache.store, span, sink, local, ctx, prior)
-        forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
+        fixed, forced = Ends(sink, local), ()
+        if self.allocation.startswith("psa"):
+            fixed = attend_fixed(q, cache.store, span, sink, local, ctx, prior)
+            forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
         lists = self.choose(q, cache, span, ctx, forced, prior)
         return attend_lists(q, cache.store, lists, span, fixed, ctx, prior)
 

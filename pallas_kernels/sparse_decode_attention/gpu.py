@@ -13,6 +13,10 @@ further rows and cost neither bytes nor time in the kernel. A flat list of (kv h
 (Ada-KV) is attended by the query heads of all kv heads at once, each masked to its own head's
 entries; every listed page is still read once.
 
+The first and the last slots, which every method keeps, may be attended in the same launch
+(`Around`): their pages follow the listed ones, in slots that these do not count. Each list reads
+them, a step more.
+
 Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 10 KiB for results, 4 KiB of ids.
 
 Roofline: the bytes of the listed pages. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads
@@ -35,7 +39,7 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.common import Cache, PerRow
 from pallas_kernels.plane import ArrayLike
-from pallas_kernels.sparse_decode_attention.lists import entries_of, results_of, rows_of
+from pallas_kernels.sparse_decode_attention.lists import Around, entries_of, results_of, rows_of
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
 _BLOCK = 128
@@ -60,6 +64,9 @@ class _Job:
     page_size: int
     splits: int
     share: int  # steps of a worker at most
+    listed: int  # ids of a list that lie whole in shared memory; 0 where those of a piece do
+    before: int  # pages at the row's beginning that follow the listed ones
+    after: int  # pages from the bound `stop` on that follow these
     scale: float
     interpret: Any
 
@@ -91,6 +98,12 @@ def unsupported(q: Array, k: ArrayLike, lists: int, page_size: int, priors: int)
     return hopper.unsupported(q)
 
 
+def unsupported_around(listed: int) -> str | None:
+    """Why lists of so many pages cannot be read with the slots around them, or None."""
+    most = _ID_LINE * _ID_LINES
+    return f"lists of {listed} pages, at most {most}" if listed > most else None
+
+
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
     k: Cache,
@@ -103,6 +116,7 @@ def sparse_decode_attention(
     page_size: int,
     scale: float,
     prior_query: Float[Array, "B 1 N H"] | None = None,
+    around: Around | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`."""
@@ -111,11 +125,19 @@ def sparse_decode_attention(
     ids = pages if heads is None else entries_of(heads, pages, kv_heads, slots // page_size)
     batch, lists, length = ids.shape
     rows = rows_of(q, prior_query, lists)
-    steps = pl.cdiv(length * page_size, _BLOCK)
+    before = after = 0
+    if around is not None:
+        before = pl.cdiv(around.before, page_size)
+        # They may begin at the end of a page.
+        after = pl.cdiv(around.after - 1, page_size) + 1 if around.after else 0
+    steps = pl.cdiv((length + before + after) * page_size, _BLOCK)
     # Cut the lists until there is one worker a processor, and the ids of a piece fit.
-    splits = max(hopper.processors() // (batch * lists), pl.cdiv(length, _ID_LINE * _ID_LINES), 1)
-    # Pieces begin at whole lines of ids.
-    whole = max(1, _ID_LINE * page_size // _BLOCK)
+    splits = max(hopper.processors() // (batch * lists), 1)
+    whole = 1
+    if around is None:
+        splits = max(splits, pl.cdiv(length, _ID_LINE * _ID_LINES))
+        # Pieces begin at whole lines of ids.
+        whole = max(1, _ID_LINE * page_size // _BLOCK)
     share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
     job = _Job(
         lists=lists,
@@ -128,12 +150,17 @@ def sparse_decode_attention(
         page_size=page_size,
         splits=pl.cdiv(steps, share),
         share=share,
+        listed=0 if around is None else length,
+        before=before,
+        after=after,
         scale=scale,
         interpret=interpret,
     )
-    widths = (0, 0), (0, 0), (0, job.splits * share * job.pages - length)
-    ids = jnp.pad(ids.astype(jnp.int32), widths, constant_values=-1)
-    bounds = jnp.stack([jnp.maximum(start, 0), jnp.minimum(stop, slots)], axis=1)
+    room = job.splits * share * job.pages if around is None else length + -length % _ID_LINE
+    ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
+    last = stop if around is None else around.length
+    bounds = jnp.maximum(jnp.stack([start, stop, last], axis=1), 0)
+    bounds = jnp.minimum(bounds, slots)
     out, lse = _partials(rows, k, v, ids, bounds, job)
     if job.splits == 1:
         return results_of(out[:, :, 0], lse[:, :, 0], q)
@@ -145,7 +172,7 @@ def _partials(
     k: Cache,
     v: Cache,
     ids: Int[Array, "B X E"],
-    bounds: Int[Array, "B 2"],
+    bounds: Int[Array, "B 3"],
     job: _Job,
 ) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
     """The attention of every piece of every list."""
@@ -154,6 +181,8 @@ def _partials(
     k, v = (x.reshape(batch, -1, job.page_size, job.head_dim) for x in (k, v))
     q = hopper.pad_rows(q)
     parts = batch * job.lists, job.splits
+    # Each piece's, or those of all.
+    ids = ids.reshape(parts[0], 1 if job.listed else job.splits, -1, _ID_LINE)
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
@@ -161,7 +190,7 @@ def _partials(
             jax.ShapeDtypeStruct((*parts, hopper.ROWS), jnp.float32),
         ),
         scratch_types=dict(
-            ids=plgpu.SMEM((job.share * job.pages // _ID_LINE, _ID_LINE), jnp.int32),
+            ids=plgpu.SMEM(ids.shape[-2:], jnp.int32),
             q_tile=hopper.tiled(hopper.ROWS, job.head_dim, dtype=job.dtype),
             **hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, copies=job.pages),
             loaded=plgpu.Barrier(num_barriers=2),
@@ -175,7 +204,6 @@ def _partials(
         interpret=job.interpret,
         kernel_name="sparse_decode_attention",
     )
-    ids = ids.reshape(*parts, -1, _ID_LINE)
     out, lse = kernel(bounds.astype(jnp.int32), ids, q, k, v)
     shape = batch, job.lists, job.splits
     out = out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
@@ -186,14 +214,18 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: 
     each, split, role = (lax.axis_index(name) for name in ("list", "split", "role"))
     row, index = lax.div(each, job.lists), lax.rem(each, job.lists)
     head = lax.div(index * job.kv_heads, job.lists)
-    loaded, ids = scratch["loaded"], scratch["ids"]
+    loaded = scratch["loaded"]
+    piece = _Piece(
+        ids=scratch["ids"], first=split * job.share, bounds=[bounds_ref[row, i] for i in range(3)]
+    )
 
     @pl.when(role == 1)
     def _copies():
         plgpu.set_max_registers(40, action="decrease")
-        plgpu.copy_gmem_to_smem(ids_ref.at[each, split], ids, loaded.at[0])
+        mine = ids_ref.at[each, 0 if job.listed else split]
+        plgpu.copy_gmem_to_smem(mine, scratch["ids"], loaded.at[0])
         plgpu.barrier_wait(loaded.at[0])
-        _fetch((k_ref.at[row], v_ref.at[row]), _steps(ids, job), head, job, scratch)
+        _fetch((k_ref.at[row], v_ref.at[row]), piece, head, job, scratch)
 
     @pl.when(role == 0)
     def _attention():
@@ -203,11 +235,11 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: 
         )
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
-        bounds = bounds_ref[row, 0], bounds_ref[row, 1]
-        mask = _mask if job.group is None else _mask_own_head
-        mask = functools.partial(mask, bounds=bounds, job=job, ids=ids)
+        mask = functools.partial(
+            _mask if job.group is None else _mask_own_head, piece=piece, job=job
+        )
         carry = hopper.attend_blocks(
-            (0, _steps(ids, job)),
+            (0, _steps(piece, job)),
             scratch["q_tile"],
             scratch,
             slot_of=lambda i: lax.rem(i, _STAGES),
@@ -219,19 +251,59 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: 
         hopper.written()
 
 
-def _steps(ids: Any, job: _Job) -> Array:
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """A worker's piece of a list, all scalars of the kernel.
+
+    Attributes:
+      first: its first step among those of the list.
+      bounds: of the row: start, stop, and the end of the slots around them.
+    """
+
+    ids: Any
+    first: Any
+    bounds: Any
+
+
+def _id(piece: _Piece, step: Array, j: int, job: _Job) -> Array:
+    """Id j of a step: a page or a flat list's entry; negative for none."""
+    n = step * job.pages + j
+    if not job.listed:
+        return piece.ids[lax.div(n, _ID_LINE), lax.rem(n, _ID_LINE)]
+    n = n + piece.first * job.pages
+    at = jnp.minimum(n, job.listed - 1)
+    found = piece.ids[lax.div(at, _ID_LINE), lax.rem(at, _ID_LINE)]
+    page, extra = n - job.listed, job.before + job.after
+    later = lax.div(piece.bounds[1], job.page_size) + page - job.before
+    page = jnp.where(page < job.before, page, jnp.where(page < extra, later, -1))
+    return jnp.where(n < job.listed, found, page)
+
+
+def _seen(piece: _Piece, step: Array, j: int, job: _Job) -> tuple[Any, Any]:
+    """The slots of page j of a step that count: from the first up to the second."""
+    start, stop, end = piece.bounds
+    if not job.listed:
+        return start, stop
+    page = (piece.first + step) * job.pages + j - job.listed
+    first = jnp.where(page < 0, start, jnp.where(page < job.before, 0, stop))
+    last = jnp.where(page < 0, stop, jnp.where(page < job.before, start, end))
+    return first, last
+
+
+def _steps(piece: _Piece, job: _Job) -> Array:
     """Steps of this piece up to the last that has a page."""
 
     def empty(steps: Array) -> Array:
         last = jnp.maximum(steps - 1, 0)
-        found = [_id(ids, last, j, job) for j in range(job.pages)]
+        found = [_id(piece, last, j, job) for j in range(job.pages)]
         return (steps > 0) & (functools.reduce(jnp.maximum, found) < 0)
 
     return lax.while_loop(empty, lambda steps: steps - 1, jnp.int32(job.share))
 
 
-def _fetch(refs: tuple, steps: Array, head: Array, job: _Job, scratch: dict) -> None:
+def _fetch(refs: tuple, piece: _Piece, head: Array, job: _Job, scratch: dict) -> None:
     """Copy the pages of the steps into the rings; for none listed any page, which is masked."""
+    steps = _steps(piece, job)
 
     @pl.loop(0, steps)
     def _step(i):
@@ -239,7 +311,7 @@ def _fetch(refs: tuple, steps: Array, head: Array, job: _Job, scratch: dict) -> 
 
         def copy(ref, ring, ready):
             for j in range(job.pages):
-                entry = jnp.maximum(_id(scratch["ids"], i, j, job), 0)
+                entry = jnp.maximum(_id(piece, i, j, job), 0)
                 if job.group is None:
                     # A page that is none is masked, whichever it is.
                     page = jnp.minimum(entry, job.pages_of_head - 1)
@@ -253,30 +325,30 @@ def _fetch(refs: tuple, steps: Array, head: Array, job: _Job, scratch: dict) -> 
         hopper.drain(free, steps, _STAGES)
 
 
-def _id(ids: Any, step: Array, j: int, job: _Job) -> Array:
-    n = step * job.pages + j
-    return ids[lax.div(n, _ID_LINE), lax.rem(n, _ID_LINE)]
-
-
-def _mask(s: Array, step: Array, *, bounds: tuple, job: _Job, ids: Any) -> Array:
+def _mask(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
     """-inf outside the bounds, where the slots of a page that is none (-1) lie too: below 0."""
-    pages = [_id(ids, step, j, job) for j in range(job.pages)]
-    whole = jnp.bool_(True)
-    for page in pages:
-        first = page * job.page_size
-        whole = whole & (first >= bounds[0]) & (first + job.page_size <= bounds[1])
+    column, limits, whole = hopper.iota(s.shape, 1), [], jnp.bool_(True)
+    for j in range(job.pages):
+        begin = _id(piece, step, j, job) * job.page_size
+        first, last = _seen(piece, step, j, job)
+        whole = whole & (begin >= first) & (begin + job.page_size <= last)
+        # As columns.
+        limits.append([x - begin + j * job.page_size for x in (first, last)])
 
     def some(s: Array) -> Array:
-        slot = _slots(s.shape, pages, job)
-        return jnp.where((slot >= bounds[0]) & (slot < bounds[1]), s, -jnp.inf)
+        low, high = (jnp.full_like(column, 0) + x for x in limits[0])
+        for j, (first, last) in enumerate(limits[1:], 1):
+            mine = column >= j * job.page_size
+            low, high = jnp.where(mine, first, low), jnp.where(mine, last, high)
+        return jnp.where((column >= low) & (column < high), s, -jnp.inf)
 
     return lax.cond(whole, lambda s: s, some, s)
 
 
-def _mask_own_head(s: Array, step: Array, *, bounds: tuple, job: _Job, ids: Any) -> Array:
+def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
     """Of a flat list: -inf outside the bounds, and for the rows of other kv heads."""
     assert job.group is not None
-    entries = [_id(ids, step, j, job) for j in range(job.pages)]
+    entries = [_id(piece, step, j, job) for j in range(job.pages)]
     heads = [lax.div(entry, job.pages_of_head) for entry in entries]
     # Of -1 the head is 0 and the page -1.
     pages = [entry - head * job.pages_of_head for entry, head in zip(entries, heads, strict=True)]
@@ -288,7 +360,8 @@ def _mask_own_head(s: Array, step: Array, *, bounds: tuple, job: _Job, ids: Any)
     head = jnp.full_like(column, 0) + heads[0]
     for j in range(1, job.pages):
         head = jnp.where(column >= j * job.page_size, heads[j], head)
-    seen = (slot >= bounds[0]) & (slot < bounds[1]) & (head == row_head)
+    start, stop, _ = piece.bounds
+    seen = (slot >= start) & (slot < stop) & (head == row_head)
     return jnp.where(seen, s, -jnp.inf)
 
 
