@@ -183,12 +183,17 @@ def attend_lists(
             fixed = attend_fixed(q, store, span, *fixed, ctx, prior)
     chosen = sparse_attention(q, store, listed_pages, *where, heads=lists.heads, **how)
     parts = [chosen] if fixed is None else [fixed, chosen]
-    out, lse = ctx.seq_merge(*merge([(part[0], part[1]) for part in parts]))
+    out, lse = ctx.seq_merge(*_merged([(part[0], part[1]) for part in parts]))
     kept_BN = _kept(lists, span, store, q.shape[2])
     behind = (None, None)
     if prior is not None:
-        behind = ctx.seq_merge(*merge([(part[2], part[3]) for part in parts]))
+        behind = ctx.seq_merge(*_merged([(part[2], part[3]) for part in parts]))
     return Selected(out, lse, *behind, kept_BN, local)
+
+
+def _merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """`merge` of several. One, an attention of a kernel's, is 0 where it is empty."""
+    return parts[0] if len(parts) == 1 else merge(parts)
 
 
 def _kept(lists: Lists, span: Span, store: Store, query_heads: int) -> Int[Array, "B N"]:
