@@ -178,8 +178,9 @@ class Selecting(Appending):
         if isinstance(cache, Store):
             return super().attend(new, cache, segment, ctx)
         if segment.role == "decode":
+            before = cache.digests
             q, _, cache = self.append_token(new, cache, segment, ctx)
-            chosen = self.attend_selected(q, cache, ctx)
+            chosen = self.attend_selected(q, cache, ctx, before=before)
             return (chosen.out, chosen.lse), cache.counted(chosen, segment.valid_of())
         past_B = cache.store.length
         part, store = super().attend(new, cache.store, segment, ctx)
@@ -294,8 +295,14 @@ class Selecting(Appending):
         cache: SelectiveCache,
         ctx: LayerContext,
         prior: Prior | None = None,
+        before: Any = None,
     ) -> Selected:
-        """The rotated query of the newest token against the fixed and the selected tokens."""
+        """The rotated query of the newest token against the fixed and the selected tokens.
+
+        Args:
+          before: the digests before the newest token. Where its page is fixed the choice takes
+            them, and does not wait until the newest are made.
+        """
         span = self.selectable(cache.store, ctx)
         page = self.page_size if self.whole_pages else 1
         sink, local = -(-self.sink // page) * page, self.local + page - 1
@@ -303,8 +310,16 @@ class Selecting(Appending):
         if self.allocation.startswith("psa"):
             fixed = attend_fixed(q, cache.store, span, sink, local, ctx, prior)
             forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
-        lists = self.choose(q, cache, span, ctx, forced, prior)
+        by = cache
+        if before is not None and self.newest_page_fixed:
+            by = dataclasses.replace(cache, digests=before)
+        lists = self.choose(q, by, span, ctx, forced, prior)
         return attend_lists(q, cache.store, lists, span, fixed, ctx, prior)
+
+    @property
+    def newest_page_fixed(self) -> bool:
+        """Whether no token of the newest one's page may be selected."""
+        return self.local > 0 if self.whole_pages else self.local >= self.page_size
 
     def selectable(self, store: Store, ctx: LayerContext) -> Span:
         """What lies between the fixed tokens of each row."""
