@@ -547,11 +547,15 @@ def _through_run(
         for field in fields
     ]
 
+    # While a layer is traced: the numbers of the arrays that the method hands on as they are.
+    same: set[int] = set()
+
     def local(q: Array, k: Array, v: Array, parts: Any, segment: Segment, total: Array) -> Any:
         ctx = setup.layer_context(window, total)
         cache = structure.unflatten(parts)
         (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
         news = structure.flatten_up_to(cache)
+        same.update(i for i, (old, new) in enumerate(zip(parts, news, strict=True)) if old is new)
         return out, [_kept(old, new) for old, new in zip(parts, news, strict=True)]
 
     groups = _together(stacks, fields)
@@ -571,12 +575,13 @@ def _through_run(
         weights = _of_layer(layers, first + index)
         parts = _apart(parts, groups)
         x_BTD, parts = _attended(setup, local, weights, x_BTD, parts, specs, segment, total)
-        stacks = [
-            part.whole
-            if isinstance(part, Plane)
-            else jax.lax.dynamic_update_index_in_dim(stack, part, index, 0)
-            for stack, part in zip(stacks, _joined(parts, groups), strict=True)
-        ]
+        given, stacks = stacks, []
+        for stack, part, group in zip(given, _joined(parts, groups), groups, strict=True):
+            if isinstance(part, Plane):
+                stack = part.whole
+            elif not same.issuperset(group):
+                stack = jax.lax.dynamic_update_index_in_dim(stack, part, index, 0)
+            stacks.append(stack)
         return x_BTD, stacks
 
     def turn(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
