@@ -8,6 +8,12 @@ their sums. The parts, at most a few of an output, are added outside, in float32
 that with what follows. One warpgroup copies and multiplies, for a product takes a third of the time
 of its copy; the copies of a worker's next tiles are always under way.
 
+Of one or two rows with a source (`sources`) the rows are not copied. The warpgroup reads the parts
+of each tile by ordinary loads, while the tile's weights are under way, and stores the result to
+shared memory. All 8 columns of the product hold the same row, or the last of two: only rows that
+count are read. The parts that a worker reads are about as many bytes as 8 rows of bfloat16, and
+come from the L2 cache. Not measured yet.
+
 Roofline: the bytes of w. On an H200, one row, bfloat16: 4096 x 28672 in 55 us (4.2 TB/s), 14336 x
 4096 in 28 us, 4096 x 4096 in 9.2 us, 2048 x 2048 in 3.6 us: some 2 us, in which the first tiles
 come, and 4.4 TB/s from there. Rejected: 64 outputs a tile, 8 or 16 KiB a tile, 1, 3 or 4 workers a
