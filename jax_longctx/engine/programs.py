@@ -216,7 +216,7 @@ class Setup:
     def products(self, rows: int) -> Products:
         """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
-        if few and rows <= MAX_SOURCE_ROWS and self.dtype != jnp.float16:
+        if few and rows <= MAX_SOURCE_ROWS and self.dtype != jnp.float16 and not self.by_layer:
             return Unsummed(self)
         if few:
             return FewRows(self)
@@ -325,7 +325,7 @@ class Unsummed(FewRows):
 
     A product's kernel adds up the last one's parts, and does what lies between the two, as it reads
     its rows. So hidden states may be `Later`, and what a gated MLP's last product is given is a
-    `Gated`. Rows are not padded.
+    `Gated`. Rows are not padded. Weights are joined, as a loop over layers has them.
     """
 
     def normed(self, norm: Norm, x: Hidden, w: Array) -> Array:
@@ -333,10 +333,15 @@ class Unsummed(FewRows):
         y_RN = (sums.total() * factor_R[:, None]).astype(_whole(x).dtype)
         return y_RN.reshape(*x.shape[:2], *w.shape[1:])
 
-    def added(self, x: Hidden, y: Any, w: Array, axes: int = 1) -> Hidden:
+    def added(
+        self, x: Hidden, y: Any, w: Array, axes: int = 1, bias: Array | None = None
+    ) -> Hidden:
         rows = math.prod(x.shape[:2])
         source = y if isinstance(y, Gated) else y.reshape(rows, -1)
-        return Later(_whole(x), self._sums(source, w.reshape(-1, w.shape[-1])))
+        whole, sums = _whole(x), self._sums(source, w.reshape(-1, w.shape[-1]))
+        if bias is None:
+            return Later(whole, sums)
+        return whole + (sums.total().astype(whole.dtype).reshape(whole.shape) + bias)
 
     def gated(self, norm: Norm, x: Hidden, w: Array, activation: str) -> Any:
         if activation != "silu":
@@ -349,7 +354,9 @@ class Unsummed(FewRows):
         rows, whole = math.prod(x.shape[:2]), _whole(x)
         # See `FewRows.normed`.
         factor = norm.factor(jax.lax.optimization_barrier(whole))
-        assert factor is not None
+        if factor is None:
+            normed = self._sums(norm(whole).reshape(rows, -1), w.reshape(w.shape[0], -1))
+            return normed, jnp.ones(rows, jnp.float32)
         given, sums = (x.x, x.sums) if isinstance(x, Later) else (x, None)
         source = Scaled(given.reshape(rows, -1), sums, norm.scale[...])
         return self._sums(source, w.reshape(w.shape[0], -1)), factor.reshape(rows)

@@ -114,9 +114,12 @@ class Products:
         """The last axis of the normed x with the first one of w."""
         return self.of(self.placed(norm(x), "batch", None, None), w)
 
-    def added(self, x: Hidden, y: Any, w: Array, axes: int = 1) -> Hidden:
-        """The sum of x and the product of y and w: a residual connection."""
-        return x + self.placed(self.of(y, w, axes), "batch", "tokens", None)
+    def added(
+        self, x: Hidden, y: Any, w: Array, axes: int = 1, bias: Array | None = None
+    ) -> Hidden:
+        """The sum of x and the product of y and w, and a bias: a residual connection."""
+        product = self.placed(self.of(y, w, axes), "batch", "tokens", None)
+        return x + (product if bias is None else product + bias)
 
     def gated(self, norm: Norm, x: Hidden, w: Array, activation: str) -> Any:
         """What a gated MLP's last product is given: w is of gate and up joined, [D, 2, F]."""
@@ -203,10 +206,8 @@ class Attention(nnx.Module):
     def added(self, x_BTD: Hidden, out_BTNH: Array, products: Products) -> Hidden:
         """x and the output projection of what was attended."""
         out_BTNH = products.placed(out_BTNH, "batch", None, "heads", "head_dim")
-        if not self.config.o_bias:
-            return products.added(x_BTD, out_BTNH, self.o[...], 2)
-        y_BTD = products.placed(products.of(out_BTNH, self.o[...], 2), "batch", "tokens", None)
-        return x_BTD + (y_BTD + self.o_bias[...])
+        bias = self.o_bias[...] if self.config.o_bias else None
+        return products.added(x_BTD, out_BTNH, self.o[...], 2, bias)
 
 
 class MLP(nnx.Module):
@@ -247,10 +248,8 @@ class MLP(nnx.Module):
         gated_BTF = products.placed(
             ACTIVATIONS[self.activation](gate_BTF) * up_BTF, "batch", None, "mlp"
         )
-        if not self.bias:
-            return products.added(x_BTD, gated_BTF, self.down[...])
-        y_BTD = products.placed(products.of(gated_BTF, self.down[...]), "batch", "tokens", None)
-        return x_BTD + (y_BTD + self.down_bias[...])
+        bias = self.down_bias[...] if self.bias else None
+        return products.added(x_BTD, gated_BTF, self.down[...], bias=bias)
 
 
 class Layer(nnx.Module):
