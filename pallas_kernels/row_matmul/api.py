@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.row_matmul import gpu, reference, xla
-from pallas_kernels.row_matmul.sources import Cut, Source, Sums, dtype_of, value_of
+from pallas_kernels.row_matmul.sources import Source, Sums, dtype_of, value_of
 
 # With more rows a matmul of the compiler's is as quick.
 MAX_ROWS = 16
@@ -79,8 +79,7 @@ def row_sums(source: Source, w: Float[Array, "D N"], *, implementation: str | No
 def _whole(multiply: Callable[..., Array], source: Source, w: Array) -> Sums:
     """A product that is one part."""
     product = multiply(value_of(source), w, dtype=jnp.float32)
-    rows, outputs = product.shape
-    return Sums(product[None], Cut(rows, outputs, steps=1, share=1))
+    return Sums(product[None], len(product))
 
 
 def _check(name: str, shape: tuple[int, ...], dtype: Any, w: Array, most: int) -> None:

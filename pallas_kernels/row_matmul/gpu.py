@@ -4,9 +4,9 @@ The outputs are the rows of a wgmma and the rows x its columns, of which 8 or 16
 out.T = w.T @ x.T, with w as it lies in memory. The matrix is cut into tiles of 64 or 128 outputs
 and some inputs, numbered along the inputs first, and every worker (one block of threads) takes an
 equal run of consecutive tiles. A worker whose run ends within a block of outputs has a part of
-their sums. The parts, at most a few of an output, are added outside, in float32, where XLA fuses
-that with what follows. One warpgroup copies and multiplies, for a product takes a third of the time
-of its copy; the copies of a worker's next tiles are always under way.
+their sums. The parts, at most a few of an output, are added in float32 by what follows: XLA, which
+fuses that, or the next product. One warpgroup copies and multiplies, for a product takes a third of
+the time of its copy; the copies of a worker's next tiles are always under way.
 
 Of one or two rows with a source (`sources`) the rows are not copied. The warpgroup reads the parts
 of each tile by ordinary loads, while the tile's weights are under way, and stores the result to
@@ -28,20 +28,20 @@ products after attention and the small kernels between them, 8B shape, in a loop
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
 from pallas_kernels import hopper
-from pallas_kernels.row_matmul.sources import Cut, Gated, Scaled, Source, Sums
+from pallas_kernels.row_matmul.sources import Gated, Scaled, Source, Sums
 
 # Registers: two outputs of a row in a thread, so that the transpose is stored as it lies; and one
 # number an output.
@@ -86,9 +86,15 @@ class _Job:
         return self.outputs // self.width * self.steps
 
     @property
-    def cut(self) -> Cut:
-        """How this product's parts are cut: a part is a worker's."""
-        return Cut(self.valid, self.width, self.steps, self.share)
+    def parts(self) -> int:
+        """The most workers that have tiles of one block of outputs; others have one less."""
+        blocks = range(self.outputs // self.width)
+        return max(self.last_part(block * self.steps) for block in blocks) + 1
+
+    def last_part(self, first: Any) -> Any:
+        """The last part of a block of outputs, by the block's first tile."""
+        div = lax.div if isinstance(first, Array) else operator.floordiv
+        return div(first + (self.steps - 1), self.share) - div(first, self.share)
 
 
 def unsupported(dtype: Any, w: Array) -> str | None:
@@ -138,12 +144,9 @@ def _job_of(rows: int, w: Array, form: Any, interpret: Any) -> _Job:
 
 def _products(arrays: Sequence[Array], w: Array, job: _Job) -> Sums:
     """The parts of every output's sum; `arrays` are the source's, or whole tiles of rows."""
-    blocks = np.arange(job.outputs // job.width)
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
-        out_type=jax.ShapeDtypeStruct(
-            (int(job.cut.parts_of(blocks).max()), job.rows, job.outputs), jnp.float32
-        ),
+        out_type=jax.ShapeDtypeStruct((job.parts, job.rows, job.outputs), jnp.float32),
         scratch_types=dict(
             w_ring=hopper.tiled(_STAGES, job.depth, job.width, dtype=job.dtype),
             x_ring=hopper.tiled(_STAGES, job.rows, job.depth, dtype=job.dtype),
@@ -155,7 +158,7 @@ def _products(arrays: Sequence[Array], w: Array, job: _Job) -> Sums:
         interpret=job.interpret,
         kernel_name="row_matmul",
     )
-    return Sums(kernel(w, *arrays), job.cut)
+    return Sums(kernel(w, *arrays), job.valid)
 
 
 def _kernel(w_ref, *refs, job: _Job, w_ring, x_ring, ready) -> None:
@@ -216,11 +219,19 @@ def _kernel(w_ref, *refs, job: _Job, w_ring, x_ring, ready) -> None:
             return [acc[...] for acc in sums]
 
         each = plgpu.WGMMAAccumulatorRef((hopper.ROWS, job.rows), jnp.float32)
-        part = worker - lax.div(first, job.share)
+        part, last = worker - lax.div(first, job.share), job.last_part(first)
         for half, found in zip(halves, pl.run_scoped(summed, *[each] * len(halves)), strict=True):
             outputs = pl.ds(block * job.width + half, hopper.ROWS)
             found = plgpu.layout_cast(found, _TRANSPOSED)
             hopper.store_little(found, out_ref.at[part, :, outputs].transpose((1, 0)))
+            # Where a block has a part less, that one is 0.
+            missing = (part == last) & (last < job.parts - 1)
+            pl.when(missing)(functools.partial(_clear, out_ref.at[job.parts - 1, :, outputs]))
+
+
+def _clear(ref: Any) -> None:
+    nothing = hopper.full(ref.shape[::-1], 0.0, layout=_TRANSPOSED)
+    hopper.store_little(nothing, ref.transpose((1, 0)))
 
 
 def _rows(source: Any, first: Any, job: _Job) -> Array:
@@ -243,13 +254,8 @@ def _row(source: Any, row: int, first: Any) -> Float[Array, " 64"]:
         return plgpu.load(part, layout=_LINE, optimized=False)
 
     def total(sums: Sums, begin: Any) -> Array:
-        found = sums.cut.parts_of(lax.div(begin, sums.cut.width))
-        first, *others = (load(sums.parts, part, row, begin=begin) for part in range(len(sums)))
-        # An output has at least one.
-        for part, other in enumerate(others, 1):
-            there = jnp.broadcast_to(part < found, other.shape)
-            first = first + jnp.where(there, other, 0.0)
-        return first
+        parts = [load(sums.parts, part, row, begin=begin) for part in range(len(sums))]
+        return functools.reduce(jnp.add, parts)
 
     if isinstance(source, Scaled):
         x = load(source.x, row).astype(jnp.float32)

@@ -11,56 +11,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float
 
 
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """How the parts of a product were cut (see `gpu`).
-
-    Attributes:
-      rows: rows that count. Others may hold anything.
-      width: outputs of a block. All of them have the same number of parts.
-      steps: tiles of a block.
-      share: tiles of a part's worker.
-    """
-
-    rows: int
-    width: int
-    steps: int
-    share: int
-
-    def parts_of(self, block: Any) -> Any:
-        """How many parts the outputs of a block have."""
-        first = block * self.steps
-        if isinstance(block, Array):
-            return lax.div(first + self.steps - 1, self.share) - lax.div(first, self.share) + 1
-        return (first + self.steps - 1) // self.share - first // self.share + 1
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["cut"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["rows"])
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """A product [R,N] whose sums are in parts.
-
-    Attributes:
-      parts: float32. Of an output they are as many as `cut` says. The others may hold anything.
-    """
+    """A product [R,N] whose sums are in parts, float32. Rows from R on may hold anything."""
 
     parts: Float[Array, "P X N"]
-    cut: Cut
+    rows: int
 
     def __len__(self) -> int:
         return self.parts.shape[0]
 
     def total(self) -> Float[Array, "R N"]:
         """The product, in float32."""
-        parts = self.parts
-        found = self.cut.parts_of(np.arange(parts.shape[2]) // self.cut.width)
-        some = np.arange(len(self))[:, None, None] < found
-        return jnp.sum(jnp.where(some, parts[:, : self.cut.rows], 0), axis=0)
+        return jnp.sum(self.parts[:, : self.rows], axis=0)
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -98,7 +66,7 @@ class Gated:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.both.cut.rows, self.both.parts.shape[2] // 2
+        return self.both.rows, self.both.parts.shape[2] // 2
 
     def value(self) -> Float[Array, "R D"]:
         both = (self.both.total() * self.factor[:, None]).astype(self.dtype)
