@@ -53,6 +53,7 @@ from jax_longctx.parts.sparse_decode import (
     listed,
 )
 from jax_longctx.sharding import axes_field
+from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import Plane
 from pallas_kernels.select_pages import select_pages
 
@@ -232,7 +233,10 @@ class Selecting(Appending):
         before = cache.store
         store = append_to(before, k, v, segment.valid_of(), ctx)
         cache = dataclasses.replace(cache, store=store)
-        newest = None if isinstance(before, Branched) else (before.k, k)
+        newest = None
+        if platform() == "gpu" and not isinstance(before, Branched):
+            # Elsewhere the compiler copies the keys to read them beside the write.
+            newest = before.k, k
         return q, k, self.refreshed(cache, past_B, 1, ctx, newest)
 
     def refreshed(
@@ -301,7 +305,7 @@ class Selecting(Appending):
 
         Args:
           before: the digests before the newest token. Where its page is fixed the choice takes
-            them, and does not wait until the newest are made.
+            them on a GPU, and does not wait until the newest are made.
         """
         span = self.selectable(cache.store, ctx)
         page = self.page_size if self.whole_pages else 1
@@ -311,7 +315,7 @@ class Selecting(Appending):
             fixed = attend_fixed(q, cache.store, span, sink, local, ctx, prior)
             forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
         by = cache
-        if before is not None and self.newest_page_fixed:
+        if before is not None and self.newest_page_fixed and platform() == "gpu":
             by = dataclasses.replace(cache, digests=before)
         lists = self.choose(q, by, span, ctx, forced, prior)
         return attend_lists(q, cache.store, lists, span, fixed, ctx, prior)
