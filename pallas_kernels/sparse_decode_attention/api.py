@@ -92,8 +92,14 @@ def sparse_decode_attention(
             f"{operation}: prior_query {prior_query.dtype}{prior_query.shape}; expected "
             f"{q.dtype}{q.shape}, as q has"
         )
-    if around is not None and not takes_around(q, k, pages, page_size, prior_query is not None):
-        raise ValueError(f"{operation}: around given where takes_around says that it cannot be")
+    alone = implementation not in (None, "gpu") or heads is not None
+    if around is not None and (
+        alone or not takes_around(q, k, pages, page_size, prior_query is not None)
+    ):
+        raise ValueError(
+            f"{operation}: around given where takes_around says no, for a flat list, or for "
+            f"implementation {implementation}; attend to those slots in a call of their own"
+        )
     without = None
     if prior is not None:
         without = "a prior's logits lie apart from the keys; give prior_query"
