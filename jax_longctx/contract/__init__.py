@@ -14,6 +14,7 @@ from jax_longctx.contract.method import (
     own_tokens,
     reach,
     step_variant,
+    stripes,
 )
 from jax_longctx.contract.segments import (
     CHUNK_ROWS,
@@ -33,6 +34,7 @@ from jax_longctx.contract.segments import (
     spread_segment,
     tail_size,
 )
+from jax_longctx.contract.slots import STRIPE, OwnSlots, SlotLayout
 
 __all__ = [
     "CHUNK_ROWS",
@@ -40,11 +42,13 @@ __all__ = [
     "INSTRUCTION_ROWS",
     "QKV",
     "REGISTERED",
+    "STRIPE",
     "Attended",
     "CacheShape",
     "LayerContext",
     "Method",
     "MethodInfo",
+    "OwnSlots",
     "Phase",
     "Planned",
     "PrefillWork",
@@ -53,6 +57,7 @@ __all__ = [
     "Role",
     "RowGroup",
     "Segment",
+    "SlotLayout",
     "Stage",
     "WithCache",
     "beside",
@@ -66,5 +71,6 @@ __all__ = [
     "reach",
     "spread_segment",
     "step_variant",
+    "stripes",
     "tail_size",
 ]

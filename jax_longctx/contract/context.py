@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_longctx.contract.slots import OwnSlots, SlotLayout
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.rope import apply_rope, rope_angles
 from pallas_kernels.common import merge
@@ -57,12 +58,14 @@ class LayerContext:
       window: sliding window of this layer in tokens, or None.
       rope: the checkpoint's rotary embedding.
       total: each row's total length, known before its first chunk (for dynamic NTK).
+      stripe: slots of a stripe, where they are dealt to the shards in stripes; None for blocks.
     """
 
     scale: float
     window: int | None
     rope: RopeConfig
     total: Int[Array, " B"]
+    stripe: int | None = None
 
     def rotate(
         self, x: Float[Array, "B T N H"], positions: Int[Any, "#B T"]
@@ -93,8 +96,21 @@ class LayerContext:
         """Number of shards of the slots."""
         return jax.lax.axis_size("seq")
 
+    def slots(self, size: int, page: int = 1) -> OwnSlots:
+        """Which slots this shard holds, of which it has `size`; or pages of `page` slots each."""
+        return SlotLayout(self.seq_size, self.stripe).own(size, page, self.seq_index)
+
     def seq_offset(self, local_slots: int) -> Int[Array, ""]:
-        """Global index of this shard's first slot, when it holds `local_slots` of them."""
+        """Global index of this shard's first slot, when it holds a block of `local_slots` of them.
+
+        Raises:
+          ValueError: slots are dealt in stripes, which have no one offset; see `slots`.
+        """
+        if self.stripe is not None and self.seq_size > 1:
+            raise ValueError(
+                "seq_offset: the method's slots are dealt to the shards in stripes; ask "
+                "LayerContext.slots where they lie, or set stripes = False in the method"
+            )
         return jax.lax.axis_index("seq") * local_slots
 
     def psum_seq(self, x: Array) -> Array:
@@ -112,7 +128,7 @@ class LayerContext:
     def own_seq(self, x: Array, axis: int) -> Array:
         """This shard's part along `axis` of an array that all shards hold whole."""
         own = x.shape[axis] // self.seq_size
-        return jax.lax.dynamic_slice_in_dim(x, self.seq_offset(own), own, axis)
+        return jax.lax.dynamic_slice_in_dim(x, self.seq_index * own, own, axis)
 
     @property
     def seq_index(self) -> Int[Array, ""]:

@@ -8,15 +8,17 @@ anything is allocated. Checksums cover all of it (see `models.storage`).
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
+from jax_longctx.contract import SlotLayout
 from jax_longctx.engine import Context, programs
 from jax_longctx.engine.capacity import GRANULE, finished_caches
 from jax_longctx.engine.distributed import from_leader
@@ -58,7 +60,8 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     # Rows that only fill the mesh's data axis stay behind.
     pairs = zip(jax.tree.leaves(caches), leaf_axes(caches), strict=True)
     leaves = {
-        f"{i:05d}": _with_rows(leaf, axes, context.batch) for i, (leaf, axes) in enumerate(pairs)
+        f"{i:05d}": _ordered(engine, _with_rows(leaf, axes, context.batch), axes, context.slots)
+        for i, (leaf, axes) in enumerate(pairs)
     }
     described = {
         "made_by": made_by_engine(engine),
@@ -170,7 +173,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     arrays = load_arrays(path / CACHES, _saved_arrays(engine, structure, batch), REMEDY).values()
     shardings = jax.tree.leaves(tree_shardings(engine.mesh, structure))
     leaves = [
-        jax.device_put(_with_rows(array, axes, len(rows)), sharding)
+        _dealt(engine, jax.device_put(_with_rows(array, axes, len(rows)), sharding), axes, slots)
         for array, axes, sharding in zip(arrays, leaf_axes(structure), shardings, strict=True)
     ]
     caches = jax.tree.unflatten(jax.tree.structure(structure), leaves)
@@ -246,6 +249,37 @@ def _with_rows(leaf: jax.Array, axes: tuple[str | None, ...], rows: int) -> jax.
     if more < 0:
         return jax.lax.slice_in_dim(leaf, 0, rows, axis=axis)
     return jnp.pad(leaf, [(0, more if i == axis else 0) for i in range(leaf.ndim)])
+
+
+def _ordered(engine: Engine, leaf: jax.Array, axes: tuple[str | None, ...], slots: int) -> Any:
+    """An array with its slots in the text's order, as every mesh reads it."""
+    return _moved(engine.setup.slot_layout, leaf, axes, slots, "in_order")
+
+
+def _dealt(engine: Engine, leaf: jax.Array, axes: tuple[str | None, ...], slots: int) -> Any:
+    """An array in the text's order with its slots where this engine has them."""
+    return _moved(engine.setup.slot_layout, leaf, axes, slots, "dealt")
+
+
+def _moved(
+    layout: SlotLayout,
+    leaf: jax.Array,
+    axes: tuple[str | None, ...],
+    slots: int,
+    way: Literal["in_order", "dealt"],
+) -> Any:
+    """The array with its axis of slots or pages, if any, moved that way on its shards."""
+    axis = next((i for i, name in enumerate(axes) if name in ("slots", "pages")), None)
+    if axis is None or not layout.in_stripes:
+        return leaf
+    return _mover(layout, way, axis, slots, leaf.sharding)(leaf)
+
+
+@functools.cache
+def _mover(layout: SlotLayout, way: str, axis: int, slots: int, sharding: Any) -> Any:
+    """The program of `_moved`: arrays of all layers share it."""
+    move = functools.partial(getattr(layout, way), axis=axis, slots=slots)
+    return jax.jit(move, out_shardings=sharding)
 
 
 def made_by_engine(engine: Engine) -> dict[str, Any]:

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import append, local_run, read_lines
+from jax_longctx.caches import append, local_list, read_lines
 from jax_longctx.contract import (
     ENDS,
     QKV,
@@ -183,7 +183,7 @@ class FreePages(Appending):
             # Pages that the sink or the local part cut take part with their whole digests.
             last_B = jnp.where(stop_B > sink, -(-stop_B // page), 0)
             where = (q, cache.digests, sink // page, last_B, valid, ctx)
-            named_BTNC = best_pages(*where, count=self.count)
+            named_BTNC = best_pages(*where, count=self.count, page=page)
             pages = cache.store.k.shape[2] * ctx.seq_size // page
             pages_BM = voted_keys.most_voted(named_BTNC, pages, self.kept, ctx)
             centres_BM = jnp.where(pages_BM < 0, -1, pages_BM * page + page // 2)
@@ -218,7 +218,7 @@ class FreePages(Appending):
         background = residual.observe(background, None, k, valid_B, store.length)
         background = residual.grow(background, k, v, valid_B, ctx)
         prior = residual.prior_of(background, far, ctx)
-        slots_BX, _, read_B = local_run(*scope, store.k.shape[2], ctx)
+        slots_BX, _, read_B = local_list(*scope, store.k.shape[2], ctx)
         keys, values = (read_lines(x, slots_BX[:, None]) for x in (store.k, store.v))
         behind = decode_attention(prior.query, keys, values, read_B, scale=ctx.scale)
         behind = ctx.seq_merge(*behind)

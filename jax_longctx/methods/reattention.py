@@ -90,6 +90,11 @@ class ReAttention(Appending):
     phase = "both"
     query_aware = looks_ahead = True
 
+    @property
+    def stripes(self) -> bool:
+        """Tiles of 128 begin behind the global part: they would cross the stripes."""
+        return self.selector == "exact"
+
     @classmethod
     def released(cls) -> "ReAttention":
         """What the authors' released code computes, with its defaults."""

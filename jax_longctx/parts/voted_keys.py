@@ -7,7 +7,7 @@ ReAttention, section 2.2:
 3. `spans_around`: the union of the spans of slots around these keys, ascending;
 4. `lay_out`: the scope, an ascending list of slots that ends with the newest tokens;
 5. `attend_scope`: keys are cached before rotary embedding and rotated to their places in the scope.
-   Every shard attends to its run of the scope, and the parts are merged by log-sum-exp.
+   Every shard attends to its part of the scope, and the parts are merged by log-sum-exp.
 
 All heads of a row share one selection; every row and layer has its own. A chunk's votes are counted
 in an array of the cache's length. A single token's few votes are compared with each other, at a
@@ -44,7 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, lines_of, local_run, read_lines
+from jax_longctx.caches import AppendCache, lines_of, local_list, read_lines
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.models.rope import rope_angles
 from pallas_kernels.common import AnyCache, merge
@@ -78,27 +78,31 @@ def best_keys(
     *,
     count: int,
     tile: int | None = None,
+    page: int = 1,
 ) -> Int[Array, "B T N C"]:
     """Global slots of each query's `count` best keys in start <= s < stop[b]; then -1.
 
-    With `tile` only the best key of each tile of slots, counted from `start`, takes part. Tokens
-    beyond valid[b] name none. Scores that differ by at most `score_tolerance` tie.
+    With `tile` only the best key of each tile of slots, counted from `start`, takes part: for
+    slots in blocks. Tokens beyond valid[b] name none. Scores that differ by at most
+    `score_tolerance` tie. With `page` keys stand for pages of so many slots, and so do `start`,
+    `stop` and the result.
     """
-    offset = ctx.seq_offset(k.shape[2])
-    allowed = score_tolerance(q, k, stop, ctx)
+    own = ctx.slots(k.shape[2], page)
+    allowed = score_tolerance(q, k, stop, ctx, page)
     rank = functools.partial(topk_scores, tolerance=allowed, valid=valid)
-    first_B, end_B = jnp.broadcast_to(start - offset, stop.shape), stop - offset
+    first_B, end_B = jnp.broadcast_to(own.below(jnp.int32(start)), stop.shape), own.below(stop)
     lists = []
     if ctx.seq_size > 1 and tile is not None:
         # This shard's first slots may be the rest of a tile that began on the shard before.
-        whole_B = jnp.where(first_B < 0, first_B % tile, first_B)
+        before = start - ctx.seq_offset(own.size)
+        whole_B = jnp.where(before < 0, before % tile, first_B)
         lists = [rank(q, k, first_B, jnp.minimum(whole_B, end_B), count=1)]
         first_B = whole_B
     lists.append(rank(q, k, first_B, end_B, count=count, tile_best=tile))
     if ctx.seq_size == 1:
         return lists[0][1]
     values, slots = (jnp.concatenate(x, axis=-1) for x in zip(*lists, strict=True))
-    slots = jnp.where(slots < 0, -1, slots + offset)
+    slots = jnp.where(slots < 0, -1, own.at(slots))
     values, slots = ctx.gather_seq(values, -1), ctx.gather_seq(slots, -1)
     if tile is not None:
         slots = _best_of_tiles(values, slots, start, tile, allowed)
@@ -110,12 +114,13 @@ def score_tolerance(
     k: AnyCache,
     stop: Int[Array, " B"],
     ctx: LayerContext,
+    page: int = 1,
 ) -> Float[Array, "B T N"]:
     """The largest difference of two scores that is a tie (see the module), for each query.
 
     |k| is the root mean square of the text's first keys: all keys would cost a second read.
     """
-    slots = ctx.seq_offset(k.shape[2]) + jnp.arange(min(_SAMPLE, k.shape[2]))
+    slots = ctx.slots(k.shape[2], page).at(jnp.arange(min(_SAMPLE, k.shape[2])))
     number_B = jnp.clip(stop, 1, _SAMPLE)
     held_BS = slots < number_B[:, None]
     keys = jnp.where(held_BS[:, None, :, None], k[:, :, : len(slots)].astype(jnp.float32), 0.0)
@@ -298,13 +303,10 @@ def attend_scope(
     alone = q.shape[1] == 1
     # A chunk attends to itself separately; a lone token is read from the cache with the others.
     read_B = number_B if alone else number_B - valid
-    slots_BX, first_B, read_B = local_run(slots_BC, read_B, cache.k.shape[2], ctx)
+    slots_BX, key_BX, read_B = local_list(slots_BC, read_B, cache.k.shape[2], ctx)
     if original:
-        key_BX, begin_B = slots_BX + ctx.seq_offset(cache.k.shape[2]), cache.length - valid
+        key_BX, begin_B = ctx.slots(cache.k.shape[2]).at(slots_BX), cache.length - valid
     else:
-        key_BX = np.arange(slots_BX.shape[1])[None]
-        if ctx.seq_size > 1:
-            key_BX = first_B[:, None] + key_BX
         begin_B = number_B - valid
         # A rotary base that follows the length must follow the scope's, which bounds positions.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, slots_BC.shape[1]))

@@ -45,6 +45,11 @@ class Watched:
 class WatchedReAttention(ReAttention):
     """ReAttention that counts how often its scopes held each token (see `scope_shares`)."""
 
+    @property
+    def stripes(self) -> bool:
+        """The host reads the counts in the text's order."""
+        return False
+
     def init_cache(self, shape: CacheShape) -> Watched:
         counts = jnp.zeros((shape.batch, shape.slots), jnp.int32)
         return Watched(super().init_cache(shape), counts, jnp.zeros((shape.batch,), jnp.int32))
