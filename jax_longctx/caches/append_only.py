@@ -11,16 +11,12 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import Plane, part_of, row_major
-
-# Entries of a list that are counted together.
-_BLOCK = 128
 
 
 class Rewinding:
@@ -232,59 +228,6 @@ def local_slots(
     -1 for those of other shards, and for negative ones.
     """
     return ctx.slots(size, page).find(index)
-
-
-def local_list(
-    slots: Int[Array, "B X"], number: Int[Array, " B"], size: int, ctx: LayerContext
-) -> tuple[Int[Array, "B Y"], Int[Any, "#B Y"], Int[Array, " B"]]:
-    """The entries of each row's ascending list of global slots that this shard holds.
-
-    Args:
-      slots: ascending in the first number[b] entries; the others do not count.
-      size: this shard's slots.
-
-    Returns:
-      (local, place, count): Y = min(X, size) local slots, -1 from entry count[b] on; entry i is
-      entry place[b, i] of the list. On one shard places are numpy's.
-    """
-    own, most = ctx.slots(size), min(slots.shape[1], size)
-    if own.in_blocks:
-        local_BY, first_B, count_B = local_run(slots, number, size, ctx)
-        index_1Y = np.arange(most)[None]
-        return local_BY, first_B[:, None] + index_1Y if own.shards > 1 else index_1Y, count_B
-    local_BX = jnp.where(jnp.arange(slots.shape[1]) < number[:, None], own.find(slots), -1)
-    place_BY, count_B = _true_ones(local_BX >= 0, most)
-    local_BY = jnp.take_along_axis(local_BX, place_BY, axis=1)
-    return jnp.where(jnp.arange(most) < count_B[:, None], local_BY, -1), place_BY, count_B
-
-
-def _true_ones(mask: Bool[Array, "B X"], size: int) -> tuple[Int[Array, "B Y"], Int[Array, " B"]]:
-    """The first Y = `size` true entries of each row, in order, then 0; and how many there are."""
-    batch, entries = mask.shape
-    if platform() == "tpu":
-        # A TPU scatters single elements slowly.
-        index_X = jnp.arange(entries)
-        first_BY = jnp.sort(jnp.where(mask, index_X, entries), axis=-1)[:, :size]
-        return jnp.where(first_BY < entries, first_BY, 0), jnp.sum(mask, axis=-1)
-    # Two short sums in place of a long running one, which takes a GPU many launches.
-    blocks_BUZ = jnp.pad(mask, ((0, 0), (0, -entries % _BLOCK))).reshape(batch, -1, _BLOCK)
-    within_BUZ = jnp.sum(blocks_BUZ[:, :, None] & _below(_BLOCK, own=True), axis=-1)
-    sums_BU = within_BUZ[..., -1]
-    before_BU = jnp.sum(jnp.where(_below(sums_BU.shape[1]), sums_BU[:, None], 0), axis=-1)
-    rank_BX = (before_BU[..., None] + within_BUZ - 1).reshape(batch, -1)[:, :entries]
-    # Past the end is what `drop` drops, each at another place (see `_write_lines`).
-    index_X = jnp.arange(entries)
-    to_BX = jnp.where(mask & (rank_BX < size), rank_BX, size + index_X)
-    rows_B1 = jnp.arange(batch)[:, None]
-    found_BY = jnp.zeros((batch, size), jnp.int32)
-    index_BX = jnp.broadcast_to(index_X, mask.shape)
-    found_BY = found_BY.at[rows_B1, to_BX].set(index_BX, mode="drop", unique_indices=True)
-    return found_BY, jnp.sum(sums_BU, axis=-1)
-
-
-def _below(size: int, *, own: bool = False) -> Bool[np.ndarray, "X X"]:
-    """Row i is true at the entries before i, and with `own` at i."""
-    return np.tri(size, k=0 if own else -1, dtype=bool)
 
 
 def local_run(
