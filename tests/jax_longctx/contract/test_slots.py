@@ -166,7 +166,9 @@ def test_contexts_move_between_meshes(name, tmp_path):
     for shards, engine in engines.items():
         context = engine.prefill([text], reserve=16, capacity=1024)
         save_context(engine, context, tmp_path / str(shards))
-        (cache,) = programs.each_layer(load_context(engines[1], tmp_path / str(shards)).caches)
+        (cache,) = programs.each_layer(
+            load_context(engines[1], tmp_path / str(shards)).usable_caches()
+        )
         saved[shards] = np.asarray(cache.store.k)[:, :, : len(text)]
         np.testing.assert_allclose(saved[shards], saved[1], atol=1e-5)
         expected = expected or answer(engine, context, question)
@@ -202,8 +204,8 @@ def test_a_running_batch_answers_as_alone(shares):
     (text,), (question,) = random_rows([1200]), random_rows([4], seed=5)
     context = engine.prefill([text], reserve=32)
     expected = [token for block in answer(engine, context, question) for token in block[0]]
-    given = {"context": context} if shares else {"slots": 3000}
-    batch = RunningBatch(engine, places=2, reserve=32, **given)
+    shared = context if shares else None
+    batch = RunningBatch(engine, places=2, slots=3000, reserve=32, context=shared)
     place, first = batch.join(context, Request(question, max_tokens=5))
     found = [first.token]
     while len(found) < 5:
