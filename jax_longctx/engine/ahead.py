@@ -147,14 +147,15 @@ class Compilation:
     def _compiling(self, program: Program, args: tuple[Any, ...]) -> tuple[Any, Future[Any]]:
         lowered = _lowered(program, args)
         path = self._path(program, args)
+        future = self._pool.submit(lowered.compile)
 
-        def compiled() -> Any:
-            made = lowered.compile()
-            if path is not None:
-                stored.write(path, made, lowered.out_info)
-            return made
+        def write(done: Future[Any]) -> None:
+            if path is not None and done.exception() is None:
+                stored.write(path, done.result(), lowered.out_info)
 
-        return lowered.out_info, self._pool.submit(compiled)
+        # In the thread that compiled it, after those who wait for the program go on.
+        future.add_done_callback(write)
+        return lowered.out_info, future
 
     def _stored(self, program: Program, args: tuple[Any, ...]) -> tuple[Any, Future[Any]] | None:
         path = self._path(program, args)

@@ -230,32 +230,15 @@ class Selecting(Appending):
         past_B = cache.store.length
         positions_B1 = cache.store.position[:, None]
         q, k = ctx.rotate(q, positions_B1), ctx.rotate(k, positions_B1)
-        before = cache.store
-        store = append_to(before, k, v, segment.valid_of(), ctx)
-        cache = dataclasses.replace(cache, store=store)
-        newest = None
-        if platform() == "gpu" and not isinstance(before, Branched):
-            # Elsewhere the compiler copies the keys to read them beside the write.
-            newest = before.k, k
-        return q, k, self.refreshed(cache, past_B, 1, ctx, newest)
+        store = append_to(cache.store, k, v, segment.valid_of(), ctx)
+        return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
 
-    def refreshed(
-        self,
-        cache: Any,
-        past: Array,
-        added: int,
-        ctx: LayerContext,
-        newest: tuple[Any, Float[Array, "B 1 K H"]] | None = None,
-    ) -> Any:
+    def refreshed(self, cache: Any, past: Array, added: int, ctx: LayerContext) -> Any:
         """The cache with up-to-date digests, after at most `added` tokens behind slot `past`.
 
         The pages that the tokens touch are summarised anew from their keys. That costs little more
         than the tokens' own keys, needs no state of a half-filled page, and is right after a
         rewind. A page's slots lie together on one shard.
-
-        Args:
-          newest: of one added token the keys before it, and its own key. With them nothing waits
-            until the key is written.
         """
         if cache.digests is None:
             return cache
@@ -272,15 +255,7 @@ class Selecting(Appending):
         first_B = jnp.clip(past // page - ctx.seq_offset(pages), 0, pages - touched)
         slot_BM = first_B[:, None] * page + jnp.arange(touched * page)
         paged = (*store.k.shape[:2], touched, page, store.k.shape[3])
-        if newest is None:
-            keys_BKMH = read_lines(store.k, slot_BM[:, None])
-        else:
-            before, key_B1KH = newest
-            its_B1 = (past - ctx.seq_offset(store.k.shape[2]))[:, None]
-            keys_BKMH = read_lines(before, slot_BM[:, None])
-            its_BM = (slot_BM == its_B1)[:, None, :, None]
-            keys_BKMH = jnp.where(its_BM, jnp.swapaxes(key_B1KH, 1, 2), keys_BKMH)
-        keys_BKPZH = keys_BKMH.reshape(paged)
+        keys_BKPZH = read_lines(store.k, slot_BM[:, None]).reshape(paged)
         held_BM = slot_BM < store.held(ctx)[:, None]
         new = self.summarise(keys_BKPZH, held_BM.reshape(-1, touched, page))
         count_B = jnp.full_like(first_B, touched)
