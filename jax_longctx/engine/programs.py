@@ -92,9 +92,9 @@ from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
 IN_PLACE: dict[str, Any] = {"keep_unused": True}
 
 # Options of programs that loop over layers. XLA's Triton matmuls copy each layer's weights out of
-# the stack first; cuBLAS takes their address. Command buffers that hold loops make the whole loop one
-# CUDA graph. Where weights and caches nearly fill the memory, rematerialization would compute products
-# several times, and copy caches that are written in place.
+# the stack first; cuBLAS takes their address. Command buffers that hold loops make the whole loop
+# one CUDA graph. Where weights and caches nearly fill the memory, rematerialization would compute
+# products several times, and copy caches that are written in place.
 LOOPED: dict[str, Any] = {
     "compiler_options": {
         "xla_gpu_enable_triton_gemm": False,

@@ -53,7 +53,6 @@ from jax_longctx.parts.sparse_decode import (
     listed,
 )
 from jax_longctx.sharding import axes_field
-from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import Plane
 from pallas_kernels.select_pages import select_pages
 
@@ -179,9 +178,8 @@ class Selecting(Appending):
         if isinstance(cache, Store):
             return super().attend(new, cache, segment, ctx)
         if segment.role == "decode":
-            before = cache.digests
             q, _, cache = self.append_token(new, cache, segment, ctx)
-            chosen = self.attend_selected(q, cache, ctx, before=before)
+            chosen = self.attend_selected(q, cache, ctx)
             return (chosen.out, chosen.lse), cache.counted(chosen, segment.valid_of())
         past_B = cache.store.length
         part, store = super().attend(new, cache.store, segment, ctx)
@@ -274,14 +272,8 @@ class Selecting(Appending):
         cache: SelectiveCache,
         ctx: LayerContext,
         prior: Prior | None = None,
-        before: Any = None,
     ) -> Selected:
-        """The rotated query of the newest token against the fixed and the selected tokens.
-
-        Args:
-          before: the digests before the newest token. Where its page is fixed the choice takes
-            them on a GPU, and does not wait until the newest are made.
-        """
+        """The rotated query of the newest token against the fixed and the selected tokens."""
         span = self.selectable(cache.store, ctx)
         page = self.page_size if self.whole_pages else 1
         sink, local = -(-self.sink // page) * page, self.local + page - 1
@@ -289,16 +281,8 @@ class Selecting(Appending):
         if self.allocation.startswith("psa"):
             fixed = attend_fixed(q, cache.store, span, sink, local, ctx, prior)
             forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
-        by = cache
-        if before is not None and self.newest_page_fixed and platform() == "gpu":
-            by = dataclasses.replace(cache, digests=before)
-        lists = self.choose(q, by, span, ctx, forced, prior)
+        lists = self.choose(q, cache, span, ctx, forced, prior)
         return attend_lists(q, cache.store, lists, span, fixed, ctx, prior)
-
-    @property
-    def newest_page_fixed(self) -> bool:
-        """Whether no token of the newest one's page may be selected."""
-        return self.local > 0 if self.whole_pages else self.local >= self.page_size
 
     def selectable(self, store: Store, ctx: LayerContext) -> Span:
         """What lies between the fixed tokens of each row."""

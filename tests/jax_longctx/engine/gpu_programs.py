@@ -11,8 +11,8 @@ import re
 import sys
 from collections.abc import Iterator
 
-# What XLA asks of a GPU, here an H200, with no more memory than the arguments of a program take: when
-# it is full, programs must be the same.
+# What XLA asks of a GPU, here an H200, with no more memory than the arguments of a program take:
+# when it is full, programs must be the same.
 H200 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
