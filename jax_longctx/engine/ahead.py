@@ -244,6 +244,8 @@ class Compilation:
         Unless `check` is True, a program that failed is not reported here: the run compiles it
         again and raises its error.
 
+        With `check` all that is to be stored on the disk is there too.
+
         Args:
           progress: called with the number compiled and the number of all programs.
           every: seconds between two calls of it.
@@ -254,8 +256,11 @@ class Compilation:
             progress(sum(future.done() for future in futures), len(futures))
             time.sleep(every if any(not future.done() for future in needed) else 0)
         progress(sum(future.done() for future in futures), len(futures))
-        for future in needed if check else ():
+        if not check:
+            return
+        for future in needed:
             future.result()
+        self._pool.shutdown()
 
 
 def begun_or_none(begin: Callable[[], Compilation]) -> Compilation | None:
