@@ -1,6 +1,6 @@
 """Append-only storage: every key and value of a row in slots 0..length-1, in token order.
 
-Slots are sharded over the mesh axis `seq`, in stripes or in blocks (`contract.slots`). A slot is
+Slots are sharded over the mesh axis `seq`, in stripes or in blocks (`contract.context`). A slot is
 written by the shard that owns it. Writes to a donated cache are in place, and no read copies a
 cache; tests check both in the programs compiled for CPU and TPU.
 """
@@ -113,8 +113,8 @@ def write_run(
     valid one may get garbage, so a buffer has one slot to spare.
     """
     own = ctx.slots(buffer.shape[2])
-    if own.in_blocks:
-        return write_rows(buffer, new, start - own.offset, valid, whole=own.shards == 1)
+    if own.shards == 1:
+        return write_rows(buffer, new, start, valid)
     if new.shape[1] == 1:
         return write_rows(buffer, new, own.find(start), valid, whole=False)
     # This shard's tokens follow one another in its slots, but not among the new ones.
@@ -250,7 +250,7 @@ def local_run(
     """
     first_B, count_B, most = jnp.zeros_like(number), number, min(slots.shape[1], size)
     if ctx.seq_size > 1:
-        offset = ctx.slots(size).offset
+        offset = ctx.seq_offset(size)
         listed_BX = jnp.arange(slots.shape[1]) < number[:, None]
         below, above = slots < offset, slots >= offset + size
         first_B = jnp.sum(listed_BX & (above if descending else below), axis=-1)

@@ -1,6 +1,14 @@
 """The contract between the engine and a method (see `jax_longctx.contract.method`)."""
 
-from jax_longctx.contract.context import QKV, Attended, LayerContext, WithCache
+from jax_longctx.contract.context import (
+    QKV,
+    STRIPE,
+    LayerContext,
+    OwnSlots,
+    SlotLayout,
+    WithCache,
+)
+from jax_longctx.contract.merging import Attended
 from jax_longctx.contract.method import (
     REGISTERED,
     CacheShape,
@@ -34,7 +42,6 @@ from jax_longctx.contract.segments import (
     spread_segment,
     tail_size,
 )
-from jax_longctx.contract.slots import STRIPE, OwnSlots, SlotLayout
 
 __all__ = [
     "CHUNK_ROWS",

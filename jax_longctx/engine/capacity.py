@@ -197,8 +197,7 @@ def _grow_layer(layer: int, cache: Any, more: int, layout: SlotLayout) -> Any:
     def widen(array: Any, names: tuple[str | None, ...]) -> Any:
         for axis, (name, size) in enumerate(zip(names, array.shape, strict=True)):
             if extra := added(name, size):
-                dealt = name in ("slots", "pages")
-                array = (layout if dealt else SlotLayout()).resized(array, axis, size + extra)
+                array = layout.along(name).resized(array, axis, size + extra)
         return array
 
     padded = [widen(leaf, names) for leaf, names in zip(leaves, axes, strict=True)]

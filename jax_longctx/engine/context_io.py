@@ -11,8 +11,9 @@ import dataclasses
 import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,15 +55,14 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     """
     path = Path(path).absolute()
     engine.check_context(context)
-    # Layer by layer, whatever runs of layers this engine loops over.
-    caches = programs.per_layer(context.usable_caches())
     partial = path.with_name(path.name + ".partial")
-    # Rows that only fill the mesh's data axis stay behind.
-    pairs = zip(jax.tree.leaves(caches), leaf_axes(caches), strict=True)
-    leaves = {
-        f"{i:05d}": _ordered(engine, _with_rows(leaf, axes, context.batch), axes, context.slots)
-        for i, (leaf, axes) in enumerate(pairs)
-    }
+    moved = functools.partial(_moved, engine, SlotLayout.in_order, context.slots)
+    leaves: dict[str, jax.Array] = {}
+    # Layer by layer, whatever runs of layers this engine loops over.
+    for cache in programs.each_layer(context.usable_caches()):
+        for leaf, axes in zip(jax.tree.leaves(cache), leaf_axes(cache), strict=True):
+            # Rows that only fill the mesh's data axis stay behind.
+            leaves[f"{len(leaves):05d}"] = moved(axes, _with_rows(leaf, axes, context.batch))
     described = {
         "made_by": made_by_engine(engine),
         "rows": context.rows[: context.batch],
@@ -172,8 +172,9 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     check_files(path / CACHES, described["files"], REMEDY)
     arrays = load_arrays(path / CACHES, _saved_arrays(engine, structure, batch), REMEDY).values()
     shardings = jax.tree.leaves(tree_shardings(engine.mesh, structure))
+    put = functools.partial(_moved, engine, SlotLayout.dealt, slots)
     leaves = [
-        _dealt(engine, jax.device_put(_with_rows(array, axes, len(rows)), sharding), axes, slots)
+        put(axes, jax.device_put(_with_rows(array, axes, len(rows)), sharding))
         for array, axes, sharding in zip(arrays, leaf_axes(structure), shardings, strict=True)
     ]
     caches = jax.tree.unflatten(jax.tree.structure(structure), leaves)
@@ -251,34 +252,31 @@ def _with_rows(leaf: jax.Array, axes: tuple[str | None, ...], rows: int) -> jax.
     return jnp.pad(leaf, [(0, more if i == axis else 0) for i in range(leaf.ndim)])
 
 
-def _ordered(engine: Engine, leaf: jax.Array, axes: tuple[str | None, ...], slots: int) -> Any:
-    """An array with its slots in the text's order, as every mesh reads it."""
-    return _moved(engine.setup.slot_layout, leaf, axes, slots, "in_order")
-
-
-def _dealt(engine: Engine, leaf: jax.Array, axes: tuple[str | None, ...], slots: int) -> Any:
-    """An array in the text's order with its slots where this engine has them."""
-    return _moved(engine.setup.slot_layout, leaf, axes, slots, "dealt")
-
-
 def _moved(
-    layout: SlotLayout,
-    leaf: jax.Array,
-    axes: tuple[str | None, ...],
+    engine: Engine,
+    way: Callable[..., jax.Array],
     slots: int,
-    way: Literal["in_order", "dealt"],
-) -> Any:
-    """The array with its axis of slots or pages, if any, moved that way on its shards."""
-    axis = next((i for i, name in enumerate(axes) if name in ("slots", "pages")), None)
-    if axis is None or not layout.in_stripes:
-        return leaf
-    return _mover(layout, way, axis, slots, leaf.sharding)(leaf)
+    axes: tuple[str | None, ...],
+    leaf: jax.Array,
+) -> jax.Array:
+    """An array of a cache of so many slots, moved by a function of `SlotLayout`.
+
+    On the disk they lie in the text's order (`in_order`), which every mesh reads. An engine deals
+    them to its own shards (`dealt`).
+    """
+    for axis, name in enumerate(axes):
+        layout = engine.setup.slot_layout.along(name)
+        if layout.in_stripes:
+            leaf = _mover(layout, way, axis, slots, leaf.sharding)(leaf)
+    return leaf
 
 
 @functools.cache
-def _mover(layout: SlotLayout, way: str, axis: int, slots: int, sharding: Any) -> Any:
+def _mover(
+    layout: SlotLayout, way: Callable[..., jax.Array], axis: int, slots: int, sharding: Any
+) -> Any:
     """The program of `_moved`: arrays of all layers share it."""
-    move = functools.partial(getattr(layout, way), axis=axis, slots=slots)
+    move = functools.partial(way, layout, axis=axis, slots=slots)
     return jax.jit(move, out_shardings=sharding)
 
 

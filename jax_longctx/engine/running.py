@@ -539,7 +539,6 @@ def _seated(
     Where these are of other sizes than the batch's, along axes that grow, the part that both have
     is copied. What lies beyond holds no token of the row.
     """
-
     layout = setup.slot_layout
 
     def put(old: Any, about: Any, new: Any) -> Any:
@@ -556,10 +555,8 @@ def _seated(
                     f"the context's caches have {own} {name or 'entries'}, this batch's {size}; "
                     "prefill it with the engine that this batch runs on"
                 )
-            if layout.in_stripes and name in ("slots", "pages"):
-                new = layout.resized(new, number, size)
-            else:
-                new = jax.lax.slice_in_dim(new, 0, min(size, own), axis=number)
+            along = layout.along(name)
+            new = along.resized(new, number, size if along.in_stripes else min(size, own))
         new = jax.lax.dynamic_slice_in_dim(new, row, 1, axis)
         at = [place if number == axis else 0 for number in range(old.ndim)]
         return jax.lax.dynamic_update_slice(old, new, at)

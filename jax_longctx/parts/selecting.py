@@ -380,10 +380,7 @@ class Selecting(Appending):
         best_BXC = best_pages(ranked_BXP, count, most)
         scores_BXE = ctx.gather_seq(listed(ranked_BXP, best_BXC), axis=2)
         pages_BXE = ctx.gather_seq(where.at(best_BXC), axis=2)
-        if where.in_blocks:
-            # Shard after shard, each ascending: ties still go to the lowest page.
-            return listed(pages_BXE, best_pages(scores_BXE, count, most), -1)
-        # The lists of the shards are not in the pages' order: one sort ranks by both.
+        # The shards' lists are not in the pages' order: one sort by both, ties to the lowest page.
         ranks_BXE, pages_BXE = jax.lax.sort((-scores_BXE, pages_BXE), num_keys=2)
         ranks_BXC, pages_BXC = ranks_BXE[..., :most], pages_BXE[..., :most]
         some_BXC = (ranks_BXC < jnp.inf) & (jnp.arange(most) < count[:, None, None])

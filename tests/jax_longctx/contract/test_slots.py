@@ -15,7 +15,7 @@ from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.running import Request, RunningBatch
 from jax_longctx.methods import Full, ReAttention, Ring, make_method
 from jax_longctx.parts.voted_keys import Scope
-from jax_longctx.sharding import make_mesh
+from jax_longctx.sharding import RULES, make_mesh
 from tests.small_methods import SMALL, small_method
 from tests.support import random_rows, tiny_config, tiny_engine
 
@@ -126,6 +126,13 @@ def test_what_is_dealt():
     assert not engine_of(Full(), 4, windows=(64,)).setup.slot_layout.in_stripes
     assert ReAttention().stripes
     assert not ReAttention(selector="tilemax128").stripes
+
+
+def test_only_slots_and_pages_are_dealt():
+    layout = SlotLayout(4, STRIPE)
+    assert all(layout.along(name) == layout for name in ("slots", "pages"))
+    others = {*RULES, None} - {"slots", "pages"}
+    assert not any(layout.along(name).in_stripes for name in others)
 
 
 def test_an_offset_of_stripes_is_refused():
