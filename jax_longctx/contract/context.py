@@ -67,7 +67,7 @@ class SlotLayout:
         """The layout along a logical axis of that name: only slots and pages are dealt."""
         return self if name in ("slots", "pages") else SlotLayout()
 
-    def own(self, size: int, page: int, shard: Any) -> "OwnSlots":
+    def of_shard(self, size: int, page: int, shard: Any) -> "OwnSlots":
         """The `size` entries of a shard, each a page of so many slots."""
         stripe = size if self.stripe is None else math.gcd(self.stripe, size * page) // page
         return OwnSlots(size, self.shards, shard, stripe)
@@ -177,7 +177,7 @@ class OwnSlots:
         every = jax.lax.all_gather(apart, "seq", axis=axis + 1)  # [.., turns, shards, stripe, ..]
         return every.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
-    def own(self, x: Array, axis: int) -> Array:
+    def part(self, x: Array, axis: int) -> Array:
         """This shard's entries of an array that all shards hold whole, in the text's order."""
         if self.shards == 1:
             return x
@@ -238,7 +238,7 @@ class LayerContext:
 
     def slots(self, size: int, page: int = 1) -> OwnSlots:
         """Which slots this shard holds, of which it has `size`; or pages of `page` slots each."""
-        return SlotLayout(self.seq_size, self.stripe).own(size, page, self.seq_index)
+        return SlotLayout(self.seq_size, self.stripe).of_shard(size, page, self.seq_index)
 
     def seq_offset(self, local_slots: int) -> Int[Array, ""]:
         """Global index of this shard's first slot, when it holds a block of `local_slots` of them.
@@ -269,7 +269,7 @@ class LayerContext:
         return jax.lax.all_gather(x, "seq", axis=axis, tiled=True) if self.seq_size > 1 else x
 
     def own_seq(self, x: Array, axis: int) -> Array:
-        """This shard's part along `axis` of what `gather_seq` gave; of slots see `OwnSlots.own`."""
+        """`gather_seq` undone: this shard's part along `axis`. For slots see `OwnSlots.part`."""
         own = x.shape[axis] // self.seq_size
         return jax.lax.dynamic_slice_in_dim(x, self.seq_index * own, own, axis)
 

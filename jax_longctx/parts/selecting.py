@@ -374,7 +374,7 @@ class Selecting(Appending):
         The best of all are among the best of their shards.
         """
         where = ctx.slots(own.shape[2], self.page_size)
-        tokens_BP = where.own(span.tokens, axis=1)
+        tokens_BP = where.part(span.tokens, axis=1)
         own = jnp.where((tokens_BP > 0)[:, None], own, -jnp.inf)
         ranked_BXP = self.pooled(own, tokens_BP, kv_heads, ctx, sharded=True)
         best_BXC = best_pages(ranked_BXP, count, most)

@@ -294,7 +294,7 @@ class Scope:
 
     def listed(self) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
         """(slots, number): the number[b] slots of each row, then -1; C = `most`."""
-        every = SlotLayout().own(_LAST, 1, 0)
+        every = SlotLayout().of_shard(_LAST, 1, 0)
         slots_BC, _, number_B = self.own(every, jnp.zeros_like(self.length))
         return slots_BC, number_B
 

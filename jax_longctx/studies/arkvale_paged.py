@@ -95,7 +95,7 @@ class ArkValePaged(ArkVale):
         ranked_BP = self._ranked(rotated, cache, self.selectable(cache.store, ctx), ctx)
         begun_BP = select_mask(ranked_BP, self.most_pages(0, ranked_BP.shape[1]))
         # The last segment with tokens of the row counts.
-        own = ctx.slots(cache.resident.shape[1], self.page_size).own(begun_BP, 1)
+        own = ctx.slots(cache.resident.shape[1], self.page_size).part(begun_BP, 1)
         resident = where_rows(valid_B > 0, own, cache.resident)
         return part, dataclasses.replace(cache, resident=resident)
 

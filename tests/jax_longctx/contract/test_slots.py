@@ -39,7 +39,7 @@ def test_a_shard_finds_and_counts_its_entries(shards, size, stripe, page):
     count = expected.size
     asked = jnp.arange(-3, count + 5)
     for shard, entries in enumerate(expected):
-        own = layout.own(size // page, page, shard)
+        own = layout.of_shard(size // page, page, shard)
         np.testing.assert_array_equal(own.at(jnp.arange(len(entries))), entries)
         places = {entry: index for index, entry in enumerate(entries)}
         np.testing.assert_array_equal(own.find(asked), [places.get(int(e), -1) for e in asked])
@@ -85,8 +85,8 @@ def test_shards_gather_in_the_texts_order(shards, size, stripe, page):
     text = jnp.arange(2 * shards * each).reshape(2, -1)
 
     def there_and_back():
-        own = layout.own(each, page, jax.lax.axis_index("seq"))
-        return own.whole(own.own(text, 1), 1)
+        own = layout.of_shard(each, page, jax.lax.axis_index("seq"))
+        return own.whole(own.part(text, 1), 1)
 
     np.testing.assert_array_equal(on_shards(shards, there_and_back, PartitionSpec()), text)
 
@@ -103,7 +103,7 @@ def test_a_shard_lists_its_part_of_a_scope(shards, size, stripe, but_last):
     np.testing.assert_array_equal(number, scope.number)
     newest = jnp.full_like(length, but_last)
     for shard, entries in enumerate(entries_of(shards, size, stripe, 1)):
-        local, place, count = scope.own(SlotLayout(shards, stripe).own(size, 1, shard), newest)
+        local, place, count = scope.own(SlotLayout(shards, stripe).of_shard(size, 1, shard), newest)
         for row in range(len(number)):
             slots = listed[row, : max(number[row] - but_last, 0)]
             mine = np.flatnonzero(np.isin(slots, entries))
