@@ -122,6 +122,7 @@ def test_what_is_dealt():
     assert engine_of(Full(), 4).setup.slot_layout.in_stripes
     assert not engine_of(Full(), 1).setup.slot_layout.in_stripes
     assert not engine_of(Ring(), 4).setup.slot_layout.in_stripes
+    assert not engine_of(small_method("star"), 4).setup.slot_layout.in_stripes
     assert not engine_of(make_method("infllm", SMALL["infllm"]), 4).setup.slot_layout.in_stripes
     assert not engine_of(Full(), 4, windows=(64,)).setup.slot_layout.in_stripes
     assert ReAttention().stripes
