@@ -51,7 +51,7 @@ from jax_longctx.contract import (
     decode_segment,
     step_variant,
 )
-from jax_longctx.engine.ahead import Program, program
+from jax_longctx.engine.ahead import Program, forget, program
 from jax_longctx.engine.sampling import (
     Choices,
     RowValues,
@@ -149,7 +149,7 @@ def limit_mappings() -> None:
     used, most = MAPPINGS.read_bytes().count(b"\n"), int(MOST_MAPPINGS.read_text())
     if used > most // 2:
         _logger.info("dropping all compiled programs: %d of %d mappings in use", used, most)
-        jax.clear_caches()
+        forget()
 
 
 @dataclasses.dataclass(frozen=True)
