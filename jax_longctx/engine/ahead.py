@@ -49,6 +49,8 @@ EVENTS = (
 )
 
 _logger = logging.getLogger(__name__)
+# Every `Program`; `forget` clears them.
+_programs: list["Program"] = []
 _rehearsal: contextvars.ContextVar["Compilation | Listing | None"] = contextvars.ContextVar(
     "rehearsal", default=None
 )
@@ -73,6 +75,7 @@ class Program:
         self._static = static
         self.name = f"{function.__module__}.{function.__qualname__} {static} {options}"
         self.stored: dict[Any, Future[Any]] = {}
+        _programs.append(self)
 
     def __call__(self, *args: Any) -> Any:
         rehearsal = _rehearsal.get()
@@ -91,6 +94,13 @@ class Program:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.jitted, name)
+
+
+def forget() -> None:
+    """Drops all compiled programs of this process."""
+    jax.clear_caches()
+    for each in _programs:
+        each.stored.clear()
 
 
 def program(**options: Any) -> Callable[[Any], Program]:
@@ -326,7 +336,7 @@ def _lowered(program: Program, args: tuple[Any, ...]) -> Any:
 
 def _key(args: tuple[Any, ...]) -> Any:
     leaves, structure = jax.tree.flatten(args)
-    return structure, tuple(map(_signature, leaves))
+    return jax.config.jax_default_matmul_precision, structure, tuple(map(_signature, leaves))
 
 
 def _signature(leaf: Any) -> Any:

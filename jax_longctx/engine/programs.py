@@ -54,7 +54,7 @@ from jax_longctx.contract import (
     step_variant,
     stripes,
 )
-from jax_longctx.engine.ahead import Program, program
+from jax_longctx.engine.ahead import Program, forget, program
 from jax_longctx.engine.sampling import (
     Choices,
     RowValues,
@@ -152,7 +152,7 @@ def limit_mappings() -> None:
     used, most = MAPPINGS.read_bytes().count(b"\n"), int(MOST_MAPPINGS.read_text())
     if used > most // 2:
         _logger.info("dropping all compiled programs: %d of %d mappings in use", used, most)
-        jax.clear_caches()
+        forget()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,8 @@
 JAX's persistent cache is asked for a program after tracing and lowering it. On a GPU that takes one
 to ten seconds for the programs of a first token, most of them for lowering kernels. Here a program
 is found by what it is made of: the text of this library, the versions below it, the devices, the
-static arguments, and the shapes, dtypes and shardings of the others. It lies beside JAX's own
-programs, where the folder of the persistent cache is.
+static arguments, and the shapes, dtypes and shardings of the others. Programs of another package's
+method are not stored. A program lies beside JAX's own, where the folder of the persistent cache is.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ import logging
 import os
 import pickle
 import re
-import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -135,7 +134,7 @@ def _surroundings(mesh: Mesh) -> str:
         if not _IRRELEVANT.search(name)
     }
     flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    versions = jax.__version__, version("jaxlib"), device.client.platform_version
+    versions = *map(version, ("jax", "jaxlib", "flax")), device.client.platform_version
     return repr((_text_digest(), versions, device.device_kind, settings, flags))
 
 
@@ -149,23 +148,15 @@ def _text_digest() -> str:
     return digest.hexdigest()
 
 
-@functools.cache
-def _module_digest(name: str) -> str:
-    """Of another package's module, in which a method may be."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        raise Nameless(f"the module {name} has no file")
-    return _DIGEST(Path(file).read_bytes()).hexdigest()
-
-
 def _described(value: Any) -> Iterator[str]:
     """A static argument in words that are the same in each process."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         yield f"{value.__module__}.{value.__qualname__}"
-        if "<locals>" in value.__qualname__ or value.__module__ == "__main__":
+        if "<locals>" in value.__qualname__:
             raise Nameless(f"{value.__qualname__} is made while the process runs")
         if value.__module__.split(".")[0] not in (*PACKAGES, "jax", "jaxlib", "numpy", "builtins"):
-            yield _module_digest(value.__module__)
+            # Its text, and that of all it uses, would have to be looked through.
+            raise Nameless(f"{value.__module__} is of another package")
     elif isinstance(value, Mesh):
         shape = dict(value.shape)
         yield repr((shape, value.axis_types, [device.id for device in value.devices.flat]))

@@ -169,11 +169,11 @@ class Blocks(Registered):
         """The context; a row ends in the last segment that holds tokens of it."""
         # Columns, their most tokens in a long text, the size of a chunk, the variant.
         fed: list[tuple[Columns, int, int, str]] = []
-        longest = max(map(len, prompt.rows), default=0)
+        longest, most = max(map(len, prompt.rows), default=0), min(prompt.chunk, self.block)
         for anchors, blocks, sends in self._turns(prompt):
-            fed += [(part, 0, prompt.chunk, ANCHOR) for part in _chunks(anchors, prompt.chunk)]
+            fed += [(part, 0, most, ANCHOR) for part in _chunks(anchors, most)]
             # One segment: the anchor is sent before the block's last token attends to it.
-            chunk, variant = (self.block, SENDS) if sends else (prompt.chunk, "")
+            chunk, variant = (self.block, SENDS) if sends else (most, "")
             for index, part in enumerate(_chunks(blocks, chunk)):
                 full = min(chunk, self.block - index * chunk) if longest > chunk else 0
                 fed.append((part, full, chunk, variant))
@@ -182,9 +182,9 @@ class Blocks(Registered):
             last |= {b: index for b, row in enumerate(columns) if any(row)}
         for index, (columns, full, chunk, variant) in enumerate(fed):
             ends = np.array([last.get(b) == index for b in range(len(columns))])
-            most = max(len(part) for row in columns for part in row)
+            held = max(len(part) for row in columns for part in row)
             # A last block that is short shares the programs of the whole ones.
-            yield spread_segment(columns, tail_size(max(most, full), chunk), ends, variant)
+            yield spread_segment(columns, tail_size(max(held, full), chunk), ends, variant)
 
     def _turns(self, prompt: Prompt) -> Iterator[tuple[Columns, Columns, bool]]:
         """Anchors and blocks that the shards read in each turn; whether the anchor is sent."""

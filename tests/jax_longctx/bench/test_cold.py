@@ -8,21 +8,6 @@ from typer.testing import CliRunner
 
 from jax_longctx.bench import cold
 from jax_longctx.cli.main import app
-from jax_longctx.models import presets
-
-
-@pytest.fixture
-def tiny_preset(monkeypatch):
-    shape = dict(
-        presets.PRESETS["llama-3.1-8b"],
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
-    monkeypatch.setitem(presets.PRESETS, "tiny", shape)
 
 
 def bench_cold(folder):
@@ -38,7 +23,7 @@ def bench_cold(folder):
 
 
 @pytest.mark.slow
-def test_the_second_process_finds_what_the_first_compiled(tiny_preset, tmp_path):
+def test_the_second_process_finds_what_the_first_compiled(tiny_shape, tmp_path):
     (row, failed), printed = bench_cold(tmp_path)
     empty, full = row["empty"], row["full"]
     assert empty["from_cache"] == 0 and full["from_cache"] == full["programs"] > 0
@@ -51,7 +36,7 @@ def test_the_second_process_finds_what_the_first_compiled(tiny_preset, tmp_path)
 
 
 def test_each_method_runs_with_an_empty_and_then_with_a_full_cache(
-    tiny_preset, tmp_path, monkeypatch
+    tiny_shape, tmp_path, monkeypatch
 ):
     """Nothing runs: processes give what they are told to."""
     times = ("first_token", "last_token", "warm_first_token", "warm_last_token", "compile")
@@ -74,8 +59,8 @@ def test_each_method_runs_with_an_empty_and_then_with_a_full_cache(
     assert "tova" in printed and "7 of 7" in printed and "block must be" in printed
 
 
-def test_a_process_times_its_first_answer_and_the_same_again(tiny_preset):
-    case = {"model": presets.PRESETS["tiny"], "checkpoint": None, "method": "tova", "settings": {}}
+def test_a_process_times_its_first_answer_and_the_same_again(tiny_shape):
+    case = {"model": tiny_shape, "checkpoint": None, "method": "tova", "settings": {}}
     case |= {"length": 100, "answer": 4, "chunk": 512, "dtype": "float32", "mesh": {}}
     found = cold.measure(case | {"ahead": None})
     assert 0 < found["warm_first_token"] < found["first_token"] < found["last_token"]

@@ -24,17 +24,7 @@ also = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture
-def tiny_preset(monkeypatch):
-    shape = dict(
-        presets.PRESETS["llama-3.1-8b"],
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
-    monkeypatch.setitem(presets.PRESETS, "tiny", shape)
+def tiny_preset(tiny_shape, monkeypatch):
     monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1e11)
 
 

@@ -10,22 +10,12 @@ from jax_longctx.bench import prefill, timing
 from jax_longctx.cli.main import app
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.methods import make_method
-from jax_longctx.models import presets
 from jax_longctx.sharding import make_mesh
 
 
 @pytest.fixture
-def tiny_preset(monkeypatch):
-    shape = dict(
-        presets.PRESETS["llama-3.1-8b"],
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
-    monkeypatch.setitem(presets.PRESETS, "tiny", shape)
+def tiny_preset(tiny_shape, monkeypatch):
+    tiny_shape["num_hidden_layers"] = 4
     monkeypatch.setattr(prefill, "WARM", 18)
 
 

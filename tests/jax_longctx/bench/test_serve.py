@@ -11,22 +11,11 @@ from jax_longctx.bench.steps import random_context
 from jax_longctx.cli.main import app
 from jax_longctx.engine import Request, RunningBatch
 from jax_longctx.methods import Quest
-from jax_longctx.models import presets
 from tests.support import tiny_engine
 
 
 @pytest.fixture
-def tiny_preset(monkeypatch):
-    shape = dict(
-        presets.PRESETS["llama-3.1-8b"],
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
-    monkeypatch.setitem(presets.PRESETS, "tiny", shape)
+def tiny_preset(tiny_shape, monkeypatch):
     monkeypatch.setattr(serve, "copy_bandwidth", lambda: 1e11)
     # Chunks of this model take a millisecond.
     monkeypatch.setattr(serve, "READ_SECONDS", 0.001)

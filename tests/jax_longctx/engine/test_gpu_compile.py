@@ -18,7 +18,10 @@ import pytest
 from tests.jax_longctx.engine import gpu_programs
 
 # Kernels of a turn of the loop over the layers in a decode step of one row.
-KERNELS = {"full": 74, "quest": 106, "resa": 142, "reattention": 146, "citrus": 82}
+KERNELS = {
+    **{"full": 74, "quest": 106, "resa": 142, "arkvale": 122},
+    **{"reattention": 146, "citrus": 82, "refreshkv": 86},
+}
 
 REPOSITORY = Path(__file__).parents[3]
 PLUGIN = os.environ.get("LONGCTX_GPU_PLUGIN")
@@ -100,6 +103,9 @@ def test_no_program_copies_weights_or_caches(programs):
         if method == "citrus":
             # Its keys are stored before rotary embedding, and each step rotates all of them.
             copies = [text for text in copies if not text.endswith("/attention/concatenate")]
+        if method == "refreshkv":
+            # A check may write a layer's partial cache anew.
+            copies = [text for text in copies if not text.endswith("/jit(_where)/select_n")]
         assert not copies, each["name"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx.engine import ahead, programs, stored
-from jax_longctx.engine.ahead import Program
+from jax_longctx.engine.ahead import forget
 from jax_longctx.engine.engine import Engine
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
@@ -68,14 +68,6 @@ def answer(engine):
     return joined(engine.stream(context, asked, max_tokens=ANSWER))
 
 
-def forget():
-    """As in a new process."""
-    jax.clear_caches()
-    for each in vars(programs).values():
-        if isinstance(each, Program):
-            each.stored.clear()
-
-
 @pytest.mark.parametrize(
     "name", ["full", pytest.param("refreshkv", marks=pytest.mark.slow), "streaming-llm"]
 )
@@ -129,6 +121,10 @@ class Made:
     function: object
 
 
+# As a class of the library.
+Made.__module__ = stored.__name__
+
+
 def test_a_program_is_told_from_others(tmp_path, monkeypatch):
     mesh, x = make_mesh(), jnp.ones(3)
 
@@ -155,3 +151,5 @@ def test_a_program_is_told_from_others(tmp_path, monkeypatch):
     # What another process would describe otherwise is not stored.
     assert path(static=(Made(lambda: 0),)) is None
     assert path(static=(object(),)) is None
+    # Another package's text is not looked through.
+    assert path(static=(pytest.Item,)) is None

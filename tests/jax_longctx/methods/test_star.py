@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jax_longctx.contract import Prompt
 from jax_longctx.engine import Engine, programs
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import Full, make_method
@@ -53,6 +54,12 @@ def expected(method):
         logits = answer_logits(engine.config, params, kept, [*question, *answer])
         found.append((logits[-4:], [k for k, _ in kept]))
     return found
+
+
+def test_a_block_below_the_chunk_is_not_padded_to_the_chunk():
+    prompt = Prompt("context", 512, CONTEXTS, slots=512, shards=4)
+    columns = [segment.tokens.shape[-1] for segment in STAR.segments(prompt)]
+    assert len(columns) > 2 and set(columns) == {4 * 64}
 
 
 def compare(engine, method):
