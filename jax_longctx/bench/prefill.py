@@ -5,7 +5,7 @@ the answer fit in `tokens`. The predicted time is the FLOPs on the busiest devic
 `planning.plan`) at two rates measured in the same run on the same devices: `linear`, of the layers
 without attention, and `attention`, of a causal square. It leaves out communication. Also measured
 are the bytes a second that a device receives from its neighbour, and the time of one decode step's
-merge by each implementation (`contract.context`), in a chain of merges.
+merge by each implementation (`contract.merging`), in a chain of merges.
 
 With fewer layers than the shape has, a method is timed with those and with one (see `timing`).
 """
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, answered, call_times, scaled
-from jax_longctx.contract.context import by_gather, by_sum, merge_way
+from jax_longctx.contract.merging import by_gather, by_sum, merge_way
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.programs import without_layers

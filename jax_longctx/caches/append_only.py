@@ -1,8 +1,8 @@
 """Append-only storage: every key and value of a row in slots 0..length-1, in token order.
 
-Slots are sharded over the mesh axis `seq` in contiguous runs. A slot is written by the shard that
-owns it. Writes to a donated cache are in place, and no read copies a cache; tests check both in the
-programs compiled for CPU and TPU.
+Slots are sharded over the mesh axis `seq`, in stripes or in blocks (`contract.context`). A slot is
+written by the shard that owns it. Writes to a donated cache are in place, and no read copies a
+cache; tests check both in the programs compiled for CPU and TPU.
 """
 
 import dataclasses
@@ -72,8 +72,7 @@ class AppendCache(Rewinding):
 
     def held(self, ctx: LayerContext, *, but_last: int = 0) -> Int[Array, " B"]:
         """How many of this shard's slots are valid, each row's last `but_last` tokens left out."""
-        size = self.k.shape[2]
-        return jnp.clip(self.length - but_last - ctx.seq_offset(size), 0, size)
+        return ctx.slots(self.k.shape[2]).below(self.length - but_last)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -113,8 +112,17 @@ def write_run(
     In place when `buffer` is donated. A shard writes its own slots. The slot after a row's last
     valid one may get garbage, so a buffer has one slot to spare.
     """
-    local_B = start - ctx.seq_offset(buffer.shape[2])
-    return write_rows(buffer, new, local_B, valid, whole=ctx.seq_size == 1)
+    own = ctx.slots(buffer.shape[2])
+    if own.shards == 1:
+        return write_rows(buffer, new, start, valid)
+    if new.shape[1] == 1:
+        return write_rows(buffer, new, own.find(start), valid, whole=False)
+    # This shard's tokens follow one another in its slots, but not among the new ones.
+    local_B = own.below(start)
+    at_BX = own.at(local_B[:, None] + jnp.arange(own.most(new.shape[1]))) - start[:, None]
+    at_BX = jnp.clip(at_BX, 0, new.shape[1] - 1)
+    mine = jnp.take_along_axis(new, at_BX[..., None, None], axis=1)
+    return write_rows(buffer, mine, local_B, own.below(start + valid) - local_B, whole=False)
 
 
 def write_rows(
@@ -212,13 +220,14 @@ def append(
     )
 
 
-def local_slots(index: Int[Array, "*shape"], size: int, ctx: LayerContext) -> Int[Array, "*shape"]:
-    """Global slots or pages as indices on this shard, which has `size` of them.
+def local_slots(
+    index: Int[Array, "*shape"], size: int, ctx: LayerContext, page: int = 1
+) -> Int[Array, "*shape"]:
+    """Global slots, or pages of `page` slots, as indices on this shard, which has `size` of them.
 
     -1 for those of other shards, and for negative ones.
     """
-    local = index - ctx.seq_offset(size)
-    return jnp.where((index >= 0) & (local >= 0) & (local < size), local, -1)
+    return ctx.slots(size, page).find(index)
 
 
 def local_run(
@@ -229,7 +238,7 @@ def local_run(
     *,
     descending: bool = False,
 ) -> tuple[Int[Array, "B Y"], Int[Array, " B"], Int[Array, " B"]]:
-    """The run of each row's monotone list of global slots that this shard holds.
+    """The run of each row's monotone list of global slots that this shard's block holds.
 
     Args:
       slots: ascending, or descending, in the first number[b] entries; the others do not count.

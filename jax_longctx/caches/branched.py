@@ -17,14 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches.append_only import AppendCache, append
-from jax_longctx.contract import Attended, LayerContext
+from jax_longctx.contract import Attended, LayerContext, SlotLayout
 from jax_longctx.sharding import Leaf, axes_field, axes_of
 from pallas_kernels.common import merge
 from pallas_kernels.decode_attention import decode_attention, shared_decode_attention
 from pallas_kernels.plane import Plane, part_of
-
-# The split is a multiple of this, which pages divide.
-GRANULE = 128
 
 # Parts of a cache that rows share up to the split, and have for themselves from there on.
 _PARTING: list[type] = [AppendCache]
@@ -117,8 +114,7 @@ def append_to(
 def attend_branched(q: Float[Array, "B 1 N H"], store: Branched, ctx: LayerContext) -> Attended:
     """Every row's (rotated) query against all its tokens."""
     shared, own, scale = store.shared, store.own, ctx.scale
-    size = shared.k.shape[2]
-    held = jnp.clip(store.split - ctx.seq_offset(size), 0, size)
+    held = ctx.slots(shared.k.shape[2]).below(store.split)
     parts = [
         shared_decode_attention(q, shared.k, shared.v, held, scale=scale),
         decode_attention(q, own.k, own.v, own.held(ctx), scale=scale),
@@ -126,9 +122,12 @@ def attend_branched(q: Float[Array, "B 1 N H"], store: Branched, ctx: LayerConte
     return ctx.seq_merge(*merge(parts))
 
 
-def split_of(length: int, own: int) -> int:
-    """Where rows part from a context of `length` tokens, whose last `own` each has for itself."""
-    return max(length - own, 0) // GRANULE * GRANULE
+def split_of(length: int, own: int, layout: SlotLayout) -> int:
+    """Where rows part from a context of `length` tokens, whose last `own` each has for itself.
+
+    Behind the split a shard's slots are those of the rows' own entries, and no page is cut.
+    """
+    return max(length - own, 0) // layout.turn * layout.turn
 
 
 def _parts(node: Any) -> bool:
@@ -206,7 +205,12 @@ def without_context(branched: Any, caches: Any) -> tuple[Any, Any]:
 
 
 def branch_of(
-    branch: Branched, axes: Any, part: Any, row: Int[Array, ""], place: Int[Array, ""]
+    branch: Branched,
+    axes: Any,
+    part: Any,
+    row: Int[Array, ""],
+    place: Int[Array, ""],
+    layout: SlotLayout,
 ) -> Branched:
     """The rows' part with that of row `row` of `part`, of a context that went on, at `place`.
 
@@ -222,16 +226,7 @@ def branch_of(
         new = jax.lax.dynamic_slice_in_dim(new, row, 1, batch)
         for axis, name in enumerate(about.axes):
             if name in ("slots", "pages"):
-                new = _run(new, axis, split, old.shape[axis])
+                new = layout.from_entry(new, axis, split, old.shape[axis])
         return jax.lax.dynamic_update_slice_in_dim(old, new, place, batch)
 
     return branch.with_own(jax.tree.map(put, branch.own, axes.own, part))
-
-
-def _run(x: Array, axis: int, start: Int[Array, ""], size: int) -> Array:
-    """`size` entries from `start` on; those beyond the end of `x` hold anything."""
-    spare = max(size - x.shape[axis], 0)
-    x = jnp.pad(x, [(0, spare if i == axis else 0) for i in range(x.ndim)])
-    # A slice that would pass the end begins earlier; rolling brings its entries to the front.
-    first = jnp.minimum(start, x.shape[axis] - size)
-    return jnp.roll(jax.lax.dynamic_slice_in_dim(x, first, size, axis), first - start, axis)

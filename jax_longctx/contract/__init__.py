@@ -1,6 +1,14 @@
 """The contract between the engine and a method (see `jax_longctx.contract.method`)."""
 
-from jax_longctx.contract.context import QKV, Attended, LayerContext, WithCache
+from jax_longctx.contract.context import (
+    QKV,
+    STRIPE,
+    LayerContext,
+    OwnSlots,
+    SlotLayout,
+    WithCache,
+)
+from jax_longctx.contract.merging import Attended
 from jax_longctx.contract.method import (
     REGISTERED,
     CacheShape,
@@ -14,6 +22,7 @@ from jax_longctx.contract.method import (
     own_tokens,
     reach,
     step_variant,
+    stripes,
 )
 from jax_longctx.contract.segments import (
     CHUNK_ROWS,
@@ -40,11 +49,13 @@ __all__ = [
     "INSTRUCTION_ROWS",
     "QKV",
     "REGISTERED",
+    "STRIPE",
     "Attended",
     "CacheShape",
     "LayerContext",
     "Method",
     "MethodInfo",
+    "OwnSlots",
     "Phase",
     "Planned",
     "PrefillWork",
@@ -53,6 +64,7 @@ __all__ = [
     "Role",
     "RowGroup",
     "Segment",
+    "SlotLayout",
     "Stage",
     "WithCache",
     "beside",
@@ -66,5 +78,6 @@ __all__ = [
     "reach",
     "spread_segment",
     "step_variant",
+    "stripes",
     "tail_size",
 ]

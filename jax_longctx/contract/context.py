@@ -1,48 +1,189 @@
-"""`LayerContext`: rotary embedding, and the collectives over the mesh, for one layer.
+"""`LayerContext`: what a method knows of one layer and of the mesh, and where its slots lie.
 
 The engine makes it inside the manual `shard_map`. A collective over one shard returns its argument.
 
-In a decode step of full attention the shards of the slots exchange one thing a layer: their
-partial attention, merged by log-sum-exp (`seq_merge`). There are two ways:
+Slots are numbered in the text's order. They lie over the shards in one of two ways:
 
-- `by_sum`: the maximum of the log-sum-exps (`pmax`), then one sum of the weighted outputs and their
-  weights (`psum`), in float32: two collectives, one after the other.
-- `by_gather`: one all-gather of the outputs in their own dtype, the bits of the float32 log-sum-exp
-  appended. Every shard merges them in the same order, so all hold the same bits.
+- in stripes: runs of `STRIPE` slots (or the largest common divisor of that and a shard's slots) are
+  dealt to the shards in turn. While a text is read, every shard holds as many filled slots as any
+  other, up to a stripe;
+- in blocks: each shard holds one run of slots. That is a single stripe of all its slots.
 
-Each of S shards receives for each query and head of width H, in bfloat16:
+Either way the indices of a shard ascend with its slots, and the slots below a number are the first
+ones of each shard. So a kernel that takes a count, or a range, of valid slots needs no mask.
 
-    by_gather  (S - 1) (2 H + 4) bytes in one collective
-    by_sum     2 (S - 1) / S (4 H + 8) bytes in two
-
-At H = 128 that is 260 against 520 bytes for two shards, 780 against 780 for four, 1820 against 910
-for eight. `seq_merge` gathers where that is fewer bytes, or where the extra bytes cost less than a
-second collective: in all decode steps of some tens of rows, up to 16 shards. Tests count the
-collectives and bytes in the programs compiled for CPU and v5e.
+The same holds for the pages of a cache, which divide a stripe: entries stand for both here. Nothing
+outside of this module knows the layout. `SlotLayout` has what is done to whole arrays, outside of
+`shard_map`, and `OwnSlots` what a method asks inside of it (`LayerContext.slots`).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_longctx.contract.merging import Attended, merge_way
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.rope import apply_rope, rope_angles
-from pallas_kernels.common import merge
 
 # Queries, keys and values of T new tokens, before rotary embedding: N query heads, K kv heads.
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
-# An attention's output, and its natural-log float32 log-sum-exp, -inf where nothing was seen.
-Attended = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
-# That, and the cache with the new tokens.
+# An attention's output and log-sum-exp, and the cache with the new tokens.
 WithCache = tuple[Attended, Any]
 
-# Bytes that a link of a TPU slice (90 GB/s) moves while a collective starts (3 us). NVLink moves
-# more while an NCCL collective starts, which takes longer.
-WORTH_A_COLLECTIVE = 1 << 18
+# Slots of a stripe: pages divide it, kernels tile by it, and shards hold a multiple of it.
+STRIPE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotLayout:
+    """Where the slots of an engine's caches lie.
+
+    Along a dealt axis an array holds the entries of shard 0, then those of shard 1 and so on.
+
+    Attributes:
+      shards: shards of the slots.
+      stripe: slots of a stripe; None for blocks.
+    """
+
+    shards: int = 1
+    stripe: int | None = None
+
+    @property
+    def in_stripes(self) -> bool:
+        """Whether the order of an array is another one than the text's."""
+        return self.stripe is not None and self.shards > 1
+
+    @property
+    def turn(self) -> int:
+        """Slots after which the shards' indices begin alike."""
+        return STRIPE * self.shards
+
+    def along(self, name: str | None) -> "SlotLayout":
+        """The layout along a logical axis of that name: only slots and pages are dealt."""
+        return self if name in ("slots", "pages") else SlotLayout()
+
+    def of_shard(self, size: int, page: int, shard: Any) -> "OwnSlots":
+        """The `size` entries of a shard, each a page of so many slots."""
+        stripe = size if self.stripe is None else math.gcd(self.stripe, size * page) // page
+        return OwnSlots(size, self.shards, shard, stripe)
+
+    def resized(self, x: Array, axis: int, size: int) -> Array:
+        """`x` with `size` entries along `axis`: the last ones are cut, or zeros follow."""
+        return self._each_run(x, axis, lambda run, at, runs: _resized(run, at, size // runs))
+
+    def from_entry(self, x: Array, axis: int, start: Int[Array, ""], size: int) -> Array:
+        """`size` entries from `start` on, as entries 0, 1, ...; those beyond `x` hold anything.
+
+        In stripes `start` is a multiple of the stripes of all shards (`turn`).
+        """
+        return self._each_run(
+            x, axis, lambda run, at, runs: _from_entry(run, at, start // runs, size // runs)
+        )
+
+    def in_order(self, x: Array, axis: int, slots: int) -> Array:
+        """An array of a cache with `slots` slots, its entries along `axis` as in the text."""
+        return self._moved(x, axis, slots, dealt=True)
+
+    def dealt(self, x: Array, axis: int, slots: int) -> Array:
+        """`in_order` undone."""
+        return self._moved(x, axis, slots, dealt=False)
+
+    def _moved(self, x: Array, axis: int, slots: int, *, dealt: bool) -> Array:
+        """`x` in the other order, from the shards' if it is `dealt`."""
+        if self.stripe is None or self.shards == 1:
+            return x
+        # The stripe may be shorter than `stripe`: it divides a shard's slots.
+        turns = slots // self.shards // math.gcd(self.stripe, slots // self.shards)
+        by = (self.shards, turns) if dealt else (turns, self.shards)
+        apart = x.reshape(*x.shape[:axis], *by, -1, *x.shape[axis + 1 :])
+        return jnp.swapaxes(apart, axis, axis + 1).reshape(x.shape)
+
+    def _each_run(self, x: Array, axis: int, change: Any) -> Array:
+        """`change(run, axis, runs)` of each shard's entries, all at once; blocks are one run."""
+        if not self.in_stripes:
+            return change(x, axis, 1)
+        apart = x.reshape(*x.shape[:axis], self.shards, -1, *x.shape[axis + 1 :])
+        changed = change(apart, axis + 1, self.shards)
+        return changed.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+def _resized(x: Array, axis: int, size: int) -> Array:
+    if size <= x.shape[axis]:
+        return jax.lax.slice_in_dim(x, 0, size, axis=axis)
+    more = size - x.shape[axis]
+    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+
+
+def _from_entry(x: Array, axis: int, start: Int[Array, ""], size: int) -> Array:
+    x = _resized(x, axis, max(size, x.shape[axis]))
+    # A slice that would pass the end begins earlier; rolling brings its entries to the front.
+    first = jnp.minimum(start, x.shape[axis] - size)
+    return jnp.roll(jax.lax.dynamic_slice_in_dim(x, first, size, axis), first - start, axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnSlots:
+    """A shard's entries (slots or pages) of one axis, inside `shard_map`.
+
+    Attributes:
+      size: how many it has.
+      shards, shard: number of shards, and which of them this is.
+      stripe: entries of a stripe; `size` in blocks.
+    """
+
+    size: int
+    shards: int
+    shard: Any
+    stripe: int
+
+    def below(self, entry: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """How many of this shard's entries lie before `entry`, which may be any number."""
+        if self.shards == 1:
+            return jnp.clip(entry, 0, self.size)
+        turn = self.stripe * self.shards
+        part = jnp.clip(entry % turn - self.shard * self.stripe, 0, self.stripe)
+        return jnp.clip(entry // turn * self.stripe + part, 0, self.size)
+
+    def find(self, entry: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """Entries as indices on this shard; -1 for those of other shards, and for no entries."""
+        local, mine = entry, entry >= 0
+        if self.shards > 1:
+            local = entry // (self.stripe * self.shards) * self.stripe + entry % self.stripe
+            mine &= entry // self.stripe % self.shards == self.shard
+        return jnp.where(mine & (local < self.size), local, -1)
+
+    def at(self, local: Int[Any, "*shape"]) -> Int[Array, "*shape"]:
+        """The entries at indices of this shard; indices from `size` on go on alike."""
+        if self.shards == 1:
+            return local
+        turns = local // self.stripe * self.shards + self.shard
+        return turns * self.stripe + local % self.stripe
+
+    def most(self, run: int) -> int:
+        """How many of `run` consecutive entries this shard has at most."""
+        touched = -(-(run - 1) // self.stripe) + 1
+        return min(run, -(-touched // self.shards) * self.stripe, self.size)
+
+    def whole(self, x: Array, axis: int) -> Array:
+        """All shards' arrays along an axis of these entries, in the text's order, on each."""
+        if self.shards == 1:
+            return x
+        apart = x.reshape(*x.shape[:axis], -1, self.stripe, *x.shape[axis + 1 :])
+        every = jax.lax.all_gather(apart, "seq", axis=axis + 1)  # [.., turns, shards, stripe, ..]
+        return every.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+    def part(self, x: Array, axis: int) -> Array:
+        """This shard's entries of an array that all shards hold whole, in the text's order."""
+        if self.shards == 1:
+            return x
+        apart = x.reshape(*x.shape[:axis], -1, self.shards, self.stripe, *x.shape[axis + 1 :])
+        mine = jax.lax.dynamic_index_in_dim(apart, self.shard, axis + 1, keepdims=False)
+        return mine.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,12 +198,14 @@ class LayerContext:
       window: sliding window of this layer in tokens, or None.
       rope: the checkpoint's rotary embedding.
       total: each row's total length, known before its first chunk (for dynamic NTK).
+      stripe: slots of a stripe, where they are dealt to the shards in stripes; None for blocks.
     """
 
     scale: float
     window: int | None
     rope: RopeConfig
     total: Int[Array, " B"]
+    stripe: int | None = None
 
     def rotate(
         self, x: Float[Array, "B T N H"], positions: Int[Any, "#B T"]
@@ -93,8 +236,21 @@ class LayerContext:
         """Number of shards of the slots."""
         return jax.lax.axis_size("seq")
 
+    def slots(self, size: int, page: int = 1) -> OwnSlots:
+        """Which slots this shard holds, of which it has `size`; or pages of `page` slots each."""
+        return SlotLayout(self.seq_size, self.stripe).of_shard(size, page, self.seq_index)
+
     def seq_offset(self, local_slots: int) -> Int[Array, ""]:
-        """Global index of this shard's first slot, when it holds `local_slots` of them."""
+        """Global index of this shard's first slot, when it holds a block of `local_slots` of them.
+
+        Raises:
+          ValueError: slots are dealt in stripes, which have no one offset; see `slots`.
+        """
+        if self.stripe is not None and self.seq_size > 1:
+            raise ValueError(
+                "seq_offset: the method's slots are dealt to the shards in stripes; ask "
+                "LayerContext.slots where they lie, or set stripes = False in the method"
+            )
         return jax.lax.axis_index("seq") * local_slots
 
     def psum_seq(self, x: Array) -> Array:
@@ -106,13 +262,16 @@ class LayerContext:
         return jax.lax.pmax(x, "seq") if self.seq_size > 1 else x
 
     def gather_seq(self, x: Array, axis: int) -> Array:
-        """The shards' arrays concatenated along `axis`, on every shard of the slots."""
+        """The shards' arrays concatenated along `axis`, on every shard of the slots.
+
+        Along an axis of slots or pages that is not the text's order; see `OwnSlots.whole`.
+        """
         return jax.lax.all_gather(x, "seq", axis=axis, tiled=True) if self.seq_size > 1 else x
 
     def own_seq(self, x: Array, axis: int) -> Array:
-        """This shard's part along `axis` of an array that all shards hold whole."""
+        """`gather_seq` undone: this shard's part along `axis`. For slots see `OwnSlots.part`."""
         own = x.shape[axis] // self.seq_size
-        return jax.lax.dynamic_slice_in_dim(x, self.seq_offset(own), own, axis)
+        return jax.lax.dynamic_slice_in_dim(x, self.seq_index * own, own, axis)
 
     @property
     def seq_index(self) -> Int[Array, ""]:
@@ -136,48 +295,3 @@ class LayerContext:
         if self.seq_size == 1:
             return out, lse
         return merge_way(lse.size, out.shape[-1], out.dtype.itemsize, self.seq_size)(out, lse)
-
-
-def merge_way(
-    size: int, width: int, itemsize: int, shards: int
-) -> Callable[[Array, Array], Attended]:
-    """The cheaper way to merge `size` rows of `width` numbers of `itemsize` bytes over `shards`."""
-    return by_gather if merge_cost(size, width, itemsize, shards)[1] == 1 else by_sum
-
-
-def merge_cost(size: int, width: int, itemsize: int, shards: int) -> tuple[float, int]:
-    """Bytes that a device receives in the cheaper way, and the number of collectives."""
-    others = shards - 1
-    gathered = others * size * (width * itemsize + 4)
-    summed = 2 * others / shards * size * 4 * (width + 2)
-    return (gathered, 1) if gathered <= summed + WORTH_A_COLLECTIVE else (summed, 2)
-
-
-def by_sum(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Attended:
-    """`pmax`, then `psum` of numerators and denominator in float32."""
-    top = jax.lax.pmax(lse, "seq")
-    safe = jnp.where(jnp.isfinite(top), top, 0.0)
-    weight = jnp.exp(lse - safe)
-    packed = jnp.concatenate(
-        [out.astype(jnp.float32) * weight[..., None], weight[..., None]], axis=-1
-    )
-    packed = jax.lax.psum(packed, "seq")
-    total = packed[..., -1]
-    merged = packed[..., :-1] / jnp.where(total > 0, total, 1.0)[..., None]
-    return merged.astype(out.dtype), jnp.where(total > 0, safe + jnp.log(total), -jnp.inf)
-
-
-def by_gather(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Attended:
-    """One all-gather; `out` travels in its own dtype."""
-    width = out.shape[-1]
-    # Bits, not numbers: the halves of a float32 may look like a NaN that a copy would quieten.
-    word = jnp.uint32 if out.dtype.itemsize == 4 else jnp.uint16
-    bits_out = jax.lax.bitcast_convert_type(out, word)
-    bits_lse = jax.lax.bitcast_convert_type(lse, word).reshape(*lse.shape, -1)  # [B, T, N, 1 or 2]
-    packed = jnp.concatenate([bits_out, bits_lse], axis=-1)
-    parts = []
-    for bits in jax.lax.all_gather(packed, "seq"):
-        halves = bits[..., width:].reshape(bits_lse.shape if word == jnp.uint16 else lse.shape)
-        part = jax.lax.bitcast_convert_type(bits[..., :width], out.dtype)
-        parts.append((part, jax.lax.bitcast_convert_type(halves, jnp.float32)))
-    return merge(parts)

@@ -12,7 +12,7 @@ The dataclass is a static argument of `jit`. The duties are
 
 and `info`, its metadata. `@method` names it, and its kind says what it does to inference
 (`Registered`). The model and the engine know no method by name. Optional duties are `reach`,
-`step_variant`, `own_tokens` and `prefill_work`, which this module describes.
+`step_variant`, `own_tokens`, `stripes` and `prefill_work`, which this module describes.
 
 `attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
 and `tensor`, also on one device. They see the local rows, heads and slots, and reach other shards
@@ -232,6 +232,15 @@ def own_tokens(method: Any) -> int | None:
     `own_tokens`, or None there.
     """
     return getattr(method, "own_tokens", None)
+
+
+def stripes(method: Any) -> bool:
+    """Whether the slots of the method's caches may be dealt to the shards in stripes.
+
+    For methods that ask `LayerContext.slots` alone where a slot lies. The others, which have no
+    attribute `stripes`, or False there, get one block of slots on each shard.
+    """
+    return getattr(method, "stripes", False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jax_longctx.contract import Stage
+from jax_longctx.contract import SlotLayout, Stage
 from jax_longctx.engine import programs
 from jax_longctx.errors import CapacityError
 from jax_longctx.memory import shown_bytes
@@ -146,20 +146,24 @@ def check_fits(tokens: int, need: int, per_token: float, available: int | None) 
     )
 
 
-def grow(caches: tuple[Any, ...], more: int) -> tuple[Any, ...]:
+def grow(caches: tuple[Any, ...], more: int, layout: SlotLayout | None = None) -> tuple[Any, ...]:
     """Every layer's cache with `more` slots added; its other axes are left alone.
 
     An axis `room` grows by as many. An axis `pages` grows by the pages that the new slots are (a
     page is slots / pages of the array's own cache), and `share` by its part of them, in whole
     granules.
 
+    Args:
+      layout: where the slots lie; one block of them if not given.
+
     Raises:
       ValueError: pages are not whole, or a layer has no one count of slots to measure them by.
     """
-    return tuple(_grow_layer(layer, cache, more) for layer, cache in enumerate(caches))
+    layout = layout or SlotLayout()
+    return tuple(_grow_layer(layer, cache, more, layout) for layer, cache in enumerate(caches))
 
 
-def _grow_layer(layer: int, cache: Any, more: int) -> Any:
+def _grow_layer(layer: int, cache: Any, more: int, layout: SlotLayout) -> Any:
     leaves, structure = jax.tree.flatten(cache)
     axes = leaf_axes(cache)
     counts = {
@@ -191,8 +195,10 @@ def _grow_layer(layer: int, cache: Any, more: int) -> Any:
         return more // page
 
     def widen(array: Any, names: tuple[str | None, ...]) -> Any:
-        widths = [(0, added(name, size)) for name, size in zip(names, array.shape, strict=True)]
-        return jnp.pad(array, widths) if any(high for _, high in widths) else array
+        for axis, (name, size) in enumerate(zip(names, array.shape, strict=True)):
+            if extra := added(name, size):
+                array = layout.along(name).resized(array, axis, size + extra)
+        return array
 
     padded = [widen(leaf, names) for leaf, names in zip(leaves, axes, strict=True)]
     return jax.tree.unflatten(structure, padded)

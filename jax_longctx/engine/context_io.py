@@ -8,8 +8,10 @@ anything is allocated. Checksums cover all of it (see `models.storage`).
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
+from jax_longctx.contract import SlotLayout
 from jax_longctx.engine import Context, programs
 from jax_longctx.engine.capacity import GRANULE, finished_caches
 from jax_longctx.engine.distributed import from_leader
@@ -52,14 +55,14 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     """
     path = Path(path).absolute()
     engine.check_context(context)
-    # Layer by layer, whatever runs of layers this engine loops over.
-    caches = programs.per_layer(context.usable_caches())
     partial = path.with_name(path.name + ".partial")
-    # Rows that only fill the mesh's data axis stay behind.
-    pairs = zip(jax.tree.leaves(caches), leaf_axes(caches), strict=True)
-    leaves = {
-        f"{i:05d}": _with_rows(leaf, axes, context.batch) for i, (leaf, axes) in enumerate(pairs)
-    }
+    moved = functools.partial(_moved, engine, SlotLayout.in_order, context.slots)
+    leaves: dict[str, jax.Array] = {}
+    # Layer by layer, whatever runs of layers this engine loops over.
+    for cache in programs.each_layer(context.usable_caches()):
+        for leaf, axes in zip(jax.tree.leaves(cache), leaf_axes(cache), strict=True):
+            # Rows that only fill the mesh's data axis stay behind.
+            leaves[f"{len(leaves):05d}"] = moved(axes, _with_rows(leaf, axes, context.batch))
     described = {
         "made_by": made_by_engine(engine),
         "rows": context.rows[: context.batch],
@@ -169,8 +172,9 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     check_files(path / CACHES, described["files"], REMEDY)
     arrays = load_arrays(path / CACHES, _saved_arrays(engine, structure, batch), REMEDY).values()
     shardings = jax.tree.leaves(tree_shardings(engine.mesh, structure))
+    put = functools.partial(_moved, engine, SlotLayout.dealt, slots)
     leaves = [
-        jax.device_put(_with_rows(array, axes, len(rows)), sharding)
+        put(axes, jax.device_put(_with_rows(array, axes, len(rows)), sharding))
         for array, axes, sharding in zip(arrays, leaf_axes(structure), shardings, strict=True)
     ]
     caches = jax.tree.unflatten(jax.tree.structure(structure), leaves)
@@ -246,6 +250,34 @@ def _with_rows(leaf: jax.Array, axes: tuple[str | None, ...], rows: int) -> jax.
     if more < 0:
         return jax.lax.slice_in_dim(leaf, 0, rows, axis=axis)
     return jnp.pad(leaf, [(0, more if i == axis else 0) for i in range(leaf.ndim)])
+
+
+def _moved(
+    engine: Engine,
+    way: Callable[..., jax.Array],
+    slots: int,
+    axes: tuple[str | None, ...],
+    leaf: jax.Array,
+) -> jax.Array:
+    """An array of a cache of so many slots, moved by a function of `SlotLayout`.
+
+    On the disk they lie in the text's order (`in_order`), which every mesh reads. An engine deals
+    them to its own shards (`dealt`).
+    """
+    for axis, name in enumerate(axes):
+        layout = engine.setup.slot_layout.along(name)
+        if layout.in_stripes:
+            leaf = _mover(layout, way, axis, slots, leaf.sharding)(leaf)
+    return leaf
+
+
+@functools.cache
+def _mover(
+    layout: SlotLayout, way: Callable[..., jax.Array], axis: int, slots: int, sharding: Any
+) -> Any:
+    """The program of `_moved`: arrays of all layers share it."""
+    move = functools.partial(way, layout, axis=axis, slots=slots)
+    return jax.jit(move, out_shardings=sharding)
 
 
 def made_by_engine(engine: Engine) -> dict[str, Any]:

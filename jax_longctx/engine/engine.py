@@ -604,12 +604,15 @@ class Engine:
         caches = context.usable_caches()
         # In multiples, so that a slightly longer question does not compile everything anew.
         more = bucket(extra - context.reserve, self.mesh.shape["seq"])
+        layout = self.setup.slot_layout
         sizes = [
-            bytes_per_device(self.mesh, jax.eval_shape(lambda c, by=by: grow(c, by), caches))
+            bytes_per_device(
+                self.mesh, jax.eval_shape(lambda c, by=by: grow(c, by, layout), caches)
+            )
             for by in (more, 2 * more)
         ]
         self.check_bytes(context.slots + more, sizes[0], (sizes[1] - sizes[0]) / more)
-        context.caches = grow(caches, more)
+        context.caches = grow(caches, more, layout)
         context.slots, context.reserve = context.slots + more, context.reserve + more
 
 

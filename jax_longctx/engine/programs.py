@@ -42,14 +42,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import (
     CHUNK_ROWS,
+    STRIPE,
     CacheShape,
     LayerContext,
     Method,
     RowGroup,
     Segment,
+    SlotLayout,
     Stage,
     decode_segment,
     step_variant,
+    stripes,
 )
 from jax_longctx.engine.ahead import Program, forget, program
 from jax_longctx.engine.sampling import (
@@ -213,12 +216,22 @@ class Setup:
             return FewRows(self)
         return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
 
+    @property
+    def slot_layout(self) -> SlotLayout:
+        """Where the slots of all caches lie.
+
+        A sliding window hides slots by their positions, and kernels know those of a block alone.
+        """
+        dealt = stripes(self.method) and not any(self.config.windows)
+        return SlotLayout(self.mesh.shape["seq"], STRIPE if dealt else None)
+
     def layer_context(self, window: int | None, total: Array) -> LayerContext:
         return LayerContext(
             scale=self.config.softmax_scale,
             window=window,
             rope=self.config.rope,
             total=total,
+            stripe=self.slot_layout.stripe,
         )
 
     def shard_map(self, body: Any, in_specs: Any, out_specs: Any) -> Any:

@@ -25,7 +25,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches.branched import (
-    GRANULE,
     Branched,
     branch_of,
     branches,
@@ -163,10 +162,11 @@ class _Branches:
         own, setup = own_tokens(engine.method), engine.setup
         assert own is not None
         self._setup, self._reserve, self._context = setup, reserve, context
-        split = split_of(context.lengths[0], own)
+        layout = setup.slot_layout
+        split = split_of(context.lengths[0], own, layout)
         rest = context.lengths[0] - split
         # The rows' own slots are divided over `seq` too.
-        whole = GRANULE * engine.mesh.shape["seq"]
+        whole = layout.turn
         room = -(-(rest + reserve + SPARE) // whole) * whole
         make = functools.partial(branches, rows=rows, room=room, split=split)
         shapes = jax.eval_shape(make, context.usable_caches())
@@ -539,10 +539,11 @@ def _seated(
     Where these are of other sizes than the batch's, along axes that grow, the part that both have
     is copied. What lies beyond holds no token of the row.
     """
+    layout = setup.slot_layout
 
     def put(old: Any, about: Any, new: Any) -> Any:
         if isinstance(old, Branched):
-            return branch_of(old, about, new, row, place)
+            return branch_of(old, about, new, row, place, layout)
         axis = about.axes.index("batch")
         for number, (size, own, name) in enumerate(
             zip(old.shape, new.shape, about.axes, strict=True)
@@ -554,7 +555,8 @@ def _seated(
                     f"the context's caches have {own} {name or 'entries'}, this batch's {size}; "
                     "prefill it with the engine that this batch runs on"
                 )
-            new = jax.lax.slice_in_dim(new, 0, min(size, own), axis=number)
+            along = layout.along(name)
+            new = along.resized(new, number, size if along.in_stripes else min(size, own))
         new = jax.lax.dynamic_slice_in_dim(new, row, 1, axis)
         at = [place if number == axis else 0 for number in range(old.ndim)]
         return jax.lax.dynamic_update_slice(old, new, at)

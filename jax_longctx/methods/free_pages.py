@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import append, local_run, read_lines
+from jax_longctx.caches import append, read_lines
 from jax_longctx.contract import (
     ENDS,
     QKV,
@@ -56,6 +56,7 @@ from jax_longctx.parts.residual import Background, ResaCache
 from jax_longctx.parts.selecting import SelectingPages, SelectiveCache
 from jax_longctx.parts.sparse_decode import Selected
 from jax_longctx.parts.unit_memory import GRANULE
+from jax_longctx.parts.voted_keys import Scope
 from pallas_kernels.decode_attention import decode_attention
 
 
@@ -160,7 +161,7 @@ class FreePages(Appending):
             part, background = self.estimate(new, part, cache, scope, segment, ctx)
             cache = dataclasses.replace(cache, background=background)
         if segment.role == "decode":
-            kept_BN = cache.kept + (scope[1] * valid_B)[:, None]
+            kept_BN = cache.kept + (scope.number * valid_B)[:, None]
             cache = dataclasses.replace(cache, kept=kept_BN, steps=cache.steps + valid_B)
         return part, cache
 
@@ -172,33 +173,30 @@ class FreePages(Appending):
         ctx: LayerContext,
         *,
         rank: bool = True,
-    ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
-        """The scope of the `valid` newest tokens by raw queries: ascending slots, their number."""
+    ) -> Scope:
+        """The scope of the `valid` newest tokens by raw queries."""
         length, sink, page = cache.store.length, self.sink, self.page_size
         local_B = jnp.clip(length - sink, 0, self.local)
         stop_B = length - local_B
-        kept_BC, kept_B = jnp.zeros((len(length), 0), jnp.int32), jnp.zeros_like(length)
+        low_BM = high_BM = jnp.zeros((len(length), 0), jnp.int32)
         if rank:
             assert cache.digests is not None
             # Pages that the sink or the local part cut take part with their whole digests.
             last_B = jnp.where(stop_B > sink, -(-stop_B // page), 0)
             where = (q, cache.digests, sink // page, last_B, valid, ctx)
-            named_BTNC = best_pages(*where, count=self.count)
+            named_BTNC = best_pages(*where, count=self.count, page=page)
             pages = cache.store.k.shape[2] * ctx.seq_size // page
             pages_BM = voted_keys.most_voted(named_BTNC, pages, self.kept, ctx)
             centres_BM = jnp.where(pages_BM < 0, -1, pages_BM * page + page // 2)
-            kept_BC, kept_B = voted_keys.spans_around(centres_BM, self.span, sink, stop_B)
-        slots_BC = voted_keys.lay_out(
-            kept_BC, kept_B, stop_B, global_size=sink, local_size=self.local
-        )
-        return slots_BC, jnp.minimum(length, sink) + kept_B + local_B
+            low_BM, high_BM = voted_keys.spans_around(centres_BM, self.span, sink, stop_B)
+        return Scope(low_BM, high_BM, stop_B, length, sink, self.span, self.local)
 
     def estimate(
         self,
         new: QKV,
         part: Attended,
         cache: ResaCache,
-        scope: tuple[Int[Array, "B C"], Int[Array, " B"]],
+        scope: Scope,
         segment: Segment,
         ctx: LayerContext,
     ) -> tuple[Attended, Background]:
@@ -218,11 +216,11 @@ class FreePages(Appending):
         background = residual.observe(background, None, k, valid_B, store.length)
         background = residual.grow(background, k, v, valid_B, ctx)
         prior = residual.prior_of(background, far, ctx)
-        slots_BX, _, read_B = local_run(*scope, store.k.shape[2], ctx)
+        slots_BX, _, read_B = scope.own(ctx.slots(store.k.shape[2]), jnp.zeros_like(valid_B))
         keys, values = (read_lines(x, slots_BX[:, None]) for x in (store.k, store.v))
         behind = decode_attention(prior.query, keys, values, read_B, scale=ctx.scale)
         behind = ctx.seq_merge(*behind)
-        kept_BN = jnp.broadcast_to(scope[1][:, None], prior.lse.shape)
+        kept_BN = jnp.broadcast_to(scope.number[:, None], prior.lse.shape)
         everything_BN = kept_BN == store.length[:, None]
         chosen = Selected(*part, *behind, kept_BN)
         part = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=False)

@@ -85,6 +85,8 @@ class InfLLM(Appending):
 
     phase = "both"
     query_aware = looks_ahead = True
+    # The masks of its windows take a shard's tokens as one run. What a chunk reads is bounded.
+    stripes = False
 
     def __post_init__(self) -> None:
         self.at_least(0, "n_init", "topk", "far_distance")

@@ -49,6 +49,7 @@ from jax_longctx.contract import (
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts import voted_keys
 from jax_longctx.parts.appending import Appending, least_window
+from jax_longctx.parts.voted_keys import Scope
 
 TILE = 128
 # The variant of segments that attend to all cached tokens.
@@ -89,6 +90,11 @@ class ReAttention(Appending):
 
     phase = "both"
     query_aware = looks_ahead = True
+
+    @property
+    def stripes(self) -> bool:
+        """Tiles of 128 begin behind the global part: they would cross the stripes."""
+        return self.selector == "exact"
 
     @classmethod
     def released(cls) -> "ReAttention":
@@ -161,7 +167,7 @@ class ReAttention(Appending):
 
     def attend_chosen(
         self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, AppendCache, tuple[Int[Array, "B C"], Int[Array, " B"]]]:
+    ) -> tuple[Attended, AppendCache, Scope]:
         """What `attend` returns, and the scope that `choose` gave it."""
         q, k, v = new
         valid_B = segment.valid_of()
@@ -178,13 +184,13 @@ class ReAttention(Appending):
         ctx: LayerContext,
         *,
         rank: bool = True,
-    ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
-        """The scope of the `valid` newest tokens by raw queries: ascending slots, their number."""
+    ) -> Scope:
+        """The scope of the `valid` newest tokens by raw queries."""
         length, g, w = cache.length, self.global_size, self.local_size
         short = (w - TILE + (length - g - w) % TILE) if self.align == TILE and self.count else w
         local_B = jnp.where(length <= g + w, jnp.maximum(length - g, 0), short)
         stop_B = length - local_B
-        kept_BC, kept_B = jnp.zeros((len(length), 0), jnp.int32), jnp.zeros_like(length)
+        low_BM = high_BM = jnp.zeros((len(length), 0), jnp.int32)
         if rank and self.count:
             alone, (_, kv_heads, slots, _) = q.shape[1] == 1, cache.k.shape
             if alone and self.decode_heads == "scrambled":
@@ -194,9 +200,8 @@ class ReAttention(Appending):
             named_BTNC = voted_keys.best_keys(*where, count=self.count, tile=tile)
             slots *= ctx.seq_size
             centres_BM = voted_keys.most_voted(named_BTNC, slots, self.kept, ctx)
-            kept_BC, kept_B = voted_keys.spans_around(centres_BM, self.span, g, stop_B)
-        slots_BC = voted_keys.lay_out(kept_BC, kept_B, stop_B, global_size=g, local_size=w)
-        return slots_BC, jnp.minimum(length, g) + kept_B + local_B
+            low_BM, high_BM = voted_keys.spans_around(centres_BM, self.span, g, stop_B)
+        return Scope(low_BM, high_BM, stop_B, length, g, self.span, w)
 
     def read_bytes(self, cache: AppendCache, length: int) -> int:
         # All keys are ranked, empty slots too; the scope's keys and values are gathered.

@@ -57,6 +57,8 @@ class Ring(Appending):
     hops: int = -1
 
     phase = "prefill"
+    # Each shard computes a run of the text, and its keys stay there.
+    stripes = False
     own_tokens = 0
 
     def __post_init__(self) -> None:

@@ -177,7 +177,7 @@ class SnapKV(Appending):
         if self.over_group == "layer":
             mean_B1S = ctx.psum_heads(jnp.mean(mass, axis=1, keepdims=True)) / ctx.head_shards
             mass = jnp.broadcast_to(mean_B1S, mass.shape)
-        return ctx.gather_seq(mass, axis=2)
+        return ctx.slots(mass.shape[2]).whole(mass, axis=2)
 
     def read_bytes(self, cache: Cache, length: int) -> int:
         if isinstance(cache, FifoCache):

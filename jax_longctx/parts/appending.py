@@ -40,6 +40,7 @@ class Appending(Registered):
 
     phase = "none"
     keeps_all = append_only = True
+    stripes = True
     # Whether the queries of a prefill by another method (Star) are needed in decode.
     wants_queries = False
 
@@ -64,9 +65,11 @@ class Appending(Registered):
             return attend_branched(q, cache, ctx), cache
         past_B = cache.held(ctx)
         cache = append(cache, k, v, segment.valid_of(), ctx)
-        # This shard's slots are global slots offset .. offset + S - 1; slot is position here.
-        first = ctx.seq_offset(cache.k.shape[2])
-        where = {"query_start": positions_BT[:, 0], "slot_start": first}
+        where: dict[str, Any] = {}
+        if ctx.window is not None:
+            # A slot is its position, and a shard's slots are one block where there is a window.
+            first = ctx.seq_offset(cache.k.shape[2])
+            where = {"query_start": positions_BT[:, 0], "slot_start": first}
         how = {"scale": ctx.scale, "window": ctx.window}
         if q.shape[1] == 1:
             part = decode_attention(q, cache.k, cache.v, cache.held(ctx), **where, **how)

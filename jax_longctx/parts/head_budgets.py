@@ -219,10 +219,10 @@ def _page_masses(
     """Log-sum-exp over each listed page's selectable tokens, of `prior`'s logits if given."""
     slots = store.k.shape[2]
     page = slots * ctx.seq_size // span.tokens.shape[1]
-    local = local_slots(lists, slots // page, ctx)
+    local = local_slots(lists, slots // page, ctx, page)
     slot_BNCZ = jnp.maximum(local, 0)[..., None] * page + jnp.arange(page)
-    offset = ctx.seq_offset(slots)
-    start, stop = (x.reshape(-1, 1, 1, 1) - offset for x in (span.start, span.stop))
+    below = ctx.slots(slots).below
+    start, stop = (below(x).reshape(-1, 1, 1, 1) for x in (span.start, span.stop))
     held = (local[..., None] >= 0) & (slot_BNCZ >= start) & (slot_BNCZ < stop)
     if prior is not None:
         slot_BNM = slot_BNCZ.reshape(*slot_BNCZ.shape[:2], -1)  # [B, N, C * Z]

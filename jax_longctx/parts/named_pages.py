@@ -25,25 +25,26 @@ def best_pages(
     ctx: LayerContext,
     *,
     count: int,
+    page: int,
 ) -> Int[Array, "B T N C"]:
     """Global pages of each query's best scores in start <= page < stop[b]; then -1.
 
     Digests are boxes or points. C is `count`, or for one token at most a shard's pages. Tokens
-    beyond valid[b] name none.
+    beyond valid[b] name none. A page has `page` slots.
     """
     if q.shape[1] > 1:
         joined = digests.high
         if digests.low is not None:
             q = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1)
             joined = jnp.concatenate([part_of(digests.high), part_of(digests.low)], axis=-1)
-        return best_keys(q, joined, start, stop, valid, ctx, count=count)
+        return best_keys(q, joined, start, stop, valid, ctx, count=count, page=page)
     high = part_of(digests.high)
     low = high if digests.low is None else part_of(digests.low)
     pages = high.shape[2]
-    allowed_BN = score_tolerance(q, digests.high, stop, ctx)[:, 0]
-    stop_B = jnp.where(valid > 0, stop, 0) - ctx.seq_offset(pages)
-    scores_BNP = page_scores(q[:, 0], high, low, stop_B)
-    page_P = ctx.seq_offset(pages) + jnp.arange(pages)
+    own = ctx.slots(pages, page)
+    allowed_BN = score_tolerance(q, digests.high, stop, ctx, page)[:, 0]
+    scores_BNP = page_scores(q[:, 0], high, low, own.below(jnp.where(valid > 0, stop, 0)))
+    page_P = own.at(jnp.arange(pages))
     scores_BNP = jnp.where(page_P < start, -jnp.inf, scores_BNP)
     values_BNC, at_BNC = tied_top_k(scores_BNP, min(count, pages), allowed_BN)
     pages_BNC = jnp.where(values_BNC > -jnp.inf, page_P[at_BNC], -1)

@@ -205,7 +205,7 @@ class PartialDecoding(Appending):
         base_BN1 = jnp.swapaxes(jnp.where(jnp.isfinite(lse), lse, 0.0), 1, 2)
         p_BKGS = jnp.exp(logits_BNS - base_BN1).reshape(batch, kv_heads, -1, size)
         over = {"max": jnp.max, "mean": jnp.mean, "first": lambda p, axis: p[:, :, 0]}
-        mass_BKS = ctx.gather_seq(over[self.over_group](p_BKGS, axis=2), axis=2)
+        mass_BKS = ctx.slots(size).whole(over[self.over_group](p_BKGS, axis=2), axis=2)
         own = 1 if self.force_self else 0
         scores_BKS = pooled_scores(mass_BKS, store.length, own, self.kernel, "max")
         old = dataclasses.replace(cache.partial, k=None, v=None)

@@ -248,9 +248,10 @@ class Selecting(Appending):
             return dataclasses.replace(cache, digests=cache.digests.with_own(own.digests))
         store, page = cache.store, self.page_size
         pages = store.k.shape[2] // page
-        touched = min((added + page - 2) // page + 1, pages)
+        own = ctx.slots(pages, page)
+        touched = own.most(min((added + page - 2) // page + 1, pages * own.shards))
         # A run of pages across the shard's border is shifted: pages may be summarised again.
-        first_B = jnp.clip(past // page - ctx.seq_offset(pages), 0, pages - touched)
+        first_B = jnp.minimum(own.below(past // page), pages - touched)
         slot_BM = first_B[:, None] * page + jnp.arange(touched * page)
         paged = (*store.k.shape[:2], touched, page, store.k.shape[3])
         keys_BKPZH = read_lines(store.k, slot_BM[:, None]).reshape(paged)
@@ -334,7 +335,7 @@ class Selecting(Appending):
         few = ctx.seq_size > 1 and 2 * ctx.seq_size * most < pages
         if self.allocation == "uniform" and few:
             return Lists(self._best_of_shards(own_BNP, span, count_B, most, kv_heads, ctx))
-        scores_BNP = gathered(own_BNP, span, ctx)
+        scores_BNP = gathered(own_BNP, span, ctx, self.page_size)
         kind, _, form = self.allocation.partition("-")
         if kind == "psa":
             limits = {"most": most, "least": self.min_pages, "epsilon": self.epsilon}
@@ -368,19 +369,22 @@ class Selecting(Appending):
         kv_heads: int,
         ctx: LayerContext,
     ) -> Int[Array, "B X C"]:
-        """The count[b] best pages of all shards, ascending, from the scores of this shard's own.
+        """The count[b] best pages of all shards, in any order, by the scores of this shard's own.
 
         The best of all are among the best of their shards.
         """
-        tokens_BP = ctx.own_seq(span.tokens, axis=1)
+        where = ctx.slots(own.shape[2], self.page_size)
+        tokens_BP = where.part(span.tokens, axis=1)
         own = jnp.where((tokens_BP > 0)[:, None], own, -jnp.inf)
         ranked_BXP = self.pooled(own, tokens_BP, kv_heads, ctx, sharded=True)
         best_BXC = best_pages(ranked_BXP, count, most)
-        scores_BXC = listed(ranked_BXP, best_BXC)
-        # Shard after shard, each ascending: ties still go to the lowest page.
-        pages_BXE = ctx.gather_seq(best_BXC + ctx.seq_offset(own.shape[2]), axis=2)
-        chosen_BXC = best_pages(ctx.gather_seq(scores_BXC, axis=2), count, most)
-        return listed(pages_BXE, chosen_BXC, -1)
+        scores_BXE = ctx.gather_seq(listed(ranked_BXP, best_BXC), axis=2)
+        pages_BXE = ctx.gather_seq(where.at(best_BXC), axis=2)
+        # The shards' lists are not in the pages' order: one sort by both, ties to the lowest page.
+        ranks_BXE, pages_BXE = jax.lax.sort((-scores_BXE, pages_BXE), num_keys=2)
+        ranks_BXC, pages_BXC = ranks_BXE[..., :most], pages_BXE[..., :most]
+        some_BXC = (ranks_BXC < jnp.inf) & (jnp.arange(most) < count[:, None, None])
+        return jnp.where(some_BXC, pages_BXC, -1)
 
     def pooled(
         self,
@@ -484,7 +488,9 @@ class SelectingPages(Selecting):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(cache.digests))
 
 
-def gathered(own: Float[Array, "B N X"], span: Span, ctx: LayerContext) -> Float[Array, "B N P"]:
-    """All shards' scores, -inf where a page holds nothing that may be selected."""
-    scores_BNP = ctx.gather_seq(own, axis=2)
+def gathered(
+    own: Float[Array, "B N X"], span: Span, ctx: LayerContext, page: int
+) -> Float[Array, "B N P"]:
+    """All shards' scores of pages of `page` slots, -inf where none may be selected."""
+    scores_BNP = ctx.slots(own.shape[2], page).whole(own, axis=2)
     return jnp.where((span.tokens > 0)[:, None], scores_BNP, -jnp.inf)

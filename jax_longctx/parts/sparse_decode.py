@@ -168,8 +168,9 @@ def attend_lists(
     # One shard has every page.
     local = lists.pages
     if ctx.seq_size > 1:
-        local = local_slots(lists.pages, slots // page_size, ctx)
-    where = (span.start - ctx.seq_offset(slots), span.stop - ctx.seq_offset(slots))
+        local = local_slots(lists.pages, slots // page_size, ctx, page_size)
+    own = ctx.slots(slots)
+    where = (own.below(span.start), own.below(span.stop))
     how: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale}
     how |= {} if prior is None else prior.arguments()
     listed_pages = local if lists.heads is None else local[:, 0]

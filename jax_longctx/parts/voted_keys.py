@@ -5,9 +5,9 @@ ReAttention, section 2.2:
 1. `best_keys`: every query head of every token names the keys of largest dot product;
 2. `most_voted`: each naming is one vote; the keys of most votes stay, ties to the lower slot;
 3. `spans_around`: the union of the spans of slots around these keys, ascending;
-4. `lay_out`: the scope, an ascending list of slots that ends with the newest tokens;
+4. `Scope`: these spans between the first slots and the newest tokens; each shard lists its part;
 5. `attend_scope`: keys are cached before rotary embedding and rotated to their places in the scope.
-   Every shard attends to its run of the scope, and the parts are merged by log-sum-exp.
+   Every shard attends to its part of the scope, and the parts are merged by log-sum-exp.
 
 All heads of a row share one selection; every row and layer has its own. A chunk's votes are counted
 in an array of the cache's length. A single token's few votes are compared with each other, at a
@@ -44,8 +44,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, lines_of, local_run, read_lines
-from jax_longctx.contract import QKV, Attended, LayerContext
+from jax_longctx.caches import AppendCache, lines_of, read_lines
+from jax_longctx.contract import QKV, Attended, LayerContext, OwnSlots, SlotLayout
 from jax_longctx.models.rope import rope_angles
 from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention
@@ -78,27 +78,31 @@ def best_keys(
     *,
     count: int,
     tile: int | None = None,
+    page: int = 1,
 ) -> Int[Array, "B T N C"]:
     """Global slots of each query's `count` best keys in start <= s < stop[b]; then -1.
 
-    With `tile` only the best key of each tile of slots, counted from `start`, takes part. Tokens
-    beyond valid[b] name none. Scores that differ by at most `score_tolerance` tie.
+    With `tile` only the best key of each tile of slots, counted from `start`, takes part: for
+    slots in blocks. Tokens beyond valid[b] name none. Scores that differ by at most
+    `score_tolerance` tie. With `page` keys stand for pages of so many slots, and so do `start`,
+    `stop` and the result.
     """
-    offset = ctx.seq_offset(k.shape[2])
-    allowed = score_tolerance(q, k, stop, ctx)
+    own = ctx.slots(k.shape[2], page)
+    allowed = score_tolerance(q, k, stop, ctx, page)
     rank = functools.partial(topk_scores, tolerance=allowed, valid=valid)
-    first_B, end_B = jnp.broadcast_to(start - offset, stop.shape), stop - offset
+    first_B, end_B = jnp.broadcast_to(own.below(jnp.int32(start)), stop.shape), own.below(stop)
     lists = []
     if ctx.seq_size > 1 and tile is not None:
         # This shard's first slots may be the rest of a tile that began on the shard before.
-        whole_B = jnp.where(first_B < 0, first_B % tile, first_B)
+        before = start - ctx.seq_offset(own.size)
+        whole_B = jnp.where(before < 0, before % tile, first_B)
         lists = [rank(q, k, first_B, jnp.minimum(whole_B, end_B), count=1)]
         first_B = whole_B
     lists.append(rank(q, k, first_B, end_B, count=count, tile_best=tile))
     if ctx.seq_size == 1:
         return lists[0][1]
     values, slots = (jnp.concatenate(x, axis=-1) for x in zip(*lists, strict=True))
-    slots = jnp.where(slots < 0, -1, slots + offset)
+    slots = jnp.where(slots < 0, -1, own.at(slots))
     values, slots = ctx.gather_seq(values, -1), ctx.gather_seq(slots, -1)
     if tile is not None:
         slots = _best_of_tiles(values, slots, start, tile, allowed)
@@ -110,12 +114,13 @@ def score_tolerance(
     k: AnyCache,
     stop: Int[Array, " B"],
     ctx: LayerContext,
+    page: int = 1,
 ) -> Float[Array, "B T N"]:
     """The largest difference of two scores that is a tie (see the module), for each query.
 
     |k| is the root mean square of the text's first keys: all keys would cost a second read.
     """
-    slots = ctx.seq_offset(k.shape[2]) + jnp.arange(min(_SAMPLE, k.shape[2]))
+    slots = ctx.slots(k.shape[2], page).at(jnp.arange(min(_SAMPLE, k.shape[2])))
     number_B = jnp.clip(stop, 1, _SAMPLE)
     held_BS = slots < number_B[:, None]
     keys = jnp.where(held_BS[:, None, :, None], k[:, :, : len(slots)].astype(jnp.float32), 0.0)
@@ -240,50 +245,111 @@ def _most_voted_of_few(named: Int[Array, "B T N C"], kept: int) -> Int[Array, "B
 
 def spans_around(
     centres: Int[Array, "B M"], span: int, start: int, stop: Int[Array, " B"]
-) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+) -> tuple[Int[Array, "B M"], Int[Array, "B M"]]:
     """The union of the spans around ascending centres, within start <= s < stop[b].
 
     A span is the `span // 2` slots before its centre, the centre, and those after it.
 
     Returns:
-      (slots, number): C = M span slots of which the first number[b] count, ascending.
+      (low, high): the slots low <= s < high of each centre that no centre before it has, so that
+      they ascend; none for a centre of -1.
     """
     low_BM = jnp.maximum(centres - span // 2, start)
     high_BM = jnp.minimum(centres - span // 2 + span, stop[:, None])
     # Ascending spans of equal size: one overlaps others only where it overlaps the one before.
     taken_BM = jnp.pad(high_BM[:, :-1], ((0, 0), (1, 0)), constant_values=start)
     low_BM = jnp.maximum(low_BM, taken_BM)
-    ends_BM = jnp.cumsum(jnp.where(centres < 0, 0, high_BM - low_BM), axis=-1)
-    begins_BM = jnp.pad(ends_BM[:, :-1], ((0, 0), (1, 0)))
-    index_C = jnp.arange(centres.shape[1] * span)
-    span_BC = jnp.sum(ends_BM[:, :, None] <= index_C, axis=1)
-    span_BC = jnp.minimum(span_BC, centres.shape[1] - 1)
-    slots_BC = index_C + jnp.take_along_axis(low_BM - begins_BM, span_BC, axis=1)
-    return slots_BC, ends_BM[:, -1]
+    return low_BM, jnp.where(centres < 0, low_BM, high_BM)
 
 
-def lay_out(
-    kept: Int[Array, "B X"],
-    number: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    *,
-    global_size: int,
-    local_size: int,
-) -> Int[Array, "B C"]:
-    """[global | kept | local]: the first slots, number[b] kept ones, and those from stop[b] on."""
-    index_X = jnp.arange(kept.shape[1] + local_size)
-    kept_BX = jnp.pad(kept, ((0, 0), (0, local_size)))
-    local_BX = stop[:, None] + index_X - number[:, None]
-    rest_BX = jnp.where(index_X < number[:, None], kept_BX, local_BX)
-    first_BX = jnp.broadcast_to(jnp.arange(global_size), (kept.shape[0], global_size))
-    return jnp.concatenate([first_BX, rest_BX], axis=1)
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """[global | kept | local]: the slots that a row's newest tokens attend, ascending.
+
+    Attributes:
+      low, high: the kept spans, as `spans_around` returns them.
+      stop: the local part's first slot.
+      length: tokens of the row.
+      global_size, span, local_size: most slots of the first part, of a span, of the last part.
+    """
+
+    low: Int[Array, "B M"]
+    high: Int[Array, "B M"]
+    stop: Int[Array, " B"]
+    length: Int[Array, " B"]
+    global_size: int
+    span: int
+    local_size: int
+
+    @property
+    def most(self) -> int:
+        """Slots at most."""
+        return self.global_size + self.low.shape[1] * self.span + self.local_size
+
+    @property
+    def number(self) -> Int[Array, " B"]:
+        """How many slots each row's scope has."""
+        kept_B = jnp.sum(self.high - self.low, axis=-1)
+        return jnp.minimum(self.length, self.global_size) + kept_B + self.length - self.stop
+
+    def listed(self) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+        """(slots, number): the number[b] slots of each row, then -1; C = `most`."""
+        every = SlotLayout().of_shard(_LAST, 1, 0)
+        slots_BC, _, number_B = self.own(every, jnp.zeros_like(self.length))
+        return slots_BC, number_B
+
+    def own(
+        self, shard: OwnSlots, but_last: Int[Array, " B"]
+    ) -> tuple[Int[Array, "B Y"], Int[Any, "#B Y"], Int[Array, " B"]]:
+        """The part that a shard holds, each row's newest `but_last[b]` tokens left out.
+
+        Each part of the scope is a run of the shard's slots, and so is each span: they are listed
+        without the list of the whole scope.
+
+        Returns:
+          (local, place, count): Y slots of the shard, ascending, -1 from entry count[b] on; entry i
+          is entry place[b, i] of the scope. On one shard places are numpy's.
+        """
+        index_Y = np.arange(min(self.most, shard.size))
+        end_B = self.length - but_last
+        first_B = jnp.minimum(end_B, self.global_size)
+        ends = shard.below(first_B), shard.below(self.stop), shard.below(end_B)
+        own_first_B1, own_stop_B1, own_end_B1 = (x[:, None] for x in ends)
+        low_BM, high_BM = shard.below(self.low), shard.below(self.high)
+        inner_BY = index_Y - own_first_B1
+        own_kept_B1, shift_BY, moved_BY = 0, 0, 0
+        if self.low.shape[1]:
+            ends_BM = jnp.cumsum(high_BM - low_BM, axis=-1)
+            own_kept_B1 = ends_BM[:, -1:]
+            # The span of each entry, and what takes an entry to its slot.
+            span_BY = jnp.sum(ends_BM[:, :, None] <= inner_BY[:, None], axis=1)
+            span_BY = jnp.minimum(span_BY, self.low.shape[1] - 1)
+            shift_BY = jnp.take_along_axis(high_BM - ends_BM, span_BY, axis=1)
+            if shard.shards > 1:
+                # And what takes a slot to its place among the kept ones.
+                gone_BM = jnp.cumsum(self.high - self.low, axis=-1) - self.high
+                moved_BY = jnp.take_along_axis(gone_BM, span_BY, axis=1)
+        kept_BY = inner_BY < own_kept_B1
+        last_BY = inner_BY - own_kept_B1 + own_stop_B1
+        local_BY = jnp.where(kept_BY, inner_BY + shift_BY, last_BY)
+        local_BY = jnp.where(inner_BY < 0, index_Y, local_BY)
+        own_last_B1 = jnp.maximum(own_end_B1 - own_stop_B1, 0)
+        count_B1 = own_first_B1 + own_kept_B1 + own_last_B1
+        place: Any = index_Y[None]
+        if shard.shards > 1:
+            slot_BY = shard.at(local_BY)
+            kept_place = slot_BY + moved_BY + self.global_size
+            last_place = slot_BY + (self.number - self.length)[:, None]
+            place = jnp.where(kept_BY, kept_place, last_place)
+            place = jnp.where(inner_BY < 0, slot_BY, place)
+        return jnp.where(index_Y < count_B1, local_BY, -1), place, count_B1[:, 0]
 
 
 def attend_scope(
     new: QKV,
     cache: AppendCache,
     valid: Int[Array, " B"],
-    scope: tuple[Int[Array, "B C"], Int[Array, " B"]],
+    scope: Scope,
     ctx: LayerContext,
     original: bool,
 ) -> Attended:
@@ -291,23 +357,18 @@ def attend_scope(
 
     Args:
       new: the newest tokens', before rotary embedding.
-      scope: global slots and how many of them count in each row.
       original: keys and queries stand at their slots instead.
     """
-    (q, k, v), (slots_BC, number_B) = new, scope
-    alone = q.shape[1] == 1
+    q, k, v = new
+    alone, own = q.shape[1] == 1, ctx.slots(cache.k.shape[2])
     # A chunk attends to itself separately; a lone token is read from the cache with the others.
-    read_B = number_B if alone else number_B - valid
-    slots_BX, first_B, read_B = local_run(slots_BC, read_B, cache.k.shape[2], ctx)
+    slots_BX, key_BX, read_B = scope.own(own, jnp.zeros_like(valid) if alone else valid)
     if original:
-        key_BX, begin_B = slots_BX + ctx.seq_offset(cache.k.shape[2]), cache.length - valid
+        key_BX, begin_B = own.at(slots_BX), cache.length - valid
     else:
-        key_BX = np.arange(slots_BX.shape[1])[None]
-        if ctx.seq_size > 1:
-            key_BX = first_B[:, None] + key_BX
-        begin_B = number_B - valid
+        begin_B = scope.number - valid
         # A rotary base that follows the length must follow the scope's, which bounds positions.
-        ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, slots_BC.shape[1]))
+        ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, scope.most))
     keys = _rotated_lines(cache.k, slots_BX, key_BX, ctx)
     values = read_lines(cache.v, slots_BX[:, None])
     at_BT = begin_B[:, None] + jnp.arange(q.shape[1])

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment
-from jax_longctx.contract.context import merge_cost
+from jax_longctx.contract.merging import merge_cost
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import (
     USABLE,

@@ -95,7 +95,8 @@ class ArkValePaged(ArkVale):
         ranked_BP = self._ranked(rotated, cache, self.selectable(cache.store, ctx), ctx)
         begun_BP = select_mask(ranked_BP, self.most_pages(0, ranked_BP.shape[1]))
         # The last segment with tokens of the row counts.
-        resident = where_rows(valid_B > 0, ctx.own_seq(begun_BP, 1), cache.resident)
+        own = ctx.slots(cache.resident.shape[1], self.page_size).part(begun_BP, 1)
+        resident = where_rows(valid_B > 0, own, cache.resident)
         return part, dataclasses.replace(cache, resident=resident)
 
     def most_pages(self, slots: int, pages: int) -> int:
@@ -105,7 +106,7 @@ class ArkValePaged(ArkVale):
     def _ranked(
         self, q: Float[Array, "B 1 N H"], cache: Any, span: Span, ctx: LayerContext
     ) -> Float[Array, "B P"]:
-        scores_BNP = gathered(self.scores(q[:, 0], cache, ctx), span, ctx)
+        scores_BNP = gathered(self.scores(q[:, 0], cache, ctx), span, ctx, self.page_size)
         return self.pooled(scores_BNP, span.tokens, cache.store.k.shape[1], ctx)[:, 0]
 
     def choose(
@@ -120,7 +121,8 @@ class ArkValePaged(ArkVale):
         """The pages on the device once the best by this query are recalled."""
         earlier = dataclasses.replace(cache.store, length=cache.store.length - 1)
         left_window_BP = (span.tokens > 0) & (self.selectable(earlier, ctx).tokens == 0)
-        held_BP = ctx.gather_seq(cache.resident, axis=1) | left_window_BP
+        own = ctx.slots(cache.resident.shape[1], self.page_size)
+        held_BP = own.whole(cache.resident, axis=1) | left_window_BP
         pages = held_BP.shape[1]
         count_B = jnp.full_like(cache.prompt, min(self.pages_of(0), pages))
         chosen_BC = recall(

@@ -48,6 +48,9 @@ class Recorded(Rewinding):
 class Recorder(Appending):
     """Full attention that keeps its queries."""
 
+    # The host reads the arrays in the text's order.
+    stripes = False
+
     def init_cache(self, shape: CacheShape) -> Recorded:
         size = (shape.batch, shape.num_heads, shape.slots, shape.head_dim)
         return Recorded(super().init_cache(shape), jnp.zeros(size, shape.dtype))

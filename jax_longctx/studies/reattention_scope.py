@@ -45,6 +45,11 @@ class Watched:
 class WatchedReAttention(ReAttention):
     """ReAttention that counts how often its scopes held each token (see `scope_shares`)."""
 
+    @property
+    def stripes(self) -> bool:
+        """The host reads the counts in the text's order."""
+        return False
+
     def init_cache(self, shape: CacheShape) -> Watched:
         counts = jnp.zeros((shape.batch, shape.slots), jnp.int32)
         return Watched(super().init_cache(shape), counts, jnp.zeros((shape.batch,), jnp.int32))
@@ -55,7 +60,7 @@ class WatchedReAttention(ReAttention):
         part, store, scope = self.attend_chosen(new, cache.store, segment, ctx)
         if new[0].shape[1] > 1 or segment.role not in ("query", "decode"):
             return part, dataclasses.replace(cache, store=store)
-        (slots_BC, number_B), valid_B = scope, segment.valid_of(CHUNK_ROWS)
+        (slots_BC, number_B), valid_B = scope.listed(), segment.valid_of(CHUNK_ROWS)
         held_BC = jnp.arange(slots_BC.shape[1]) < jnp.where(valid_B > 0, number_B, 0)[:, None]
         slots = cache.counts.shape[1]
         own_BC = local_slots(jnp.where(held_BC, slots_BC, -1), slots, ctx)

@@ -1,4 +1,4 @@
-"""Writing and reading slots against numpy, on one device and with the slots on four."""
+"""Writing and reading slots against numpy: on one device, and on four in blocks and stripes."""
 
 import dataclasses
 
@@ -19,6 +19,7 @@ from jax_longctx.caches import (
     write_run,
 )
 from jax_longctx.contract import CacheShape
+from jax_longctx.engine import programs
 from jax_longctx.engine.programs import Setup
 from jax_longctx.methods import Full
 from jax_longctx.sharding import logical_spec, make_mesh, tree_specs
@@ -32,9 +33,27 @@ CHOSEN = logical_spec(("batch", "kv_heads", None))
 KEPT = logical_spec(("batch", "kv_heads", None, None))
 
 
-@pytest.fixture(params=[(1, 1, 1), (1, 4, 1)], ids=str)
-def setup(request):
-    return Setup(tiny_config(), Full(), make_mesh(*request.param), jnp.dtype(jnp.float32), 512)
+@pytest.fixture(params=[(1, None), (4, None), (4, 8)], ids=["one", "blocks", "stripes"])
+def setup(request, monkeypatch):
+    """Shards of the slots, and slots of a stripe: each of the four shards holds two of them."""
+    shards, stripe = request.param
+    monkeypatch.setattr(programs, "STRIPE", stripe)
+    return Setup(tiny_config(), Full(), make_mesh(seq=shards), jnp.dtype(jnp.float32), 512)
+
+
+def dealt(setup, x):
+    """An array in the text's order as the setup has it, and back."""
+    return setup.slot_layout.dealt(jnp.asarray(x), 2, SLOTS)
+
+
+def ordered(setup, x):
+    return np.array(setup.slot_layout.in_order(x, 2, SLOTS))
+
+
+def slots_of(setup):
+    """[shards, size]: the slots of each shard."""
+    every = setup.slot_layout.dealt(jnp.arange(SLOTS), 0, SLOTS)
+    return np.array(every).reshape(setup.mesh.shape["seq"], -1)
 
 
 @pytest.fixture(params=["cpu", "tpu"])
@@ -61,7 +80,9 @@ def random_arrays(batch, tokens, seed=0):
 
 
 def compiled_write(setup):
-    return compiled(setup, write_run, (BUFFER, KV_HEADS, ROW, ROW), BUFFER)
+    """`write_run` of a buffer in the text's order."""
+    write = compiled(setup, write_run, (BUFFER, KV_HEADS, ROW, ROW), BUFFER)
+    return lambda buffer, *others: ordered(setup, write(dealt(setup, buffer), *others))
 
 
 def runs(tokens):
@@ -77,14 +98,14 @@ def runs(tokens):
     yield [SLOTS - half, SLOTS - 1, end], [half, 1, tokens]
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 24])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_run_lands_where_numpy_puts_it(setup, platform, batch, tokens):
     write = compiled_write(setup)
     buffer, new = random_arrays(batch, tokens)
     for starts, counts in runs(tokens):
         start, valid = np.array(starts[:batch], np.int32), np.array(counts[:batch], np.int32)
-        got, expected = np.array(write(buffer, new, start, valid)), buffer.copy()
+        got, expected = write(buffer, new, start, valid), buffer.copy()
         for b in range(batch):
             stop = start[b] + valid[b]
             expected[b, :, start[b] : stop] = np.swapaxes(new[b, : valid[b]], 0, 1)
@@ -118,9 +139,8 @@ def test_both_forms_write_the_same_shard(start, valid, layer):
     np.testing.assert_array_equal(rows, expected)
 
 
-def test_a_segment_longer_than_a_shard_is_written_whole_for_a_tpu(monkeypatch):
+def test_a_segment_longer_than_a_shard_is_written_whole_for_a_tpu(setup, monkeypatch):
     monkeypatch.setattr(append_only, "platform", lambda: "tpu")
-    setup = Setup(tiny_config(), Full(), make_mesh(seq=4), jnp.dtype(jnp.float32), 512)
     buffer, new = random_arrays(1, 17)
     got = compiled_write(setup)(buffer, new, np.array([5], np.int32), np.array([17], np.int32))
     expected = buffer.copy()
@@ -135,7 +155,7 @@ def test_slots_are_gathered_from_every_shard(setup, batch):
     slots = rng.integers(0, SLOTS, (batch, HEADS, 24)).astype(np.int32)
     slots[:, :, :4] = [0, SLOTS - 1, 15, 16]
     slots[:, :, 4:6] = -1
-    got = compiled(setup, gather_slots, (BUFFER, CHOSEN), KEPT)(buffer, slots)
+    got = compiled(setup, gather_slots, (BUFFER, CHOSEN), KEPT)(dealt(setup, buffer), slots)
     expected = np.take_along_axis(buffer, np.maximum(slots, 0)[..., None], axis=2)
     expected[slots < 0] = 0.0
     np.testing.assert_array_equal(got, expected)
@@ -161,9 +181,9 @@ def test_each_shard_counts_its_own_slots(setup):
     size = SLOTS // setup.mesh.shape["seq"]
     run = compiled(setup, lambda i, ctx: local_slots(i, size, ctx), (LISTS,), BY_SHARD)
     got = np.array(run(index)).reshape(2, -1, 5)
-    for shard in range(got.shape[1]):
-        mine = (index >= 0) & (index // size == shard)
-        np.testing.assert_array_equal(got[:, shard], np.where(mine, index - shard * size, -1))
+    for shard, slots in enumerate(slots_of(setup).tolist()):
+        expected = [[slots.index(i) if i in slots else -1 for i in row] for row in index]
+        np.testing.assert_array_equal(got[:, shard], expected)
 
 
 @pytest.mark.parametrize("but_last", [0, 20])
@@ -174,15 +194,17 @@ def test_each_shard_says_what_it_holds(setup, but_last):
         return cache.held(ctx, but_last=but_last)[:, None]
 
     got = np.array(compiled(setup, held, (tree_specs(cache),), BY_SHARD)(cache))
-    size = SLOTS // got.shape[1]
     for row, length in zip(got, cache.length, strict=True):
-        counted = np.arange(SLOTS).reshape(-1, size) < int(length) - but_last
+        counted = slots_of(setup) < int(length) - but_last
         np.testing.assert_array_equal(row, np.sum(counted, axis=1))
 
 
 @pytest.mark.parametrize("descending", [False, True])
 def test_shards_hold_runs_of_a_monotone_list(setup, descending):
-    """Rows that lie on one shard, on all, on none; longer than a shard; garbage behind."""
+    """Rows that lie on one shard, on all, on none; longer than a shard; garbage behind.
+
+    In stripes what a shard holds is no run.
+    """
     size = SLOTS // setup.mesh.shape["seq"]
     lists = [[3, 5, 14, 15, 16, 47, 63], [33, 34], [], list(range(10, 34)), list(range(16, 32))]
     number = np.array([len(row) for row in lists], np.int32)
@@ -194,7 +216,12 @@ def test_shards_hold_runs_of_a_monotone_list(setup, descending):
         local, first, count = local_run(slots, number, size, ctx, descending=descending)
         return jnp.concatenate([first[:, None], count[:, None], local], axis=1)
 
-    got = np.array(compiled(setup, run, (LISTS, ROW), BY_SHARD)(slots, number))
+    listing = compiled(setup, run, (LISTS, ROW), BY_SHARD)
+    if setup.slot_layout.in_stripes:
+        with pytest.raises(ValueError, match="in stripes"):
+            listing(slots, number)
+        return
+    got = np.array(listing(slots, number))
     got = got.reshape(5, SLOTS // size, -1)
     assert got.shape[2] == 2 + min(24, size)
     for b in range(5):
@@ -269,16 +296,18 @@ def test_the_context_is_found_again_after_a_question(setup):
     asked, (more, _) = append_tokens(setup, cache, 5, [5, 2, 0], seed=4)
     np.testing.assert_array_equal(asked.length, [21, 2, 9])
     np.testing.assert_array_equal(asked.position, [21, 2, 9])
-    np.testing.assert_array_equal(asked.k[0, :, 16:21], np.swapaxes(more[0], 0, 1))
+    keys = ordered(setup, asked.k)
+    np.testing.assert_array_equal(keys[0, :, 16:21], np.swapaxes(more[0], 0, 1))
     back = asked.rewind()
     np.testing.assert_array_equal(back.length, [16, 0, 9])
     np.testing.assert_array_equal(back.position, [16, 0, 9])
+    keys, values = ordered(setup, back.k), ordered(setup, back.v)
     for b, count in enumerate([16, 0, 9]):
-        np.testing.assert_array_equal(back.k[b, :, :count], np.swapaxes(k[b, :count], 0, 1))
-        np.testing.assert_array_equal(back.v[b, :, :count], np.swapaxes(v[b, :count], 0, 1))
+        np.testing.assert_array_equal(keys[b, :, :count], np.swapaxes(k[b, :count], 0, 1))
+        np.testing.assert_array_equal(values[b, :, :count], np.swapaxes(v[b, :count], 0, 1))
     # A second question lands where the first did.
     again, (other, _) = append_tokens(setup, back, 5, [5, 5, 5], seed=6)
-    np.testing.assert_array_equal(again.k[1, :, :5], np.swapaxes(other[1], 0, 1))
+    np.testing.assert_array_equal(ordered(setup, again.k)[1, :, :5], np.swapaxes(other[1], 0, 1))
 
 
 def test_a_position_may_run_ahead_of_the_slots(setup):

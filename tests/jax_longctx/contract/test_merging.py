@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_longctx.contract.context import by_gather, by_sum, merge_cost, merge_way
+from jax_longctx.contract.merging import by_gather, by_sum, merge_cost, merge_way
 from jax_longctx.planning.compiled import count_collectives
 from jax_longctx.sharding import make_mesh
 

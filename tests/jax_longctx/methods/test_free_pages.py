@@ -99,7 +99,7 @@ def test_the_pages_of_the_scope_are_those_of_the_best_scores(digest):
         def choose(self, q, cache, valid, ctx, *, rank=True):
             scope = super().choose(q, cache, valid, ctx, rank=rank)
             if q.shape[1] == 1:
-                found = (q[:, 0], part_of(cache.store.k), cache.store.length, *scope)
+                found = (q[:, 0], part_of(cache.store.k), cache.store.length, *scope.listed())
                 jax.debug.callback(lambda *x: seen.append([np.asarray(i) for i in x]), *found)
             return scope
 
@@ -176,7 +176,7 @@ def test_the_estimate_is_that_of_all_keys_left_out():
             if q.shape[1] == 1:
                 store = (part_of(cache.store.k), part_of(cache.store.v), cache.store.length)
                 jax.debug.callback(
-                    lambda *x: scopes.append([np.asarray(i) for i in x]), *scope, *store
+                    lambda *x: scopes.append([np.asarray(i) for i in x]), *scope.listed(), *store
                 )
             return scope
 

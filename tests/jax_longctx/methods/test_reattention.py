@@ -84,9 +84,9 @@ class Watched(ReAttention):
     """Tells which slots each layer attends."""
 
     def choose(self, q, cache, valid, ctx, *, rank=True):
-        slots, number = super().choose(q, cache, valid, ctx, rank=rank)
-        jax.debug.callback(functools.partial(note, LAYERS.index(ctx.window)), slots, number)
-        return slots, number
+        scope = super().choose(q, cache, valid, ctx, rank=rank)
+        jax.debug.callback(functools.partial(note, LAYERS.index(ctx.window)), *scope.listed())
+        return scope
 
 
 def note(layer, slots, number):

@@ -1,6 +1,7 @@
-"""A text over four and eight shards of the slots is read and answered as on one device.
+"""A text over two, four and eight shards of the slots is read and answered as on one device.
 
-Every shard of the four holds a part of the longer row, the last of the eight of neither.
+Every shard of the two and four holds two stripes, where slots are dealt in stripes. Each of the
+eight holds one run of slots, the last of them none of the text.
 """
 
 import functools
@@ -16,8 +17,8 @@ from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.small_methods import SMALL
 from tests.support import random_rows, tiny_config, tiny_engine
 
-# 1,024 slots over eight shards, of 128 each; 512 over four hold less than the longer text.
-LENGTHS = {4: [450, 201], 8: [850, 301]}
+# 512 slots over two shards and 1,024 over four, of 256 each; over eight, of 128 each.
+LENGTHS = {2: [450, 201], 4: [850, 301], 8: [850, 301]}
 # Segments longer than the small methods' own, which would be many.
 CASES = {name: dict(settings) for name, settings in SMALL.items()} | {
     "reattention-tilemax": {**SMALL["reattention"], "selector": "tilemax128"},
