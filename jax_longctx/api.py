@@ -108,6 +108,7 @@ def load(
     mesh: Mesh | None = None,
     dtype: str | None = None,
     chunk: int = 512,
+    kv: str | None = None,
     choose: Callable[["LongContext"], Method] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
 ) -> "LongContext":
@@ -118,6 +119,8 @@ def load(
       mesh: devices to run on, one by default (see `make_mesh`).
       dtype: of weights and cache: "float32", "bfloat16" or "float16"; the checkpoint's by default.
       chunk: tokens a prefill pass takes.
+      kv: "int8" or "fp8" for caches that hold keys and values in 8 bits; None, or "bfloat16" beside
+        bfloat16 weights, for the weights' dtype.
       choose: called before the weights load, with the model under full attention: gives the method.
         `method` must not be given then.
       ahead: called with the model while its weights load, in one process alone: to `compile` what
@@ -138,7 +141,7 @@ def load(
     check_vocabulary(tokenizer, manifest.config)
     kind = jnp.dtype(manifest.dtype if dtype is None else dtype)
     shapes = abstract_params(manifest.config, mesh, kind)
-    engine = Engine(manifest.config, shapes, method or Full(), mesh, chunk=chunk)
+    engine = Engine(manifest.config, shapes, method or Full(), mesh, chunk=chunk, kv=kv)
     model = LongContext(engine, tokenizer, manifest)
     if choose is not None:
         model = model.with_method(choose(model))
@@ -188,6 +191,7 @@ class LongContext:
         """
         old = self.engine
         how = {"chunk": old.chunk, "memory_limit": old.memory_limit, "by_layer": old.setup.by_layer}
+        how |= {"kv": old.setup.kv}
         engine = Engine(old.config, old.params, method, old.mesh, **how)
         return LongContext(engine, self.tokenizer, self.manifest)
 

@@ -22,6 +22,9 @@ MOST_PENALTY = 1e6
 SEEDS = 2**64
 # Of weights and caches.
 DTYPES = ("float32", "bfloat16", "float16")
+# Of keys and values in caches: 8-bit forms, and bfloat16 for the weights' own dtype.
+KVForm = Literal["fp8", "int8"]
+KV_NAMES = ("bfloat16", "fp8", "int8")
 
 _NOUNS = {
     bool: "true or false",

@@ -12,14 +12,17 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
 from pallas_kernels.plane import ArrayLike, Plane
+from pallas_kernels.quantised import Quantised
 
 # Arrays of an attention: queries or outputs; a number for each query and head, as its log-sum-exp;
-# a cache's keys or values; a number for each row of the batch; a chunk's own keys or values; and
-# (output, log-sum-exp), which an attention returns.
+# a cache's keys or values, in 8 bits too (`Stored`), or of one layer of many (`AnyCache`); a number
+# for each row of the batch; a chunk's own keys or values; and (output, log-sum-exp), which an
+# attention returns.
 Queries = Float[Array, "B T N H"]
 PerQuery = Float[Array, "B T N"]
 Cache = Float[Array, "B K S H"]
-AnyCache = Cache | Plane
+Stored = Cache | Quantised
+AnyCache = Stored | Plane
 PerRow = Int[Array, " B"]
 Chunk = Float[Array, "B T K H"]
 Attended = tuple[Queries, PerQuery]
@@ -29,7 +32,7 @@ Attended = tuple[Queries, PerQuery]
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
-def check_heads(operation: str, q: Array, *caches: ArrayLike, kv_axis: int = 1) -> None:
+def check_heads(operation: str, q: Array, *caches: ArrayLike | Quantised, kv_axis: int = 1) -> None:
     """Raise ValueError unless q [B,...,N,H] fits the caches, whose kv heads are axis `kv_axis`."""
     fits = all(
         q.ndim in (3, 4)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels.plane import part_of
+from pallas_kernels.quantised import dequantised
 
 _logger = logging.getLogger("pallas_kernels")
 
@@ -25,12 +26,14 @@ class Kernel(NamedTuple):
       unsupported: gives the reason why it cannot run these arguments, or None where it can.
       held_back: why it is not preferred, and runs only by its name; None where it is preferred.
       planes: whether it reads a `Plane` where it lies; others are given the layer's part.
+      forms: the 8-bit forms of keys and values that it reads (see `quantised`).
     """
 
     run: Callable[..., Any]
     unsupported: Callable[[], str | None]
     held_back: str | None = None
     planes: bool = False
+    forms: tuple[str, ...] = ()
 
 
 class UnknownImplementation(ValueError):
@@ -54,13 +57,19 @@ def platform() -> str:
 
 
 def select(
-    operation: str, asked: str | None, shapes: str, **implementations: Callable[..., Any] | Kernel
+    operation: str,
+    asked: str | None,
+    shapes: str,
+    *,
+    form: str | None = None,
+    **implementations: Callable[..., Any] | Kernel,
 ) -> Callable[..., Any]:
     """The implementation to run.
 
     Args:
       asked: the name that the caller gave, or None to choose one.
       shapes: what the log shows of the arguments; one line is logged for each.
+      form: the 8-bit form of the keys and values, None where they are arrays.
       implementations: functions that run anywhere, `xla` among them, and the platforms' `Kernel`s.
 
     Raises:
@@ -68,26 +77,36 @@ def select(
       UnknownImplementation: there is none of that name.
     """
     on = platform()
+    shapes = shapes if form is None else f"{shapes}, keys and values in {form}"
     if asked is not None:
         if asked not in implementations:
             raise UnknownImplementation(operation, asked, tuple(implementations))
         chosen, why, found = asked, "asked for", implementations[asked]
         if isinstance(found, Kernel):
             needs = f"it needs platform {asked}, this program is for {on}"
-            reason = found.unsupported() if asked == on else needs
+            reason = _reason(found, form) if asked == on else needs
             if reason is not None:
                 raise NotImplementedError(f"{operation}: {asked!r} cannot run {shapes}: {reason}")
     else:
         chosen, why, found = "xla", "no kernel for this platform", implementations.get(on)
         if isinstance(found, Kernel):
-            reason = found.held_back or found.unsupported()
+            reason = found.held_back or _reason(found, form)
             chosen, why = (on, "preferred") if reason is None else ("xla", f"not {on}: {reason}")
     _log_once(operation, on, shapes, chosen, why)
     found = implementations[chosen]
     run = found.run if isinstance(found, Kernel) else found
     if isinstance(found, Kernel) and found.planes:
         return run
+    if chosen == "reference":
+        return lambda *args, **options: run(*(dequantised(part_of(x)) for x in args), **options)
     return lambda *args, **options: run(*map(part_of, args), **options)
+
+
+def _reason(kernel: Kernel, form: str | None) -> str | None:
+    """Why the kernel cannot run the arguments, or None."""
+    if form is not None and form not in kernel.forms:
+        return f"the kernel reads no {form} keys and values"
+    return kernel.unsupported()
 
 
 def offered(call: Callable[[str], Any]) -> tuple[str, ...]:

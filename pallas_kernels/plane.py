@@ -81,14 +81,13 @@ class Plane:
         )
 
 
-def part_of(array: Any) -> Any:
-    """What a plane holds; anything else as it is."""
-    return array.read() if isinstance(array, Plane) else array
+def part_of(tree: Any) -> Any:
+    """What a plane holds; any other tree with arrays in place of its planes."""
 
+    def read(leaf: Any) -> Any:
+        return leaf.read() if isinstance(leaf, Plane) else leaf
 
-def parts_of(tree: Any) -> Any:
-    """The tree with arrays in place of its planes, for branches of a conditional."""
-    return jax.tree.map(part_of, tree, is_leaf=lambda x: isinstance(x, Plane))
+    return jax.tree.map(read, tree, is_leaf=lambda x: isinstance(x, Plane))
 
 
 # What may be either.

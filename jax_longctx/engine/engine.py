@@ -11,7 +11,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,10 @@ from jax_longctx.engine.capacity import (
 )
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
-from jax_longctx.errors import InputError
+from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, layer_params, stacked_layers
-from jax_longctx.settings import Sampling
+from jax_longctx.settings import KV_NAMES, KVForm, Sampling, check_name
 
 Rows = Sequence[Sequence[int]]
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
@@ -128,6 +128,8 @@ class Engine:
         not, and the caller keeps them, the weights are in memory twice.
       by_layer: whether the host loops over the layers, not the device (see `Setup`). None: the host
         on CPUs, which read weights faster apart than as slices of a stack.
+      kv: "int8" or "fp8": caches hold keys and values in 8 bits (see `pallas_kernels.quantised`).
+        None: in the weights' dtype, which "bfloat16" asks for by name.
 
     Raises:
       ConfigError: the method or the mesh does not fit the model.
@@ -144,6 +146,7 @@ class Engine:
         memory_limit: int | None = None,
         by_layer: bool | None = None,
         consume: bool = False,
+        kv: str | None = None,
     ):
         if chunk < 1:
             raise InputError(f"chunk must be at least 1 token, got {chunk}")
@@ -154,7 +157,9 @@ class Engine:
         if by_layer is None:
             by_layer = bool(mesh.devices.flat[0].platform == "cpu")
         self.chunk, self.memory_limit = chunk, memory_limit
-        self.setup = programs.Setup(config, method, mesh, dtype, chunk, by_layer)
+        self.setup = programs.Setup(
+            config, method, mesh, dtype, chunk, by_layer, kv_form(kv, dtype)
+        )
         self.take_params(params, consume=consume)
 
     def take_params(self, params: Any, *, consume: bool = False) -> None:
@@ -601,6 +606,25 @@ class Engine:
         self.check_bytes(context.slots + more, sizes[0], (sizes[1] - sizes[0]) / more)
         context.caches = grow(caches, more)
         context.slots, context.reserve = context.slots + more, context.reserve + more
+
+
+def kv_form(kv: str | None, dtype: Any) -> KVForm | None:
+    """The 8-bit form that `kv` names; None for keys and values in the weights' `dtype`.
+
+    Raises:
+      ConfigError: an unknown name, or "bfloat16" beside weights of another dtype.
+    """
+    if kv is None:
+        return None
+    check_name(KV_NAMES, kv, "kv")
+    if kv == "bfloat16":
+        if jnp.dtype(dtype) != jnp.bfloat16:
+            raise ConfigError(
+                f"kv bfloat16: this model's weights, keys and values are {jnp.dtype(dtype).name}; "
+                f"leave kv away, or load the model with dtype bfloat16"
+            )
+        return None
+    return cast(KVForm, kv)
 
 
 def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:

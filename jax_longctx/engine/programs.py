@@ -70,6 +70,7 @@ from jax_longctx.models.llama import (
     gathered_layer,
     layer_of,
 )
+from jax_longctx.settings import KVForm
 from jax_longctx.sharding import (
     AnyMesh,
     Leaf,
@@ -184,6 +185,7 @@ class Setup:
     Attributes:
       by_layer: whether the host loops over the layers, not the device (see the module). A pass
         then takes a dispatch for each layer, and a decode step waits for the host.
+      kv: the 8-bit form in which caches hold keys and values; None for arrays of `dtype`.
     """
 
     config: ModelConfig
@@ -192,6 +194,7 @@ class Setup:
     dtype: Any
     chunk: int
     by_layer: bool = False
+    kv: KVForm | None = None
 
     @property
     def platform(self) -> str:
@@ -584,6 +587,7 @@ def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[Cac
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=setup.dtype,
+            kv=setup.kv,
             layer=layer,
             num_layers=config.num_layers,
             window=config.windows[layer],

@@ -17,6 +17,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import gpu, reference, tpu, xla
 from pallas_kernels.attention_mass.reference import OverGroup, OverQueries, Reduction
 from pallas_kernels.common import AnyCache, check_heads
+from pallas_kernels.quantised import form_of
 from pallas_kernels.tpu_common import unsupported_keys
 
 
@@ -60,6 +61,7 @@ def attention_mass(
         "attention_mass",
         implementation,
         dispatch.shape_class(q, k.shape[1]),
+        form=form_of(k),
         xla=xla.attention_mass,
         gpu=dispatch.Kernel(gpu.attention_mass, lambda: gpu.unsupported(q, k, squares)),
         tpu=dispatch.Kernel(tpu.attention_mass, lambda: unsupported_keys(q), planes=True),

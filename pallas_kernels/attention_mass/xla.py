@@ -6,7 +6,8 @@ becomes probabilities and is reduced over queries at once; only the sums of a bl
 +inf, so that their probabilities are 0. Slots beyond a row's length are computed with the rest and
 set to 0 in the reduced block. The loop over keys ends at the last block that any row fills and any
 query sees; with causal queries the loop over queries begins at the first that sees the block. One
-query (decode) needs no loop: its logits are small beside the cache.
+query (decode) needs no loop: its logits are small beside the cache. Keys in 8 bits become floats a
+block at a time.
 
 Temporaries: a block of float32 logits of at most `_LOGIT_BYTES`, and copies of q. Roofline:
 2 T S N H operations, half of attention's; with one query the bytes of k over the bandwidth.
@@ -17,7 +18,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.attention_mass.reference import Masses, OverGroup, Reduction
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
+from pallas_kernels.common import PerQuery, PerRow, Queries, Stored, group_heads
+from pallas_kernels.quantised import Quantised, block_of
 
 # Float32 logits of a block; 4 to 64 MB and 256 to 2048 keys differ less than two runs on a CPU.
 _LOGIT_BYTES = 16 * 2**20
@@ -25,7 +27,7 @@ _MIN_KEYS = 128
 _MAX_KEYS = 4096  # with few queries a block of keys, which the loop copies, outgrows its logits
 
 
-def attention_mass(q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Reduction) -> Masses:
+def attention_mass(q: Queries, k: Stored, lse: PerQuery, lengths: PerRow, how: Reduction) -> Masses:
     """See `api.attention_mass`; lengths within 0..S."""
     queries, slots = q.shape[1], k.shape[2]
     counted_BT1 = (jnp.arange(queries) < how.valid[:, None])[..., None]
@@ -37,7 +39,7 @@ def attention_mass(q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Re
     lse_BKGT = group_heads(lse[..., None], k.shape[1])[..., 0]
     if how.over_group == "first" and not how.squares:
         q_BKGTH, lse_BKGT = q_BKGTH[:, :, :1], lse_BKGT[:, :, :1]
-    if queries == 1:
+    if queries == 1 and not isinstance(k, Quantised):
         # Without the barrier XLA on CPU computes the caller's append once more for this reader.
         k = lax.optimization_barrier(k)
         p_BKGTS = _probabilities(how, q_BKGTH, lse_BKGT, k)
@@ -107,7 +109,7 @@ def _stream(
     how: Reduction,
     q: Float[Array, "B K G T H"],
     lse: Float[Array, "B K G T"],
-    k: Cache,
+    k: Stored,
     filled: Int[Array, ""],
 ) -> tuple[Array, ...]:
     """Sums [B,K,G,S] and [B,K,S] over the queries, block by block, of the first `filled` slots."""
@@ -120,7 +122,7 @@ def _stream(
     def keys(j: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         # The last block is moved back to end with S: its overlap is computed twice, alike.
         key_start = jnp.minimum(j * key_block, slots - key_block)
-        k_BKCH = lax.dynamic_slice_in_dim(k, key_start, key_block, axis=2)
+        k_BKCH = block_of(k, key_start, key_block)
         slots_C = key_start + jnp.arange(key_block)
 
         def some_queries(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -20,9 +20,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import AnyCache, Window, check_heads
+from pallas_kernels.common import AnyCache, Stored, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
-from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.plane import part_of
+from pallas_kernels.quantised import form_of
 from pallas_kernels.tpu_common import unsupported_keys
 
 # Queries of a kv head that a pass over a shared cache takes: the rows of a GPU's matmul tile.
@@ -60,6 +61,7 @@ def decode_attention(
         "decode_attention",
         implementation,
         dispatch.shape_class(q, k.shape[1], window),
+        form=form_of(k, v),
         xla=xla.decode_attention,
         gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k)),
         tpu=dispatch.Kernel(tpu.decode_attention, lambda: unsupported_keys(q), planes=True),
@@ -71,8 +73,8 @@ def decode_attention(
 
 def shared_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "1 K S H"] | Plane,
-    v: Float[Array, "1 K S H"] | Plane,
+    k: AnyCache,
+    v: AnyCache,
     length: Int[Array, " 1"],
     *,
     scale: float,
@@ -129,6 +131,15 @@ def attend_logits(
     return xla.attend_logits(logits, part_of(v))
 
 
+def weighted_values(weights: Float[Array, "B N S"], v: AnyCache) -> Float[Array, "B N H"]:
+    """The sum of the values times their weights, in float32.
+
+    Args:
+      weights: float32, 0 where the value may be anything finite.
+    """
+    return xla.weighted_values(weights, part_of(v))
+
+
 def attend_with_logits(
     q: Float[Array, "B 1 N H"],
     k: AnyCache,
@@ -150,6 +161,7 @@ def attend_with_logits(
         "attend_with_logits",
         implementation,
         dispatch.shape_class(q, k.shape[1]),
+        form=form_of(k, v),
         xla=partial(_both, xla),
         gpu=dispatch.Kernel(gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k)),
         reference=partial(_both, reference),
@@ -157,7 +169,9 @@ def attend_with_logits(
     return run(q, k, v, lengths, scale=scale)
 
 
-def _both(halves: Any, q: Array, k: Array, v: Array, lengths: Array, scale: float) -> tuple:
+def _both(
+    halves: Any, q: Array, k: Stored, v: Stored, lengths: Array, scale: float
+) -> tuple[Array, Array, Array]:
     """The two halves of the module `halves`, one after the other."""
     logits = halves.decode_logits(q, k, lengths, scale=scale)
     return *halves.attend_logits(logits, v), logits

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, Window, check_heads
 from pallas_kernels.prefill_attention import gpu, reference, tpu, xla
+from pallas_kernels.quantised import form_of
 
 
 def causal_attention(
@@ -66,6 +67,7 @@ def cache_attention(
         "cache_attention",
         implementation,
         dispatch.shape_class(q, k.shape[1], window),
+        form=form_of(k, v),
         xla=partial(xla.cache_attention, window=given),
         gpu=dispatch.Kernel(gpu.cache_attention, lambda: gpu.unsupported_cache(q, window)),
         tpu=dispatch.Kernel(tpu.cache_attention, lambda: tpu.unsupported_cache(q, k, window)),

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, check_heads
+from pallas_kernels.quantised import form_of
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
 
 
@@ -97,6 +98,7 @@ def sparse_decode_attention(
         operation,
         implementation,
         f"{dispatch.shape_class(q, k.shape[1])}, pages of {page_size}",
+        form=form_of(k, v),
         xla=xla.sparse_decode_attention,
         gpu=dispatch.Kernel(
             gpu.sparse_decode_attention,

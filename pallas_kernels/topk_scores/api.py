@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, check_heads
+from pallas_kernels.quantised import form_of
 from pallas_kernels.topk_scores import gpu, reference, tpu, xla
 
 MAX_COUNT = 16
@@ -65,6 +66,7 @@ def topk_scores(
         "topk_scores",
         implementation,
         f"{dispatch.shape_class(q, k.shape[1])}, {count} best{tiles}",
+        form=form_of(k),
         xla=xla.topk_scores,
         gpu=dispatch.Kernel(gpu.topk_scores, lambda: gpu.unsupported(q, k, count, tile_best)),
         tpu=dispatch.Kernel(tpu.topk_scores, lambda: tpu.unsupported(q, tile_best), planes=True),
