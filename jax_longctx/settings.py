@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jax_longctx.errors import ConfigError, InputError
 
@@ -48,6 +48,25 @@ def check_name(table: Collection[str], name: str, noun: str) -> None:
     near = difflib.get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"unknown {noun} {name!r}; known: {', '.join(table)}{hint}")
+
+
+def kv_form(kv: str | None, dtype: str) -> KVForm | None:
+    """The 8-bit form that `kv` names; None for keys and values in the weights' `dtype`.
+
+    Raises:
+      ConfigError: an unknown name, or "bfloat16" beside weights of another dtype.
+    """
+    if kv is None:
+        return None
+    check_name(KV_NAMES, kv, "kv")
+    if kv != "bfloat16":
+        return cast(KVForm, kv)
+    if dtype != "bfloat16":
+        raise ConfigError(
+            f"kv bfloat16: this model's weights, keys and values are {dtype}; leave kv away, or "
+            f"load the model with dtype bfloat16"
+        )
+    return None
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
-from pallas_kernels.plane import ArrayLike, Plane
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.plane import Plane
+from pallas_kernels.quantised import AnyStored, Quantised
 
 # Arrays of an attention: queries or outputs; a number for each query and head, as its log-sum-exp;
 # a cache's keys or values, in 8 bits too (`Stored`), or of one layer of many (`AnyCache`); a number
@@ -32,7 +32,7 @@ Attended = tuple[Queries, PerQuery]
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
-def check_heads(operation: str, q: Array, *caches: ArrayLike | Quantised, kv_axis: int = 1) -> None:
+def check_heads(operation: str, q: Array, *caches: AnyStored, kv_axis: int = 1) -> None:
     """Raise ValueError unless q [B,...,N,H] fits the caches, whose kv heads are axis `kv_axis`."""
     fits = all(
         q.ndim in (3, 4)

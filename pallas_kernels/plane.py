@@ -88,7 +88,3 @@ def part_of(tree: Any) -> Any:
         return leaf.read() if isinstance(leaf, Plane) else leaf
 
     return jax.tree.map(read, tree, is_leaf=lambda x: isinstance(x, Plane))
-
-
-# What may be either.
-ArrayLike = Array | Plane

@@ -113,8 +113,8 @@ def stored_as(like: Any, x: Float[Array, "*B H"]) -> Any:
     return x.astype(like.dtype)
 
 
-def dequantised(x: Any) -> Shaped[Array, "..."]:
-    """The numbers that a `Quantised` stands for; an array as it is. For blocks, not for caches."""
+def dequantised(x: Any) -> Any:
+    """The numbers that a `Quantised` stands for; anything else as it is. Not for whole caches."""
     if not isinstance(x, Quantised):
         return x
     wide = x.values.astype(jnp.float32) * x.scales.astype(jnp.float32)[..., None]

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
-from pallas_kernels.common import MASKED, AnyCache
+from pallas_kernels.common import MASKED
 from pallas_kernels.plane import Plane
 
 LANES = 128
@@ -46,7 +46,7 @@ def slots_minor(head_dim: int) -> bool:
     return head_dim < LANES
 
 
-def as_stored(x: AnyCache) -> Array:
+def as_stored(x: Any) -> Array:
     """The cache with its axes as they lie in memory: [B,K,S,H], or [B,K,H,S] for narrow heads.
 
     Of a `Plane` those are the rows of all layers (see `first_row`).
@@ -55,7 +55,7 @@ def as_stored(x: AnyCache) -> Array:
     return jnp.swapaxes(rows, 2, 3) if slots_minor(x.shape[3]) else rows
 
 
-def first_row(x: AnyCache) -> Array:
+def first_row(x: Any) -> Array:
     """The row of `as_stored` at which the cache's own begin, [1]."""
     row = x.rows()[1] if isinstance(x, Plane) else jnp.int32(0)
     return row[None]

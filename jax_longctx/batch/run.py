@@ -408,6 +408,8 @@ def _given(model: LongContext, options: BatchOptions, digest: str) -> dict[str, 
         **settings_of(model.engine.method),
         "dtype": str(model.engine.setup.dtype),
         "chunk": model.engine.chunk,
+        # Left out where a run without it can go on.
+        **({} if model.engine.setup.kv is None else {"kv": model.engine.setup.kv}),
         **dataclasses.asdict(options),
     }
 

@@ -9,7 +9,7 @@ to hold both; appending writes in place.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -63,12 +63,12 @@ class BudgetCache:
 
         Statistics stay as they are: nothing is chosen any more.
         """
-        token_BTK1 = jnp.swapaxes(self.next_tokens(k.shape[1]), 1, 2)[..., None]
+        token_BTK = jnp.swapaxes(self.next_tokens(k.shape[1]), 1, 2)
         return dataclasses.replace(
             self,
             k=write_rows(self.k, k, self.length, valid),
             v=write_rows(self.v, v, self.length, valid),
-            token=write_rows(self.token[..., None], token_BTK1, self.length, valid)[..., 0],
+            token=cast(Array, write_rows(self.token, token_BTK, self.length, valid)),
             length=self.length + valid,
             position=self.position + valid,
         )

@@ -175,6 +175,7 @@ def decode(
     layers: int | None = _layers(),
     random_cache: bool = _random_cache(),
     chunk: int = _chunk(),
+    kv: str | None = options.kv(),
     mesh: str | None = _mesh(),
     kernels: bool = _kernels(),
     picture: Path | None = _picture(),
@@ -207,6 +208,7 @@ def decode(
         random_cache=random_cache,
         layers=layers,
         chunk=chunk,
+        kv=kv,
         mesh=make_mesh(**_sizes(mesh)),
         kernels=kernels,
         say=terminal.note,
@@ -231,6 +233,7 @@ def throughput(
     blocks: int = option("Blocks of 32 steps that are timed.", default=3, min=1),
     random_cache: bool = _random_cache(),
     chunk: int = _chunk(),
+    kv: str | None = options.kv(),
     mesh: str | None = _mesh(),
     kernels: bool = _kernels(),
     picture: Path | None = _picture(),
@@ -265,6 +268,7 @@ def throughput(
         memory=None if memory is None else int(memory * 2**30),
         random_cache=random_cache,
         chunk=chunk,
+        kv=kv,
         mesh=make_mesh(**_sizes(mesh)),
         kernels=kernels,
         say=terminal.note,
@@ -339,9 +343,15 @@ def _steps(result: dict[str, Any]) -> Iterable[Any]:
         rows.append([*cells, *(cell(row) for cell in columns.values()), speedup])
     yield table(("method", "batch x context", *columns, "full / this"), rows)
     yield (
-        f"{result['device']}, {result['model']} in bfloat16, {_layers_said(result['layers'])}; "
-        f"jax {result['jax']}; copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
+        f"{result['device']}, {result['model']} in bfloat16{_stored(result)}, "
+        f"{_layers_said(result['layers'])}; jax {result['jax']}; copy "
+        f"{result['copy_bandwidth'] / 1e12:.2f} TB/s"
     )
+
+
+def _stored(result: dict[str, Any]) -> str:
+    """The form of keys and values, where it is not the weights' dtype."""
+    return f", keys and values in {result['kv']}" if result.get("kv") else ""
 
 
 def _throughput(result: dict[str, Any]) -> Iterable[Any]:
@@ -356,9 +366,9 @@ def _throughput(result: dict[str, Any]) -> Iterable[Any]:
         rows.append([*cells, *(cell(row) for cell in columns.values())])
     yield table(("method", "context", "rows", "tokens/s a device", *columns), rows)
     yield (
-        f"{result['device']} ({result['devices']}), {result['model']} in bfloat16; "
-        f"{shown_bytes(result['free'])} free for caches; jax {result['jax']}; copy "
-        f"{result['copy_bandwidth'] / 1e12:.2f} TB/s"
+        f"{result['device']} ({result['devices']}), {result['model']} in bfloat16"
+        f"{_stored(result)}; {shown_bytes(result['free'])} free for caches; jax {result['jax']}; "
+        f"copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
     )
 
 

@@ -109,6 +109,7 @@ def key_of(model: "LongContext") -> str:
         str(setup.dtype),
         setup.chunk,
         setup.by_layer,
+        *(() if setup.kv is None else (setup.kv,)),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

@@ -41,6 +41,7 @@ def plan(
     batch: int = option("Rows of the batch.", default=1),
     reserve: int = option("Tokens of question and answer.", default=256),
     dtype: str | None = options.dtype(default="bfloat16"),
+    kv: str | None = options.kv(),
     mesh: str | None = options.mesh(),
     chunk: int = options.chunk(),
     compiles: bool = option(
@@ -73,7 +74,12 @@ def plan(
         chosen = method.make() or make_method("full")
         sizes = {"context": context, "batch": batch, "reserve": reserve, "chunk": chunk}
         request = PlanRequest(
-            config=config, method=chosen, target=devices, dtype=dtype or "bfloat16", **sizes
+            config=config,
+            method=chosen,
+            target=devices,
+            dtype=dtype or "bfloat16",
+            kv=kv,
+            **sizes,
         )
     with terminal.waiting("planning"):
         made = make_plan(request, propose_mesh(request) if mesh is None else parse_mesh(mesh))
@@ -89,6 +95,7 @@ def plan(
         "mesh_proposed": mesh is None,
         **sizes,
         "dtype": request.dtype,
+        "kv": request.kv,
         "constants": dataclasses.asdict(devices.chip),
         **_figures(made, ARITHMETIC if compiled is None else COMPILED),
         "compiled": compiled,
@@ -165,8 +172,9 @@ def _shown(record: dict[str, Any]) -> list[Any]:
         f"reached {c['linear_share']:.0%} in projections, {c['attention_share']:.0%} in prefill "
         f"attention, {c['bandwidth_share']:.0%} of the bandwidth in decode"
     )
+    stored = "" if record["kv"] is None else f", keys and values in {record['kv']}"
     return [
-        f"{record['model']}, {record['dtype']}, {record['method']}, {record['batch']} x "
+        f"{record['model']}, {record['dtype']}{stored}, {record['method']}, {record['batch']} x "
         f"{record['context']:,} tokens, chunks of {record['chunk']:,}",
         f"{record['target']}, {record['devices']} devices; --mesh {mesh}{proposed}",
         numbers,

@@ -36,6 +36,7 @@ def warm(
     dtype: str | None = options.dtype(),
     mesh: str | None = options.mesh(),
     chunk: int = options.chunk(),
+    kv: str | None = options.kv(),
     as_json: bool = options.as_json(),
 ) -> None:
     """Fill the compilation cache for a model, a method and a length, without weights.
@@ -54,7 +55,8 @@ def warm(
     specs = options.parse_specs(methods)
     _check_model(model)
     terminal = Terminal(as_json=as_json)
-    sizes: dict[str, Any] = {"rows": rows, "question": question, "answer": answer, "chunk": chunk}
+    sizes: dict[str, Any] = {"rows": rows, "question": question, "answer": answer}
+    sizes |= {"chunk": chunk, "kv": kv}
     sampling = answers.sampling
     with terminal.starting():
         from jax_longctx.engine.ahead import CompileClock
@@ -138,7 +140,7 @@ class _Model:
         from jax_longctx.models.llama import stacking_programs
 
         params = abstract_params(self.config, mesh, self.dtype)
-        engine = Engine(self.config, params, method, mesh, chunk=how["chunk"])
+        engine = Engine(self.config, params, method, mesh, chunk=how["chunk"], kv=how["kv"])
         if not engine.setup.by_layer and not self._stacked:
             with terminal.waiting("compiling for the weights"):
                 for program in stacking_programs(self.config, params):

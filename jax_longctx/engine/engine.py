@@ -11,7 +11,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,10 @@ from jax_longctx.engine.capacity import (
 )
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, layer_params, stacked_layers
-from jax_longctx.settings import KV_NAMES, KVForm, Sampling, check_name
+from jax_longctx.settings import Sampling, kv_form
 
 Rows = Sequence[Sequence[int]]
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
@@ -158,7 +158,7 @@ class Engine:
             by_layer = bool(mesh.devices.flat[0].platform == "cpu")
         self.chunk, self.memory_limit = chunk, memory_limit
         self.setup = programs.Setup(
-            config, method, mesh, dtype, chunk, by_layer, kv_form(kv, dtype)
+            config, method, mesh, dtype, chunk, by_layer, kv_form(kv, dtype.name)
         )
         self.take_params(params, consume=consume)
 
@@ -606,25 +606,6 @@ class Engine:
         self.check_bytes(context.slots + more, sizes[0], (sizes[1] - sizes[0]) / more)
         context.caches = grow(caches, more)
         context.slots, context.reserve = context.slots + more, context.reserve + more
-
-
-def kv_form(kv: str | None, dtype: Any) -> KVForm | None:
-    """The 8-bit form that `kv` names; None for keys and values in the weights' `dtype`.
-
-    Raises:
-      ConfigError: an unknown name, or "bfloat16" beside weights of another dtype.
-    """
-    if kv is None:
-        return None
-    check_name(KV_NAMES, kv, "kv")
-    if kv == "bfloat16":
-        if jnp.dtype(dtype) != jnp.bfloat16:
-            raise ConfigError(
-                f"kv bfloat16: this model's weights, keys and values are {jnp.dtype(dtype).name}; "
-                f"leave kv away, or load the model with dtype bfloat16"
-            )
-        return None
-    return cast(KVForm, kv)
 
 
 def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:

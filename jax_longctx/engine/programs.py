@@ -83,6 +83,7 @@ from jax_longctx.sharding import (
     weight_sharding,
 )
 from pallas_kernels.plane import Plane
+from pallas_kernels.quantised import empty
 from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
 
 # Options of a function that gives back every donated argument, updated, in the order they came.
@@ -200,6 +201,14 @@ class Setup:
     def platform(self) -> str:
         """What the programs are for: "cpu", "gpu" or "tpu"."""
         return _platform(self.mesh)
+
+    @property
+    def token_bytes(self) -> int:
+        """What a cache holds of one token in one layer, over all heads: key, value and scales."""
+        width = self.config.head_dim
+        token = jax.eval_shape(lambda: empty((1, 1, 1, width), self.dtype, self.kv))
+        parts = jax.tree.leaves(token)
+        return 2 * self.config.num_kv_heads * sum(x.size * x.dtype.itemsize for x in parts)
 
     @property
     def ends(self) -> Ends:

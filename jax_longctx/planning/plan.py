@@ -43,6 +43,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import ParamInfo, check_mesh, param_infos
 from jax_longctx.planning.targets import Chip, Target
+from jax_longctx.settings import kv_form
 from jax_longctx.sharding import MESH_AXES, logical_sharding, undivided
 
 # Tokens of the answer, after the first, for which a mesh is proposed.
@@ -66,6 +67,7 @@ class PlanRequest:
       context: tokens of each of `batch` rows.
       reserve: tokens of question and answer.
       chunk: tokens that a prefill pass takes.
+      kv: the form of keys and values in caches, as for `Engine`.
     """
 
     config: ModelConfig
@@ -76,6 +78,7 @@ class PlanRequest:
     reserve: int = 256
     chunk: int = 512
     dtype: str = "bfloat16"
+    kv: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "reserve", "chunk"):
@@ -90,7 +93,8 @@ class PlanRequest:
         """The programs' setup. ConfigError where method, model and mesh do not fit together."""
         self.method.validate(self.config)
         check_mesh(self.config, mesh)
-        return programs.Setup(self.config, self.method, mesh, jnp.dtype(self.dtype), self.chunk)
+        dtype, form = jnp.dtype(self.dtype), kv_form(self.kv, self.dtype)
+        return programs.Setup(self.config, self.method, mesh, dtype, self.chunk, kv=form)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -425,13 +429,13 @@ def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: in
 
 def decode_work(setup: programs.Setup, *, batch: int, read: int) -> Work:
     """The work of one decode step; `read` is the bytes that it reads of all caches."""
-    config, shape, item = setup.config, setup.mesh.shape, setup.dtype.itemsize
+    config, shape = setup.config, setup.mesh.shape
     tensor, rows = shape["tensor"], batch // shape["data"]
     body, head = own_matmuls(setup)
     received, collectives = _traffic(setup, rows, 1, spread=False)
     # Small caches are replicated over the axis `seq`; the larger ones are divided.
     divided = shape["data"] * tensor * (shape["seq"] if setup.method.info.keeps_all else 1)
-    pairs = read / (2 * config.num_kv_heads * config.head_dim * item)
+    pairs = read / setup.token_bytes
     return Work(
         linear=rows * 2 * (body + head),
         attention=4 * config.num_heads * config.head_dim * pairs / divided,
@@ -519,8 +523,7 @@ def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[Prefil
     caches = programs.abstract_caches(
         setup, setup.mesh.shape["data"], prompt.slots, reserved(reserve)
     )
-    key = 2 * setup.config.num_kv_heads * setup.config.head_dim * setup.dtype.itemsize
-    per_layer = key * setup.config.num_layers * setup.mesh.shape["data"]
+    per_layer = setup.token_bytes * setup.config.num_layers * setup.mesh.shape["data"]
     middles = [(i + 0.5) / SAMPLES for i in range(SAMPLES)]
     keys = [
         min(context * at, read_bytes(setup, caches, max(1, int(context * at))) / per_layer)

@@ -13,6 +13,8 @@ Temporaries: a block of float32 logits of at most `_LOGIT_BYTES`, and copies of 
 2 T S N H operations, half of attention's; with one query the bytes of k over the bandwidth.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
@@ -57,7 +59,7 @@ def _probabilities(
     how: Reduction,
     q: Float[Array, "B K G T H"],
     lse: Float[Array, "B K G T"],
-    k: Float[Array, "B K C H"],
+    k: Any,
 ) -> Float[Array, "B K G T C"]:
     # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
     q_BKRH = q.reshape(*k.shape[:2], -1, k.shape[3])

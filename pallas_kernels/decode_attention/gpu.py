@@ -48,7 +48,7 @@ from pallas_kernels.common import (
     pack_rows,
     unpack_rows,
 )
-from pallas_kernels.plane import ArrayLike
+from pallas_kernels.quantised import AnyStored
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that fit shared memory
@@ -113,7 +113,7 @@ class _Piece:
     number: Any
 
 
-def unsupported(q: Array, k: ArrayLike) -> str | None:
+def unsupported(q: Array, k: AnyStored) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     rows = q.shape[1] * q.shape[2] // k.shape[1]
     if rows > hopper.ROWS:
@@ -125,7 +125,7 @@ def unsupported(q: Array, k: ArrayLike) -> str | None:
     return hopper.unsupported(q)
 
 
-def unsupported_logits(q: Array, k: ArrayLike) -> str | None:
+def unsupported_logits(q: Array, k: AnyStored) -> str | None:
     """Why `attend_with_logits` cannot run these arguments, or None."""
     rows = q.shape[2] // k.shape[1]
     if rows > hopper.TILE_ROWS:

@@ -33,7 +33,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.common import Cache, PerRow
-from pallas_kernels.plane import ArrayLike
+from pallas_kernels.quantised import AnyStored
 from pallas_kernels.sparse_decode_attention.lists import entries_of, results_of, rows_of
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
@@ -73,7 +73,7 @@ class _Job:
         return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
 
 
-def unsupported(q: Array, k: ArrayLike, lists: int, page_size: int, priors: int) -> str | None:
+def unsupported(q: Array, k: AnyStored, lists: int, page_size: int, priors: int) -> str | None:
     """Why this kernel cannot run these arguments, or None.
 
     Args:

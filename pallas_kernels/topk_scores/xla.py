@@ -107,8 +107,10 @@ def _blocks(q: Array, k: Stored, tile_best: int | None) -> tuple[int, int]:
     most, fewest = (_CPU_SCORE_BYTES, _CPU_KEY_BLOCK) if cpu else (_SCORE_BYTES, _KEY_BLOCK)
     fits = max(16, most // (4 * b * n * fewest))
     query_block = min(queries, 2 ** (fits.bit_length() - 1))
+    # Those in 8 bits are in memory as bits and as floats.
+    most_bytes = _KEY_BYTES // 4 if isinstance(k, Quantised) else _KEY_BYTES
     slot_bytes = k.size * jnp.dtype(k.dtype).itemsize // slots
-    keys = min(most // (4 * b * n * query_block), _KEY_BYTES // slot_bytes)
+    keys = min(most // (4 * b * n * query_block), most_bytes // slot_bytes)
     return query_block, min(slots, max(fewest, 2 ** (max(keys, 1).bit_length() - 1)))
 
 

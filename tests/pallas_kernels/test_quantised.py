@@ -1,0 +1,226 @@
+"""Keys and values in 8 bits: the numbers that come back, and every operation over them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.decode_attention import (
+    attend_logits,
+    attend_with_logits,
+    decode_attention,
+    decode_logits,
+    shared_decode_attention,
+    weighted_values,
+)
+from pallas_kernels.dispatch import Kernel, select
+from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.prefill_attention import cache_attention
+from pallas_kernels.quantised import (
+    FORMS,
+    Quantised,
+    block_of,
+    dequantised,
+    empty,
+    form_of,
+    quantise,
+    stored_as,
+)
+from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+from pallas_kernels.topk_scores import topk_scores
+
+B, K, G, S, H = 2, 2, 2, 300, 16
+
+
+def draw(*shape, seed=0, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+@pytest.fixture(params=sorted(FORMS))
+def form(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
+def test_numbers_come_back_within_half_a_step(dtype, size):
+    x = (draw(64, H) * size).astype(dtype)
+    kept = quantise(x, "int8")
+    exact, back = (np.asarray(y, np.float64) for y in (x, dequantised(kept)))
+    scales = np.asarray(kept.scales, np.float64)
+    # Rounding to the dtype comes on top, of a number of at most 127 steps.
+    off = np.abs(back - exact) / scales[:, None]
+    assert off.max() <= 0.5 * (1 + 1e-5) + 127 * float(jnp.finfo(dtype).eps) / 2
+    least = np.abs(exact).max(axis=1) / 127
+    assert (scales >= least * (1 - 1e-6)).all()
+    assert (scales <= least * (1 + 2.0**-7)).all()
+    assert kept.values.dtype == jnp.int8
+    assert np.abs(np.asarray(kept.values)).max() <= 127
+
+
+def test_fp8_numbers_come_back_within_a_sixteenth():
+    x = draw(64, H)
+    kept = quantise(x, "fp8")
+    off = np.abs(np.asarray(dequantised(kept)) - np.asarray(x))
+    least = np.asarray(kept.scales, np.float32)[:, None] / 1024
+    assert (off <= np.maximum(np.abs(np.asarray(x)) / 16, least) * (1 + 1e-6)).all()
+
+
+def test_zeros_and_numbers_that_are_not_finite(form):
+    x = jnp.stack([jnp.zeros(H), jnp.full(H, jnp.nan), draw(H).at[3].set(jnp.inf), draw(H)])
+    back = np.asarray(dequantised(quantise(x, form)))
+    assert (back[0] == 0).all()
+    # An engine that looks for them in the logits still finds them.
+    assert np.isnan(back[1]).all() and np.isnan(back[2]).all() and np.isfinite(back[3]).all()
+
+
+def test_bytes(form):
+    """8B's shape: keys and values of 131,072 tokens."""
+    shape = (1, 8, 131_072, 128)
+    kept, whole = jax.eval_shape(
+        lambda: (empty(shape, jnp.bfloat16, form), empty(shape, jnp.bfloat16, None))
+    )
+    assert kept.shape == shape and kept.dtype == jnp.bfloat16
+    assert kept.nbytes == whole.size + 2 * whole.size // 128
+    assert kept.nbytes / (2 * whole.size) <= 0.53
+
+
+def test_what_is_stored_again_stays_in_the_dtype_that_reads_give(form):
+    like = empty((1, K, S, H), jnp.bfloat16, form)
+    kept = stored_as(like, draw(1, K, 5, H))
+    assert jax.tree.structure(kept) == jax.tree.structure(like)
+    assert dequantised(kept).dtype == jnp.bfloat16
+    assert form_of(draw(3), kept) == form and form_of(draw(3)) is None
+
+
+def test_a_block_of_a_layer_of_many(form):
+    layers = [quantise(draw(B, K, S, H, seed=i), form) for i in range(3)]
+    stacks = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
+    plane = stacks.map(lambda whole: Plane(whole, jnp.int32(1)))
+    assert plane.shape == (B, K, S, H) and plane.nbytes == layers[1].nbytes
+    expected = np.asarray(dequantised(layers[1]))[:, :, 40:60]
+    np.testing.assert_array_equal(block_of(plane, 40, 20), expected)
+    np.testing.assert_array_equal(dequantised(part_of(plane)), dequantised(layers[1]))
+
+
+def both(operation, *args, **how):
+    """The operation's results as it runs here, and by its definition."""
+    return operation(*args, **how), operation(*args, implementation="reference", **how)
+
+
+def close(found, expected, **how):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **how), found, expected)
+
+
+LENGTHS = jnp.array([S - 7, 41])
+
+
+def stored(form, slots=S):
+    return tuple(quantise(draw(B, K, slots, H, seed=seed), form) for seed in (1, 2))
+
+
+@pytest.mark.parametrize("slots", [S, 5000])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_decode_attention(form, queries, slots):
+    """Also over more than one block, of which the last is moved back."""
+    k, v = stored(form, slots)
+    q, lengths = draw(B, queries, K * G, H), jnp.array([slots - 7, 41])
+    close(*both(decode_attention, q, k, v, lengths, scale=0.3), rtol=2e-5, atol=2e-5)
+    start = lengths - queries
+    window = {"window": 20, "query_start": start, "scale": 0.3}
+    close(*both(decode_attention, q, k, v, lengths, **window), rtol=2e-5, atol=2e-5)
+
+
+def test_decode_attention_of_an_empty_row(form):
+    k, v = stored(form)
+    out, lse = decode_attention(draw(B, 1, K * G, H), k, v, jnp.array([0, 5]), scale=0.3)
+    assert (np.asarray(out[0]) == 0).all() and np.isneginf(np.asarray(lse[0])).all()
+    assert np.isfinite(np.asarray(lse[1])).all()
+
+
+def test_rows_over_one_cache(form):
+    k, v = (x.map(lambda part: part[:1]) for x in stored(form))
+    q, length = draw(B, 1, K * G, H), jnp.array([41])
+    close(*both(shared_decode_attention, q, k, v, length, scale=0.3), rtol=2e-5, atol=2e-5)
+
+
+def test_logits_and_values_apart(form):
+    k, v = stored(form)
+    q = draw(B, 1, K * G, H)
+    found, expected = both(attend_with_logits, q, k, v, LENGTHS, scale=0.3)
+    logits = decode_logits(q, k, LENGTHS, scale=0.3)
+    held = np.isfinite(np.asarray(expected[2]))
+    close(found[:2], expected[:2], rtol=2e-5, atol=2e-5)
+    for one in (found[2], logits):
+        np.testing.assert_allclose(np.asarray(one)[held], np.asarray(expected[2])[held], atol=2e-5)
+    close(attend_logits(logits, v), expected[:2], rtol=2e-5, atol=2e-5)
+    weights = jnp.abs(draw(B, K * G, S, seed=5))
+    wide = jnp.repeat(dequantised(v), G, axis=1)
+    exact = jnp.einsum("BNS,BNSH->BNH", weights, wide)
+    np.testing.assert_allclose(weighted_values(weights, v), exact, rtol=2e-5, atol=2e-4)
+
+
+def test_cache_attention(form):
+    k, v = stored(form, 1300)
+    q, lengths = draw(B, 24, K * G, H), jnp.array([1290, 41])
+    close(*both(cache_attention, q, k, v, lengths, scale=0.3), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("squares", [False, True])
+def test_attention_mass(form, queries, squares):
+    k, _ = stored(form)
+    q = draw(B, queries, K * G, H)
+    lse = 4.0 + draw(B, queries, K * G, seed=4)
+    how = {"scale": 0.3, "squares": squares}
+    close(*both(attention_mass, q, k, lse, LENGTHS, **how), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tile_best", [None, 32])
+def test_topk_scores(form, tile_best):
+    k, _ = stored(form, 2500)
+    q, start, stop = draw(B, 3, K * G, H), jnp.array([3, 0]), jnp.array([2490, 50])
+    found, expected = both(topk_scores, q, k, start, stop, count=4, tile_best=tile_best)
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("prior", [False, True])
+@pytest.mark.parametrize("lists", [K, K * G, "flat"])
+def test_sparse_decode_attention(form, lists, prior):
+    k, v = stored(form)
+    q, start, stop = draw(B, 1, K * G, H), jnp.array([3, 0]), LENGTHS
+    how = {"page_size": 10, "scale": 0.3}
+    if prior:
+        how |= {"prior_query": draw(B, 1, K * G, H, seed=7)}
+    if lists == "flat":
+        pages = jnp.array([[0, 7, 3, 7, -1], [1, 2, 4, 0, 3]])
+        how |= {"heads": jnp.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, -1]])}
+    else:
+        pages = jnp.tile(jnp.array([0, 3, 29, -1]), (B, lists, 1))
+    found, expected = both(sparse_decode_attention, q, k, v, pages, start, stop, **how)
+    close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_kernel_that_reads_no_8_bits_is_refused_by_name_and_passed_over():
+    def run(*args):
+        return "kernel"
+
+    kernels = {
+        "xla": lambda *args: "xla",
+        "cpu": Kernel(run, lambda: None),
+    }
+    assert select("op", None, "shapes", **kernels)() == "kernel"
+    assert select("op", None, "shapes", form="int8", **kernels)() == "xla"
+    with pytest.raises(NotImplementedError, match="the kernel reads no int8 keys and values"):
+        select("op", "cpu", "shapes", form="int8", **kernels)
+    kernels["cpu"] = Kernel(run, lambda: None, forms=("int8",))
+    assert select("op", None, "shapes", form="int8", **kernels)() == "kernel"
+
+
+def test_heads_that_do_not_fit_are_refused(form):
+    k, v = stored(form)
+    with pytest.raises(ValueError, match="does not fit"):
+        decode_attention(draw(B, 1, K * G, H, dtype=jnp.bfloat16), k, v, LENGTHS, scale=0.3)
+    assert isinstance(k, Quantised)
