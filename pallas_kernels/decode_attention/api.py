@@ -22,8 +22,8 @@ from jaxtyping import Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, Stored, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
-from pallas_kernels.plane import part_of
-from pallas_kernels.quantised import form_of
+from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.quantised import Quantised, form_of
 from pallas_kernels.tpu_common import unsupported_keys
 
 # Queries of a kv head that a pass over a shared cache takes: the rows of a GPU's matmul tile.
@@ -73,8 +73,8 @@ def decode_attention(
 
 def shared_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: AnyCache,
-    v: AnyCache,
+    k: Float[Array, "1 K S H"] | Plane | Quantised,
+    v: Float[Array, "1 K S H"] | Plane | Quantised,
     length: Int[Array, " 1"],
     *,
     scale: float,
