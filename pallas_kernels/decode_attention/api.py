@@ -64,7 +64,9 @@ def decode_attention(
         form=form_of(k, v),
         xla=xla.decode_attention,
         gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k)),
-        tpu=dispatch.Kernel(tpu.decode_attention, lambda: unsupported_keys(q), planes=True),
+        tpu=dispatch.Kernel(
+            tpu.decode_attention, lambda: unsupported_keys(q), planes=True, forms=("int8",)
+        ),
         reference=reference.decode_attention,
     )
     given = Window.of(window, query_start, slot_start)

@@ -1,11 +1,15 @@
 """Keys and values in 8 bits: the numbers that come back, and every operation over them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import (
     attend_logits,
     attend_with_logits,
@@ -14,6 +18,8 @@ from pallas_kernels.decode_attention import (
     shared_decode_attention,
     weighted_values,
 )
+from pallas_kernels.decode_attention import reference as decode_reference
+from pallas_kernels.decode_attention.tpu import decode_attention as decode_on_tpu
 from pallas_kernels.dispatch import Kernel, select
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import cache_attention
@@ -224,3 +230,24 @@ def test_heads_that_do_not_fit_are_refused(form):
     with pytest.raises(ValueError, match="does not fit"):
         decode_attention(draw(B, 1, K * G, H, dtype=jnp.bfloat16), k, v, LENGTHS, scale=0.3)
     assert isinstance(k, Quantised)
+
+
+@pytest.mark.parametrize("plane", [False, True])
+@pytest.mark.parametrize(
+    ("width", "queries", "window"), [(128, 1, None), (64, 3, None), (64, 2, 40)]
+)
+def test_the_tpu_kernel_reads_int8(width, queries, window, plane):
+    """In its interpreter, whose memory begins as NaN; a block reaches beyond the slots."""
+    slots, lengths = 320, jnp.array([300, 0, 130])
+    k, v = (quantise(draw(3, K, slots, width, seed=seed), "int8") for seed in (1, 2))
+    q, start = draw(3, queries, K * G, width), jnp.maximum(lengths - queries, 0)
+    how = {"scale": 0.3, "window": Window.of(window, start, 0)}
+    expected = decode_reference.decode_attention(q, dequantised(k), dequantised(v), lengths, **how)
+    if plane:
+        k, v = (
+            x.map(lambda part: Plane(jnp.stack([part * 0, part, part * 0]), jnp.int32(1)))
+            for x in (k, v)
+        )
+    how |= {"block": 128, "interpret": pltpu.InterpretParams()}
+    run = jax.jit(functools.partial(decode_on_tpu, **how))
+    close(run(q, k, v, lengths), expected, rtol=2e-5, atol=2e-5)
