@@ -63,7 +63,7 @@ def decode_attention(
         dispatch.shape_class(q, k.shape[1], window),
         form=form_of(k, v),
         xla=xla.decode_attention,
-        gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k)),
+        gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k), forms=("int8",)),
         tpu=dispatch.Kernel(
             tpu.decode_attention, lambda: unsupported_keys(q), planes=True, forms=("int8",)
         ),
@@ -165,7 +165,9 @@ def attend_with_logits(
         dispatch.shape_class(q, k.shape[1]),
         form=form_of(k, v),
         xla=partial(_both, xla),
-        gpu=dispatch.Kernel(gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k)),
+        gpu=dispatch.Kernel(
+            gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k), forms=("int8",)
+        ),
         reference=partial(_both, reference),
     )
     return run(q, k, v, lengths, scale=scale)

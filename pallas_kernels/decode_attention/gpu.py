@@ -13,6 +13,11 @@ the rows of one wgmma, so that keys and values are read once for all of them. On
 the 64 rows; that costs tensor core time, which is not the bound. Empty capacity is not read. Slots
 beyond a length must hold finite values.
 
+Keys and values in int8 come into rings of their own, two blocks deep, their scales into small ones.
+A third warpgroup turns a block into the dtype of the queries, exactly, in the rings that wgmma
+reads, two blocks deep. The warpgroup that computes multiplies products and weights by the scales.
+Not measured; the next head's queries find no place beside these rings.
+
 Shared memory: q 16 KiB and 2 for the next head's, rings 192 KiB, 9 KiB for results. Registers:
 weighted values [64,H], logits [64,128], float32. Bytes moved: k and v of the filled slots; partial
 results 0.5 MB.
@@ -40,20 +45,23 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.common import (
     Attended,
-    Cache,
     PerQuery,
     PerRow,
     Queries,
+    Stored,
     Window,
     pack_rows,
     unpack_rows,
 )
-from pallas_kernels.quantised import AnyStored
+from pallas_kernels.quantised import SCALES, AnyStored, Quantised
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that fit shared memory
 # Slots of one step, steps in flight, and how many steps it takes to begin a head.
 _BLOCK, _STAGES, _BEGIN = 128, 3, 1
+# Of keys and values in int8: blocks that are copied ahead, converted ahead, and of scales; and the
+# most rows, whose plan must find place too.
+_BITS, _CONVERTED, _SCALES, _MAX_BATCH_STORED = 2, 2, 4, 64
 _LOGIT_ROWS = 96  # of the buffer through which logits are written
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.
@@ -76,6 +84,7 @@ class _Job:
     interpret: Any
     windowed: bool
     logits: bool
+    stored: bool
 
     @property
     def tile_rows(self) -> int:
@@ -91,7 +100,7 @@ class _Job:
     @property
     def q_tiles(self) -> int:
         """Heads whose queries are in shared memory: the next one's too where there is room."""
-        return 2 if self.tile_rows == hopper.TILE_ROWS else 1
+        return 2 if self.tile_rows == hopper.TILE_ROWS and not self.stored else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +129,13 @@ def unsupported(q: Array, k: AnyStored) -> str | None:
         return f"{rows} queries for one kv head, at most {hopper.ROWS}"
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
-    if k.shape[0] > _MAX_BATCH:
-        return f"{k.shape[0]} rows, at most {_MAX_BATCH}"
+    most = _MAX_BATCH
+    if isinstance(k, Quantised):
+        most = _MAX_BATCH_STORED
+        if k.shape[2] % _BLOCK:
+            return f"{k.shape[2]} slots of {k.form} are not whole blocks of {_BLOCK}"
+    if k.shape[0] > most:
+        return f"{k.shape[0]} rows, at most {most}"
     return hopper.unsupported(q)
 
 
@@ -137,8 +151,8 @@ def unsupported_logits(q: Array, k: AnyStored) -> str | None:
 
 def decode_attention(
     q: Queries,
-    k: Cache,
-    v: Cache,
+    k: Stored,
+    v: Stored,
     lengths: PerRow,
     *,
     scale: float,
@@ -156,8 +170,8 @@ def decode_attention(
 
 def attend_with_logits(
     q: Float[Array, "B 1 N H"],
-    k: Cache,
-    v: Cache,
+    k: Stored,
+    v: Stored,
     lengths: PerRow,
     *,
     scale: float,
@@ -174,8 +188,8 @@ def attend_with_logits(
 
 def _attention(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Stored,
+    v: Stored,
     low: Array,
     high: Array,
     scale: float,
@@ -192,15 +206,19 @@ def _attention(
         rows=q.shape[1] * q.shape[2] // kv_heads,
         head_dim=head_dim,
         group=q.shape[2] // kv_heads,
-        dtype=k.dtype,
+        dtype=q.dtype,
         scale=scale,
         workers=hopper.processors(),
         interpret=interpret,
         windowed=windowed,
         logits=logits,
+        stored=isinstance(k, Quantised),
     )
+    caches = (k, v)
+    if isinstance(k, Quantised) and isinstance(v, Quantised):
+        caches = (k.values, v.values, k.scales, v.scales)
     plan = _plan(low, high, job)
-    out, lse, *found = _partials(pack_rows(q, kv_heads), k, v, plan, job)
+    out, lse, *found = _partials(pack_rows(q, kv_heads), caches, plan, job)
     out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype)
     out = unpack_rows(out_BKRH.astype(q.dtype), q.shape[1])
     lse = unpack_rows(lse_BKR, q.shape[1])
@@ -225,7 +243,7 @@ def _plan(low: PerRow, high: PerRow, job: _Job) -> Int[Array, "Q 4"]:
 
 
 def _partials(
-    q: Float[Array, "B K R H"], k: Cache, v: Cache, plan: Int[Array, "Q 4"], job: _Job
+    q: Float[Array, "B K R H"], caches: tuple[Any, ...], plan: Int[Array, "Q 4"], job: _Job
 ) -> Sequence[Array]:
     """The attention of every worker to its piece of every head it visits.
 
@@ -233,9 +251,12 @@ def _partials(
 
     Worker w writes its piece of head h of row b to part w + b K + h. Pieces follow each other in
     that order, so no two have the same sum. Parts without a piece are not written.
+
+    Args:
+      caches: keys and values; of those in int8 the numbers, then the scales.
     """
     parts = job.workers + job.batch * job.kv_heads
-    logits = job.batch * job.kv_heads, job.tile_rows, k.shape[2]
+    logits = job.batch * job.kv_heads, job.tile_rows, caches[0].shape[2]
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
@@ -252,22 +273,47 @@ def _partials(
             planned=plgpu.Barrier(),
             asked=plgpu.Barrier(num_barriers=job.q_tiles),
             answered=plgpu.Barrier(num_barriers=job.q_tiles),
-            **hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype),
+            **hopper.rings_scratch(
+                _CONVERTED if job.stored else _STAGES, _BLOCK, job.head_dim, job.dtype
+            ),
+            **(_stored_scratch(job) if job.stored else {}),
             # A block's logits leave at once.
-            **hopper.out_scratch(job.tile_rows, *([_LOGIT_ROWS] if job.logits else [])),
+            **hopper.out_scratch(
+                job.tile_rows, *([_LOGIT_ROWS] if job.logits and not job.stored else [])
+            ),
         ),
         grid=(job.workers,),
         grid_names=("worker",),
-        num_threads=2,
+        num_threads=3 if job.stored else 2,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=job.interpret,
         kernel_name="decode_attention",
     )
-    return kernel(plan, hopper.pad_rows(q), k, v)
+    return kernel(plan, hopper.pad_rows(q), *caches)
 
 
-def _kernel(plan_ref, q_ref, k_ref, v_ref, *out_refs, job: _Job, **scratch):
+def _stored_scratch(job: _Job) -> dict[str, Any]:
+    """Rings of numbers in int8 and of scales, with their barriers, of keys and of values."""
+    bits = hopper.tiled(_BITS, _BLOCK, job.head_dim, dtype=jnp.int8)
+    scales = plgpu.SMEM((_SCALES, _BLOCK), SCALES)
+    found: dict[str, Any] = {"bits": (bits, bits), "scales": (scales, scales)}
+    for name, stages in (("bits", _BITS), ("scales", _SCALES)):
+        for state in ("ready", "free"):
+            barrier = plgpu.Barrier(num_barriers=stages)
+            found[f"{name}_{state}"] = (barrier, barrier)
+    return found
+
+
+def _rings(scratch: dict, name: str) -> dict[str, Any]:
+    """What `hopper.fill_rings` needs of the scratch, for the rings of that name."""
+    rings = {"rings": scratch[name]}
+    return rings | {state: scratch[f"{name}_{state}"] for state in ("ready", "free")}
+
+
+def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
+    given = 4 if job.stored else 2
+    caches, out_refs = refs[:given], refs[given:]
     role, plan, planned = lax.axis_index("role"), scratch["plan"], scratch["planned"]
 
     @pl.when(role == 1)
@@ -275,11 +321,16 @@ def _kernel(plan_ref, q_ref, k_ref, v_ref, *out_refs, job: _Job, **scratch):
         plgpu.set_max_registers(56, action="decrease")
         plgpu.copy_gmem_to_smem(plan_ref, plan, planned)
         plgpu.barrier_wait(planned)
-        work = functools.partial(_fetch, (q_ref, k_ref, v_ref), job, scratch)
+        work = functools.partial(_fetch, (q_ref, *caches), job, scratch)
         pieces, steps = _each_piece(plan, job, work)
         hopper.drain(scratch["answered"], pieces, job.q_tiles)
-        for free in scratch["free"]:
-            hopper.drain(free, steps, _STAGES)
+        if not job.stored:
+            for free in scratch["free"]:
+                hopper.drain(free, steps, _STAGES)
+            return
+        for name, stages in (("bits", _BITS), ("scales", _SCALES)):
+            for free in scratch[f"{name}_free"]:
+                hopper.drain(free, steps, stages)
 
     @pl.when(role == 0)
     def _attention():
@@ -287,6 +338,17 @@ def _kernel(plan_ref, q_ref, k_ref, v_ref, *out_refs, job: _Job, **scratch):
         plgpu.barrier_wait(planned)
         _each_piece(plan, job, functools.partial(_attend, out_refs, job, scratch))
         hopper.written()
+
+    if not job.stored:
+        return
+
+    @pl.when(role == 2)
+    def _conversion():
+        plgpu.set_max_registers(160, action="decrease")
+        plgpu.barrier_wait(planned)
+        _, steps = _each_piece(plan, job, functools.partial(_convert, job, scratch))
+        for free in scratch["free"]:
+            hopper.drain(free, steps, _CONVERTED)
 
 
 def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
@@ -337,6 +399,10 @@ def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
 def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     """Copy the piece's queries, and its blocks of keys and values, as there is room for them."""
     q_ref, *caches = refs
+    if job.stored:
+        rings = [(_rings(scratch, "bits"), caches[:2]), (_rings(scratch, "scales"), caches[2:])]
+    else:
+        rings = [(scratch, caches)]
     tile = lax.rem(piece.number, job.q_tiles)
 
     @pl.when(piece.number >= job.q_tiles)
@@ -350,13 +416,35 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     @pl.loop(piece.first, piece.last)
     def _step(j):
         step = piece.ahead + j
-        slot = lax.rem(step, _STAGES)
         block = (piece.row, piece.head, pl.ds(j * _BLOCK, _BLOCK))
+        for each, sources in rings:
+            slot = lax.rem(step, each["rings"][0].shape[0])
 
-        def copy(ref, ring, ready):
-            plgpu.copy_gmem_to_smem(ref.at[block], ring.at[slot], ready)
+            def copy(ref, ring, ready, slot=slot):
+                plgpu.copy_gmem_to_smem(ref.at[block], ring.at[slot], ready)
 
-        hopper.fill_rings(scratch, caches, step, slot, copy)
+            hopper.fill_rings(each, sources, step, slot, copy)
+
+
+def _convert(job: _Job, scratch: dict, piece: _Piece) -> None:
+    """Turn the piece's blocks of int8 into the queries' dtype, as there is room for them."""
+
+    @pl.loop(piece.first, piece.last)
+    def _step(j):
+        step = piece.ahead + j
+        source, target = lax.rem(step, _BITS), lax.rem(step, _CONVERTED)
+        for which in range(2):
+            plgpu.barrier_wait(scratch["bits_ready"][which].at[source])
+            bits = plgpu.load(
+                scratch["bits"][which].at[source], layout=plgpu.Layout.WGMMA_UPCAST_2X
+            )
+            pl.when(step >= _CONVERTED)(
+                functools.partial(plgpu.barrier_wait, scratch["free"][which].at[target])
+            )
+            scratch["rings"][which].at[target][...] = bits.astype(job.dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch["bits_free"][which].at[source])
+            plgpu.barrier_arrive(scratch["ready"][which].at[target])
 
 
 def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
@@ -373,11 +461,22 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
             hopper.write_rows(s * (1 / hopper.LOG2_E), place, scratch["out_tile"])
         return s
 
+    def scaled(which: int, x: Array, j: Array) -> Array:
+        slot = lax.rem(piece.ahead + j, _SCALES)
+        plgpu.barrier_wait(scratch["scales_ready"][which].at[slot])
+        columns = plgpu.Layout.WGMMA.reduce(0)
+        scales = plgpu.load(scratch["scales"][which].at[slot], layout=columns)
+        scales = lax.broadcast_in_dim(scales.astype(jnp.float32), x.shape, [1])
+        plgpu.barrier_arrive(scratch["scales_free"][which].at[slot])
+        return x * scales
+
+    stages = _CONVERTED if job.stored else _STAGES
     carry = hopper.attend_blocks(
         (piece.first, piece.last),
         queries,
         scratch,
-        slot_of=lambda j: lax.rem(piece.ahead + j, _STAGES),
+        slot_of=lambda j: lax.rem(piece.ahead + j, stages),
+        scaled=scaled if job.stored else None,
         mask=mask,
         scale=job.scale,
         interpreted=job.interpret is not None,

@@ -1,13 +1,16 @@
 """Keys and values in 8 bits: the numbers that come back, and every operation over them."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import hopper
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import (
@@ -18,6 +21,7 @@ from pallas_kernels.decode_attention import (
     shared_decode_attention,
     weighted_values,
 )
+from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention.tpu import decode_attention as decode_on_tpu
 from pallas_kernels.dispatch import Kernel, select
@@ -251,3 +255,53 @@ def test_the_tpu_kernel_reads_int8(width, queries, window, plane):
     how |= {"block": 128, "interpret": pltpu.InterpretParams()}
     run = jax.jit(functools.partial(decode_on_tpu, **how))
     close(run(q, k, v, lengths), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("width", "queries", "window", "logits"),
+    [(128, 1, None, False), (64, 3, 40, False), (64, 1, None, True)],
+)
+def test_the_gpu_kernel_reads_int8(monkeypatch, width, queries, window, logits):
+    """In the interpreter: three workers over a full row, an empty one and a part of a block."""
+    monkeypatch.setattr(hopper, "processors", lambda: 3)
+    slots, lengths = 256, jnp.array([256, 0, 129])
+    k, v = (
+        quantise(draw(3, K, slots, width, seed=seed, dtype=jnp.bfloat16), "int8") for seed in (1, 2)
+    )
+    q = draw(3, queries, K * G, width, dtype=jnp.bfloat16)
+    exact = [dequantised(dataclasses.replace(x, dtype=jnp.dtype(jnp.float32))) for x in (k, v)]
+    wide, start = q.astype(jnp.float32), jnp.maximum(lengths - queries, 0)
+    how = {"scale": 0.1} | ({} if logits else {"window": Window.of(window, start, 0)})
+    expected = decode_reference.decode_attention(wide, *exact, lengths, **how)
+    kernel = decode_gpu.attend_with_logits if logits else decode_gpu.decode_attention
+    interpret = plgpu.InterpretGPUParams(inline_mgpu="ignore")
+    found = jax.jit(functools.partial(kernel, interpret=interpret, **how))(q, k, v, lengths)
+    np.testing.assert_allclose(found[0].astype(jnp.float32), expected[0], atol=1e-2)
+    # The log-sum-exp is as exact as the scores: products of bfloat16 and int8 are exact.
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
+    if logits:
+        every = decode_reference.decode_logits(wide, exact[0], lengths, scale=0.1)
+        held = np.isfinite(every)
+        np.testing.assert_allclose(np.asarray(found[2])[held], every[held], atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", ["decode_attention", "attend_with_logits"])
+def test_the_gpu_kernel_of_int8_lowers_and_fits_shared_memory(name, width):
+    """For the most rows that it takes."""
+    rows, bfloat16 = decode_gpu._MAX_BATCH_STORED, jnp.dtype(jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((rows, 1, 32, width), bfloat16)
+    k = jax.eval_shape(lambda: empty((rows, 8, 1024, width), bfloat16, "int8"))
+    lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    run = jax.jit(functools.partial(getattr(decode_gpu, name), scale=0.1))
+    text = run.trace(q, k, k, lengths).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu" in text
+
+
+def test_what_the_gpu_kernel_refuses_of_int8():
+    def reason(rows, slots):
+        q = jnp.zeros((rows, 1, 4, 64), jnp.bfloat16)
+        return decode_gpu.unsupported(q, empty((rows, 1, slots, 64), jnp.bfloat16, "int8"))
+
+    assert reason(1, 1000) == "1000 slots of int8 are not whole blocks of 128"
+    assert reason(65, 1024) == "65 rows, at most 64"
