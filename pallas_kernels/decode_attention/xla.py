@@ -37,6 +37,7 @@ from pallas_kernels.common import (
     group_heads,
     ungroup_heads,
 )
+from pallas_kernels.dispatch import platform
 from pallas_kernels.quantised import Quantised, cut
 
 # Queries beyond which the scores are no longer small beside the cache.
@@ -44,6 +45,8 @@ MAX_QUERIES = 16
 # Slots of a block: the best or within 1% of it for 1 x 32K, 1 x 128K and 8 x 16K on an H200
 # (2.70, 3.40 and 3.47 TB/s; blocks of 128 2 to 6% less).
 BLOCK = 2048
+# Bytes of the floats of a block that lies in 8 bits, on GPUs.
+_FLOAT_BYTES = 64 * 2**20
 
 
 def decode_attention(
@@ -98,11 +101,19 @@ def _scores(
     return scale * scores_BKRS.reshape(*q.shape[:4], k.shape[2])
 
 
+def _quantised_block(x: Quantised) -> int:
+    """Slots that become floats at once: on GPUs more, for few launches."""
+    most = BLOCK
+    if platform() == "gpu":
+        most = max(BLOCK, _FLOAT_BYTES // (x.size // x.shape[2] * jnp.dtype(x.dtype).itemsize))
+    return min(most, x.shape[2])
+
+
 def _scores_by_block(
     q: Float[Array, "B K R H"], k: Quantised, longest: Int[Array, ""] | int
 ) -> Float[Array, "B K R S"]:
     """q.k in float32 of the slots below `longest`, 0 beyond the block of the last."""
-    block = min(BLOCK, k.shape[2])
+    block = _quantised_block(k)
 
     def add(number: Array, scores: Array) -> Array:
         # The last block is moved back to end with S: its overlap is computed twice, alike.
@@ -125,7 +136,7 @@ def _weighted_sum(
     if not isinstance(v, Quantised):
         size = _divisor(v.shape[2], block)
         return jnp.sum(_weighted_values(weights.astype(v.dtype), v, size), axis=2)
-    size = min(block, v.shape[2])
+    size = _quantised_block(v)
     rows_BKRS = weights.reshape(*v.shape[:2], -1, v.shape[2])
 
     def add(number: Array, total: Array) -> Array:

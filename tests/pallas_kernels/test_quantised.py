@@ -26,7 +26,7 @@ from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention.tpu import decode_attention as decode_on_tpu
 from pallas_kernels.dispatch import Kernel, select
 from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.prefill_attention import cache_attention
+from pallas_kernels.prefill_attention import api, cache_attention, reference, xla
 from pallas_kernels.quantised import (
     FORMS,
     Quantised,
@@ -175,6 +175,23 @@ def test_cache_attention(form):
     k, v = stored(form, 1300)
     q, lengths = draw(B, 24, K * G, H), jnp.array([1290, 41])
     close(*both(cache_attention, q, k, v, lengths, scale=0.3), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("slots", "block"), [(640, 256), (640, 8192), (330, 100)])
+def test_a_kernel_that_reads_floats_is_given_blocks(form, slots, block):
+    """Blocks of 128, of all slots, and of 66 where no tile divides them."""
+    k, v = stored(form, slots)
+    k, v = (x.map(lambda part: jnp.concatenate([part, part[:1]])) for x in (k, v))
+    q, lengths, sizes = draw(3, 24, K * G, H), jnp.array([slots - 9, 0, 41]), []
+
+    def attend(q, keys, values, held, scale):
+        sizes.append(keys.shape[2])
+        return xla.cache_attention(q, keys, values, held, scale=scale)
+
+    found = api._by_block(attend, q, k, v, lengths, scale=0.3, block=block)
+    expected = reference.cache_attention(q, dequantised(k), dequantised(v), lengths, scale=0.3)
+    assert set(sizes) == {{256: 128, 8192: 640, 100: 66}[block]}
+    close(found, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("queries", [1, 9])
