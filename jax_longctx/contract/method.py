@@ -146,7 +146,8 @@ class CacheShape:
       reserve: the part of it for question and answer.
       chunk: most tokens of a segment.
       shards: shards that hold the slots.
-      kv: the 8-bit form of keys and values; None for arrays of `dtype`.
+      kv: the 8-bit form of keys and values; None for arrays of `dtype`. `empty_slots` knows it. A
+        method that makes its keys and values otherwise keeps them as floats.
     """
 
     batch: int

@@ -87,6 +87,21 @@ def test_tpu_segment_compiles_in_place_with_its_kernel(setup, batch, tokens):
     assert "tpu_custom_call" in compiled.as_text()
 
 
+@pytest.mark.parametrize("kv", ["int8", pytest.param("fp8", marks=pytest.mark.thorough)])
+def test_tpu_programs_hold_no_floats_of_a_cache_in_8_bits(kv):
+    """Decode reads int8 in its kernel. A chunk's kernel is given blocks of floats."""
+    slots = 2 * SLOTS
+    setup = dataclasses.replace(on_v5e((1, 1, 1), num_layers=2), kv=kv)
+    keys = SIZES["num_kv_heads"] * slots * SIZES["head_dim"] * 2
+    decode, segment = compile_decode(setup, 1, slots), compile_segment(setup, 1, slots, 256)
+    for compiled, most in ((decode, keys / 20), (segment, keys / 2)):
+        memory = compiled.memory_analysis()
+        assert memory.temp_size_in_bytes < most
+        assert memory.alias_size_in_bytes >= cache_bytes(setup, 1, slots)
+    assert ("tpu_custom_call" in decode.as_text()) == (kv == "int8")
+    assert "tpu_custom_call" in segment.as_text()
+
+
 def arrays_of_layers(setup):
     """Bytes of each array of one layer's weights."""
     stacks = jax.tree.leaves(abstract_params(setup)["layers"])

@@ -266,6 +266,16 @@ def test_a_saved_context_keeps_its_8_bits(name, form, tmp_path):
         load_context(other, tmp_path / "kept")
 
 
+@pytest.mark.parametrize("name", ["full", "quest", "snapkv", "refreshkv", "infllm", "citrus"])
+def test_what_was_reserved_changes_no_answer(name):
+    """A question and answer of more than was reserved make numbers and scales grow."""
+    engine = tiny_engine(small_method(name), config=tiny_config(num_layers=1), chunk=16, kv="int8")
+    contexts, questions = random_rows([90, 40]), random_rows([3, 5], seed=1)
+    kept = answers(engine, contexts, questions)
+    context = engine.prefill(contexts, reserve=1, questions=questions)
+    assert asked(engine, context, questions) == kept
+
+
 def test_names_of_kv():
     with pytest.raises(ConfigError, match="unknown kv 'int4'; known: bfloat16, fp8, int8"):
         tiny_engine(kv="int4")
