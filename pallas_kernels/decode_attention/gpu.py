@@ -13,10 +13,8 @@ the rows of one wgmma, so that keys and values are read once for all of them. On
 the 64 rows; that costs tensor core time, which is not the bound. Empty capacity is not read. Slots
 beyond a length must hold finite values.
 
-Keys and values in int8 come into rings of their own, two blocks deep, their scales into small ones.
-A third warpgroup turns a block into the dtype of the queries, exactly, in the rings that wgmma
-reads, two blocks deep. The warpgroup that computes multiplies products and weights by the scales.
-Not measured; the next head's queries find no place beside these rings.
+Keys and values in int8 take a third warpgroup (`hopper_stored`), and the place of the next head's
+queries.
 
 Shared memory: q 16 KiB and 2 for the next head's, rings 192 KiB, 9 KiB for results. Registers:
 weighted values [64,H], logits [64,128], float32. Bytes moved: k and v of the filled slots; partial
@@ -42,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, hopper_stored
 from pallas_kernels.common import (
     Attended,
     PerQuery,
@@ -53,15 +51,14 @@ from pallas_kernels.common import (
     pack_rows,
     unpack_rows,
 )
-from pallas_kernels.quantised import SCALES, AnyStored, Quantised
+from pallas_kernels.quantised import AnyStored, Quantised
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that fit shared memory
 # Slots of one step, steps in flight, and how many steps it takes to begin a head.
 _BLOCK, _STAGES, _BEGIN = 128, 3, 1
-# Of keys and values in int8: blocks that are copied ahead, converted ahead, and of scales; and the
-# most rows, whose plan must find place too.
-_BITS, _CONVERTED, _SCALES, _MAX_BATCH_STORED = 2, 2, 4, 64
+# The most rows over keys and values in int8, which leave less shared memory to the plan.
+_MAX_BATCH_STORED = 64
 _LOGIT_ROWS = 96  # of the buffer through which logits are written
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.
@@ -273,10 +270,11 @@ def _partials(
             planned=plgpu.Barrier(),
             asked=plgpu.Barrier(num_barriers=job.q_tiles),
             answered=plgpu.Barrier(num_barriers=job.q_tiles),
-            **hopper.rings_scratch(
-                _CONVERTED if job.stored else _STAGES, _BLOCK, job.head_dim, job.dtype
+            **(
+                hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype)
+                if job.stored
+                else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype)
             ),
-            **(_stored_scratch(job) if job.stored else {}),
             # A block's logits leave at once.
             **hopper.out_scratch(
                 job.tile_rows, *([_LOGIT_ROWS] if job.logits and not job.stored else [])
@@ -293,24 +291,6 @@ def _partials(
     return kernel(plan, hopper.pad_rows(q), *caches)
 
 
-def _stored_scratch(job: _Job) -> dict[str, Any]:
-    """Rings of numbers in int8 and of scales, with their barriers, of keys and of values."""
-    bits = hopper.tiled(_BITS, _BLOCK, job.head_dim, dtype=jnp.int8)
-    scales = plgpu.SMEM((_SCALES, _BLOCK), SCALES)
-    found: dict[str, Any] = {"bits": (bits, bits), "scales": (scales, scales)}
-    for name, stages in (("bits", _BITS), ("scales", _SCALES)):
-        for state in ("ready", "free"):
-            barrier = plgpu.Barrier(num_barriers=stages)
-            found[f"{name}_{state}"] = (barrier, barrier)
-    return found
-
-
-def _rings(scratch: dict, name: str) -> dict[str, Any]:
-    """What `hopper.fill_rings` needs of the scratch, for the rings of that name."""
-    rings = {"rings": scratch[name]}
-    return rings | {state: scratch[f"{name}_{state}"] for state in ("ready", "free")}
-
-
 def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
     given = 4 if job.stored else 2
     caches, out_refs = refs[:given], refs[given:]
@@ -324,13 +304,11 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
         work = functools.partial(_fetch, (q_ref, *caches), job, scratch)
         pieces, steps = _each_piece(plan, job, work)
         hopper.drain(scratch["answered"], pieces, job.q_tiles)
-        if not job.stored:
-            for free in scratch["free"]:
-                hopper.drain(free, steps, _STAGES)
+        if job.stored:
+            hopper_stored.drain(scratch, steps)
             return
-        for name, stages in (("bits", _BITS), ("scales", _SCALES)):
-            for free in scratch[f"{name}_free"]:
-                hopper.drain(free, steps, stages)
+        for free in scratch["free"]:
+            hopper.drain(free, steps, _STAGES)
 
     @pl.when(role == 0)
     def _attention():
@@ -344,11 +322,10 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
 
     @pl.when(role == 2)
     def _conversion():
-        plgpu.set_max_registers(160, action="decrease")
+        plgpu.set_max_registers(hopper_stored.REGISTERS[2], action="decrease")
         plgpu.barrier_wait(planned)
         _, steps = _each_piece(plan, job, functools.partial(_convert, job, scratch))
-        for free in scratch["free"]:
-            hopper.drain(free, steps, _CONVERTED)
+        hopper_stored.drain_converted(scratch, steps)
 
 
 def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
@@ -399,10 +376,6 @@ def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
 def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     """Copy the piece's queries, and its blocks of keys and values, as there is room for them."""
     q_ref, *caches = refs
-    if job.stored:
-        rings = [(_rings(scratch, "bits"), caches[:2]), (_rings(scratch, "scales"), caches[2:])]
-    else:
-        rings = [(scratch, caches)]
     tile = lax.rem(piece.number, job.q_tiles)
 
     @pl.when(piece.number >= job.q_tiles)
@@ -417,13 +390,18 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     def _step(j):
         step = piece.ahead + j
         block = (piece.row, piece.head, pl.ds(j * _BLOCK, _BLOCK))
-        for each, sources in rings:
-            slot = lax.rem(step, each["rings"][0].shape[0])
 
-            def copy(ref, ring, ready, slot=slot):
-                plgpu.copy_gmem_to_smem(ref.at[block], ring.at[slot], ready)
+        def copy(ref, place, ready):
+            plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
-            hopper.fill_rings(each, sources, step, slot, copy)
+        if job.stored:
+            hopper_stored.fill(scratch, "bits", caches[:2], step, copy)
+            hopper_stored.fill(scratch, "scales", caches[2:], step, copy)
+            return
+        slot = lax.rem(step, _STAGES)
+        hopper.fill_rings(
+            scratch, caches, step, slot, lambda ref, ring, ready: copy(ref, ring.at[slot], ready)
+        )
 
 
 def _convert(job: _Job, scratch: dict, piece: _Piece) -> None:
@@ -431,20 +409,7 @@ def _convert(job: _Job, scratch: dict, piece: _Piece) -> None:
 
     @pl.loop(piece.first, piece.last)
     def _step(j):
-        step = piece.ahead + j
-        source, target = lax.rem(step, _BITS), lax.rem(step, _CONVERTED)
-        for which in range(2):
-            plgpu.barrier_wait(scratch["bits_ready"][which].at[source])
-            bits = plgpu.load(
-                scratch["bits"][which].at[source], layout=plgpu.Layout.WGMMA_UPCAST_2X
-            )
-            pl.when(step >= _CONVERTED)(
-                functools.partial(plgpu.barrier_wait, scratch["free"][which].at[target])
-            )
-            scratch["rings"][which].at[target][...] = bits.astype(job.dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(scratch["bits_free"][which].at[source])
-            plgpu.barrier_arrive(scratch["ready"][which].at[target])
+        hopper_stored.convert(scratch, piece.ahead + j, job.dtype)
 
 
 def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
@@ -462,15 +427,9 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
         return s
 
     def scaled(which: int, x: Array, j: Array) -> Array:
-        slot = lax.rem(piece.ahead + j, _SCALES)
-        plgpu.barrier_wait(scratch["scales_ready"][which].at[slot])
-        columns = plgpu.Layout.WGMMA.reduce(0)
-        scales = plgpu.load(scratch["scales"][which].at[slot], layout=columns)
-        scales = lax.broadcast_in_dim(scales.astype(jnp.float32), x.shape, [1])
-        plgpu.barrier_arrive(scratch["scales_free"][which].at[slot])
-        return x * scales
+        return hopper_stored.scaled(scratch, which, x, piece.ahead + j)
 
-    stages = _CONVERTED if job.stored else _STAGES
+    stages = hopper_stored.CONVERTED if job.stored else _STAGES
     carry = hopper.attend_blocks(
         (piece.first, piece.last),
         queries,

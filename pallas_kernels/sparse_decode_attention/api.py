@@ -103,6 +103,7 @@ def sparse_decode_attention(
         gpu=dispatch.Kernel(
             gpu.sparse_decode_attention,
             lambda: without or gpu.unsupported(q, k, lists, page_size, priors),
+            forms=("int8",),
         ),
         tpu=dispatch.Kernel(
             tpu.sparse_decode_attention,

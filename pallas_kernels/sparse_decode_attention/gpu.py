@@ -12,6 +12,9 @@ further rows and cost neither bytes nor time in the kernel. A flat list of (kv h
 (Ada-KV) is attended by the query heads of all kv heads at once, each masked to its own head's
 entries; every listed page is still read once.
 
+Keys and values in int8 take a third warpgroup (`hopper_stored`). The scales of the listed slots are
+gathered before, since a page's are fewer bytes than a copy must begin at.
+
 Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 10 KiB for results, 4 KiB of ids.
 
 Roofline: the bytes of the listed pages. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads
@@ -31,9 +34,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper
-from pallas_kernels.common import Cache, PerRow
-from pallas_kernels.quantised import AnyStored
+from pallas_kernels import hopper, hopper_stored
+from pallas_kernels.common import PerRow, Stored
+from pallas_kernels.quantised import AnyStored, Quantised
 from pallas_kernels.sparse_decode_attention.lists import entries_of, results_of, rows_of
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
@@ -61,6 +64,7 @@ class _Job:
     share: int  # steps of a worker at most
     scale: float
     interpret: Any
+    stored: bool
 
     @property
     def pages(self) -> int:
@@ -92,8 +96,8 @@ def unsupported(q: Array, k: AnyStored, lists: int, page_size: int, priors: int)
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Cache,
-    v: Cache,
+    k: Stored,
+    v: Stored,
     pages: Int[Array, "B ..."],
     start: PerRow,
     stop: PerRow,
@@ -122,34 +126,52 @@ def sparse_decode_attention(
         rows=rows.shape[2],
         group=None if heads is None else q.shape[2] // kv_heads,
         head_dim=k.shape[3],
-        dtype=k.dtype,
+        dtype=q.dtype,
         page_size=page_size,
         splits=pl.cdiv(steps, share),
         share=share,
         scale=scale,
         interpret=interpret,
+        stored=isinstance(k, Quantised),
     )
     widths = (0, 0), (0, 0), (0, job.splits * share * job.pages - length)
     entries = jnp.pad(entries, widths, constant_values=-1)
     bounds = jnp.stack([jnp.maximum(start, 0), stop], axis=1)
-    out, lse = _partials(rows, k, v, entries, bounds, job)
+    caches = (k, v)
+    if isinstance(k, Quantised) and isinstance(v, Quantised):
+        scales = (_listed_scales(x.scales, entries, page_size) for x in (k, v))
+        caches = (k.values, v.values, *scales)
+    out, lse = _partials(rows, caches, entries, bounds, job)
     if job.splits == 1:
         return results_of(out[:, :, 0], lse[:, :, 0], q)
     return results_of(*hopper.merge_parts(out, lse, 2), q)
 
 
+def _listed_scales(
+    scales: Float[Array, "B K S"], entries: Int[Array, "B X E"], page_size: int
+) -> Float[Array, "Y M"]:
+    """The scales of every list's slots, in its order; those of any page for -1."""
+    batch, lists, length = entries.shape
+    pages = scales.reshape(batch, -1, page_size)  # [B, K * S / Z, Z]
+    flat = jnp.maximum(entries, 0).reshape(batch, -1, 1)  # [B, X * E, 1]
+    return jnp.take_along_axis(pages, flat, axis=1).reshape(batch * lists, length * page_size)
+
+
 def _partials(
     q: Float[Array, "B X M H"],
-    k: Cache,
-    v: Cache,
+    caches: tuple[Any, ...],
     entries: Int[Array, "B X E"],
     bounds: Int[Array, "B 2"],
     job: _Job,
 ) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
-    """The attention of every piece of every list."""
-    batch = k.shape[0]
+    """The attention of every piece of every list.
+
+    Args:
+      caches: keys and values; of those in int8 the numbers, then the scales of the listed slots.
+    """
+    batch = q.shape[0]
     # One axis of all pages of a row, as entries number them.
-    k, v = (x.reshape(batch, -1, job.page_size, job.head_dim) for x in (k, v))
+    paged = [x.reshape(batch, -1, job.page_size, job.head_dim) for x in caches[:2]]
     q = hopper.pad_rows(q)
     # Steps up to the last listed page: the others are not visited.
     listed = jnp.arange(1, entries.shape[2] + 1) * (entries >= 0)
@@ -164,28 +186,32 @@ def _partials(
         scratch_types=dict(
             ids=plgpu.SMEM((job.share * job.pages // _ID_LINE, _ID_LINE), jnp.int32),
             q_tile=hopper.tiled(hopper.ROWS, job.head_dim, dtype=job.dtype),
-            **hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, copies=job.pages),
+            **(
+                hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype, job.pages)
+                if job.stored
+                else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, job.pages)
+            ),
             loaded=plgpu.Barrier(num_barriers=2),
             **hopper.out_scratch(job.tile_rows),
         ),
         grid=parts,
         grid_names=("list", "split"),
-        num_threads=2,
+        num_threads=3 if job.stored else 2,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=job.interpret,
         kernel_name="sparse_decode_attention",
     )
     ids = entries.reshape(*parts, -1, _ID_LINE)
-    out, lse = kernel(steps.reshape(-1), bounds.astype(jnp.int32), ids, q, k, v)
+    arrays = (steps.reshape(-1), bounds.astype(jnp.int32), ids, q, *paged, *caches[2:])
+    out, lse = kernel(*arrays)
     shape = batch, job.lists, job.splits
     out = out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
     return out, lse[:, :, : job.rows].reshape(*shape, job.rows)
 
 
-def _kernel(
-    steps_ref, bounds_ref, ids_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: _Job, **scratch
-):
+def _kernel(steps_ref, bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratch):
+    *scale_refs, out_ref, lse_ref = refs
     each, split, role = (lax.axis_index(name) for name in ("list", "split", "role"))
     row, index = lax.div(each, job.lists), lax.rem(each, job.lists)
     steps = jnp.clip(steps_ref[each] - split * job.share, 0, job.share)
@@ -193,14 +219,17 @@ def _kernel(
 
     @pl.when(role == 1)
     def _copies():
-        plgpu.set_max_registers(40, action="decrease")
+        least = hopper_stored.REGISTERS[1] if job.stored else 40
+        plgpu.set_max_registers(least, action="decrease")
         plgpu.copy_gmem_to_smem(ids_ref.at[each, split], ids, loaded.at[0])
         plgpu.barrier_wait(loaded.at[0])
-        _fetch((k_ref.at[row], v_ref.at[row]), steps, job, scratch)
+        scales = [ref.at[each] for ref in scale_refs], split * job.share
+        _fetch((k_ref.at[row], v_ref.at[row]), scales, steps, job, scratch)
 
     @pl.when(role == 0)
     def _attention():
-        plgpu.set_max_registers(232, action="increase")
+        most = hopper_stored.REGISTERS[0] if job.stored else 232
+        plgpu.set_max_registers(most, action="increase")
         plgpu.copy_gmem_to_smem(
             q_ref.at[each], scratch["q_tile"].at[pl.ds(0, job.tile_rows)], loaded.at[1]
         )
@@ -214,7 +243,8 @@ def _kernel(
             (0, steps),
             scratch["q_tile"],
             scratch,
-            slot_of=lambda i: lax.rem(i, _STAGES),
+            slot_of=lambda i: lax.rem(i, hopper_stored.CONVERTED if job.stored else _STAGES),
+            scaled=functools.partial(hopper_stored.scaled, scratch) if job.stored else None,
             mask=mask,
             scale=job.scale,
             interpreted=job.interpret is not None,
@@ -222,22 +252,48 @@ def _kernel(
         hopper.write_attended(carry, out_ref.at[each, split], lse_ref.at[each, split], scratch)
         hopper.written()
 
+    if not job.stored:
+        return
 
-def _fetch(refs: tuple, steps: Array, job: _Job, scratch: dict) -> None:
-    """Copy the pages of the steps into the rings; for none listed any page, which is masked."""
+    @pl.when(role == 2)
+    def _conversion():
+        plgpu.set_max_registers(hopper_stored.REGISTERS[2], action="decrease")
+        pl.loop(0, steps)(lambda i: hopper_stored.convert(scratch, i, job.dtype))
+        hopper_stored.drain_converted(scratch, steps)
+
+
+def _fetch(refs: tuple, scales: tuple, steps: Array, job: _Job, scratch: dict) -> None:
+    """Copy the pages of the steps into the rings; for none listed any page, which is masked.
+
+    Args:
+      scales: the list's, of keys and of values where there are any, and the first step's block.
+    """
+    scale_refs, first = scales
 
     @pl.loop(0, steps)
     def _step(i):
-        slot = lax.rem(i, _STAGES)
-
-        def copy(ref, ring, ready):
+        def copy(ref, place, ready):
             for j in range(job.pages):
                 entry = jnp.maximum(_entry(scratch["ids"], i, j, job), 0)
-                place = ring.at[slot, pl.ds(j * job.page_size, job.page_size)]
-                plgpu.copy_gmem_to_smem(ref.at[entry], place, ready)
+                part = place.at[pl.ds(j * job.page_size, job.page_size)]
+                plgpu.copy_gmem_to_smem(ref.at[entry], part, ready)
 
-        hopper.fill_rings(scratch, refs, i, slot, copy)
+        def copy_scales(ref, place, ready):
+            block = pl.ds((first + i) * _BLOCK, _BLOCK)
+            plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
+        if job.stored:
+            hopper_stored.fill(scratch, "bits", refs, i, copy)
+            hopper_stored.fill(scratch, "scales", scale_refs, i, copy_scales)
+            return
+        slot = lax.rem(i, _STAGES)
+        hopper.fill_rings(
+            scratch, refs, i, slot, lambda ref, ring, ready: copy(ref, ring.at[slot], ready)
+        )
+
+    if job.stored:
+        hopper_stored.drain(scratch, steps)
+        return
     for free in scratch["free"]:
         hopper.drain(free, steps, _STAGES)
 

@@ -37,6 +37,8 @@ from pallas_kernels.quantised import (
     quantise,
     stored_as,
 )
+from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
+from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
 
@@ -300,6 +302,47 @@ def test_the_gpu_kernel_reads_int8(monkeypatch, width, queries, window, logits):
         every = decode_reference.decode_logits(wide, exact[0], lengths, scale=0.1)
         held = np.isfinite(every)
         np.testing.assert_allclose(np.asarray(found[2])[held], every[held], atol=1e-4)
+
+
+@pytest.mark.parametrize("lists", [K, K * G, "flat"])
+def test_the_gpu_kernel_reads_listed_pages_of_int8(monkeypatch, lists):
+    """In the interpreter: also with a prior, entries of -1, and a list in two pieces."""
+    monkeypatch.setattr(hopper, "processors", lambda: 8)
+    slots, width, page = 512, 64, 16
+    start, stop = jnp.array([3, 0]), jnp.array([500, 130])
+    k, v = (
+        quantise(draw(B, K, slots, width, seed=seed, dtype=jnp.bfloat16), "int8") for seed in (1, 2)
+    )
+    q, prior = (draw(B, 1, K * G, width, seed=seed, dtype=jnp.bfloat16) for seed in (3, 4))
+    how = {"page_size": page, "scale": 0.1}
+    if lists == "flat":
+        pages = jnp.array([[0, 7, 3, 7, -1], [1, 2, 4, 0, 3]])
+        how |= {"heads": jnp.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, -1]])}
+    else:
+        pages = jnp.array([[0, 31, 5, -1, 7, 9, 20, 11, 3], [1, 2, 8, 0, 3, -1, -1, 4, -1]])
+        pages = jnp.broadcast_to(pages[:, None], (B, lists, pages.shape[1]))
+    exact = [dequantised(dataclasses.replace(x, dtype=jnp.dtype(jnp.float32))) for x in (k, v)]
+    wide = q.astype(jnp.float32), *exact, pages, start, stop
+    expected = sparse_reference.sparse_decode_attention(
+        *wide, prior_query=prior.astype(jnp.float32), **how
+    )
+    interpret = plgpu.InterpretGPUParams(inline_mgpu="ignore")
+    kernel = functools.partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **how)
+    found = jax.jit(kernel)(q, k, v, pages, start, stop, prior_query=prior)
+    for which in (0, 2):
+        np.testing.assert_allclose(found[which].astype(jnp.float32), expected[which], atol=1e-2)
+        np.testing.assert_allclose(found[which + 1], expected[which + 1], atol=1e-4)
+
+
+def test_the_gpu_kernel_of_listed_pages_of_int8_lowers_and_fits_shared_memory():
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((4, 1, 32, 128), bfloat16)
+    k = jax.eval_shape(lambda: empty((4, 8, 4096, 128), bfloat16, "int8"))
+    pages, bound = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((4, 8, 256), (4,)))
+    how = {"page_size": 16, "scale": 0.1}
+    run = jax.jit(functools.partial(sparse_gpu.sparse_decode_attention, **how))
+    text = run.trace(q, k, k, pages, bound, bound).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu" in text
 
 
 @pytest.mark.parametrize("width", [64, 128])
