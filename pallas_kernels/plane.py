@@ -62,6 +62,13 @@ class Plane:
         """The layer's part."""
         return row_major(jax.lax.dynamic_index_in_dim(self.whole, self.layer, keepdims=False))
 
+    def cut(self, start: Any, size: int) -> Array:
+        """`size` slots of the layer's part, along its third axis, from `start` on."""
+        _, batch, heads, _, *width = self.whole.shape
+        place = (self.layer, 0, 0, start, *(0 for _ in width))
+        found = jax.lax.dynamic_slice(self.whole, place, (1, batch, heads, size, *width))
+        return row_major(found[0])
+
     def __getitem__(self, index: Any) -> Array:
         return self.read()[index]
 

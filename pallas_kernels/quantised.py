@@ -10,6 +10,7 @@ A value that is not finite makes its scale so, and all numbers of that token com
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Shaped
 
-from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.plane import Plane
 
 # The 8-bit forms by name: the dtype, and the largest magnitude that is stored.
 FORMS: dict[str, tuple[Any, float]] = {
@@ -26,6 +27,8 @@ FORMS: dict[str, tuple[Any, float]] = {
     "fp8": (jnp.float8_e4m3fn, 448.0),
 }
 SCALES = jnp.bfloat16
+# Slots that become floats at once, for kernels that read floats alone; slots of a kernel's tile.
+BLOCK, _TILE = 8192, 128
 
 
 @jax.tree_util.register_dataclass
@@ -125,12 +128,21 @@ def cut(x: Any, start: Any, size: int) -> Any:
     """`size` slots from `start` on of every row and head, as they are stored."""
     if isinstance(x, Quantised):
         return x.map(lambda part: cut(part, start, size))
-    return jax.lax.dynamic_slice_in_dim(part_of(x), start, size, axis=2)
+    if isinstance(x, Plane):
+        return x.cut(start, size)
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=2)
 
 
 def block_of(x: Any, start: Any, size: int) -> Shaped[Array, "B K C H"]:
     """`cut`, as numbers."""
     return dequantised(cut(x, start, size))
+
+
+def block_size(slots: int, most: int = BLOCK) -> int:
+    """Slots of a block, at most `most`: a divisor of `slots`, of whole tiles where these are."""
+    tile = math.gcd(slots, _TILE)
+    tiles = max(min(most, slots) // tile, 1)
+    return tile * next(n for n in range(tiles, 0, -1) if slots // tile % n == 0)
 
 
 # What a cache may hold as its keys or values.

@@ -6,7 +6,6 @@ key has output 0 and log-sum-exp -inf. Attentions over different keys merge with
 `pallas_kernels.common.merge`.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -26,10 +25,7 @@ from pallas_kernels.common import (
     merge,
 )
 from pallas_kernels.prefill_attention import gpu, reference, tpu, xla
-from pallas_kernels.quantised import FORMS, Quantised, block_of, form_of
-
-# Slots of a cache in 8 bits that become floats at once, for kernels that read floats alone.
-_BLOCK, _TILE = 8192, 128
+from pallas_kernels.quantised import BLOCK, FORMS, Quantised, block_of, block_size, form_of
 
 
 def causal_attention(
@@ -106,7 +102,7 @@ def _by_block(
     lengths: PerRow,
     *,
     scale: float,
-    block: int = _BLOCK,
+    block: int = BLOCK,
 ) -> Attended:
     """`attend`, which reads floats alone, over blocks of a cache in 8 bits, merged.
 
@@ -114,14 +110,11 @@ def _by_block(
     the first block to the last that a row fills.
 
     Args:
-      block: slots of a block at most; a divisor of S is taken, of whole tiles where S is.
+      block: slots of a block at most.
     """
     if not isinstance(k, Quantised):
         return attend(q, k, v, lengths, scale=scale)
-    slots = k.shape[2]
-    tile = math.gcd(slots, _TILE)
-    most = max(min(block, slots) // tile, 1)
-    size = tile * next(n for n in range(most, 0, -1) if slots // tile % n == 0)
+    size = block_size(k.shape[2], block)
 
     def part(number: Array | int) -> Attended:
         begin = number * size

@@ -11,7 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import hopper
+from pallas_kernels.attention_mass import api as mass_api
 from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import (
     attend_logits,
@@ -204,6 +206,21 @@ def test_attention_mass(form, queries, squares):
     lse = 4.0 + draw(B, queries, K * G, seed=4)
     how = {"scale": 0.3, "squares": squares}
     close(*both(attention_mass, q, k, lse, LENGTHS, **how), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_a_kernel_of_mass_that_reads_floats_is_given_blocks(form, squares):
+    k, _ = stored(form, 640)
+    q, lengths = draw(B, 9, K * G, H), jnp.array([600, 41])
+    lse = 4.0 + draw(B, 9, K * G, seed=4)
+    given = {"scale": 0.3, "squares": squares}
+    expected = attention_mass(q, k, lse, lengths, **given, implementation="reference")
+    how = mass_reference.Reduction(**given, valid=jnp.full(B, 9))
+    masses, squared = mass_api._by_block(
+        mass_reference.attention_mass, q, k, lse, lengths, how, block=256
+    )
+    found = (masses, squared) if squares else masses
+    close(found, expected, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("tile_best", [None, 32])
