@@ -42,6 +42,8 @@ from pallas_kernels.quantised import (
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+from pallas_kernels.topk_scores import api as topk_api
+from pallas_kernels.topk_scores import reference as topk_reference
 from pallas_kernels.topk_scores import topk_scores
 
 B, K, G, S, H = 2, 2, 2, 300, 16
@@ -228,6 +230,19 @@ def test_topk_scores(form, tile_best):
     k, _ = stored(form, 2500)
     q, start, stop = draw(B, 3, K * G, H), jnp.array([3, 0]), jnp.array([2490, 50])
     found, expected = both(topk_scores, q, k, start, stop, count=4, tile_best=tile_best)
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-5, atol=2e-5)
+
+
+def test_a_kernel_of_the_best_keys_that_reads_floats_is_given_blocks(form):
+    """Ties, of repeated keys, go to the lowest slot whatever block they lie in."""
+    k, _ = stored(form, 320)
+    k = k.map(lambda part: jnp.concatenate([part, part], axis=2))
+    q, start, stop = draw(B, 3, K * G, H), jnp.array([3, 0]), jnp.array([630, 50])
+    tolerance = jnp.full(q.shape[:3], 1e-4)
+    given = (q, k, start, stop)
+    expected = topk_scores(*given, count=4, tolerance=tolerance, implementation="reference")
+    found = topk_api._by_block(topk_reference.topk_scores, *given, tolerance, count=4, block=256)
     np.testing.assert_array_equal(found[1], expected[1])
     np.testing.assert_allclose(found[0], expected[0], rtol=2e-5, atol=2e-5)
 
