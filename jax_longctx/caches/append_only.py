@@ -143,7 +143,9 @@ def _write(buffer: Array, new: Array, start: Array, valid: Array, first: Any, wh
     if new.shape[0] == new.shape[2] == 1 and whole:
         # The decode step of one row: one small kernel a buffer, whatever `valid` says.
         return jax.lax.dynamic_update_slice(buffer, new, (first, 0, start[0], *_first(buffer)))
-    if new.shape[2] == 1 or new.shape[2] > buffer.shape[2]:
+    # Of one number a slot: a TPU has another layout for all of them as one row.
+    numbers = buffer.ndim == 3 and platform() == "tpu"
+    if (new.shape[2] == 1 and not numbers) or new.shape[2] > buffer.shape[2]:
         return _write_lines(buffer, new, start, valid, first)
     if new.shape[0] == 1:
         return _write_row(0, buffer, new, start, valid, first)
@@ -291,8 +293,13 @@ def stored_lines(
     """
     if isinstance(buffer, Quantised):
         return buffer.map(lambda part: stored_lines(part, slots))
-    flat, lines_BKC = lines_of(buffer, jnp.maximum(slots, 0))
-    lines = jnp.take(flat, lines_BKC, axis=0, mode="clip")
+    index = jnp.maximum(slots, 0)
+    if len(buffer.shape) == 3 and platform() == "tpu":
+        # Flat, the numbers of all layers would have another layout: a copy of them.
+        lines = jnp.take_along_axis(part_of(buffer), index, axis=2)
+    else:
+        flat, lines_BKC = lines_of(buffer, index)
+        lines = jnp.take(flat, lines_BKC, axis=0, mode="clip")
     some = (slots >= 0).reshape(*slots.shape, *(1,) * (lines.ndim - 3))
     return jnp.where(some, lines, jnp.zeros((), lines.dtype))
 

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.caches import AppendCache, BudgetCache, choose, drop_oldest, empty_budget_cache
+from jax_longctx.caches import (
+    AppendCache,
+    BudgetCache,
+    append_only,
+    choose,
+    drop_oldest,
+    empty_budget_cache,
+)
 from jax_longctx.contract import CacheShape
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import footprint
@@ -17,6 +24,7 @@ from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.parts.partial import FifoCache
 from jax_longctx.sharding import make_mesh
+from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import FORMS, Quantised, dequantised, quantise
 from tests.jax_longctx.engine.lowering import compile_layer, no_persistent_cache
 from tests.jax_longctx.methods.harness import last_logits, steps
@@ -247,6 +255,50 @@ def test_a_token_is_rounded_once(form, oldest, one):
 
 
 # Storage.
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("plane", [False, True])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (3, 1), (3, 5), (1, 5)])
+def test_numbers_and_scales_are_written_and_read_together(
+    monkeypatch, platform, plane, rows, tokens
+):
+    """Each platform has its own way, of a layer's part too."""
+    monkeypatch.setattr(append_only, "platform", lambda: platform)
+    slots = 16
+    before, text = (
+        jax.random.normal(jax.random.key(seed), (rows, 2, size, 8))
+        for seed, size in ((0, slots), (1, tokens))
+    )
+    old, new = quantise(before, "int8"), quantise(text, "int8")
+    start = jnp.array([3, 0, slots - tokens])[:rows]
+    valid = jnp.array([tokens, max(tokens - 2, 1), tokens])[:rows]
+    kept = old
+    if plane:
+        kept = old.map(lambda part: Plane(jnp.stack([part * 0, part, part * 0]), jnp.int32(1)))
+    written = append_only.write_rows(kept, jnp.swapaxes(text, 1, 2), start, valid)
+    expected = jax.tree.map(lambda leaf: np.array(leaf), old)
+    for row in range(rows):
+        for name in ("values", "scales"):
+            part = np.array(getattr(new, name))[row, :, : valid[row]]
+            getattr(expected, name)[row, :, start[row] : start[row] + valid[row]] = part
+    got = jax.tree.map(np.array, part_of(written))
+    for row in range(rows):
+        # The slot after a row's last one may hold garbage.
+        spoilt = int(start[row] + valid[row])
+        for name in ("values", "scales"):
+            mine, wanted = (
+                np.delete(getattr(x, name)[row], spoilt, axis=1)
+                if spoilt < slots
+                else getattr(x, name)[row]
+                for x in (got, expected)
+            )
+            np.testing.assert_array_equal(mine, wanted)
+    listed = jnp.broadcast_to(jnp.array([[[5, -1, 0, slots - 1]]]), (rows, 1, 4))
+    lines = append_only.read_lines(written, listed)
+    exact = np.array(dequantised(part_of(written)))[:, :, [5, 0, 0, slots - 1]]
+    exact[:, :, 1] = 0
+    np.testing.assert_array_equal(lines, exact)
 
 
 @pytest.mark.parametrize("name", ["full", "quest", "h2o", "resa", "infllm", "star"])
