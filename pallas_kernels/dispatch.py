@@ -23,14 +23,15 @@ class Kernel(NamedTuple):
     """An implementation that runs only on the platform of its name.
 
     Attributes:
-      unsupported: gives the reason why it cannot run these arguments, or None where it can.
+      unsupported: gives the reason why it cannot run these arguments, or None where it can. None
+        in its place: it runs all of them, everywhere.
       held_back: why it is not preferred, and runs only by its name; None where it is preferred.
       planes: whether it reads a `Plane` where it lies; others are given the layer's part.
       forms: the 8-bit forms of keys and values that it reads (see `quantised`).
     """
 
     run: Callable[..., Any]
-    unsupported: Callable[[], str | None]
+    unsupported: Callable[[], str | None] | None
     held_back: str | None = None
     planes: bool = False
     forms: tuple[str, ...] = ()
@@ -82,7 +83,7 @@ def select(
         if asked not in implementations:
             raise UnknownImplementation(operation, asked, tuple(implementations))
         chosen, why, found = asked, "asked for", implementations[asked]
-        if isinstance(found, Kernel):
+        if isinstance(found, Kernel) and found.unsupported is not None:
             needs = f"it needs platform {asked}, this program is for {on}"
             reason = _reason(found, form) if asked == on else needs
             if reason is not None:
@@ -104,6 +105,8 @@ def select(
 
 def _reason(kernel: Kernel, form: str | None) -> str | None:
     """Why the kernel cannot run the arguments, or None."""
+    if kernel.unsupported is None:
+        return None
     if form is not None and form not in kernel.forms:
         return f"the kernel reads no {form} keys and values"
     return kernel.unsupported()

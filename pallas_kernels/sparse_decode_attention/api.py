@@ -99,7 +99,7 @@ def sparse_decode_attention(
         implementation,
         f"{dispatch.shape_class(q, k.shape[1])}, pages of {page_size}",
         form=form_of(k, v),
-        xla=xla.sparse_decode_attention,
+        xla=dispatch.Kernel(xla.sparse_decode_attention, None, planes=True),
         gpu=dispatch.Kernel(
             gpu.sparse_decode_attention,
             lambda: without or gpu.unsupported(q, k, lists, page_size, priors),

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.common import MASKED, PerRow, Stored
+from pallas_kernels.common import MASKED, AnyCache, PerRow
+from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import Quantised, dequantised
 from pallas_kernels.sparse_decode_attention.lists import rows_of
 
@@ -48,8 +49,8 @@ class Partial(NamedTuple):
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Stored,
-    v: Stored,
+    k: AnyCache,
+    v: AnyCache,
     pages: Int[Array, "B ..."],
     start: PerRow,
     stop: PerRow,
@@ -68,6 +69,8 @@ def sparse_decode_attention(
     """
     b, _, n, h = q.shape
     kv_heads = k.shape[1]
+    if not isinstance(k, Quantised):
+        k, v = part_of(k), part_of(v)
     # A list serves the query heads that follow each other; it reads kv head x K / X.
     lists = kv_heads if heads is not None else pages.shape[1]
     group = n // lists
@@ -153,11 +156,16 @@ def _gather(x: Any, heads: Int[Array, "..."], slots: Array) -> Array:
     """
     if isinstance(x, Quantised):
         return dequantised(x.map(lambda part: _gather(part, heads, slots)))
+    heads, slots = jnp.broadcast_arrays(heads, slots)
+    if isinstance(x, Plane):
+        rows, first = x.rows()
+        row_B = first + jnp.arange(len(heads)).reshape(-1, *[1] * (heads.ndim - 1))
+        return rows.at[row_B, heads, slots].get(mode="promise_in_bounds")
 
     def of(row: Array, heads: Array, slots: Array) -> Array:
         return row.at[heads, slots].get(mode="promise_in_bounds")
 
-    return jax.vmap(of)(x, *jnp.broadcast_arrays(heads, slots))
+    return jax.vmap(of)(x, heads, slots)
 
 
 def _softmaxes(
