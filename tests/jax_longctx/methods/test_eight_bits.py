@@ -31,6 +31,13 @@ from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.small_methods import EVERYTHING, small_method
 from tests.support import random_rows, tiny_config, tiny_engine
 
+# Of each kind of method one is quick enough for each run of the tests.
+QUICK = ("full", "quest", "h2o", "snapkv", "infllm")
+EACH = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in METHODS
+]
+BOTH = ["int8", pytest.param("fp8", marks=pytest.mark.thorough)]
+assert {"int8", "fp8"} == set(FORMS)
 ROWS = [[37, 9], [5, 5], [6, 6]]
 
 
@@ -61,15 +68,15 @@ def test_full_attention_is_off_by_the_rounding_of_keys_and_values(form):
     assert 0 < off < {"int8": 0.06, "fp8": 0.25}[form]
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("form", BOTH)
 def test_every_method_with_nothing_left_out_is_as_near_as_full_attention(name, form):
     """Rounding is no worse than under full attention, give or take."""
     allowed = 2 * error(small_method("full"), form)
     assert 0 < error(make_method(name, EVERYTHING[name]), form) < allowed
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_the_device_loops_as_the_host_does(name):
     host, device = (logits(small_method(name), "int8", by_layer) for by_layer in (True, False))
     np.testing.assert_allclose(device, host, atol=2e-4)
@@ -98,7 +105,7 @@ def step_logits(name, contexts, questions, given):
     return np.stack(found, axis=1)  # [B, steps, V]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_a_ragged_batch_is_each_row_alone(name):
     contexts, questions = random_rows([90, 40, 1]), random_rows([3, 5, 2], seed=1)
     given = random_rows([4, 4, 4], seed=2)
@@ -108,11 +115,17 @@ def test_a_ragged_batch_is_each_row_alone(name):
         np.testing.assert_allclose(together[row], alone[0], atol=1e-4)
 
 
-SHARDED = ["full", "quest", "resa", "h2o", "snapkv", "refreshkv", "infllm", "reattention", "ring"]
+SHARDED = ["resa", "refreshkv", "infllm", "reattention", "ring", "star", "free-pages"]
 
 
-@pytest.mark.parametrize("name", [*SHARDED, "star", "free-pages"])
-@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full", "h2o", "snapkv"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ["quest", *SHARDED]),
+    ],
+)
+@pytest.mark.parametrize("form", BOTH)
 def test_a_mesh_answers_as_one_device(name, form):
     contexts, questions = random_rows([90, 40, 0]), random_rows([3, 5, 2], seed=1)
     config, method = tiny_config(num_layers=1), small_method(name)
@@ -301,7 +314,13 @@ def test_numbers_and_scales_are_written_and_read_together(
     np.testing.assert_array_equal(lines, exact)
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "h2o", "resa", "infllm", "star"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full", "h2o"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("quest", "resa", "star")),
+    ],
+)
 @pytest.mark.parametrize("form", sorted(FORMS))
 def test_a_saved_context_keeps_its_8_bits(name, form, tmp_path):
     contexts, questions = random_rows([60, 20]), random_rows([3, 5], seed=1)
@@ -318,7 +337,13 @@ def test_a_saved_context_keeps_its_8_bits(name, form, tmp_path):
         load_context(other, tmp_path / "kept")
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "snapkv", "refreshkv", "infllm", "citrus"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full", "citrus"),
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("quest", "snapkv", "refreshkv")),
+    ],
+)
 def test_what_was_reserved_changes_no_answer(name):
     """A question and answer of more than was reserved make numbers and scales grow."""
     engine = tiny_engine(small_method(name), config=tiny_config(num_layers=1), chunk=16, kv="int8")
@@ -359,7 +384,16 @@ def test_bytes_of_keys_and_values(name):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("tokens", [1, 256])
-@pytest.mark.parametrize("name", ["full", "quest", "refreshkv", "infllm", "reattention", "resa"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full", "quest"),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("refreshkv", "infllm", "reattention", "resa")
+        ),
+    ],
+)
 def test_no_program_holds_keys_or_values_as_floats(name, tokens):
     """The temporaries of a layer's program stay below its keys alone in bfloat16."""
     config = tiny_config(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=128)
