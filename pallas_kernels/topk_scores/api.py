@@ -124,7 +124,7 @@ def _by_block(
         return values, jnp.where(slots < 0, -1, slots + begin)
 
     def add(number: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
-        both = (jnp.concatenate(x, axis=-1) for x in zip(best, part(number), strict=True))
-        return merge_topk(*both, count, tolerance)
+        values, slots = (jnp.concatenate(x, axis=-1) for x in zip(best, part(number), strict=True))
+        return merge_topk(values, slots, count, tolerance)
 
     return lax.fori_loop(1, -(-jnp.max(stop) // size), add, part(0))
