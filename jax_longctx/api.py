@@ -12,6 +12,7 @@ they are, a question following directly on its text; a `PromptLayout` puts the c
 plain "Question: ... Answer:", around them, as the command line does.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -28,12 +29,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_longctx.contract import Method, reach
-from jax_longctx.engine import Context, Engine, Progress, Sampling
+from jax_longctx.engine import (
+    Chosen,
+    Context,
+    Engine,
+    Progress,
+    Request,
+    RunningBatch,
+    Sampling,
+)
 from jax_longctx.engine.ahead import Compilation, abstract_params
 from jax_longctx.engine.capacity import Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
+from jax_longctx.engine.running import cannot_share
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
-from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
+from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS, STUDIES, Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
@@ -48,6 +59,9 @@ from jax_longctx.text import (
     plain_layout,
 )
 
+# Most questions over one text that are answered at a time: of models whose heads share keys and
+# values by fours, as many as one pass over the text takes on a GPU.
+TOGETHER = 16
 # Longer than any text.
 FAR = 1 << 40
 # Of compiled programs on the disk: some ten methods on a large model, or a hundred on a small one.
@@ -217,7 +231,7 @@ class LongContext:
 
         `stop` and `stop_at_eos` are as in `ask`; `options` are those of `Engine.compile`.
         """
-        stop_ids = self._ends(stop, stop_at_eos)
+        stop_ids = self.end_ids(stop, stop_at_eos)
         return self.engine.compile(contexts, questions, stop_ids=stop_ids, **options)
 
     def prefill(
@@ -272,6 +286,189 @@ class LongContext:
         # Where their numbers differ, `stream` says so.
         given = [length + len(row) for length, row in zip(context.lengths, rows, strict=False)]
         return self._answers(stream, rows, given, **options)
+
+    def ask_all(
+        self,
+        context: Context,
+        questions: str | Sequence[str],
+        *,
+        keep: bool = True,
+        **options: Unpack[AnswerOptions],
+    ) -> list[Answer]:
+        """Answers many questions over one text, each as `ask` would on its own.
+
+        Rows that can share the context (`contract.own_tokens`) are answered together, `TOGETHER` at
+        a time: a decode step reads the context once for all of them. Else one follows the other.
+
+        Args:
+          options: `sampling` has one seed, from which each question derives its own by its number;
+            `on_text` is called with the question's number.
+
+        Returns:
+          the answers in the order of the questions. Times to a first token of those that are
+          answered together count from the call.
+
+        Raises:
+          InputError: the context is of several texts, or as `ask`.
+        """
+        asked = self._encode(_listed(questions))
+        if self.length_warning(max(context.lengths)) is None:
+            self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
+        return self.ask_all_tokens(context, asked, keep=keep, **options)
+
+    def ask_all_tokens(
+        self,
+        context: Context,
+        asked: Sequence[Sequence[int]],
+        *,
+        keep: bool = True,
+        **options: Unpack[AnswerOptions],
+    ) -> list[Answer]:
+        """`ask_all` with questions as token ids; it warns only through `Answer.warning`.
+
+        `sampling` may have a seed for each question.
+        """
+        if context.batch != 1:
+            raise InputError(
+                f"many questions are asked over one text, this context has {context.batch}; use "
+                "`ask` with a question for each"
+            )
+        if not len(asked):
+            raise InputError("no questions given; expected at least one")
+        how: dict[str, Any] = dict(options)
+        sampling, on_text = how.pop("sampling", None) or Sampling(), how.pop("on_text", None)
+        if not isinstance(sampling.seed, tuple):
+            sampling = sampling.at((0, number) for number in range(len(asked)))
+        seeds = sampling.of_rows(len(asked)).seed
+        assert isinstance(seeds, tuple)
+        samplings = [dataclasses.replace(sampling, seed=(seed,)) for seed in seeds]
+        batch = self._batch(context, list(map(len, asked)), how.get("max_tokens", 128))
+        if batch is not None:
+            answers = self._together(batch, context, asked, samplings, on_text, **how)
+            if not keep:
+                context.caches = None
+            return answers
+        answers = []
+        for number, (row, one) in enumerate(zip(asked, samplings, strict=True)):
+
+            def told(_: int, text: str, number: int = number) -> None:
+                if on_text is not None:
+                    on_text(number, text)
+
+            stays = keep or number + 1 < len(asked)
+            one_row: dict[str, Any] = {**how, "sampling": one, "on_text": told}
+            answers += self.ask_tokens(context, [row], keep=stays, **one_row)
+        return answers
+
+    def _batch(
+        self, context: Context, asked: Sequence[int], max_tokens: int
+    ) -> RunningBatch | None:
+        """A batch for questions of these lengths; None where they are answered one by one."""
+        if not self.together(len(asked)):
+            return None
+        # In few sizes, each of which has programs of its own.
+        places = min(1 << (len(asked) - 1).bit_length(), TOGETHER)
+        while places > 1:
+            try:
+                reserve = max(asked) + max_tokens
+                return RunningBatch(self.engine, places=places, reserve=reserve, context=context)
+            except CapacityError:
+                places //= 2
+        return None
+
+    def compile_all(
+        self,
+        context: int,
+        questions: Sequence[int],
+        *,
+        reserve: int,
+        total: int | None = None,
+        capacity: int = 0,
+        keep: bool = True,
+        sampling: Sampling | None = None,
+        max_tokens: int = 128,
+        stop: Sequence[str] = (),
+        stop_at_eos: bool = True,
+    ) -> Compilation:
+        """`compile` of what `ask_all` needs for a text and questions of these many tokens."""
+        size: dict[str, Any] = {"reserve": reserve, "capacity": capacity}
+        size["total"] = None if total is None else [total]
+        if not self.together(len(questions)):
+            how: dict[str, Any] = {"sampling": sampling, "max_tokens": max_tokens, "keep": keep}
+            ends = {"stop": stop, "stop_at_eos": stop_at_eos}
+            return self.compile([context], questions[:1], **size, **how, **ends)
+        # What stands in for a token while programs are compiled is 0, which must end no answer.
+        ids = [token + 1 for token in self.end_ids(stop, stop_at_eos)]
+        compilation = Compilation(self.engine.mesh)
+        with compilation.rehearsing():
+            held = self.engine.prefill([[0] * context], **size)
+            compilation.prefill_ends()
+            batch = self._batch(held, questions, max_tokens)
+            if batch is not None:
+                for length in list(dict.fromkeys(questions))[: batch.places]:
+                    batch.join(held, Request([0] * length, max_tokens=max_tokens, stop_ids=ids))
+                # A first step is given other arrays than a later one.
+                batch.step(2)
+        return compilation
+
+    def together(self, questions: int) -> bool:
+        """Whether `ask_all` answers so many questions over a text together, where memory allows."""
+        return questions > 1 and cannot_share(self.engine) is None
+
+    def _together(
+        self,
+        batch: RunningBatch,
+        context: Context,
+        asked: Sequence[Sequence[int]],
+        samplings: Sequence[Sampling],
+        on_text: OnText | None,
+        *,
+        max_tokens: int = 128,
+        stop: Sequence[str] = (),
+        stop_at_eos: bool = True,
+    ) -> list[Answer]:
+        """`ask_all` of rows that share the context."""
+        ends, begun = self.end_ids(stop, stop_at_eos), time.perf_counter()
+        context.answering_bytes = batch.resident_bytes + context.resident_bytes
+        readers = [AnswerReader(self.tokenizer, row, stop, ends) for row in asked]
+        times: list[list[float]] = [[] for _ in asked]
+        waiting, running = collections.deque(range(len(asked))), dict[int, int]()
+        blocks = iter(FIRST_BLOCKS)
+
+        def told(number: int, text: str) -> None:
+            if text and on_text is not None:
+                on_text(number, text)
+
+        def heard(place: int, chosen: Sequence[Chosen]) -> None:
+            """A row's new tokens; the row leaves once its answer has ended."""
+            number, reason = running[place], batch.ended.get(place)
+            reader = readers[number]
+            if reason == "not finite":
+                raise InputError(NOT_FINITE)
+            told(number, reader.push([each.token for each in chosen]))
+            times[number].append(time.perf_counter())
+            if reason is not None or reader.finished:
+                batch.leave(place)
+                del running[place]
+                told(number, reader.flush())
+
+        while waiting or running:
+            while waiting and batch.free:
+                number = waiting.popleft()
+                how: dict[str, Any] = {"max_tokens": max_tokens, "stop_ids": ends}
+                request = Request(asked[number], samplings[number], **how)
+                place, first = batch.join(context, request)
+                running[place] = number
+                heard(place, [first])
+            for place, chosen in batch.step(next(blocks, BLOCK)).items():
+                if chosen:
+                    heard(place, chosen)
+        answers = []
+        for row, reader, (first, *later) in zip(asked, readers, times, strict=True):
+            warning = self.length_warning(context.lengths[0] + len(row) + len(reader.tokens))
+            seconds = first - begun, [first, *later][-1] - first
+            answers.append(reader.answer(*seconds, warning))
+        return answers
 
     def generate(
         self,
@@ -373,9 +570,9 @@ class LongContext:
 
         `rows` are the tokens directly before each answer; `given` is the number of all before it.
         """
-        ends = self._ends(stop, stop_at_eos)
+        ends = self.end_ids(stop, stop_at_eos)
         blocks = stream(sampling=sampling, max_tokens=max_tokens, stop_ids=ends)
-        readers = [_Reader(self.tokenizer, row, stop, ends) for row in rows]
+        readers = [AnswerReader(self.tokenizer, row, stop, ends) for row in rows]
         begun = time.perf_counter()
         first = None
         # Closing returns the cache to the context, also after an error in `on_text`.
@@ -398,7 +595,7 @@ class LongContext:
             answers.append(reader.answer(first - begun, ended - first, warning))
         return answers
 
-    def _ends(self, stop: Sequence[str], stop_at_eos: bool) -> list[int]:
+    def end_ids(self, stop: Sequence[str], stop_at_eos: bool) -> list[int]:
         """The token ids that end an answer."""
         # Special tokens have no text: a stop string that is one ends the answer by its id.
         special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
@@ -408,8 +605,13 @@ class LongContext:
         return [self.tokenizer.encode(text) for text in texts]
 
 
-class _Reader:
-    """One row's tokens as text, cut at the first stop string."""
+class AnswerReader:
+    """One row's tokens as text, cut at the first stop string.
+
+    Attributes:
+      tokens: the ids so far, the one that ended the answer included.
+      pieces: the text so far, as it became certain.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, after: Sequence[int], stop: Sequence[str], ends: Sequence[int]

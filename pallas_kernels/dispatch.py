@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.plane import part_of
-from pallas_kernels.quantised import dequantised
+from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.quantised import Quantised, dequantised
 
 _logger = logging.getLogger("pallas_kernels")
 
@@ -98,9 +98,14 @@ def select(
     run = found.run if isinstance(found, Kernel) else found
     if isinstance(found, Kernel) and found.planes:
         return run
-    if chosen == "reference":
-        return lambda *args, **options: run(*(dequantised(part_of(x)) for x in args), **options)
-    return lambda *args, **options: run(*map(part_of, args), **options)
+
+    def run_on_parts(*args: Any, **options: Any) -> Any:
+        arrays = (part_of(x) if isinstance(x, Plane | Quantised) else x for x in args)
+        if chosen == "reference":
+            arrays = map(dequantised, arrays)
+        return run(*arrays, **options)
+
+    return run_on_parts
 
 
 def _reason(kernel: Kernel, form: str | None) -> str | None:

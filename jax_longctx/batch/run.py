@@ -312,6 +312,19 @@ def _compute(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
 def _compile(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Compilation | None:
     """Begins to compile what a batch and its first questions need; None where it does not fit."""
     jobs = _padded(work)
+    if _together(model, jobs):
+        (job,) = jobs
+        return begun_or_none(
+            lambda: model.compile_all(
+                len(job["context"]),
+                [len(question) for question in job["questions"]],
+                reserve=work["reserve"],
+                capacity=work["slots"],
+                total=job["total"],
+                max_tokens=options.max_tokens,
+                stop=options.stop,
+            )
+        )
     return begun_or_none(
         lambda: model.compile(
             [len(job["context"]) for job in jobs],
@@ -325,6 +338,11 @@ def _compile(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
             keep=max(len(job["questions"]) for job in jobs) > 1,
         )
     )
+
+
+def _together(model: LongContext, jobs: list[dict[str, Any]]) -> bool:
+    """Whether a batch is one text whose questions are answered together."""
+    return len(jobs) == 1 and model.together(len(jobs[0]["questions"]))
 
 
 def _padded(work: dict[str, Any]) -> list[dict[str, Any]]:
@@ -344,6 +362,18 @@ def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
         questions=[asked[0] for asked in questions],
         total=[job["total"] for job in jobs],
     )
+    if _together(model, jobs):
+        (asked,), (job,) = questions, jobs
+        answers = model.ask_all_tokens(
+            context,
+            asked,
+            sampling=options.sampling.at((job["row"], job["first"] + i) for i in range(rounds)),
+            max_tokens=options.max_tokens,
+            stop=options.stop,
+            keep=False,
+        )
+        length = len(contexts[0])
+        return [[_answer(answer, length, len(asked[i]), i) for i, answer in enumerate(answers)]]
     found: Answers = [[] for _ in range(count)]
     for number in range(rounds):
         # A row with fewer questions repeats its last one.

@@ -74,7 +74,7 @@ class AppendCache(Rewinding):
         return jnp.clip(self.length - but_last - ctx.seq_offset(size), 0, size)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:
         """[B, K, S, H]."""
         return self.k.shape
 

@@ -83,9 +83,9 @@ class Branched:
         return self.own.position
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:
         """Of a store: [B, K, S, H] that a cache for these rows would have, at most."""
-        rows, heads, room, width = self.own.shape
+        rows, heads, room, width = self.own.sizes
         return rows, heads, self.shared.k.shape[2] + room, width
 
     def with_own(self, own: Any) -> "Branched":

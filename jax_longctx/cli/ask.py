@@ -27,7 +27,7 @@ from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.memory import shown_bytes
 
 if TYPE_CHECKING:
-    from jax_longctx.api import LongContext
+    from jax_longctx.api import Answer, LongContext
     from jax_longctx.engine import Context
     from jax_longctx.engine.ahead import Compilation
     from jax_longctx.text import Tokenizer
@@ -215,13 +215,11 @@ class Session:
         questions = [self.layout.question(question) for question in self.request.questions]
         sizes = [len(count(text)) for text in questions]
         how = self.answers.arguments()
-        return self.model.compile(
-            [len(count(self.layout.context(document), bos=True))],
-            sizes[:1],
-            reserve=max(sizes) + self.answers.max_tokens,
-            keep=len(sizes) > 1 and not self.rereads,
-            **how,
-        )
+        tokens = len(count(self.layout.context(document), bos=True))
+        how["reserve"] = max(sizes) + self.answers.max_tokens
+        if self.rereads:
+            return self.model.compile([tokens], sizes[:1], keep=False, **how)
+        return self.model.compile_all(tokens, sizes, keep=len(sizes) > 1, **how)
 
     def run(self, document: str | None) -> None:
         """Prefills the document, or loads its context, and answers every question."""
@@ -233,6 +231,9 @@ class Session:
             )
         context, seconds = None, None
         with self.terminal.warnings():
+            if not self.rereads and self.model.together(len(questions)):
+                self._answer_all(*self._context(document, questions, ""), questions)
+                questions = []
             for number, question in enumerate(questions):
                 if context is None or self.rereads:
                     context, seconds = self._context(document, questions, question)
@@ -292,6 +293,41 @@ class Session:
         else:
             self.terminal.note(f"context saved to {folder}")
 
+    def _answer_all(self, context: "Context", prefill: float | None, questions: list[str]) -> None:
+        """Answers all questions together. The first one's text is shown as it comes."""
+        shows, asked = not self.terminal.as_json, self.request.questions
+        how = self.answers.arguments()
+        self.compiling.wait()
+        began = time.perf_counter()
+
+        def on_text(number: int, text: str) -> None:
+            if shows and number == 0:
+                self.terminal.write(text)
+
+        if shows:
+            self.terminal.note(f"> {asked[0]}")
+        try:
+            with self.terminal.waiting("answering", when=not shows):
+                answers = self.model.ask_all(context, questions, keep=False, on_text=on_text, **how)
+        finally:
+            if shows:
+                self.terminal.write("\n")
+        compiled = self.compiling.news()
+        for number, answer in enumerate(answers):
+            if shows and number:
+                self.terminal.note(f"> {asked[number]}")
+                self.terminal.write(answer.text + "\n")
+            answer = self.compiling.apart(answer, began)
+            first = number == 0
+            self._close(
+                context,
+                number,
+                questions[number],
+                answer,
+                prefill if first else None,
+                compiled if first else 0.0,
+            )
+
     def _answer(
         self, context: "Context", number: int, question: str, prefill: float | None, keep: bool
     ) -> None:
@@ -310,7 +346,19 @@ class Session:
                 ),
             )
         answer = self.compiling.apart(answer, began)
-        compiled = self.compiling.news()
+        self._close(context, number, question, answer, prefill, self.compiling.news())
+
+    def _close(
+        self,
+        context: "Context",
+        number: int,
+        question: str,
+        answer: "Answer",
+        prefill: float | None,
+        compiled: float,
+    ) -> None:
+        """What is told of an answer when it is complete."""
+        asked = self.request.questions[number]
         length, cache = context.lengths[0], context.answering_bytes
         self.terminal.note(closing_note(answer, length, prefill, cache, compiled))
         if self.terminal.as_json:

@@ -28,6 +28,7 @@ from jax_longctx.cli.lm_eval import lm_eval
 from jax_longctx.cli.methods import methods
 from jax_longctx.cli.options import option
 from jax_longctx.cli.plan import plan
+from jax_longctx.cli.serve import serve
 from jax_longctx.cli.train import train_app
 from jax_longctx.cli.warm import warm
 from jax_longctx.errors import LongctxError
@@ -72,7 +73,7 @@ class CommandLine(typer.core.TyperGroup):
                     traceback.print_exc()
                     raise typer.Exit(process.FAULT) from error
                 raise
-            lost = _lost_process(error)
+            lost = lost_process(error)
             if lost is None:
                 traceback.print_exc()
                 process.leave_job(process.FAULT)
@@ -88,7 +89,7 @@ def _ended(message: str, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
-def _lost_process(error: Exception) -> str | None:
+def lost_process(error: BaseException) -> str | None:
     """The message where another process of the job has ended; None for any other error."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     signs = ("Gloo", "closed by peer", "heartbeat", "UNAVAILABLE", "coordination")
@@ -153,7 +154,7 @@ def _job(
     process.join(job.coordinator, job.processes, job.process)
 
 
-for _command in (ask, generate, batch, plan, warm, convert, methods, demo):
+for _command in (ask, generate, batch, serve, plan, warm, convert, methods, demo):
     app.command()(_command)
 # The harness parses all arguments itself, --help too.
 app.command(

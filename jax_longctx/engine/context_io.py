@@ -61,7 +61,7 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
         f"{i:05d}": _with_rows(leaf, axes, context.batch) for i, (leaf, axes) in enumerate(pairs)
     }
     described = {
-        "made_by": _made_by(engine),
+        "made_by": made_by_engine(engine),
         "rows": context.rows[: context.batch],
         "questions": context.questions and context.questions[: context.batch],
         "batch": context.batch,
@@ -116,6 +116,19 @@ def method_of(path: str | Path) -> Any:
     return make_method(made_by["name"], made_by["settings"])
 
 
+def saved_tokens(path: str | Path) -> list[list[int]]:
+    """The token ids of each row of a saved context; its arrays are not read.
+
+    Raises:
+      CheckpointError: not a saved context, or its manifest is damaged.
+    """
+    path = Path(path).absolute()
+    try:
+        return read_sealed(path / MANIFEST, FORMAT, REMEDY)["rows"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a saved context (no {MANIFEST})") from None
+
+
 def load_context(engine: Engine, path: str | Path) -> Context:
     """Reads a context that an engine of the same model and method saved, onto the engine's mesh.
 
@@ -130,7 +143,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     if (wrong := _wrong(described, engine.config.vocab_size)) is not None:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {wrong}; {REMEDY}")
     made_by = described["made_by"]
-    for key, value in _made_by(engine).items():
+    for key, value in made_by_engine(engine).items():
         if made_by.get(key) != value:
             raise CheckpointError(
                 f"{path} was made with {key} {made_by.get(key)}, this engine has {value}; "
@@ -235,7 +248,8 @@ def _with_rows(leaf: jax.Array, axes: tuple[str | None, ...], rows: int) -> jax.
     return jnp.pad(leaf, [(0, more if i == axis else 0) for i in range(leaf.ndim)])
 
 
-def _made_by(engine: Engine) -> dict[str, Any]:
+def made_by_engine(engine: Engine) -> dict[str, Any]:
+    """What a saved context is compared with: model, weights, dtype and method, as JSON values."""
     described = {
         "model": engine.config.to_dict(),
         "weights": engine.fingerprint,

@@ -45,6 +45,11 @@ Rows = Sequence[Sequence[int]]
 # answer are shorter, so that its first words do not wait for a whole block.
 BLOCK = 32
 FIRST_BLOCKS = (1, 4, 12)
+# Why no token can be chosen.
+NOT_FINITE = (
+    "the model's logits are not finite: its weights hold NaN or infinite values, or overflow in "
+    "this dtype; convert the checkpoint again or try float32"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,10 +423,7 @@ class Engine:
 
     def _check_finite(self, state: programs.DecodeState) -> None:
         if not np.all(np.asarray(state.finite)):
-            raise InputError(
-                "the model's logits are not finite: its weights hold NaN or infinite values, "
-                "or overflow in this dtype; convert the checkpoint again or try float32"
-            )
+            raise InputError(NOT_FINITE)
 
     def needed_questions(self, questions: Rows | None, count: int) -> list[list[int]] | None:
         """The padded questions where the method needs them at prefill, else None."""

@@ -63,6 +63,7 @@ from jax_longctx.engine.sampling import (
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import (
     PLAIN,
+    Hidden,
     Norm,
     Products,
     ends_of,
@@ -84,7 +85,16 @@ from jax_longctx.sharding import (
 )
 from pallas_kernels.plane import Plane
 from pallas_kernels.quantised import empty
-from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
+from pallas_kernels.row_matmul import (
+    MAX_ROWS,
+    MAX_SOURCE_ROWS,
+    Gated,
+    Scaled,
+    Source,
+    Sums,
+    row_matmul,
+    row_sums,
+)
 
 # Options of a function that gives back every donated argument, updated, in the order they came.
 #
@@ -115,8 +125,9 @@ _logger = logging.getLogger(__name__)
 # lowering and compiling, which is about once in twenty programs.
 EVENTS = 60
 _events = 0
-# Most layers of one turn of the loop, in decode steps on a GPU. A turn of a CUDA graph's loop takes
-# about 7 us, and each layer in it takes the time to compile it.
+# Most layers of one turn of the loop, in decode steps on a GPU of the kind that an answer begins
+# with. A turn of a CUDA graph's loop takes about 7 us, and each layer in it takes the time to
+# compile it.
 LAYERS_A_TURN = 4
 # Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
 LEAST_ROWS = 8
@@ -218,6 +229,8 @@ class Setup:
     def products(self, rows: int) -> Products:
         """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
+        if few and rows <= MAX_SOURCE_ROWS and self.dtype != jnp.float16 and not self.by_layer:
+            return Unsummed(self)
         if few:
             return FewRows(self)
         return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
@@ -301,6 +314,72 @@ class FewRows(Products):
         run = self.setup.shard_map(multiply, PartitionSpec(), PartitionSpec())
         y = run(x.reshape(rows, inputs), w.reshape(inputs, -1))
         return y.reshape(*x.shape[:2], *w.shape[axes:])
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """Hidden states [B,T,D] to which the sums of a product are still to be added."""
+
+    x: Array
+    sums: Sums
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    def value(self) -> Float[Array, "B T D"]:
+        return self.x + self.sums.total().astype(self.x.dtype).reshape(self.x.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsummed(FewRows):
+    """`FewRows` of at most `MAX_SOURCE_ROWS` rows, by `row_sums`.
+
+    A product's kernel adds up the last one's parts, and does what lies between the two, as it reads
+    its rows. So hidden states may be `Later`, and what a gated MLP's last product is given is a
+    `Gated`. Rows are not padded. Weights are joined, as a loop over layers has them.
+    """
+
+    def normed(self, norm: Norm, x: Hidden, w: Array) -> Array:
+        sums, factor_R = self._normed(norm, x, w)
+        y_RN = (sums.total() * factor_R[:, None]).astype(_whole(x).dtype)
+        return y_RN.reshape(*x.shape[:2], *w.shape[1:])
+
+    def added(
+        self, x: Hidden, y: Any, w: Array, axes: int = 1, bias: Array | None = None
+    ) -> Hidden:
+        rows = math.prod(x.shape[:2])
+        source = y if isinstance(y, Gated) else y.reshape(rows, -1)
+        whole, sums = _whole(x), self._sums(source, w.reshape(-1, w.shape[-1]))
+        if bias is None:
+            return Later(whole, sums)
+        return whole + (sums.total().astype(whole.dtype).reshape(whole.shape) + bias)
+
+    def gated(self, norm: Norm, x: Hidden, w: Array, activation: str) -> Any:
+        if activation != "silu":
+            return super().gated(norm, x, w, activation)
+        both, factor_R = self._normed(norm, x, w)
+        return Gated(both, factor_R, _whole(x).dtype)
+
+    def _normed(self, norm: Norm, x: Hidden, w: Array) -> tuple[Sums, Float[Array, " R"]]:
+        """The product without the norm's factor, and the factor."""
+        rows, whole = math.prod(x.shape[:2]), _whole(x)
+        # See `FewRows.normed`.
+        factor = norm.factor(jax.lax.optimization_barrier(whole))
+        if factor is None:
+            normed = self._sums(norm(whole).reshape(rows, -1), w.reshape(w.shape[0], -1))
+            return normed, jnp.ones(rows, jnp.float32)
+        given, sums = (x.x, x.sums) if isinstance(x, Later) else (x, None)
+        source = Scaled(given.reshape(rows, -1), sums, norm.scale[...])
+        return self._sums(source, w.reshape(w.shape[0], -1)), factor.reshape(rows)
+
+    def _sums(self, source: Source, w: Array) -> Sums:
+        return self.setup.shard_map(row_sums, PartitionSpec(), PartitionSpec())(source, w)
+
+
+def _whole(x: Array | Later) -> Float[Array, "B T D"]:
+    return x.value() if isinstance(x, Later) else x
 
 
 def hidden_states(
@@ -417,12 +496,12 @@ def _attended(
     setup: Setup,
     local: Any,
     params: Any,
-    x: Float[Array, "A S D"],
+    x: Hidden,
     cache: Any,
     specs: Any,
     segment: Segment,
     total: Int[Array, " B"],
-) -> tuple[Float[Array, "A S D"], Any]:
+) -> tuple[Hidden, Any]:
     """A layer of these parameters, whose attention is `local` over a cache of these `specs`."""
 
     def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
@@ -488,17 +567,22 @@ def _through_run(
         for field in fields
     ]
 
+    # While a layer is traced: the numbers of the arrays that the method hands on as they are.
+    same: set[int] = set()
+
     def local(q: Array, k: Array, v: Array, parts: Any, segment: Segment, total: Array) -> Any:
         ctx = setup.layer_context(window, total)
         cache = structure.unflatten(parts)
         (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
         news = structure.flatten_up_to(cache)
+        same.update(i for i, (old, new) in enumerate(zip(parts, news, strict=True)) if old is new)
         return out, [_kept(old, new) for old, new in zip(parts, news, strict=True)]
 
     groups = _together(stacks, fields)
 
     a_turn = 1
-    if setup.platform == "gpu" and segment.tokens.shape[1] == 1:
+    usual = segment.role == "decode" and segment.variant == step_variant(setup.method, 1)
+    if setup.platform == "gpu" and usual:
         a_turn = max(n for n in range(1, LAYERS_A_TURN + 1) if run.count % n == 0)
 
     # Under `jit` the layers of a turn share one lowering, and their kernels are compiled once.
@@ -512,21 +596,22 @@ def _through_run(
         weights = _of_layer(layers, first + index)
         parts = _apart(parts, groups)
         x_BTD, parts = _attended(setup, local, weights, x_BTD, parts, specs, segment, total)
-        stacks = [
-            part.whole
-            if isinstance(part, Plane)
-            else jax.lax.dynamic_update_index_in_dim(stack, part, index, 0)
-            for stack, part in zip(stacks, _joined(parts, groups), strict=True)
-        ]
+        given, stacks = stacks, []
+        for stack, part, group in zip(given, _joined(parts, groups), groups, strict=True):
+            if isinstance(part, Plane):
+                stack = part.whole
+            elif not same.issuperset(group):
+                stack = jax.lax.dynamic_update_index_in_dim(stack, part, index, 0)
+            stacks.append(stack)
         return x_BTD, stacks
 
     def turn(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         for offset in range(a_turn):
             carry = layer(number * a_turn + offset, carry)
-        return carry
+        return _whole(carry[0]), carry[1]
 
     given = x.shape[:2]
-    if isinstance(setup.products(math.prod(given)), FewRows):
+    if type(setup.products(math.prod(given))) is FewRows:
         # As many as the kernel takes, padded once and not in every layer.
         x = _few(x, -(-math.prod(given) // LEAST_ROWS) * LEAST_ROWS, 1)
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):

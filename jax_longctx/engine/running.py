@@ -156,28 +156,12 @@ class _Branches:
     """The caches of a batch whose rows go on from one context."""
 
     def __init__(self, engine: Engine, rows: int, context: Context, reserve: int):
-        own, setup = own_tokens(engine.method), engine.setup
-        if own is None:
-            raise InputError(
-                "under this method rows cannot share a context; leave out `context`, so that each "
-                "has its own"
-            )
-        if any(window is not None for window in engine.config.windows):
-            raise InputError(
-                "rows cannot share a context in layers with a sliding window; leave out `context`"
-            )
-        if context.batch != 1 or engine.mesh.shape["data"] != 1:
-            raise InputError(
-                "rows share a context of one text, on a mesh with data=1; this context has "
-                f"{context.batch} texts, the mesh data={engine.mesh.shape['data']}"
-            )
         engine.check_context(context)
-        sharded = engine.mesh.shape["seq"] > 1
-        if sharded and any("pages" in axes for axes in leaf_axes(context.usable_caches())):
-            raise InputError(
-                "under a method that keeps digests of pages, rows share a context on a mesh with "
-                f"seq=1; this one has seq={engine.mesh.shape['seq']}"
-            )
+        why = cannot_share(engine, context.batch)
+        if why is not None:
+            raise InputError(f"{why}; leave out `context`, so that each row has its own")
+        own, setup = own_tokens(engine.method), engine.setup
+        assert own is not None
         self._setup, self._reserve, self._context = setup, reserve, context
         split = split_of(context.lengths[0], own)
         rest = context.lengths[0] - split
@@ -213,6 +197,27 @@ class _Branches:
             yield run
         finally:
             self.held, context.caches = without_context(run.caches, caches)
+
+
+def cannot_share(engine: Engine, texts: int = 1) -> str | None:
+    """Why rows cannot share a context of so many texts, or None where they can."""
+    mesh, config = engine.mesh.shape, engine.config
+    if own_tokens(engine.method) is None:
+        return "under this method rows cannot share a context"
+    if any(window is not None for window in config.windows):
+        return "rows cannot share a context in layers with a sliding window"
+    if texts != 1 or mesh["data"] != 1:
+        return (
+            f"rows share a context of one text, on a mesh with data=1: this context has {texts} "
+            f"texts, the mesh data={mesh['data']}"
+        )
+    caches = programs.abstract_caches(engine.setup, 1, engine.slots_for(1), 0)
+    if mesh["seq"] > 1 and any("pages" in axes for axes in leaf_axes(caches)):
+        return (
+            "under a method that keeps digests of pages, rows share a context on a mesh with "
+            f"seq=1: this one has seq={mesh['seq']}"
+        )
+    return None
 
 
 def _check_reserve(asked: int, answer: int, reserve: int) -> None:

@@ -61,8 +61,7 @@ class ArkVale(SelectingPages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        covered = self.local > 0 if self.whole_pages else self.local >= self.page_size
-        if not covered:
+        if not self.newest_page_fixed:
             raise self.refused(
                 f"local {self.local} must cover the page of {self.page_size} tokens that "
                 "is being filled, which has no digest yet; raise local or set whole_pages=true"

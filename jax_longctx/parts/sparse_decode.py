@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import Branched, Store, local_slots
+from jax_longctx.caches import AppendCache, Branched, Store, local_slots
 from jax_longctx.contract import LayerContext
 from pallas_kernels.common import fold_rows, merge, unfold_rows
-from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+from pallas_kernels.sparse_decode_attention import Around, sparse_decode_attention, takes_around
 
 
 class Span(NamedTuple):
@@ -30,6 +30,13 @@ class Lists(NamedTuple):
 
     pages: Int[Array, "B X C"]
     heads: Int[Array, "B E"] | None = None
+
+
+class Ends(NamedTuple):
+    """The most tokens before and after the span: fixed ones that are still to be attended."""
+
+    sink: int
+    local: int
 
 
 class Prior(NamedTuple):
@@ -128,7 +135,7 @@ def attend_fixed(
     """
     if sink + local == 0:
         return None
-    batch, heads, slots, _ = store.shape
+    batch, heads, slots, _ = store.sizes
     first = jnp.broadcast_to(jnp.arange(sink), (batch, sink))
     first = jnp.where(first < span.start[:, None], first, -1)
     last = span.stop[:, None] + jnp.arange(local)
@@ -146,26 +153,47 @@ def attend_lists(
     store: Store,
     lists: Lists,
     span: Span,
-    fixed: tuple[Array, ...] | None,
+    fixed: tuple[Array, ...] | Ends | None,
     ctx: LayerContext,
     prior: Prior | None,
 ) -> Selected:
-    """The rotated query against the listed pages' tokens in the span, and the fixed ones."""
-    slots = store.shape[2]
+    """The rotated query against the listed pages' tokens in the span, and the fixed ones.
+
+    Args:
+      fixed: what `attend_fixed` returned. Of `Ends` they are attended here, in the same launch
+        where a kernel can.
+    """
+    slots = store.sizes[2]
     page_size = slots * ctx.seq_size // span.tokens.shape[1]
-    local = local_slots(lists.pages, slots // page_size, ctx)
+    # One shard has every page.
+    local = lists.pages
+    if ctx.seq_size > 1:
+        local = local_slots(lists.pages, slots // page_size, ctx)
     where = (span.start - ctx.seq_offset(slots), span.stop - ctx.seq_offset(slots))
     how: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale}
     how |= {} if prior is None else prior.arguments()
     listed_pages = local if lists.heads is None else local[:, 0]
+    if isinstance(fixed, Ends):
+        one = ctx.seq_size == 1 and lists.heads is None and sum(fixed) > 0
+        one = one and (prior is None or prior.logits is None)
+        lists_here = listed_pages, page_size, prior is not None
+        if one and isinstance(store, AppendCache) and takes_around(q, store.k, *lists_here):
+            fixed, how["around"] = None, Around(store.length, *fixed)
+        else:
+            fixed = attend_fixed(q, store, span, *fixed, ctx, prior)
     chosen = sparse_attention(q, store, listed_pages, *where, heads=lists.heads, **how)
     parts = [chosen] if fixed is None else [fixed, chosen]
-    out, lse = ctx.seq_merge(*merge([(part[0], part[1]) for part in parts]))
+    out, lse = ctx.seq_merge(*_merged([(part[0], part[1]) for part in parts]))
     kept_BN = _kept(lists, span, store, q.shape[2])
     behind = (None, None)
     if prior is not None:
-        behind = ctx.seq_merge(*merge([(part[2], part[3]) for part in parts]))
+        behind = ctx.seq_merge(*_merged([(part[2], part[3]) for part in parts]))
     return Selected(out, lse, *behind, kept_BN, local)
+
+
+def _merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """`merge` of several. One, an attention of a kernel's, is 0 where it is empty."""
+    return parts[0] if len(parts) == 1 else merge(parts)
 
 
 def _kept(lists: Lists, span: Span, store: Store, query_heads: int) -> Int[Array, "B N"]:
@@ -175,7 +203,7 @@ def _kept(lists: Lists, span: Span, store: Store, query_heads: int) -> Int[Array
     if lists.heads is None:
         tokens_BX = jnp.sum(tokens_BC.reshape(lists.pages.shape), axis=-1)
     else:
-        named_BEK = lists.heads[..., None] == jnp.arange(store.shape[1])
+        named_BEK = lists.heads[..., None] == jnp.arange(store.sizes[1])
         tokens_BX = jnp.sum(jnp.where(named_BEK, tokens_BC[..., None], 0), axis=1)
     each = query_heads // tokens_BX.shape[1]
     return fixed_B[:, None] + jnp.repeat(tokens_BX, each, axis=1)

@@ -134,6 +134,15 @@ class Tokenizer:
             )
         return self._chat.render(messages, add_generation_prompt=answer)
 
+    def piece(self, token: int) -> str | None:
+        """The token's entry in the vocabulary, as its file writes it; None for an unknown id."""
+        return self._backend.id_to_token(token)
+
+    @functools.cached_property
+    def longest_piece(self) -> int:
+        """Characters of the vocabulary's longest entry: no token covers more of a text."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids that `decode` leaves out."""

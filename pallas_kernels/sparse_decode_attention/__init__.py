@@ -1,5 +1,6 @@
 """Attention of one query to chosen pages of a cache, per kv head, query head or a flat list."""
 
-from pallas_kernels.sparse_decode_attention.api import sparse_decode_attention
+from pallas_kernels.sparse_decode_attention.api import sparse_decode_attention, takes_around
+from pallas_kernels.sparse_decode_attention.lists import Around
 
-__all__ = ["sparse_decode_attention"]
+__all__ = ["Around", "sparse_decode_attention", "takes_around"]

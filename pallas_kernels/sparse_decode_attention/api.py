@@ -23,6 +23,10 @@ from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, check_heads
 from pallas_kernels.quantised import form_of
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
+from pallas_kernels.sparse_decode_attention.lists import Around
+
+# The 8-bit forms that the kernel for GPUs reads.
+_GPU_FORMS = ("int8",)
 
 
 def sparse_decode_attention(
@@ -38,6 +42,7 @@ def sparse_decode_attention(
     scale: float,
     prior: Float[Array, "B N S"] | None = None,
     prior_query: Float[Array, "B 1 N H"] | None = None,
+    around: Around | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """Attend to the slots s of the listed pages s // page_size with start[b] <= s < stop[b].
@@ -52,6 +57,7 @@ def sparse_decode_attention(
       prior: float32 logits of every slot, -inf for weight 0.
       prior_query: instead of `prior`, queries in q's dtype whose logits are scale prior_query.k:
         RESA's mean query.
+      around: slots to attend beside the listed ones, where `takes_around` says that it can be.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
 
     Returns:
@@ -90,6 +96,14 @@ def sparse_decode_attention(
             f"{operation}: prior_query {prior_query.dtype}{prior_query.shape}; expected "
             f"{q.dtype}{q.shape}, as q has"
         )
+    alone = implementation not in (None, "gpu") or heads is not None
+    if around is not None and (
+        alone or not takes_around(q, k, pages, page_size, prior_query is not None)
+    ):
+        raise ValueError(
+            f"{operation}: around given where takes_around says no, for a flat list, or for "
+            f"implementation {implementation}; attend to those slots in a call of their own"
+        )
     without = None
     if prior is not None:
         without = "a prior's logits lie apart from the keys; give prior_query"
@@ -103,7 +117,7 @@ def sparse_decode_attention(
         gpu=dispatch.Kernel(
             gpu.sparse_decode_attention,
             lambda: without or gpu.unsupported(q, k, lists, page_size, priors),
-            forms=("int8",),
+            forms=_GPU_FORMS,
         ),
         tpu=dispatch.Kernel(
             tpu.sparse_decode_attention,
@@ -114,4 +128,18 @@ def sparse_decode_attention(
     )
     how: dict[str, Any] = dict(heads=heads, page_size=page_size, scale=scale)
     how |= dict(prior_query=prior_query) | ({} if prior is None else dict(prior=prior))
+    how |= {} if around is None else dict(around=around)
     return run(q, k, v, pages, start, stop, **how)
+
+
+def takes_around(q: Array, k: AnyCache, pages: Array, page_size: int, priors: bool) -> bool:
+    """Whether the platform's kernel reads the slots around the listed ones in the same launch.
+
+    Args:
+      pages: lists [B,X,C].
+      priors: whether there is a prior's query.
+    """
+    if dispatch.platform() != "gpu" or pages.ndim != 3 or form_of(k) not in (None, *_GPU_FORMS):
+        return False
+    reason = gpu.unsupported(q, k, pages.shape[1], page_size, priors)
+    return reason is None and gpu.unsupported_around(pages.shape[2]) is None

@@ -3,14 +3,19 @@
 The form is that of dense decode. One warpgroup copies pages into rings; the other attends to blocks
 of 128 slots, with all query heads of the list as rows of one wgmma. Where there are fewer lists (of
 a row and kv head, or query head) than multiprocessors, each list is cut into pieces, which are
-merged by their log-sum-exp. A list is read up to its last page, so lists may have different
-lengths. Page numbers pass through shared memory. Only blocks with an entry of -1, or that `start`
-or `stop` cuts, are masked. Nothing is gathered in global memory.
+merged by their log-sum-exp. A piece is read up to its last page, so lists may have different
+lengths; the kernel finds that page itself. Page numbers pass through shared memory. Only blocks
+with an entry of -1, or that `start` or `stop` cuts, are masked. Nothing is gathered in global
+memory.
 
 A wgmma has 64 rows, and a group's queries fill few of them. So the prior's queries (RESA) are
 further rows and cost neither bytes nor time in the kernel. A flat list of (kv head, page) entries
 (Ada-KV) is attended by the query heads of all kv heads at once, each masked to its own head's
 entries; every listed page is still read once.
+
+The first and the last slots, which every method keeps, may be attended in the same launch
+(`Around`): their pages follow the listed ones, in slots that these do not count. Each list reads
+them, a step more.
 
 Keys and values in int8 take a third warpgroup (`hopper_stored`). The scales of the listed slots are
 gathered before, since a page's are fewer bytes than a copy must begin at.
@@ -37,7 +42,7 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper, hopper_stored
 from pallas_kernels.common import PerRow, Stored
 from pallas_kernels.quantised import AnyStored, Quantised
-from pallas_kernels.sparse_decode_attention.lists import entries_of, results_of, rows_of
+from pallas_kernels.sparse_decode_attention.lists import Around, entries_of, results_of, rows_of
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
 _BLOCK = 128
@@ -62,6 +67,9 @@ class _Job:
     page_size: int
     splits: int
     share: int  # steps of a worker at most
+    listed: int  # ids of a list that lie whole in shared memory; 0 where those of a piece do
+    before: int  # pages at the row's beginning that follow the listed ones
+    after: int  # pages from the bound `stop` on that follow these
     scale: float
     interpret: Any
     stored: bool
@@ -94,6 +102,12 @@ def unsupported(q: Array, k: AnyStored, lists: int, page_size: int, priors: int)
     return hopper.unsupported(q)
 
 
+def unsupported_around(listed: int) -> str | None:
+    """Why lists of so many pages cannot be read with the slots around them, or None."""
+    most = _ID_LINE * _ID_LINES
+    return f"lists of {listed} pages, at most {most}" if listed > most else None
+
+
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
     k: Stored,
@@ -106,18 +120,28 @@ def sparse_decode_attention(
     page_size: int,
     scale: float,
     prior_query: Float[Array, "B 1 N H"] | None = None,
+    around: Around | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`."""
     kv_heads, slots = k.shape[1:3]
-    entries = entries_of(heads, pages, kv_heads, slots // page_size)
-    batch, lists, length = entries.shape
+    # Ids: pages of the list's head, or entries of a flat list.
+    ids = pages if heads is None else entries_of(heads, pages, kv_heads, slots // page_size)
+    batch, lists, length = ids.shape
     rows = rows_of(q, prior_query, lists)
-    steps = pl.cdiv(length * page_size, _BLOCK)
+    before = after = 0
+    if around is not None:
+        before = pl.cdiv(around.before, page_size)
+        # They may begin at the end of a page.
+        after = pl.cdiv(around.after - 1, page_size) + 1 if around.after else 0
+    steps = pl.cdiv((length + before + after) * page_size, _BLOCK)
     # Cut the lists until there is one worker a processor, and the ids of a piece fit.
-    splits = max(hopper.processors() // (batch * lists), pl.cdiv(length, _ID_LINE * _ID_LINES), 1)
-    # Pieces begin at whole lines of ids.
-    whole = max(1, _ID_LINE * page_size // _BLOCK)
+    splits = max(hopper.processors() // (batch * lists), 1)
+    whole = 1
+    if around is None:
+        splits = max(splits, pl.cdiv(length, _ID_LINE * _ID_LINES))
+        # Pieces begin at whole lines of ids.
+        whole = max(1, _ID_LINE * page_size // _BLOCK)
     share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
     job = _Job(
         lists=lists,
@@ -130,38 +154,59 @@ def sparse_decode_attention(
         page_size=page_size,
         splits=pl.cdiv(steps, share),
         share=share,
+        listed=0 if around is None else length,
+        before=before,
+        after=after,
         scale=scale,
         interpret=interpret,
         stored=isinstance(k, Quantised),
     )
-    widths = (0, 0), (0, 0), (0, job.splits * share * job.pages - length)
-    entries = jnp.pad(entries, widths, constant_values=-1)
-    bounds = jnp.stack([jnp.maximum(start, 0), stop], axis=1)
+    last = stop if around is None else around.length
+    bounds = jnp.maximum(jnp.stack([start, stop, last], axis=1), 0)
+    bounds = jnp.minimum(bounds, slots)
     caches = (k, v)
     if isinstance(k, Quantised) and isinstance(v, Quantised):
-        scales = (_listed_scales(x.scales, entries, page_size) for x in (k, v))
-        caches = (k.values, v.values, *scales)
-    out, lse = _partials(rows, caches, entries, bounds, job)
+        listed = _visited(ids, bounds, job)
+        caches = (k.values, v.values, *(_listed_scales(x.scales, listed, job) for x in (k, v)))
+    room = job.splits * share * job.pages if around is None else length + -length % _ID_LINE
+    ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
+    out, lse = _partials(rows, caches, ids, bounds, job)
     if job.splits == 1:
         return results_of(out[:, :, 0], lse[:, :, 0], q)
     return results_of(*hopper.merge_parts(out, lse, 2), q)
 
 
+def _visited(ids: Int[Array, "B X E"], bounds: Int[Array, "B 3"], job: _Job) -> Int[Array, "B X M"]:
+    """The entries of every list's pages in the order of the steps, as `_fetch` copies them."""
+    steps = job.splits * job.share * job.pages
+    if job.listed:
+        later = bounds[:, 1:2] // job.page_size + jnp.arange(job.after)
+        before = jnp.broadcast_to(jnp.arange(job.before), (len(later), job.before))
+        around = jnp.concatenate([before, later], axis=1)[:, None]
+        around = jnp.broadcast_to(around, (*ids.shape[:2], around.shape[2]))
+        ids = jnp.concatenate([ids, around], axis=2)
+    ids = jnp.pad(jnp.maximum(ids, 0), ((0, 0), (0, 0), (0, steps - ids.shape[2])))
+    if job.group is not None:
+        return ids
+    head = (jnp.arange(job.lists) * job.kv_heads // job.lists)[:, None]
+    return head * job.pages_of_head + jnp.minimum(ids, job.pages_of_head - 1)
+
+
 def _listed_scales(
-    scales: Float[Array, "B K S"], entries: Int[Array, "B X E"], page_size: int
-) -> Float[Array, "Y M"]:
-    """The scales of every list's slots, in its order; those of any page for -1."""
-    batch, lists, length = entries.shape
-    pages = scales.reshape(batch, -1, page_size)  # [B, K * S / Z, Z]
-    flat = jnp.maximum(entries, 0).reshape(batch, -1, 1)  # [B, X * E, 1]
-    return jnp.take_along_axis(pages, flat, axis=1).reshape(batch * lists, length * page_size)
+    scales: Float[Array, "B K S"], entries: Int[Array, "B X M"], job: _Job
+) -> Float[Array, "Y Z"]:
+    """The scales of the slots of every list's pages."""
+    batch = len(scales)
+    pages = scales.reshape(batch, -1, job.page_size)  # [B, K * S / Z, Z]
+    found = jnp.take_along_axis(pages, entries.reshape(batch, -1, 1), axis=1)
+    return found.reshape(batch * job.lists, -1)
 
 
 def _partials(
     q: Float[Array, "B X M H"],
     caches: tuple[Any, ...],
-    entries: Int[Array, "B X E"],
-    bounds: Int[Array, "B 2"],
+    ids: Int[Array, "B X E"],
+    bounds: Int[Array, "B 3"],
     job: _Job,
 ) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
     """The attention of every piece of every list.
@@ -173,10 +218,9 @@ def _partials(
     # One axis of all pages of a row, as entries number them.
     paged = [x.reshape(batch, -1, job.page_size, job.head_dim) for x in caches[:2]]
     q = hopper.pad_rows(q)
-    # Steps up to the last listed page: the others are not visited.
-    listed = jnp.arange(1, entries.shape[2] + 1) * (entries >= 0)
-    steps = pl.cdiv(jnp.max(listed, axis=2), job.pages)
     parts = batch * job.lists, job.splits
+    # Each piece's, or those of all.
+    ids = ids.reshape(parts[0], 1 if job.listed else job.splits, -1, _ID_LINE)
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
@@ -184,7 +228,7 @@ def _partials(
             jax.ShapeDtypeStruct((*parts, hopper.ROWS), jnp.float32),
         ),
         scratch_types=dict(
-            ids=plgpu.SMEM((job.share * job.pages // _ID_LINE, _ID_LINE), jnp.int32),
+            ids=plgpu.SMEM(ids.shape[-2:], jnp.int32),
             q_tile=hopper.tiled(hopper.ROWS, job.head_dim, dtype=job.dtype),
             **(
                 hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype, job.pages)
@@ -202,29 +246,31 @@ def _partials(
         interpret=job.interpret,
         kernel_name="sparse_decode_attention",
     )
-    ids = entries.reshape(*parts, -1, _ID_LINE)
-    arrays = (steps.reshape(-1), bounds.astype(jnp.int32), ids, q, *paged, *caches[2:])
-    out, lse = kernel(*arrays)
+    out, lse = kernel(bounds.astype(jnp.int32), ids, q, *paged, *caches[2:])
     shape = batch, job.lists, job.splits
     out = out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
     return out, lse[:, :, : job.rows].reshape(*shape, job.rows)
 
 
-def _kernel(steps_ref, bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratch):
+def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratch):
     *scale_refs, out_ref, lse_ref = refs
     each, split, role = (lax.axis_index(name) for name in ("list", "split", "role"))
     row, index = lax.div(each, job.lists), lax.rem(each, job.lists)
-    steps = jnp.clip(steps_ref[each] - split * job.share, 0, job.share)
-    loaded, ids = scratch["loaded"], scratch["ids"]
+    head = lax.div(index * job.kv_heads, job.lists)
+    loaded = scratch["loaded"]
+    piece = _Piece(
+        ids=scratch["ids"], first=split * job.share, bounds=[bounds_ref[row, i] for i in range(3)]
+    )
 
     @pl.when(role == 1)
     def _copies():
         least = hopper_stored.REGISTERS[1] if job.stored else 40
         plgpu.set_max_registers(least, action="decrease")
-        plgpu.copy_gmem_to_smem(ids_ref.at[each, split], ids, loaded.at[0])
+        mine = ids_ref.at[each, 0 if job.listed else split]
+        plgpu.copy_gmem_to_smem(mine, scratch["ids"], loaded.at[0])
         plgpu.barrier_wait(loaded.at[0])
-        scales = [ref.at[each] for ref in scale_refs], split * job.share
-        _fetch((k_ref.at[row], v_ref.at[row]), scales, steps, job, scratch)
+        scales = [ref.at[each] for ref in scale_refs]
+        _fetch((k_ref.at[row], v_ref.at[row]), scales, piece, head, job, scratch)
 
     @pl.when(role == 0)
     def _attention():
@@ -235,12 +281,11 @@ def _kernel(steps_ref, bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Jo
         )
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
-        bounds = bounds_ref[row, 0], bounds_ref[row, 1]
-        head = lax.div(index * job.kv_heads, job.lists)
-        mask = _mask_own_head if job.group is not None else functools.partial(_mask, head=head)
-        mask = functools.partial(mask, bounds=bounds, job=job, ids=scratch["ids"])
+        mask = functools.partial(
+            _mask if job.group is None else _mask_own_head, piece=piece, job=job
+        )
         carry = hopper.attend_blocks(
-            (0, steps),
+            (0, _steps(piece, job)),
             scratch["q_tile"],
             scratch,
             slot_of=lambda i: lax.rem(i, hopper_stored.CONVERTED if job.stored else _STAGES),
@@ -258,28 +303,86 @@ def _kernel(steps_ref, bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Jo
     @pl.when(role == 2)
     def _conversion():
         plgpu.set_max_registers(hopper_stored.REGISTERS[2], action="decrease")
+        plgpu.barrier_wait(loaded.at[0])
+        steps = _steps(piece, job)
         pl.loop(0, steps)(lambda i: hopper_stored.convert(scratch, i, job.dtype))
         hopper_stored.drain_converted(scratch, steps)
 
 
-def _fetch(refs: tuple, scales: tuple, steps: Array, job: _Job, scratch: dict) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """A worker's piece of a list, all scalars of the kernel.
+
+    Attributes:
+      first: its first step among those of the list.
+      bounds: of the row: start, stop, and the end of the slots around them.
+    """
+
+    ids: Any
+    first: Any
+    bounds: Any
+
+
+def _id(piece: _Piece, step: Array, j: int, job: _Job) -> Array:
+    """Id j of a step: a page or a flat list's entry; negative for none."""
+    n = step * job.pages + j
+    if not job.listed:
+        return piece.ids[lax.div(n, _ID_LINE), lax.rem(n, _ID_LINE)]
+    n = n + piece.first * job.pages
+    at = jnp.minimum(n, job.listed - 1)
+    found = piece.ids[lax.div(at, _ID_LINE), lax.rem(at, _ID_LINE)]
+    page, extra = n - job.listed, job.before + job.after
+    later = lax.div(piece.bounds[1], job.page_size) + page - job.before
+    page = jnp.where(page < job.before, page, jnp.where(page < extra, later, -1))
+    return jnp.where(n < job.listed, found, page)
+
+
+def _seen(piece: _Piece, step: Array, j: int, job: _Job) -> tuple[Any, Any]:
+    """The slots of page j of a step that count: from the first up to the second."""
+    start, stop, end = piece.bounds
+    if not job.listed:
+        return start, stop
+    page = (piece.first + step) * job.pages + j - job.listed
+    first = jnp.where(page < 0, start, jnp.where(page < job.before, 0, stop))
+    last = jnp.where(page < 0, stop, jnp.where(page < job.before, start, end))
+    return first, last
+
+
+def _steps(piece: _Piece, job: _Job) -> Array:
+    """Steps of this piece up to the last that has a page."""
+
+    def empty(steps: Array) -> Array:
+        last = jnp.maximum(steps - 1, 0)
+        found = [_id(piece, last, j, job) for j in range(job.pages)]
+        return (steps > 0) & (functools.reduce(jnp.maximum, found) < 0)
+
+    return lax.while_loop(empty, lambda steps: steps - 1, jnp.int32(job.share))
+
+
+def _fetch(
+    refs: tuple, scale_refs: list, piece: _Piece, head: Array, job: _Job, scratch: dict
+) -> None:
     """Copy the pages of the steps into the rings; for none listed any page, which is masked.
 
     Args:
-      scales: the list's, of keys and of values where there are any, and the first step's block.
+      scale_refs: those of the list's slots, of keys and of values, where there are any.
     """
-    scale_refs, first = scales
+    steps = _steps(piece, job)
 
     @pl.loop(0, steps)
     def _step(i):
         def copy(ref, place, ready):
             for j in range(job.pages):
-                entry = jnp.maximum(_entry(scratch["ids"], i, j, job), 0)
+                entry = jnp.maximum(_id(piece, i, j, job), 0)
+                if job.group is None:
+                    # A page that is none is masked, whichever it is.
+                    page = jnp.minimum(entry, job.pages_of_head - 1)
+                    entry = head * job.pages_of_head + page
                 part = place.at[pl.ds(j * job.page_size, job.page_size)]
                 plgpu.copy_gmem_to_smem(ref.at[entry], part, ready)
 
         def copy_scales(ref, place, ready):
-            block = pl.ds((first + i) * _BLOCK, _BLOCK)
+            block = pl.ds((piece.first + i) * _BLOCK, _BLOCK)
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
         if job.stored:
@@ -298,31 +401,30 @@ def _fetch(refs: tuple, scales: tuple, steps: Array, job: _Job, scratch: dict) -
         hopper.drain(free, steps, _STAGES)
 
 
-def _entry(ids: Any, step: Array, j: int, job: _Job) -> Array:
-    n = step * job.pages + j
-    return ids[lax.div(n, _ID_LINE), lax.rem(n, _ID_LINE)]
-
-
-def _mask(s: Array, step: Array, *, head: Array, bounds: tuple, job: _Job, ids: Any) -> Array:
-    """-inf outside the bounds, where the slots of an entry that is none (-1) lie too: below 0."""
-    first_page = head * job.pages_of_head
-    pages = [_entry(ids, step, j, job) - first_page for j in range(job.pages)]
-    whole = jnp.bool_(True)
-    for page in pages:
-        first = page * job.page_size
-        whole = whole & (first >= bounds[0]) & (first + job.page_size <= bounds[1])
+def _mask(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
+    """-inf outside the bounds, where the slots of a page that is none (-1) lie too: below 0."""
+    column, limits, whole = hopper.iota(s.shape, 1), [], jnp.bool_(True)
+    for j in range(job.pages):
+        begin = _id(piece, step, j, job) * job.page_size
+        first, last = _seen(piece, step, j, job)
+        whole = whole & (begin >= first) & (begin + job.page_size <= last)
+        # As columns.
+        limits.append([x - begin + j * job.page_size for x in (first, last)])
 
     def some(s: Array) -> Array:
-        slot = _slots(s.shape, pages, job)
-        return jnp.where((slot >= bounds[0]) & (slot < bounds[1]), s, -jnp.inf)
+        low, high = (jnp.full_like(column, 0) + x for x in limits[0])
+        for j, (first, last) in enumerate(limits[1:], 1):
+            mine = column >= j * job.page_size
+            low, high = jnp.where(mine, first, low), jnp.where(mine, last, high)
+        return jnp.where((column >= low) & (column < high), s, -jnp.inf)
 
     return lax.cond(whole, lambda s: s, some, s)
 
 
-def _mask_own_head(s: Array, step: Array, *, bounds: tuple, job: _Job, ids: Any) -> Array:
+def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
     """Of a flat list: -inf outside the bounds, and for the rows of other kv heads."""
     assert job.group is not None
-    entries = [_entry(ids, step, j, job) for j in range(job.pages)]
+    entries = [_id(piece, step, j, job) for j in range(job.pages)]
     heads = [lax.div(entry, job.pages_of_head) for entry in entries]
     # Of -1 the head is 0 and the page -1.
     pages = [entry - head * job.pages_of_head for entry, head in zip(entries, heads, strict=True)]
@@ -334,7 +436,8 @@ def _mask_own_head(s: Array, step: Array, *, bounds: tuple, job: _Job, ids: Any)
     head = jnp.full_like(column, 0) + heads[0]
     for j in range(1, job.pages):
         head = jnp.where(column >= j * job.page_size, heads[j], head)
-    seen = (slot >= bounds[0]) & (slot < bounds[1]) & (head == row_head)
+    start, stop, _ = piece.bounds
+    seen = (slot >= start) & (slot < stop) & (head == row_head)
     return jnp.where(seen, s, -jnp.inf)
 
 

@@ -6,9 +6,24 @@ head, kv or query, has R query heads that follow each other. The flat list of a 
 query heads, ordered by kv head; a row counts only the entries of its own kv head.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
+
+
+class Around(NamedTuple):
+    """The slots around those that may be listed: below `start`, and from `stop` up to `length`.
+
+    Attributes:
+      length: at most the cache's slots.
+      before, after: the most slots below `start`, and from `stop` on, of any row.
+    """
+
+    length: Int[Array, " B"]
+    before: int
+    after: int
 
 
 def entries_of(

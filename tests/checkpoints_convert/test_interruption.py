@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.checkpoints_convert.test_huggingface import assert_same_state, load_a
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
+also = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -80,6 +82,7 @@ def test_what_is_written_is_not_written_again(tmp_path, source, saved):
     assert_converted(source, tmp_path / "ours", tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_interrupted_twice(tmp_path, source):
     interrupt(source, tmp_path / "ours", 0.3)
     interrupt(source, tmp_path / "ours", 0.8)
@@ -126,7 +129,7 @@ def test_damaged_progress_is_refused(tmp_path, source):
             convert(source, tmp_path / "ours")
 
 
-@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("resume", [True, also(False)])
 def test_a_folder_that_only_has_the_name_of_a_partial_is_kept(tmp_path, source, resume):
     (tmp_path / "ours.partial").mkdir()
     (tmp_path / "ours.partial" / "thesis.tex").write_text("keep")
@@ -145,7 +148,7 @@ def test_room_that_a_partial_takes_is_counted_as_free(tmp_path, source, monkeypa
     convert(source, tmp_path / "ours")
 
 
-@pytest.mark.parametrize("state", ["merging", "lost"])
+@pytest.mark.parametrize("state", ["merging", also("lost")])
 def test_what_cannot_be_continued_is_begun_anew(tmp_path, source, saved, state):
     interrupt(source, tmp_path / "ours")
     noted = tmp_path / "ours.partial" / "progress.json"
@@ -226,6 +229,7 @@ def test_a_killed_process_is_continued(tmp_path, source, saved):
     assert_converted(source, tmp_path / "ours", tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_two_conversions_into_one_folder(tmp_path, source):
     """The second is refused at once; the first ends whole."""
     process = run(
@@ -260,7 +264,7 @@ def test_an_export_beside_another_is_refused(tmp_path, source):
     assert_converted(source, tmp_path / "ours", tmp_path / "back")
 
 
-@pytest.mark.parametrize("fault", ["truncated", "lost", "replaced"])
+@pytest.mark.parametrize("fault", ["truncated", also("lost"), also("replaced")])
 def test_success_is_only_told_over_a_whole_checkpoint(tmp_path, source, monkeypatch, fault):
     """Something spoils what Orbax wrote, before it gets its name."""
     merge = Partial.merge
@@ -283,6 +287,7 @@ def test_success_is_only_told_over_a_whole_checkpoint(tmp_path, source, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path, source):
     """The system refuses to write more than this to a file, as a full disk would."""
     process = run(

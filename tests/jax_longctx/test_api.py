@@ -3,15 +3,19 @@
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 
 import jax_longctx
 from jax_longctx.api import LongContext
+from jax_longctx.engine import Engine, RunningBatch
+from jax_longctx.engine.ahead import EVENTS, abstract_params
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
+from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import write_tokenizer
 from tests.small_methods import small_method
@@ -59,6 +63,91 @@ def test_an_answer_ends_before_a_stop_string(model):
     assert stop not in model.tokenizer.decode(cut.tokens[:-1])
     # The context is whole after an answer that was cut short.
     assert model.ask(context, "why", max_tokens=40, stop_at_eos=False)[0].text == whole
+
+
+@pytest.mark.parametrize("name", ["full", "quest", "h2o"])
+def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, monkeypatch):
+    """Together where rows share the text, at most two at a time here; else one by one."""
+    monkeypatch.setattr(jax_longctx.api, "TOGETHER", 2)
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=1024)
+    config = dataclasses.replace(model.config, rope=rope, max_position=1024)
+    engine = tiny_engine(small_method(name), config=config, chunk=64)
+    model = LongContext(engine, model.tokenizer)
+    context = model.prefill("some text that is long enough to be shared. " * 9)
+    questions = ["why", "how so", "when was it, and where", "who", "what"]
+    sampling = jax_longctx.Sampling(temperature=0.8, seed=7)
+    how = {"max_tokens": 20, "stop_at_eos": False, "sampling": sampling}
+    whole = [
+        model.ask(context, question, **{**how, "sampling": sampling.at([(0, number)])})[0]
+        for number, question in enumerate(questions)
+    ]
+    # One of them stops at a text of its own.
+    stop = (whole[1].text[5:8],)
+    seen, joined_rows = [""] * 5, []
+    join = RunningBatch.join
+    monkeypatch.setattr(
+        RunningBatch, "join", lambda *given: joined_rows.append(given) or join(*given)
+    )
+
+    def on_text(number, text):
+        seen[number] += text
+
+    answers = model.ask_all(context, questions, stop=stop, on_text=on_text, **how)
+    assert seen == [answer.text for answer in answers]
+    for found, expected in zip(answers, whole, strict=True):
+        assert found.text == expected.text.split(stop[0])[0]
+        assert found.tokens == expected.tokens[: len(found.tokens)]
+        assert found.first_token_seconds > 0
+    assert answers[1].finish == "stop"
+    assert len(joined_rows) == (0 if name == "h2o" else 5)
+    # The context is whole, until it is given up.
+    again = model.ask_all(context, questions[:3], keep=False, **how)
+    assert [answer.text for answer in again] == [answer.text for answer in whole[:3]]
+    with pytest.raises(InputError, match="given up"):
+        model.ask(context, "why")
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+@pytest.mark.parametrize("name", ["full", "h2o"])
+def test_the_programs_of_many_questions_compile_ahead(model, name, by_layer):
+    """Those that take long; the engine has shapes in place of weights."""
+    jax.clear_caches()
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=1024)
+    config = dataclasses.replace(model.config, rope=rope, max_position=1024)
+    loaded = tiny_engine(small_method(name), config=config, chunk=64, by_layer=by_layer)
+    params = abstract_params(config, make_mesh(), np.dtype("float32"))
+    how = {"chunk": 64, "by_layer": by_layer}
+    engine = Engine(config, params, small_method(name), make_mesh(), **how)
+    many = LongContext(engine, model.tokenizer)
+    text, questions = "some text that is long enough. " * 9, ["why", "how so", "who"]
+    sizes = [len(model.tokenizer.encode(question)) for question in questions]
+    tokens = len(model.tokenizer.encode(text, bos=True))
+    reserve = max(sizes) + 20
+    many.compile_all(tokens, sizes, reserve=reserve, max_tokens=20).wait(check=True)
+    engine.take_params(loaded.params)
+    names = []
+
+    def listen(event, seconds, **about):
+        if event == EVENTS[-1]:
+            names.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        context = many.prefill(text, reserve=reserve)
+        answers = many.ask_all(context, questions, max_tokens=20)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    large = ("_segment", "_decode_block", "_through_layer", "_finish", "_next_state", "_wanted")
+    assert not {f"jit({program})" for program in large} & set(names)
+    assert all(answer.tokens for answer in answers)
+
+
+def test_many_questions_are_of_one_text(model):
+    context = model.prefill(["some text", "another, longer text"])
+    with pytest.raises(InputError, match="asked over one text, this context has 2; use `ask`"):
+        model.ask_all(context, ["why", "how so"])
+    with pytest.raises(InputError, match="no questions given"):
+        model.ask_all(model.prefill("some text"), [])
 
 
 def test_a_callback_that_fails_leaves_the_context_whole(model):

@@ -96,8 +96,9 @@ CAUSAL_CASES = {
 }
 
 
-# What is interpreted is slow: against a cache only these cases are not `slow`.
+# What is interpreted is slow: only these cases are not `slow`.
 QUICK = ("mha", "groups-of-four", "bfloat16-wide", "window")
+QUICK_CAUSAL = ("above-a-block", "bfloat16", "window")
 # The definition against itself: that it runs by its name too.
 OF_REFERENCE = ("mha", "window", "one-token")
 
@@ -129,15 +130,14 @@ def _assert_close(
 
 def _cells(table: dict[Callable, tuple[str, ...]], cases: dict[str, Case]) -> list:
     """Splash leaves out narrow heads, and windows against a cache."""
+    quick = QUICK if table is CACHE else QUICK_CAUSAL
     return [
         pytest.param(
             operation,
             name,
             case,
             id=f"{operation.__name__}-{name}-{label}",
-            marks=pytest.mark.slow
-            if name == "tpu" and table is CACHE and label not in QUICK
-            else (),
+            marks=pytest.mark.slow if name == "tpu" and label not in quick else (),
         )
         for operation, names in table.items()
         for name in names

@@ -16,7 +16,7 @@ from pallas_kernels import hopper, hopper_best
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass.reference import Reduction
-from pallas_kernels.common import Window
+from pallas_kernels.common import Window, merge
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.select_large_k import gpu as select_gpu
@@ -25,6 +25,7 @@ from pallas_kernels.select_pages import gpu as pages_gpu
 from pallas_kernels.select_pages import reference as pages_reference
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
+from pallas_kernels.sparse_decode_attention.lists import Around
 from pallas_kernels.topk_scores import gpu as topk_gpu
 from pallas_kernels.topk_scores import reference as topk_reference
 
@@ -154,7 +155,7 @@ def _sparse(case: Case, interpret: Any) -> None:
     q, k, v = case.arrays()
     options = dict(case.options)
     lists, entries, page_size = (options.pop(name) for name in ("lists", "entries", "page_size"))
-    flat = options.pop("flat", False)
+    flat, around = options.pop("flat", False), options.pop("around", False)
     if options.pop("prior", False):
         options["prior_query"] = jnp.flip(q, axis=2)
     random = np.random.default_rng(3)
@@ -174,8 +175,22 @@ def _sparse(case: Case, interpret: Any) -> None:
         heads = np.where((pages < 0) & (heads > 0), -1, heads)[:, order]
         pages = np.where(heads < 0, 0, pages[:, order])
         options["heads"], listed = jnp.asarray(heads, jnp.int32), jnp.asarray(pages)
+    if around:  # a few slots before and after, one row without any, one that overlaps nothing
+        start = jnp.array([4, 0, 3, 5][: case.rows], jnp.int32)
+        stop = jnp.array([case.slots - 70, 0, 139, 5][: case.rows], jnp.int32)
+        end = jnp.minimum(stop + jnp.array([64, 0, 1, 37][: case.rows]), case.slots)
     exact = *_exact(q, k, v), listed, start, stop
     expected = sparse_reference.sparse_decode_attention(*exact, **options)
+    if around:
+        slots = jnp.arange(case.slots)
+        outside = (slots < start[:, None]) | ((slots >= stop[:, None]) & (slots < end[:, None]))
+        fixed = jnp.where(outside, slots, -1)[:, None]
+        fixed = jnp.broadcast_to(fixed, (case.rows, case.kv_heads, case.slots))
+        exact = *exact[:3], fixed, jnp.zeros_like(start), jnp.full_like(stop, case.slots)
+        more = sparse_reference.sparse_decode_attention(*exact, **{**options, "page_size": 1})
+        pairs = [(expected[i : i + 2], more[i : i + 2]) for i in range(0, len(more), 2)]
+        expected = tuple(x for one, other in pairs for x in merge([one, other]))
+        options["around"] = Around(end, 5, 64)
     run = jax.jit(partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **options))
     result = run(q, k, v, listed, start, stop)
     assert np.any(np.isneginf(result[1])) and np.any(np.isfinite(result[1]))
@@ -268,6 +283,14 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
         Case(rows=1, dtype="float16", options=_options(lists=4, entries=18, page_size=8)),
     ),
     "sparse-prior": (_sparse, Case(rows=1, group=5, options=SHORT_LISTS + PRIOR)),
+    "sparse-around": (
+        _sparse,
+        Case(rows=4, workers=16, slots=256, options=SHORT_LISTS + _options(around=True)),
+    ),
+    "sparse-around-prior": (
+        _sparse,
+        Case(rows=2, workers=16, slots=512, options=LISTS + PRIOR + _options(around=True)),
+    ),
     "select": (_select, Case(rows=1, slots=200)),
     "select-short": (_select, Case(rows=4, slots=300, options=SHORT)),
     "select-short-tiles": (_select, Case(rows=3, slots=9000, options=SHORT)),
@@ -285,8 +308,8 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
 }
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
-    *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal", "sparse-prior"),
-    *("select", "select-short", "pages", "pages-together", "sparse-flat-prior"),
+    *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal"),
+    *("sparse-around", "select-short", "pages", "pages-together", "sparse-flat-prior"),
 }
 
 # What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.
@@ -308,6 +331,14 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
             "sparse": (
                 _sparse,
                 replace(_case, options=_options(lists=4, entries=100, page_size=16)),
+            ),
+            "sparse-around": (
+                _sparse,
+                replace(
+                    _case,
+                    rows=3,
+                    options=_options(lists=4, entries=70, page_size=16, around=True),
+                ),
             ),
             "sparse-pages-of-64": (
                 _sparse,

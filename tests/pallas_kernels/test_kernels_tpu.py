@@ -101,7 +101,9 @@ def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim: 
     [
         pytest.param(1, 2, 8, 128, "bfloat16", 4, id="decode"),
         # 150 rows in two tiles, the second one reaching beyond them.
-        pytest.param(50, 1, 3, 64, "float32", 10, id="narrow-heads-two-tiles"),
+        pytest.param(
+            *(50, 1, 3, 64, "float32", 10), marks=pytest.mark.slow, id="narrow-heads-two-tiles"
+        ),
         pytest.param(3, 2, 1, 128, "float32", 1, marks=pytest.mark.slow, id="mha-one-best"),
         pytest.param(3, 1, 4, 64, "bfloat16", 16, marks=pytest.mark.slow, id="sixteen-best"),
     ],
@@ -183,7 +185,9 @@ def test_the_best_of_tiles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             40, 2, 3, 64, "float32", {"causal": True, "over_queries": "max"}, id="causal-max"
         ),
         pytest.param(
-            40, 1, 2, 128, "float32", {"squares": True, "over_group": "max"}, id="squares"
+            *(40, 1, 2, 128, "float32", {"squares": True, "over_group": "max"}),
+            marks=pytest.mark.slow,
+            id="squares",
         ),
         pytest.param(
             17,

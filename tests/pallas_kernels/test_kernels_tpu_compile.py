@@ -28,11 +28,18 @@ pytest.importorskip("libtpu")
 also = partial(pytest.param, marks=pytest.mark.thorough)
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+# The chip whose tests are not `slow`. By default a kernel has 16 MiB of vector memory on each.
+QUICK = "v5e"
 HEADS, ROW = P("data", "tensor"), P("data")  # [B, heads, ...] and [B]
 QUERIES = P("data", None, "tensor")  # [B, T, heads, ...]
 
 
-@pytest.fixture(scope="module", params=TOPOLOGIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in TOPOLOGIES
+    ],
+)
 def mesh(request: pytest.FixtureRequest) -> Mesh:
     from jax.experimental import topologies
 

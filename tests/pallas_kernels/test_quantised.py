@@ -39,9 +39,10 @@ from pallas_kernels.quantised import (
     quantise,
     stored_as,
 )
+from pallas_kernels.sparse_decode_attention import Around, sparse_decode_attention
+from pallas_kernels.sparse_decode_attention import api as sparse_api
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
-from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 from pallas_kernels.topk_scores import api as topk_api
 from pallas_kernels.topk_scores import reference as topk_reference
 from pallas_kernels.topk_scores import topk_scores
@@ -364,6 +365,52 @@ def test_the_gpu_kernel_reads_listed_pages_of_int8(monkeypatch, lists):
     for which in (0, 2):
         np.testing.assert_allclose(found[which].astype(jnp.float32), expected[which], atol=1e-2)
         np.testing.assert_allclose(found[which + 1], expected[which + 1], atol=1e-4)
+
+
+@pytest.mark.parametrize("pieces", [1, 8])
+def test_the_gpu_kernel_reads_int8_around_listed_pages(monkeypatch, pieces):
+    """The first and last slots in the same launch, with scales in the order of the pages."""
+    monkeypatch.setattr(hopper, "processors", lambda: B * K * pieces)
+    slots, width, page = 512, 64, 16
+    start, stop, length = jnp.array([4, 0]), jnp.array([442, 130]), jnp.array([506, 131])
+    k, v = (
+        quantise(draw(B, K, slots, width, seed=seed, dtype=jnp.bfloat16), "int8") for seed in (1, 2)
+    )
+    q = draw(B, 1, K * G, width, seed=3, dtype=jnp.bfloat16)
+    pages = jnp.array([[0, 27, 5, -1, 7, 9, 20, 11, 3], [1, 2, 8, 0, 3, -1, -1, 4, -1]])
+    slot = jnp.arange(slots)
+    seen = jnp.any(pages[:, :, None] == slot // page, axis=1) & (slot >= start[:, None])
+    seen = (seen & (slot < stop[:, None])) | (slot < start[:, None])
+    seen |= (slot >= stop[:, None]) & (slot < length[:, None])
+    each = jnp.broadcast_to(jnp.where(seen, slot, -1)[:, None], (B, K, slots))
+    pages = jnp.broadcast_to(pages[:, None], (B, K, pages.shape[1]))
+    exact = [dequantised(dataclasses.replace(x, dtype=jnp.dtype(jnp.float32))) for x in (k, v)]
+    wide = q.astype(jnp.float32), *exact, each, jnp.zeros_like(start), jnp.full_like(stop, slots)
+    expected = sparse_reference.sparse_decode_attention(*wide, page_size=1, scale=0.1)
+    kernel = functools.partial(
+        sparse_gpu.sparse_decode_attention,
+        page_size=page,
+        scale=0.1,
+        around=Around(length, 5, 64),
+        interpret=plgpu.InterpretGPUParams(inline_mgpu="ignore"),
+    )
+    found = jax.jit(kernel)(q, k, v, pages, start, stop)
+    np.testing.assert_allclose(found[0].astype(jnp.float32), expected[0], atol=1e-2)
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
+
+
+def test_slots_around_listed_pages_are_not_for_fp8(monkeypatch):
+    """Where the kernel reads no such cache, and XLA has no such option."""
+    monkeypatch.setattr(sparse_api.dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(hopper, "unsupported", lambda q: None)
+    q, pages = jnp.zeros((B, 1, K * G, 64), jnp.bfloat16), jnp.zeros((B, K, 4), jnp.int32)
+    found = {
+        form: sparse_api.takes_around(
+            q, empty((B, K, 512, 64), jnp.bfloat16, form), pages, 16, False
+        )
+        for form in (None, "int8", "fp8")
+    }
+    assert found == {None: True, "int8": True, "fp8": False}
 
 
 def test_the_gpu_kernel_of_listed_pages_of_int8_lowers_and_fits_shared_memory():

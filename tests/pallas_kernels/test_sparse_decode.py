@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.common import merge
 from pallas_kernels.sparse_decode_attention import (
+    Around,
     reference,
     sparse_decode_attention,
     xla,
@@ -311,5 +312,7 @@ def test_bad_arguments_are_named(unchecked_signatures) -> None:
         sparse_decode_attention(q, k, v, lists, *bounds, **options, prior_query=q[:, :, 1:])
     with pytest.raises(ValueError, match="one shape"):
         sparse_decode_attention(q, k, v, lists[:, 0, 1:], *bounds, heads=lists[:, 0], **options)
+    with pytest.raises(ValueError, match="attend to those slots in a call of their own"):
+        sparse_decode_attention(q, k, v, lists, *bounds, **options, around=Around(bounds[1], 1, 1))
     with pytest.raises(ValueError, match="does not fit"):
         sparse_decode_attention(q[:, :, :3], k, v, lists, *bounds, **options)

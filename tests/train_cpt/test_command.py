@@ -68,6 +68,7 @@ def test_train_writes_a_checkpoint_and_goes_on_with_nothing(folder):
     assert not (folder / "run" / "best").exists()
 
 
+@pytest.mark.slow
 def test_the_weights_of_the_lowest_dev_loss_are_written_beside_the_last(folder):
     text = (folder / "run.toml").read_text().replace("/run", "/two").replace("/data", "/halves")
     text = text.replace("[1, 0, 0]", "[0.85, 0.15, 0]").replace("0.01", "1.0")
@@ -165,6 +166,7 @@ def test_two_runs_that_prepare_one_data_set(folder):
     assert code == 2 and "another process is writing" in said and "new-data" in said, said
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_one_line(folder):
     """The system refuses to write more than this to a file, as a full disk would."""
     config = changed(folder, "/run", "/full")

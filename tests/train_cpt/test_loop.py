@@ -113,7 +113,7 @@ def test_sigterm_saves_and_the_run_goes_on_the_same(straight, tmp_path):
     assert losses_of(tmp_path / "run") == losses_of(folder / "run")
 
 
-@pytest.mark.parametrize("item", ["state", "position"])
+@pytest.mark.parametrize("item", ["state", pytest.param("position", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(straight, tmp_path, item, capfd):
     """A flipped bit in the middle, half a file, and a missing file, of the largest file."""
     folder, outcome = straight

@@ -1,14 +1,18 @@
 """`bench cold` on a tiny shape: processes of their own, whose second finds what the first left."""
 
 import json
+from unittest.mock import create_autospec
 
+import pytest
 from typer.testing import CliRunner
 
+from jax_longctx.bench import cold
 from jax_longctx.cli.main import app
 from jax_longctx.models import presets
 
 
-def test_the_second_process_finds_what_the_first_compiled(monkeypatch, tmp_path):
+@pytest.fixture
+def tiny_preset(monkeypatch):
     shape = dict(
         presets.PRESETS["llama-3.1-8b"],
         hidden_size=32,
@@ -19,14 +23,23 @@ def test_the_second_process_finds_what_the_first_compiled(monkeypatch, tmp_path)
         vocab_size=128,
     )
     monkeypatch.setitem(presets.PRESETS, "tiny", shape)
-    out = tmp_path / "found.json"
+
+
+def bench_cold(folder):
+    """The rows of one method and of one that fails, and what the command prints."""
+    out = folder / "found.json"
     args = ["--preset", "tiny", "--length", "100", "--answer", "4", "--dtype", "float32"]
     args += ["-m", "tova", "-m", "star:block=0", "--out", str(out)]
     result = CliRunner().invoke(app, ["bench", "cold", *args])
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text())
     assert found["model"] == "tiny" and found["device"] == "cpu" and found["context"] == 100
-    row, failed = found["rows"]
+    return found["rows"], result.stdout
+
+
+@pytest.mark.slow
+def test_the_second_process_finds_what_the_first_compiled(tiny_preset, tmp_path):
+    (row, failed), printed = bench_cold(tmp_path)
     empty, full = row["empty"], row["full"]
     assert empty["from_cache"] == 0 and full["from_cache"] == full["programs"] > 0
     for state in (empty, full):
@@ -34,4 +47,38 @@ def test_the_second_process_finds_what_the_first_compiled(monkeypatch, tmp_path)
         assert 0 < state["compile"] < state["last_token"]
     # What does not run is reported in its row, and the others are measured.
     assert "block" in failed["failed"] and "empty" not in failed
-    assert "tova" in result.stdout and f"of {full['programs']}" in result.stdout
+    assert "tova" in printed and f"of {full['programs']}" in printed
+
+
+def test_each_method_runs_with_an_empty_and_then_with_a_full_cache(
+    tiny_preset, tmp_path, monkeypatch
+):
+    """Nothing runs: processes give what they are told to."""
+    times = ("first_token", "last_token", "warm_first_token", "warm_last_token", "compile")
+    facts, folders = {"device": "cpu", "jax": "1.2.3"}, []
+
+    def process(case, folder):
+        if case["method"] == "star":
+            return {"failed": "ConfigError: star: block must be at least 1"}
+        assert (case["length"], case["answer"], case["dtype"]) == (100, 4, "float32")
+        folders.append(folder)
+        held = 7 * (len(folders) - 1)
+        return dict.fromkeys(times, 0.25) | {"programs": 7, "from_cache": held, "facts": facts}
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(cold, "_in_process", create_autospec(cold._in_process, side_effect=process))
+    (row, failed), printed = bench_cold(tmp_path)
+    assert folders == [folders[0]] * 2 and not folders[0].exists()
+    assert (row["empty"]["from_cache"], row["full"]["from_cache"]) == (0, 7)
+    assert failed["failed"].endswith("at least 1") and "empty" not in failed
+    assert "tova" in printed and "7 of 7" in printed and "block must be" in printed
+
+
+def test_a_process_times_its_first_answer_and_the_same_again(tiny_preset):
+    case = {"model": presets.PRESETS["tiny"], "checkpoint": None, "method": "tova", "settings": {}}
+    case |= {"length": 100, "answer": 4, "chunk": 512, "dtype": "float32", "mesh": {}}
+    found = cold.measure(case | {"ahead": None})
+    assert 0 < found["warm_first_token"] < found["first_token"] < found["last_token"]
+    assert 0 < found["compile"] < found["last_token"]
+    assert found["warm_first_token"] < found["warm_last_token"]
+    assert found["programs"] >= found["from_cache"] and found["facts"]["device"] == "cpu"

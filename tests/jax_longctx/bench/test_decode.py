@@ -1,6 +1,7 @@
 """`bench decode`, `throughput` and `e2e` on a tiny shape: times and limits are of what they say."""
 
 import json
+from functools import partial
 from unittest.mock import create_autospec
 
 import jax
@@ -18,6 +19,8 @@ from jax_longctx.methods import METHODS, STUDIES, Full, make_method
 from jax_longctx.models import presets
 from jax_longctx.sharding import make_mesh
 from tests.support import joined, random_rows, tiny_engine
+
+also = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -188,10 +191,10 @@ def test_no_row_fits(tiny_preset, monkeypatch):
     [
         ("full", {}, {}, False),
         ("snapkv", {"budget": "64"}, {}, True),
-        ("snapkv", {"budget": "64"}, {"seq": 2, "tensor": 2}, False),
-        ("streaming-llm", {"budget": "64", "chunk": "32"}, {}, False),
-        pytest.param("refreshkv", {"budget": "64"}, {}, True, marks=pytest.mark.slow),
-        pytest.param("citrus", {"budget": "64", "chunk": "16"}, {}, False, marks=pytest.mark.slow),
+        also("snapkv", {"budget": "64"}, {"seq": 2, "tensor": 2}, False),
+        also("streaming-llm", {"budget": "64", "chunk": "32"}, {}, False),
+        also("refreshkv", {"budget": "64"}, {}, True),
+        also("citrus", {"budget": "64", "chunk": "16"}, {}, False),
     ],
 )
 def test_copied_rows_answer_as_the_row(name, settings, mesh, by_layer):

@@ -10,6 +10,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
+import jax_longctx
 from jax_longctx.cli.ask import Request
 from jax_longctx.errors import InputError
 from jax_longctx.text import chat_layout, plain_layout
@@ -56,6 +57,23 @@ def test_many_questions_over_one_reading(run, loads, tiny, book, monkeypatch):
     assert [record["question"] for record in records] == ["Who?", "Why?", "Who?"]
     assert records[0]["answer"] == records[2]["answer"] != records[1]["answer"]
     assert len(read) == 1
+
+
+def test_many_questions_are_shown_in_their_order(run, loads, tiny, book):
+    layout, text = chat_layout(tiny.tokenizer), book.read_text()
+    sampling = jax_longctx.Sampling(temperature=0.9, seed=3)
+    answers = [
+        expected(
+            tiny, layout, text, question, max_tokens=11, sampling=sampling.at([(0, number)])
+        ).text
+        for number, question in enumerate(["Who?", "Why?"])
+    ]
+    given = ("-c", "m", "--max-tokens", 11, "--temperature", 0.9, "--seed", 3)
+    result = run("ask", book, "Who?", "Why?", *given)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "".join(answer + "\n" for answer in answers)
+    assert "> Who?" in result.stderr and "> Why?" in result.stderr
+    assert result.stderr.count("first token") == 2 and result.stderr.count("read in") == 1
 
 
 def test_json_record(run, loads, tiny, book):

@@ -218,6 +218,28 @@ def test_the_total_length_is_a_prompts_own_and_of_questions_the_contexts(
     assert question[2] == question[0] and question[1] > 1
 
 
+def test_questions_over_a_text_of_its_own_batch_are_answered_together(
+    run, loads, tiny, tmp_path, book, monkeypatch
+):
+    rows = [
+        {"file": "book.txt", "questions": ["Who?", "Why?", "Where is it, and when?"]},
+        {"file": "book.txt", "question": "Who?"},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "book.txt").write_text(book.read_text())
+    given = ("-c", "m", "--max-tokens", 9, "--rows", 1, "--temperature", 0.9, "--seed", 4)
+    calls, ask_all = [], tiny.ask_all_tokens
+    monkeypatch.setattr(
+        tiny, "ask_all_tokens", lambda *a, **k: calls.append(len(a[1])) or ask_all(*a, **k)
+    )
+    assert run("batch", tmp_path / "in.jsonl", tmp_path / "one.jsonl", *given).exit_code == 0
+    assert calls == [3]
+    monkeypatch.setattr(tiny, "together", lambda questions: False)
+    assert run("batch", tmp_path / "in.jsonl", tmp_path / "two.jsonl", *given).exit_code == 0
+    assert calls == [3]
+    assert (tmp_path / "one.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()
+
+
 def test_questions_draw_by_their_line_and_number(run, loads, tiny, tmp_path, book):
     row = {"file": "book.txt", "questions": ["Who?", "Who?", "Who?"]}
     options = ("-c", "m", "--max-tokens", 12, "--temperature", 1.0, "--seed", 3)

@@ -24,7 +24,7 @@ def cache(tmp_path):
     jax.config.update("jax_compilation_cache_dir", told)
 
 
-@pytest.mark.parametrize("command", ["ask", "generate"])
+@pytest.mark.parametrize("command", ["ask", pytest.param("generate", marks=pytest.mark.slow)])
 def test_programs_compile_while_weights_load(command, checkpoint, book, run, cache, monkeypatch):
     words = {"ask": (book, "Who?"), "generate": ("The pass key",)}[command]
     args = [command, *words, "-c", checkpoint, "--max-tokens", 4, "--json"]
@@ -55,7 +55,7 @@ def test_programs_compile_while_weights_load(command, checkpoint, book, run, cac
     assert 0 < took < 600
 
 
-@pytest.mark.parametrize("command", ["batch", "eval"])
+@pytest.mark.parametrize("command", ["batch", pytest.param("eval", marks=pytest.mark.slow)])
 def test_every_shape_is_compiled_before_its_first_batch(
     command, checkpoint, run, cache, tmp_path_factory, monkeypatch
 ):

@@ -145,29 +145,50 @@ def test_it_finds_nothing_with_a_random_model_and_says_so(tiny_demo, tmp_path):
     assert [file.name for file in tmp_path.iterdir() if file.suffix != ""] == ["looked.png"]
 
 
-def test_json_is_the_same_for_the_same_seed(tiny_demo, tmp_path):
+def check_record(record):
+    full, other = record["methods"]
+    assert [full["name"], other["name"]] == ["full", "reattention"]
+    assert other["settings"] == demo_module.SETTINGS
+    assert full["attended"] == record["tokens"] and other["attended"] == 3072
+    for method in (full, other):
+        assert len(method["answers"]) == len(method["answer_seconds"]) == 3
+        assert method["right"] == [False] * 3 and method["read_seconds"] > 0
+    # Keys and values alike, and 4 bytes a slot and layer of counts.
+    assert full["cache_bytes"] < other["cache_bytes"] < 1.2 * full["cache_bytes"]
+
+
+def test_json_holds_the_facts_and_what_each_method_did(tiny_demo):
+    record = json.loads(tiny_demo("--seed", 4, "--json").stdout)
+    check_record(record)
+    assert record["seed"] == 4 and len(record["facts"]) == 3
+
+
+@pytest.mark.slow
+def test_json_is_the_same_for_the_same_seed(tiny_demo):
     results = [tiny_demo("--seed", seed, "--json") for seed in (1, 1, 2)]
     records = [json.loads(result.stdout) for result in results]
     for record in records:
-        full, other = record["methods"]
-        assert [full["name"], other["name"]] == ["full", "reattention"]
-        assert other["settings"] == demo_module.SETTINGS
-        assert full["attended"] == record["tokens"] and other["attended"] == 3072
-        for method in (full, other):
-            assert len(method["answers"]) == len(method["answer_seconds"]) == 3
-            assert method["right"] == [False] * 3 and method["read_seconds"] > 0
-        # Keys and values alike, and 4 bytes a slot and layer of counts.
-        assert full["cache_bytes"] < other["cache_bytes"] < 1.2 * full["cache_bytes"]
+        check_record(record)
     facts = [record["facts"] for record in records]
     assert facts[0] == facts[1] != facts[2]
     answers = [[method["answers"] for method in record["methods"]] for record in records]
     assert answers[0] == answers[1]
 
 
-def test_facts_are_new_each_run_unless_a_seed_is_given(tiny_demo):
-    records = [json.loads(tiny_demo("--json", tokens=600).stdout) for _ in range(2)]
-    assert records[0]["seed"] != records[1]["seed"]
-    assert records[0]["facts"] != records[1]["facts"]
+def test_facts_are_new_each_run_unless_a_seed_is_given(tiny_demo, monkeypatch):
+    """The runs end when the text is written, before a method reads it."""
+    told, tell = [], demo_module.tell
+
+    def ends(model, seed, tokens):
+        told.append((seed, tell(model, seed, tokens)))
+        raise InputError("the text is written")
+
+    monkeypatch.setattr(demo_module, "tell", ends)
+    for seed in ((), (), ("--seed", 5), ("--seed", 5)):
+        assert "the text is written" in tiny_demo(*seed, tokens=600).stderr
+    (one, text), (two, other), *same = told
+    assert one != two and text.facts != other.facts
+    assert same[0] == same[1] and same[0][0] == 5
 
 
 def test_the_table_marks_what_is_right():

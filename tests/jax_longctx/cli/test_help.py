@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
 
-COMMANDS = ["ask", "generate", "batch", "plan", "warm", "convert", "methods", "demo", "lm-eval"]
+COMMANDS = ["ask", "generate", "batch", "serve", "plan", "warm", "convert", "methods", "demo"]
+COMMANDS += ["lm-eval"]
 
 
 def run(*args):

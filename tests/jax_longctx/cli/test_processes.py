@@ -8,12 +8,9 @@ import time
 from unittest.mock import create_autospec
 
 import pytest
-from typer.testing import CliRunner
 
 from jax_longctx.cli import process
-from jax_longctx.cli.main import app
-from tests.checkpoints_convert.tiny import random_state, write_checkpoint
-from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+from tests.jax_longctx.cli.tiny_model import converted
 from tests.jax_longctx.cli.two_processes import ended, start
 
 TEXT = "The pass key is 12345. Remember it. "
@@ -22,14 +19,7 @@ LIMIT = ("--max-tokens", 6, "--chunk", 64)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    source = tmp_path_factory.mktemp("source") / "hf"
-    config = hf_config(vocab_size=300)
-    write_checkpoint(source, config, random_state(config))
-    write_tokenizer(source)
-    folder = tmp_path_factory.mktemp("converted") / "model"
-    result = CliRunner().invoke(app, ["convert", str(source), str(folder)])
-    assert result.exit_code == 0, result.output
-    return folder
+    return converted(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,10 @@ import json
 import tokenizers
 from tokenizers import decoders, pre_tokenizers, trainers
 from tokenizers import models as token_models
+from typer.testing import CliRunner
+
+from jax_longctx.cli.main import app
+from tests.checkpoints_convert.tiny import random_state, write_checkpoint
 
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n"
@@ -48,3 +52,15 @@ def hf_config(vocab_size):
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
     }
+
+
+def converted(tmp_path_factory):
+    """The folder of a tiny random checkpoint with its tokenizer, as `convert` leaves it."""
+    source = tmp_path_factory.mktemp("source") / "hf"
+    config = hf_config(vocab_size=300)
+    write_checkpoint(source, config, random_state(config))
+    write_tokenizer(source)
+    folder = tmp_path_factory.mktemp("converted") / "model"
+    result = CliRunner().invoke(app, ["convert", str(source), str(folder)])
+    assert result.exit_code == 0, result.output
+    return folder

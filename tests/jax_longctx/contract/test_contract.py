@@ -182,7 +182,9 @@ def cautious_greedy(engine, params, context, question, steps, method):
     return tokens, full_steps
 
 
-@pytest.mark.parametrize("threshold", [-1.1, 0.0, 1.1])
+@pytest.mark.parametrize(
+    "threshold", [0.0, *(pytest.param(value, marks=pytest.mark.slow) for value in (-1.1, 1.1))]
+)
 def test_cond_in_each_layer(mesh, threshold):
     method = Cautious(threshold=threshold)
     engine = tiny_engine(method, mesh=mesh, chunk=8)

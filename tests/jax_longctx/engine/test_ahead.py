@@ -1,7 +1,9 @@
 """Compilation ahead: the run that follows compiles nothing, and answers as it always does."""
 
+import itertools
 import threading
 import time
+from functools import partial
 
 import jax
 import jax.monitoring
@@ -26,8 +28,16 @@ from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 CONTEXT, QUESTION, ANSWER = [90], [5], 20
 PROGRAM = EVENTS[-1]
-QUICK = ("full", "snapkv", "refreshkv")
-NAMES = [*QUICK, *(pytest.param(x, marks=pytest.mark.thorough) for x in SMALL if x not in QUICK)]
+MODES = {False: "looped", True: "by layer"}
+OFTEN = ("full", "snapkv", "refreshkv")
+QUICK = [("full", True), ("refreshkv", False)]
+also = partial(pytest.param, marks=pytest.mark.slow)
+most = partial(pytest.param, marks=pytest.mark.thorough)
+
+
+def named(value):
+    """What a case's name says of a parameter: a mode by its word."""
+    return MODES[value] if isinstance(value, bool) else value
 
 
 @pytest.fixture
@@ -56,8 +66,15 @@ def answers(engine, rows, asked, keep):
     return joined(engine.stream(context, asked, max_tokens=ANSWER, keep=keep))
 
 
-@pytest.mark.parametrize("by_layer", [False, True], ids=["looped", "by layer"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "by_layer"),
+    [
+        *QUICK,
+        *(also(*pair) for pair in itertools.product(OFTEN, MODES) if pair not in QUICK),
+        *(most(*pair) for pair in itertools.product(SMALL, MODES) if pair[0] not in OFTEN),
+    ],
+    ids=named,
+)
 def test_the_run_that_follows_compiles_nothing(name, by_layer, compiled):
     jax.clear_caches()
     method, mesh = small_method(name), make_mesh()
@@ -74,8 +91,11 @@ def test_the_run_that_follows_compiles_nothing(name, by_layer, compiled):
     assert found == answers(loaded, rows, asked, keep=True)
 
 
-@pytest.mark.parametrize("through", ["decode", "context"])
-@pytest.mark.parametrize("by_layer", [False, True], ids=["looped", "by layer"])
+@pytest.mark.parametrize(
+    ("by_layer", "through"),
+    [(False, "context"), (True, "decode"), also(False, "decode"), also(True, "context")],
+    ids=named,
+)
 def test_scores_that_follow_compile_nothing(by_layer, through, compiled):
     jax.clear_caches()
     method, mesh = small_method("full"), make_mesh()
@@ -93,7 +113,9 @@ def test_scores_that_follow_compile_nothing(by_layer, through, compiled):
     assert found.total == expected.total and len(found.logprobs) == 40
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)], ids=["one device", "a mesh"])
+@pytest.mark.parametrize(
+    "sizes", [also((1, 1, 1), id="one device"), pytest.param((1, 1, 2), id="a mesh")]
+)
 def test_weights_are_stacked_by_the_programs_that_were_lowered(sizes, compiled):
     jax.clear_caches()
     config, mesh = tiny_config(), make_mesh(*sizes)

@@ -48,7 +48,7 @@ def answers(engine, **options):
     ("method", "sizes"),
     [
         pytest.param(Full(), (2, 2, 2), id="full", marks=pytest.mark.slow),
-        pytest.param(SnapKV(budget=16, window=4), (1, 1, 1), id="snapkv"),
+        pytest.param(SnapKV(budget=16, window=4), (1, 1, 1), id="snapkv", marks=pytest.mark.slow),
     ],
 )
 def test_answers_are_those_of_whole_programs(method, sizes):

@@ -34,6 +34,8 @@ BY_LAYER = (
 )
 # Of every kind of cache one, for which all programs are looked at.
 KINDS = ("full", "snapkv", "citrus", "resa", "star")
+# The kinds whose whole programs are looked at by tests that are not `slow`.
+QUICK = ("snapkv", "citrus")
 # What calls a program of its own, or marks a value, and hands it on as it is.
 CALLS = ("jit", "pjit", "closed_call", "shard_map", "sharding_constraint")
 
@@ -143,10 +145,10 @@ def looked_at(monkeypatch, name, looked, **options):
     return engine, random_rows([70, 40]), random_rows([5, 3], seed=1)
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SMALL if name not in KINDS]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SMALL if name not in QUICK]
 
 
-@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
 def test_no_leaf_is_written_where_another_lay(name, monkeypatch):
     looked = {program: Looked(*program) for program in WHOLE}
     engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32, by_layer=False)

@@ -25,10 +25,8 @@ CONTEXTS, CONTINUATIONS = random_rows(LENGTHS), random_rows(AFTER, seed=1)
 ONE_LAYER = tiny_config(num_layers=1)
 OF_BLOCKS = tiny_config(num_layers=1, norm_eps=2e-5)
 # Smaller caches for an answer, and steps of two kinds; the others are `thorough`.
-EVERY = [
-    pytest.param(name, marks=() if name in ("snapkv", "refreshkv") else pytest.mark.thorough)
-    for name in METHODS
-]
+MARKS = {"snapkv": (), "refreshkv": pytest.mark.slow}
+EVERY = [pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough)) for name in METHODS]
 # What is evicted while a text is read; a question looked at as a whole, and one that is not.
 PAIRS = [("h2o", "context"), ("citrus-standard", "question"), ("snapkv", "question")]
 WAYS_OF_EVERY = [

@@ -31,7 +31,7 @@ def _compiled_here():
         yield
 
 
-@pytest.fixture(params=MODELS, ids=str)
+@pytest.fixture(params=[pytest.param("float32-small", marks=pytest.mark.slow), "bfloat16-8b"])
 def model(request):
     return MODELS[request.param]
 

@@ -4,15 +4,18 @@ The host calls a layer's program for each layer, or a program loops over the lay
 (`Setup.by_layer`). The loop reads joined weights, so its sums may differ in their last bits.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from jax_longctx.engine import programs
 from jax_longctx.engine.scoring import loglikelihoods
-from jax_longctx.methods import METHODS, Full, RefreshKV
+from jax_longctx.methods import METHODS, Full, RefreshKV, make_method
 from jax_longctx.models.llama import PLAIN
+from jax_longctx.parts import selecting
 from jax_longctx.sharding import make_mesh
-from pallas_kernels.row_matmul import MAX_ROWS
+from pallas_kernels.row_matmul import MAX_ROWS, MAX_SOURCE_ROWS
 from tests.small_methods import small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
@@ -50,17 +53,12 @@ def check(method, *args, **options):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-# Near relatives of others.
-SLOW = (
-    *("citrus-individual", "citrus-standard", "h2o-shared", "dynamic-ntk"),
-    *("arkvale-paged", "infllm-accounted", "star-released-mask", "roco", "tova", "ideal-topk"),
-)
+also = partial(pytest.param, marks=pytest.mark.slow)
+# All tokens stay; each step selects; full and partial steps; tokens leave after the context.
+QUICK = ("full", "quest", "refreshkv", "snapkv")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in METHODS],
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else also(name) for name in METHODS])
 def test_a_loop_over_layers_answers_as_the_host_does(name):
     check(small_method(name))
 
@@ -68,7 +66,7 @@ def test_a_loop_over_layers_answers_as_the_host_does(name):
 MESHES = {"full": (1, 2, 1), "snapkv": (1, 1, 2), "quest": (1, 2, 1), "star": (1, 2, 1)}
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", ["snapkv", *map(also, ("full", "quest", "star"))])
 def test_on_a_mesh_too(name):
     check(small_method(name), MESHES[name])
 
@@ -82,20 +80,43 @@ def test_with_layers_that_differ():
     check(Full(), windows=(7, None, None))
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "streaming-llm"])
-def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name):
-    """`FewRows` with the products that XLA makes; the kernel has tests of its own."""
+@pytest.mark.parametrize("products_of", [programs.FewRows, programs.Unsummed])
+@pytest.mark.parametrize("name", ["full", "quest", also("resa"), also("streaming-llm")])
+def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name, products_of):
+    """With the products that XLA makes; the kernels have tests of their own.
+
+    Selectors take their order of operations on a GPU too.
+    """
     used = []
 
     def products(setup, rows):
         used.append(rows)
-        return programs.FewRows(setup) if rows <= MAX_ROWS else PLAIN
+        return products_of(setup) if rows <= most else PLAIN
 
     # Programs are kept by their setup: no other test has this model.
-    other = dict(mlp_dim=40)
+    most, mlp = {programs.FewRows: (MAX_ROWS, 40), programs.Unsummed: (MAX_SOURCE_ROWS, 56)}[
+        products_of
+    ]
+    other = dict(mlp_dim=mlp)
     expected = results(small_method(name), True, **other)
     monkeypatch.setattr(programs.Setup, "products", products)
+    monkeypatch.setattr(selecting, "platform", lambda: "gpu")
     found = results(small_method(name), False, **other)
-    assert found[0] == expected[0] and min(used) <= MAX_ROWS
+    assert found[0] == expected[0] and min(used) <= most
+    for row, wanted in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(row, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("local", [0, 6])
+@pytest.mark.parametrize("name", ["quest", "resa"])
+def test_selectors_answer_alike_in_the_order_of_a_gpu(monkeypatch, name, local):
+    """Digests are made beside the write of the newest key, and after the choice where they may."""
+    method = make_method(name, {"budget": 12, "page_size": 4, "sink": 2, "local": local})
+    # Programs are kept by their setup: no other test has this model.
+    other = dict(mlp_dim=72)
+    expected = results(method, True, **other)
+    monkeypatch.setattr(selecting, "platform", lambda: "gpu")
+    found = results(method, False, **other)
+    assert found[0] == expected[0]
     for row, wanted in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(row, wanted, atol=1e-5)

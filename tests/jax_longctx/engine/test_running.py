@@ -282,9 +282,12 @@ def test_a_row_whose_logits_are_no_numbers_ends_alone():
     place, first = batch.join(good, Request(QUESTIONS[0], max_tokens=9))
     worse, _ = batch.join(bad, Request(QUESTIONS[0], max_tokens=9))
 
+    # Stacked caches have the layers first.
+    axis = 0 if engine.setup.by_layer else 1
+
     def spoiled(leaf):
-        broken = leaf.ndim > 2 and leaf.shape[0] == 3
-        return leaf.at[worse].set(np.nan) if broken else leaf
+        broken = leaf.ndim > 2 + axis and leaf.shape[axis] == 3
+        return leaf.at[(slice(None),) * axis + (worse,)].set(np.nan) if broken else leaf
 
     batch._caches.held = jax.tree.map(spoiled, batch._caches.held)
     found = [first, *batch.step(3)[place]]

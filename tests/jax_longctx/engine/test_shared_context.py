@@ -164,7 +164,7 @@ def test_what_cannot_share_is_named():
     batch = RunningBatch(engine, places=2, reserve=64, context=held)
     over_seq = tiny_engine(small_method("quest"), config=CONFIG, mesh=make_mesh(1, 2, 1))
     spread = over_seq.prefill(CONTEXT, reserve=64)
-    with pytest.raises(InputError, match="on a mesh with seq=1; this one has seq=2"):
+    with pytest.raises(InputError, match="on a mesh with seq=1: this one has seq=2"):
         RunningBatch(over_seq, places=2, reserve=64, context=spread)
     with pytest.raises(InputError, match="go on from another context"):
         batch.join(other, Request(QUESTIONS[0]))

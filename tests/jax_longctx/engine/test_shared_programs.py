@@ -1,5 +1,7 @@
 """Texts, questions and answers of about the same lengths share all their programs."""
 
+from functools import partial
+
 import jax
 import pytest
 
@@ -7,6 +9,7 @@ from jax_longctx.engine.capacity import bucket, reserved, slots_for
 from tests.small_methods import small_method
 from tests.support import random_rows, tiny_config, tiny_engine
 
+also = partial(pytest.param, marks=pytest.mark.slow)
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 
 
@@ -34,9 +37,13 @@ def answer(engine, text, question, tokens):
     ]
 
 
-@pytest.mark.parametrize("by_layer", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by_layer", [True, also(False)])
 @pytest.mark.parametrize(
-    "name", ["full", "refreshkv", "snapkv", "citrus", "reattention", "infllm", "star", "quest"]
+    "name",
+    [
+        *("full", "refreshkv", "snapkv"),
+        *map(also, ("citrus", "reattention", "infllm", "star", "quest")),
+    ],
 )
 def test_other_lengths_trace_nothing(name, by_layer, traced):
     # Other tests may have traced the same programs.
@@ -55,7 +62,7 @@ def test_other_lengths_trace_nothing(name, by_layer, traced):
     assert len(traced) > first
 
 
-@pytest.mark.parametrize("name", ["quest", "snapkv", "streaming-llm"])
+@pytest.mark.parametrize("name", ["quest", also("snapkv"), also("streaming-llm")])
 def test_methods_share_the_programs_without_layers(name, traced):
     """Which programs a method traces anew, after another of the same shapes."""
     # Other tests may have traced them.

@@ -57,7 +57,9 @@ def on_v5e(mesh_sizes, method=None, **changes):
     return programs.Setup(config, method or Full(), mesh, jnp.dtype(jnp.bfloat16), 512)
 
 
-@pytest.fixture(scope="module", params=[(1, 1, 1), (1, 2, 2)], ids=str)
+@pytest.fixture(
+    scope="module", params=[pytest.param((1, 1, 1), marks=pytest.mark.slow), (1, 2, 2)], ids=str
+)
 def setup(request):
     return on_v5e(request.param)
 
@@ -132,6 +134,7 @@ def test_tpu_chunks_that_all_shards_have_are_multiplied_in_place():
     assert largest_result(text, "all-gather") < min(arrays_of_layers(setup)) / 2
 
 
+@pytest.mark.slow
 def test_tpu_spread_tokens_gather_one_layers_weights_at_a_time():
     temporaries = []
     for layers in (2, 6):

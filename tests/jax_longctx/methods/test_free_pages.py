@@ -1,6 +1,7 @@
 """FreePages: equal to ReAttention with pages of one token, to full attention where all is read."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from tests.support import random_rows, tiny_config, tiny_engine
 LENGTHS = [(150, 4), (96, 1), (20, 12), (0, 3)]
 SMALL = {"sink": 4, "local": 32, "span": 12, "budget": 24, "count": 1, "chunk": 16}
 PAGES = FreePages(page_size=8, digest="bounds", **SMALL)
-DIGESTS = ["bounds", "cuboid-mean", "cuboid-center", "centroid"]
+also = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def texts(lengths=LENGTHS, answer=5):
@@ -48,7 +49,9 @@ def check_same(one, other, atol=1e-4):
         np.testing.assert_allclose(a, b, atol=atol)
 
 
-@pytest.mark.parametrize("digest", DIGESTS)
+@pytest.mark.parametrize(
+    "digest", ["bounds", *map(also, ("cuboid-mean", "cuboid-center", "centroid"))]
+)
 def test_pages_of_one_token_are_reattention(digest):
     rows = texts()
     same = {"chunk": 16, "span": 5, "count": 2}
@@ -58,6 +61,7 @@ def test_pages_of_one_token_are_reattention(digest):
     check_same(got, expected)
 
 
+@pytest.mark.slow
 def test_larger_pages_attend_something_else():
     """So that the equality above says something."""
     rows = texts()
@@ -66,7 +70,7 @@ def test_larger_pages_attend_something_else():
     assert np.abs(got[0] - other[0]).max() > 1e-2
 
 
-@pytest.mark.parametrize("lam", [0.0, 1.0])
+@pytest.mark.parametrize("lam", [0.0, also(1.0)])
 def test_what_fits_the_scope_is_full_attention(lam):
     rows = texts([(40, 4), (36, 1), (9, 5), (0, 3)])
     method = dataclasses.replace(PAGES, local=80, lam=lam)
@@ -74,6 +78,7 @@ def test_what_fits_the_scope_is_full_attention(lam):
     check_same(got, expected)
 
 
+@pytest.mark.slow
 def test_a_budget_that_covers_the_middle_is_full_attention():
     """Spans that cover every page leave nothing out: all positions are the true ones."""
     rows = texts([(70, 4), (60, 1)])
@@ -83,7 +88,7 @@ def test_a_budget_that_covers_the_middle_is_full_attention():
     check_same(got, expected)
 
 
-@pytest.mark.parametrize("digest", DIGESTS)
+@pytest.mark.parametrize("digest", ["bounds", "cuboid-mean", also("cuboid-center"), "centroid"])
 def test_the_pages_of_the_scope_are_those_of_the_best_scores(digest):
     """Of one token: the chosen pages against scores of all keys' digests in numpy."""
     method = dataclasses.replace(PAGES, digest=digest, span=8, budget=64, count=2)
@@ -141,7 +146,7 @@ def expected_scope(method, q, k, length):
     return [*range(min(sink, length)), *sorted(spans), *range(stop, length)]
 
 
-@pytest.mark.parametrize("lam", [0.0, 0.7])
+@pytest.mark.parametrize("lam", [also(0.0), 0.7])
 def test_ragged_rows_answer_as_alone_and_on_a_mesh(lam):
     rows, method = texts(), dataclasses.replace(PAGES, lam=lam)
     together = logits_of(engine_of(method), rows)

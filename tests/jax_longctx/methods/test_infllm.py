@@ -271,7 +271,7 @@ def test_it_9_it_11_every_option_on_sharded_slots():
     assert max(apart[:2]) == 0 < 1e-3 < apart[2]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_4_nothing_chosen_is_a_window_behind_sinks(shards):
     """The window has one key more, which stands where the one before it does.
 

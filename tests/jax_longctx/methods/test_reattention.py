@@ -188,6 +188,7 @@ def test_e8_e13_a_row_is_the_same_in_any_company(run):
         np.testing.assert_allclose(read(run.engine, rows)[place], run.logits[mine], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_e7_on_a_mesh_with_a_larger_buffer():
     """2x2x2; also E13: the cache has twice the slots of one device's."""
     rows = texts([(37, 1), (5, 1), (20, 1), (0, 1)], answer=2)

@@ -34,6 +34,7 @@ TOTAL = jnp.array([len(row) for row in CONTEXTS], jnp.int32)
 RESERVE, NEVER = 32, 1000
 ONE = (1, 1, 1)
 METHOD = RefreshKV(budget=6, kernel=3, schedule="fixed", stride=3)
+also = functools.partial(pytest.param, marks=pytest.mark.slow)
 ADAPTIVE = {"schedule": "adaptive", "qc_stride": 2, "threshold": 0.5}
 
 
@@ -242,13 +243,13 @@ def test_only_segments_in_which_a_question_ends_choose():
     assert {s.variant for s in METHOD.segments(Prompt("context", 16, context=[[1] * 40]))} == {""}
 
 
-@pytest.mark.parametrize("changes", [{}, {"ablation": "no_refresh"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, also({"ablation": "no_refresh"})], ids=str)
 def test_rk_1_rk_5_x13_a_full_step_each_token_is_full_attention(changes):
     seen = decode(stride=1, **changes)
     np.testing.assert_allclose(logits_of(seen), full_attention(), atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [ADAPTIVE, {"ablation": "no_full"}], ids=str)
+@pytest.mark.parametrize("changes", [ADAPTIVE, also({"ablation": "no_full"})], ids=str)
 def test_rk_2_a_budget_that_holds_all_is_full_attention(changes):
     """X1, whatever the schedule."""
     seen = decode(budget=60, **changes)

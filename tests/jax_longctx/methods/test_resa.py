@@ -180,7 +180,10 @@ def test_only_segments_that_end_a_question_make_the_prior():
     assert [segment.variant for segment in method.segments(context)] == ["", "", ""]
 
 
-RESA_CASES = ["resa quest", "resa arkvale", "resa ada", "resa psa"]
+RESA_CASES = [
+    *("resa quest", "resa psa"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("resa arkvale", "resa ada")),
+]
 GIVEN = case((50, 33, 9, 64), answered=2)
 
 

@@ -130,7 +130,7 @@ def test_bad_settings():
             StreamingLLM(**settings)
 
 
-@pytest.mark.parametrize("tokens", [4, 1])
+@pytest.mark.parametrize("tokens", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rotary_base_follows_the_positions_not_the_text(tokens):
     """A text of 1000 tokens stretches nothing where positions stay below the trained length."""
     rng = np.random.default_rng(0)

@@ -61,7 +61,14 @@ def continued(
     return answer.tokens, logits[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Other cases have what these have, and more.
+SLOW = (*("llama_mha", "llama_mqa", "llama_head_dim", "mistral", "qwen2", "qwen3", "rope_yarn"),)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS],
+)
 def test_logits_and_greedy_continuation_are_those_of_transformers(name, monkeypatch):
     golden = Golden(name)
     assert golden.config == MODELS[name], "cases.py changed: make the goldens anew"

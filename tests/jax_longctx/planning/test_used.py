@@ -121,7 +121,7 @@ def programs_of_a_run(wanted, mesh, monkeypatch):
         # Anchors, whole blocks in turns, the last one short.
         (make_method("star", {"block": 32, "anchor": 8}), 200, {"seq": 2}),
         # An instruction beside each chunk, known before the context.
-        (small_method("citrus"), 100, {"data": 2}),
+        pytest.param(small_method("citrus"), 100, {"data": 2}, marks=pytest.mark.slow),
         # Caches of their own for the answer.
         (small_method("snapkv"), 100, {}),
     ],
@@ -139,7 +139,10 @@ def test_the_programs_are_those_of_a_run(method, context, sizes, monkeypatch):
     assert len({each.name for each in used}) == len(used)
 
 
-@pytest.mark.parametrize("name", ["refreshkv", "citrus", "snapkv"])
+@pytest.mark.parametrize(
+    "name",
+    ["snapkv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("refreshkv", "citrus"))],
+)
 def test_the_programs_are_those_of_a_run_layer_by_layer(name, monkeypatch):
     mesh, method = make_mesh(), small_method(name)
     wanted = request(method, 100, target="cpu")

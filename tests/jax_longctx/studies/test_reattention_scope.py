@@ -1,5 +1,7 @@
 """Where ReAttention looked: its own answers, and the counts that numpy makes of its definition."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -33,8 +35,12 @@ def expected(engine, context, question, answer):
     return counts / len(alone)
 
 
+also = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "how", [{}, {"by_layer": True}, {"mesh": {"seq": 2}}, {"mesh": {"tensor": 2}}]
+    "how",
+    [{}, also({"by_layer": False}), also({"mesh": {"seq": 2}}), also({"mesh": {"tensor": 2}})],
 )
 def test_it_answers_as_reattention_and_counts_what_was_attended(how):
     how = dict(how)

@@ -1,0 +1,300 @@
+"""`jax-longctx serve`: one model behind OpenAI's HTTP interface."""
+
+import dataclasses
+import functools
+import hashlib
+import ipaddress
+import os
+import shutil
+import signal
+import tempfile
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jax_longctx.cli import options, process
+from jax_longctx.cli.options import option
+from jax_longctx.cli.terminal import Terminal, check_folder
+from jax_longctx.errors import InputError
+from jax_longctx.memory import shown_bytes
+
+if TYPE_CHECKING:
+    from jax_longctx.api import LongContext
+    from jax_longctx.serving.server import ServeOptions
+
+# API keys, separated by commas or white space.
+KEYS = "JAX_LONGCTX_API_KEYS"
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listening:
+    """Where the server listens, and who may ask."""
+
+    PANEL = "Access"
+
+    host: str = option(
+        "Address to listen on. The default takes connections of this machine alone.",
+        default="127.0.0.1",
+    )
+    port: int = option("Port to listen on; 0 takes a free one.", default=8000)
+    name: str | None = option(
+        "Name of the model for clients; that of the checkpoint's folder unless given.",
+        metavar="NAME",
+    )
+    api_key_file: Path | None = option(
+        f"File with the API keys, one a line; {KEYS} gives them too. Without keys everyone may "
+        "ask.",
+        metavar="FILE",
+    )
+    files_under: Path | None = option(
+        "Let requests name files in this folder as texts. Links that leave the folder are refused. "
+        "No file is read without this option.",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+    )
+    max_body: int = option(
+        "Largest request in MiB; those that are received at a time may take four times as much.",
+        default=64,
+    )
+    timeout: float = option(
+        "Most seconds of a request, its body's arrival included.", default=600.0
+    )
+    grace: float = option("Seconds that answers have to finish after SIGTERM.", default=30.0)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise InputError(f"--port must be from 0 to 65535, got {self.port}")
+        if self.max_body < 1:
+            raise InputError(f"--max-body must be at least 1 MiB, got {self.max_body}")
+        for name in ("timeout", "grace"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"--{name} must be above 0 seconds, got {getattr(self, name)}")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether this machine alone can connect."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def digests(self) -> list[bytes]:
+        """SHA-256 of each API key.
+
+        Raises:
+          InputError: the file cannot be read, or has no key.
+        """
+        keys = os.environ.get(KEYS, "").replace(",", " ").split()
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text(encoding="utf-8-sig").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise InputError(
+                    f"--api-key-file {self.api_key_file} cannot be read: {error}"
+                ) from error
+            found = [line.strip() for line in lines if line.strip()]
+            if not found:
+                raise InputError(f"--api-key-file {self.api_key_file} has no key; write one a line")
+            keys += found
+        return [hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much is answered at a time, and which texts are kept."""
+
+    PANEL = "Rows and contexts"
+
+    rows: int = option("Most answers that are decoded together.", default=8)
+    queue: int = option("Most requests that wait beside them; others get 429.", default=64)
+    length: int | None = option(
+        "Most tokens of text, question and answer together; the length that the model was trained "
+        "to unless given.",
+        metavar="TOKENS",
+    )
+    share_from: int = option(
+        "Answers about a text of at least so many tokens share it in memory, under methods that "
+        "can (full, dynamic-ntk, ring, star, quest, arkvale). Every row has memory for a shorter "
+        "one, under other methods for --length.",
+        metavar="TOKENS",
+        default=8192,
+    )
+    max_tokens: int = option(
+        "Longest answer in tokens; also of a chat request that names no number.", default=1024
+    )
+    max_question: int = option("Longest question about a context, in tokens.", default=1024)
+    contexts: Path | None = option(
+        "Folder for contexts that are saved. They are found again after a restart. A temporary "
+        "one unless given. Several processes need one that all of them see.",
+        metavar="DIR",
+    )
+    context_memory: float | None = option(
+        "GiB on each device for texts that stay read; half of what is free unless given. The "
+        "least recently used ones are saved to the disk.",
+        metavar="GIB",
+    )
+    ttl: float = option(
+        "Seconds that a context lives after its last use, where its request does not say.",
+        default=3600.0,
+    )
+    max_ttl: float = option("Most seconds that a request may say.", default=7 * 86400.0)
+    max_contexts: int = option("Most contexts at a time; others get 429.", default=1024)
+    context_disk: float | None = option(
+        "GiB that saved contexts may take; unlimited unless given.", metavar="GIB"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "share_from", "max_tokens", "max_question", "max_contexts"):
+            if getattr(self, name) < 1:
+                shown = name.replace("_", "-")
+                raise InputError(f"--{shown} must be at least 1, got {getattr(self, name)}")
+        if self.queue < 0:
+            raise InputError(f"--queue must be at least 0, got {self.queue}")
+        if not self.ttl > 0:
+            raise InputError(f"--ttl must be above 0 seconds, got {self.ttl}")
+        if self.ttl > self.max_ttl:
+            raise InputError(f"--ttl is {self.ttl:g} s, above --max-ttl, {self.max_ttl:g} s")
+        for name in ("context_memory", "context_disk"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                shown = name.replace("_", "-")
+                raise InputError(f"--{shown} must be above 0 GiB, got {value}")
+
+
+@options.command
+def serve(
+    model: options.ModelChoice,
+    method: options.MethodChoice,
+    listening: Listening,
+    limits: Limits,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's clients ask it.
+
+    Routes are /v1/chat/completions, /v1/completions and /v1/models; /v1/contexts for texts that
+    are read once and asked many times; /health, /ready and /metrics. SIGTERM and Ctrl-C let the
+    answers that have begun finish. Needs the extra [bold]serve[/bold]: pip install
+    'jax-longctx\\[serve]'.
+
+    [bold]Examples[/bold]
+
+        jax-longctx serve -c smollm2
+
+        jax-longctx serve -c llama3 -m snapkv --rows 16 --length 65536 --port 8080
+    """
+    terminal = Terminal()
+    keys = listening.digests()
+    check_folder(limits.contexts, "--contexts")
+    with terminal.starting(extra="serve"):
+        from jax_longctx.serving import server
+    if not (keys or listening.loopback):
+        terminal.note(
+            f"warning: everyone who reaches {listening.host} may ask; --api-key-file limits it"
+        )
+    loaded = model.open(terminal, method)
+    if limits.contexts is None and process.number() is not None:
+        raise InputError(
+            "a server of several processes needs --contexts DIR, a folder that all of them see"
+        )
+    temporary = None
+    if limits.contexts is None and process.is_leader():
+        temporary = Path(tempfile.mkdtemp(prefix="jax-longctx-contexts-"))
+    try:
+        given = _options(loaded, model.checkpoint, listening, limits, keys, temporary)
+        if process.is_leader():
+            _lead(terminal, loaded, given, listening, temporary)
+        else:
+            # The leader hears the signals, and dismisses the others.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            server.make_team(loaded, given).follow()
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _options(
+    loaded: "LongContext",
+    checkpoint: Path,
+    listening: Listening,
+    limits: Limits,
+    keys: list[bytes],
+    temporary: Path | None,
+) -> "ServeOptions":
+    from jax_longctx.serving.app import Access
+    from jax_longctx.serving.prompts import Lengths
+    from jax_longctx.serving.server import ServeOptions
+
+    memory, disk = limits.context_memory, limits.context_disk
+    return ServeOptions(
+        name=listening.name or checkpoint.resolve().name,
+        contexts=limits.contexts or temporary or Path(os.devnull),
+        lengths=Lengths(
+            whole=limits.length or loaded.config.trained_length,
+            question=limits.max_question,
+            answer=limits.max_tokens,
+            share_from=limits.share_from,
+        ),
+        access=Access(
+            keys=keys,
+            files_under=listening.files_under,
+            body=listening.max_body * MIB,
+            bodies=4 * listening.max_body * MIB,
+            seconds=listening.timeout,
+        ),
+        rows=limits.rows,
+        queue=limits.queue,
+        context_bytes=None if memory is None else max(1, int(memory * 2**30)),
+        context_disk=None if disk is None else max(1, int(disk * 2**30)),
+        ttl=limits.ttl,
+        most_ttl=limits.max_ttl,
+        most_contexts=limits.max_contexts,
+        grace=listening.grace,
+    )
+
+
+def _lead(
+    terminal: Terminal,
+    loaded: "LongContext",
+    given: "ServeOptions",
+    listening: Listening,
+    temporary: Path | None,
+) -> None:
+    from jax_longctx.serving.server import LongServer, listen
+
+    # Before the caches are made: an address in use is found at once.
+    with listen(listening.host, listening.port) as bound:
+        port = bound.getsockname()[1]
+        warning = loaded.length_warning(given.lengths.whole)
+        if warning is not None:
+            terminal.note(f"warning: {warning}")
+        served = LongServer(loaded, given, crashed=functools.partial(_crashed, temporary))
+        host = f"[{listening.host}]" if ":" in listening.host else listening.host
+
+        def ready() -> None:
+            terminal.note(
+                f"serving {given.name} on http://{host}:{port}/v1 ({given.rows} rows of "
+                f"{given.lengths.whole:,} tokens, {shown_bytes(served.scheduler.budget)} for "
+                f"contexts); Ctrl-C ends it"
+            )
+
+        ended = served.run(bound, on_ready=ready)
+    if ended == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def _crashed(temporary: Path | None, error: BaseException) -> None:
+    """Ends the process: without the thread that owns the engine every request would hang.
+
+    Nothing is unwound, so the temporary folder of contexts is removed here.
+    """
+    from jax_longctx.cli.main import lost_process
+
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
+    lost = lost_process(error)
+    if lost is None:
+        traceback.print_exception(error)
+    shown: Any = lost or f"the scheduler failed: {type(error).__name__}: {error}"
+    process.leave(process.FAULT, f"error: {' '.join(str(shown).split()):.500}")

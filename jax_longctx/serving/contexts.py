@@ -1,0 +1,470 @@
+"""The texts that the server has read, by token ids, and the ids by which clients name them.
+
+A `Text` is one row of token ids. It is unread, in memory, on the disk, or both. An `Entry` is what
+`POST /v1/contexts` made: an id with a time to live, which names a text. Several entries may name
+one text. A text without an entry was read for a request, and is kept for later ones as long as
+there is room. The store keeps the books; the scheduler reads, saves and loads.
+
+Any thread may change the books. The scheduler's thread alone changes files, so that nothing removes
+a folder that is being saved or loaded. Other threads only note what the files lack (`touch`,
+`remove`), and the scheduler brings them up to date (`update_files`).
+
+On the disk a text is a folder `KEY` with the saved context, and a file `KEY.json` with its entries.
+The file is written last and removed first, so that a folder without a file is rubbish. All lie in
+a folder named by model and method, so that a server finds only contexts that it can use.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_longctx.engine.context_io import saved_tokens
+from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.serving.schema import RequestError
+
+Tokens = np.ndarray
+# Held by the server that keeps its contexts in the folder.
+LOCK = "server.lock"
+
+
+@dataclasses.dataclass(eq=False)
+class Text:
+    """One text, read or to be read.
+
+    Attributes:
+      key: a hash of what decides how it is read.
+      tokens: int32 ids.
+      total: tokens that were known when reading began (see `Engine.prefill`).
+      question: of methods that read a text for one question; such a text is never shared.
+      resident: bytes on each device, 0 while it is not in memory.
+      saved: whether the disk has it.
+      stored: bytes of its files when it was last saved; 0 before.
+      damaged: whether its files were damaged: it is saved again after it is read.
+      reading: (tokens read, tokens to read) while it is being read.
+      keep: whether it stays in memory for later requests when nobody names it.
+      used: when it was last used, of `time.monotonic`.
+      jobs: requests that wait for it or are answered from it.
+      rows: rows that are answered from it; it stays in memory for them.
+      entries: the ids that name it.
+    """
+
+    key: str
+    tokens: Tokens
+    total: int
+    question: list[int] | None = None
+    resident: int = 0
+    saved: bool = False
+    stored: int = 0
+    damaged: bool = False
+    reading: tuple[int, int] | None = None
+    keep: bool = False
+    used: float = 0.0
+    jobs: int = 0
+    rows: int = 0
+    entries: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def state(self) -> str:
+        """`waiting`, `reading`, `ready` or `saved`."""
+        if self.reading is not None:
+            return "reading"
+        return "ready" if self.resident else "saved" if self.saved else "waiting"
+
+    @property
+    def known(self) -> bool:
+        """Whether it need not be read."""
+        return bool(self.resident or self.saved)
+
+
+@dataclasses.dataclass
+class Entry:
+    """A text's name for clients.
+
+    Attributes:
+      chat: whether the text was laid out for the chat template.
+      created, expires: seconds since the epoch; an entry does not expire while its text is read.
+      ttl: seconds that it lives after its last use.
+      save: whether the text is to be on the disk always.
+    """
+
+    id: str
+    text: Text
+    chat: bool
+    created: float
+    ttl: float
+    expires: float
+    save: bool
+
+    def record(self) -> dict[str, Any]:
+        """The entry as the server shows it."""
+        text = self.text
+        done, _ = text.reading or (0, 0)
+        return {
+            "id": self.id,
+            "object": "context",
+            "created": int(self.created),
+            "expires_at": None if self.expires == math.inf else int(self.expires),
+            "ttl": self.ttl,
+            "chat": self.chat,
+            "tokens": len(text.tokens),
+            "tokens_read": len(text.tokens) if text.known else done,
+            "state": text.state,
+            "saved": text.saved,
+            "bytes": text.resident,
+        }
+
+
+class Contexts:
+    """The books of all texts and entries; any thread may call it.
+
+    Args:
+      folder: for saved contexts; made if need be, and held by one server at a time.
+      ttl: seconds that an entry lives after its last use, where it does not say.
+      most_ttl: most seconds that an entry may say.
+      most: entries at a time.
+      disk: bytes that the files of saved texts may take; None: as many as there are.
+
+    Raises:
+      InputError: the folder cannot be written, or another server uses it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        ttl: float,
+        most_ttl: float = math.inf,
+        most: int = 1024,
+        disk: int | None = None,
+    ):
+        self.folder, self.ttl, self.most_ttl = folder, ttl, most_ttl
+        self.most, self.disk = most, disk
+        self.lock = threading.RLock()
+        self._texts: dict[str, Text] = {}
+        self._entries: dict[str, Entry] = {}
+        # Texts whose ids were removed, and those that were used: their files do not say so yet.
+        self._outdated: set[Text] = set()
+        self._touched: set[Text] = set()
+        self._held = _hold(folder)
+        self._find_saved()
+
+    def close(self) -> None:
+        """Releases the folder."""
+        os.close(self._held)
+
+    # -- texts -------------------------------------------------------------------------------------
+
+    def text(self, tokens: Iterable[int], total: int, *, question: list[int] | None = None) -> Text:
+        """The text of these tokens, known or new; a job is counted that uses it."""
+        row = np.asarray(tokens, np.int32)
+        # A text for one question is read anew each time.
+        salt = b"" if question is None else secrets.token_bytes(16)
+        told = json.dumps([len(row), total]).encode() + row.tobytes() + salt
+        key = hashlib.sha256(told).hexdigest()[:32]
+        with self.lock:
+            text = self._texts.setdefault(key, Text(key, row, total, question))
+            return self.use(text)
+
+    def use(self, text: Text) -> Text:
+        """Counts a job that uses the text, or the one that has its key by now."""
+        with self.lock:
+            text = self._texts.setdefault(text.key, text)
+            text.jobs, text.used = text.jobs + 1, time.monotonic()
+        return text
+
+    def release(self, text: Text) -> None:
+        """Counts a job of the text that has ended."""
+        with self.lock:
+            text.jobs, text.used = text.jobs - 1, time.monotonic()
+
+    def longest_prefix(self, tokens: Tokens, shortest: int) -> Text | None:
+        """The longest text that is known or being read and begins `tokens`, one token left.
+
+        A job is counted that uses it.
+
+        Args:
+          shortest: tokens that it must have at least.
+        """
+        with self.lock:
+            found = [
+                text
+                for text in self._texts.values()
+                if (text.known or text.reading)
+                and text.question is None
+                and shortest <= len(text.tokens) < len(tokens)
+                and np.array_equal(text.tokens, tokens[: len(text.tokens)])
+            ]
+            longest = max(found, key=lambda text: len(text.tokens), default=None)
+            return None if longest is None else self.use(longest)
+
+    def longest_shared(self, tokens: Tokens) -> int:
+        """Most tokens at the start of `tokens`, its last left out, that a known text has too."""
+        longest = 0
+        with self.lock:
+            rows = [text.tokens for text in self._texts.values() if text.question is None]
+        for row in rows:
+            size = min(len(row), len(tokens) - 1)
+            differ = np.flatnonzero(row[:size] != tokens[:size])
+            longest = max(longest, int(differ[0]) if differ.size else size)
+        return longest
+
+    def idle(self) -> list[Text]:
+        """Texts in memory that no row is answered from, the least recently used first.
+
+        Those without an entry come before the others.
+        """
+        with self.lock:
+            texts = [text for text in self._texts.values() if text.resident and not text.rows]
+        return sorted(texts, key=lambda text: (bool(text.entries), text.used))
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes on each device of all texts in memory."""
+        with self.lock:
+            return sum(text.resident for text in self._texts.values())
+
+    def counts(self) -> dict[str, int]:
+        """Texts by state."""
+        found: dict[str, int] = {"waiting": 0, "reading": 0, "ready": 0, "saved": 0}
+        with self.lock:
+            for text in self._texts.values():
+                found[text.state] += 1
+        return found
+
+    def useless(self) -> list[Text]:
+        """Takes texts that nobody needs out of the books, and removes their files.
+
+        Nobody names them or waits for them, and they are not in memory for later requests.
+        """
+        with self.lock:
+            gone = [
+                text
+                for text in self._texts.values()
+                if not (text.entries or text.jobs)
+                and (text.reading or not text.resident or not text.keep)
+            ]
+            for text in gone:
+                del self._texts[text.key]
+        for text in gone:
+            self.remove_files(text)
+        return gone
+
+    # -- entries -----------------------------------------------------------------------------------
+
+    def enter(self, text: Text, *, chat: bool, ttl: float | None, save: bool) -> Entry:
+        """A new id for the text, whose time to live begins with `touch`.
+
+        Raises:
+          RequestError: the time is too long (400), or there are as many ids as may be (429).
+        """
+        now, lives = time.time(), self.ttl if ttl is None else ttl
+        if lives > self.most_ttl:
+            raise RequestError(
+                400,
+                f"ttl is {lives:g} s, this server keeps contexts for at most {self.most_ttl:g} s",
+                param="ttl",
+            )
+        name = f"ctx_{secrets.token_hex(12)}"
+        entry = Entry(name, text, chat, now, lives, math.inf, save)
+        with self.lock:
+            if len(self._entries) >= self.most:
+                raise RequestError(
+                    429,
+                    f"there are {len(self._entries):,} contexts already; delete some, or try again "
+                    f"when their time is over",
+                    kind="rate_limit_error",
+                    code="too_many_contexts",
+                    retry_after=60,
+                )
+            self._entries[name] = entry
+            text.entries.add(name)
+        return entry
+
+    def find(self, name: str) -> Entry | None:
+        """The entry of this id, unless its time is over."""
+        with self.lock:
+            entry = self._entries.get(name)
+            return None if entry is None or entry.expires < time.time() else entry
+
+    def touch(self, entry: Entry) -> None:
+        """Counts the entry's time to live from now on."""
+        with self.lock:
+            entry.expires = time.time() + entry.ttl
+            self._touched.add(entry.text)
+
+    def listed(self) -> list[Entry]:
+        """All entries whose time is not over, the oldest first."""
+        now = time.time()
+        with self.lock:
+            return sorted(
+                (entry for entry in self._entries.values() if entry.expires >= now),
+                key=lambda entry: entry.created,
+            )
+
+    def remove(self, name: str) -> bool:
+        """Removes an id; its text becomes one without a name. False where there is none."""
+        with self.lock:
+            entry = self._entries.pop(name, None)
+            if entry is None:
+                return False
+            entry.text.entries.discard(name)
+            entry.text.keep = False
+            self._outdated.add(entry.text)
+        return True
+
+    def expired(self) -> list[str]:
+        """Removes the ids whose time is over."""
+        now = time.time()
+        with self.lock:
+            names = [name for name, entry in self._entries.items() if entry.expires < now]
+        for name in names:
+            self.remove(name)
+        return names
+
+    # -- files (the scheduler's thread alone) ------------------------------------------------------
+
+    def update_files(self) -> None:
+        """Writes to the files of saved texts what the books say by now."""
+        with self.lock:
+            outdated, self._outdated = self._outdated, set()
+            touched, self._touched = self._touched, set()
+        for text in outdated:
+            if text.saved:
+                # On a full disk the file keeps the id, and a later server removes it.
+                with contextlib.suppress(CheckpointError):
+                    self.write_entries(text)
+        for text in touched:
+            if text.saved:
+                # A server that starts later counts from this file's time.
+                with contextlib.suppress(OSError):
+                    os.utime(self._file(text))
+
+    def path(self, text: Text) -> Path:
+        """The folder of the text's saved context."""
+        return self.folder / text.key
+
+    def _file(self, text: Text) -> Path:
+        return self.folder / f"{text.key}.json"
+
+    def check_disk(self, text: Text) -> None:
+        """Raises CheckpointError where the text's files do not fit beside those of the others.
+
+        A text that was never saved counts as one byte: its size is known afterwards.
+        """
+        if self.disk is None:
+            return
+        with self.lock:
+            others = sum(each.stored for each in self._texts.values() if each.saved)
+        if text.saved:
+            others -= text.stored
+        if others + max(1, text.stored) > self.disk:
+            raise CheckpointError(
+                f"{self.path(text)} was not saved: with {max(1, text.stored):,} bytes beside "
+                f"{others:,} of other contexts it is beyond the {self.disk:,} bytes of "
+                f"--context-disk; delete contexts, or allow more"
+            )
+
+    def count_stored(self, text: Text) -> None:
+        """Counts the bytes of the text's files."""
+        files = [path for path in self.path(text).rglob("*") if path.is_file()]
+        text.stored = sum(path.stat().st_size for path in files)
+
+    def write_entries(self, text: Text) -> None:
+        """Writes the ids that name a saved text, whole or not at all; none: removes its files.
+
+        Raises:
+          CheckpointError: the file could not be written.
+        """
+        with self.lock:
+            entries = [self._entries[name] for name in sorted(text.entries)]
+        if entries:
+            self._write(text, entries)
+        else:
+            self.remove_files(text)
+
+    def _write(self, text: Text, entries: list[Entry]) -> None:
+        names = ("id", "chat", "created", "ttl", "save")
+        described = {
+            "total": text.total,
+            "entries": [{name: getattr(entry, name) for name in names} for entry in entries],
+        }
+        file = self._file(text)
+        # `save_context` makes a folder KEY.partial.
+        partial = file.with_name(f"{file.name}.partial")
+        try:
+            partial.write_text(json.dumps(described), encoding="utf-8")
+            partial.replace(file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise CheckpointError(f"{file} could not be written: {error.strerror}") from error
+        text.saved = True
+
+    def remove_files(self, text: Text) -> None:
+        """Removes the text's files, if there are any."""
+        if text.saved or self.path(text).exists():
+            text.saved = False
+            with contextlib.suppress(OSError):
+                self._file(text).unlink(missing_ok=True)
+            shutil.rmtree(self.path(text), ignore_errors=True)
+
+    def _find_saved(self) -> None:
+        """Takes in what an earlier server saved, and removes what it left unfinished."""
+        kept = set()
+        for file in sorted(self.folder.glob("*.json")):
+            try:
+                described = json.loads(file.read_text(encoding="utf-8"))
+                (row,) = saved_tokens(self.folder / file.stem)
+                text = Text(file.stem, np.asarray(row, np.int32), described["total"], saved=True)
+                used = file.stat().st_mtime
+                entries = [
+                    Entry(text=text, expires=used + each["ttl"], **each)
+                    for each in described["entries"]
+                ]
+            except (OSError, ValueError, KeyError, TypeError, CheckpointError):
+                # Damaged: its client reads the text again.
+                file.unlink(missing_ok=True)
+                continue
+            text.entries = {entry.id for entry in entries}
+            text.used = time.monotonic()
+            self.count_stored(text)
+            self._texts[text.key] = text
+            self._entries |= {entry.id: entry for entry in entries}
+            kept.add(file.stem)
+        for path in self.folder.iterdir():
+            if path.is_dir() and path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.endswith((".partial", ".lock")) and path.name != LOCK:
+                path.unlink(missing_ok=True)
+        self.expired()
+
+
+def _hold(folder: Path) -> int:
+    """Locks the folder for this server; the kernel releases the lock when the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise InputError(f"another server keeps its contexts in {folder}; name another") from None
+    except OSError:
+        # A file system without locks.
+        return held
+    return held

@@ -1,0 +1,251 @@
+"""What the server makes the engine do: read texts, decode rows, save and load contexts.
+
+The scheduler gives its orders by name with JSON arguments, so that several processes of one mesh
+can follow them: the leader broadcasts each order before it carries it out, and the others carry out
+the same (`Team`). Contexts have keys, running rows have numbers.
+
+Rows run in batches (`RunningBatch`). Rows of short texts are copied to places of one batch. The
+rows of a long text share its keys and values, if the method and the mesh can: they have a batch of
+their own, whose places hold questions and answers alone. So the text is in memory once, and a
+decode step reads it once. The batches take turns.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Generator
+from typing import Any
+
+import jax
+
+from jax_longctx.api import LongContext
+from jax_longctx.contract import own_tokens
+from jax_longctx.engine import Context, Progress
+from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
+from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
+from jax_longctx.engine.distributed import share
+from jax_longctx.engine.running import Chosen, Request, RunningBatch, cannot_share
+from jax_longctx.errors import LongctxError
+from jax_longctx.settings import Sampling
+
+
+class Executor:
+    """The contexts in memory and the rows that decode; one thread calls it.
+
+    Args:
+      places: most rows that decode together.
+      length: most tokens of text, question and answer.
+      reserve: most tokens of a question and its answer.
+      share_from: tokens of a text from which on its rows share it.
+
+    Attributes:
+      made_by: model, weights and method, as saved contexts state them.
+      free_bytes: of each device beside weights and rows, or None where that is unknown.
+
+    Raises:
+      CapacityError: the rows' caches do not fit.
+    """
+
+    def __init__(
+        self, model: LongContext, *, places: int, length: int, reserve: int, share_from: int
+    ):
+        self.model, self.engine, self.places = model, model.engine, places
+        self._share_from = share_from if cannot_share(self.engine) is None else length + 1
+        slots = self.engine.slots_for(min(length, self._share_from + reserve))
+        self._short = RunningBatch(self.engine, places=places, slots=slots, reserve=reserve)
+        self.reserve = self._short.reserve
+        # Both ask all processes.
+        self.made_by = made_by_engine(self.engine)
+        self.free_bytes = available_bytes(self.engine.mesh)
+        self.contexts: dict[str, Context] = {}
+        self._reading: dict[str, Generator[Progress, None, Context]] = {}
+        self._shared: dict[str, RunningBatch] = {}
+        # Rows by number: their batch, and their place there.
+        self._rows: dict[int, tuple[RunningBatch, int]] = {}
+        self._numbers = itertools.count()
+        self.broken: set[int] = set()
+
+    def read(self, key: str, tokens: list[int], total: int, question: list[int] | None) -> None:
+        """Begins to read a text; `read_on` reads it, piece by piece."""
+        self._reading[key] = self.engine.reading(
+            [tokens],
+            reserve=self.reserve,
+            capacity=_capacity(len(tokens) + self.reserve),
+            total=[total],
+            questions=None if question is None else [question],
+        )
+
+    def read_on(self, key: str) -> tuple[int, int] | None:
+        """Reads the next piece: tokens read and to read; None once the context is there.
+
+        Raises:
+          CapacityError, InputError: as `Engine.prefill`; the reading is given up.
+        """
+        try:
+            now = next(self._reading[key])
+        except StopIteration as ended:
+            del self._reading[key]
+            self.contexts[key] = ended.value
+            return None
+        except LongctxError:
+            del self._reading[key]
+            raise
+        return now.done, now.total
+
+    def forget(self, key: str) -> None:
+        """Gives up a context, or its reading."""
+        reading = self._reading.pop(key, None)
+        if reading is not None:
+            reading.close()
+        self._shared.pop(key, None)
+        self.contexts.pop(key, None)
+
+    def save(self, key: str, path: str) -> None:
+        """Writes a context to a new folder.
+
+        Raises:
+          CheckpointError, InputError: as `save_context`.
+        """
+        save_context(self.engine, self.contexts[key], path)
+
+    def load(self, key: str, path: str) -> None:
+        """Reads a saved context into memory.
+
+        Raises:
+          CheckpointError: as `load_context`.
+        """
+        self.contexts[key] = load_context(self.engine, path)
+
+    def join(self, key: str, request: dict[str, Any]) -> tuple[int, Chosen]:
+        """Feeds a question to a context; its answer's row joins those that decode.
+
+        Returns the row's number and its first token. `broken` has the number where the logits are
+        not finite.
+
+        Raises:
+          CapacityError, InputError: as `RunningBatch.join`.
+        """
+        context = self.contexts[key]
+        batch = self._batch(key, context)
+        place, first = batch.join(context, as_request(request))
+        number = next(self._numbers)
+        self._rows[number] = batch, place
+        self._end_rows([batch])
+        return number, first
+
+    def step(self, most: int) -> dict[int, list[Chosen]]:
+        """Decodes at most `most` tokens of every row, by number; rows that end leave."""
+        batches = list(dict.fromkeys(batch for batch, _ in self._rows.values()))
+        found = {id(batch): batch.step(most) for batch in batches}
+        chosen = {
+            number: found[id(batch)].get(place, []) for number, (batch, place) in self._rows.items()
+        }
+        self._end_rows(batches)
+        return chosen
+
+    def _end_rows(self, batches: list[RunningBatch]) -> None:
+        """Forgets the rows that the latest order ended."""
+        self.broken = set()
+        for number, (batch, place) in list(self._rows.items()):
+            why = batch.ended.get(place) if batch in batches else None
+            if why is not None:
+                del self._rows[number]
+                if why == "not finite":
+                    self.broken.add(number)
+
+    def leave(self, number: int) -> None:
+        """Takes a row out; one that has ended already is left as it is."""
+        batch, place = self._rows.pop(number, (None, 0))
+        if batch is not None:
+            batch.leave(place)
+
+    def _batch(self, key: str, context: Context) -> RunningBatch:
+        """The batch that the context's rows run in."""
+        if context.lengths[0] < self._share_from:
+            return self._short
+        if key not in self._shared:
+            how: dict[str, Any] = {"places": self.places, "reserve": self.reserve}
+            self._shared[key] = RunningBatch(self.engine, context=context, **how)
+        return self._shared[key]
+
+    def nothing(self) -> None:
+        """Does nothing: an order that shows that the leader lives."""
+
+    @property
+    def free(self) -> int:
+        """How many rows may join."""
+        return self.places - len(self._rows)
+
+    def resident_bytes(self, key: str) -> int:
+        """Bytes on each device that a context holds, those of the rows that share it included."""
+        context = self.contexts[key]
+        own = bytes_per_device(self.engine.mesh, context.usable_caches())
+        return own + self._sharing_bytes(context.lengths[0])
+
+    def needed_bytes(self, tokens: int) -> int:
+        """Bytes on each device that a text of so many tokens will hold, as `resident_bytes`."""
+        capacity = _capacity(tokens + self.reserve)
+        own = self.engine.new_cache_bytes(capacity - SPARE, self.reserve)
+        return own + self._sharing_bytes(tokens)
+
+    def _sharing_bytes(self, tokens: int) -> int:
+        """Bytes on each device of the rows that share a text, had they caches of their own."""
+        if tokens < self._share_from:
+            return 0
+        own = self.reserve + (own_tokens(self.engine.method) or 0) + SMALLEST
+        return self.places * self.engine.new_cache_bytes(own, self.reserve)
+
+
+def _capacity(tokens: int) -> int:
+    """Slots for so many tokens: texts of about the same length share programs.
+
+    At most an eighth of them is empty, so that from 8,192 to 131,072 tokens there are 33 sizes.
+    """
+    step = max(SMALLEST, (1 << (tokens.bit_length() - 1)) // 8)
+    return -(-(tokens + SPARE) // step) * step
+
+
+def request_values(request: Request) -> dict[str, Any]:
+    """The request as JSON values (see `as_request`)."""
+    return dataclasses.asdict(request)
+
+
+def as_request(values: dict[str, Any]) -> Request:
+    """The request of these JSON values."""
+    sampling = dict(values["sampling"])
+    if isinstance(sampling["seed"], list | tuple):
+        sampling["seed"] = tuple(sampling["seed"])
+    return Request(**{**values, "sampling": Sampling(**sampling)})
+
+
+class Team:
+    """The executors of all processes of the mesh: an order goes to each of them.
+
+    One process carries out its own orders. Of several the leader calls `do`, and the others stay in
+    `follow` until the leader calls `dismiss`.
+    """
+
+    def __init__(self, executor: Executor):
+        self.executor = executor
+        self.several = jax.process_count() > 1
+
+    def do(self, order: str, **arguments: Any) -> Any:
+        """Carries out an order everywhere; what it returns or raises here.
+
+        The others raise the same errors of the library, because they do the same.
+        """
+        if self.several:
+            share({"do": order, "with": arguments})
+        return getattr(self.executor, order)(**arguments)
+
+    def dismiss(self) -> None:
+        """Ends `follow` in the other processes."""
+        if self.several:
+            share(None)
+
+    def follow(self) -> None:
+        """Carries out the leader's orders until it dismisses this process."""
+        while (order := share(None)) is not None:
+            # The leader reports what is wrong with a request.
+            with contextlib.suppress(LongctxError):
+                getattr(self.executor, order["do"])(**order["with"])

@@ -1,0 +1,53 @@
+"""Figures of the server for Prometheus (`GET /metrics`)."""
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from jax_longctx.memory import memory_used
+
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 10)
+LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """One server's figures; any thread may change them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        into = {"registry": self.registry, "namespace": "longctx"}
+        self.requests = Counter("requests", "HTTP requests.", ["route", "status"], **into)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", **into)
+        self.cached_tokens = Counter(
+            "cached_tokens", "Tokens of prompts that were read before the request.", **into
+        )
+        self.answer_tokens = Counter("answer_tokens", "Tokens of answers.", **into)
+        self.read_tokens = Counter("read_tokens", "Tokens of texts that were read.", **into)
+        self.first_token = Histogram(
+            "first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=LONG,
+            **into,
+        )
+        self.between_tokens = Histogram(
+            "between_tokens_seconds",
+            "From one piece of an answer to the next.",
+            buckets=SHORT,
+            **into,
+        )
+        self.answer_seconds = Histogram(
+            "answer_seconds", "From a request's arrival to its last token.", buckets=LONG, **into
+        )
+        self.running = Gauge("rows_running", "Rows that decode.", **into)
+        self.waiting = Gauge("requests_waiting", "Requests that wait for a row.", **into)
+        self.contexts = Gauge("contexts", "Texts, by state.", ["state"], **into)
+        self.context_bytes = Gauge(
+            "context_bytes", "Bytes on each device of texts in memory.", **into
+        )
+        self.saved = Counter("contexts_saved", "Contexts written to the disk.", **into)
+        self.loaded = Counter("contexts_loaded", "Contexts read from the disk.", **into)
+        self.dropped = Counter("contexts_dropped", "Contexts taken out of memory.", **into)
+        Gauge("memory_bytes", "Memory in use.", **into).set_function(memory_used)
+
+    def page(self) -> bytes:
+        """The figures in Prometheus's text format."""
+        return prometheus_client.generate_latest(self.registry)

@@ -1,0 +1,265 @@
+"""Requests as token ids: a text that may have been read already, and a question about it.
+
+A completion's prompt is split as `generate` splits it: its last token is the question, the tokens
+before are the text. With a context the prompt follows directly on its text, as in
+`LongContext.ask`. A chat is rendered by the checkpoint's template and split in the same way; with a
+context it is laid out as by the command `ask`: the text stands at the start of the first message.
+
+Where the method reads the tokens of text and question alike (full attention, and methods that
+select in decode), a prompt that begins with a known text is split there, and a prompt that shares
+its beginning with an earlier one is split where they part. The answer is the same. Other methods
+use a text again only for the same text.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jax_longctx.api import LongContext
+from jax_longctx.errors import InputError
+from jax_longctx.serving.contexts import Contexts, Entry, Text
+from jax_longctx.serving.schema import ChatRequest, CompletionRequest, Message, RequestError
+from jax_longctx.text import chat_layout, plain_layout
+
+# Stands for the text in the template; no text contains it.
+_DOCUMENT = "\ue000document\ue000"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Limits in tokens.
+
+    Attributes:
+      whole: of text, question and answer together.
+      question: of a question about a context.
+      answer: of an answer; a chat request that names no number gets this.
+      keep_from: of a prompt's text that is kept for later prompts.
+      share_from: of a text whose rows share its keys and values, if the method can.
+    """
+
+    whole: int
+    question: int = 1024
+    answer: int = 1024
+    keep_from: int = 256
+    share_from: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("question", "answer", "keep_from", "share_from"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1 token, got {getattr(self, name)}")
+        if self.whole <= self.answer:
+            raise InputError(
+                f"text, question and answer together may have {self.whole:,} tokens, the answer "
+                f"alone {self.answer:,}; allow longer texts (--length) or shorter answers "
+                f"(--max-tokens)"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A question about a text; the text counts it as a job.
+
+    Attributes:
+      after: the tokens that the answer's text follows on, as in `generate` and `ask`.
+      cached: tokens of the text that are read, or being read for another request.
+      max_tokens: most tokens of the answer.
+    """
+
+    text: Text
+    question: list[int]
+    after: list[int]
+    cached: int
+    max_tokens: int
+
+
+def reads_alike(model: LongContext) -> bool:
+    """Whether the answer is the same wherever a prompt is split into text and question."""
+    info = model.engine.method.info
+    alike = info.append_only and not info.looks_ahead and info.phase in ("none", "decode")
+    # Under dynamic scaling the text's keys depend on the whole prompt's length.
+    return alike and model.config.rope.kind != "dynamic"
+
+
+class Prompts:
+    """Splits prompts; any thread may call it.
+
+    Args:
+      reserve: tokens of question and answer that a context keeps room for.
+    """
+
+    def __init__(self, model: LongContext, contexts: Contexts, lengths: Lengths, reserve: int):
+        self.model, self.contexts, self.lengths = model, contexts, lengths
+        self.reserve = reserve
+        self.alike = reads_alike(model)
+        # Of contexts with and without the chat template.
+        self._layouts = {False: plain_layout()}
+        if model.tokenizer.has_chat:
+            self._layouts[True] = chat_layout(model.tokenizer)
+
+    def completion(self, asked: CompletionRequest, entry: Entry | None) -> Prompt:
+        """Raises RequestError or a LongctxError for a prompt that cannot be answered."""
+        given, tokenizer = asked.prompt, self.model.tokenizer
+        if isinstance(given, str):
+            self._check_characters(len(given), "prompt")
+            row = tokenizer.encode(given, bos=entry is None)
+        else:
+            (row,) = self.model.engine.padded([given])[:1]
+        if not row:
+            raise RequestError(400, "the prompt has no tokens", param="prompt")
+        if entry is None:
+            return self._split(row, asked.wanted_tokens)
+        return self._about(entry, row, asked.wanted_tokens)
+
+    def chat(self, asked: ChatRequest, entry: Entry | None) -> Prompt:
+        """Raises RequestError or a LongctxError for a chat that cannot be answered."""
+        tokenizer = self.model.tokenizer
+        messages = [message.for_template() for message in asked.messages]
+        self._check_characters(sum(len(each["content"]) for each in messages), "messages")
+        if entry is None and not tokenizer.has_chat:
+            raise RequestError(
+                400,
+                "this checkpoint has no chat template; send a prompt to /v1/completions",
+                param="messages",
+            )
+        if entry is None:
+            row = tokenizer.encode(tokenizer.chat(messages), bos=True)
+            return self._split(row, asked.wanted_tokens)
+        question = tokenizer.encode(self._question(entry, asked.messages))
+        return self._about(entry, question, asked.wanted_tokens)
+
+    def context(self, text: str, chat: bool | None) -> tuple[Text, bool]:
+        """The text to read, and whether it was laid out for the chat template.
+
+        Raises:
+          RequestError, InputError, ConfigError: the text cannot be read, or not for itself.
+        """
+        if self.model.engine.method.info.needs_question:
+            raise RequestError(
+                400,
+                "this server's method reads a text for each question, so that there are no "
+                "contexts; send the text with the question",
+            )
+        chat = self.model.tokenizer.has_chat if chat is None else chat
+        if chat not in self._layouts:
+            raise RequestError(400, "this checkpoint has no chat template", param="chat")
+        self._check_characters(len(text), "text")
+        layout = self._layouts[chat]
+        row = self.model.tokenizer.encode(layout.context(text), bos=True)
+        self._check_whole(len(row), 1, "text")
+        return self.contexts.text(row, len(row)), chat
+
+    def _question(self, entry: Entry, messages: Sequence[Message]) -> str:
+        """The text between the context's and the answer."""
+        first, *more = messages
+        content = first.for_template()["content"]
+        roles = [message.role for message in messages]
+        expected = ["user" if turn % 2 == 0 else "assistant" for turn in range(len(roles))]
+        if roles != expected or len(roles) % 2 == 0:
+            raise RequestError(
+                400,
+                f"the messages about a context begin and end with the user's and take turns with "
+                f"the assistant's, got {', '.join(roles)}; the context was read without a system "
+                f"message, so put what it says into the first question",
+                param="messages",
+            )
+        if not more:
+            return self._layouts[entry.chat].question(content)
+        if not entry.chat:
+            raise RequestError(
+                400,
+                "this context was read without chat template, so that it takes one message",
+                param="messages",
+            )
+        rest = [message.for_template() for message in more]
+        if not content.strip():
+            raise RequestError(400, "the first message is empty", param="messages")
+        opened = {"role": "user", "content": f"{_DOCUMENT}\n\n{content}"}
+        tokenizer = self.model.tokenizer
+        before, found, after = tokenizer.chat([opened, *rest]).partition(_DOCUMENT)
+        if not found or before != self._layouts[True].before:
+            raise RequestError(
+                400,
+                "the chat template puts something else before the text when there are several "
+                "messages; ask one question a request",
+                param="messages",
+            )
+        return after
+
+    def _about(self, entry: Entry, question: list[int], wanted: int | None) -> Prompt:
+        """A question about a named context."""
+        text, limit = entry.text, self.lengths.question
+        if len(question) > limit:
+            raise RequestError(
+                400,
+                f"the question has {len(question):,} tokens, this server takes {limit:,} about a "
+                f"context; shorten it, or put it into the context",
+                code="context_length_exceeded",
+            )
+        most = self._check_whole(len(text.tokens) + len(question), wanted, "messages")
+        self.contexts.touch(entry)
+        return Prompt(self.contexts.use(text), question, question, len(text.tokens), most)
+
+    def _split(self, row: list[int], wanted: int | None) -> Prompt:
+        """A prompt of its own."""
+        most = self._check_whole(len(row), wanted, "messages")
+        if self.model.engine.method.info.needs_question:
+            text = self.contexts.text(row[:-1], len(row), question=row[-1:])
+            return Prompt(text, row[-1:], row[-1:], 0, most)
+        text, cached = self._known(row, most)
+        if text is None:
+            # As `generate` reads it. Where reading is alike the total changes nothing, and prompts
+            # that begin alike share the text.
+            total = len(row) - 1 if self.alike else len(row)
+            text = self.contexts.text(row[:-1], total)
+            cached = len(text.tokens) if text.known or text.reading else 0
+        size = len(text.tokens)
+        text.keep = text.keep or size >= self.lengths.keep_from
+        return Prompt(text, row[size:], row[-1:], cached, most)
+
+    def _known(self, row: list[int], most: int) -> tuple[Text | None, int]:
+        """The text at the prompt's beginning, if at least half of the prompt is known."""
+        if not self.alike or len(row) < 2:
+            return None, 0
+        tokens = np.asarray(row, np.int32)
+        question = min(self.lengths.question, self.reserve - most)
+        shortest = max(self.lengths.keep_from, len(row) // 2, len(row) - question)
+        known = self.contexts.longest_prefix(tokens, shortest)
+        if known is not None:
+            return known, len(known.tokens)
+        shared = self.contexts.longest_shared(tokens)
+        if shared < shortest:
+            return None, 0
+        return self.contexts.text(row[:shared], shared), 0
+
+    def _check_characters(self, given: int, param: str) -> None:
+        """Refuses a text that cannot be short enough, before the time for its tokens is spent."""
+        most = self.lengths.whole * self.model.tokenizer.longest_piece
+        if given > most:
+            raise RequestError(
+                400,
+                f"a text of {given:,} characters is longer than the {self.lengths.whole:,} tokens "
+                f"that this server takes; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _check_whole(self, given: int, wanted: int | None, param: str) -> int:
+        """Tokens of the answer: as many as asked, or as there is room for."""
+        whole, answer = self.lengths.whole, self.lengths.answer
+        if wanted is not None and wanted > answer:
+            raise RequestError(
+                400,
+                f"max_tokens is {wanted:,}, this server gives at most {answer:,}",
+                param="max_tokens",
+            )
+        room = whole - given
+        if room < (wanted or 1):
+            raise RequestError(
+                400,
+                f"a prompt of {given:,} tokens and an answer of {wanted or 1:,} are longer than "
+                f"the {whole:,} tokens that this server takes; shorten the prompt or the answer",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return min(answer, room) if wanted is None else wanted

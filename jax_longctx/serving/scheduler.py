@@ -1,0 +1,613 @@
+"""The thread that owns the engine: it reads texts, lets rows join, decodes, and makes room.
+
+HTTP handlers give it jobs and get events back. Each turn of the thread
+
+1. takes out what was cancelled, has expired or is needed no more;
+2. lets waiting jobs go on: begins to read or load a text, or joins a row to those that decode;
+3. reads one slice of a text, and decodes one block of the running rows.
+
+Joins and a slice of reading take little time together, so that rows wait little. Decoding then gets
+a quarter of what the slice took, so that reading keeps four fifths of its speed, unless one step
+takes longer. Jobs are served in their order, but a job that waits for memory does not hold up those
+whose text is in memory.
+
+Memory is counted in bytes on each device. A text that would not fit into the whole budget is
+refused; one that does not fit now waits until rows end. To make room, the least recently used text
+that no row needs leaves the memory: to the disk where a client named it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax_longctx.api import AnswerReader
+from jax_longctx.engine.engine import BLOCK, NOT_FINITE
+from jax_longctx.engine.running import Chosen, Request
+from jax_longctx.errors import CapacityError, CheckpointError, LongctxError
+from jax_longctx.memory import shown_bytes
+from jax_longctx.serving.contexts import Contexts, Entry, Text
+from jax_longctx.serving.executor import Executor, Team, request_values
+from jax_longctx.serving.metrics import Metrics
+from jax_longctx.serving.schema import RequestError, from_library
+
+log = logging.getLogger(__name__)
+
+# Seconds of joins and reading between two blocks of decode steps, where rows decode.
+READ_SECONDS = 0.08
+# Decoding's share of the time while a text is read: a quarter of what reading takes.
+DECODE_SHARE = 0.25
+# Seconds of a decode block: rows join and tokens arrive as often.
+BLOCK_SECONDS = 0.03
+# Texts in memory that no client named: more would only be looked through.
+MOST_UNNAMED = 256
+# Seconds that the thread sleeps at most: times to live end meanwhile.
+IDLE_SECONDS = 0.5
+# Seconds after which the leader shows the other processes that it lives.
+LIVES_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Tokens of the job's text that were read, and all of them."""
+
+    done: int
+    total: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """The job's text was read, and saved if that was asked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """More of an answer: text that is certain, and the tokens that it came with."""
+
+    text: str
+    chosen: Sequence[Chosen]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The end of an answer: `stop` or `length`, and the number of its tokens."""
+
+    finish: str
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """The job ended without its result."""
+
+    error: RequestError
+
+
+Event = Reading | Ready | Piece | Ended | Failed
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Job:
+    """A request: to read a text, or with `request` to answer a question about it.
+
+    Attributes:
+      text: counted as used by this job (`Contexts.use`); the scheduler releases it.
+      send: takes the job's events, in the scheduler's thread.
+      entry: what names the text, of a job that reads it for a client; removed with a job that
+        ends before the text is `ready`.
+      reader: turns the answer's tokens into text.
+      cached: tokens of the text that were read before this job came.
+      cancelled: the client is gone.
+    """
+
+    text: Text
+    send: Callable[[Event], None]
+    entry: Entry | None = None
+    request: Request | None = None
+    reader: AnswerReader | None = None
+    cached: int = 0
+    ready: bool = False
+    cancelled: bool = False
+    came: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass
+class Place:
+    """A request's place among those that are answered or wait.
+
+    Attributes:
+      came: when the request came, of `time.monotonic`.
+      body: bytes of its body in memory.
+      given: whether a job has the place now, which gives it back at its end.
+    """
+
+    came: float = dataclasses.field(default_factory=time.monotonic)
+    body: int = 0
+    given: bool = False
+
+
+@dataclasses.dataclass
+class _Row:
+    """A job whose answer is being decoded; `held` are tokens whose text is not certain yet."""
+
+    job: Job
+    told: float
+    count: int = 0
+    held: list[Chosen] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+    """Runs jobs in a thread of its own.
+
+    Args:
+      budget: bytes on each device that texts in memory may take.
+      most: requests that may wait or be answered at a time.
+      crashed: called in the thread with an error that is no request's fault; nothing runs after.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        contexts: Contexts,
+        metrics: Metrics,
+        *,
+        budget: int,
+        most: int,
+        crashed: Callable[[BaseException], None],
+    ):
+        self.team, self.contexts, self.metrics = team, contexts, metrics
+        self.budget, self.most = budget, most
+        self._executor: Executor = team.executor
+        self._crashed = crashed
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._jobs = 0
+        self._closing = self._stopped = False
+        self._rows: dict[int, _Row] = {}
+        self._text: Text | None = None
+        self._need = 0
+        # Whether the devices are full: nothing is read until a row has ended.
+        self._full = False
+        self._step_seconds = BLOCK_SECONDS
+        self._ordered = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    @property
+    def accepts(self) -> bool:
+        """Whether jobs are taken."""
+        return self._thread.is_alive() and not self._closing
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Place]:
+        """A place for a request, before anything of it is read; `submit` gives it to a job.
+
+        Raises:
+          RequestError: no place is free (429), or the server is shutting down (503).
+        """
+        with self._changed:
+            self._check_accepts()
+            if self._jobs >= self.most:
+                raise RequestError(
+                    429,
+                    f"{self._jobs} requests are being answered or wait already; try again later",
+                    kind="rate_limit_error",
+                    code="rate_limit_exceeded",
+                    retry_after=self._patience(),
+                )
+            self._jobs += 1
+        place = Place()
+        try:
+            yield place
+        finally:
+            if not place.given:
+                with self._changed:
+                    self._jobs -= 1
+
+    def submit(self, job: Job, place: Place) -> None:
+        """Takes a job. Its text and id are released when it ends, or here where it is refused.
+
+        Raises:
+          RequestError: the server is shutting down (503).
+        """
+        with self._changed:
+            try:
+                self._check_accepts()
+            except RequestError:
+                self._release(job)
+                raise
+            place.given = True
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def _check_accepts(self) -> None:
+        if not self.accepts:
+            raise RequestError(
+                503, "the server is shutting down", kind="server_error", retry_after=10
+            )
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job whose client is gone; any thread may call it, also after the job's end."""
+        with self._changed:
+            job.cancelled = True
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Lets the thread see at once what has changed in the books of contexts."""
+        with self._changed:
+            self._changed.notify()
+
+    def refuse(self) -> None:
+        """Takes no more jobs; those that it has go on."""
+        self._closing = True
+
+    def close(self) -> None:
+        """Ends all jobs and the thread, after the block or the piece of text at hand."""
+        with self._changed:
+            self._closing = self._stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _patience(self) -> int:
+        """Seconds after which a place may be free, for `Retry-After`."""
+        return max(1, min(60, len(self._waiting)))
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._sleep():
+                began = time.monotonic()
+                self._tidy()
+                self._admit(began)
+                self._work(began)
+            for job in [*self._queued(), *(row.job for row in self._rows.values())]:
+                self._fail(job, RequestError(503, "the server has shut down", kind="server_error"))
+            self.contexts.update_files()
+            self.team.dismiss()
+        except BaseException as error:
+            # Whatever it is: without this thread the server would hang.
+            self._stopped = True
+            self._crashed(error)
+
+    def _sleep(self) -> bool:
+        """Waits for work; False when the thread is to end."""
+        with self._changed:
+            if not (self._stopped or self._waiting or self._rows or self._text):
+                self._changed.wait(IDLE_SECONDS)
+            stopped = self._stopped
+        if self.team.several and time.monotonic() - self._ordered > LIVES_SECONDS:
+            self._do("nothing")
+        return not stopped
+
+    def _queued(self) -> list[Job]:
+        """The jobs without a row, as they are now: other threads add to them."""
+        with self._changed:
+            return list(self._waiting)
+
+    def _do(self, order: str, **arguments: Any) -> Any:
+        self._ordered = time.monotonic()
+        return self.team.do(order, **arguments)
+
+    def _tidy(self) -> None:
+        """Takes out cancelled jobs, and texts that nobody needs."""
+        for place, row in list(self._rows.items()):
+            if row.job.cancelled:
+                self._do("leave", number=place)
+                self._end_row(place)
+        for job in self._queued():
+            if job.cancelled:
+                self._end(job)
+        self.contexts.expired()
+        self.contexts.update_files()
+        for text in self.contexts.useless():
+            if text is self._text:
+                self._text, self._need = None, 0
+            if text.reading or text.resident:
+                self._do("forget", key=text.key)
+            text.reading, text.resident = None, 0
+        unnamed = [text for text in self.contexts.idle() if not (text.entries or text.jobs)]
+        for text in unnamed[: max(0, len(unnamed) - MOST_UNNAMED)]:
+            self._forget(text)
+        counts = self.contexts.counts()
+        for state, count in counts.items():
+            self.metrics.contexts.labels(state).set(count)
+        self.metrics.context_bytes.set(self.contexts.resident_bytes)
+        self.metrics.running.set(len(self._rows))
+        self.metrics.waiting.set(len(self._waiting))
+
+    def _admit(self, began: float) -> None:
+        """Lets each waiting job go on as far as it can now, in the turn that began then."""
+        blocked = self._full
+        for job in self._queued():
+            if self._rows and time.monotonic() - began >= READ_SECONDS:
+                return
+            text = job.text
+            if text.reading is not None:
+                continue
+            try:
+                # A text is fetched for a row that can begin, not for one that waits for a place.
+                wanted = job.request is None or self._executor.free > 0
+                if wanted and not (text.resident or blocked):
+                    blocked = not self._fetch(job)
+                if not text.resident:
+                    continue
+                if job.request is None:
+                    self._finish_reading(job)
+                elif self._executor.free:
+                    blocked = not self._join(job) or blocked
+            except LongctxError as error:
+                self._fail(job, from_library(error))
+
+    def _fetch(self, job: Job) -> bool:
+        """Begins to read the job's text, or loads it; False where there is no room now."""
+        text = job.text
+        if self._text is not None and not text.saved:
+            # One text is read at a time.
+            return True
+        need = self._executor.needed_bytes(len(text.tokens))
+        if not self._make_room(text, need):
+            return False
+        if text.saved and self._load(text):
+            return True
+        if self._text is not None:
+            return True
+        tokens = text.tokens.tolist()
+        self._do("read", key=text.key, tokens=tokens, total=text.total, question=text.question)
+        text.reading, self._text, self._need = (0, len(tokens)), text, need
+        job.cached = 0
+        return True
+
+    def _load(self, text: Text) -> bool:
+        """Loads a saved text; False where its files are damaged, and were removed."""
+        try:
+            self._do("load", key=text.key, path=str(self.contexts.path(text)))
+        except CheckpointError as error:
+            log.warning("a saved context cannot be loaded, its text is read again: %s", error)
+            self.contexts.remove_files(text)
+            text.damaged = True
+            return False
+        text.resident = self._executor.resident_bytes(text.key)
+        self.metrics.loaded.inc()
+        return True
+
+    def _make_room(self, wanted: Text, need: int) -> bool:
+        """Takes texts out of memory until `need` bytes fit; False where that is not possible now.
+
+        Raises:
+          CapacityError: they never fit.
+        """
+        if need > self.budget:
+            raise CapacityError(
+                f"a text of {len(wanted.tokens):,} tokens needs {shown_bytes(need)} on each "
+                f"device, the server keeps {shown_bytes(self.budget)} for texts; shorten the text, "
+                f"or start the server with more memory for contexts or a method that keeps a budget"
+            )
+        while self.contexts.resident_bytes + self._need + need > self.budget:
+            if not self._drop_one(wanted):
+                return False
+        return True
+
+    def _drop_one(self, wanted: Text) -> bool:
+        """Takes the least recently used idle text out of memory; False where there is none.
+
+        Texts of jobs that came before those for `wanted` stay, and those that cannot be saved.
+
+        Raises:
+          CheckpointError: no text could be saved.
+        """
+        kept, failed = {wanted}, None
+        for job in self._queued():
+            if job.text is wanted:
+                break
+            kept.add(job.text)
+        for text in self.contexts.idle():
+            if text in kept:
+                continue
+            try:
+                if text.entries and not text.saved:
+                    self._save(text)
+            except CheckpointError as error:
+                failed = error
+                continue
+            self._forget(text)
+            return True
+        if failed is not None:
+            raise failed
+        return False
+
+    def _forget(self, text: Text) -> None:
+        self._do("forget", key=text.key)
+        text.resident = 0
+        self.metrics.dropped.inc()
+
+    def _save(self, text: Text) -> None:
+        self.contexts.check_disk(text)
+        self.contexts.remove_files(text)
+        self._do("save", key=text.key, path=str(self.contexts.path(text)))
+        self.contexts.count_stored(text)
+        try:
+            # Its size is known now.
+            self.contexts.check_disk(text)
+        except CheckpointError:
+            self.contexts.remove_files(text)
+            raise
+        self.contexts.write_entries(text)
+        self.metrics.saved.inc()
+
+    def _save_again(self, text: Text) -> None:
+        """Saves a text whose files were damaged; where that fails, it is in memory alone."""
+        try:
+            if text.entries:
+                self._save(text)
+        except CheckpointError as error:
+            log.warning("a context cannot be saved again: %s", error)
+
+    def _finish_reading(self, job: Job) -> None:
+        """Ends a job that only reads."""
+        text, entry = job.text, job.entry
+        assert entry is not None
+        self.contexts.touch(entry)
+        if entry.save and not text.saved:
+            self._save(text)
+        elif text.saved:
+            self.contexts.write_entries(text)
+        job.ready = True
+        job.send(Ready())
+        self._end(job)
+
+    def _join(self, job: Job) -> bool:
+        """Feeds the job's question; False where there is no room now."""
+        assert job.request is not None
+        key, request = job.text.key, request_values(job.request)
+        try:
+            place, first = self._do("join", key=key, request=request)
+        except CapacityError:
+            if self._drop_one(job.text):
+                return True
+            if self._rows:
+                self._full = True
+                return False
+            raise
+        with self._changed:
+            self._waiting.remove(job)
+        row = self._rows[place] = _Row(job, time.monotonic())
+        job.text.rows += 1
+        self.metrics.first_token.observe(time.monotonic() - job.came)
+        self.metrics.prompt_tokens.inc(len(job.text.tokens) + len(job.request.question))
+        self.metrics.cached_tokens.inc(job.cached)
+        self._give(place, row, [first], broken=place in self._executor.broken)
+        return True
+
+    def _work(self, began: float) -> None:
+        """Reads one slice, then decodes one block, within its share of the time."""
+        reads, block = time.monotonic(), BLOCK_SECONDS
+        while self._text is not None:
+            self._read_on(self._text)
+            now = time.monotonic()
+            if now - began >= READ_SECONDS or not self._rows:
+                block = min(block, DECODE_SHARE * (now - reads))
+                break
+        if self._rows:
+            self._decode(block)
+
+    def _read_on(self, text: Text) -> None:
+        try:
+            now = self._do("read_on", key=text.key)
+        except LongctxError as error:
+            self._text, self._need, text.reading = None, 0, None
+            self._not_read(text, error)
+            return
+        if now is None:
+            text.resident = self._executor.resident_bytes(text.key)
+            self.metrics.read_tokens.inc(len(text.tokens))
+            self._text, self._need, text.reading = None, 0, None
+            if text.damaged:
+                text.damaged = False
+                self._save_again(text)
+            return
+        text.reading = now
+        for job in self._queued():
+            if job.text is text:
+                job.send(Reading(*now))
+
+    def _not_read(self, text: Text, error: LongctxError) -> None:
+        """Tries again later where memory was short and there can be more; else fails the jobs."""
+        if isinstance(error, CapacityError):
+            try:
+                if self._drop_one(text):
+                    return
+            except LongctxError as failed:
+                # It could not be saved.
+                error = failed
+            if self._rows:
+                self._full = True
+                return
+        for job in self._queued():
+            if job.text is text:
+                self._fail(job, from_library(error))
+
+    def _decode(self, seconds: float) -> None:
+        """Decodes a block of about so many seconds, and at least one step."""
+        most = max(1, min(BLOCK, int(seconds / self._step_seconds)))
+        began = time.monotonic()
+        found = self._do("step", most=most)
+        taken = (time.monotonic() - began) / max(1, *map(len, found.values()), 0)
+        # Half the new value: a block that compiled counts little after a few others.
+        self._step_seconds = max(1e-4, (self._step_seconds + taken) / 2)
+        broken = self._executor.broken
+        for place, chosen in found.items():
+            now, row = time.monotonic(), self._rows[place]
+            if chosen:
+                self.metrics.between_tokens.observe(now - row.told)
+                row.told = now
+                self._give(place, row, chosen, broken=place in broken)
+
+    def _give(self, place: int, row: _Row, chosen: Sequence[Chosen], *, broken: bool) -> None:
+        """Sends what these tokens say; ends the row after its last one."""
+        job = row.job
+        assert job.request is not None and job.reader is not None
+        if broken:
+            job.send(Failed(RequestError(500, NOT_FINITE, kind="server_error")))
+            self._end_row(place)
+            return
+        reader, texts = job.reader, []
+        told: list[Chosen] = []
+        for each in chosen:
+            texts.append(reader.push([each.token]))
+            row.count += 1
+            if not reader.ended:
+                row.held.append(each)
+            if texts[-1]:
+                told, row.held = [*told, *row.held], []
+            if reader.finished:
+                break
+        last = row.count >= job.request.max_tokens
+        if reader.finished or last:
+            texts.append(reader.flush())
+            if reader.stops.stopped is None:
+                told, row.held = [*told, *row.held], []
+        text = "".join(texts)
+        if text or told:
+            job.send(Piece(text, told))
+        if not (reader.finished or last):
+            return
+        if reader.stops.stopped is not None:
+            # The engine does not know of stop strings.
+            self._do("leave", number=place)
+        self.metrics.answer_tokens.inc(row.count)
+        self.metrics.answer_seconds.observe(time.monotonic() - job.came)
+        job.send(Ended("stop" if reader.finished else "length", row.count))
+        self._end_row(place)
+
+    def _end_row(self, place: int) -> None:
+        row = self._rows.pop(place)
+        row.job.text.rows -= 1
+        self._full = False
+        self._end(row.job)
+
+    def _fail(self, job: Job, error: RequestError) -> None:
+        self._end(job)
+        job.send(Failed(error))
+
+    def _release(self, job: Job) -> None:
+        """Takes the job out of the books of contexts, with an id whose text is not ready."""
+        self.contexts.release(job.text)
+        if job.entry is not None and not job.ready:
+            self.contexts.remove(job.entry.id)
+
+    def _end(self, job: Job) -> None:
+        """Takes the job out of the books."""
+        self._release(job)
+        with self._changed:
+            if job in self._waiting:
+                self._waiting.remove(job)
+            self._jobs -= 1
+            self._changed.notify_all()

@@ -1,0 +1,427 @@
+"""Requests as OpenAI's clients send them, the answers to them, and errors.
+
+A request is a pydantic model that refuses unknown fields and values that have no effect here:
+nothing is ignored. A field that is null counts as left out. The answers are plain dicts, checked
+in the tests by the official client.
+
+Three fields are not OpenAI's: `context` (the id of a text that was read), `top_k` and
+`repetition_penalty`.
+"""
+
+import dataclasses
+import json
+import logging
+import reprlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Discriminator, Field, Tag
+
+from jax_longctx.errors import CapacityError, CheckpointError, LongctxError
+from jax_longctx.settings import SEEDS, Sampling
+
+# OpenAI allows 4.
+MOST_STOPS = 16
+# Tokens of an answer to a completion request that names no number, as OpenAI's.
+COMPLETION_TOKENS = 16
+# Most fields of one JSON object. Each unknown field is a fault, and all of them are collected.
+MOST_FIELDS = 64
+# Longest part of a wrong value, or of its field's name, that an error shows.
+SHOWN = 80
+
+INVALID = "invalid_request_error"
+
+# OpenAI's fields that have no effect here, with the values that ask for none.
+WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
+# Labels of the client's own; answers never depend on them.
+LABELS = ("user", "safety_identifier", "metadata", "prompt_cache_key")
+
+
+class RequestError(Exception):
+    """A request that is answered with an error in OpenAI's form.
+
+    Attributes:
+      status: of HTTP.
+      param: the field that is wrong, or None.
+      retry_after: seconds after which to try again, or None.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.kind, self.param, self.code = status, kind, param, code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's JSON of an error."""
+        message = " ".join(str(self).split())
+        return {
+            "error": {
+                "message": message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def from_library(error: LongctxError) -> RequestError:
+    """The library's error for one request."""
+    if isinstance(error, CheckpointError):
+        # The error names files of the server, which are not the client's business.
+        logging.getLogger(__name__).error("%s", error)
+        return RequestError(
+            500,
+            "the server could not write or read the files of a context; its log says why",
+            kind="server_error",
+            code="context_files",
+        )
+    code = "out_of_memory" if isinstance(error, CapacityError) else None
+    return RequestError(400, str(error), code=code)
+
+
+class _Model(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MOST_FIELDS:
+            raise RequestError(400, f"an object has {len(given):,} fields; give only known ones")
+        return {key: value for key, value in given.items() if value is not None}
+
+
+# A list whose check ends at its first fault: every fault takes a kilobyte.
+type Items[Item] = Annotated[list[Item], Field(fail_fast=True)]
+
+type TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(_Model):
+    """`include_usage`: whether the last event of a stream counts the tokens."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class _Answered(_Model):
+    """What chat and completion requests share."""
+
+    model: str
+    context: str | None = None
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=1e6)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=SEEDS)
+    stop: str | Items[str] = Field(default_factory=list)
+    max_tokens: int | None = Field(default=None, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kept = dict(given)
+        for name, allowed in WITHOUT_EFFECT.items():
+            value = kept.pop(name, None)
+            if value is None or any(
+                value == each and isinstance(value, bool) == isinstance(each, bool)
+                for each in allowed
+            ):
+                continue
+            shown = " or ".join(json.dumps(each) for each in allowed)
+            raise RequestError(
+                400,
+                f"{name} is not supported: leave it out, or give {shown}",
+                param=name,
+                code="unsupported",
+            )
+        for name in LABELS:
+            kept.pop(name, None)
+        return kept
+
+    @pydantic.field_validator("stop")
+    @classmethod
+    def _few_stops(cls, given: str | list[str]) -> list[str]:
+        stops = [given] if isinstance(given, str) else given
+        if len(stops) > MOST_STOPS or not all(stops):
+            raise ValueError(f"expected at most {MOST_STOPS} strings, none of them empty")
+        return stops
+
+    @pydantic.model_validator(mode="after")
+    def _streams(self) -> "_Answered":
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(400, "stream_options needs stream: true", param="stream_options")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return list(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self) -> Sampling:
+        """How the answer's tokens are drawn; the row's seed is that of `ask` and `generate`.
+
+        A request without a seed draws one.
+
+        Raises:
+          InputError: a value is out of range.
+        """
+        seed = secrets.randbits(64) if self.seed is None else self.seed % SEEDS
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=seed,
+        ).of_rows(1)
+
+
+class TextPart(_Model):
+    """One part of a message's content; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Model):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Items[TextPart]
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates take it; OpenAI's `developer` is their `system`."""
+        role = "system" if self.role == "developer" else self.role
+        text = self.content
+        if not isinstance(text, str):
+            text = "".join(part.text for part in text)
+        return {"role": role, "content": text}
+
+
+class ChatRequest(_Answered):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise RequestError(
+                400,
+                "max_tokens and max_completion_tokens exclude each other; give one of them",
+                param="max_tokens",
+            )
+        return self
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Most tokens of the answer, where the request says so."""
+        return self.max_tokens or self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """None for no log-probabilities; else how many alternatives."""
+        return self.top_logprobs if self.logprobs else None
+
+
+def _prompt_form(given: Any) -> str | None:
+    if isinstance(given, str):
+        return "text"
+    return "ids" if isinstance(given, list) else None
+
+
+class CompletionRequest(_Answered):
+    """`POST /v1/completions`; the prompt is text or token ids, or a list with one such."""
+
+    prompt: Annotated[
+        Annotated[str, Tag("text")] | Annotated[Items[TokenId], Tag("ids")],
+        Discriminator(
+            _prompt_form,
+            custom_error_type="prompt_type",
+            custom_error_message="Input should be a text or a list of token ids",
+        ),
+    ]
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @pydantic.field_validator("prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, given: Any) -> Any:
+        """The prompt without a list around it; its first element says which form it has."""
+        if isinstance(given, list) and given and isinstance(given[0], str | list):
+            given = given[0] if len(given) == 1 else None
+        if given in (None, "", []):
+            raise RequestError(
+                400, "prompt must be one text or one list of token ids, not empty", param="prompt"
+            )
+        return given
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Most tokens of the answer."""
+        return self.max_tokens or COMPLETION_TOKENS
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """None for no log-probabilities; else how many alternatives."""
+        return self.logprobs
+
+
+class ContextRequest(_Model):
+    """`POST /v1/contexts`: a text to read once and to ask many times.
+
+    Attributes:
+      text, file: the text, or the name of a file under the server's `--files-under`.
+      chat: whether the chat template goes around text and questions; None: where there is one.
+      ttl: seconds that the context lives after its last use.
+      save: whether to write it to the disk at once, so that it survives a crash.
+      stream: whether to stream the progress of reading.
+    """
+
+    text: str | None = None
+    file: str | None = None
+    chat: bool | None = None
+    ttl: float | None = Field(default=None, gt=0, le=1e9)
+    save: bool = False
+    stream: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _one_text(self) -> "ContextRequest":
+        if (self.text is None) == (self.file is None):
+            raise RequestError(400, "give either text or file", param="text")
+        return self
+
+
+def parsed[Model: pydantic.BaseModel](kind: type[Model], body: bytes | dict[str, Any]) -> Model:
+    """The body, JSON or a form's values, as a request. Raises RequestError with the first fault."""
+    try:
+        if isinstance(body, dict):
+            return kind.model_validate(body)
+        return kind.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        raise _first_fault(error) from None
+
+
+_brief = reprlib.Repr(maxlevel=3, maxstring=SHOWN, maxother=SHOWN, maxlong=SHOWN)
+
+
+def _first_fault(error: pydantic.ValidationError) -> RequestError:
+    fault = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(each)[:SHOWN] for each in fault["loc"]) or None
+    if fault["type"] == "json_invalid":
+        return RequestError(400, f"the body is no JSON: {fault['msg']}", code="invalid_json")
+    if fault["type"] == "extra_forbidden":
+        return RequestError(
+            400, f"unknown field {where!r}; leave it out", param=where, code="unknown_field"
+        )
+    if fault["type"] == "missing":
+        return RequestError(400, f"{where} is missing", param=where, code="missing_field")
+    given = _brief.repr(fault["input"])
+    if len(given) > SHOWN:
+        given = given[:SHOWN] + "..."
+    message = f"{where or 'the body'}: {fault['msg']}; got {given}"
+    return RequestError(400, message, param=where)
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A token by its name (see `tokens`); `raw` are its bytes, None for one that adds none."""
+
+    name: str
+    raw: bytes | None
+    logprob: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A token of an answer, the best tokens at its place, and the characters before it."""
+
+    token: Named
+    best: Sequence[Named]
+    offset: int
+
+
+def usage(prompt: int, cached: int, answer: int) -> dict[str, Any]:
+    """OpenAI's count of tokens; `cached` of the prompt's were read before the request."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def chat_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
+    """The `logprobs` of a chat's choice."""
+    return {
+        "content": [
+            {**_entry(each.token), "top_logprobs": [_entry(other) for other in each.best]}
+            for each in scored
+        ],
+        "refusal": None,
+    }
+
+
+def _entry(token: Named) -> dict[str, Any]:
+    raw = None if token.raw is None else list(token.raw)
+    return {"token": token.name, "logprob": token.logprob, "bytes": raw}
+
+
+def completion_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
+    """The `logprobs` of a completion's choice."""
+    return {
+        "tokens": [each.token.name for each in scored],
+        "token_logprobs": [each.token.logprob for each in scored],
+        "top_logprobs": [{best.name: best.logprob for best in each.best} for each in scored],
+        "text_offset": [each.offset for each in scored],
+    }
+
+
+def model_entry(name: str, created: int) -> dict[str, Any]:
+    """The model as `/v1/models` lists it."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "jax-longctx"}

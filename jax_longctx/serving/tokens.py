@@ -1,0 +1,103 @@
+"""Names, bytes and places of an answer's tokens, for log-probabilities.
+
+A token's name is the text that it adds after other text, so that a leading space is kept. A token
+without text of its own has another name: a part of a character its bytes, as `bytes:\\xe4`, and a
+special token its entry in the vocabulary.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+
+from jax_longctx.text import Tokenizer
+
+REPLACED = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenNames:
+    """Names tokens of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    @functools.cached_property
+    def _before(self) -> list[int]:
+        """Tokens of a text that the others follow; decoders strip a space at the beginning."""
+        return self._tokenizer.encode("a")
+
+    def _added(self, token: int) -> str:
+        before = self._tokenizer.decode(self._before)
+        return self._tokenizer.decode([*self._before, token])[len(before) :]
+
+    def text(self, token: int) -> str:
+        """What the token adds to a text; empty where it has none of its own."""
+        text = self._added(token)
+        return "" if REPLACED in text else text
+
+    def raw(self, token: int) -> bytes | None:
+        """The token's bytes, whole characters or not; None for one that adds none."""
+        text = self.text(token)
+        if text:
+            return text.encode()
+        piece = self._tokenizer.piece(token)
+        if piece is None or not self._added(token):
+            return None
+        byte = _BYTE.fullmatch(piece)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        found = [_byte_letters().get(letter) for letter in piece]
+        return None if None in found else bytes(each for each in found if each is not None)
+
+    def name(self, token: int) -> str:
+        """The token as text."""
+        text = self.text(token)
+        if text:
+            return text
+        raw = self.raw(token)
+        if raw is not None:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return self.entry(token)
+
+    def entry(self, token: int) -> str:
+        """The token's entry in the vocabulary, or its number where the model has more tokens."""
+        return self._tokenizer.piece(token) or f"<token {token}>"
+
+    def distinct(self, tokens: Sequence[int]) -> list[str]:
+        """A name for each token, none of them twice."""
+        found: dict[str, int] = {}
+        for token in tokens:
+            names = (self.name(token), self.entry(token), f"<token {token}>")
+            found[next(name for name in names if name not in found)] = token
+        return list(found)
+
+
+class Places:
+    """Where an answer's tokens begin in its text."""
+
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int]):
+        self._names = TokenNames(tokenizer)
+        self._decoder, self._sent = tokenizer.stream_decoder(after), 0
+
+    def next(self, token: int) -> tuple[str, int]:
+        """The next token's name, and the characters before it.
+
+        The parts of a character all begin where it does.
+        """
+        before, new = self._sent, self._decoder.push([token])
+        self._sent += len(new)
+        own = self._names.text(token)
+        # At the beginning of a text the decoder strips a space.
+        own = new if own[:1] == " " and own[1:] == new else own
+        if own and new.endswith(own):
+            return own, self._sent - len(own)
+        return self._names.name(token), before
+
+
+@functools.cache
+def _byte_letters() -> dict[str, int]:
+    """The letters by which byte-level vocabularies write bytes: printable ones are themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}

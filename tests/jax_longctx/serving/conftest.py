@@ -1,0 +1,108 @@
+"""A tiny random model behind a real server in a thread, and the official client."""
+
+import contextlib
+import dataclasses
+import threading
+
+import httpx
+import openai
+import pytest
+
+import jax_longctx
+from jax_longctx.api import LongContext
+from jax_longctx.models.llama import init_params
+from jax_longctx.serving.app import Access
+from jax_longctx.serving.server import LongServer, ServeOptions, listen
+from jax_longctx.text import Tokenizer
+from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+from tests.jax_longctx.serving.tiny import LENGTHS
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """The tiny model, under full attention."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.load(folder)
+    config = jax_longctx.ModelConfig.from_hf(hf_config(tokenizer.vocab_size))
+    mesh = jax_longctx.make_mesh()
+    params = init_params(config, mesh, seed=1)
+    method = jax_longctx.make_method("full")
+    return LongContext(jax_longctx.Engine(config, params, method, mesh, chunk=64), tokenizer)
+
+
+@dataclasses.dataclass
+class Running:
+    """A server that runs in a thread.
+
+    Attributes:
+      served: the server.
+      url: where it listens.
+      faults: errors of its scheduler's thread.
+    """
+
+    served: LongServer
+    url: str
+    faults: list
+    thread: threading.Thread
+
+    def client(self, key="none", **how):
+        """The official client."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **how)
+
+    def http(self, **how):
+        """A plain HTTP client."""
+        return httpx.Client(base_url=self.url, timeout=60, **how)
+
+    def stop(self):
+        self.served.stop()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def serving(model, folder, **options):
+    """Serves the model; options are those of `ServeOptions`."""
+    how = {"name": "tiny", "lengths": LENGTHS, "rows": 4, "grace": 5.0, "context_bytes": 1 << 30}
+    how |= {"contexts": folder, **options}
+    faults, ready = [], threading.Event()
+    served = LongServer(model, ServeOptions(**how), crashed=faults.append)
+    bound = listen("127.0.0.1", 0)
+    thread = threading.Thread(
+        target=served.run, args=(bound,), kwargs={"on_ready": ready.set}, daemon=True
+    )
+    thread.start()
+    assert ready.wait(60)
+    running = Running(served, f"http://127.0.0.1:{bound.getsockname()[1]}", faults, thread)
+    try:
+        yield running
+    finally:
+        if thread.is_alive():
+            running.stop()
+    assert not faults
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Starts servers that end with the test: `serve(model, **options)`."""
+    with contextlib.ExitStack() as stack:
+
+        def start(model, **options):
+            folder = options.pop("contexts", tmp_path / "contexts")
+            return stack.enter_context(serving(model, folder, **options))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def server(tiny, tmp_path_factory):
+    """A server of the tiny model for the tests of one file."""
+    folder = tmp_path_factory.mktemp("contexts")
+    with serving(tiny, folder, access=Access(body=1 << 20)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client() as made:
+        yield made

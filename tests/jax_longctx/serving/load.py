@@ -1,0 +1,214 @@
+"""A load test by hand: many clients over a few contexts, for minutes.
+
+    python -m tests.jax_longctx.serving.load CHECKPOINT --minutes 10 --clients 32 --contexts 4
+
+It starts `jax-longctx serve`, reads the contexts, and asks every question once alone. Then the
+clients ask the same questions at random, all at once, and compare each answer with the one alone.
+The result is one JSON object: errors, differing answers, times to the first token and between
+tokens, and the server's memory in the first and the last minute.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import openai
+
+from tests.jax_longctx.serving.processes import Process
+
+QUESTIONS = [
+    "What is the pass key of room 7?",
+    "Which rooms are named?",
+    "Summarise the text in one sentence.",
+    "What is said about the garden?",
+]
+
+
+def book(number: int, sentences: int) -> str:
+    """A text of that many sentences, each with a number of its own."""
+    draw = random.Random(number)
+    keys = (f"The pass key of room {room} is {draw.randrange(10**5)}." for room in range(sentences))
+    return f"Book {number}. " + " ".join(keys)
+
+
+class Figures:
+    """What the clients saw; threads share it."""
+
+    def __init__(self) -> None:
+        self.first: list[float] = []
+        self.between: list[float] = []
+        self.errors: list[str] = []
+        self.differing: list[dict[str, str]] = []
+        self.answers = 0
+        self.memory: list[tuple[float, int]] = []
+        self.reading: list[float] = []
+
+
+def ask(client: openai.OpenAI, model: str, case, tokens: int) -> tuple[str, float, list[float]]:
+    """The answer of one case, seconds to its first token, and between its pieces."""
+    context, question, seed = case
+    began = last = time.monotonic()
+    first, gaps, texts = 0.0, [], []
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": question}],
+        seed=seed,
+        temperature=0.8,
+        max_tokens=tokens,
+        stream=True,
+        extra_body={"context": context},
+    )
+    for chunk in stream:
+        now = time.monotonic()
+        if texts:
+            gaps.append(now - last)
+        elif not first:
+            first = now - began
+        last = now
+        texts.append(chunk.choices[0].delta.content or "")
+    return "".join(texts), first, gaps
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """The median, the 99th percentile and the largest, in milliseconds."""
+    if not values:
+        return {}
+    ranked = sorted(values)
+    at = {"p50": 0.5, "p99": 0.99, "largest": 1.0}
+    return {
+        name: round(1e3 * ranked[min(len(ranked) - 1, int(share * len(ranked)))], 1)
+        for name, share in at.items()
+    }
+
+
+def memory(pid: int) -> int:
+    """Bytes of the process that are resident."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    (line,) = (line for line in lines if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("checkpoint")
+    options.add_argument("--minutes", type=float, default=10)
+    options.add_argument("--clients", type=int, default=32)
+    options.add_argument("--contexts", type=int, default=4)
+    options.add_argument("--sentences", type=int, default=60)
+    options.add_argument("--read", type=int, default=0)
+    options.add_argument("--tokens", type=int, default=16)
+    options.add_argument("--length", type=int, default=2048)
+    options.add_argument("--rows", type=int, default=8)
+    options.add_argument("--share-from", type=int, default=8192)
+    options.add_argument("--method", default="full")
+    options.add_argument("--platform", default="cpu")
+    given = options.parse_args()
+    limits = ("--length", given.length, "--rows", given.rows, "--max-tokens", 128)
+    limits += ("--max-question", 128, "-m", given.method, "--name", "model")
+    limits += ("--share-from", given.share_from)
+    server = Process(
+        "-c",
+        given.checkpoint,
+        *limits,
+        JAX_PLATFORMS=given.platform,
+        JAX_DISABLE_MOST_OPTIMIZATIONS="false",
+    )
+    try:
+        print(json.dumps(measured(server.wait(600), given), indent=1))
+    finally:
+        server.kill()
+
+
+def read_seconds(server: Process, number: int, sentences: int) -> float:
+    """Seconds to read one new text."""
+    with server.http() as http:
+        http.timeout = 600
+        began = time.monotonic()
+        answer = http.post("/v1/contexts", json={"text": book(number, sentences), "ttl": 1})
+        answer.raise_for_status()
+        return time.monotonic() - began
+
+
+def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
+    """Runs the clients; what they saw."""
+    figures, lock = Figures(), threading.Lock()
+    with server.http() as http:
+        http.timeout = 600
+        names = []
+        for number in range(given.contexts):
+            text = book(number, given.sentences)
+            answer = http.post("/v1/contexts", json={"text": text, "ttl": 1e6})
+            answer.raise_for_status()
+            names.append(answer.json())
+    cases = list(itertools.product([name["id"] for name in names], QUESTIONS, (1, 2)))
+    with server.client() as client:
+        alone = {case: ask(client, "model", case, given.tokens) for case in cases}
+    # The first compiles.
+    reads = [read_seconds(server, 1000 + n, given.read) for n in range(3 if given.read else 0)]
+    end = time.monotonic() + 60 * given.minutes
+
+    def read() -> None:
+        number = 2000
+        while given.read and time.monotonic() < end:
+            figures.reading.append(read_seconds(server, number, given.read))
+            number += 1
+
+    def work(number: int) -> None:
+        draw = random.Random(number)
+        with server.client() as client:
+            while time.monotonic() < end:
+                case = draw.choice(cases)
+                try:
+                    text, first, gaps = ask(client, "model", case, given.tokens)
+                except openai.OpenAIError as error:
+                    with lock:
+                        figures.errors.append(f"{type(error).__name__}: {error}"[:300])
+                    continue
+                with lock:
+                    figures.answers += 1
+                    figures.first.append(first)
+                    figures.between += gaps
+                    if text != alone[case][0]:
+                        figures.differing.append({"alone": alone[case][0], "found": text})
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(given.clients)]
+    threads.append(threading.Thread(target=read))
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        figures.memory.append((time.monotonic() - began, memory(server.child.pid)))
+        time.sleep(1)
+    whole = time.monotonic() - began
+    early = [used for at, used in figures.memory if at < 60]
+    late = [used for at, used in figures.memory if at > whole - 60]
+    return {
+        "clients": given.clients,
+        "contexts": [name["tokens"] for name in names],
+        "rows": given.rows,
+        "method": given.method,
+        "share_from": given.share_from,
+        "seconds": round(whole, 1),
+        "answers": figures.answers,
+        "errors": len(figures.errors),
+        "first_errors": figures.errors[:3],
+        "differing_answers": len(figures.differing),
+        "first_differing": figures.differing[:2],
+        "alone_first_token_ms": percentiles([first for _, first, _ in alone.values()]),
+        "alone_between_ms": percentiles([gap for _, _, gaps in alone.values() for gap in gaps]),
+        "first_token_ms": percentiles(figures.first),
+        "between_ms": percentiles(figures.between),
+        "reading_alone_s": [round(seconds, 2) for seconds in reads[1:]],
+        "reading_amid_s": [round(seconds, 2) for seconds in figures.reading],
+        "memory_first_minute_mib": round(statistics.mean(early) / 2**20, 1),
+        "memory_last_minute_mib": round(statistics.mean(late) / 2**20, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""`jax-longctx serve` in processes of their own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+
+ROOT = Path(__file__).parents[3]
+
+
+class Process:
+    """A server's process.
+
+    Attributes:
+      url: where it serves, once `wait` has returned.
+      said: the lines of its stderr.
+    """
+
+    def __init__(self, *arguments, job=(), cache=None, code=None, **environment):
+        command = [sys.executable, "-c", code or "from jax_longctx.__main__ import main; main()"]
+        given = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": "1",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+            "PYTHONPATH": str(ROOT),
+            **environment,
+        }
+        if cache is not None:
+            given["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+            given["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        self.child = subprocess.Popen(
+            [*command, *map(str, job), "serve", "--port", "0", *map(str, arguments)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=given,
+        )
+        self.said, self.url = [], None
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.child.stderr:
+            self.said.append(line.rstrip("\n"))
+
+    def wait(self, seconds=120):
+        """Waits until it serves."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            found = re.search(r"on (http://\S+)/v1 ", "\n".join(self.said))
+            if found:
+                self.url = found[1]
+                return self
+            assert self.child.poll() is None, self.said
+            time.sleep(0.05)
+        raise AssertionError(self.said)
+
+    def end(self, number=signal.SIGTERM, seconds=60):
+        """Sends the signal; returns the exit code and what was written to stderr last."""
+        self.child.send_signal(number)
+        return self.ended(seconds)
+
+    def ended(self, seconds=60):
+        """Waits for the end; returns the exit code and the lines of stderr."""
+        code = self.child.wait(seconds)
+        self._reader.join(10)
+        return code, self.said
+
+    def kill(self):
+        if self.child.poll() is None:
+            self.child.kill()
+        self.child.wait()
+        self._reader.join(10)
+        self.child.stderr.close()
+
+    def client(self, key="none"):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def http(self):
+        return httpx.Client(base_url=self.url, timeout=120)

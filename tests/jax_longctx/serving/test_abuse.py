@@ -1,0 +1,665 @@
+"""Malformed requests, slow and vanishing clients, limits and keys: 4xx each, and nothing leaks."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import socket
+import threading
+import time
+import tracemalloc
+
+import jax
+import openai
+import pytest
+
+import jax_longctx
+from jax_longctx.api import LongContext
+from jax_longctx.engine.capacity import reserved
+from jax_longctx.serving import app as app_module
+from jax_longctx.serving.app import Access
+from jax_longctx.serving.schema import ChatRequest, CompletionRequest, RequestError, parsed
+from jax_longctx.settings import Sampling
+from tests.jax_longctx.serving.tiny import LENGTHS
+
+CHAT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "What is the pass key?"}],
+    "seed": 1,
+    "max_tokens": 2,
+    "temperature": 0.5,
+    "stop": ["x"],
+    "stream": False,
+    "logprobs": True,
+    "top_logprobs": 2,
+}
+COMPLETION = {"model": "tiny", "prompt": "The pass key is", "max_tokens": 2, "top_p": 0.9}
+CONTEXT = {"text": "The pass key is 12345.", "ttl": 1, "chat": True}
+PATHS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/contexts": CONTEXT,
+}
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    2**70,
+    1e300,
+    -0.5,
+    "",
+    "x" * 3000,
+    "\u0000",
+    "\ud800",
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": {}},
+    ["a"] * 40,
+    [1, "a"],
+    [2**63],
+    [-(2**31) - 1],
+    [2**70],
+]
+
+
+def wait_until(holds, seconds=20):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def check_idle(running):
+    """Every row is free and no request is in the books."""
+    scheduler, contexts = running.served.scheduler, running.served.contexts
+    wait_until(lambda: scheduler._jobs == 0 and not scheduler._rows)
+    assert running.served.team.executor.free == running.served.options.rows
+    assert all(text.jobs == text.rows == 0 for text in contexts._texts.values())
+    assert not running.faults
+
+
+def malformed(draw, path, given):
+    """A body that is a valid request with one or two things wrong."""
+    way = draw.randrange(6)
+    if way == 0:
+        return bytes(draw.randrange(256) for _ in range(draw.randrange(60)))
+    body = json.loads(json.dumps(given))
+    for _ in range(draw.randrange(1, 3)):
+        where = draw.choice(list(body))
+        if way == 1:
+            del body[where]
+            body[f"{where}{draw.randrange(9)}"] = draw.choice(ODD)
+            break
+        body[where] = draw.choice(ODD)
+    raw = json.dumps(body).encode()
+    if way == 2:
+        return raw[: draw.randrange(len(raw))]
+    if way == 3:
+        at = draw.randrange(len(raw))
+        return raw[:at] + bytes([draw.randrange(256)]) + raw[at + 1 :]
+    if way == 4:
+        return b"[" * draw.randrange(1, 5000) + raw
+    return raw
+
+
+def fuzz(running, count, seed):
+    """Sends malformed bodies; returns how often each status came."""
+    draw, found = random.Random(seed), {}
+    with running.http() as http:
+        for _ in range(count):
+            path, given = draw.choice(list(PATHS.items()))
+            body = malformed(draw, path, given)
+            answer = http.post(path, content=body, headers={"content-type": "application/json"})
+            found[answer.status_code] = found.get(answer.status_code, 0) + 1
+            if answer.status_code >= 400:
+                error = answer.json()["error"]
+                assert error["message"] and "\n" not in error["message"]
+            assert answer.status_code < 500, (path, body, answer.text)
+    return found
+
+
+def test_malformed_bodies_are_4xx(server):
+    found = fuzz(server, 120, seed=1)
+    # Some changes leave a request valid.
+    assert found[400] > 60 and set(found) <= {200, 201, 400, 404}
+    check_idle(server)
+
+
+@pytest.mark.thorough
+def test_ten_thousand_malformed_bodies_leave_nothing(server):
+    fuzz(server, 1000, seed=2)
+    before = len(os.listdir("/proc/self/fd"))
+    fuzz(server, 10_000, seed=3)
+    check_idle(server)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**COMPLETION, "prompt": [1, "a"] * 120_000}),
+        ("/v1/completions", {**COMPLETION, "prompt": [["a"] * 120_000]}),
+        ("/v1/completions", {**COMPLETION, "prompt": [None] * 120_000}),
+        ("/v1/completions", {**COMPLETION, "stop": [1] * 240_000}),
+        ("/v1/completions", COMPLETION | {f"{i}": 1 for i in range(60_000)}),
+        ("/v1/chat/completions", {**CHAT, "messages": [{}] * 200_000}),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": [1] * 240_000}]},
+        ),
+    ],
+)
+def test_a_body_with_many_faults_is_checked_up_to_the_first(path, body):
+    kind = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}[path]
+    raw = json.dumps(body).encode()
+    assert 500_000 < len(raw) < 1 << 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as caught:
+            parsed(kind, raw)
+        # Each fault would take a kilobyte. The JSON's own values take most of this.
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(json.dumps(caught.value.body())) < 500
+
+
+def test_errors_show_the_beginning_of_long_names_and_values(server):
+    long = "x" * 200_000
+    bodies = [{**COMPLETION, long: 1}, {**COMPLETION, "max_tokens": long}]
+    bodies += [{**COMPLETION, "max_tokens": [long] * 4}, {**COMPLETION, "model": long}]
+    with server.http() as http:
+        for body in bodies:
+            answer = http.post("/v1/completions", json=body)
+            assert 400 <= answer.status_code < 500
+            assert len(answer.content) < 700
+        answer = http.post("/v1/contexts", files={long: ("a", b"text")})
+        assert answer.status_code == 400 and len(answer.content) < 700
+
+
+def test_forms_that_are_none_are_4xx(server):
+    kinds = ["multipart/form-data", "multipart/form-data; boundary=x", "multipart/form-data; =="]
+    bodies = [b"", b"--x", b"--x\r\n\r\n\r\n--x--", b"\xff" * 100]
+    with server.http() as http:
+        for kind in kinds:
+            for body in bodies:
+                answer = http.post("/v1/contexts", content=body, headers={"content-type": kind})
+                assert answer.status_code == 400, (kind, body, answer.text)
+        upload = ("a", b"text")
+        for fields, said in [
+            ([("file", upload), ("file", upload)], "'file' is there twice; send it once"),
+            ([("ttl", (None, b"1")), ("ttl", (None, b"2"))], "'ttl' is there twice; send it once"),
+            ([("other", upload)], "'other' is an upload; only 'file' is one"),
+            ([("file", (None, b"book.txt"))], "'file' is not an upload; send its content"),
+            ([("file", upload), ("text", (None, b"x"))], "'text' is beside 'file'; send one"),
+            ([("text", (None, b"x")), ("file", upload)], "'text' is beside 'file'; send one"),
+        ]:
+            answer = http.post("/v1/contexts", files=fields)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(f"the form's field {said}")
+    check_idle(server)
+
+
+def test_unknown_urls_and_methods_are_4xx(server):
+    with server.http() as http:
+        for path in ("/", "/v1", "/v1/embeddings", "/v1/contexts/a/b", "/v1/models/other"):
+            answer = http.get(path)
+            assert answer.status_code == 404
+            assert answer.json()["error"]["message"]
+        assert http.get("/v1/completions").status_code == 405
+        assert http.post("/health").status_code == 405
+
+
+def test_bodies_beyond_the_limit_are_refused(server):
+    huge = b"x" * ((1 << 20) + 1)
+    with server.http() as http:
+        assert http.post("/v1/completions", content=huge).status_code == 413
+        # Without a length: it is counted as it comes.
+        pieces = (huge[:100_000] for _ in range(12))
+        assert http.post("/v1/completions", content=pieces).status_code == 413
+        assert http.get("/health").status_code == 200
+    check_idle(server)
+
+
+def connect(running):
+    host, port = running.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def refuses_connections(running):
+    try:
+        connect(running).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_slow_senders_are_ended(serve, tiny):
+    running = serve(tiny, access=Access(body_seconds=0.3), header_seconds=0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    begun = [b"", head, head + b"content-length: 100\r\n\r\n{"]
+    # The second request of a connection is waited for no longer than the first.
+    again = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(connect(running)) for _ in [*begun, again]]
+        for one, sent in zip(slow, [*begun, again], strict=True):
+            one.sendall(sent)
+        healthy = b""
+        while b"ok" not in healthy:
+            healthy += slow[-1].recv(1000)
+        slow[-1].sendall(head)
+        for one in slow:
+            assert b" 408 " in one.recv(1000).splitlines()[0]
+    check_idle(running)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x00\x01\x02\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"x" * 200_000, b"GET /\r\n\r\n"]
+)
+def test_what_is_no_http_is_refused(server, sent):
+    with connect(server) as raw:
+        raw.sendall(sent)
+        assert b" 40" in raw.recv(1000).splitlines()[0]
+
+
+def slow_request(**how):
+    """A request whose answer takes many blocks: no token ends it."""
+    return {"model": "tiny", "prompt": "The pass key is", "max_tokens": 64, "seed": 4, **how}
+
+
+@pytest.fixture
+def slow(serve, tiny, tmp_path, monkeypatch):
+    """A server whose blocks take a while."""
+
+    def start(**how):
+        number = len(list(tmp_path.iterdir()))
+        folder = tmp_path / f"slow{number}"
+        running = serve(tiny, **{"contexts": folder, **how})
+        executor = running.served.team.executor
+        step = executor.step
+
+        def wait(most):
+            time.sleep(0.05)
+            return step(1)
+
+        monkeypatch.setattr(executor, "step", wait)
+        return running
+
+    return start
+
+
+def test_clients_that_go_away_free_their_rows(slow):
+    running = slow()
+    for stream in (True, False):
+        for _ in range(2):
+            body = json.dumps(slow_request(stream=stream)).encode()
+            with connect(running) as raw:
+                head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
+                raw.sendall(head.encode() + b"\r\n\r\n" + body)
+                if stream:
+                    assert raw.recv(100)
+                else:
+                    wait_until(lambda: running.served.scheduler._rows)
+            began = time.monotonic()
+            check_idle(running)
+            # The whole answer would take three seconds.
+            assert time.monotonic() - began < 2
+
+
+def test_a_text_is_given_up_when_its_client_goes_away(serve, tiny, monkeypatch):
+    running = serve(tiny)
+    executor, contexts = running.served.team.executor, running.served.contexts
+    read_on = executor.read_on
+
+    def wait(key):
+        time.sleep(0.05)
+        return read_on(key)
+
+    monkeypatch.setattr(executor, "read_on", wait)
+    body = json.dumps({"text": "The pass key is 12345. " * 60, "stream": True}).encode()
+    with connect(running) as raw:
+        head = f"POST /v1/contexts HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
+        raw.sendall(head.encode() + b"\r\n\r\n" + body)
+        assert raw.recv(100)
+    check_idle(running)
+    wait_until(lambda: not contexts._texts and not executor._reading)
+    assert not executor.contexts and contexts.listed() == []
+
+
+async def post(app, path, body, *, sends):
+    """Posts to the app without a socket; `sends` takes its messages."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+    }
+    sent = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+    async def receive():
+        for message in sent:
+            return message
+        await asyncio.Event().wait()
+
+    await app(scope, receive, sends)
+
+
+@pytest.mark.parametrize("path", ["/v1/contexts", "/v1/completions"])
+def test_a_client_that_goes_before_its_stream_begins_leaves_nothing(slow, path, monkeypatch):
+    running = slow()
+    executor, read_on = running.served.team.executor, running.served.team.executor.read_on
+
+    def wait(key):
+        time.sleep(0.05)
+        return read_on(key)
+
+    monkeypatch.setattr(executor, "read_on", wait)
+    text = "The pass key is 12345. " * 15
+    body = {"text": text, "stream": True} if "contexts" in path else slow_request(stream=True)
+
+    async def go():
+        begun = asyncio.Event()
+
+        async def sends(message):
+            begun.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(post(running.served.app, path, body, sends=sends))
+        await asyncio.wait_for(begun.wait(), 20)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        # The loop's end would close the generators that nobody reads.
+        await asyncio.to_thread(check_idle, running)
+
+    asyncio.run(go())
+    assert running.served.contexts.listed() == []
+    assert not running.served.contexts._entries
+
+
+def test_a_client_that_does_not_read_is_given_up(slow, monkeypatch):
+    monkeypatch.setattr(app_module, "LAST_SECONDS", 0.1)
+    running = slow(access=Access(seconds=0.5))
+    count = 0
+
+    async def go():
+        async def sends(message):
+            nonlocal count
+            count += 1
+            if count > 2:
+                await asyncio.Event().wait()
+
+        how = slow_request(stream=True)
+        await asyncio.wait_for(post(running.served.app, "/v1/completions", how, sends=sends), 20)
+
+    began = time.monotonic()
+    asyncio.run(go())
+    assert time.monotonic() - began < 10 and count == 3
+    check_idle(running)
+
+
+def test_a_request_that_does_not_fit_now_waits(slow, tiny):
+    """There is room for one text, which a row needs; the other is read when that row has ended."""
+    texts = [f"{number} is the pass key." for number in range(2)]
+    reserve = reserved(LENGTHS.question + LENGTHS.answer)
+    need = tiny.engine.new_cache_bytes(20 + reserve, reserve)
+    running = slow(context_bytes=need)
+    done = []
+
+    def ask(text):
+        with running.client() as client:
+            how = slow_request(prompt=text, temperature=0, max_tokens=8)
+            done.append((text, client.completions.create(**how).choices[0].text))
+
+    first = threading.Thread(target=ask, args=(texts[0],))
+    first.start()
+    wait_until(lambda: running.served.scheduler._rows)
+    second = threading.Thread(target=ask, args=(texts[1],))
+    second.start()
+    wait_until(lambda: running.served.scheduler._jobs == 2)
+    while len(done) == 0:
+        assert len(running.served.scheduler._rows) <= 1
+        time.sleep(0.01)
+    for thread in (first, second):
+        thread.join(20)
+    expected = [(text, tiny.generate(text, max_tokens=8)[0].text) for text in texts]
+    assert done == expected
+    check_idle(running)
+
+
+def test_waiting_requests_keep_each_others_texts(slow, tiny):
+    """One row on the first text, room for two: the other two questions wait for the row's place."""
+    texts = [f"{number} is the pass key." for number in range(3)]
+    reserve = reserved(LENGTHS.question + LENGTHS.answer)
+    need = tiny.engine.new_cache_bytes(20 + reserve, reserve)
+    running = slow(rows=1, context_bytes=2 * need)
+    with running.http() as http:
+        body = {"chat": False}
+        names = [
+            http.post("/v1/contexts", json={**body, "text": text}).json()["id"] for text in texts
+        ]
+
+        def ask(name, tokens):
+            body = slow_request(max_tokens=tokens, context=name, prompt=" Remember")
+            with running.http() as own:
+                assert own.post("/v1/completions", json=body).status_code == 200
+
+        asked = zip(names, (24, 1, 1), strict=True)
+        threads = [threading.Thread(target=ask, args=each) for each in asked]
+        for number, thread in enumerate(threads):
+            thread.start()
+            wait_until(lambda number=number: running.served.scheduler._jobs == number + 1)
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        figures = http.get("/metrics").text
+    (loaded,) = re.findall(r"longctx_contexts_loaded_total (\d+)\.0", figures)
+    # Each at most once.
+    assert int(loaded) <= 3
+    check_idle(running)
+
+
+def test_too_many_requests_are_told_when_to_come_again(slow):
+    running = slow(rows=1, queue=1)
+    with running.client() as client:
+        first = client.completions.create(**slow_request(stream=True))
+        next(iter(first))
+        waiting = threading.Thread(
+            target=lambda: client.completions.create(**slow_request(max_tokens=1))
+        )
+        waiting.start()
+        wait_until(lambda: running.served.scheduler._jobs == 2)
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(**slow_request())
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        first.close()
+        waiting.join(20)
+        assert not waiting.is_alive()
+    check_idle(running)
+
+
+def begin_post(running, sent, declared, path="/v1/completions"):
+    """A connection that has sent the beginning of a request's body."""
+    raw = connect(running)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {declared}\r\n\r\n"
+    raw.sendall(head.encode() + sent)
+    return raw
+
+
+def test_a_place_is_taken_before_the_body_is_read(serve, tiny):
+    running = serve(tiny, rows=1, queue=0)
+    with begin_post(running, b"{", 100) as first, running.http() as http:
+        wait_until(lambda: running.served.scheduler._jobs == 1)
+        # Nothing of this body is asked for.
+        with begin_post(running, b"", 1 << 20) as second:
+            head = second.recv(1000).lower()
+        assert b" 429 " in head.splitlines()[0]
+        assert b"retry-after: " in head and b"connection: close" in head
+        assert http.get("/health").status_code == 200
+        first.sendall(b"x" * 99)
+        assert b" 400 " in first.recv(1000).splitlines()[0]
+        check_idle(running)
+        assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+
+
+def test_the_bodies_of_all_requests_have_a_limit(serve, tiny):
+    running = serve(tiny, access=Access(body=1000, bodies=1500))
+    service = running.served.service
+    with begin_post(running, b"x" * 900, 1000) as first:
+        wait_until(lambda: service._bodies == 900)
+        with begin_post(running, b"x" * 900, 1000) as second:
+            assert b" 429 " in second.recv(1000).splitlines()[0]
+        assert service._bodies == 900
+        first.sendall(b"x" * 100)
+        assert b" 400 " in first.recv(1000).splitlines()[0]
+    assert service._bodies == 0
+    check_idle(running)
+
+
+def test_connections_have_a_limit(serve, tiny):
+    running = serve(tiny, connections=3)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(running))
+        with running.http() as http:
+            wait_until(lambda: http.get("/health").status_code == 503)
+    with running.http() as http:
+        wait_until(lambda: http.get("/health").status_code == 200)
+
+
+def test_the_time_of_a_request_begins_with_its_headers(serve, tiny):
+    running = serve(tiny, access=Access(seconds=0.5))
+    with begin_post(running, b"{", 100) as raw:
+        began = time.monotonic()
+        assert b" 408 " in raw.recv(1000).splitlines()[0]
+        assert time.monotonic() - began < 5
+    # The time that the body took is not there for the answer.
+    body = json.dumps(slow_request(max_tokens=1)).encode()
+    with running.http() as http:
+        assert http.post("/v1/completions", content=body).status_code == 200
+        prompts = running.served.service.prompts
+        completion = prompts.completion
+
+        def late(*given):
+            time.sleep(0.6)
+            return completion(*given)
+
+        prompts.completion = late
+        assert http.post("/v1/completions", content=body).status_code == 504
+    check_idle(running)
+
+
+@pytest.mark.parametrize("path", list(PATHS))
+def test_texts_that_are_too_long_are_not_tokenised(serve, tiny, monkeypatch, path):
+    running = serve(tiny)
+    long = "key " * (LENGTHS.whole * tiny.tokenizer.longest_piece // 4 + 1)
+
+    def encode(text, bos=False):
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(tiny.tokenizer, "encode", encode)
+    body = dict(PATHS[path])
+    if "messages" in body:
+        body["messages"] = [{"role": "user", "content": long}]
+    else:
+        body["prompt" if "prompt" in body else "text"] = long
+    with running.http() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert not running.faults
+
+
+def test_requests_end_with_their_time(slow):
+    running = slow(access=Access(seconds=0.5))
+    with running.client() as client:
+        with pytest.raises(openai.InternalServerError, match=r"took longer than 0\.5 s"):
+            client.completions.create(**slow_request())
+        with pytest.raises(openai.APIError, match=r"took longer than 0\.5 s"):
+            for _ in client.completions.create(**slow_request(stream=True)):
+                pass
+    check_idle(running)
+
+
+def test_answers_that_have_begun_finish_at_the_end(slow, tiny):
+    running = slow()
+    with running.client() as client:
+        stream = client.completions.create(**slow_request(stream=True, max_tokens=16))
+        texts = [next(iter(stream)).choices[0].text]
+        running.served.stop()
+        wait_until(lambda: refuses_connections(running))
+        texts += [chunk.choices[0].text for chunk in stream]
+    sampling = Sampling(temperature=1.0, seed=4)
+    (answer,) = tiny.generate("The pass key is", sampling=sampling, max_tokens=16)
+    assert "".join(texts) == answer.text
+    running.thread.join(20)
+    assert not running.thread.is_alive()
+
+
+def test_keys_are_asked_for(serve, tiny):
+    keys = [hashlib.sha256(key).digest() for key in (b"one", b"two")]
+    running = serve(tiny, access=Access(keys=keys))
+    for key in ("one", "two"):
+        with running.client(key) as client:
+            assert client.models.list().data
+    with running.client("three") as client, pytest.raises(openai.AuthenticationError):
+        client.completions.create(**slow_request())
+    with running.http() as http:
+        for path in ("/v1/models", "/metrics", "/v1/contexts"):
+            for headers in ({}, {"authorization": "Basic one"}, {"authorization": "Bearer"}):
+                assert http.get(path, headers=headers).status_code == 401
+        for path in ("/health", "/ready"):
+            assert http.get(path).status_code == 200
+            # Some frameworks read the path from this header.
+            for host in (f"x{path}?", f"x{path}#", f"x{path}"):
+                answer = http.get("/v1/models", headers={"host": host})
+                assert answer.status_code == 401, host
+
+
+def test_a_fault_of_the_scheduler_is_reported_once(serve, tiny, monkeypatch):
+    running = serve(tiny, access=Access(seconds=0.5))
+    executor = running.served.team.executor
+
+    def broken(key, request):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(executor, "join", broken)
+    with running.client() as client, pytest.raises(openai.InternalServerError):
+        client.completions.create(**slow_request())
+    with running.http() as http:
+        assert http.get("/ready").status_code == 503
+    assert [str(fault) for fault in running.faults] == ["the device is gone"]
+    running.faults.clear()
+
+
+def test_errors_of_the_engine_are_the_requests_alone(serve, tiny):
+    """Weights that hold NaN give one clear error, and the server goes on."""
+    old = tiny.engine
+    params = jax.tree.map(lambda x: x * float("nan"), old.params)
+    engine = jax_longctx.Engine(old.config, params, old.method, old.mesh, chunk=64)
+    running = serve(LongContext(engine, tiny.tokenizer))
+    with running.client() as client:
+        for prompt in ("The pass key is", "The pass key is 12345. Remember it. " * 8):
+            with pytest.raises(openai.InternalServerError, match="logits are not finite"):
+                client.completions.create(**slow_request(prompt=prompt))
+    check_idle(running)
+
+
+def test_metrics_count_what_was_answered(serve, tiny):
+    running = serve(tiny)
+    with running.client() as client, running.http() as http:
+        found = client.completions.create(**slow_request(max_tokens=5))
+        page = http.get("/metrics").text
+        assert f"longctx_answer_tokens_total {found.usage.completion_tokens}.0" in page
+        assert f"longctx_prompt_tokens_total {found.usage.prompt_tokens}.0" in page
+        assert 'longctx_requests_total{route="/v1/completions",status="200"} 1.0' in page
+        assert "longctx_first_token_seconds_count 1.0" in page

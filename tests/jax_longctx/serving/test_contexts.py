@@ -1,0 +1,532 @@
+"""Contexts: read once, asked many times, by their ids or by prompts that begin with them."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+import jax_longctx
+from jax_longctx.errors import CapacityError, CheckpointError
+from jax_longctx.serving.app import Access
+from jax_longctx.settings import Sampling
+
+BOOK = "The pass key is 12345. Remember it. " * 8
+OTHER = "Remember the key. It is a pass. " * 9
+QUESTIONS = ["What is the pass key?", "Remember what?"]
+
+
+def asked(model, book, question, *, seed=0, chat=True, max_tokens=12):
+    """What `ask` answers."""
+    layout = model.layout(chat)
+    context = model.prefill(layout.context(book))
+    sampling = Sampling(temperature=1.0, seed=seed)
+    (answer,) = model.ask(
+        context, layout.question(question), sampling=sampling, max_tokens=max_tokens
+    )
+    return answer.text
+
+
+def ask(client, context, question, *, seed=0, max_tokens=12):
+    """The server's answer about a context, and its usage."""
+    found = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": question}],
+        seed=seed,
+        max_tokens=max_tokens,
+        extra_body={"context": context},
+    )
+    return found.choices[0].message.content, found.usage
+
+
+def read(http, **body):
+    """The new context's record."""
+    answer = http.post("/v1/contexts", json=body)
+    assert answer.status_code == 201, answer.text
+    return answer.json()
+
+
+def complete(client, prompt, **how):
+    how = {"seed": 1, "max_tokens": 8, **how}
+    return client.completions.create(model="tiny", prompt=prompt, **how)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_answers_about_a_context_are_those_of_ask(server, client, tiny, chat):
+    with server.http() as http:
+        context = read(http, text=BOOK, chat=chat)
+        layout = tiny.layout(chat)
+        count = len(tiny.tokenizer.encode(layout.context(BOOK), bos=True))
+        assert (context["tokens"], context["state"], context["chat"]) == (count, "ready", chat)
+        for seed, question in enumerate(QUESTIONS):
+            text, usage = ask(client, context["id"], question, seed=seed)
+            assert text == asked(tiny, BOOK, question, seed=seed, chat=chat)
+            assert usage.prompt_tokens_details.cached_tokens == count
+            size = len(tiny.tokenizer.encode(layout.question(question)))
+            assert usage.prompt_tokens == count + size
+        found = complete(client, " Remember", extra_body={"context": context["id"]})
+        sampling = Sampling(temperature=1.0, seed=1)
+        kept = tiny.prefill(layout.context(BOOK))
+        (answer,) = tiny.ask(kept, " Remember", sampling=sampling, max_tokens=8)
+        assert found.choices[0].text == answer.text
+
+
+def test_a_chat_goes_on_about_a_context(server, client, tiny):
+    turns = [("user", "What?"), ("assistant", "A key."), ("user", "Which?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    with server.http() as http:
+        context = read(http, text=BOOK)["id"]
+    found = client.chat.completions.create(
+        model="tiny", messages=messages, seed=4, max_tokens=12, extra_body={"context": context}
+    )
+    whole = [{**messages[0], "content": f"{BOOK}\n\nWhat?"}, *messages[1:]]
+    text = tiny.tokenizer.chat(whole)
+    layout = tiny.layout(True)
+    rest = text.removeprefix(layout.context(BOOK))
+    assert len(rest) < len(text)
+    kept = tiny.prefill(layout.context(BOOK))
+    sampling = Sampling(temperature=1.0, seed=4)
+    (answer,) = tiny.ask(kept, rest, sampling=sampling, max_tokens=12)
+    assert found.choices[0].message.content == answer.text
+    for wrong in (messages[:2], [{"role": "system", "content": "Be short."}, messages[0]]):
+        with pytest.raises(openai.BadRequestError, match="begin and end with the user's"):
+            client.chat.completions.create(
+                model="tiny", messages=wrong, extra_body={"context": context}
+            )
+
+
+def test_contexts_are_listed_shown_and_deleted(server, client):
+    with server.http() as http:
+        context = read(http, text=OTHER, ttl=50)
+        name = context["id"]
+        assert context["ttl"] == 50
+        assert name in [each["id"] for each in http.get("/v1/contexts").json()["data"]]
+        assert http.get(f"/v1/contexts/{name}").json() == context
+        assert http.delete(f"/v1/contexts/{name}").json()["deleted"] is True
+        for answer in (http.get(f"/v1/contexts/{name}"), http.delete(f"/v1/contexts/{name}")):
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "context_not_found"
+
+
+def test_a_context_ends_with_its_time(server):
+    with server.http() as http:
+        name = read(http, text=OTHER, ttl=0.3)["id"]
+        time.sleep(0.4)
+        assert http.get(f"/v1/contexts/{name}").status_code == 404
+        end = time.monotonic() + 10
+        while any(name in text.entries for text in server.served.contexts._texts.values()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_a_file_is_uploaded_and_its_progress_streamed(server, client, tiny):
+    with server.http() as http:
+        read(http, text=BOOK)
+        answer = http.post(
+            "/v1/contexts",
+            files={"file": ("book.txt", BOOK.encode())},
+            data={"ttl": "60", "stream": "true"},
+        )
+        lines = [line for line in answer.text.split("\n\n") if line]
+        assert lines.pop() == "data: [DONE]"
+        *told, last = (json.loads(line.removeprefix("data: ")) for line in lines)
+        assert last["state"] == "ready" and last["ttl"] == 60
+        assert ask(client, last["id"], "What?")[0] == asked(tiny, BOOK, "What?")
+        # It was read before: there is nothing to tell.
+        assert told == []
+        new = "A new text. " * 30
+        answer = http.post("/v1/contexts", json={"text": new, "stream": True})
+        lines = [line for line in answer.text.split("\n\n") if line]
+        told = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        counts = [each["tokens_read"] for each in told]
+        assert counts == sorted(counts) and len(counts) > 2
+        assert told[0]["object"] == "context.progress" and counts[-1] == told[-1]["tokens"]
+
+
+def test_only_files_under_the_folder_are_read(serve, tiny, tmp_path):
+    under = tmp_path / "texts"
+    under.mkdir()
+    (under / "book.txt").write_text(BOOK)
+    (under / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "secret.txt").write_text("secret")
+    (under / "link.txt").symlink_to(tmp_path / "secret.txt")
+    running = serve(tiny, access=Access(files_under=under))
+    with running.http() as http:
+        assert read(http, file="book.txt")["state"] == "ready"
+        for name in ("../secret.txt", str(tmp_path / "secret.txt"), "link.txt", "no.txt", "\0"):
+            answer = http.post("/v1/contexts", json={"file": name})
+            assert answer.status_code == 400
+            assert "is no file that may be read" in answer.json()["error"]["message"]
+        answer = http.post("/v1/contexts", json={"file": "bytes.txt"})
+        assert "not UTF-8" in answer.json()["error"]["message"]
+
+
+def test_no_file_is_read_unless_told(server):
+    with server.http() as http:
+        answer = http.post("/v1/contexts", json={"file": "book.txt"})
+    assert answer.status_code == 400
+    assert "--files-under" in answer.json()["error"]["message"]
+
+
+def test_memory_pressure_saves_contexts_and_loads_them_again(serve, tiny):
+    books = [f"{number} {BOOK}" for number in range(3)]
+    count = len(tiny.tokenizer.encode(tiny.layout(True).context(books[0]), bos=True))
+    # Room for two texts of this size.
+    probe = serve(tiny)
+    need = probe.served.team.executor.needed_bytes(count)
+    probe.stop()
+    running = serve(tiny, context_bytes=int(2.5 * need))
+    with running.http() as http, running.client() as client:
+        names = [read(http, text=book)["id"] for book in books]
+        states = [http.get(f"/v1/contexts/{name}").json()["state"] for name in names]
+        assert states == ["saved", "ready", "ready"]
+        for _ in range(2):
+            for name, book in zip(names, books, strict=True):
+                text, usage = ask(client, name, "What?", seed=3)
+                assert text == asked(tiny, book, "What?", seed=3)
+                assert usage.prompt_tokens_details.cached_tokens == count
+        figures = http.get("/metrics").text
+        assert running.served.contexts.resident_bytes <= 2.5 * need
+    assert "longctx_contexts_saved_total 3.0" in figures
+    # All six questions found their context on the disk.
+    assert "longctx_contexts_loaded_total 6.0" in figures
+
+
+def test_a_text_that_never_fits_is_refused_with_the_arithmetic(serve, tiny):
+    running = serve(tiny, context_bytes=1000)
+    with running.http() as http, running.client() as client:
+        answer = http.post("/v1/contexts", json={"text": BOOK})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "out_of_memory"
+        assert "the server keeps 1000 B for texts" in error["message"]
+        with pytest.raises(openai.BadRequestError, match=r"needs .* on each device"):
+            complete(client, BOOK)
+        assert http.get("/v1/contexts").json()["data"] == []
+
+
+def test_prompts_reuse_what_was_read(serve, tiny):
+    running = serve(tiny)
+    with running.client() as client:
+        expected = {}
+        for tail in (" What?", " Which key?", " Why?"):
+            (answer,) = tiny.generate(
+                BOOK + tail, sampling=Sampling(temperature=1.0, seed=1), max_tokens=8
+            )
+            expected[tail] = answer.text
+        cached = []
+        for tail in (" What?", " What?", " Which key?", " Why?"):
+            found = complete(client, BOOK + tail)
+            assert found.choices[0].text == expected[tail]
+            cached.append(found.usage.prompt_tokens_details.cached_tokens)
+        shared = len(tiny.tokenizer.encode(BOOK, bos=True))
+        whole = len(tiny.tokenizer.encode(BOOK + " What?", bos=True)) - 1
+        # The third prompt is split where it leaves the first; the fourth finds that part.
+        assert cached[:3] == [0, whole, 0]
+        assert shared - 2 <= cached[3] < whole
+
+
+@pytest.mark.slow
+def test_an_evicting_method_reuses_the_same_text_alone(serve, tiny):
+    method = jax_longctx.make_method("streaming-llm", {"budget": "64", "chunk": "32"})
+    model = tiny.with_method(method)
+    running = serve(model)
+    with running.http() as http, running.client() as client:
+        cached = []
+        for tail in (" What?", " What?", " Which key?", " Which key?"):
+            (answer,) = model.generate(
+                BOOK + tail, sampling=Sampling(temperature=1.0, seed=1), max_tokens=8
+            )
+            found = complete(client, BOOK + tail)
+            assert found.choices[0].text == answer.text
+            cached.append(found.usage.prompt_tokens_details.cached_tokens > 0)
+        assert cached == [False, True, False, True]
+        context = read(http, text=BOOK)["id"]
+        assert ask(client, context, "What?", seed=2)[0] == asked(model, BOOK, "What?", seed=2)
+
+
+@pytest.mark.slow
+def test_a_method_that_needs_the_question_reads_for_each(serve, tiny):
+    method = jax_longctx.make_method("citrus", {"budget": "64", "chunk": "32"})
+    assert method.info.needs_question
+    model = tiny.with_method(method)
+    running = serve(model)
+    with running.http() as http, running.client() as client:
+        for _ in range(2):
+            (answer,) = model.generate(
+                BOOK, sampling=Sampling(temperature=1.0, seed=1), max_tokens=8
+            )
+            found = complete(client, BOOK)
+            assert found.choices[0].text == answer.text
+            assert found.usage.prompt_tokens_details.cached_tokens == 0
+        answer = http.post("/v1/contexts", json={"text": BOOK})
+        assert answer.status_code == 400
+        assert "reads a text for each question" in answer.json()["error"]["message"]
+        # The scheduler may sleep half a second between the answer and its next look at the texts.
+        end = time.monotonic() + 10
+        while any(running.served.contexts.counts().values()):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+def test_saved_contexts_are_found_after_a_restart(serve, tiny, tmp_path):
+    folder = tmp_path / "kept"
+    first = serve(tiny, contexts=folder)
+    with first.http() as http, first.client() as client:
+        context = read(http, text=BOOK, save=True, ttl=500)
+        name = context["id"]
+        assert context["saved"] is True
+        unsaved = read(http, text=OTHER)["id"]
+        expected = ask(client, name, "What?", seed=6)[0]
+    first.stop()
+    second = serve(tiny, contexts=folder)
+    with second.http() as http, second.client() as client:
+        found = http.get(f"/v1/contexts/{name}").json()
+        assert (found["state"], found["tokens"]) == ("saved", context["tokens"])
+        assert http.get(f"/v1/contexts/{unsaved}").status_code == 404
+        assert ask(client, name, "What?", seed=6)[0] == expected
+        http.delete(f"/v1/contexts/{name}")
+        end = time.monotonic() + 10
+        while list(second.served.contexts.folder.glob("*/")):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_disk_that_cannot_be_written_fails_the_request_alone(serve, tiny, monkeypatch, caplog):
+    running = serve(tiny)
+    executor = running.served.team.executor
+
+    def full(key, path):
+        raise CheckpointError(f"{path} could not be written: No space left on device")
+
+    monkeypatch.setattr(executor, "save", full)
+    with running.http() as http, running.client() as client:
+        answer = http.post("/v1/contexts", json={"text": BOOK, "save": True})
+        assert answer.status_code == 500
+        # The client learns no path of the server; the log has it.
+        assert "its log says why" in answer.json()["error"]["message"]
+        assert str(running.served.contexts.folder) not in answer.text
+        assert f"{running.served.contexts.folder}/" in caplog.text
+        assert "No space left on device" in caplog.text
+        assert http.get("/v1/contexts").json()["data"] == []
+        assert ask(client, read(http, text=BOOK)["id"], "What?")[0] == asked(tiny, BOOK, "What?")
+
+
+@pytest.mark.slow
+def test_short_device_memory_drops_texts_and_then_refuses(serve, tiny, monkeypatch):
+    """The device says that it is full, whatever the budget says."""
+    running = serve(tiny)
+    executor = running.served.team.executor
+    read_on = executor.read_on
+
+    def full(key):
+        if executor.contexts or full.always:
+            executor._reading.pop(key).close()
+            raise CapacityError("a cache needs more than is free")
+        return read_on(key)
+
+    full.always = False
+    monkeypatch.setattr(executor, "read_on", full)
+    with running.http() as http, running.client() as client:
+        names = [read(http, text=text)["id"] for text in (BOOK, OTHER)]
+        states = [http.get(f"/v1/contexts/{name}").json()["state"] for name in names]
+        assert states == ["saved", "ready"]
+        assert ask(client, names[0], "What?")[0] == asked(tiny, BOOK, "What?")
+        full.always = True
+        answer = http.post("/v1/contexts", json={"text": "A third text."})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "a cache needs more than is free"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, caplog):
+    folder = tmp_path / "kept"
+    first = serve(tiny, contexts=folder)
+    with first.http() as http:
+        name = read(http, text=BOOK, chat=False, save=True)["id"]
+    first.stop()
+    # An array's file is cut off, the manifest is whole.
+    (arrays,) = folder.glob("*/*/caches")
+    largest = max((each for each in arrays.rglob("*") if each.is_file()), key=_size)
+    os.truncate(largest, _size(largest) // 2)
+    second = serve(tiny, contexts=folder)
+    with second.http() as http, second.client() as client:
+        assert http.get(f"/v1/contexts/{name}").json()["state"] == "saved"
+        expected = asked(tiny, BOOK, "What?", chat=False)
+        if named:
+            assert ask(client, name, "What?")[0] == expected
+        else:
+            tail = tiny.layout(False).question("What?")
+            (answer,) = tiny.generate(
+                BOOK + tail, sampling=Sampling(temperature=1.0, seed=0), max_tokens=12
+            )
+            assert complete(client, BOOK + tail, seed=0, max_tokens=12).choices[0].text == (
+                answer.text
+            )
+        found = http.get(f"/v1/contexts/{name}").json()
+        assert (found["state"], found["saved"]) == ("ready", True)
+        assert "longctx_contexts_loaded_total 0.0" in http.get("/metrics").text
+    assert "its text is read again" in caplog.text and str(folder) in caplog.text
+    second.stop()
+    third = serve(tiny, contexts=folder)
+    with third.client() as client, third.http() as http:
+        assert ask(client, name, "What?")[0] == expected
+        assert "longctx_contexts_loaded_total 1.0" in http.get("/metrics").text
+
+
+def test_a_text_that_is_saved_goes_where_another_cannot_be_saved(serve, tiny, monkeypatch):
+    books = [f"{number} {BOOK}" for number in range(4)]
+    count = len(tiny.tokenizer.encode(tiny.layout(True).context(books[0]), bos=True))
+    probe = serve(tiny)
+    need = probe.served.team.executor.needed_bytes(count)
+    probe.stop()
+    running = serve(tiny, context_bytes=int(2.5 * need))
+
+    def full(key, path):
+        raise CheckpointError(f"{path} could not be written: No space left on device")
+
+    with running.http() as http:
+        names = [read(http, text=books[0])["id"], read(http, text=books[1], save=True)["id"]]
+        monkeypatch.setattr(running.served.team.executor, "save", full)
+        names.append(read(http, text=books[2])["id"])
+        states = [http.get(f"/v1/contexts/{name}").json()["state"] for name in names]
+        # The least recently used one stays: it is nowhere else.
+        assert states == ["ready", "saved", "ready"]
+        answer = http.post("/v1/contexts", json={"text": books[3]})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "context_files"
+
+
+def test_a_context_that_is_deleted_while_it_is_loaded_or_saved(serve, tiny, monkeypatch):
+    """Files are removed by the thread that loads and saves them, so that neither fails."""
+    running = serve(tiny)
+    contexts, executor = running.served.contexts, running.served.team.executor
+    threads, begun, ended = set(), threading.Event(), threading.Event()
+    rmtree, save = shutil.rmtree, executor.save
+
+    def noted(path, *given, **how):
+        threads.add(threading.current_thread().name)
+        return rmtree(path, *given, **how)
+
+    def slow(key, path):
+        begun.set()
+        assert ended.wait(20)
+        save(key, path)
+        assert Path(path).exists()
+
+    monkeypatch.setattr(shutil, "rmtree", noted)
+    monkeypatch.setattr(executor, "save", slow)
+    with running.http() as http:
+        name = read(http, text=BOOK)["id"]
+        saving = threading.Thread(target=lambda: read(http, text=BOOK, save=True))
+        saving.start()
+        assert begun.wait(20)
+        listed = [each["id"] for each in http.get("/v1/contexts").json()["data"]]
+        assert len(listed) == 2 and name in listed
+        for each in listed:
+            assert http.delete(f"/v1/contexts/{each}").status_code == 200
+        ended.set()
+        saving.join(20)
+        end = time.monotonic() + 10
+        while contexts._texts or list(contexts.folder.glob("*/")):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert not list(contexts.folder.glob("*.json"))
+    assert threads == {"scheduler"}
+
+
+def test_contexts_are_limited_in_number_and_time(serve, tiny):
+    running = serve(tiny, most_contexts=2, most_ttl=5000)
+    with running.http() as http:
+        answer = http.post("/v1/contexts", json={"text": BOOK, "ttl": 5001})
+        assert answer.status_code == 400
+        assert "at most 5000 s" in answer.json()["error"]["message"]
+        names = [read(http, text=BOOK, ttl=5000)["id"] for _ in range(2)]
+        answer = http.post("/v1/contexts", json={"text": BOOK})
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "there are 2 contexts already" in answer.json()["error"]["message"]
+        http.delete(f"/v1/contexts/{names[0]}")
+        assert read(http, text=OTHER)["state"] == "ready"
+    # A job may end shortly after its answer.
+    end = time.monotonic() + 10
+    while any(text.jobs for text in running.served.contexts._texts.values()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_saved_contexts_are_limited_in_bytes(serve, tiny, tmp_path, caplog):
+    probe = serve(tiny, contexts=tmp_path / "probe")
+    with probe.http() as http:
+        read(http, text=BOOK, save=True)
+    (size,) = [text.stored for text in probe.served.contexts._texts.values()]
+    assert size > 1000
+    running = serve(tiny, contexts=tmp_path / "kept", context_disk=int(1.5 * size))
+    with running.http() as http:
+        name = read(http, text=BOOK, save=True)["id"]
+        for _ in range(2):
+            answer = http.post("/v1/contexts", json={"text": OTHER, "save": True})
+            assert answer.status_code == 500
+            assert answer.json()["error"]["code"] == "context_files"
+        assert "of --context-disk; delete contexts, or allow more" in caplog.text
+        assert len(list(running.served.contexts.folder.glob("*/"))) == 1
+        http.delete(f"/v1/contexts/{name}")
+        end = time.monotonic() + 10
+        while list(running.served.contexts.folder.glob("*/")):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert read(http, text=OTHER, save=True)["saved"] is True
+
+
+def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatch):
+    """The file with the entries fails half-way; the same text is saved later."""
+    running = serve(tiny, contexts=tmp_path / "kept")
+    folder = running.served.contexts.folder
+    write = Path.write_text
+
+    def full(path, text, **how):
+        if path.parent == folder:
+            write(path, text[:10], **how)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text, **how)
+
+    with running.http() as http:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "write_text", full)
+            assert http.post("/v1/contexts", json={"text": BOOK, "save": True}).status_code == 500
+        assert not [path for path in folder.glob("*.partial") if path.is_file()]
+        assert read(http, text=BOOK, save=True)["saved"] is True
+
+
+def test_a_server_removes_what_a_killed_one_left(serve, tiny, tmp_path):
+    first = serve(tiny, contexts=tmp_path / "kept")
+    with first.http() as http:
+        name = read(http, text=BOOK, save=True)["id"]
+    first.stop()
+    folder = first.served.contexts.folder
+    whole = sorted(folder.rglob("*"))
+    (saved,) = folder.glob("*.json")
+    for stray in (f"{saved.stem}.partial", f"{saved.name}.partial", "0123.lock"):
+        (folder / stray).write_text("{")
+    (folder / "0123.partial").mkdir()
+    (folder / "4567").mkdir()
+    second = serve(tiny, contexts=tmp_path / "kept")
+    assert sorted(folder.rglob("*")) == whole
+    with second.http() as http:
+        assert http.get(f"/v1/contexts/{name}").json()["state"] == "saved"
+
+
+def _size(path):
+    return path.stat().st_size
+
+
+def test_two_servers_do_not_share_a_folder(serve, tiny, tmp_path):
+    serve(tiny, contexts=tmp_path / "one")
+    with pytest.raises(jax_longctx.LongctxError, match="another server keeps its contexts"):
+        serve(tiny, contexts=tmp_path / "one")

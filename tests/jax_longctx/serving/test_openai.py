@@ -1,0 +1,320 @@
+"""The official client, unmodified: answers are those of `ask` and `generate`."""
+
+import itertools
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import openai
+import pytest
+import tokenizers
+
+from jax_longctx.api import LongContext
+from jax_longctx.serving.tokens import Places, TokenNames
+from jax_longctx.settings import Sampling
+from jax_longctx.text import Tokenizer
+
+PROMPT = "The pass key is 12345. Remember it. The pass key"
+QUESTIONS = ["What is the pass key?", "Remember what?", "Is it 12345?", "Which key?"]
+BOOK = "The pass key is 12345. Remember it. " * 8
+
+
+def generated(model, prompt, *, seed=0, max_tokens=12, stop=(), **how):
+    """What `generate` answers: text, finish and tokens."""
+    sampling = Sampling(**{"temperature": 1.0, "seed": seed, **how})
+    (answer,) = model.generate(prompt, sampling=sampling, max_tokens=max_tokens, stop=stop)
+    return answer
+
+
+def chat_of(model, question):
+    return model.tokenizer.chat([{"role": "user", "content": question}])
+
+
+def test_models_lists_the_one(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "jax-longctx"
+
+
+def test_completion_is_that_of_generate(client, tiny):
+    expected = generated(tiny, PROMPT, seed=7)
+    found = client.completions.create(model="tiny", prompt=PROMPT, seed=7, max_tokens=12)
+    assert found.choices[0].text == expected.text
+    assert found.choices[0].finish_reason == expected.finish
+    assert found.usage.completion_tokens == len(expected.tokens)
+    assert found.usage.prompt_tokens == len(tiny.tokenizer.encode(PROMPT, bos=True))
+
+
+def test_chat_is_that_of_generate_over_the_template(client, tiny):
+    expected = generated(tiny, chat_of(tiny, QUESTIONS[0]), seed=3)
+    found = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": QUESTIONS[0]}],
+        seed=3,
+        max_completion_tokens=12,
+    )
+    assert found.choices[0].message.content == expected.text
+    assert found.choices[0].message.role == "assistant"
+
+
+def test_streams_are_the_whole_answers(client, tiny):
+    expected = generated(tiny, PROMPT, seed=9, max_tokens=40)
+    stream = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        seed=9,
+        max_tokens=40,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = stream
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+    assert chunks[-1].choices[0].finish_reason == expected.finish
+    assert last.choices == [] and last.usage.completion_tokens == len(expected.tokens)
+    expected = generated(tiny, chat_of(tiny, "Why?"), seed=9, max_tokens=40)
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Why?"}],
+        seed=9,
+        max_tokens=40,
+        stream=True,
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected.text
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stops_end_the_text_before_them(client, tiny, stream):
+    # The first seed whose answer is not ended by the model itself.
+    whole, seed = next(
+        (answer.text, seed)
+        for seed in range(50)
+        if (answer := generated(tiny, PROMPT, seed=seed, max_tokens=40)).finish == "length"
+    )
+    stop = whole[10:13]
+    expected = generated(tiny, PROMPT, seed=seed, max_tokens=40, stop=[stop])
+    assert expected.finish == "stop" and len(expected.text) < len(whole)
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, seed=seed, max_tokens=40, stop=[stop, "@@@"], stream=stream
+    )
+    chunks = list(found) if stream else [found]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.8},
+        pytest.param({"temperature": 1.5, "top_k": 5}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0.9, "repetition_penalty": 1.3}, marks=pytest.mark.slow),
+    ],
+)
+def test_sampling_options_are_those_of_the_library(client, tiny, how):
+    ours = {key: how[key] for key in ("top_k", "repetition_penalty") if key in how}
+    theirs = {key: value for key, value in how.items() if key not in ours}
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, seed=11, max_tokens=16, extra_body=ours, **theirs
+    )
+    assert found.choices[0].text == generated(tiny, PROMPT, seed=11, max_tokens=16, **how).text
+
+
+def test_without_a_seed_each_answer_is_drawn_anew(client):
+    texts = {
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=16).choices[0].text
+        for _ in range(4)
+    }
+    assert len(texts) > 1
+
+
+def test_logprobs_are_those_of_the_model(client, tiny):
+    found = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Why?"}],
+        temperature=0,
+        max_tokens=8,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    content = found.choices[0].logprobs.content
+    answer = generated(tiny, chat_of(tiny, "Why?"), max_tokens=8, temperature=0.0)
+    prompt = tiny.tokenizer.encode(chat_of(tiny, "Why?"), bos=True)
+    (logits,) = tiny.engine.score([prompt + answer.tokens])
+    logits = logits[len(prompt) - 1 : -1].astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert len(content) == len(answer.tokens)
+    for entry, row, token in zip(content, expected, answer.tokens, strict=True):
+        assert math.isclose(entry.logprob, row[token], abs_tol=1e-4)
+        text = tiny.tokenizer.decode([token])
+        assert entry.token == text or (entry.token.startswith("bytes:") and "\ufffd" in text)
+        best = sorted(row, reverse=True)[:3]
+        assert np.allclose([each.logprob for each in entry.top_logprobs], best, atol=1e-4)
+    raw = b"".join(bytes(entry.bytes or []) for entry in content)
+    assert raw.decode("utf-8", "replace") == answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_logprobs_point_into_the_text(client, stream):
+    parts = 0
+    for seed in range(6):
+        found = client.completions.create(
+            model="tiny", prompt=PROMPT, seed=seed, max_tokens=24, logprobs=5, stream=stream
+        )
+        chunks = [each.choices[0] for each in (found if stream else [found])]
+        text = "".join(chunk.text for chunk in chunks)
+        scored = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+        tokens = [token for each in scored for token in each.tokens]
+        offsets = [at for each in scored for at in each.text_offset]
+        assert len(tokens) == len(offsets) and tokens
+        assert offsets[0] == 0 and offsets == sorted(offsets)
+        for name, at in zip(tokens, offsets, strict=True):
+            parts += name.startswith("bytes:")
+            assert name.startswith(("bytes:", "<|")) or text[at:].startswith(name)
+        for each in scored:
+            assert all(value <= 0 for value in each.token_logprobs)
+            # None is lost, whatever the names of special tokens and parts of characters.
+            assert all(len(best) == 5 for best in each.top_logprobs)
+    assert parts > 3
+
+
+def test_tokens_of_a_sentencepiece_vocabulary_keep_their_spaces():
+    vocabulary = ["<unk>", "</s>", "<0xC3>", "<0xA4>", "a", "\u2581key", "key", "\u2581", "<0x0A>"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab={piece: number for number, piece in enumerate(vocabulary)},
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    backend.add_special_tokens(["</s>"])
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = Tokenizer(backend, {})
+    names = TokenNames(tokenizer)
+    assert names.distinct([5, 6, 2, 1, 2]) == [" key", "key", "bytes:\\xc3", "</s>", "<0xC3>"]
+    assert (names.raw(5), names.raw(2), names.raw(1)) == (b" key", b"\xc3", None)
+    ids = [5, 2, 3, 6, 5, 8, 4]
+    for after in ([], [4]):
+        decoder, places = tokenizer.stream_decoder(after), Places(tokenizer, after)
+        text = "".join(decoder.push([token]) for token in ids) + decoder.flush()
+        found = [places.next(token) for token in ids]
+        first = " key" if after else "key"
+        assert [name for name, _ in found] == [
+            *(first, "bytes:\\xc3", "bytes:\\xa4", "key", " key", "\n", "a")
+        ]
+        for name, at in found:
+            assert text[at:].startswith("\xe4" if name.startswith("bytes:") else name)
+
+
+def test_a_chat_to_a_base_checkpoint_names_the_other_route(serve, tiny):
+    base = LongContext(tiny.engine, Tokenizer(tiny.tokenizer._backend, {}))
+    assert not base.tokenizer.has_chat
+    running = serve(base)
+    with running.client() as client:
+        with pytest.raises(openai.BadRequestError, match="send a prompt to /v1/completions"):
+            client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "Why?"}]
+            )
+        assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2).choices
+
+
+def test_prompts_may_be_token_ids(client, tiny):
+    ids = tiny.tokenizer.encode(PROMPT, bos=True)
+    expected = generated(tiny, PROMPT, seed=7)
+    for prompt in (ids, [ids], [PROMPT]):
+        found = client.completions.create(model="tiny", prompt=prompt, seed=7, max_tokens=12)
+        assert found.choices[0].text == expected.text
+
+
+def test_answers_amid_others_are_those_alone(client, tiny):
+    asked = list(itertools.product(QUESTIONS, range(6)))
+    alone = {
+        (question, seed): generated(tiny, chat_of(tiny, question), seed=seed, max_tokens=24).text
+        for question, seed in asked
+    }
+
+    def ask(pair):
+        question, seed = pair
+        found = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": question}],
+            seed=seed,
+            max_tokens=24,
+        )
+        return found.choices[0].message.content
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(ask, asked))
+    assert found == [alone[pair] for pair in asked]
+
+
+@pytest.mark.slow
+def test_an_answer_amid_31_others_is_that_alone(serve, tiny):
+    """32 rows over four contexts: two whose rows share them, and two that are copied."""
+    books = [f"{number}. " + BOOK * (number % 2 + 1) for number in range(2)]
+    books += ["The pass key.", "Remember it."]
+    running = serve(tiny, rows=32)
+    with running.http() as http, running.client() as client:
+        made = [http.post("/v1/contexts", json={"text": book}).json() for book in books]
+        cases = list(itertools.product(range(4), QUESTIONS, (1, 2)))
+        layout, expected = tiny.layout(), []
+        for book, question, seed in cases:
+            context = tiny.prefill(layout.context(books[book]))
+            sampling = Sampling(temperature=1.0, seed=seed)
+            asked = layout.question(question)
+            (answer,) = tiny.ask(context, asked, sampling=sampling, max_tokens=40)
+            expected.append(answer.text)
+
+        def ask(case):
+            book, question, seed = case
+            found = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": question}],
+                seed=seed,
+                max_tokens=40,
+                extra_body={"context": made[book]["id"]},
+            )
+            return found.choices[0].message.content
+
+        for _ in range(2):
+            with ThreadPoolExecutor(len(cases)) as pool:
+                assert list(pool.map(ask, cases)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "said"),
+    [
+        ({"model": "other"}, 404, "there is no model 'other'"),
+        ({"extra_body": {"stream_options": {"include_usage": True}}}, 400, "needs stream: true"),
+        ({"n": 2}, 400, "n is not supported: leave it out, or give 1"),
+        ({"temperature": 3.0}, 400, "temperature: Input should be less than or equal to 2"),
+        ({"max_tokens": 65}, 400, "max_tokens is 65, this server gives at most 64"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty is not supported"),
+        ({"extra_body": {"best": 1}}, 400, "unknown field 'best'"),
+        ({"extra_body": {"context": "ctx_no"}}, 404, "there is no context 'ctx_no'"),
+        ({"prompt": ""}, 400, "prompt must be one text"),
+        ({"prompt": ["a", "b"]}, 400, "prompt must be one text"),
+        ({"prompt": [1 << 20]}, 400, "token id"),
+        ({"prompt": [1, 2**63]}, 400, "Input should be less than 2147483648"),
+        ({"prompt": [[2**70]]}, 400, "Input should be less than 2147483648"),
+        ({"prompt": [-1]}, 400, "Input should be greater than or equal to 0"),
+        ({"prompt": "key " * 600}, 400, "are longer than the 512 tokens"),
+        ({"stop": ["a"] * 17}, 400, "expected at most 16 strings"),
+    ],
+)
+def test_errors_are_one_clear_line(client, changes, status, said):
+    given = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, **changes}
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(**given)
+    assert caught.value.status_code == status
+    assert said in caught.value.body["message"]
+    assert "\n" not in caught.value.body["message"]
