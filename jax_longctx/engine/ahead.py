@@ -339,14 +339,17 @@ def _zeros(leaf: Any, sharding: Any) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 
 
-def abstract_params(config: ModelConfig, mesh: Any, dtype: Any) -> Any:
-    """The parameters as shapes on the mesh, in a nested dict, a layer apart."""
+def abstract_params(
+    config: ModelConfig, mesh: Any, dtype: Any, weights: StoredForm | None = None
+) -> Any:
+    """The parameters as shapes on the mesh, in a nested dict, a layer apart.
+
+    Args:
+      weights: the 8-bit form of the layers' matrices; None for arrays.
+    """
+    infos = param_infos(config).items()
     return unflatten_dict(
-        {
-            path: jax.ShapeDtypeStruct(info.shape, dtype, sharding=info.sharding(mesh))
-            for path, info in param_infos(config).items()
-        },
-        sep=".",
+        {path: info.abstract(mesh, dtype, weights) for path, info in infos}, sep="."
     )
 
 
