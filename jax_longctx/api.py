@@ -123,7 +123,6 @@ def load(
     dtype: str | None = None,
     chunk: int = 512,
     kv: str | None = None,
-    weights: str | None = None,
     choose: Callable[["LongContext"], Method] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
 ) -> "LongContext":
@@ -136,8 +135,6 @@ def load(
       chunk: tokens a prefill pass takes.
       kv: "int8" or "fp8" for caches that hold keys and values in 8 bits; None, or "bfloat16" beside
         bfloat16 weights, for the weights' dtype.
-      weights: "int8" or "fp8" for the layers' matrices in 8 bits, made as they load; None, or
-        "bfloat16" beside dtype bfloat16, for `dtype`.
       choose: called before the weights load, with the model under full attention: gives the method.
         `method` must not be given then.
       ahead: called with the model while its weights load, in one process alone: to `compile` what
@@ -157,17 +154,16 @@ def load(
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
     kind = jnp.dtype(manifest.dtype if dtype is None else dtype)
-    form = weights_form(weights, kind.name)
-    shapes = abstract_params(manifest.config, mesh, kind, form)
+    shapes = abstract_params(manifest.config, mesh, kind)
     engine = Engine(manifest.config, shapes, method or Full(), mesh, chunk=chunk, kv=kv)
     model = LongContext(engine, tokenizer, manifest)
     if choose is not None:
         model = model.with_method(choose(model))
     if ahead is None or jax.process_count() > 1:
-        params = load_params(checkpoint, mesh, kind, form)
+        params = load_params(checkpoint, mesh, kind)
     else:
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-            loading = pool.submit(load_params, checkpoint, mesh, kind, form)
+            loading = pool.submit(load_params, checkpoint, mesh, kind)
             ahead(model)
             params = loading.result()
     model.engine.take_params(params, consume=True)

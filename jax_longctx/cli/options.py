@@ -23,7 +23,7 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import DTYPES, FORM_NAMES, Sampling, parse_mesh, parse_pairs
+from jax_longctx.settings import DTYPES, KV_NAMES, Sampling, parse_mesh, parse_pairs
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -121,8 +121,8 @@ def _check_dtype(name: str) -> None:
 
 
 def _check_kv(name: str) -> None:
-    if name not in FORM_NAMES:
-        raise ConfigError(f"--kv {name!r} is not one of {', '.join(FORM_NAMES)}")
+    if name not in KV_NAMES:
+        raise ConfigError(f"--kv {name!r} is not one of {', '.join(KV_NAMES)}")
 
 
 def parse_specs(specs: list[str] | None) -> list[Spec]:

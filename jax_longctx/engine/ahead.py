@@ -339,17 +339,14 @@ def _zeros(leaf: Any, sharding: Any) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 
 
-def abstract_params(
-    config: ModelConfig, mesh: Any, dtype: Any, weights: StoredForm | None = None
-) -> Any:
-    """The parameters as shapes on the mesh, in a nested dict, a layer apart.
-
-    Args:
-      weights: the 8-bit form of the layers' matrices; None for arrays.
-    """
-    infos = param_infos(config).items()
+def abstract_params(config: ModelConfig, mesh: Any, dtype: Any) -> Any:
+    """The parameters as shapes on the mesh, in a nested dict, a layer apart."""
     return unflatten_dict(
-        {path: info.abstract(mesh, dtype, weights) for path, info in infos}, sep="."
+        {
+            path: jax.ShapeDtypeStruct(info.shape, dtype, sharding=info.sharding(mesh))
+            for path, info in param_infos(config).items()
+        },
+        sep=".",
     )
 
 

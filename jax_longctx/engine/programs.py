@@ -71,7 +71,7 @@ from jax_longctx.models.llama import (
     gathered_layer,
     layer_of,
 )
-from jax_longctx.settings import StoredForm
+from jax_longctx.settings import KVForm
 from jax_longctx.sharding import (
     AnyMesh,
     Leaf,
@@ -85,7 +85,6 @@ from jax_longctx.sharding import (
 )
 from pallas_kernels.plane import Plane
 from pallas_kernels.quantised import empty
-from pallas_kernels.quantised_matrix import AnyMatrix, matrix_of
 from pallas_kernels.row_matmul import (
     MAX_ROWS,
     MAX_SOURCE_ROWS,
@@ -199,7 +198,6 @@ class Setup:
       by_layer: whether the host loops over the layers, not the device (see the module). A pass
         then takes a dispatch for each layer, and a decode step waits for the host.
       kv: the 8-bit form in which caches hold keys and values; None for arrays of `dtype`.
-      weights: the 8-bit form of the layers' matrices; None for arrays of `dtype`.
     """
 
     config: ModelConfig
@@ -208,8 +206,7 @@ class Setup:
     dtype: Any
     chunk: int
     by_layer: bool = False
-    kv: StoredForm | None = None
-    weights: StoredForm | None = None
+    kv: KVForm | None = None
 
     @property
     def platform(self) -> str:
@@ -295,10 +292,10 @@ class FewRows(Products):
 
     setup: Setup
 
-    def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
+    def of(self, x: Array, w: Array, axes: int = 1) -> Array:
         return self._product(x, w, axes, x.dtype)
 
-    def normed(self, norm: Norm, x: Array, w: AnyMatrix) -> Array:
+    def normed(self, norm: Norm, x: Array, w: Array) -> Array:
         if x.dtype == jnp.float16:
             # x without the norm may be too large for a float16 product with the scale.
             return super().normed(norm, x, w)
@@ -311,11 +308,11 @@ class FewRows(Products):
         y = self._product(norm.scale[...] * x, w, 1, jnp.float32)
         return (y * factor.reshape(*x.shape[:2], *[1] * (y.ndim - 2))).astype(x.dtype)
 
-    def _product(self, x: Array, w: AnyMatrix, axes: int, dtype: Any) -> Array:
+    def _product(self, x: Array, w: Array, axes: int, dtype: Any) -> Array:
         rows, inputs = x.shape[0] * x.shape[1], math.prod(x.shape[2:])
         multiply = functools.partial(row_matmul, dtype=dtype)
         run = self.setup.shard_map(multiply, PartitionSpec(), PartitionSpec())
-        y = run(x.reshape(rows, inputs), matrix_of(w, inputs))
+        y = run(x.reshape(rows, inputs), w.reshape(inputs, -1))
         return y.reshape(*x.shape[:2], *w.shape[axes:])
 
 
@@ -344,40 +341,40 @@ class Unsummed(FewRows):
     `Gated`. Rows are not padded. Weights are joined, as a loop over layers has them.
     """
 
-    def normed(self, norm: Norm, x: Hidden, w: AnyMatrix) -> Array:
+    def normed(self, norm: Norm, x: Hidden, w: Array) -> Array:
         sums, factor_R = self._normed(norm, x, w)
         y_RN = (sums.total() * factor_R[:, None]).astype(_whole(x).dtype)
         return y_RN.reshape(*x.shape[:2], *w.shape[1:])
 
     def added(
-        self, x: Hidden, y: Any, w: AnyMatrix, axes: int = 1, bias: Array | None = None
+        self, x: Hidden, y: Any, w: Array, axes: int = 1, bias: Array | None = None
     ) -> Hidden:
         rows = math.prod(x.shape[:2])
         source = y if isinstance(y, Gated) else y.reshape(rows, -1)
-        whole, sums = _whole(x), self._sums(source, matrix_of(w, math.prod(w.shape[:-1])))
+        whole, sums = _whole(x), self._sums(source, w.reshape(-1, w.shape[-1]))
         if bias is None:
             return Later(whole, sums)
         return whole + (sums.total().astype(whole.dtype).reshape(whole.shape) + bias)
 
-    def gated(self, norm: Norm, x: Hidden, w: AnyMatrix, activation: str) -> Any:
+    def gated(self, norm: Norm, x: Hidden, w: Array, activation: str) -> Any:
         if activation != "silu":
             return super().gated(norm, x, w, activation)
         both, factor_R = self._normed(norm, x, w)
         return Gated(both, factor_R, _whole(x).dtype)
 
-    def _normed(self, norm: Norm, x: Hidden, w: AnyMatrix) -> tuple[Sums, Float[Array, " R"]]:
+    def _normed(self, norm: Norm, x: Hidden, w: Array) -> tuple[Sums, Float[Array, " R"]]:
         """The product without the norm's factor, and the factor."""
         rows, whole = math.prod(x.shape[:2]), _whole(x)
         # See `FewRows.normed`.
         factor = norm.factor(jax.lax.optimization_barrier(whole))
         if factor is None:
-            normed = self._sums(norm(whole).reshape(rows, -1), matrix_of(w, w.shape[0]))
+            normed = self._sums(norm(whole).reshape(rows, -1), w.reshape(w.shape[0], -1))
             return normed, jnp.ones(rows, jnp.float32)
         given, sums = (x.x, x.sums) if isinstance(x, Later) else (x, None)
         source = Scaled(given.reshape(rows, -1), sums, norm.scale[...])
-        return self._sums(source, matrix_of(w, w.shape[0])), factor.reshape(rows)
+        return self._sums(source, w.reshape(w.shape[0], -1)), factor.reshape(rows)
 
-    def _sums(self, source: Source, w: AnyMatrix) -> Sums:
+    def _sums(self, source: Source, w: Array) -> Sums:
         return self.setup.shard_map(row_sums, PartitionSpec(), PartitionSpec())(source, w)
 
 

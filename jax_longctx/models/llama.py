@@ -11,8 +11,7 @@ heads, H head dim, D model, F ffn, V vocabulary.
 Parameters come in two forms. Apart, `params["layers"]` holds each layer's arrays under its number:
 checkpoints and training have this form, and engines whose host calls each layer. Stacked
 (`stacked_layers`), it holds one array for all layers of each kind of weight, which a loop over the
-layers indexes. In either form the layers' matrices may be in 8 bits (`quantised_weights`): each is
-a `QuantisedMatrix` then, and the embedding, the head, norms and biases are arrays as before. The engine runs the layers one by one (`layer_of`); `Llama.hidden`, for training,
+layers indexes. The engine runs the layers one by one (`layer_of`); `Llama.hidden`, for training,
 unrolls them.
 """
 
@@ -30,16 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.settings import StoredForm
 from jax_longctx.sharding import AnyMesh, check_divisible, logical_sharding, weight_sharding
-from pallas_kernels.quantised import FORMS
-from pallas_kernels.quantised_matrix import (
-    AnyMatrix,
-    QuantisedMatrix,
-    map_parts,
-    product_of,
-    quantise_matrix,
-)
 
 # (q_BTNH, k_BTKH, v_BTKH, the layer's cache) -> (out_BTNH, cache)
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
@@ -87,35 +77,6 @@ class ParamInfo:
             return (0, 1)
         return (0,) if first in ("embed", "mlp") and count > 1 else ()
 
-    @property
-    def in_8_bits(self) -> bool:
-        """Whether 8-bit weights are so here: of the layers' matrices.
-
-        The table of an embedding and of the head is read as it is: a step reads one row of the one,
-        and the other's errors go straight into the logits.
-        """
-        return bool(self.inputs) and self.axes[0] != "vocab"
-
-    @property
-    def of_scales(self) -> "ParamInfo":
-        """Of the scales of this matrix in 8 bits."""
-        shape, axes = [*self.shape], [*self.axes]
-        for axis in self.inputs:
-            shape[axis], axes[axis] = 1, None
-        return ParamInfo(tuple(shape), tuple(axes))
-
-    def abstract(self, mesh: AnyMesh, dtype: Any, weights: StoredForm | None = None) -> Any:
-        """Shapes of it on `mesh`, in the 8-bit form where there is one and it has one."""
-        sharding = self.sharding(mesh)
-        if weights is None or not self.in_8_bits:
-            return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
-        scales = self.of_scales
-        return QuantisedMatrix(
-            jax.ShapeDtypeStruct(self.shape, FORMS[weights][0], sharding=sharding),
-            jax.ShapeDtypeStruct(scales.shape, jnp.float32, sharding=scales.sharding(mesh)),
-            jnp.dtype(dtype),
-        )
-
 
 def _param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
     """Only its shape counts: `init_params` makes random values, the loader reads stored ones."""
@@ -145,22 +106,22 @@ class Products:
     their own (`Hidden`).
     """
 
-    def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
+    def of(self, x: Array, w: Array, axes: int = 1) -> Array:
         """The last axes of x with as many first ones of w."""
-        return product_of(x, w, axes)
+        return jnp.tensordot(x, w, axes)
 
-    def normed(self, norm: Norm, x: Hidden, w: AnyMatrix) -> Array:
+    def normed(self, norm: Norm, x: Hidden, w: Array) -> Array:
         """The last axis of the normed x with the first one of w."""
         return self.of(self.placed(norm(x), "batch", None, None), w)
 
     def added(
-        self, x: Hidden, y: Any, w: AnyMatrix, axes: int = 1, bias: Array | None = None
+        self, x: Hidden, y: Any, w: Array, axes: int = 1, bias: Array | None = None
     ) -> Hidden:
         """The sum of x and the product of y and w, and a bias: a residual connection."""
         product = self.placed(self.of(y, w, axes), "batch", "tokens", None)
         return x + (product if bias is None else product + bias)
 
-    def gated(self, norm: Norm, x: Hidden, w: AnyMatrix, activation: str) -> Any:
+    def gated(self, norm: Norm, x: Hidden, w: Array, activation: str) -> Any:
         """What a gated MLP's last product is given: w is of gate and up joined, [D, 2, F]."""
         both_BTCF = self.normed(norm, x, w)
         gated_BTF = ACTIVATIONS[activation](both_BTCF[:, :, 0]) * both_BTCF[:, :, 1]
@@ -386,20 +347,14 @@ def gathered_layer(config: ModelConfig, mesh: AnyMesh, params: Any) -> Any:
 
 
 def _gathered(split: tuple[Any, Any], mesh: AnyMesh, params: Any) -> Any:
-    infos = {
-        path: ParamInfo(tuple(leaf.shape), leaf.get_metadata("axes"))
+    shardings = {
+        path: logical_sharding(mesh, leaf.get_metadata("axes"))
         for path, leaf in nnx.to_flat_state(split[1])
     }
-
-    def gathered(array: Any, info: ParamInfo) -> Any:
-        return jax.lax.with_sharding_constraint(array, logical_sharding(mesh, info.axes))
-
-    placed = {}
-    for path, array in traverse_util.flatten_dict(params).items():
-        info = infos[path]
-        if isinstance(array, QuantisedMatrix):
-            info = QuantisedMatrix(info, info.of_scales, None)
-        placed[path] = map_parts(array, gathered, info)
+    placed = {
+        path: jax.lax.with_sharding_constraint(array, shardings[path])
+        for path, array in traverse_util.flatten_dict(params).items()
+    }
     return traverse_util.unflatten_dict(placed)
 
 
@@ -410,17 +365,9 @@ def layer_params(params: Any, index: int) -> Any:
         return layers[str(index)]
     layer = jax.tree.map(lambda x: x[index], layers)
     qkv, gate_up = layer["attn"].pop("qkv"), layer["mlp"].pop("gate_up")
-
-    def queries(x: Array) -> Array:
-        return x[:, :, :-2].reshape(x.shape[0], -1, x.shape[3])
-
-    layer["attn"] |= {"q": map_parts(qkv, queries)}
-    layer["attn"] |= {
-        name: map_parts(qkv, lambda x, at=at: x[:, :, at]) for name, at in (("k", -2), ("v", -1))
-    }
-    layer["mlp"] |= {
-        name: map_parts(gate_up, lambda x, at=at: x[:, at]) for name, at in (("gate", 0), ("up", 1))
-    }
+    q = qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3])
+    layer["attn"] |= {"q": q, "k": qkv[:, :, -2], "v": qkv[:, :, -1]}
+    layer["mlp"] |= {"gate": gate_up[:, 0], "up": gate_up[:, 1]}
     return layer
 
 
@@ -452,7 +399,7 @@ def stacked_layers(config: ModelConfig, params: Any, *, consume: bool = False) -
     for part, name, names in _stacks(each[0]):
         nested = isinstance(each[0][part][names[0]], dict)
         group = _group(each, part, names)
-        made = _stack_of(config, group)
+        made = _stack(config, group)
         stacks.setdefault(part, {})[name] = {"scale": made} if nested else made
         if consume:
             group.clear()
@@ -472,12 +419,12 @@ def stacking_programs(config: ModelConfig, params: Any) -> list[Any]:
     each = [layers[str(index)] for index in range(len(layers))]
     found: dict[Any, Any] = {}
     for part, _, names in _stacks(each[0]):
-        for group in _parts_of(_group(each, part, names)):
-            key = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in group[0])
-            if key not in found:
-                sharding = _stack_sharding(group[0])
-                stacker = _stacker(len(names) - 1, config.num_kv_heads, sharding)
-                found[key] = stacker.lower(group)
+        group = _group(each, part, names)
+        key = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in group[0])
+        if key not in found:
+            sharding = _stack_sharding(group[0])
+            stacker = _stacker(len(names) - 1, config.num_kv_heads, sharding)
+            found[key] = stacker.lower(group)
     return list(found.values())
 
 
@@ -499,22 +446,6 @@ def _group(layers: Sequence[Any], part: str, names: tuple[str, ...]) -> list[tup
         tuple(one["scale"] if isinstance(one, dict) else one for one in map(layer[part].get, names))
         for layer in layers
     ]
-
-
-def _parts_of(layers: Sequence[tuple[Any, ...]]) -> list[Sequence[tuple[Any, ...]]]:
-    """The layers' arrays; of 8-bit weights the numbers, then the scales."""
-    if not isinstance(layers[0][0], QuantisedMatrix):
-        return [layers]
-    return [
-        [tuple(getattr(w, part) for w in arrays) for arrays in layers]
-        for part in ("values", "scales")
-    ]
-
-
-def _stack_of(config: ModelConfig, layers: Sequence[tuple[Any, ...]]) -> Any:
-    """`_stack`, also of 8-bit weights."""
-    first, parts = layers[0][0], [_stack(config, part) for part in _parts_of(layers)]
-    return QuantisedMatrix(*parts, first.dtype) if isinstance(first, QuantisedMatrix) else parts[0]
 
 
 def _stack(config: ModelConfig, layers: Sequence[tuple[Any, ...]]) -> Any:
@@ -583,36 +514,6 @@ def param_infos(config: ModelConfig) -> Mapping[str, ParamInfo]:
         for path, leaf in nnx.to_flat_state(state)
         if isinstance(leaf, nnx.Param)
     }
-
-
-def quantised_weights(config: ModelConfig, mesh: AnyMesh, params: Any, form: StoredForm) -> Any:
-    """The parameters, some or all and a layer apart, with the layers' matrices in 8 bits.
-
-    Each matrix is taken out of the dicts of `params` when its 8-bit form is made: what that takes
-    beside the weights is one matrix.
-    """
-    flat, infos = traverse_util.flatten_dict(params, sep="."), param_infos(config)
-    found = {}
-    for path in [*flat]:
-        info, w = infos[path], flat.pop(path)
-        if info.in_8_bits:
-            *folders, name = path.split(".")
-            del functools.reduce(dict.__getitem__, folders, params)[name]
-            w = jax.block_until_ready(_quantiser(info, mesh, form)(w))
-        found[path] = w
-    return traverse_util.unflatten_dict(found, sep=".")
-
-
-@functools.lru_cache(maxsize=64)
-def _quantiser(info: ParamInfo, mesh: AnyMesh, form: StoredForm) -> Callable[[Array], Any]:
-    shardings = jax.tree.map(lambda x: x.sharding, info.abstract(mesh, jnp.float32, form))
-
-    def parts(w: Array) -> tuple[Array, Array]:
-        made = quantise_matrix(w, form, info.inputs)
-        return made.values, made.scales
-
-    run = jax.jit(parts, out_shardings=(shardings.values, shardings.scales))
-    return lambda w: QuantisedMatrix(*run(w), jnp.dtype(w.dtype))
 
 
 def check_mesh(config: ModelConfig, mesh: AnyMesh) -> None:

@@ -68,7 +68,6 @@ class PlanRequest:
       reserve: tokens of question and answer.
       chunk: tokens that a prefill pass takes.
       kv: the form of keys and values in caches, as for `Engine`.
-      weights: the form of the layers' matrices, as for `api.load`.
     """
 
     config: ModelConfig
@@ -80,7 +79,6 @@ class PlanRequest:
     chunk: int = 512
     dtype: str = "bfloat16"
     kv: str | None = None
-    weights: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "reserve", "chunk"):
@@ -95,12 +93,8 @@ class PlanRequest:
         """The programs' setup. ConfigError where method, model and mesh do not fit together."""
         self.method.validate(self.config)
         check_mesh(self.config, mesh)
-        forms = {
-            "kv": kv_form(self.kv, self.dtype),
-            "weights": weights_form(self.weights, self.dtype),
-        }
-        dtype = jnp.dtype(self.dtype)
-        return programs.Setup(self.config, self.method, mesh, dtype, self.chunk, **forms)
+        dtype, form = jnp.dtype(self.dtype), kv_form(self.kv, self.dtype)
+        return programs.Setup(self.config, self.method, mesh, dtype, self.chunk, kv=form)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,12 +277,9 @@ class _Case:
             body, table = own_matmuls(setup, gathered=True)
             if programs.gathers_weights(config, setup.mesh, tokens):
                 # A layer's weights, or the table of the embedding.
-                estimate += max(body // config.num_layers * _stored_bytes(setup), table * item)
+                estimate += max(body // config.num_layers, table) * item
             else:
                 estimate += 2 * shards * tokens * config.model_dim * item
-        if setup.weights is not None and self.request.target.kind != "tpu":
-            # A matrix as numbers of the model's dtype: a TPU's products convert as they read.
-            estimate += max(_matrices(setup)) * item
         return round(self.scale * estimate)
 
     def largest(self) -> int | None:
@@ -332,29 +323,10 @@ def _waiting(work: Work, chip: Chip) -> float:
 
 def weight_bytes(setup: programs.Setup) -> int:
     """Bytes of parameters on each device."""
-    infos = param_infos(setup.config).values()
-    shapes = [info.abstract(setup.mesh, setup.dtype, setup.weights) for info in infos]
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(shapes)
+        math.prod(info.sharding(setup.mesh).shard_shape(info.shape)) * setup.dtype.itemsize
+        for info in param_infos(setup.config).values()
     )
-
-
-def _stored_bytes(setup: programs.Setup) -> int:
-    """Bytes of a number of the layers' matrices."""
-    return setup.dtype.itemsize if setup.weights is None else 1
-
-
-def _matrices(setup: programs.Setup) -> list[int]:
-    """Numbers of a device's part of each matrix of a layer; gate and up are joined."""
-    infos = param_infos(setup.config)
-    sizes = {
-        path.removeprefix("layers.0."): math.prod(info.sharding(setup.mesh).shard_shape(info.shape))
-        for path, info in infos.items()
-        if path.startswith("layers.0.") and info.in_8_bits
-    }
-    sizes["mlp.gate"] += sizes.pop("mlp.up")
-    return list(sizes.values())
 
 
 def step_weight_bytes(setup: programs.Setup) -> int:
@@ -444,7 +416,7 @@ def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: in
         collectives += layers * work.collectives
         if _gathers_weights(setup, rows * work.tokens, segments):
             # They are read where they lie, and again as they are used.
-            read += segments * body * _stored_bytes(setup)
+            read += segments * body * item
     pairs = rows * _layers(setup, work, context)
     return Work(
         linear=rows * 2 * (body * work.tokens + head),
@@ -507,9 +479,7 @@ def _traffic(
     received, collectives = config.num_layers * received, config.num_layers * collectives
     if shards > 1 and spread and _gathers_weights(setup, tokens, segments):
         own, whole = own_matmuls(setup), own_matmuls(setup, gathered=True)
-        each = _stored_bytes(setup), item
-        more = (size * (b - a) for size, a, b in zip(each, own, whole, strict=True))
-        received += segments * sum(more)
+        received += segments * item * (sum(whole) - sum(own))
         gathers = [whole[0] > own[0], whole[1] > own[1]]
         collectives += segments * (gathers[0] * GATHERS * config.num_layers + gathers[1])
     elif shards > 1 and spread:
