@@ -5,7 +5,8 @@
     python docs/tables.py --take decode.json --revision 1234567 --date 2026-11-23 \
       --command "jax-longctx bench decode --out decode.json"
 
-The last takes the file of `bench decode` or `bench throughput` into `docs/results` first.
+The last takes the file of `bench decode`, `bench throughput` or `bench serve` into `docs/results`
+first.
 
 `docs/results/NAME.json` holds one experiment each. `docs/templates` holds Jinja templates that look
 figures up in them. Two pages are whole templates; in README a template fills the lines between
@@ -377,8 +378,28 @@ THROUGHPUT_ABOUT = (
 )
 
 
+SERVE_COLUMNS = (
+    ("context", "context", ""),
+    ("batch", "rows", ""),
+    ("alone_seconds", "one row alone: step", "ms"),
+    ("seconds", "all rows: step", "ms"),
+    ("tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("speedup", "all / one", "{:.1f}x"),
+    ("share", "of limit", "{:.0%}"),
+    ("first_token", "first token", "ms"),
+    ("gap_p50", "reading: median between tokens", "ms"),
+    ("gap_p99", "p99", "ms"),
+    ("read_beside", "read, tokens/s", "{:,.0f}"),
+    ("read_share", "of reading alone", "{:.0%}"),
+)
+SERVE_ABOUT = (
+    "Rows over one context decode together. Then another text is read between their decode blocks, "
+    "at the server's pace. A first token is that of a question about a context that was read."
+)
+
+
 def take(found: Mapping[str, Any], command: str, revision: str, date: str) -> Result:
-    """The result of the file of `bench decode` or `bench throughput`.
+    """The result of the file of `bench decode`, `bench throughput` or `bench serve`.
 
     Raises:
       ResultError: it has no such rows.
@@ -386,8 +407,16 @@ def take(found: Mapping[str, Any], command: str, revision: str, date: str) -> Re
     made = [row for row in found.get("rows", ()) if "limit_seconds" in row]
     if not made:
         raise ResultError("no row has a 'limit_seconds'; expected a file of `bench decode`")
-    speeds = "tokens_per_second" in made[0]
-    columns = [column for column in STEP_COLUMNS if any(column[0] in row for row in made)]
+    served = "alone_seconds" in made[0]
+    speeds = "tokens_per_second" in made[0] and not served
+    offered = SERVE_COLUMNS if served else STEP_COLUMNS
+    columns = [column for column in offered if any(column[0] in row for row in made)]
+    if served:
+        name, title, about = "serving", "Many answers over one context", SERVE_ABOUT
+    elif speeds:
+        name, title, about = "throughput", "Throughput of the largest batch", THROUGHPUT_ABOUT
+    else:
+        name, title, about = "decode-steps", "Decode step of all methods", STEP_ABOUT
 
     def kept(row: Row) -> dict[str, Any]:
         settings = ",".join(f"{key}={value}" for key, value in row["settings"].items())
@@ -397,11 +426,11 @@ def take(found: Mapping[str, Any], command: str, revision: str, date: str) -> Re
     layers = found["layers"]
     whole = layers["timed"] == layers["of"]
     failed = [row for row in found["rows"] if "failed" in row]
-    head = {"key": "label", "head": "method", "format": "`{}`"}
+    first = {"key": "label", "head": "method", "format": "`{}`"}
     return Result(
-        name="throughput" if speeds else "decode-steps",
-        title="Throughput of the largest batch" if speeds else "Decode step of all methods",
-        about=THROUGHPUT_ABOUT if speeds else STEP_ABOUT,
+        name=name,
+        title=title,
+        about=about,
         kind="speed",
         model=f"the shape of {found['model']} ({layers['of']} layers, "
         + ("all" if whole else f"{layers['timed']} and 1")
@@ -411,17 +440,18 @@ def take(found: Mapping[str, Any], command: str, revision: str, date: str) -> Re
         date=date,
         revision=revision,
         command=[command],
-        baseline="full attention in the same run",
-        limit="the bytes of a step, weights included, over the copy bandwidth of the same run",
+        baseline=f"{'one row' if served else 'full attention'} in the same run",
+        limit="the bytes of a step, weights included, over the copy bandwidth of the same run"
+        + ("; of the caches, what one row reads" if served else ""),
         notes=[f"`{row['method']}` was not timed: {row['failed']}." for row in failed],
         columns=[
-            head,
+            first,
             *(
-                {"key": key, "head": name, **({"format": how} if how else {})}
-                for key, name, how in columns
+                {"key": key, "head": head, **({"format": how} if how else {})}
+                for key, head, how in columns
             ),
         ],
-        picture="throughput.png" if speeds else "decode-steps.png",
+        picture="" if served else f"{name}.png",
         rows=[kept(row) for row in made],
     )
 
@@ -450,7 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write what is stale, or only name it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where stale")
-    parser.add_argument("--take", metavar="FILE", help="of `bench decode` or `bench throughput`")
+    parser.add_argument("--take", metavar="FILE", help="of `bench decode`, `throughput` or `serve`")
     for name in ("command", "revision", "date"):
         parser.add_argument(f"--{name}", default="", help=f"{name} of --take")
     given = parser.parse_args(argv)

@@ -11,6 +11,7 @@ wall time is of no use. The gaps of a step are its wall time less the sum of its
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import leaf_axes, tree_shardings
+from jax_longctx.sharding import Leaf, axes_of, leaf_axes, tree_shardings
 from pallas_kernels.quantised import stored_as
 
 # The question of every row.
@@ -229,14 +230,22 @@ def _is_store(node: Any) -> bool:
 
 
 def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Context:
-    """A context of `length` tokens a row, with random keys and values in append-only caches."""
+    """A context of `length` tokens a row, with random keys, values and digests of pages.
+
+    Equal digests would let all rows choose the same pages.
+    """
     setup = engine.setup
     reserve = reserved(reserve)
     slots = slots_for(length, reserve, engine.mesh.shape["seq"])
     shapes = programs.abstract_caches(setup, batch, slots, reserve)
 
-    def draw(node: Any, seed: Any) -> Any:
+    numbers = itertools.count(1)
+
+    def draw(node: Any, about: Any, seed: Any) -> Any:
         if not _is_store(node):
+            if "pages" in about.axes and jnp.issubdtype(node.dtype, jnp.floating):
+                key = jax.random.fold_in(jax.random.key(seed), next(numbers))
+                return jax.random.normal(key, node.shape, node.dtype)
             return jnp.zeros(node.shape, node.dtype)
         keys = jax.random.split(jax.random.key(seed), 2)
         k, v = (
@@ -254,8 +263,9 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
         if key not in made:
 
             def make(seed: Any) -> Any:
-                stores = functools.partial(jax.tree.map, is_leaf=_is_store)
-                return stores(lambda node: draw(node, seed), cache)
+                fields = axes_of(cache, lambda axes: Leaf(axes, in_place=False))
+                mapped = functools.partial(jax.tree.map, is_leaf=_is_store)
+                return mapped(lambda node, about: draw(node, about, seed), cache, fields)
 
             made[key] = jax.jit(make, out_shardings=tree_shardings(setup.mesh, cache))
         return made[key](index)

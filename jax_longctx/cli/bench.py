@@ -277,6 +277,101 @@ def throughput(
     _draw(result, picture)
 
 
+@bench_app.command()
+@options.command
+def serve(
+    output: options.Output,
+    methods: list[str] | None = options.methods(
+        "A method and its settings; repeat for several. full and quest unless given."
+    ),
+    model: str = options.shape(names=("--model", "--preset")),
+    context: int = option("Tokens of the text that all rows ask about.", default=131072, min=1),
+    rows: int = option("Answers that are decoded together.", default=16, min=1),
+    question: int = option("Tokens of each question.", default=32, min=1),
+    read: int | None = option(
+        "Tokens of another text that is read between decode blocks; 0 reads none. As --context "
+        "unless given.",
+        metavar="TOKENS",
+        min=0,
+    ),
+    blocks: int = option("Blocks of 32 steps that are timed.", default=5, min=1),
+    random_cache: bool = option(
+        "Draw the context's cache at random instead of reading it (methods that keep all keys).",
+        default=True,
+    ),
+    chunk: int = options.chunk(),
+    mesh: str | None = _mesh(),
+) -> None:
+    """Time many answers over one context, and decoding beside reading, random bfloat16 weights.
+
+    Rows share the context where the method can. Beside them stands one row alone in the same run.
+    Then another text is read in chunks between decode blocks, at the server's pace: the gaps
+    between a row's tokens, and how fast the text is read beside reading alone.
+
+    [bold]Example[/bold]
+
+        jax-longctx bench serve --model llama-3.1-8b --context 131072 --rows 16 --out serve.json
+    """
+    terminal = output.terminal()
+    with terminal.starting():
+        from jax_longctx.bench.serve import run
+        from jax_longctx.sharding import make_mesh
+
+    result = run(
+        model=model,
+        methods=_named(methods or ["full", "quest"]),
+        context=context,
+        rows=rows,
+        question=question,
+        read=context if read is None else read,
+        blocks=blocks,
+        random_cache=random_cache,
+        chunk=chunk,
+        mesh=make_mesh(**_sizes(mesh)),
+        say=terminal.note,
+    )
+    output.hand_over(result, _served)
+
+
+def _served(result: dict[str, Any]) -> Iterable[Any]:
+    steps, reading = [], []
+    for row in result["rows"]:
+        name = _name(row)
+        if "seconds" in row:
+            times = [f"{row[key] * 1e3:.2f} ms" for key in ("alone_seconds", "seconds")]
+            speeds = [f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.1f}x"]
+            rest = [f"{row['share']:.0%}", shown_time(row["first_token"])]
+            steps.append([name, "yes" if row["shared"] else "no", *times, *speeds, *rest])
+        if "read_alone" in row:
+            gaps = [shown_time(row[key]) for key in ("gap_p50", "gap_p99", "gap_most")]
+            rates = [f"{row[key]:,.0f}" for key in ("read_alone", "read_beside")]
+            reading.append([name, *gaps, *rates, f"{row['read_share']:.0%}"])
+        if "failed" in row:
+            steps.append([name, row["failed"]])
+    together = f"{result['rows'][0]['batch']} rows"
+    yield table(
+        (
+            *("method", "shared", "alone: step", f"{together}: step", "tokens/s"),
+            *("together / alone", "of limit", "first token"),
+        ),
+        steps,
+    )
+    if reading:
+        yield f"\nwhile a text of {result['read']:,} tokens is read:"
+        yield table(
+            (
+                *("method", "between tokens: median", "p99", "most"),
+                *("read alone, tokens/s", "beside", "beside / alone"),
+            ),
+            reading,
+        )
+    yield (
+        f"{result['device']}, {result['model']} in bfloat16, a context of "
+        f"{result['rows'][0]['context']:,} tokens; chunk {result['chunk']:,}, jax {result['jax']}; "
+        f"copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
+    )
+
+
 def _all_or(methods: list[str] | None) -> list[tuple[str, dict[str, str]]]:
     """The methods that were named, or all but those for studies. Imports JAX."""
     from jax_longctx.methods import METHODS, STUDIES

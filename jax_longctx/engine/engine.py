@@ -231,11 +231,16 @@ class Engine:
         questions: Rows | None = None,
         total: Sequence[int] | None = None,
         capacity: int = 0,
+        ahead: Callable[[], bool] = lambda: True,
     ) -> Generator[Progress, None, Context]:
         """`prefill`, a segment each turn: what needs the device meanwhile runs between two.
 
         Checks and raises as `prefill` does, at the first turn. One that is closed early leaves
         nothing behind.
+
+        Args:
+          ahead: whether a turn may end while its segment computes, asked each turn. That reads
+            fastest, but what runs between two turns waits for the segment.
         """
         rows = self.padded(contexts)
         lengths = [len(row) for row in rows]
@@ -259,12 +264,15 @@ class Engine:
             caches, marker = programs.run_segment(
                 self.setup, self.params, caches, segment, known, None, "none"
             )
-            if previous is not None:
+            # What is read twice (an anchor, on every shard) is no progress.
+            earlier, done = done, min(done + int(segment.chunk_lengths.sum()), everything)
+            if not ahead():
+                marker.block_until_ready()
+                yield told(done)
+            elif previous is not None:
                 # One segment computes while the next is dispatched; never a longer queue.
                 previous.block_until_ready()
-                yield told(done)
-            # What is read twice (an anchor, on every shard) is no progress.
-            done = min(done + int(segment.chunk_lengths.sum()), everything)
+                yield told(earlier)
         if marker is not None:
             marker.block_until_ready()
         yield told(everything)

@@ -73,6 +73,8 @@ class Executor:
             capacity=_capacity(len(tokens) + self.reserve),
             total=[total],
             questions=None if question is None else [question],
+            # Rows wait for no segment but those of the slice, and the slice's time is known.
+            ahead=lambda: not self._rows,
         )
 
     def read_on(self, key: str) -> tuple[int, int] | None:

@@ -6,10 +6,9 @@ HTTP handlers give it jobs and get events back. Each turn of the thread
 2. lets waiting jobs go on: begins to read or load a text, or joins a row to those that decode;
 3. reads one slice of a text, and decodes one block of the running rows.
 
-Joins and a slice of reading take little time together, so that rows wait little. Decoding then gets
-a quarter of what the slice took, so that reading keeps four fifths of its speed, unless one step
-takes longer. Jobs are served in their order, but a job that waits for memory does not hold up those
-whose text is in memory.
+Joins and a slice of reading take little time together, so that rows wait little (see `pace`). Jobs
+are served in their order, but a job that waits for memory does not hold up those whose text is in
+memory.
 
 Memory is counted in bytes on each device. A text that would not fit into the whole budget is
 refused; one that does not fit now waits until rows end. To make room, the least recently used text
@@ -26,23 +25,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_longctx.api import AnswerReader
-from jax_longctx.engine.engine import BLOCK, NOT_FINITE
+from jax_longctx.engine.engine import NOT_FINITE
 from jax_longctx.engine.running import Chosen, Request
 from jax_longctx.errors import CapacityError, CheckpointError, LongctxError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.serving.contexts import Contexts, Entry, Text
 from jax_longctx.serving.executor import Executor, Team, request_values
 from jax_longctx.serving.metrics import Metrics
+from jax_longctx.serving.pace import READ_SECONDS, Pace
 from jax_longctx.serving.schema import RequestError, from_library
 
 log = logging.getLogger(__name__)
 
-# Seconds of joins and reading between two blocks of decode steps, where rows decode.
-READ_SECONDS = 0.08
-# Decoding's share of the time while a text is read: a quarter of what reading takes.
-DECODE_SHARE = 0.25
-# Seconds of a decode block: rows join and tokens arrive as often.
-BLOCK_SECONDS = 0.03
 # Texts in memory that no client named: more would only be looked through.
 MOST_UNNAMED = 256
 # Seconds that the thread sleeps at most: times to live end meanwhile.
@@ -172,7 +166,7 @@ class Scheduler:
         self._need = 0
         # Whether the devices are full: nothing is read until a row has ended.
         self._full = False
-        self._step_seconds = BLOCK_SECONDS
+        self._pace = Pace()
         self._ordered = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
@@ -488,15 +482,15 @@ class Scheduler:
 
     def _work(self, began: float) -> None:
         """Reads one slice, then decodes one block, within its share of the time."""
-        reads, block = time.monotonic(), BLOCK_SECONDS
+        reads, read = time.monotonic(), None
         while self._text is not None:
             self._read_on(self._text)
             now = time.monotonic()
             if now - began >= READ_SECONDS or not self._rows:
-                block = min(block, DECODE_SHARE * (now - reads))
+                read = now - reads
                 break
         if self._rows:
-            self._decode(block)
+            self._decode(self._pace.steps(read))
 
     def _read_on(self, text: Text) -> None:
         try:
@@ -534,14 +528,11 @@ class Scheduler:
             if job.text is text:
                 self._fail(job, from_library(error))
 
-    def _decode(self, seconds: float) -> None:
-        """Decodes a block of about so many seconds, and at least one step."""
-        most = max(1, min(BLOCK, int(seconds / self._step_seconds)))
+    def _decode(self, most: int) -> None:
+        """Decodes a block of at most so many steps."""
         began = time.monotonic()
         found = self._do("step", most=most)
-        taken = (time.monotonic() - began) / max(1, *map(len, found.values()), 0)
-        # Half the new value: a block that compiled counts little after a few others.
-        self._step_seconds = max(1e-4, (self._step_seconds + taken) / 2)
+        self._pace.took(time.monotonic() - began, max(map(len, found.values()), default=0))
         broken = self._executor.broken
         for place, chosen in found.items():
             now, row = time.monotonic(), self._rows[place]

@@ -1,0 +1,239 @@
+"""Many answers over one long context: a step's time, and decoding beside reading another text.
+
+Random weights of a published shape. The rows run in a `RunningBatch`, as those of the server do.
+Under methods that can, they share the context's keys and values; under others each has its own.
+Beside them stands one row alone: `Engine.stream` over the same context.
+
+Then another text is read in chunks between decode blocks, at the server's pace (`serving.pace`).
+The gap of a row is the time between two deliveries of tokens to it; a block's tokens come together.
+Reading is compared with the same reading alone. A row whose answer is full joins anew. Its next gap
+does not count, those of the other rows do.
+
+The limit of a step is that of `bench decode` for one row: weights, and what one row reads. Tails of
+the rows, and pages that only some of them choose, come on top.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_longctx.bench.decode import Methods
+from jax_longctx.bench.steps import QUESTION, check_mesh, one_row
+from jax_longctx.bench.timing import (
+    TOO_MUCH,
+    WARM,
+    Shape,
+    call_times,
+    copy_bandwidth,
+    streamed,
+)
+from jax_longctx.engine import Context, Engine
+from jax_longctx.engine.capacity import footprint
+from jax_longctx.engine.engine import BLOCK
+from jax_longctx.engine.running import Request, RunningBatch, cannot_share
+from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.methods import make_method
+from jax_longctx.planning.plan import decode_work
+from jax_longctx.serving.pace import READ_SECONDS, Pace
+from jax_longctx.settings import Sampling
+from jax_longctx.sharding import make_mesh
+
+# Tokens of an answer while another text is read.
+ANSWER = 2048
+# Blocks of the rows before those that are timed: the first compiles.
+WARM_BLOCKS = 2
+
+
+def run(
+    *,
+    model: str,
+    methods: Methods,
+    context: int,
+    rows: int,
+    question: int,
+    read: int,
+    blocks: int,
+    random_cache: bool,
+    chunk: int = 512,
+    mesh: Mesh | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Every method; JSON-able. One that refuses the model or the memory is recorded as failed.
+
+    Args:
+      context: tokens of the text that is asked about.
+      rows: answers that are decoded together.
+      question: tokens of each row's question, which is drawn at random.
+      read: tokens of the text that is read beside decoding; 0: none is read.
+      blocks: blocks of 32 steps that are timed.
+      random_cache: draws the context's keys and values, of methods that keep all of them, in place
+        of a prefill.
+    """
+    mesh = make_mesh() if mesh is None else mesh
+    check_mesh(mesh)
+    shape = Shape.make(model, mesh, None, chunk, say)
+    bandwidth = copy_bandwidth()
+    say(f"copy {bandwidth / 1e12:.2f} TB/s")
+    found = []
+    for name, settings in methods:
+        say(f"{name}: {rows} rows over {context:,} tokens ...")
+        row: dict[str, Any] = {"method": name, "settings": settings, "context": context}
+        row |= {"batch": rows, "question": question}
+        method = make_method(name, settings)
+        try:
+            measured = _Measured(shape.engine(method), context, rows, question, blocks, say)
+            row |= measured.steps(random_cache)
+            sizes: dict[str, Any] = dict(batch=1, context=context, reserve=1)
+            setup = shape.setup(method)
+            moved = decode_work(setup, batch=1, read=footprint(setup, **sizes).read).read
+            limit = moved / bandwidth
+            row |= {"bytes": moved, "limit_seconds": limit, "share": limit / row["seconds"]}
+            if read:
+                row |= measured.beside(read)
+        except (ConfigError, *TOO_MUCH) as error:
+            row["failed"] = str(error).splitlines()[0]
+            say(f"  {row['failed']}")
+        found.append(row)
+    facts = {"chunk": chunk, "read": read, "random_cache": random_cache}
+    return {"model": model, **shape.facts(), **facts, "copy_bandwidth": bandwidth, "rows": found}
+
+
+class _Measured:
+    """One method's figures."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        length: int,
+        rows: int,
+        question: int,
+        blocks: int,
+        say: Callable[[str], None],
+    ):
+        self._engine, self._length, self._rows, self._blocks = engine, length, rows, blocks
+        self._say = say
+        draw = np.random.default_rng(rows)
+        size = (rows, question)
+        self._questions = draw.integers(0, engine.config.vocab_size, size).tolist()
+        self._asked = itertools.count()
+        self._joins: list[float] = []
+        self._answer = max(ANSWER, 1 + BLOCK * (WARM_BLOCKS + blocks))
+        self._context: Context
+        self._batch: RunningBatch
+
+    def steps(self, random_cache: bool) -> dict[str, Any]:
+        """Seconds a step of one row alone, and of all rows together."""
+        engine, rows = self._engine, self._rows
+        tokens = WARM + BLOCK * (1 + self._blocks)
+        reserve = max(tokens, len(self._questions[0]))
+        context = self._context = one_row(engine, self._length, reserve, random_cache)
+        if context.questions is not None:
+            raise InputError("this method reads a text for one question; rows cannot share it")
+        how: dict[str, Any] = {"max_tokens": tokens, "sampling": Sampling(temperature=1.0, seed=0)}
+        stream = engine.stream(context, [list(QUESTION)], keep=True, **how)
+        # The first whole block compiles.
+        alone = statistics.median(streamed(time.perf_counter(), stream)[1][1:])
+        self._say(f"  one row alone {alone * 1e3:.2f} ms a step")
+        why = cannot_share(engine)
+        given: dict[str, Any] = {"reserve": len(self._questions[0]) + self._answer}
+        given |= {"slots": context.slots} if why else {"context": context}
+        self._batch = RunningBatch(engine, places=rows, **given)
+        self._fill()
+        self._step(BLOCK)
+        # `call_times` begins with the second warm block.
+        seconds = statistics.median(call_times(lambda: self._step(BLOCK), self._blocks)) / BLOCK
+        self._say(f"  {rows} rows {seconds * 1e3:.2f} ms a step")
+        return {
+            "shared": why is None,
+            "alone_seconds": alone,
+            "alone_tokens_per_second": 1 / alone,
+            "seconds": seconds,
+            "tokens_per_second": rows / seconds,
+            "speedup": rows * alone / seconds,
+            # The first join compiles.
+            "first_token": statistics.median(self._joins[1:] or self._joins),
+            "row_bytes": self._batch.resident_bytes // rows,
+        }
+
+    def beside(self, read: int) -> dict[str, Any]:
+        """Gaps between tokens while a text is read, and the tokens read a second beside alone."""
+        # The first reading compiles.
+        alone = [self._read(read, beside=False)[0] for _ in range(2)][1]
+        self._say(f"  reading alone {read / alone:,.0f} tokens/s")
+        seconds, gaps = self._read(read, beside=True)
+        middle, most = (float(np.percentile(gaps, part)) for part in (50, 99))
+        self._say(
+            f"  beside {read / seconds:,.0f} tokens/s, p99 between tokens {most * 1e3:.0f} ms"
+        )
+        return {
+            "read_alone": read / alone,
+            "read_beside": read / seconds,
+            "read_share": alone / seconds,
+            "gap_p50": middle,
+            "gap_p99": most,
+            "gap_most": max(gaps),
+            "gaps": len(gaps),
+        }
+
+    def _fill(self) -> None:
+        """Lets rows join until all places are taken."""
+        while self._batch.free:
+            number = next(self._asked)
+            request = Request(
+                self._questions[number % self._rows],
+                Sampling(temperature=1.0, seed=number),
+                self._answer,
+            )
+            begun = time.perf_counter()
+            self._batch.join(self._context, request)
+            self._joins.append(time.perf_counter() - begun)
+
+    def _step(self, most: int) -> dict[int, int]:
+        """Decodes a block; how many tokens each place got.
+
+        Raises:
+          InputError: logits were not finite.
+        """
+        found = self._batch.step(most)
+        if "not finite" in self._batch.ended.values():
+            raise InputError("logits are not finite: this time is not one of a real step")
+        return {place: len(tokens) for place, tokens in found.items()}
+
+    def _read(self, tokens: int, *, beside: bool) -> tuple[float, list[float]]:
+        """Seconds to read a text, and the gaps of the rows that decode meanwhile."""
+        engine, pace = self._engine, Pace()
+        draw = np.random.default_rng(tokens).integers(0, engine.config.vocab_size, tokens)
+        reading = engine.reading(
+            [draw.tolist()], reserve=self._batch.reserve, ahead=lambda: not beside
+        )
+        begun = time.perf_counter()
+        told = dict.fromkeys(self._batch.running, begun)
+        gaps: list[float] = []
+        turn = begun
+        for _ in reading:
+            now = time.perf_counter()
+            if not beside or now - turn < READ_SECONDS:
+                continue
+            counts = self._step(pace.steps(now - turn))
+            ended = time.perf_counter()
+            pace.took(ended - now, max(counts.values(), default=0))
+            for place in [place for place, count in counts.items() if count]:
+                if place in told:
+                    gaps.append(ended - told[place])
+                told[place] = ended
+            for place in self._batch.ended:
+                told.pop(place, None)
+            self._fill()
+            turn = time.perf_counter()
+        seconds = time.perf_counter() - begun
+        if beside and not gaps:
+            raise InputError(
+                f"a text of {tokens:,} tokens is read within {READ_SECONDS:g} s: no row decoded "
+                f"meanwhile; give a longer one with --read"
+            )
+        return seconds, gaps

@@ -1,0 +1,100 @@
+"""`bench serve` on a tiny shape: its figures are of what they say."""
+
+import json
+from unittest.mock import create_autospec
+
+import pytest
+from typer.testing import CliRunner
+
+from jax_longctx.bench import serve
+from jax_longctx.bench.steps import random_context
+from jax_longctx.cli.main import app
+from jax_longctx.engine import Request, RunningBatch
+from jax_longctx.methods import Quest
+from jax_longctx.models import presets
+from tests.support import tiny_engine
+
+
+@pytest.fixture
+def tiny_preset(monkeypatch):
+    shape = dict(
+        presets.PRESETS["llama-3.1-8b"],
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    monkeypatch.setitem(presets.PRESETS, "tiny", shape)
+    monkeypatch.setattr(serve, "copy_bandwidth", lambda: 1e11)
+    # Chunks of this model take a millisecond.
+    monkeypatch.setattr(serve, "READ_SECONDS", 0.001)
+
+
+def asked(*args):
+    given = ["bench", "serve", "--model", "tiny", "--context", "600", "--rows", "3"]
+    return CliRunner().invoke(app, [*given, "--blocks", "1", "--chunk", "64", *args])
+
+
+def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monkeypatch, tmp_path):
+    batches, joins = [], []
+    monkeypatch.setattr(serve, "ANSWER", 1)
+    monkeypatch.setattr(serve, "Request", lambda *args: joins.append(args) or Request(*args))
+
+    def made(engine, **given):
+        batches.append(given)
+        return RunningBatch(engine, **given)
+
+    monkeypatch.setattr(serve, "RunningBatch", create_autospec(RunningBatch, side_effect=made))
+    # Of full attention all rows share the context; of SnapKV each has its own.
+    args = ["-m", "full", "-m", "snapkv:budget=64", "--read", "1200", "--json"]
+    result = asked(*args, "--out", str(tmp_path / "serve.json"))
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record == json.loads((tmp_path / "serve.json").read_text())
+    full, snapkv = record["rows"]
+    assert (full["shared"], snapkv["shared"]) == (True, False)
+    assert [("context" in given, given["places"]) for given in batches] == [(True, 3), (False, 3)]
+    for row in (full, snapkv):
+        assert row["tokens_per_second"] == pytest.approx(3 / row["seconds"])
+        assert row["speedup"] == pytest.approx(3 * row["alone_seconds"] / row["seconds"])
+        assert row["limit_seconds"] == pytest.approx(row["bytes"] / 1e11)
+        assert row["share"] == pytest.approx(row["limit_seconds"] / row["seconds"])
+        assert 0 < row["gap_p50"] <= row["gap_p99"] <= row["gap_most"]
+        # A turn is a slice of reading and a block: at most so many as there are chunks.
+        assert 1 <= row["gaps"] <= 3 * (1200 // 64 + 1)
+        assert row["read_share"] == pytest.approx(row["read_beside"] / row["read_alone"])
+    # Weights, and one row's keys and values: 2 layers x 2 heads x 8 x 2 x 2 bytes a token.
+    weights = 2 * (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32 + 128 * 32)
+    assert 600 <= (full["bytes"] - weights) / (2 * 2 * 8 * 2 * 2) <= 1024
+    # Answers of 97 tokens were full before the text was read: rows joined anew.
+    assert len(joins) > 2 * 3
+
+
+def test_full_and_quest_unless_named_and_a_table(tiny_preset, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = asked("--read", "0")
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[:2] for line in lines if line[:1] in (["full"], ["quest"])] == [
+        ["full", "yes"],
+        ["quest", "yes"],
+    ]
+    assert "is read" not in result.stdout
+
+
+def test_a_method_that_refuses_has_a_row_that_says_so(tiny_preset):
+    result = asked("-m", "dynamic-ntk", "--read", "0", "--json")
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)["rows"]
+    assert "rope" in row["failed"]
+
+
+def test_random_digests_differ():
+    """Rows with other queries then choose other pages."""
+    engine = tiny_engine(Quest(budget=64, page_size=16, local=16))
+    context = random_context(engine, 1, 300, 64)
+    for digests in (cache.digests for cache in context.usable_caches()):
+        assert float(digests.high.std()) > 0.5
+        assert not (digests.high == digests.low).any()
