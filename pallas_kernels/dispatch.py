@@ -57,6 +57,11 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def form_of(*arrays: Any) -> str | None:
+    """The 8-bit form of the first `Quantised` among the arrays; None where there is none."""
+    return next((x.form for x in arrays if isinstance(x, Quantised)), None)
+
+
 def select(
     operation: str,
     asked: str | None,

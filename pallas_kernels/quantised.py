@@ -10,14 +10,13 @@ A value that is not finite makes its scale so, and all numbers of that token com
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
 from pallas_kernels.plane import Plane
 
@@ -27,8 +26,6 @@ FORMS: dict[str, tuple[Any, float]] = {
     "fp8": (jnp.float8_e4m3fn, 448.0),
 }
 SCALES = jnp.bfloat16
-# Slots that become floats at once, for kernels that read floats alone; slots of a kernel's tile.
-BLOCK, _TILE = 8192, 128
 
 
 @jax.tree_util.register_dataclass
@@ -77,19 +74,6 @@ class Quantised:
         return Quantised(values, scales, self.dtype)
 
 
-def form_of(*arrays: Any) -> str | None:
-    """The 8-bit form of the first `Quantised` among the arrays; None where there is none."""
-    return next((x.form for x in arrays if isinstance(x, Quantised)), None)
-
-
-def empty(shape: tuple[int, ...], dtype: Any, form: str | None) -> Any:
-    """Zeros of that shape in an 8-bit form, or where `form` is None as an array."""
-    if form is None:
-        return jnp.zeros(shape, dtype)
-    kind, _ = FORMS[form]
-    return Quantised(jnp.zeros(shape, kind), jnp.zeros(shape[:-1], SCALES), jnp.dtype(dtype))
-
-
 def quantise(x: Float[Array, "*B H"], form: str) -> Quantised:
     """The 8-bit form of an array whose last axis is a token's head."""
     kind, most = FORMS[form]
@@ -122,27 +106,6 @@ def dequantised(x: Any) -> Any:
         return x
     wide = x.values.astype(jnp.float32) * x.scales.astype(jnp.float32)[..., None]
     return wide.astype(x.dtype)
-
-
-def cut(x: Any, start: Any, size: int) -> Any:
-    """`size` slots from `start` on of every row and head, as they are stored."""
-    if isinstance(x, Quantised):
-        return x.map(lambda part: cut(part, start, size))
-    if isinstance(x, Plane):
-        return x.cut(start, size)
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=2)
-
-
-def block_of(x: Any, start: Any, size: int) -> Shaped[Array, "B K C H"]:
-    """`cut`, as numbers."""
-    return dequantised(cut(x, start, size))
-
-
-def block_size(slots: int, most: int = BLOCK) -> int:
-    """Slots of a block, at most `most`: a divisor of `slots`, of whole tiles where these are."""
-    tile = math.gcd(slots, _TILE)
-    tiles = max(min(most, slots) // tile, 1)
-    return tile * next(n for n in range(tiles, 0, -1) if slots // tile % n == 0)
 
 
 # What a cache may hold as its keys or values.

@@ -300,6 +300,7 @@ def serve(
         default=True,
     ),
     chunk: int = options.chunk(),
+    kv: str | None = options.kv(),
     mesh: str | None = _mesh(),
 ) -> None:
     """Time many answers over one context, and decoding beside reading, random bfloat16 weights.
@@ -327,6 +328,7 @@ def serve(
         blocks=blocks,
         random_cache=random_cache,
         chunk=chunk,
+        kv=kv,
         mesh=make_mesh(**_sizes(mesh)),
         say=terminal.note,
     )
@@ -366,7 +368,7 @@ def _served(result: dict[str, Any]) -> Iterable[Any]:
             reading,
         )
     yield (
-        f"{result['device']}, {result['model']} in bfloat16, a context of "
+        f"{result['device']}, {result['model']} in bfloat16{_stored(result)}, a context of "
         f"{result['rows'][0]['context']:,} tokens; chunk {result['chunk']:,}, jax {result['jax']}; "
         f"copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
     )

@@ -30,7 +30,7 @@ from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.settings import KVForm
-from pallas_kernels.quantised import empty
+from pallas_kernels.common import empty
 
 Phase = Literal["none", "prefill", "decode", "both"]
 

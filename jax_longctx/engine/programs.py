@@ -82,8 +82,8 @@ from jax_longctx.sharding import (
     tree_specs,
     weight_sharding,
 )
+from pallas_kernels.common import empty
 from pallas_kernels.plane import Plane
-from pallas_kernels.quantised import empty
 from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
 
 # Options of a function that gives back every donated argument, updated, in the order they came.

@@ -48,9 +48,9 @@ from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import refuse_windows
 from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Adopting, Blocks, StarCache
-from pallas_kernels.common import merge
+from pallas_kernels.common import cut, merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
-from pallas_kernels.quantised import cut, stored_as
+from pallas_kernels.quantised import stored_as
 
 
 @method(source="Acharya et al. 2024, section 2")

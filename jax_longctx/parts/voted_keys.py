@@ -47,11 +47,11 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache, lines_of, local_run, read_lines
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.models.rope import rope_angles
-from pallas_kernels.common import AnyCache, merge
+from pallas_kernels.common import AnyCache, block_of, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
-from pallas_kernels.quantised import Quantised, block_of
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.select_large_k import select_large_k
 from pallas_kernels.topk_scores import merge_topk, topk_scores
 

@@ -37,10 +37,9 @@ from jax_longctx.caches import AppendCache, local_run, local_slots, read_lines
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.parts.unit_memory import Layout
 from pallas_kernels.attention_mass import attention_mass
-from pallas_kernels.common import group_heads, merge
+from pallas_kernels.common import block_of, group_heads, merge
 from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
-from pallas_kernels.quantised import block_of
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 
 Score = Literal["mass", "logit"]

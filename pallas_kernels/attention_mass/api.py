@@ -19,8 +19,18 @@ from jaxtyping import Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import gpu, reference, tpu, xla
 from pallas_kernels.attention_mass.reference import Masses, OverGroup, OverQueries, Reduction
-from pallas_kernels.common import AnyCache, PerQuery, PerRow, Queries, check_heads
-from pallas_kernels.quantised import BLOCK, FORMS, Quantised, block_of, block_size, form_of
+from pallas_kernels.common import (
+    BLOCK,
+    AnyCache,
+    PerQuery,
+    PerRow,
+    Queries,
+    block_of,
+    block_size,
+    check_heads,
+)
+from pallas_kernels.dispatch import form_of
+from pallas_kernels.quantised import FORMS, Quantised
 from pallas_kernels.tpu_common import unsupported_keys
 
 

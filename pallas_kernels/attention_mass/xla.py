@@ -20,8 +20,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.attention_mass.reference import Masses, OverGroup, Reduction
-from pallas_kernels.common import PerQuery, PerRow, Queries, Stored, group_heads
-from pallas_kernels.quantised import Quantised, block_of
+from pallas_kernels.common import PerQuery, PerRow, Queries, Stored, block_of, group_heads
+from pallas_kernels.quantised import Quantised
 
 # Float32 logits of a block; 4 to 64 MB and 256 to 2048 keys differ less than two runs on a CPU.
 _LOGIT_BYTES = 16 * 2**20

@@ -22,8 +22,9 @@ from jaxtyping import Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, Stored, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
+from pallas_kernels.dispatch import form_of
 from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.quantised import Quantised, form_of
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.tpu_common import unsupported_keys
 
 # Queries of a kv head that a pass over a shared cache takes: the rows of a GPU's matmul tile.

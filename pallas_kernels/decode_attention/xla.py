@@ -34,11 +34,12 @@ from pallas_kernels.common import (
     Queries,
     Stored,
     Window,
+    cut,
     group_heads,
     ungroup_heads,
 )
 from pallas_kernels.dispatch import platform
-from pallas_kernels.quantised import Quantised, cut
+from pallas_kernels.quantised import Quantised
 
 # Queries beyond which the scores are no longer small beside the cache.
 MAX_QUERIES = 16

@@ -15,17 +15,21 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import (
+    BLOCK,
     AnyCache,
     Attended,
     PerRow,
     Queries,
     Stored,
     Window,
+    block_of,
+    block_size,
     check_heads,
     merge,
 )
+from pallas_kernels.dispatch import form_of
 from pallas_kernels.prefill_attention import gpu, reference, tpu, xla
-from pallas_kernels.quantised import BLOCK, FORMS, Quantised, block_of, block_size, form_of
+from pallas_kernels.quantised import FORMS, Quantised
 
 
 def causal_attention(

@@ -26,11 +26,11 @@ from pallas_kernels.common import (
     Queries,
     Stored,
     Window,
+    block_of,
     group_heads,
     ungroup_heads,
 )
 from pallas_kernels.dispatch import platform
-from pallas_kernels.quantised import block_of
 
 # Keys in a block, and how many bytes of float32 scores one block of queries and keys may have.
 # Measured on a CPU (512 queries, 10,000 keys): 4 MiB stay in its caches, and take 0.7 times the

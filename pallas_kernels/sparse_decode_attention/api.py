@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, check_heads
-from pallas_kernels.quantised import form_of
+from pallas_kernels.dispatch import form_of
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.sparse_decode_attention.lists import Around
 

@@ -13,8 +13,18 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import AnyCache, PerQuery, PerRow, Queries, check_heads
-from pallas_kernels.quantised import BLOCK, FORMS, Quantised, block_of, block_size, form_of
+from pallas_kernels.common import (
+    BLOCK,
+    AnyCache,
+    PerQuery,
+    PerRow,
+    Queries,
+    block_of,
+    block_size,
+    check_heads,
+)
+from pallas_kernels.dispatch import form_of
+from pallas_kernels.quantised import FORMS, Quantised
 from pallas_kernels.topk_scores import gpu, reference, tpu, xla
 from pallas_kernels.topk_scores.merge import merge_topk
 

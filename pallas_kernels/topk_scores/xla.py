@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import PerQuery, PerRow, Queries, Stored
+from pallas_kernels.common import PerQuery, PerRow, Queries, Stored, block_of
 from pallas_kernels.dispatch import platform
-from pallas_kernels.quantised import Quantised, block_of, dequantised
+from pallas_kernels.quantised import Quantised, dequantised
 from pallas_kernels.topk_scores.merge import tied_top_k
 
 # Bytes of float32 scores that are made at once: of all slots for few queries, and of a block.

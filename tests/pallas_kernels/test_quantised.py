@@ -14,7 +14,7 @@ from pallas_kernels import hopper
 from pallas_kernels.attention_mass import api as mass_api
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.attention_mass import reference as mass_reference
-from pallas_kernels.common import Window
+from pallas_kernels.common import Window, block_of, empty
 from pallas_kernels.decode_attention import (
     attend_logits,
     attend_with_logits,
@@ -26,19 +26,10 @@ from pallas_kernels.decode_attention import (
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention.tpu import decode_attention as decode_on_tpu
-from pallas_kernels.dispatch import Kernel, select
+from pallas_kernels.dispatch import Kernel, form_of, select
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import api, cache_attention, reference, xla
-from pallas_kernels.quantised import (
-    FORMS,
-    Quantised,
-    block_of,
-    dequantised,
-    empty,
-    form_of,
-    quantise,
-    stored_as,
-)
+from pallas_kernels.quantised import FORMS, Quantised, dequantised, quantise, stored_as
 from pallas_kernels.sparse_decode_attention import Around, sparse_decode_attention
 from pallas_kernels.sparse_decode_attention import api as sparse_api
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu

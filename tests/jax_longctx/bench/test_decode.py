@@ -94,6 +94,25 @@ def test_some_layers_stand_for_all(tiny_preset, monkeypatch):
     assert whole["bytes"] - whole["read"] == 2 * (5 * layer + 32 + 128 * 32)
 
 
+def test_bytes_of_a_step_count_the_form_of_keys_and_values(tiny_preset, monkeypatch):
+    forms = []
+
+    def timed(engine, rows):
+        forms.append(engine.setup.kv)
+        return Step(0.5, None)
+
+    _stub(monkeypatch, timed)
+    args = ["bench", "decode", "--model", "tiny", "-m", "full", "--case", "1x300", "--json"]
+    results = [CliRunner().invoke(app, [*args, *kv]) for kv in ((), ("--kv", "int8"))]
+    wide, kept = (json.loads(result.stdout) for result in results)
+    assert forms == [wide["kv"], kept["kv"]] == [None, "int8"]
+    # Of a token of a head 8 numbers in bfloat16, or in 8 bits beside a scale.
+    assert kept["rows"][0]["read"] == wide["rows"][0]["read"] * 10 / 16
+    assert wide["rows"][0]["bytes"] - kept["rows"][0]["bytes"] == (
+        wide["rows"][0]["read"] - kept["rows"][0]["read"]
+    )
+
+
 def test_where_full_attention_fails_there_is_no_ratio(tiny_preset, monkeypatch, tmp_path):
     def timed(engine, rows):
         if isinstance(engine.method, Full):

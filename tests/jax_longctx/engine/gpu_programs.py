@@ -1,7 +1,8 @@
 """Compiles methods' programs for one H200 that need not be there, and prints what they hold.
 
-`python -m tests.jax_longctx.engine.gpu_programs METHOD...` in a process that finds JAX's CUDA
-plugin: JAX looks for plugins once, when it begins. One line of JSON is printed for each program.
+`python -m tests.jax_longctx.engine.gpu_programs METHOD[:kv=int8]...` in a process that finds JAX's
+CUDA plugin: JAX looks for plugins once, when it begins. One line of JSON is printed for each
+program.
 """
 
 import dataclasses
@@ -175,7 +176,8 @@ def main(methods: list[str]) -> None:
     h200 = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     mesh = make_mesh(devices=[h200.devices[0]])
     config = ModelConfig.from_hf({**PRESETS["llama-3.1-8b"], "num_hidden_layers": LAYERS})
-    for name in methods:
+    for said in methods:
+        name, *forms = said.split(":")
         request = PlanRequest(
             config=config,
             method=make_method(name),
@@ -183,6 +185,7 @@ def main(methods: list[str]) -> None:
             context=CONTEXT,
             reserve=RESERVE,
             chunk=CHUNK,
+            **dict(form.split("=") for form in forms),
         )
         setup = request.setup(mesh)
         caches = staged_caches(setup, 1, CONTEXT, RESERVE)
@@ -199,7 +202,7 @@ def main(methods: list[str]) -> None:
             compiled = used.lower().compile()
             program = computations(compiled.as_text())
             found = {
-                "method": name,
+                "method": said,
                 "kind": used.kind,
                 "name": used.name,
                 "kernels": [
