@@ -18,7 +18,11 @@ import pytest
 from tests.jax_longctx.engine import gpu_programs
 
 # Kernels of a turn of the loop over the layers in a decode step of one row.
-KERNELS = {"full": 74, "quest": 106, "resa": 142, "reattention": 151, "citrus": 82}
+KERNELS = {
+    **{"full": 74, "quest": 106, "resa": 142, "reattention": 151, "citrus": 82},
+    # Those of keys and values in 8 bits quantise the new token, for each of the two.
+    **{"full:kv=int8": 98, "quest:kv=int8": 146},
+}
 
 REPOSITORY = Path(__file__).parents[3]
 PLUGIN = os.environ.get("LONGCTX_GPU_PLUGIN")
