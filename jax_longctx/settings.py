@@ -22,9 +22,9 @@ MOST_PENALTY = 1e6
 SEEDS = 2**64
 # Of weights and caches.
 DTYPES = ("float32", "bfloat16", "float16")
-# Of keys and values in caches: 8-bit forms, and bfloat16 for the weights' own dtype.
-KVForm = Literal["fp8", "int8"]
-KV_NAMES = ("bfloat16", "fp8", "int8")
+# 8-bit forms of keys and values, or of weights; bfloat16 is the model's own dtype.
+StoredForm = Literal["fp8", "int8"]
+FORM_NAMES = ("bfloat16", "fp8", "int8")
 
 _NOUNS = {
     bool: "true or false",
@@ -50,21 +50,34 @@ def check_name(table: Collection[str], name: str, noun: str) -> None:
     raise ConfigError(f"unknown {noun} {name!r}; known: {', '.join(table)}{hint}")
 
 
-def kv_form(kv: str | None, dtype: str) -> KVForm | None:
-    """The 8-bit form that `kv` names; None for keys and values in the weights' `dtype`.
+def kv_form(kv: str | None, dtype: str) -> StoredForm | None:
+    """The 8-bit form that `kv` names; None for keys and values in the model's `dtype`.
 
     Raises:
       ConfigError: an unknown name, or "bfloat16" beside weights of another dtype.
     """
-    if kv is None:
+    return _form("kv", kv, dtype)
+
+
+def weights_form(weights: str | None, dtype: str) -> StoredForm | None:
+    """The 8-bit form that `weights` names; None for weights in the model's `dtype`.
+
+    Raises:
+      ConfigError: an unknown name, or "bfloat16" for a model of another dtype.
+    """
+    return _form("weights", weights, dtype)
+
+
+def _form(noun: str, name: str | None, dtype: str) -> StoredForm | None:
+    if name is None:
         return None
-    check_name(KV_NAMES, kv, "kv")
-    if kv != "bfloat16":
-        return cast(KVForm, kv)
+    check_name(FORM_NAMES, name, noun)
+    if name != "bfloat16":
+        return cast(StoredForm, name)
     if dtype != "bfloat16":
         raise ConfigError(
-            f"kv bfloat16: this model's weights, keys and values are {dtype}; leave kv away, or "
-            f"load the model with dtype bfloat16"
+            f"{noun} bfloat16: this model is loaded in {dtype}, and so are its weights, keys and "
+            f"values; leave {noun} away, or load the model with dtype bfloat16"
         )
     return None
 

@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
         in its place: it runs all of them, everywhere.
       held_back: why it is not preferred, and runs only by its name; None where it is preferred.
       planes: whether it reads a `Plane` where it lies; others are given the layer's part.
-      forms: the 8-bit forms of keys and values that it reads (see `quantised`).
+      forms: the 8-bit forms of what is stored that it reads (see `quantised`).
     """
 
     run: Callable[..., Any]
@@ -68,6 +68,7 @@ def select(
     shapes: str,
     *,
     form: str | None = None,
+    stored: str = "keys and values",
     **implementations: Callable[..., Any] | Kernel,
 ) -> Callable[..., Any]:
     """The implementation to run.
@@ -75,7 +76,7 @@ def select(
     Args:
       asked: the name that the caller gave, or None to choose one.
       shapes: what the log shows of the arguments; one line is logged for each.
-      form: the 8-bit form of the keys and values, None where they are arrays.
+      form: the 8-bit form of the `stored` arguments, None where they are arrays.
       implementations: functions that run anywhere, `xla` among them, and the platforms' `Kernel`s.
 
     Raises:
@@ -83,20 +84,20 @@ def select(
       UnknownImplementation: there is none of that name.
     """
     on = platform()
-    shapes = shapes if form is None else f"{shapes}, keys and values in {form}"
+    shapes = shapes if form is None else f"{shapes}, {stored} in {form}"
     if asked is not None:
         if asked not in implementations:
             raise UnknownImplementation(operation, asked, tuple(implementations))
         chosen, why, found = asked, "asked for", implementations[asked]
         if isinstance(found, Kernel) and found.unsupported is not None:
             needs = f"it needs platform {asked}, this program is for {on}"
-            reason = _reason(found, form) if asked == on else needs
+            reason = _reason(found, form, stored) if asked == on else needs
             if reason is not None:
                 raise NotImplementedError(f"{operation}: {asked!r} cannot run {shapes}: {reason}")
     else:
         chosen, why, found = "xla", "no kernel for this platform", implementations.get(on)
         if isinstance(found, Kernel):
-            reason = found.held_back or _reason(found, form)
+            reason = found.held_back or _reason(found, form, stored)
             chosen, why = (on, "preferred") if reason is None else ("xla", f"not {on}: {reason}")
     _log_once(operation, on, shapes, chosen, why)
     found = implementations[chosen]
@@ -113,12 +114,12 @@ def select(
     return run_on_parts
 
 
-def _reason(kernel: Kernel, form: str | None) -> str | None:
+def _reason(kernel: Kernel, form: str | None, stored: str) -> str | None:
     """Why the kernel cannot run the arguments, or None."""
     if kernel.unsupported is None:
         return None
     if form is not None and form not in kernel.forms:
-        return f"the kernel reads no {form} keys and values"
+        return f"the kernel reads no {stored} in {form}"
     return kernel.unsupported()
 
 

@@ -61,6 +61,7 @@ def run(
     random_cache: bool,
     chunk: int = 512,
     kv: str | None = None,
+    weights: str | None = None,
     mesh: Mesh | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def run(
     """
     mesh = make_mesh() if mesh is None else mesh
     check_mesh(mesh)
-    shape = Shape.make(model, mesh, None, chunk, say, kv)
+    shape = Shape.make(model, mesh, None, chunk, say, kv, weights)
     bandwidth = copy_bandwidth()
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
     found = []

@@ -37,6 +37,7 @@ def run(
     random_cache: bool = False,
     chunk: int = 8192,
     kv: str | None = None,
+    weights: str | None = None,
     mesh: Mesh | None = None,
     kernels: bool = True,
     say: Callable[[str], None] = lambda text: None,
@@ -53,7 +54,7 @@ def run(
     """
     mesh = make_mesh() if mesh is None else mesh
     check_mesh(mesh)
-    shape = Shape.make(model, mesh, None, chunk, say, kv)
+    shape = Shape.make(model, mesh, None, chunk, say, kv, weights)
     bandwidth = copy_bandwidth()
     free = available_bytes(mesh) if memory is None else memory
     if free is None:

@@ -28,7 +28,7 @@ from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import first_layers, init_params, stacked_layers
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import kv_form
+from jax_longctx.settings import StoredForm, kv_form, weights_form
 
 # Steps before the full blocks of a stream: the question's token and the short first blocks.
 WARM = 1 + sum(FIRST_BLOCKS)
@@ -196,6 +196,7 @@ class Shape:
     layers: int
     chunk: int
     kv: str | None = None
+    weights: StoredForm | None = None
 
     @classmethod
     def make(
@@ -206,6 +207,7 @@ class Shape:
         chunk: int,
         say: Callable[[str], None],
         kv: str | None = None,
+        weights: str | None = None,
     ) -> "Shape":
         """Takes all layers unless given. InputError unless `layers` is from 2 to all."""
         config = preset(model)
@@ -214,10 +216,11 @@ class Shape:
             raise InputError(f"--layers must be from 2 to {config.num_layers}, got {layers}")
         say("making weights ...")
         cut = _cut(config, timed)
-        params = init_params(cut, mesh, dtype=jnp.bfloat16)
+        form = weights_form(weights, "bfloat16")
+        params = init_params(cut, mesh, dtype=jnp.bfloat16, weights=form)
         if mesh.devices.flat[0].platform != "cpu":
             params = stacked_layers(cut, params, consume=True)
-        return cls(config, params, mesh, timed, chunk, kv)
+        return cls(config, params, mesh, timed, chunk, kv, form)
 
     def engine(self, method: Any, layers: int | None = None) -> Engine:
         """An engine of the method on the first layers, all that are timed unless given."""
@@ -228,8 +231,10 @@ class Shape:
 
     def setup(self, method: Any) -> programs.Setup:
         """The setup of the whole model."""
-        dtype, form = jnp.dtype(jnp.bfloat16), kv_form(self.kv, "bfloat16")
-        return programs.Setup(self.config, method, self.mesh, dtype, self.chunk, kv=form)
+        dtype, kv = jnp.dtype(jnp.bfloat16), kv_form(self.kv, "bfloat16")
+        return programs.Setup(
+            self.config, method, self.mesh, dtype, self.chunk, kv=kv, weights=self.weights
+        )
 
     def times[T](self, method: Any, measure: Callable[[Engine], T]) -> dict[int, T]:
         """`measure` by number of layers: the timed ones, and one where these are not all."""
@@ -238,7 +243,7 @@ class Shape:
 
     def facts(self) -> dict[str, Any]:
         layers = {"timed": self.layers, "of": self.config.num_layers}
-        return {**device_facts(), "layers": layers, "kv": self.kv}
+        return {**device_facts(), "layers": layers, "kv": self.kv, "weights": self.weights}
 
 
 def _cut(config: ModelConfig, layers: int) -> ModelConfig:

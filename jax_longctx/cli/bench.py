@@ -176,6 +176,7 @@ def decode(
     random_cache: bool = _random_cache(),
     chunk: int = _chunk(),
     kv: str | None = options.kv(),
+    weights: str | None = options.weights(),
     mesh: str | None = _mesh(),
     kernels: bool = _kernels(),
     picture: Path | None = _picture(),
@@ -209,6 +210,7 @@ def decode(
         layers=layers,
         chunk=chunk,
         kv=kv,
+        weights=weights,
         mesh=make_mesh(**_sizes(mesh)),
         kernels=kernels,
         say=terminal.note,
@@ -234,6 +236,7 @@ def throughput(
     random_cache: bool = _random_cache(),
     chunk: int = _chunk(),
     kv: str | None = options.kv(),
+    weights: str | None = options.weights(),
     mesh: str | None = _mesh(),
     kernels: bool = _kernels(),
     picture: Path | None = _picture(),
@@ -269,6 +272,7 @@ def throughput(
         random_cache=random_cache,
         chunk=chunk,
         kv=kv,
+        weights=weights,
         mesh=make_mesh(**_sizes(mesh)),
         kernels=kernels,
         say=terminal.note,
@@ -301,6 +305,7 @@ def serve(
     ),
     chunk: int = options.chunk(),
     kv: str | None = options.kv(),
+    weights: str | None = options.weights(),
     mesh: str | None = _mesh(),
 ) -> None:
     """Time many answers over one context, and decoding beside reading, random bfloat16 weights.
@@ -329,6 +334,7 @@ def serve(
         random_cache=random_cache,
         chunk=chunk,
         kv=kv,
+        weights=weights,
         mesh=make_mesh(**_sizes(mesh)),
         say=terminal.note,
     )
@@ -447,8 +453,9 @@ def _steps(result: dict[str, Any]) -> Iterable[Any]:
 
 
 def _stored(result: dict[str, Any]) -> str:
-    """The form of keys and values, where it is not the weights' dtype."""
-    return f", keys and values in {result['kv']}" if result.get("kv") else ""
+    """The forms of weights, keys and values, where they are not bfloat16."""
+    said = {"weights": "weights", "kv": "keys and values"}
+    return "".join(f", {what} in {result[key]}" for key, what in said.items() if result.get(key))
 
 
 def _throughput(result: dict[str, Any]) -> Iterable[Any]:

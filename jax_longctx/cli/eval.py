@@ -76,6 +76,7 @@ class Overrides:
     chunk: int | None = option("Tokens of a prefill pass.")
     dtype: str | None = options.dtype()
     kv: str | None = options.kv()
+    weights: str | None = options.weights()
     mesh: str | None = options.mesh()
     chat: bool | None = option(
         "The checkpoint's chat template around each prompt; plain completion unless given.",
@@ -329,7 +330,7 @@ def _open(config: "EvalConfig", terminal: Terminal, **loading: Any) -> "LongCont
             raise InputError(
                 f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
             )
-    names = ("mesh", "dtype", "chunk", "kv")
+    names = ("mesh", "dtype", "chunk", "kv", "weights")
     how: dict[str, Any] = {name: getattr(config.run, name) for name in names}
     return options.ModelChoice(checkpoint=checkpoint, **how).open(terminal, **loading)
 
@@ -459,6 +460,7 @@ def passkey(
             batch=trials.batch,
             chunk=model.chunk,
             kv=model.kv,
+            weights=model.weights,
         )
         config = EvalConfig(run=how, part=(part,))
 

@@ -23,7 +23,7 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import DTYPES, KV_NAMES, Sampling, parse_mesh, parse_pairs
+from jax_longctx.settings import DTYPES, FORM_NAMES, Sampling, parse_mesh, parse_pairs
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -121,8 +121,13 @@ def _check_dtype(name: str) -> None:
 
 
 def _check_kv(name: str) -> None:
-    if name not in KV_NAMES:
-        raise ConfigError(f"--kv {name!r} is not one of {', '.join(KV_NAMES)}")
+    if name not in FORM_NAMES:
+        raise ConfigError(f"--kv {name!r} is not one of {', '.join(FORM_NAMES)}")
+
+
+def _check_weights(name: str) -> None:
+    if name not in FORM_NAMES:
+        raise ConfigError(f"--weights {name!r} is not one of {', '.join(FORM_NAMES)}")
 
 
 def parse_specs(specs: list[str] | None) -> list[Spec]:
@@ -187,6 +192,16 @@ def kv() -> Any:
         "given. 8 bits nearly halve the caches, under every method.",
         metavar="FORM",
         callback=checked(_check_kv),
+    )
+
+
+def weights() -> Any:
+    """`--weights`: `str | None`; whether bfloat16 is the model's dtype is checked later."""
+    return option(
+        "bfloat16, fp8 or int8, for the matrices of the layers; --dtype unless given. 8 bits are "
+        "made as the weights load, and nearly halve them.",
+        metavar="FORM",
+        callback=checked(_check_weights),
     )
 
 
@@ -271,6 +286,7 @@ class ModelChoice:
     mesh: str | None = mesh()
     chunk: int = chunk()
     kv: str | None = kv()
+    weights: str | None = weights()
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
@@ -303,6 +319,7 @@ class ModelChoice:
                 dtype=self.dtype,
                 chunk=self.chunk,
                 kv=self.kv,
+                weights=self.weights,
                 **how,
             )
 

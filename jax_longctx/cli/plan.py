@@ -42,6 +42,7 @@ def plan(
     reserve: int = option("Tokens of question and answer.", default=256),
     dtype: str | None = options.dtype(default="bfloat16"),
     kv: str | None = options.kv(),
+    weights: str | None = options.weights(),
     mesh: str | None = options.mesh(),
     chunk: int = options.chunk(),
     compiles: bool = option(
@@ -79,6 +80,7 @@ def plan(
             target=devices,
             dtype=dtype or "bfloat16",
             kv=kv,
+            weights=weights,
             **sizes,
         )
     with terminal.waiting("planning"):
@@ -96,6 +98,7 @@ def plan(
         **sizes,
         "dtype": request.dtype,
         "kv": request.kv,
+        "weights": request.weights,
         "constants": dataclasses.asdict(devices.chip),
         **_figures(made, ARITHMETIC if compiled is None else COMPILED),
         "compiled": compiled,
@@ -172,9 +175,10 @@ def _shown(record: dict[str, Any]) -> list[Any]:
         f"reached {c['linear_share']:.0%} in projections, {c['attention_share']:.0%} in prefill "
         f"attention, {c['bandwidth_share']:.0%} of the bandwidth in decode"
     )
-    stored = "" if record["kv"] is None else f", keys and values in {record['kv']}"
+    said = {"weights": "weights", "kv": "keys and values"}
+    forms = "".join(f", {what} in {record[key]}" for key, what in said.items() if record[key])
     return [
-        f"{record['model']}, {record['dtype']}{stored}, {record['method']}, {record['batch']} x "
+        f"{record['model']}, {record['dtype']}{forms}, {record['method']}, {record['batch']} x "
         f"{record['context']:,} tokens, chunks of {record['chunk']:,}",
         f"{record['target']}, {record['devices']} devices; --mesh {mesh}{proposed}",
         numbers,

@@ -29,7 +29,7 @@ from jax_longctx.contract.context import QKV, LayerContext, WithCache
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.settings import KVForm
+from jax_longctx.settings import StoredForm
 from pallas_kernels.common import empty
 
 Phase = Literal["none", "prefill", "decode", "both"]
@@ -162,7 +162,7 @@ class CacheShape:
     num_layers: int
     window: int | None
     shards: int = 1
-    kv: KVForm | None = None
+    kv: StoredForm | None = None
 
     def empty_slots(self, count: int) -> Any:
         """Empty keys or values of `count` slots, [B, K, count, H], as the engine stores them."""

@@ -37,7 +37,12 @@ from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import check_mesh, layer_params, stacked_layers
+from jax_longctx.models.llama import (
+    check_mesh,
+    form_of_weights,
+    layer_params,
+    stacked_layers,
+)
 from jax_longctx.settings import Sampling, kv_form
 
 Rows = Sequence[Sequence[int]]
@@ -126,7 +131,8 @@ class Engine:
 
     Args:
       params: nested dict of the model's parameters, on the mesh; or of their shapes
-        (`ahead.abstract_params`), until `take_params` gives the weights.
+        (`ahead.abstract_params`), until `take_params` gives the weights. The layers' matrices may
+        be in 8 bits (`models.llama.quantised_weights`).
       chunk: tokens of a row that one prefill pass takes.
       memory_limit: bytes on each device that a new cache may use; None asks the device.
       consume: whether `params` may be emptied where they are stacked for a loop over layers. If
@@ -162,13 +168,24 @@ class Engine:
         if by_layer is None:
             by_layer = bool(mesh.devices.flat[0].platform == "cpu")
         self.chunk, self.memory_limit = chunk, memory_limit
+        form = kv_form(kv, dtype.name)
         self.setup = programs.Setup(
-            config, method, mesh, dtype, chunk, by_layer, kv_form(kv, dtype.name)
+            config, method, mesh, dtype, chunk, by_layer, form, form_of_weights(params)
         )
         self.take_params(params, consume=consume)
 
     def take_params(self, params: Any, *, consume: bool = False) -> None:
-        """Takes the weights, as at construction; an engine of shapes alone can only `compile`."""
+        """Takes the weights, as at construction; an engine of shapes alone can only `compile`.
+
+        Raises:
+          InputError: weights of another form than those at construction.
+        """
+        given, known = form_of_weights(params), self.setup.weights
+        if given != known:
+            raise InputError(
+                f"these weights are in {given or 'no 8-bit form'}, the engine was made for "
+                f"{known or 'none'}; make the engine with weights, or shapes, of the same form"
+            )
         apart = self.setup.by_layer
         self.params = params if apart else stacked_layers(self.config, params, consume=consume)
 

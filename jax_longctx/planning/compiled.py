@@ -292,7 +292,7 @@ def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:
 
 def abstract_params(setup: programs.Setup) -> Any:
     """The parameters as shapes on the mesh, stacked where the setup loops over layers."""
-    params = ahead.abstract_params(setup.config, setup.mesh, setup.dtype)
+    params = ahead.abstract_params(setup.config, setup.mesh, setup.dtype, setup.weights)
     return params if setup.by_layer else stacked_layers(setup.config, params)
 
 

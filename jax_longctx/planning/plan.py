@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
@@ -43,7 +44,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import ParamInfo, check_mesh, param_infos
 from jax_longctx.planning.targets import Chip, Target
-from jax_longctx.settings import kv_form
+from jax_longctx.settings import kv_form, weights_form
 from jax_longctx.sharding import MESH_AXES, logical_sharding, undivided
 
 # Tokens of the answer, after the first, for which a mesh is proposed.
@@ -68,6 +69,7 @@ class PlanRequest:
       reserve: tokens of question and answer.
       chunk: tokens that a prefill pass takes.
       kv: the form of keys and values in caches, as for `Engine`.
+      weights: the form of the layers' matrices, as for `api.load`.
     """
 
     config: ModelConfig
@@ -79,6 +81,7 @@ class PlanRequest:
     chunk: int = 512
     dtype: str = "bfloat16"
     kv: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "reserve", "chunk"):
@@ -93,8 +96,11 @@ class PlanRequest:
         """The programs' setup. ConfigError where method, model and mesh do not fit together."""
         self.method.validate(self.config)
         check_mesh(self.config, mesh)
-        dtype, form = jnp.dtype(self.dtype), kv_form(self.kv, self.dtype)
-        return programs.Setup(self.config, self.method, mesh, dtype, self.chunk, kv=form)
+        kv, weights = kv_form(self.kv, self.dtype), weights_form(self.weights, self.dtype)
+        dtype = jnp.dtype(self.dtype)
+        return programs.Setup(
+            self.config, self.method, mesh, dtype, self.chunk, kv=kv, weights=weights
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -277,9 +283,12 @@ class _Case:
             body, table = own_matmuls(setup, gathered=True)
             if programs.gathers_weights(config, setup.mesh, tokens):
                 # A layer's weights, or the table of the embedding.
-                estimate += max(body // config.num_layers, table) * item
+                estimate += max(body // config.num_layers * _stored_bytes(setup), table * item)
             else:
                 estimate += 2 * shards * tokens * config.model_dim * item
+        if setup.weights is not None and self.request.target.kind != "tpu":
+            # A matrix as numbers of the model's dtype: a TPU's products convert as they read.
+            estimate += max(_matrices(setup)) * item
         return round(self.scale * estimate)
 
     def largest(self) -> int | None:
@@ -323,10 +332,29 @@ def _waiting(work: Work, chip: Chip) -> float:
 
 def weight_bytes(setup: programs.Setup) -> int:
     """Bytes of parameters on each device."""
+    infos = param_infos(setup.config).values()
+    shapes = [info.abstract(setup.mesh, setup.dtype, setup.weights) for info in infos]
     return sum(
-        math.prod(info.sharding(setup.mesh).shard_shape(info.shape)) * setup.dtype.itemsize
-        for info in param_infos(setup.config).values()
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
     )
+
+
+def _stored_bytes(setup: programs.Setup) -> int:
+    """Bytes of a number of the layers' matrices."""
+    return setup.dtype.itemsize if setup.weights is None else 1
+
+
+def _matrices(setup: programs.Setup) -> list[int]:
+    """Numbers of a device's part of each matrix of a layer; gate and up are joined."""
+    infos = param_infos(setup.config)
+    sizes = {
+        path.removeprefix("layers.0."): math.prod(info.sharding(setup.mesh).shard_shape(info.shape))
+        for path, info in infos.items()
+        if path.startswith("layers.0.") and info.in_8_bits
+    }
+    sizes["mlp.gate"] += sizes.pop("mlp.up")
+    return list(sizes.values())
 
 
 def step_weight_bytes(setup: programs.Setup) -> int:
@@ -416,7 +444,7 @@ def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: in
         collectives += layers * work.collectives
         if _gathers_weights(setup, rows * work.tokens, segments):
             # They are read where they lie, and again as they are used.
-            read += segments * body * item
+            read += segments * body * _stored_bytes(setup)
     pairs = rows * _layers(setup, work, context)
     return Work(
         linear=rows * 2 * (body * work.tokens + head),
@@ -479,7 +507,9 @@ def _traffic(
     received, collectives = config.num_layers * received, config.num_layers * collectives
     if shards > 1 and spread and _gathers_weights(setup, tokens, segments):
         own, whole = own_matmuls(setup), own_matmuls(setup, gathered=True)
-        received += segments * item * (sum(whole) - sum(own))
+        each = _stored_bytes(setup), item
+        more = (size * (b - a) for size, a, b in zip(each, own, whole, strict=True))
+        received += segments * sum(more)
         gathers = [whole[0] > own[0], whole[1] > own[1]]
         collectives += segments * (gathers[0] * GATHERS * config.num_layers + gathers[1])
     elif shards > 1 and spread:
