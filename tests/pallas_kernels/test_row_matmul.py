@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.quantised_matrix import dequantised_matrix, quantise_matrix
+from pallas_kernels.quantised_matrix import quantise_matrix
 from pallas_kernels.row_matmul import MAX_ROWS, gpu, reference, row_matmul
 
 # Rows, inputs, outputs; the kernel's tiles hold 64 or 128 outputs.
