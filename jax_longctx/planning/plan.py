@@ -287,8 +287,9 @@ class _Case:
             else:
                 estimate += 2 * shards * tokens * config.model_dim * item
         if setup.weights is not None and self.request.target.kind != "tpu":
-            # A matrix as numbers of the model's dtype: a TPU's products convert as they read.
-            estimate += max(_matrices(setup)) * item
+            # A layer's matrices as numbers of the model's dtype, which XLA makes before products of
+            # many rows, some of them ahead. A TPU's products convert as they read.
+            estimate += _matrices(setup) * item
         return round(self.scale * estimate)
 
     def largest(self) -> int | None:
@@ -345,16 +346,13 @@ def _stored_bytes(setup: programs.Setup) -> int:
     return setup.dtype.itemsize if setup.weights is None else 1
 
 
-def _matrices(setup: programs.Setup) -> list[int]:
-    """Numbers of a device's part of each matrix of a layer; gate and up are joined."""
-    infos = param_infos(setup.config)
-    sizes = {
-        path.removeprefix("layers.0."): math.prod(info.sharding(setup.mesh).shard_shape(info.shape))
-        for path, info in infos.items()
+def _matrices(setup: programs.Setup) -> int:
+    """Numbers of a device's parts of the matrices of a layer."""
+    return sum(
+        math.prod(info.sharding(setup.mesh).shard_shape(info.shape))
+        for path, info in param_infos(setup.config).items()
         if path.startswith("layers.0.") and info.in_8_bits
-    }
-    sizes["mlp.gate"] += sizes.pop("mlp.up")
-    return list(sizes.values())
+    )
 
 
 def step_weight_bytes(setup: programs.Setup) -> int:

@@ -98,14 +98,20 @@ def test_bytes_of_a_step_count_the_form_of_keys_and_values(tiny_preset, monkeypa
     forms = []
 
     def timed(engine, rows):
-        forms.append(engine.setup.kv)
+        forms.append((engine.setup.kv, engine.setup.weights))
         return Step(0.5, None)
 
     _stub(monkeypatch, timed)
     args = ["bench", "decode", "--model", "tiny", "-m", "full", "--case", "1x300", "--json"]
-    results = [CliRunner().invoke(app, [*args, *kv]) for kv in ((), ("--kv", "int8"))]
-    wide, kept = (json.loads(result.stdout) for result in results)
-    assert forms == [wide["kv"], kept["kv"]] == [None, "int8"]
+    given = ((), ("--kv", "int8"), ("--kv", "int8", "--weights", "int8"))
+    results = [CliRunner().invoke(app, [*args, *options]) for options in given]
+    wide, kept, both = (json.loads(result.stdout) for result in results)
+    said = [(record["kv"], record["weights"]) for record in (wide, kept, both)]
+    assert forms == said == [(None, None), ("int8", None), ("int8", "int8")]
+    # Of a layer's matrices a byte of two, and four bytes for each of their outputs.
+    matrices, outputs = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64, 32 + 2 * 16 + 32 + 2 * 64 + 32
+    fewer = kept["rows"][0]["bytes"] - both["rows"][0]["bytes"]
+    assert fewer == 2 * (matrices - 4 * outputs)
     # Of a token of a head 8 numbers in bfloat16, or in 8 bits beside a scale.
     assert kept["rows"][0]["read"] == wide["rows"][0]["read"] * 10 / 16
     assert wide["rows"][0]["bytes"] - kept["rows"][0]["bytes"] == (

@@ -143,7 +143,23 @@ def test_methods_and_plan_count_keys_and_values_in_8_bits(run):
     assert "--kv 'int4' is not one of bfloat16, fp8, int8" in refused.stderr
 
 
-def test_kv_reaches_the_model(run, loads):
-    assert run("generate", "The", "-c", "m", "--max-tokens", 2, "--kv", "fp8").exit_code == 0
+def test_plan_counts_weights_in_8_bits(run):
+    where = ("plan", "--target", "h200x1", "--context", 131072)
+    wide, kept = (
+        json.loads(run(*where, "--json", *options).stdout)
+        for options in ((), ("--weights", "int8"))
+    )
+    assert (wide["weights"], kept["weights"]) == (None, "int8")
+    assert 0.5 < kept["memory_bytes"]["weights"] / wide["memory_bytes"]["weights"] < 0.6
+    shown = run(*where, "--kv", "fp8", "--weights", "int8").stdout
+    assert "llama-3.1-8b, bfloat16, weights in int8, keys and values in fp8, full" in shown
+    refused = run(*where, "--weights", "int4")
+    assert refused.exit_code == 2
+    assert "--weights 'int4' is not one of bfloat16, fp8, int8" in refused.stderr
+
+
+def test_forms_reach_the_model(run, loads):
+    forms = ("--kv", "fp8", "--weights", "int8")
+    assert run("generate", "The", "-c", "m", "--max-tokens", 2, *forms).exit_code == 0
     ((_, options),) = loads
-    assert options["kv"] == "fp8"
+    assert (options["kv"], options["weights"]) == ("fp8", "int8")
