@@ -9,7 +9,7 @@ from jax_longctx.engine import Engine
 from jax_longctx.engine.ahead import abstract_params
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
-from jax_longctx.methods import Full, Quest
+from jax_longctx.methods import Full, Quest, Ring
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import form_of_weights, init_params, layer_params
 from jax_longctx.models.presets import PRESETS
@@ -106,13 +106,17 @@ def test_a_model_is_the_one_of_the_numbers_that_are_stored(form, by_layer):
         assert 1e-3 < np.abs(row - float_row).max() < {"int8": 0.3, "fp8": 1.2}[form]
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 2)])
-def test_a_mesh_answers_as_one_device(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "method"), [((1, 1, 2), Full()), ((1, 2, 2), Full()), ((1, 2, 1), Ring())]
+)
+def test_a_mesh_answers_as_one_device(sizes, method):
+    """Ring Attention gathers the weights, as its tokens are spread over the mesh."""
     rows, questions = random_rows([50, 20]), random_rows([3, 4], seed=1)
     answers = []
     for mesh in (make_mesh(), make_mesh(*sizes)):
         for by_layer in (True, False):
-            engine = engine_of(random_params(mesh, "int8"), mesh, by_layer=by_layer, kv="int8")
+            params = random_params(mesh, "int8")
+            engine = engine_of(params, mesh, method, by_layer=by_layer, kv="int8")
             context = engine.prefill(rows, reserve=16)
             answers.append(joined(engine.stream(context, questions, max_tokens=6)))
     assert all(answer == answers[0] for answer in answers)
