@@ -435,11 +435,13 @@ class Output:
 
 def run_facts(model: "LongContext") -> dict[str, Any]:
     """The part of a JSON record that describes the run: method, settings, device, versions."""
-    chosen = settings_of(model.engine.method)
+    chosen, setup = settings_of(model.engine.method), model.engine.setup
     device = model.engine.mesh.devices.flat[0]
     return {
         "method": chosen["name"],
         "settings": chosen["settings"],
+        "kv": setup.kv,
+        "weights": setup.weights,
         "device": device.device_kind,
         "mesh": dict(model.engine.mesh.shape),
         "versions": {
