@@ -181,11 +181,15 @@ def _kernel(
             matrix = numbers.at[:, pl.ds(first, hopper.ROWS)]
             plgpu.wgmma(acc, matrix.transpose((1, 0)), x_ring.at[slot].transpose((1, 0)))
         plgpu.wgmma_wait(0)
+        if converted is not None:
+            # All warps have read the converted tile, which the next one takes the place of.
+            plgpu.commit_smem()
 
         @pl.when(tile + _STAGES < end)
         def _():
-            # All warps have read the slot.
-            plgpu.commit_smem()
+            if converted is None:
+                # All warps have read the slot.
+                plgpu.commit_smem()
             copy(tile + _STAGES)
 
     for ahead in range(min(_STAGES, job.share)):
