@@ -48,7 +48,7 @@ from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLe
 from jax_longctx.methods import METHODS, STUDIES, Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
-from jax_longctx.settings import DTYPES, check_name
+from jax_longctx.settings import DTYPES, check_name, weights_form
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import (
     PromptLayout,
@@ -122,6 +122,8 @@ def load(
     mesh: Mesh | None = None,
     dtype: str | None = None,
     chunk: int = 512,
+    kv: str | None = None,
+    weights: str | None = None,
     choose: Callable[["LongContext"], Method] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
 ) -> "LongContext":
@@ -132,6 +134,10 @@ def load(
       mesh: devices to run on, one by default (see `make_mesh`).
       dtype: of weights and cache: "float32", "bfloat16" or "float16"; the checkpoint's by default.
       chunk: tokens a prefill pass takes.
+      kv: "int8" or "fp8" for caches that hold keys and values in 8 bits; None, or "bfloat16" beside
+        bfloat16 weights, for the weights' dtype.
+      weights: "int8" or "fp8" for the layers' matrices in 8 bits, made as they load; None, or
+        "bfloat16" beside dtype bfloat16, for `dtype`.
       choose: called before the weights load, with the model under full attention: gives the method.
         `method` must not be given then.
       ahead: called with the model while its weights load, in one process alone: to `compile` what
@@ -151,16 +157,17 @@ def load(
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
     kind = jnp.dtype(manifest.dtype if dtype is None else dtype)
-    shapes = abstract_params(manifest.config, mesh, kind)
-    engine = Engine(manifest.config, shapes, method or Full(), mesh, chunk=chunk)
+    form = weights_form(weights, kind.name)
+    shapes = abstract_params(manifest.config, mesh, kind, form)
+    engine = Engine(manifest.config, shapes, method or Full(), mesh, chunk=chunk, kv=kv)
     model = LongContext(engine, tokenizer, manifest)
     if choose is not None:
         model = model.with_method(choose(model))
     if ahead is None or jax.process_count() > 1:
-        params = load_params(checkpoint, mesh, kind)
+        params = load_params(checkpoint, mesh, kind, form)
     else:
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-            loading = pool.submit(load_params, checkpoint, mesh, kind)
+            loading = pool.submit(load_params, checkpoint, mesh, kind, form)
             ahead(model)
             params = loading.result()
     model.engine.take_params(params, consume=True)
@@ -202,6 +209,7 @@ class LongContext:
         """
         old = self.engine
         how = {"chunk": old.chunk, "memory_limit": old.memory_limit, "by_layer": old.setup.by_layer}
+        how |= {"kv": old.setup.kv}
         engine = Engine(old.config, old.params, method, old.mesh, **how)
         return LongContext(engine, self.tokenizer, self.manifest)
 

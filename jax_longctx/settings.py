@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jax_longctx.errors import ConfigError, InputError
 
@@ -22,6 +22,9 @@ MOST_PENALTY = 1e6
 SEEDS = 2**64
 # Of weights and caches.
 DTYPES = ("float32", "bfloat16", "float16")
+# 8-bit forms of keys and values, or of weights; bfloat16 is the model's own dtype.
+StoredForm = Literal["fp8", "int8"]
+FORM_NAMES = ("bfloat16", "fp8", "int8")
 
 _NOUNS = {
     bool: "true or false",
@@ -45,6 +48,38 @@ def check_name(table: Collection[str], name: str, noun: str) -> None:
     near = difflib.get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"unknown {noun} {name!r}; known: {', '.join(table)}{hint}")
+
+
+def kv_form(kv: str | None, dtype: str) -> StoredForm | None:
+    """The 8-bit form that `kv` names; None for keys and values in the model's `dtype`.
+
+    Raises:
+      ConfigError: an unknown name, or "bfloat16" beside weights of another dtype.
+    """
+    return _form("kv", kv, dtype)
+
+
+def weights_form(weights: str | None, dtype: str) -> StoredForm | None:
+    """The 8-bit form that `weights` names; None for weights in the model's `dtype`.
+
+    Raises:
+      ConfigError: an unknown name, or "bfloat16" for a model of another dtype.
+    """
+    return _form("weights", weights, dtype)
+
+
+def _form(noun: str, name: str | None, dtype: str) -> StoredForm | None:
+    if name is None:
+        return None
+    check_name(FORM_NAMES, name, noun)
+    if name != "bfloat16":
+        return cast(StoredForm, name)
+    if dtype != "bfloat16":
+        raise ConfigError(
+            f"{noun} bfloat16: this model is loaded in {dtype}, and so are its weights, keys and "
+            f"values; leave {noun} away, or load the model with dtype bfloat16"
+        )
+    return None
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.settings import MESH_AXES
+from pallas_kernels.quantised import Quantised
 
 # A plan uses a mesh without devices.
 AnyMesh = Mesh | AbstractMesh
@@ -156,7 +157,9 @@ class OwnAxis:
 
 
 def axes_field(*axes: str | OwnAxis | None, in_place: bool = False) -> Any:
-    """A dataclass field holding an array with these logical axes.
+    """A dataclass field holding an array with these logical axes, or keys or values in 8 bits.
+
+    Scales of `Quantised` keys and values have all axes but the last.
 
     Args:
       in_place: whether the array is only read and written by functions that take a `Plane`, so
@@ -205,7 +208,12 @@ def _mapped(node: Any, describe: Any) -> Any:
             fields[field.name] = value
         elif axes is not None:
             axes = tuple(getattr(node, a.field) if isinstance(a, OwnAxis) else a for a in axes)
-            fields[field.name] = describe(axes, field.metadata["in_place"])
+            in_place = field.metadata["in_place"]
+            if isinstance(value, Quantised):
+                parts = (describe(axes, in_place), describe(axes[:-1], in_place))
+                fields[field.name] = Quantised(*parts, value.dtype)
+            else:
+                fields[field.name] = describe(axes, in_place)
         else:
             fields[field.name] = _mapped(value, describe)
     return type(node)(**fields)

@@ -3,23 +3,28 @@
 Letters: B batch, T queries, S slots, N query heads, K kv heads, G = N / K, H head dim, R rows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
-from pallas_kernels.plane import ArrayLike, Plane
+from pallas_kernels.plane import Plane
+from pallas_kernels.quantised import FORMS, SCALES, AnyStored, Quantised, dequantised
 
 # Arrays of an attention: queries or outputs; a number for each query and head, as its log-sum-exp;
-# a cache's keys or values; a number for each row of the batch; a chunk's own keys or values; and
-# (output, log-sum-exp), which an attention returns.
+# a cache's keys or values, in 8 bits too (`Stored`), or of one layer of many (`AnyCache`); a number
+# for each row of the batch; a chunk's own keys or values; and (output, log-sum-exp), which an
+# attention returns.
 Queries = Float[Array, "B T N H"]
 PerQuery = Float[Array, "B T N"]
 Cache = Float[Array, "B K S H"]
-AnyCache = Cache | Plane
+Stored = Cache | Quantised
+AnyCache = Stored | Plane
 PerRow = Int[Array, " B"]
 Chunk = Float[Array, "B T K H"]
 Attended = tuple[Queries, PerQuery]
@@ -27,9 +32,41 @@ Attended = tuple[Queries, PerQuery]
 # The score of a masked slot: exp(MASKED - m) is 0 for every real score m, and unlike -inf it never
 # makes NaN.
 MASKED = float(jnp.finfo(jnp.float32).min)
+# Slots that become floats at once, for kernels that read floats alone; slots of a kernel's tile.
+BLOCK, _TILE = 8192, 128
 
 
-def check_heads(operation: str, q: Array, *caches: ArrayLike, kv_axis: int = 1) -> None:
+def empty(shape: tuple[int, ...], dtype: Any, form: str | None) -> Any:
+    """Zeros of that shape in an 8-bit form, or where `form` is None as an array."""
+    if form is None:
+        return jnp.zeros(shape, dtype)
+    kind, _ = FORMS[form]
+    return Quantised(jnp.zeros(shape, kind), jnp.zeros(shape[:-1], SCALES), jnp.dtype(dtype))
+
+
+def cut(x: Any, start: Any, size: int) -> Any:
+    """`size` slots from `start` on of every row and head, as they are stored."""
+    if isinstance(x, Quantised):
+        return x.map(lambda part: cut(part, start, size))
+    if isinstance(x, Plane):
+        return x.cut(start, size)
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=2)
+
+
+def block_of(x: Any, start: Any, size: int) -> Shaped[Array, "B K C H"]:
+    """`cut`, as numbers."""
+    part = cut(x, start, size)
+    return dequantised(part) if isinstance(part, Quantised) else part
+
+
+def block_size(slots: int, most: int = BLOCK) -> int:
+    """Slots of a block, at most `most`: a divisor of `slots`, of whole tiles where these are."""
+    tile = math.gcd(slots, _TILE)
+    tiles = max(min(most, slots) // tile, 1)
+    return tile * next(n for n in range(tiles, 0, -1) if slots // tile % n == 0)
+
+
+def check_heads(operation: str, q: Array, *caches: AnyStored, kv_axis: int = 1) -> None:
     """Raise ValueError unless q [B,...,N,H] fits the caches, whose kv heads are axis `kv_axis`."""
     fits = all(
         q.ndim in (3, 4)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.plane import Plane
+from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.quantised import Quantised, dequantised
 
 _logger = logging.getLogger("pallas_kernels")
 
@@ -22,15 +23,18 @@ class Kernel(NamedTuple):
     """An implementation that runs only on the platform of its name.
 
     Attributes:
-      unsupported: gives the reason why it cannot run these arguments, or None where it can.
+      unsupported: gives the reason why it cannot run these arguments, or None where it can. None
+        in its place: it runs all of them, everywhere.
       held_back: why it is not preferred, and runs only by its name; None where it is preferred.
       planes: whether it reads a `Plane` where it lies; others are given the layer's part.
+      forms: the 8-bit forms of what is stored that it reads (see `quantised`).
     """
 
     run: Callable[..., Any]
-    unsupported: Callable[[], str | None]
+    unsupported: Callable[[], str | None] | None
     held_back: str | None = None
     planes: bool = False
+    forms: tuple[str, ...] = ()
 
 
 class UnknownImplementation(ValueError):
@@ -53,14 +57,26 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def form_of(*arrays: Any) -> str | None:
+    """The 8-bit form of the first `Quantised` among the arrays; None where there is none."""
+    return next((x.form for x in arrays if isinstance(x, Quantised)), None)
+
+
 def select(
-    operation: str, asked: str | None, shapes: str, **implementations: Callable[..., Any] | Kernel
+    operation: str,
+    asked: str | None,
+    shapes: str,
+    *,
+    form: str | None = None,
+    stored: str = "keys and values",
+    **implementations: Callable[..., Any] | Kernel,
 ) -> Callable[..., Any]:
     """The implementation to run.
 
     Args:
       asked: the name that the caller gave, or None to choose one.
       shapes: what the log shows of the arguments; one line is logged for each.
+      form: the 8-bit form of the `stored` arguments, None where they are arrays.
       implementations: functions that run anywhere, `xla` among them, and the platforms' `Kernel`s.
 
     Raises:
@@ -68,19 +84,20 @@ def select(
       UnknownImplementation: there is none of that name.
     """
     on = platform()
+    shapes = shapes if form is None else f"{shapes}, {stored} in {form}"
     if asked is not None:
         if asked not in implementations:
             raise UnknownImplementation(operation, asked, tuple(implementations))
         chosen, why, found = asked, "asked for", implementations[asked]
-        if isinstance(found, Kernel):
+        if isinstance(found, Kernel) and found.unsupported is not None:
             needs = f"it needs platform {asked}, this program is for {on}"
-            reason = found.unsupported() if asked == on else needs
+            reason = _reason(found, form, stored) if asked == on else needs
             if reason is not None:
                 raise NotImplementedError(f"{operation}: {asked!r} cannot run {shapes}: {reason}")
     else:
         chosen, why, found = "xla", "no kernel for this platform", implementations.get(on)
         if isinstance(found, Kernel):
-            reason = found.held_back or found.unsupported()
+            reason = found.held_back or _reason(found, form, stored)
             chosen, why = (on, "preferred") if reason is None else ("xla", f"not {on}: {reason}")
     _log_once(operation, on, shapes, chosen, why)
     found = implementations[chosen]
@@ -89,10 +106,21 @@ def select(
         return run
 
     def run_on_parts(*args: Any, **options: Any) -> Any:
-        arrays = (arg.read() if isinstance(arg, Plane) else arg for arg in args)
+        arrays = (part_of(x) if isinstance(x, Plane | Quantised) else x for x in args)
+        if chosen == "reference":
+            arrays = map(dequantised, arrays)
         return run(*arrays, **options)
 
     return run_on_parts
+
+
+def _reason(kernel: Kernel, form: str | None, stored: str) -> str | None:
+    """Why the kernel cannot run the arguments, or None."""
+    if kernel.unsupported is None:
+        return None
+    if form is not None and form not in kernel.forms:
+        return f"the kernel reads no {stored} in {form}"
+    return kernel.unsupported()
 
 
 def offered(call: Callable[[str], Any]) -> tuple[str, ...]:

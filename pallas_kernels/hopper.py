@@ -147,9 +147,14 @@ fence_cluster: Any = plgpu.inline_mgpu()(_fence)
 
 
 def tiled(*shape: int, dtype: Any) -> Any:
-    """A buffer in shared memory as TMA writes it and wgmma reads it: 128-byte swizzled tiles."""
-    tile = TILE_ROWS, 128 // jnp.dtype(dtype).itemsize
-    transforms = _TRANSFORMS[0](tile), _TRANSFORMS[1](128)
+    """A buffer in shared memory as TMA writes it and wgmma reads it: swizzled tiles.
+
+    Of 128 bytes in width, or of the rows' where these are narrower.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    width = min(128, shape[-1] * itemsize)
+    tile = TILE_ROWS, width // itemsize
+    transforms = _TRANSFORMS[0](tile), _TRANSFORMS[1](width)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -269,6 +274,7 @@ def attend_blocks(
     mask: Callable[[Array, Array], Array],
     scale: float,
     interpreted: bool,
+    scaled: Callable[[int, Array, Array], Array] | None = None,
 ) -> Carry:
     """Attend to the blocks first <= j < last, as their keys and values come into the rings.
 
@@ -277,6 +283,7 @@ def attend_blocks(
       scratch: holds `rings_scratch`.
       slot_of: gives the slot of block j in the rings.
       mask: makes those of block j's logits -inf that are not seen.
+      scaled: (0, products, j) and (1, weights, j) times the scales of block j's keys and values.
     """
     rings, ready, free = (scratch[name] for name in ("rings", "ready", "free"))
 
@@ -285,12 +292,16 @@ def attend_blocks(
         slot = slot_of(j)
         plgpu.barrier_wait(ready[0].at[slot])
         s = product(q, rings[0].at[slot].transpose((1, 0)))
+        if scaled is not None:
+            s = scaled(0, s, j)
         logits = mask(s * (scale * LOG2_E), j)
         new_top = jnp.maximum(top, logits.max(axis=1))
         shrink = jnp.exp2(top - new_top)
         p = jnp.exp2(logits - lax.broadcast_in_dim(new_top, s.shape, [0]))
         total = total * shrink + p.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
+        if scaled is not None:
+            p = scaled(1, p, j)
         p = p.astype(q.dtype)
         plgpu.barrier_arrive(free[0].at[slot])
         plgpu.barrier_wait(ready[1].at[slot])

@@ -62,6 +62,13 @@ class Plane:
         """The layer's part."""
         return row_major(jax.lax.dynamic_index_in_dim(self.whole, self.layer, keepdims=False))
 
+    def cut(self, start: Any, size: int) -> Array:
+        """`size` slots of the layer's part, along its third axis, from `start` on."""
+        _, batch, heads, _, *width = self.whole.shape
+        place = (self.layer, 0, 0, start, *(0 for _ in width))
+        found = jax.lax.dynamic_slice(self.whole, place, (1, batch, heads, size, *width))
+        return row_major(found[0])
+
     def __getitem__(self, index: Any) -> Array:
         return self.read()[index]
 
@@ -81,15 +88,10 @@ class Plane:
         )
 
 
-def part_of(array: Any) -> Any:
-    """What a plane holds; anything else as it is."""
-    return array.read() if isinstance(array, Plane) else array
+def part_of(tree: Any) -> Any:
+    """What a plane holds; any other tree with arrays in place of its planes."""
 
+    def read(leaf: Any) -> Any:
+        return leaf.read() if isinstance(leaf, Plane) else leaf
 
-def parts_of(tree: Any) -> Any:
-    """The tree with arrays in place of its planes, for branches of a conditional."""
-    return jax.tree.map(part_of, tree, is_leaf=lambda x: isinstance(x, Plane))
-
-
-# What may be either.
-ArrayLike = Array | Plane
+    return jax.tree.map(read, tree, is_leaf=lambda x: isinstance(x, Plane))

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
-from pallas_kernels.common import MASKED, AnyCache
+from pallas_kernels.common import MASKED
 from pallas_kernels.plane import Plane
 
 LANES = 128
@@ -46,16 +46,21 @@ def slots_minor(head_dim: int) -> bool:
     return head_dim < LANES
 
 
-def as_stored(x: AnyCache) -> Array:
+def as_stored(x: Any) -> Array:
     """The cache with its axes as they lie in memory: [B,K,S,H], or [B,K,H,S] for narrow heads.
 
     Of a `Plane` those are the rows of all layers (see `first_row`).
     """
-    rows = x.rows()[0] if isinstance(x, Plane) else x
+    rows = rows_of(x)
     return jnp.swapaxes(rows, 2, 3) if slots_minor(x.shape[3]) else rows
 
 
-def first_row(x: AnyCache) -> Array:
+def rows_of(x: Any) -> Array:
+    """An array, or the rows of all layers of a `Plane`."""
+    return x.rows()[0] if isinstance(x, Plane) else x
+
+
+def first_row(x: Any) -> Array:
     """The row of `as_stored` at which the cache's own begin, [1]."""
     row = x.rows()[1] if isinstance(x, Plane) else jnp.int32(0)
     return row[None]
@@ -76,6 +81,17 @@ def key_spec(head_dim: int, block: int, index: Callable[..., tuple]) -> pl.Block
         return (first[0] + b, k, 0, j) if minor else (first[0] + b, k, j, 0)
 
     return pl.BlockSpec((1, 1, head_dim, block) if minor else (1, 1, block, head_dim), place)
+
+
+def scale_spec(kv_heads: int, block: int, index: Callable[..., tuple]) -> pl.BlockSpec:
+    """`key_spec` for the scales [B, K, S] of keys in 8 bits: those of all kv heads."""
+
+    def place(*at):
+        *given, first = at
+        b, _, j = index(*given)
+        return first[0] + b, 0, j
+
+    return pl.BlockSpec((1, kv_heads, block), place)
 
 
 def key_block(slots: int, most: int) -> int:
@@ -174,13 +190,20 @@ class Softmax(NamedTuple):
         self.acc[...] = jnp.zeros_like(self.acc)
 
     def add(
-        self, scores: Float[Array, "R Z"], seen: Array | None, values: Array, *, minor: bool
+        self,
+        scores: Float[Array, "R Z"],
+        seen: Array | None,
+        values: Array,
+        *,
+        minor: bool,
+        scales: Float[Array, "1 Z"] | None = None,
     ) -> None:
         """Add a block: its scores, which of them count (None: all), and its values.
 
         Args:
           seen: broadcasts to the scores.
           values: [Z,H], or [H,Z] if `minor`; finite, also where nothing is seen.
+          scales: by which the values are multiplied; finite too.
         """
         if seen is not None:
             scores = jnp.where(seen, scores, MASKED)
@@ -191,6 +214,8 @@ class Softmax(NamedTuple):
             weights = jnp.where(seen, weights, 0)
         shrink = jnp.exp(old - new)
         self.total[...] = shrink * self.total[...] + jnp.sum(weights, axis=1, keepdims=True)
+        if scales is not None:
+            weights = weights * scales
         weighted = matmul(weights.astype(values.dtype), values, (1, 1 if minor else 0))
         self.acc[...] = shrink * self.acc[...] + weighted
         self.top[...] = new

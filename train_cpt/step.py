@@ -25,7 +25,14 @@ from jaxtyping import Array, Float, Int, Integer
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import Attend, Layer, Llama, model_of, param_infos
+from jax_longctx.models.llama import (
+    Attend,
+    Layer,
+    Llama,
+    form_of_weights,
+    model_of,
+    param_infos,
+)
 from jax_longctx.sharding import logical_sharding, logical_spec
 from train_cpt.attention import Pattern, attend_with
 
@@ -136,7 +143,14 @@ def init_state(setup: TrainSetup, params: Any) -> TrainState:
     Args:
       params: the model's, of any dtype. Do not use them afterwards: the state may share their
         buffers, which the first step overwrites.
+
+    Raises:
+      ConfigError: the weights are in 8 bits.
     """
+    if (form := form_of_weights(params)) is not None:
+        raise ConfigError(
+            f"train: expected weights as floats, got {form}; load them without weights={form}"
+        )
     state = abstract_state(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     params = jax.tree.map(

@@ -429,15 +429,18 @@ def _tokens(row: Row, answer: dict[str, Any]) -> dict[str, int]:
 
 def _given(model: LongContext, options: BatchOptions, digest: str) -> dict[str, Any]:
     """The options that a resumed run must have. The mesh does not change answers."""
-    checkpoint = None
+    checkpoint, setup = None, model.engine.setup
     if model.manifest is not None:
         checkpoint = hashlib.sha256(model.manifest.to_json().encode()).hexdigest()
     return {
         "input": digest,
         "checkpoint": checkpoint,
         **settings_of(model.engine.method),
-        "dtype": str(model.engine.setup.dtype),
+        "dtype": str(setup.dtype),
         "chunk": model.engine.chunk,
+        # Left out where a run without it can go on.
+        **({} if setup.kv is None else {"kv": setup.kv}),
+        **({} if setup.weights is None else {"weights": setup.weights}),
         **dataclasses.asdict(options),
     }
 

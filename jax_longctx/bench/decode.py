@@ -38,6 +38,8 @@ def run(
     random_cache: bool,
     layers: int | None = None,
     chunk: int = 8192,
+    kv: str | None = None,
+    weights: str | None = None,
     mesh: Mesh | None = None,
     kernels: bool = True,
     say: Callable[[str], None] = lambda text: None,
@@ -54,7 +56,7 @@ def run(
     """
     mesh = make_mesh() if mesh is None else mesh
     check_mesh(mesh)
-    shape = Shape.make(model, mesh, layers, chunk, say)
+    shape = Shape.make(model, mesh, layers, chunk, say, kv, weights)
     bandwidth = copy_bandwidth()
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
     rows = []

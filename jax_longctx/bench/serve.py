@@ -60,6 +60,8 @@ def run(
     blocks: int,
     random_cache: bool,
     chunk: int = 512,
+    kv: str | None = None,
+    weights: str | None = None,
     mesh: Mesh | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -73,10 +75,11 @@ def run(
       blocks: blocks of 32 steps that are timed.
       random_cache: draws the context's keys and values, of methods that keep all of them, in place
         of a prefill.
+      kv: "int8" or "fp8" for caches in 8 bits; None for bfloat16.
     """
     mesh = make_mesh() if mesh is None else mesh
     check_mesh(mesh)
-    shape = Shape.make(model, mesh, None, chunk, say)
+    shape = Shape.make(model, mesh, None, chunk, say, kv, weights)
     bandwidth = copy_bandwidth()
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
     found = []

@@ -33,6 +33,7 @@ from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.settings import Sampling
 from jax_longctx.sharding import Leaf, axes_of, leaf_axes, tree_shardings
+from pallas_kernels.quantised import stored_as
 
 # The question of every row.
 QUESTION = (1,)
@@ -247,7 +248,10 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
                 return jax.random.normal(key, node.shape, node.dtype)
             return jnp.zeros(node.shape, node.dtype)
         keys = jax.random.split(jax.random.key(seed), 2)
-        k, v = (jax.random.normal(key, node.k.shape, node.k.dtype) for key in keys)
+        k, v = (
+            stored_as(like, jax.random.normal(key, like.shape, like.dtype))
+            for key, like in zip(keys, (node.k, node.v), strict=True)
+        )
         at = [jnp.full(node.length.shape, length, jnp.int32) for _ in range(4)]
         return AppendCache(k, v, *at)
 

@@ -36,6 +36,8 @@ def run(
     memory: int | None = None,
     random_cache: bool = False,
     chunk: int = 8192,
+    kv: str | None = None,
+    weights: str | None = None,
     mesh: Mesh | None = None,
     kernels: bool = True,
     say: Callable[[str], None] = lambda text: None,
@@ -52,7 +54,7 @@ def run(
     """
     mesh = make_mesh() if mesh is None else mesh
     check_mesh(mesh)
-    shape = Shape.make(model, mesh, None, chunk, say)
+    shape = Shape.make(model, mesh, None, chunk, say, kv, weights)
     bandwidth = copy_bandwidth()
     free = available_bytes(mesh) if memory is None else memory
     if free is None:

@@ -28,6 +28,7 @@ from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import first_layers, init_params, stacked_layers
 from jax_longctx.models.presets import PRESETS, preset
+from jax_longctx.settings import StoredForm, kv_form, weights_form
 
 # Steps before the full blocks of a stream: the question's token and the short first blocks.
 WARM = 1 + sum(FIRST_BLOCKS)
@@ -194,10 +195,19 @@ class Shape:
     mesh: Mesh
     layers: int
     chunk: int
+    kv: str | None = None
+    weights: StoredForm | None = None
 
     @classmethod
     def make(
-        cls, model: str, mesh: Mesh, layers: int | None, chunk: int, say: Callable[[str], None]
+        cls,
+        model: str,
+        mesh: Mesh,
+        layers: int | None,
+        chunk: int,
+        say: Callable[[str], None],
+        kv: str | None = None,
+        weights: str | None = None,
     ) -> "Shape":
         """Takes all layers unless given. InputError unless `layers` is from 2 to all."""
         config = preset(model)
@@ -206,20 +216,25 @@ class Shape:
             raise InputError(f"--layers must be from 2 to {config.num_layers}, got {layers}")
         say("making weights ...")
         cut = _cut(config, timed)
-        params = init_params(cut, mesh, dtype=jnp.bfloat16)
+        form = weights_form(weights, "bfloat16")
+        params = init_params(cut, mesh, dtype=jnp.bfloat16, weights=form)
         if mesh.devices.flat[0].platform != "cpu":
             params = stacked_layers(cut, params, consume=True)
-        return cls(config, params, mesh, timed, chunk)
+        return cls(config, params, mesh, timed, chunk, kv, form)
 
     def engine(self, method: Any, layers: int | None = None) -> Engine:
         """An engine of the method on the first layers, all that are timed unless given."""
         layers = layers or self.layers
         params = first_layers(self.params, layers)
-        return Engine(_cut(self.config, layers), params, method, self.mesh, chunk=self.chunk)
+        cut = _cut(self.config, layers)
+        return Engine(cut, params, method, self.mesh, chunk=self.chunk, kv=self.kv)
 
     def setup(self, method: Any) -> programs.Setup:
         """The setup of the whole model."""
-        return programs.Setup(self.config, method, self.mesh, jnp.dtype(jnp.bfloat16), self.chunk)
+        dtype, kv = jnp.dtype(jnp.bfloat16), kv_form(self.kv, "bfloat16")
+        return programs.Setup(
+            self.config, method, self.mesh, dtype, self.chunk, kv=kv, weights=self.weights
+        )
 
     def times[T](self, method: Any, measure: Callable[[Engine], T]) -> dict[int, T]:
         """`measure` by number of layers: the timed ones, and one where these are not all."""
@@ -227,7 +242,8 @@ class Shape:
         return {number: measure(self.engine(method, number)) for number in numbers}
 
     def facts(self) -> dict[str, Any]:
-        return {**device_facts(), "layers": {"timed": self.layers, "of": self.config.num_layers}}
+        layers = {"timed": self.layers, "of": self.config.num_layers}
+        return {**device_facts(), "layers": layers, "kv": self.kv, "weights": self.weights}
 
 
 def _cut(config: ModelConfig, layers: int) -> ModelConfig:

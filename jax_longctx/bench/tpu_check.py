@@ -14,7 +14,7 @@ has an interpreter of its own.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.plane import Plane
 from pallas_kernels.prefill_attention import reference as prefill_reference
 from pallas_kernels.prefill_attention import tpu as prefill_tpu
+from pallas_kernels.quantised import SCALES, dequantised, quantise
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
@@ -80,7 +81,7 @@ class Check:
         """The kernel's arguments: arrays, and planes where it reads them."""
         found = {"arrays": self.given}
         if self.caches:
-            planes = {at: _plane(self.given[at]) for at in self.caches}
+            planes = {at: jax.tree.map(_plane, self.given[at]) for at in self.caches}
             found["planes"] = tuple(planes.get(at, x) for at, x in enumerate(self.given))
         return found
 
@@ -131,8 +132,8 @@ def difference(found: Any, expected: Any) -> float:
 
 
 def _plane(x: jax.Array) -> Plane:
-    """The array as the second layer of three; the others hold NaN."""
-    hollow = jnp.full_like(x, jnp.nan)
+    """The array as the second layer of three; the others hold NaN, or zeros of integers."""
+    hollow = jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0)
     return Plane(jnp.stack([hollow, x, hollow]), jnp.int32(1))
 
 
@@ -159,6 +160,13 @@ def checks() -> list[Check]:
         for shape in ((rows, 2, K * G, H), (rows, K, SLOTS, H))
     )
     whole_k = whole_k.at[..., 3:].set(0)
+    # In 8 bits, with NaN as the scales of slots that may not be read.
+    stored = [quantise(x, "int8") for x in (k, v)]
+    unread = (jnp.arange(SLOTS) >= lengths[:, None])[:, None]
+    spoilt_stored = [
+        replace(x, scales=jnp.where(unread, jnp.nan, x.scales.astype(jnp.float32)).astype(SCALES))
+        for x in stored
+    ]
     nothing, exact = jnp.zeros((rows,), jnp.int32), jnp.zeros(whole_q.shape[:3])
     listed = np.stack([rng.permutation(SLOTS // PAGE)[:6] for _ in range(rows * K)])
     listed = jnp.asarray(listed, jnp.int32).reshape(rows, K, 6).at[:, 0, 2].set(-1)
@@ -188,6 +196,15 @@ def checks() -> list[Check]:
             (q, k, v, lengths),
             (1, 2),
             **scaled,
+        ),
+        Check(
+            "decode_attention of int8",
+            partial(decode_tpu.decode_attention, **scaled),
+            partial(decode_reference.decode_attention, **scaled),
+            (q, *map(dequantised, stored), lengths),
+            (q, *spoilt_stored, lengths),
+            ROUNDED,
+            (1, 2),
         ),
         checked(
             sparse_tpu,

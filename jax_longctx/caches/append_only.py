@@ -15,8 +15,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
+from pallas_kernels.common import AnyCache
 from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import Plane, part_of, row_major
+from pallas_kernels.quantised import Quantised, dequantised, stored_as
 
 
 class Rewinding:
@@ -59,12 +61,8 @@ class AppendCache(Rewinding):
       context_length, context_position: both as they were at the end of the context.
     """
 
-    k: Float[Array, "B K S H"] | Plane = axes_field(
-        "batch", "kv_heads", "slots", None, in_place=True
-    )
-    v: Float[Array, "B K S H"] | Plane = axes_field(
-        "batch", "kv_heads", "slots", None, in_place=True
-    )
+    k: AnyCache = axes_field("batch", "kv_heads", "slots", None, in_place=True)
+    v: AnyCache = axes_field("batch", "kv_heads", "slots", None, in_place=True)
     length: Int[Array, " B"] = axes_field("batch")
     position: Int[Array, " B"] = axes_field("batch")
     context_length: Int[Array, " B"] = axes_field("batch")
@@ -91,22 +89,20 @@ def with_store(cache: Any, store: AppendCache) -> Any:
 
 
 def empty_append_cache(shape: CacheShape) -> AppendCache:
-    """A cache of `shape.slots` empty slots in the model's dtype."""
-    size = (shape.batch, shape.num_kv_heads, shape.slots, shape.head_dim)
-
+    """A cache of `shape.slots` empty slots."""
     # An array for each field: a donated buffer may be named once.
-    keys_and_values = (jnp.zeros(size, shape.dtype) for _ in range(2))
+    keys_and_values = (shape.empty_slots(shape.slots) for _ in range(2))
     counts = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(4))
     return AppendCache(*keys_and_values, *counts)
 
 
 def write_run(
-    buffer: Float[Array, "B K S H"] | Plane,
+    buffer: AnyCache,
     new: Float[Array, "B T K H"],
     start: Int[Array, " B"],
     valid: Int[Array, " B"],
     ctx: LayerContext,
-) -> Float[Array, "B K S H"] | Plane:
+) -> AnyCache:
     """Writes each row's first `valid[b]` new tokens into global slots from `start[b]` on.
 
     In place when `buffer` is donated. A shard writes its own slots. The slot after a row's last
@@ -126,17 +122,23 @@ def write_run(
 
 
 def write_rows(
-    buffer: Shaped[Array, "B K S H"] | Plane,
-    new: Shaped[Array, "B T K H"],
+    buffer: Shaped[Array, "B K S *H"] | Plane | Quantised,
+    new: Shaped[Array, "B T K *H"],
     start: Int[Array, " B"],
     valid: Int[Array, " B"],
     *,
     whole: bool = True,
-) -> Shaped[Array, "B K S H"] | Plane:
+) -> Shaped[Array, "B K S *H"] | Plane | Quantised:
     """`write_run` for a buffer that is whole on every shard, or for one shard's slots.
 
     Without `whole`, `start` may lie outside the buffer; tokens outside are not written.
     """
+    if isinstance(buffer, Quantised):
+
+        def write(old: Any, part: Array) -> Any:
+            return write_rows(old, part, start, valid, whole=whole)
+
+        return buffer.map(write, stored_as(buffer, new))
     new_BKTH = jnp.swapaxes(new, 1, 2).astype(buffer.dtype)
     if isinstance(buffer, Plane):
         rows, first = buffer.rows()
@@ -148,8 +150,10 @@ def _write(buffer: Array, new: Array, start: Array, valid: Array, first: Any, wh
     """`write_rows` into the buffer's rows from `first` on."""
     if new.shape[0] == new.shape[2] == 1 and whole:
         # The decode step of one row: one small kernel a buffer, whatever `valid` says.
-        return jax.lax.dynamic_update_slice(buffer, new, (first, 0, start[0], 0))
-    if new.shape[2] == 1 or new.shape[2] > buffer.shape[2]:
+        return jax.lax.dynamic_update_slice(buffer, new, (first, 0, start[0], *_first(buffer)))
+    # Of one number a slot: a TPU has another layout for all of them as one row.
+    numbers = buffer.ndim == 3 and platform() == "tpu"
+    if (new.shape[2] == 1 and not numbers) or new.shape[2] > buffer.shape[2]:
         return _write_lines(buffer, new, start, valid, first)
     if new.shape[0] == 1:
         return _write_row(0, buffer, new, start, valid, first)
@@ -168,18 +172,23 @@ def _write_row(
     A scatter along the slots makes the TPU compiler move them to the front, a copy of the cache
     there and back (8B shape, 512 tokens: 727 MB of temporaries beside a cache of 537).
     """
-    _, heads, slots, head_dim = buffer.shape
+    _, heads, slots, *width = buffer.shape
     size = new.shape[2]
     at = jnp.clip(start[row], 0, slots - size)
-    place = (first + row, 0, at, 0)
-    old_1KTH = jax.lax.dynamic_slice(buffer, place, (1, heads, size, head_dim))
+    place = (first + row, 0, at, *_first(buffer))
+    old_1KTH = jax.lax.dynamic_slice(buffer, place, (1, heads, size, *width))
     index_T = at + jnp.arange(size) - start[row]
     mine_T = (index_T >= 0) & (index_T < valid[row])
-    new_1KTH = jax.lax.dynamic_slice(new, (row, 0, 0, 0), (1, heads, size, head_dim))
+    new_1KTH = jax.lax.dynamic_slice(new, (row, 0, 0, *_first(buffer)), (1, heads, size, *width))
     # A run that crosses the shard's border is written shifted; rolling keeps it one slice.
     new_1KTH = jnp.roll(new_1KTH, start[row] - at, axis=2)
-    merged = jnp.where(mine_T[:, None], new_1KTH, old_1KTH)
+    merged = jnp.where(mine_T.reshape(-1, *(1 for _ in width)), new_1KTH, old_1KTH)
     return jax.lax.dynamic_update_slice(buffer, merged, place)
+
+
+def _first(buffer: Array) -> tuple[int, ...]:
+    """Where a slice of whole slots begins along the axes behind that of the slots."""
+    return (0,) * (buffer.ndim - 3)
 
 
 def _write_lines(buffer: Array, new_BKTH: Array, start: Array, valid: Array, first: Any) -> Array:
@@ -188,7 +197,7 @@ def _write_lines(buffer: Array, new_BKTH: Array, start: Array, valid: Array, fir
     For one row slices are quicker: 8192 tokens a layer took about 0.05 ms by slices and 0.14 ms by
     lines on an H200 (8B shape, from the profiles of a prefill).
     """
-    batch, (_, heads, slots, head_dim) = new_BKTH.shape[0], buffer.shape
+    batch, (_, heads, slots, *width) = new_BKTH.shape[0], buffer.shape
     step_T = jnp.arange(new_BKTH.shape[2])
     slot_BT = start[:, None] + step_T
     inside_BT = (slot_BT >= 0) & (slot_BT < slots) & (step_T < valid[:, None])
@@ -197,8 +206,8 @@ def _write_lines(buffer: Array, new_BKTH: Array, start: Array, valid: Array, fir
     # another one: where lines may meet a GPU writes every two channels by an atomic operation.
     beyond_BKT = buffer.shape[0] * heads * slots + jnp.arange(line_BKT.size).reshape(line_BKT.shape)
     line_BKT = jnp.where(inside_BT[:, None], line_BKT, beyond_BKT)
-    flat = buffer.reshape(-1, head_dim)  # [B*K*S, H]
-    new_EH = new_BKTH.reshape(-1, head_dim)  # [B*K*T, H]
+    flat = buffer.reshape(-1, *width)  # [B*K*S, H]
+    new_EH = new_BKTH.reshape(-1, *width)  # [B*K*T, H]
     flat = flat.at[line_BKT.reshape(-1)].set(new_EH, mode="drop", unique_indices=True)
     return flat.reshape(buffer.shape)
 
@@ -262,13 +271,13 @@ def local_run(
 
 
 def lines_of(
-    buffer: Shaped[Array, "B K S H"] | Plane, slots: Int[Array, "B X C"]
-) -> tuple[Shaped[Array, "R H"], Int[Array, "B K C"]]:
+    buffer: Shaped[Array, "B K S *H"] | Plane, slots: Int[Array, "B X C"]
+) -> tuple[Shaped[Array, "R ..."], Int[Array, "B K C"]]:
     """The flattened buffer, R = B * K * S lines (of a plane those of all layers), and where `slots`
     lie in it, X = 1 list for all heads or K."""
-    batch, heads, size, width = buffer.shape
+    batch, heads, size, *width = buffer.shape
     rows, first = buffer.rows() if isinstance(buffer, Plane) else (buffer, 0)
-    return rows.reshape(-1, width), _lines(batch, heads, size, slots, first)
+    return rows.reshape(-1, *width), _lines(batch, heads, size, slots, first)
 
 
 def _lines(batch: int, heads: int, size: int, slots: Array, first: Any) -> Int[Array, "B K C"]:
@@ -277,27 +286,57 @@ def _lines(batch: int, heads: int, size: int, slots: Array, first: Any) -> Int[A
 
 
 def read_lines(
-    buffer: Shaped[Array, "B K S H"] | Plane, slots: Int[Array, "B X C"]
+    buffer: Shaped[Array, "B K S H"] | Plane | Quantised, slots: Int[Array, "B X C"]
 ) -> Shaped[Array, "B K C H"]:
-    """The lines in this shard's `slots`, X = 1 list for all heads or K; zeros for -1.
+    """The lines in this shard's `slots`, X = 1 list for all heads or K; zeros for -1."""
+    return dequantised(stored_lines(buffer, slots))
+
+
+def stored_lines(
+    buffer: Shaped[Array, "B K S *H"] | Plane | Quantised, slots: Int[Array, "B X C"]
+) -> Shaped[Array, "B K C *H"] | Quantised:
+    """`read_lines`, as they are stored.
 
     They are read from the flattened buffer, whose layout stays as it is: a gather along the slots
     makes the TPU compiler copy the cache with its axes moved.
     """
-    flat, lines_BKC = lines_of(buffer, jnp.maximum(slots, 0))
-    lines = jnp.take(flat, lines_BKC, axis=0, mode="clip")
-    return jnp.where((slots >= 0)[..., None], lines, 0)
+    if isinstance(buffer, Quantised):
+        return buffer.map(lambda part: stored_lines(part, slots))
+    index = jnp.maximum(slots, 0)
+    if len(buffer.shape) == 3 and platform() == "tpu":
+        # Flat, the numbers of all layers would have another layout: a copy of them.
+        lines = jnp.take_along_axis(part_of(buffer), index, axis=2)
+    else:
+        flat, lines_BKC = lines_of(buffer, index)
+        lines = jnp.take(flat, lines_BKC, axis=0, mode="clip")
+    some = (slots >= 0).reshape(*slots.shape, *(1,) * (lines.ndim - 3))
+    return jnp.where(some, lines, jnp.zeros((), lines.dtype))
 
 
 def gather_slots(
-    buffer: Float[Array, "B K S H"] | Plane, slots: Int[Array, "B K C"], ctx: LayerContext
+    buffer: AnyCache, slots: Int[Array, "B K C"], ctx: LayerContext
 ) -> Float[Array, "B K C H"]:
     """The keys or values in global `slots` of each row and kv head, on every shard of the slots.
 
     Negative slots come back as zeros.
     """
+    return dequantised(gather_stored(buffer, slots, ctx))
+
+
+def gather_stored(
+    buffer: AnyCache, slots: Int[Array, "B K C"], ctx: LayerContext
+) -> Float[Array, "B K C H"] | Quantised:
+    """`gather_slots`, as they are stored."""
+    lines = stored_lines(buffer, local_slots(slots, buffer.shape[2], ctx))
+
     # One shard holds each slot; a sum with zeros is exact.
-    return ctx.psum_seq(read_lines(buffer, local_slots(slots, buffer.shape[2], ctx)))
+    def everywhere(part: Array) -> Array:
+        if part.dtype.itemsize > 1:
+            return ctx.psum_seq(part)
+        bits = jax.lax.bitcast_convert_type(part, jnp.int8)
+        return jax.lax.bitcast_convert_type(ctx.psum_seq(bits), part.dtype)
+
+    return jax.tree.map(everywhere, lines)
 
 
 def where_rows(pick: Bool[Array, " B"], new: Any, old: Any) -> Any:

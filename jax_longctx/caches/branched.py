@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches.append_only import AppendCache, append
 from jax_longctx.contract import Attended, LayerContext, SlotLayout
 from jax_longctx.sharding import Leaf, axes_field, axes_of
-from pallas_kernels.common import merge
+from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention, shared_decode_attention
 from pallas_kernels.plane import Plane, part_of
 
@@ -37,14 +37,10 @@ def parting[T: type](kind: T) -> T:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KeysValues:
-    """The arrays of a context's `AppendCache`, which rows share."""
+    """The keys and values, [1, K, S, H], of a context's `AppendCache`, which rows share."""
 
-    k: Float[Array, "1 K S H"] | Plane = axes_field(
-        "batch", "kv_heads", "slots", None, in_place=True
-    )
-    v: Float[Array, "1 K S H"] | Plane = axes_field(
-        "batch", "kv_heads", "slots", None, in_place=True
-    )
+    k: AnyCache = axes_field("batch", "kv_heads", "slots", None, in_place=True)
+    v: AnyCache = axes_field("batch", "kv_heads", "slots", None, in_place=True)
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,7 @@ to hold both; appending writes in place.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches.append_only import write_rows
 from jax_longctx.contract import CacheShape
 from jax_longctx.sharding import OwnAxis, axes_field
-from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.common import AnyCache
+from pallas_kernels.plane import part_of
+from pallas_kernels.quantised import stored_as
 from pallas_kernels.select_large_k import select_large_k
 
 SLOTS = OwnAxis("slots_axis")
@@ -39,8 +41,8 @@ class BudgetCache:
       slots_axis: the logical axis of the slots.
     """
 
-    k: Float[Array, "B K C H"] | Plane = axes_field("batch", "kv_heads", SLOTS, None, in_place=True)
-    v: Float[Array, "B K C H"] | Plane = axes_field("batch", "kv_heads", SLOTS, None, in_place=True)
+    k: AnyCache = axes_field("batch", "kv_heads", SLOTS, None, in_place=True)
+    v: AnyCache = axes_field("batch", "kv_heads", SLOTS, None, in_place=True)
     token: Int[Array, "B K C"] = axes_field("batch", "kv_heads", SLOTS)
     statistics: Float[Array, "B K C M"] | None = axes_field("batch", "kv_heads", SLOTS, None)
     length: Int[Array, " B"] = axes_field("batch")
@@ -61,12 +63,12 @@ class BudgetCache:
 
         Statistics stay as they are: nothing is chosen any more.
         """
-        token_BTK1 = jnp.swapaxes(self.next_tokens(k.shape[1]), 1, 2)[..., None]
+        token_BTK = jnp.swapaxes(self.next_tokens(k.shape[1]), 1, 2)
         return dataclasses.replace(
             self,
             k=write_rows(self.k, k, self.length, valid),
             v=write_rows(self.v, v, self.length, valid),
-            token=write_rows(self.token[..., None], token_BTK1, self.length, valid)[..., 0],
+            token=cast(Array, write_rows(self.token, token_BTK, self.length, valid)),
             length=self.length + valid,
             position=self.position + valid,
         )
@@ -75,7 +77,7 @@ class BudgetCache:
 def empty_budget_cache(
     shape: CacheShape, capacity: int, statistics: int = 0, *, grows: bool
 ) -> BudgetCache:
-    """A cache of `capacity` empty slots in the model's dtype, with `statistics` sums a slot.
+    """A cache of `capacity` empty slots, with `statistics` sums a slot.
 
     `grows` says that answering adds to it and evicts nothing.
     """
@@ -83,8 +85,8 @@ def empty_budget_cache(
     # None, not an array of size 0: XLA crashes on a donated one that is sharded.
     sums = jnp.zeros((*slots, statistics), jnp.float32) if statistics else None
     return BudgetCache(
-        jnp.zeros((*slots, shape.head_dim), shape.dtype),
-        jnp.zeros((*slots, shape.head_dim), shape.dtype),
+        shape.empty_slots(capacity),
+        shape.empty_slots(capacity),
         jnp.zeros(slots, jnp.int32),
         sums,
         jnp.zeros((shape.batch,), jnp.int32),
@@ -167,11 +169,16 @@ def _taken(
 ) -> BudgetCache:
     """The cache after `take` has picked from each array's slots and the segment's values."""
     size = cache.k.shape[2]
+
+    def moved(kept: AnyCache, new: Array) -> Any:
+        """Tokens move as they are stored: none is rounded twice."""
+        return jax.tree.map(take, part_of(kept), stored_as(kept, jnp.swapaxes(new, 1, 2)))
+
     if statistics is not None:
         statistics = take(statistics[:, :, :size], statistics[:, :, size:])
     return BudgetCache(
-        take(part_of(cache.k), jnp.swapaxes(k, 1, 2)),
-        take(part_of(cache.v), jnp.swapaxes(v, 1, 2)),
+        moved(cache.k, k),
+        moved(cache.v, v),
         take(cache.token, cache.next_tokens(k.shape[1])),
         statistics,
         count,

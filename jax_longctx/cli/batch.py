@@ -39,7 +39,7 @@ def batch(
         metavar="OUT.jsonl",
         show_default=False,
     ),
-    model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk"),
+    model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk", "kv", "weights"),
     method: options.MethodChoice,
     answers: options.AnswerOptions,
     rows: int = option(

@@ -175,6 +175,8 @@ def decode(
     layers: int | None = _layers(),
     random_cache: bool = _random_cache(),
     chunk: int = _chunk(),
+    kv: str | None = options.kv(),
+    weights: str | None = options.weights(),
     mesh: str | None = _mesh(),
     kernels: bool = _kernels(),
     picture: Path | None = _picture(),
@@ -207,6 +209,8 @@ def decode(
         random_cache=random_cache,
         layers=layers,
         chunk=chunk,
+        kv=kv,
+        weights=weights,
         mesh=make_mesh(**_sizes(mesh)),
         kernels=kernels,
         say=terminal.note,
@@ -231,6 +235,8 @@ def throughput(
     blocks: int = option("Blocks of 32 steps that are timed.", default=3, min=1),
     random_cache: bool = _random_cache(),
     chunk: int = _chunk(),
+    kv: str | None = options.kv(),
+    weights: str | None = options.weights(),
     mesh: str | None = _mesh(),
     kernels: bool = _kernels(),
     picture: Path | None = _picture(),
@@ -265,6 +271,8 @@ def throughput(
         memory=None if memory is None else int(memory * 2**30),
         random_cache=random_cache,
         chunk=chunk,
+        kv=kv,
+        weights=weights,
         mesh=make_mesh(**_sizes(mesh)),
         kernels=kernels,
         say=terminal.note,
@@ -296,6 +304,8 @@ def serve(
         default=True,
     ),
     chunk: int = options.chunk(),
+    kv: str | None = options.kv(),
+    weights: str | None = options.weights(),
     mesh: str | None = _mesh(),
 ) -> None:
     """Time many answers over one context, and decoding beside reading, random bfloat16 weights.
@@ -323,6 +333,8 @@ def serve(
         blocks=blocks,
         random_cache=random_cache,
         chunk=chunk,
+        kv=kv,
+        weights=weights,
         mesh=make_mesh(**_sizes(mesh)),
         say=terminal.note,
     )
@@ -362,7 +374,7 @@ def _served(result: dict[str, Any]) -> Iterable[Any]:
             reading,
         )
     yield (
-        f"{result['device']}, {result['model']} in bfloat16, a context of "
+        f"{result['device']}, {result['model']} in bfloat16{_stored(result)}, a context of "
         f"{result['rows'][0]['context']:,} tokens; chunk {result['chunk']:,}, jax {result['jax']}; "
         f"copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
     )
@@ -434,9 +446,16 @@ def _steps(result: dict[str, Any]) -> Iterable[Any]:
         rows.append([*cells, *(cell(row) for cell in columns.values()), speedup])
     yield table(("method", "batch x context", *columns, "full / this"), rows)
     yield (
-        f"{result['device']}, {result['model']} in bfloat16, {_layers_said(result['layers'])}; "
-        f"jax {result['jax']}; copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
+        f"{result['device']}, {result['model']} in bfloat16{_stored(result)}, "
+        f"{_layers_said(result['layers'])}; jax {result['jax']}; copy "
+        f"{result['copy_bandwidth'] / 1e12:.2f} TB/s"
     )
+
+
+def _stored(result: dict[str, Any]) -> str:
+    """The forms of weights, keys and values, where they are not bfloat16."""
+    said = {"weights": "weights", "kv": "keys and values"}
+    return "".join(f", {what} in {result[key]}" for key, what in said.items() if result.get(key))
 
 
 def _throughput(result: dict[str, Any]) -> Iterable[Any]:
@@ -451,9 +470,9 @@ def _throughput(result: dict[str, Any]) -> Iterable[Any]:
         rows.append([*cells, *(cell(row) for cell in columns.values())])
     yield table(("method", "context", "rows", "tokens/s a device", *columns), rows)
     yield (
-        f"{result['device']} ({result['devices']}), {result['model']} in bfloat16; "
-        f"{shown_bytes(result['free'])} free for caches; jax {result['jax']}; copy "
-        f"{result['copy_bandwidth'] / 1e12:.2f} TB/s"
+        f"{result['device']} ({result['devices']}), {result['model']} in bfloat16"
+        f"{_stored(result)}; {shown_bytes(result['free'])} free for caches; jax {result['jax']}; "
+        f"copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
     )
 
 

@@ -109,6 +109,8 @@ def key_of(model: "LongContext") -> str:
         str(setup.dtype),
         setup.chunk,
         setup.by_layer,
+        *(() if setup.kv is None else (setup.kv,)),
+        *(() if setup.weights is None else ("weights", setup.weights)),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

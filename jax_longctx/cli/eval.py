@@ -75,6 +75,8 @@ class Overrides:
     batch: int | None = option("Rows of one batch; fewer where memory is short.")
     chunk: int | None = option("Tokens of a prefill pass.")
     dtype: str | None = options.dtype()
+    kv: str | None = options.kv()
+    weights: str | None = options.weights()
     mesh: str | None = options.mesh()
     chat: bool | None = option(
         "The checkpoint's chat template around each prompt; plain completion unless given.",
@@ -328,7 +330,7 @@ def _open(config: "EvalConfig", terminal: Terminal, **loading: Any) -> "LongCont
             raise InputError(
                 f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
             )
-    names = ("mesh", "dtype", "chunk")
+    names = ("mesh", "dtype", "chunk", "kv", "weights")
     how: dict[str, Any] = {name: getattr(config.run, name) for name in names}
     return options.ModelChoice(checkpoint=checkpoint, **how).open(terminal, **loading)
 
@@ -457,6 +459,8 @@ def passkey(
             seed=trials.seed,
             batch=trials.batch,
             chunk=model.chunk,
+            kv=model.kv,
+            weights=model.weights,
         )
         config = EvalConfig(run=how, part=(part,))
 

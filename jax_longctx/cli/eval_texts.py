@@ -73,7 +73,7 @@ class Scoring:
 @options.command
 def perplexity(
     *,
-    model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk"),
+    model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk", "kv", "weights"),
     scoring: Scoring,
     output: options.Output,
     methods: list[str] | None = options.methods(),
@@ -177,7 +177,7 @@ def _score(
 @options.command
 def agreement(
     *,
-    model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk"),
+    model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk", "kv", "weights"),
     output: options.Output,
     methods: list[str] | None = options.methods(),
     text: list[Path] | None = _files(),

@@ -12,7 +12,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import METHODS, describe, make_method
 from jax_longctx.models.presets import preset
-from jax_longctx.settings import parse_pairs
+from jax_longctx.settings import kv_form, parse_pairs
 
 # Tokens reserved for question and answer in the memory shown.
 RESERVE = 256
@@ -36,6 +36,7 @@ def methods(
     context: int = option("Tokens of context, for the memory shown.", default=32768),
     batch: int = option("Rows, for the memory shown.", default=1),
     dtype: str | None = options.dtype(default="bfloat16"),
+    kv: str | None = options.kv(),
     as_json: bool = options.as_json(),
 ) -> None:
     """List the long-context methods: what each changes, and what its caches cost.
@@ -73,8 +74,8 @@ def methods(
                 failed.append(str(error))
                 continue
             method = make_method(each, parse_pairs(settings or ()))
-            measured = {"context": context, "batch": batch, "dtype": dtype}
-            memory = _memory(config, method, context, batch, dtype or "bfloat16")
+            measured = {"context": context, "batch": batch, "dtype": dtype, "kv": kv}
+            memory = _memory(config, method, context, batch, dtype or "bfloat16", kv)
             described.append(entry | {"memory": measured | memory})
     if as_json:
         for entry in described:
@@ -85,13 +86,15 @@ def methods(
         shape = model if checkpoint is None else checkpoint
         terminal.show(
             *_all(described),
-            f"\nmemory: {shape}, {dtype}, {batch} x {context:,} tokens of context",
+            f"\nmemory: {shape}, {kv or dtype}, {batch} x {context:,} tokens of context",
         )
     if failed:
         raise ConfigError("; ".join(failed))
 
 
-def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> dict[str, Any]:
+def _memory(
+    config: Any, method: Any, context: int, batch: int, dtype: str, kv: str | None
+) -> dict[str, Any]:
     """Bytes by name, or why the method does not run on this model."""
     import dataclasses
 
@@ -102,11 +105,13 @@ def _memory(config: Any, method: Any, context: int, batch: int, dtype: str) -> d
     from jax_longctx.engine.programs import Setup
     from jax_longctx.sharding import make_mesh
 
+    form = kv_form(kv, dtype)
     try:
         method.validate(config)
     except ConfigError as error:
         return {"refused": str(error)}
-    setup = Setup(config, method, make_mesh(devices=jax.local_devices()), jnp.dtype(dtype), 512)
+    mesh = make_mesh(devices=jax.local_devices())
+    setup = Setup(config, method, mesh, jnp.dtype(dtype), 512, kv=form)
     found = footprint(setup, batch=batch, context=context, reserve=RESERVE)
     return {f"{key}_bytes": value for key, value in dataclasses.asdict(found).items()}
 

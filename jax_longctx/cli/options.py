@@ -23,7 +23,7 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import DTYPES, Sampling, parse_mesh, parse_pairs
+from jax_longctx.settings import DTYPES, FORM_NAMES, Sampling, parse_mesh, parse_pairs
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -120,6 +120,16 @@ def _check_dtype(name: str) -> None:
         raise ConfigError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}")
 
 
+def _check_kv(name: str) -> None:
+    if name not in FORM_NAMES:
+        raise ConfigError(f"--kv {name!r} is not one of {', '.join(FORM_NAMES)}")
+
+
+def _check_weights(name: str) -> None:
+    if name not in FORM_NAMES:
+        raise ConfigError(f"--weights {name!r} is not one of {', '.join(FORM_NAMES)}")
+
+
 def parse_specs(specs: list[str] | None) -> list[Spec]:
     """The values of `--method`, with known names; full attention without any."""
     parsed = [Spec.parse(text) for text in specs or ["full"]]
@@ -173,6 +183,26 @@ def dtype(
 ) -> Any:
     """`--dtype`: `str | None`."""
     return option(help, default=default, metavar="DTYPE", callback=checked(_check_dtype))
+
+
+def kv() -> Any:
+    """`--kv`: `str | None`; whether bfloat16 is the weights' dtype is checked later."""
+    return option(
+        "bfloat16, fp8 or int8, for the keys and values of caches; the weights' dtype unless "
+        "given. 8 bits nearly halve the caches, under every method.",
+        metavar="FORM",
+        callback=checked(_check_kv),
+    )
+
+
+def weights() -> Any:
+    """`--weights`: `str | None`; whether bfloat16 is the model's dtype is checked later."""
+    return option(
+        "bfloat16, fp8 or int8, for the matrices of the layers; --dtype unless given. 8 bits are "
+        "made as the weights load, and nearly halve them.",
+        metavar="FORM",
+        callback=checked(_check_weights),
+    )
 
 
 def mesh(
@@ -255,6 +285,8 @@ class ModelChoice:
     dtype: str | None = dtype()
     mesh: str | None = mesh()
     chunk: int = chunk()
+    kv: str | None = kv()
+    weights: str | None = weights()
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
@@ -286,6 +318,8 @@ class ModelChoice:
                 mesh=None if self.mesh is None else make_mesh(**sizes),
                 dtype=self.dtype,
                 chunk=self.chunk,
+                kv=self.kv,
+                weights=self.weights,
                 **how,
             )
 
@@ -401,11 +435,13 @@ class Output:
 
 def run_facts(model: "LongContext") -> dict[str, Any]:
     """The part of a JSON record that describes the run: method, settings, device, versions."""
-    chosen = settings_of(model.engine.method)
+    chosen, setup = settings_of(model.engine.method), model.engine.setup
     device = model.engine.mesh.devices.flat[0]
     return {
         "method": chosen["name"],
         "settings": chosen["settings"],
+        "kv": setup.kv,
+        "weights": setup.weights,
         "device": device.device_kind,
         "mesh": dict(model.engine.mesh.shape),
         "versions": {

@@ -41,6 +41,8 @@ def plan(
     batch: int = option("Rows of the batch.", default=1),
     reserve: int = option("Tokens of question and answer.", default=256),
     dtype: str | None = options.dtype(default="bfloat16"),
+    kv: str | None = options.kv(),
+    weights: str | None = options.weights(),
     mesh: str | None = options.mesh(),
     chunk: int = options.chunk(),
     compiles: bool = option(
@@ -73,7 +75,13 @@ def plan(
         chosen = method.make() or make_method("full")
         sizes = {"context": context, "batch": batch, "reserve": reserve, "chunk": chunk}
         request = PlanRequest(
-            config=config, method=chosen, target=devices, dtype=dtype or "bfloat16", **sizes
+            config=config,
+            method=chosen,
+            target=devices,
+            dtype=dtype or "bfloat16",
+            kv=kv,
+            weights=weights,
+            **sizes,
         )
     with terminal.waiting("planning"):
         made = make_plan(request, propose_mesh(request) if mesh is None else parse_mesh(mesh))
@@ -89,6 +97,8 @@ def plan(
         "mesh_proposed": mesh is None,
         **sizes,
         "dtype": request.dtype,
+        "kv": request.kv,
+        "weights": request.weights,
         "constants": dataclasses.asdict(devices.chip),
         **_figures(made, ARITHMETIC if compiled is None else COMPILED),
         "compiled": compiled,
@@ -165,8 +175,10 @@ def _shown(record: dict[str, Any]) -> list[Any]:
         f"reached {c['linear_share']:.0%} in projections, {c['attention_share']:.0%} in prefill "
         f"attention, {c['bandwidth_share']:.0%} of the bandwidth in decode"
     )
+    said = {"weights": "weights", "kv": "keys and values"}
+    forms = "".join(f", {what} in {record[key]}" for key, what in said.items() if record[key])
     return [
-        f"{record['model']}, {record['dtype']}, {record['method']}, {record['batch']} x "
+        f"{record['model']}, {record['dtype']}{forms}, {record['method']}, {record['batch']} x "
         f"{record['context']:,} tokens, chunks of {record['chunk']:,}",
         f"{record['target']}, {record['devices']} devices; --mesh {mesh}{proposed}",
         numbers,

@@ -36,6 +36,8 @@ def warm(
     dtype: str | None = options.dtype(),
     mesh: str | None = options.mesh(),
     chunk: int = options.chunk(),
+    kv: str | None = options.kv(),
+    weights: str | None = options.weights(),
     as_json: bool = options.as_json(),
 ) -> None:
     """Fill the compilation cache for a model, a method and a length, without weights.
@@ -54,7 +56,8 @@ def warm(
     specs = options.parse_specs(methods)
     _check_model(model)
     terminal = Terminal(as_json=as_json)
-    sizes: dict[str, Any] = {"rows": rows, "question": question, "answer": answer, "chunk": chunk}
+    sizes: dict[str, Any] = {"rows": rows, "question": question, "answer": answer}
+    sizes |= {"chunk": chunk, "kv": kv, "weights": weights}
     sampling = answers.sampling
     with terminal.starting():
         from jax_longctx.engine.ahead import CompileClock
@@ -136,9 +139,11 @@ class _Model:
         from jax_longctx.engine import Engine
         from jax_longctx.engine.ahead import abstract_params
         from jax_longctx.models.llama import stacking_programs
+        from jax_longctx.settings import weights_form
 
-        params = abstract_params(self.config, mesh, self.dtype)
-        engine = Engine(self.config, params, method, mesh, chunk=how["chunk"])
+        form = weights_form(how["weights"], self.dtype.name)
+        params = abstract_params(self.config, mesh, self.dtype, form)
+        engine = Engine(self.config, params, method, mesh, chunk=how["chunk"], kv=how["kv"])
         if not engine.setup.by_layer and not self._stacked:
             with terminal.waiting("compiling for the weights"):
                 for program in stacking_programs(self.config, params):

@@ -29,6 +29,8 @@ from jax_longctx.contract.context import QKV, LayerContext, WithCache
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.settings import StoredForm
+from pallas_kernels.common import empty
 
 Phase = Literal["none", "prefill", "decode", "both"]
 
@@ -144,6 +146,8 @@ class CacheShape:
       reserve: the part of it for question and answer.
       chunk: most tokens of a segment.
       shards: shards that hold the slots.
+      kv: the 8-bit form of keys and values; None for arrays of `dtype`. `empty_slots` knows it. A
+        method that makes its keys and values otherwise keeps them as floats.
     """
 
     batch: int
@@ -158,6 +162,11 @@ class CacheShape:
     num_layers: int
     window: int | None
     shards: int = 1
+    kv: StoredForm | None = None
+
+    def empty_slots(self, count: int) -> Any:
+        """Empty keys or values of `count` slots, [B, K, count, H], as the engine stores them."""
+        return empty((self.batch, self.num_kv_heads, count, self.head_dim), self.dtype, self.kv)
 
 
 @runtime_checkable

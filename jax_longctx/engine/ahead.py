@@ -37,6 +37,7 @@ from jax_longctx.engine import stored
 from jax_longctx.errors import LongctxError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import param_infos
+from jax_longctx.settings import StoredForm
 from jax_longctx.sharding import logical_sharding, tree_shardings
 
 # Most programs that compile at a time; each of a large model takes a few GiB of the host's memory.
@@ -355,14 +356,17 @@ def _zeros(leaf: Any, sharding: Any) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 
 
-def abstract_params(config: ModelConfig, mesh: Any, dtype: Any) -> Any:
-    """The parameters as shapes on the mesh, in a nested dict, a layer apart."""
+def abstract_params(
+    config: ModelConfig, mesh: Any, dtype: Any, weights: StoredForm | None = None
+) -> Any:
+    """The parameters as shapes on the mesh, in a nested dict, a layer apart.
+
+    Args:
+      weights: the 8-bit form of the layers' matrices; None for arrays.
+    """
+    infos = param_infos(config).items()
     return unflatten_dict(
-        {
-            path: jax.ShapeDtypeStruct(info.shape, dtype, sharding=info.sharding(mesh))
-            for path, info in param_infos(config).items()
-        },
-        sep=".",
+        {path: info.abstract(mesh, dtype, weights) for path, info in infos}, sep="."
     )
 
 

@@ -287,6 +287,7 @@ def made_by_engine(engine: Engine) -> dict[str, Any]:
         "weights": engine.fingerprint,
         "dtype": jnp.dtype(engine.setup.dtype).name,
         "method": settings_of(engine.method),
+        "kv": engine.setup.kv,
     }
     # As JSON reads it back: tuples are lists there.
     return json.loads(json.dumps(described))

@@ -37,8 +37,13 @@ from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import check_mesh, layer_params, stacked_layers
-from jax_longctx.settings import Sampling
+from jax_longctx.models.llama import (
+    check_mesh,
+    form_of_weights,
+    layer_params,
+    stacked_layers,
+)
+from jax_longctx.settings import Sampling, kv_form
 
 Rows = Sequence[Sequence[int]]
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
@@ -126,13 +131,16 @@ class Engine:
 
     Args:
       params: nested dict of the model's parameters, on the mesh; or of their shapes
-        (`ahead.abstract_params`), until `take_params` gives the weights.
+        (`ahead.abstract_params`), until `take_params` gives the weights. The layers' matrices may
+        be in 8 bits (`models.llama.quantised_weights`).
       chunk: tokens of a row that one prefill pass takes.
       memory_limit: bytes on each device that a new cache may use; None asks the device.
       consume: whether `params` may be emptied where they are stacked for a loop over layers. If
         not, and the caller keeps them, the weights are in memory twice.
       by_layer: whether the host loops over the layers, not the device (see `Setup`). None: the host
         on CPUs, which read weights faster apart than as slices of a stack.
+      kv: "int8" or "fp8": caches hold keys and values in 8 bits (see `pallas_kernels.quantised`).
+        None: in the weights' dtype, which "bfloat16" asks for by name.
 
     Raises:
       ConfigError: the method or the mesh does not fit the model.
@@ -149,6 +157,7 @@ class Engine:
         memory_limit: int | None = None,
         by_layer: bool | None = None,
         consume: bool = False,
+        kv: str | None = None,
     ):
         if chunk < 1:
             raise InputError(f"chunk must be at least 1 token, got {chunk}")
@@ -159,11 +168,24 @@ class Engine:
         if by_layer is None:
             by_layer = bool(mesh.devices.flat[0].platform == "cpu")
         self.chunk, self.memory_limit = chunk, memory_limit
-        self.setup = programs.Setup(config, method, mesh, dtype, chunk, by_layer)
+        form = kv_form(kv, dtype.name)
+        self.setup = programs.Setup(
+            config, method, mesh, dtype, chunk, by_layer, form, form_of_weights(params)
+        )
         self.take_params(params, consume=consume)
 
     def take_params(self, params: Any, *, consume: bool = False) -> None:
-        """Takes the weights, as at construction; an engine of shapes alone can only `compile`."""
+        """Takes the weights, as at construction; an engine of shapes alone can only `compile`.
+
+        Raises:
+          InputError: weights of another form than those at construction.
+        """
+        given, known = form_of_weights(params), self.setup.weights
+        if given != known:
+            raise InputError(
+                f"these weights are in {given or 'no 8-bit form'}, the engine was made for "
+                f"{known or 'none'}; make the engine with weights, or shapes, of the same form"
+            )
         apart = self.setup.by_layer
         self.params = params if apart else stacked_layers(self.config, params, consume=consume)
 

@@ -73,6 +73,7 @@ from jax_longctx.models.llama import (
     gathered_layer,
     layer_of,
 )
+from jax_longctx.settings import StoredForm
 from jax_longctx.sharding import (
     AnyMesh,
     Leaf,
@@ -84,7 +85,9 @@ from jax_longctx.sharding import (
     tree_specs,
     weight_sharding,
 )
+from pallas_kernels.common import empty
 from pallas_kernels.plane import Plane
+from pallas_kernels.quantised_matrix import AnyMatrix, matrix_of
 from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
 
 # Options of a function that gives back every donated argument, updated, in the order they came.
@@ -190,6 +193,8 @@ class Setup:
     Attributes:
       by_layer: whether the host loops over the layers, not the device (see the module). A pass
         then takes a dispatch for each layer, and a decode step waits for the host.
+      kv: the 8-bit form in which caches hold keys and values; None for arrays of `dtype`.
+      weights: the 8-bit form of the layers' matrices; None for arrays of `dtype`.
     """
 
     config: ModelConfig
@@ -198,11 +203,21 @@ class Setup:
     dtype: Any
     chunk: int
     by_layer: bool = False
+    kv: StoredForm | None = None
+    weights: StoredForm | None = None
 
     @property
     def platform(self) -> str:
         """What the programs are for: "cpu", "gpu" or "tpu"."""
         return _platform(self.mesh)
+
+    @property
+    def token_bytes(self) -> int:
+        """What a cache holds of one token in one layer, over all heads: key, value and scales."""
+        width = self.config.head_dim
+        token = jax.eval_shape(lambda: empty((1, 1, 1, width), self.dtype, self.kv))
+        parts = jax.tree.leaves(token)
+        return 2 * self.config.num_kv_heads * sum(x.size * x.dtype.itemsize for x in parts)
 
     @property
     def ends(self) -> Ends:
@@ -283,10 +298,10 @@ class FewRows(Products):
 
     setup: Setup
 
-    def of(self, x: Array, w: Array, axes: int = 1) -> Array:
+    def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
         return self._product(x, w, axes, x.dtype)
 
-    def normed(self, norm: Norm, x: Array, w: Array) -> Array:
+    def normed(self, norm: Norm, x: Array, w: AnyMatrix) -> Array:
         if x.dtype == jnp.float16:
             # x without the norm may be too large for a float16 product with the scale.
             return super().normed(norm, x, w)
@@ -299,11 +314,11 @@ class FewRows(Products):
         y = self._product(norm.scale[...] * x, w, 1, jnp.float32)
         return (y * factor.reshape(*x.shape[:2], *[1] * (y.ndim - 2))).astype(x.dtype)
 
-    def _product(self, x: Array, w: Array, axes: int, dtype: Any) -> Array:
+    def _product(self, x: Array, w: AnyMatrix, axes: int, dtype: Any) -> Array:
         rows, inputs = x.shape[0] * x.shape[1], math.prod(x.shape[2:])
         multiply = functools.partial(row_matmul, dtype=dtype)
         run = self.setup.shard_map(multiply, PartitionSpec(), PartitionSpec())
-        y = run(x.reshape(rows, inputs), w.reshape(inputs, -1))
+        y = run(x.reshape(rows, inputs), matrix_of(w, inputs))
         return y.reshape(*x.shape[:2], *w.shape[axes:])
 
 
@@ -606,6 +621,7 @@ def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[Cac
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=setup.dtype,
+            kv=setup.kv,
             layer=layer,
             num_layers=config.num_layers,
             window=config.windows[layer],

@@ -321,6 +321,7 @@ def attention_weights(
         engine.mesh,
         chunk=engine.chunk,
         memory_limit=engine.memory_limit,
+        kv=engine.setup.kv,
     )
     # The last token predicts nothing that is scored.
     size, fed = engine.config.head_dim, list(text)[:-1]

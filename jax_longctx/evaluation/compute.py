@@ -64,6 +64,7 @@ def engine_of(model: LongContext, method: Method) -> Engine:
         chunk=base.chunk,
         memory_limit=base.memory_limit,
         by_layer=base.setup.by_layer,
+        kv=base.setup.kv,
     )
 
 

@@ -49,6 +49,8 @@ class RunOptions:
       dtype: of weights and caches; the checkpoint's by default.
       mesh: devices, `data=2,tensor=2`; one by default.
       chat: whether prompts use the checkpoint's chat template.
+      kv: keys and values of caches: bfloat16, fp8 or int8; the weights' dtype by default.
+      weights: matrices of the layers: bfloat16, fp8 or int8; `dtype` by default.
     """
 
     checkpoint: str = ""
@@ -58,6 +60,8 @@ class RunOptions:
     dtype: str | None = None
     mesh: str | None = None
     chat: bool = False
+    kv: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("chunk", 1), ("seed", 0)):

@@ -69,6 +69,8 @@ class LongctxLM(TemplateLM):
       device: JAX's name of the platform ("cpu", "cuda", "tpu"). JAX chooses by default, and for
         "cuda:0", the default of the harness's command line.
       dtype: "float32", "bfloat16" or "float16"; the checkpoint's by default and for "auto".
+      kv: keys and values of caches: "bfloat16", "fp8" or "int8"; the weights' dtype by default.
+      weights: matrices of the layers: "bfloat16", "fp8" or "int8"; `dtype` by default.
       mesh: devices, e.g. "data=2/tensor=4" (a comma would end the argument).
       prefill_chunk: tokens of a prefill pass (`chunk` is a setting of several methods).
       max_length: most tokens of prompt and answer, and of a rolling window; by default the length
@@ -95,6 +97,8 @@ class LongctxLM(TemplateLM):
         max_batch_size: int | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        kv: str | None = None,
+        weights: str | None = None,
         mesh: str | None = None,
         prefill_chunk: int = 512,
         max_length: int | None = None,
@@ -118,11 +122,15 @@ class LongctxLM(TemplateLM):
             if way not in get_args(Through):
                 raise ConfigError(f"{name}={way} is not one of {', '.join(get_args(Through))}")
         if isinstance(checkpoint, LongContext):
-            if method or device or dtype or mesh or settings:
-                raise ConfigError("a loaded model has its method, device, dtype and mesh already")
+            if method or device or dtype or kv or weights or mesh or settings:
+                raise ConfigError(
+                    "a loaded model has its method, device, dtype, kv, weights and mesh already"
+                )
             self.model = checkpoint
         else:
-            self.model = _load(checkpoint, method, settings, device, dtype, mesh, prefill_chunk)
+            self.model = _load(
+                checkpoint, method, settings, device, dtype, kv, weights, mesh, prefill_chunk
+            )
         if question_tokens is None:
             question_tokens = QUESTION if self.model.engine.method.info.needs_question else 1
         self.batch_size = int(batch_size)
@@ -340,6 +348,8 @@ def _load(
     settings: dict[str, Any],
     device: str | None,
     dtype: str | None,
+    kv: str | None,
+    weights: str | None,
     mesh: str | None,
     chunk: int,
 ) -> LongContext:
@@ -353,7 +363,9 @@ def _load(
     dtype = None if dtype == "auto" else dtype
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} is not one of auto, {', '.join(DTYPES)}")
-    return jax_longctx.load(checkpoint, method=made, mesh=placed, dtype=dtype, chunk=chunk)
+    return jax_longctx.load(
+        checkpoint, method=made, mesh=placed, dtype=dtype, kv=kv, weights=weights, chunk=chunk
+    )
 
 
 def _sampling(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -287,6 +287,8 @@ class _Leader:
         # checkpoint that is converted again is stored in other files.
         engine, run = self.model.engine, self.config.run
         options = {"dtype": str(engine.setup.dtype), "chunk": engine.chunk, "chat": run.chat}
+        forms = {"kv": engine.setup.kv, "weights": engine.setup.weights}
+        options |= {name: form for name, form in forms.items() if form is not None}
         self.given = {"checkpoint": engine.fingerprint, "seed": run.seed, **options}
         self.store = RowStore(self.output, self.given)
         wanted = [self._key(cell, i) for cell in self.cells for i in range(cell.trials)]

@@ -42,7 +42,7 @@ from jax_longctx.caches import where_rows
 from jax_longctx.contract import QKV, Attended, LayerContext, Segment, WithCache, method
 from jax_longctx.parts.partial import FifoCache
 from jax_longctx.parts.partial_decode import PartialDecoding, RefreshCache
-from pallas_kernels.plane import parts_of
+from pallas_kernels.plane import part_of
 
 # Variants of decode steps: over the partial cache alone, and those that may attend every key.
 PARTIAL = "partial"
@@ -98,8 +98,8 @@ class RefreshKV(PartialDecoding):
 
     def read_bytes(self, cache: RefreshCache, length: int) -> int:
         """The partial cache and a step's share of a full step; with "adaptive" the most."""
-        keys = cache.store.k
-        return super().read_bytes(cache, length) + 2 * keys.size * keys.dtype.itemsize // self.every
+        everything = cache.store.k.nbytes + cache.store.v.nbytes
+        return super().read_bytes(cache, length) + everything // self.every
 
     def summed(self, raw: Array, rotated: Array, ctx: LayerContext) -> Float[Array, "B H"]:
         """The sum of the queries whose cosine is taken."""
@@ -114,7 +114,7 @@ class RefreshKV(PartialDecoding):
         if chosen_by_cosine:
             # The branches below give back the layer's whole partial cache. Written into the plane
             # before them, the token would make XLA copy the partial caches of all layers.
-            cache = dataclasses.replace(cache, partial=parts_of(cache.partial))
+            cache = dataclasses.replace(cache, partial=part_of(cache.partial))
         cache = self.push(k, v, cache, valid_B, ctx)
         if segment.variant == PARTIAL:
             return self.read(q, cache, ctx), cache
@@ -134,7 +134,7 @@ class RefreshKV(PartialDecoding):
 
             def full() -> tuple[Attended, FifoCache]:
                 attended, partial = self._full_step(q, cache, turned_B, ctx)
-                return attended, parts_of(partial)
+                return attended, part_of(partial)
 
             def some() -> tuple[Attended, FifoCache]:
                 attended, partial = full()

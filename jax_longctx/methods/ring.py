@@ -40,6 +40,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending, refuse_windows
 from pallas_kernels.common import merge, side_by_side
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
+from pallas_kernels.quantised import stored_as
 
 Pair = tuple[Array, Array]  # keys and values
 
@@ -122,8 +123,8 @@ class Ring(Appending):
             keys, values = (_in_order(x, ctx) for x in (keys, values))
         store = dataclasses.replace(
             cache,
-            k=keys.astype(cache.k.dtype),
-            v=values.astype(cache.v.dtype),
+            k=stored_as(cache.k, keys),
+            v=stored_as(cache.v, values),
             length=length_B,
             position=length_B,
         )

@@ -182,9 +182,9 @@ class SnapKV(Appending):
     def read_bytes(self, cache: Cache, length: int) -> int:
         if isinstance(cache, FifoCache):
             return sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k, cache.v)))
-        keys = cache.store.k
-        each = cache.queries.shape[2] // keys.shape[1] if self.expand_kv else 1
-        token = 2 * keys.size // keys.shape[2] * keys.dtype.itemsize
+        store = cache.store
+        each = cache.queries.shape[2] // store.k.shape[1] if self.expand_kv else 1
+        token = (store.k.nbytes + store.v.nbytes) // store.k.shape[2]
         return each * token * min(length, self.budget)
 
 

@@ -26,7 +26,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -49,9 +48,9 @@ from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import refuse_windows
 from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Adopting, Blocks, StarCache
-from pallas_kernels.common import merge
-from pallas_kernels.plane import part_of
+from pallas_kernels.common import cut, merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
+from pallas_kernels.quantised import stored_as
 
 
 @method(source="Acharya et al. 2024, section 2")
@@ -142,10 +141,7 @@ class Star(Blocks):
         parts = [causal_attention(q, k, v, scale=ctx.scale)]
         if not sends:
             begin = turn * self.block
-            block_k, block_v = (
-                jax.lax.dynamic_slice_in_dim(part_of(x), begin, self.block, axis=2)
-                for x in (store.k, store.v)
-            )
+            block_k, block_v = (cut(x, begin, self.block) for x in (store.k, store.v))
             so_far_B = filled_B - begin
             parts.append(cache_attention(q, block_k, block_v, so_far_B, scale=ctx.scale))
         if self.anchor_size:
@@ -172,7 +168,7 @@ class Star(Blocks):
             return ctx.psum_seq(jnp.where(first, x, jnp.zeros_like(x)))
 
         anchor_k, anchor_v = (
-            jnp.swapaxes(everywhere(x[:, : self.anchor_size]), 1, 2).astype(old.dtype)
+            stored_as(old, jnp.swapaxes(everywhere(x[:, : self.anchor_size]), 1, 2))
             for x, old in ((k, cache.anchor_k), (v, cache.anchor_v))
         )
         anchored = jnp.minimum(everywhere(valid), self.anchor_size)[:, None]

@@ -11,8 +11,9 @@ heads, H head dim, D model, F ffn, V vocabulary.
 Parameters come in two forms. Apart, `params["layers"]` holds each layer's arrays under its number:
 checkpoints and training have this form, and engines whose host calls each layer. Stacked
 (`stacked_layers`), it holds one array for all layers of each kind of weight, which a loop over the
-layers indexes. The engine runs the layers one by one (`layer_of`); `Llama.hidden`, for training,
-unrolls them.
+layers indexes. In either form the layers' matrices may be in 8 bits (`quantised_weights`): each is
+a `QuantisedMatrix` then; the embedding, the head, norms and biases stay arrays. The engine runs the
+layers one by one (`layer_of`); `Llama.hidden`, for training, unrolls them.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.settings import StoredForm
 from jax_longctx.sharding import AnyMesh, check_divisible, logical_sharding, weight_sharding
+from pallas_kernels.quantised import FORMS
+from pallas_kernels.quantised_matrix import (
+    AnyMatrix,
+    QuantisedMatrix,
+    map_parts,
+    quantise_matrix,
+)
 
 # (q_BTNH, k_BTKH, v_BTKH, the layer's cache) -> (out_BTNH, cache)
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
@@ -75,6 +84,35 @@ class ParamInfo:
             return (0, 1)
         return (0,) if first in ("embed", "mlp") and count > 1 else ()
 
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether 8-bit weights are so here: of the layers' matrices.
+
+        The table of an embedding and of the head is read as it is: a step reads one row of the one,
+        and the other's errors go straight into the logits.
+        """
+        return bool(self.inputs) and self.axes[0] != "vocab"
+
+    @property
+    def of_scales(self) -> "ParamInfo":
+        """Of the scales of this matrix in 8 bits."""
+        shape, axes = [*self.shape], [*self.axes]
+        for axis in self.inputs:
+            shape[axis], axes[axis] = 1, None
+        return ParamInfo(tuple(shape), tuple(axes))
+
+    def abstract(self, mesh: AnyMesh, dtype: Any, weights: StoredForm | None = None) -> Any:
+        """Shapes of it on `mesh`, in the 8-bit form where there is one and it has one."""
+        sharding = self.sharding(mesh)
+        if weights is None or not self.in_8_bits:
+            return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
+        scales = self.of_scales
+        return QuantisedMatrix(
+            jax.ShapeDtypeStruct(self.shape, FORMS[weights][0], sharding=sharding),
+            jax.ShapeDtypeStruct(scales.shape, jnp.float32, sharding=scales.sharding(mesh)),
+            jnp.dtype(dtype),
+        )
+
 
 def _param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
     """Only its shape counts: `init_params` makes random values, the loader reads stored ones."""
@@ -100,11 +138,11 @@ class Norm(nnx.Module):
 class Products:
     """How a layer multiplies with its weights. The engine has another way for few rows on a GPU."""
 
-    def of(self, x: Array, w: Array, axes: int = 1) -> Array:
+    def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
         """The last axes of x with as many first ones of w."""
-        return jnp.tensordot(x, w, axes)
+        return jnp.tensordot(x, w, axes) if isinstance(w, jax.Array) else w.product(x, axes)
 
-    def normed(self, norm: Norm, x: Array, w: Array) -> Array:
+    def normed(self, norm: Norm, x: Array, w: AnyMatrix) -> Array:
         """The last axis of the normed x with the first one of w."""
         return self.of(self.placed(norm(x), "batch", None, None), w)
 
@@ -324,14 +362,20 @@ def gathered_layer(config: ModelConfig, mesh: AnyMesh, params: Any) -> Any:
 
 
 def _gathered(split: tuple[Any, Any], mesh: AnyMesh, params: Any) -> Any:
-    shardings = {
-        path: logical_sharding(mesh, leaf.get_metadata("axes"))
+    infos = {
+        path: ParamInfo(tuple(leaf.shape), leaf.get_metadata("axes"))
         for path, leaf in nnx.to_flat_state(split[1])
     }
-    placed = {
-        path: jax.lax.with_sharding_constraint(array, shardings[path])
-        for path, array in traverse_util.flatten_dict(params).items()
-    }
+
+    def gathered(array: Any, info: ParamInfo) -> Any:
+        return jax.lax.with_sharding_constraint(array, logical_sharding(mesh, info.axes))
+
+    placed = {}
+    for path, array in traverse_util.flatten_dict(params).items():
+        info = infos[path]
+        if isinstance(array, QuantisedMatrix):
+            info = QuantisedMatrix(info, info.of_scales, None)
+        placed[path] = map_parts(array, gathered, info)
     return traverse_util.unflatten_dict(placed)
 
 
@@ -342,9 +386,17 @@ def layer_params(params: Any, index: int) -> Any:
         return layers[str(index)]
     layer = jax.tree.map(lambda x: x[index], layers)
     qkv, gate_up = layer["attn"].pop("qkv"), layer["mlp"].pop("gate_up")
-    q = qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3])
-    layer["attn"] |= {"q": q, "k": qkv[:, :, -2], "v": qkv[:, :, -1]}
-    layer["mlp"] |= {"gate": gate_up[:, 0], "up": gate_up[:, 1]}
+
+    def queries(x: Array) -> Array:
+        return x[:, :, :-2].reshape(x.shape[0], -1, x.shape[3])
+
+    layer["attn"] |= {"q": map_parts(qkv, queries)}
+    layer["attn"] |= {
+        name: map_parts(qkv, lambda x, at=at: x[:, :, at]) for name, at in (("k", -2), ("v", -1))
+    }
+    layer["mlp"] |= {
+        name: map_parts(gate_up, lambda x, at=at: x[:, at]) for name, at in (("gate", 0), ("up", 1))
+    }
     return layer
 
 
@@ -376,7 +428,7 @@ def stacked_layers(config: ModelConfig, params: Any, *, consume: bool = False) -
     for part, name, names in _stacks(each[0]):
         nested = isinstance(each[0][part][names[0]], dict)
         group = _group(each, part, names)
-        made = _stack(config, group)
+        made = _stack_of(config, group)
         stacks.setdefault(part, {})[name] = {"scale": made} if nested else made
         if consume:
             group.clear()
@@ -396,12 +448,12 @@ def stacking_programs(config: ModelConfig, params: Any) -> list[Any]:
     each = [layers[str(index)] for index in range(len(layers))]
     found: dict[Any, Any] = {}
     for part, _, names in _stacks(each[0]):
-        group = _group(each, part, names)
-        key = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in group[0])
-        if key not in found:
-            sharding = _stack_sharding(group[0])
-            stacker = _stacker(len(names) - 1, config.num_kv_heads, sharding)
-            found[key] = stacker.lower(group)
+        for group in _parts_of(_group(each, part, names)):
+            key = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in group[0])
+            if key not in found:
+                sharding = _stack_sharding(group[0])
+                stacker = _stacker(len(names) - 1, config.num_kv_heads, sharding)
+                found[key] = stacker.lower(group)
     return list(found.values())
 
 
@@ -423,6 +475,22 @@ def _group(layers: Sequence[Any], part: str, names: tuple[str, ...]) -> list[tup
         tuple(one["scale"] if isinstance(one, dict) else one for one in map(layer[part].get, names))
         for layer in layers
     ]
+
+
+def _parts_of(layers: Sequence[tuple[Any, ...]]) -> list[Sequence[tuple[Any, ...]]]:
+    """The layers' arrays; of 8-bit weights the numbers, then the scales."""
+    if not isinstance(layers[0][0], QuantisedMatrix):
+        return [layers]
+    return [
+        [tuple(getattr(w, part) for w in arrays) for arrays in layers]
+        for part in ("values", "scales")
+    ]
+
+
+def _stack_of(config: ModelConfig, layers: Sequence[tuple[Any, ...]]) -> Any:
+    """`_stack`, also of 8-bit weights."""
+    first, (made, *scales) = layers[0][0], [_stack(config, part) for part in _parts_of(layers)]
+    return QuantisedMatrix(made, scales[0], first.dtype) if scales else made
 
 
 def _stack(config: ModelConfig, layers: Sequence[tuple[Any, ...]]) -> Any:
@@ -493,6 +561,48 @@ def param_infos(config: ModelConfig) -> Mapping[str, ParamInfo]:
     }
 
 
+def form_of_weights(params: Any) -> StoredForm | None:
+    """The 8-bit form of the weights among these parameters; None where all are arrays."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantisedMatrix))
+    forms = (x.form for x in leaves if isinstance(x, QuantisedMatrix))
+    return cast(StoredForm | None, next(forms, None))
+
+
+def quantised_weights(config: ModelConfig, mesh: AnyMesh, params: Any, form: StoredForm) -> Any:
+    """The parameters, some or all and a layer apart, with the layers' matrices in 8 bits.
+
+    Each matrix is taken out of the dicts of `params` when its 8-bit form is made: what that takes
+    beside the weights is one matrix.
+    """
+    flat: dict[str, Any] = dict(traverse_util.flatten_dict(params, sep="."))
+    infos, found = param_infos(config), {}
+    for path in [*flat]:
+        info, w = infos[path], flat.pop(path)
+        if info.in_8_bits:
+            *folders, name = path.split(".")
+            del functools.reduce(dict.__getitem__, folders, params)[name]
+            w = jax.block_until_ready(_quantiser(info, mesh, form)(w))
+        found[path] = w
+    return traverse_util.unflatten_dict(found, sep=".")
+
+
+@functools.lru_cache(maxsize=64)
+def _quantiser(info: ParamInfo, mesh: AnyMesh, form: StoredForm) -> Callable[[Array], Any]:
+    shardings = jax.tree.map(lambda x: x.sharding, info.abstract(mesh, jnp.float32, form))
+
+    def parts(w: Array) -> tuple[Array, Array]:
+        made = quantise_matrix(w, form, info.inputs)
+        return made.values, made.scales
+
+    run = jax.jit(parts, out_shardings=(shardings.values, shardings.scales))
+
+    def quantised(w: Array) -> QuantisedMatrix:
+        values, scales = run(w)
+        return QuantisedMatrix(values, scales, jnp.dtype(w.dtype))
+
+    return quantised
+
+
 def check_mesh(config: ModelConfig, mesh: AnyMesh) -> None:
     """Raises ConfigError when the model's heads, MLP or vocabulary do not divide over the mesh."""
     check_divisible(
@@ -504,19 +614,31 @@ def check_mesh(config: ModelConfig, mesh: AnyMesh) -> None:
     )
 
 
-def init_params(config: ModelConfig, mesh: Mesh, *, seed: int = 0, dtype: Any = jnp.float32) -> Any:
+def init_params(
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    seed: int = 0,
+    dtype: Any = jnp.float32,
+    weights: StoredForm | None = None,
+) -> Any:
     """Random parameters as a nested dict, made straight onto their shards.
 
     One small program per distinct shape, so that a large model neither compiles for long nor
     holds float32 copies of everything at once.
+
+    Args:
+      weights: the 8-bit form of the layers' matrices; None for arrays.
     """
     check_mesh(config, mesh)
-    params: dict[str, Array] = {}
+    params: dict[str, Any] = {}
     for index, (path, info) in enumerate(param_infos(config).items()):
         name = path.split(".")[-1]
         kind = "one" if name == "scale" else "zero" if name.endswith("bias") else "normal"
         make = _maker(info, kind, mesh, jnp.dtype(dtype))
         params[path] = make(jax.random.key(seed + index))
+        if weights is not None and info.in_8_bits:
+            params[path] = _quantiser(info, mesh, weights)(params[path])
     return traverse_util.unflatten_dict(params, sep=".")
 
 

@@ -36,7 +36,8 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import check_mesh, param_infos
+from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights
+from jax_longctx.settings import StoredForm
 
 # 1 had no digests.
 FORMAT = 2
@@ -49,6 +50,8 @@ type Files = Mapping[str, list[Any]]
 WORKERS = 2.0
 # Bytes read ahead of those placed on devices.
 AHEAD = 1 << 30
+# Bytes of arrays that are loaded before those among them that become 8 bits do.
+PIECE = 1 << 30
 DIGEST = "sha256"
 CHECKSUM = {"name": "crc32c"}
 # A release of Orbax whose arrays get checksums.
@@ -377,11 +380,15 @@ def read_manifest(directory: str | Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: {error!s:.200}; {REMEDY}") from error
 
 
-def load_params(directory: str | Path, mesh: Mesh, dtype: Any = None) -> dict[str, Any]:
+def load_params(
+    directory: str | Path, mesh: Mesh, dtype: Any = None, weights: StoredForm | None = None
+) -> dict[str, Any]:
     """The parameters as nested dicts of arrays, each restored straight onto its shards.
 
     Args:
       dtype: of all arrays; by default the manifest's.
+      weights: the 8-bit form that the layers' matrices are brought to. They are restored in pieces
+        of about `PIECE` bytes, so the whole model is never in memory in `dtype`.
 
     Raises:
       CheckpointError: the checkpoint is incomplete, damaged, or of another model than its manifest.
@@ -407,7 +414,31 @@ def load_params(directory: str | Path, mesh: Mesh, dtype: Any = None) -> dict[st
         path: jax.ShapeDtypeStruct(info.shape, target, sharding=info.sharding(mesh))
         for path, info in infos.items()
     }
-    return traverse_util.unflatten_dict(restore(directory, manifest, wanted), sep=".")
+    if weights is None:
+        return traverse_util.unflatten_dict(restore(directory, manifest, wanted), sep=".")
+    folder = Path(directory).absolute() / PARAMS
+    check_files(folder, manifest.files, REMEDY)
+    found: dict[str, Any] = {}
+    for piece in _pieces(wanted):
+        params = traverse_util.unflatten_dict(load_arrays(folder, piece, REMEDY), sep=".")
+        stored = quantised_weights(manifest.config, mesh, params, weights)
+        found |= traverse_util.flatten_dict(stored, sep=".")
+    return traverse_util.unflatten_dict(found, sep=".")
+
+
+def _pieces(
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    """The arrays in runs of at least `PIECE` bytes."""
+    piece, size = {}, 0
+    for path, array in wanted.items():
+        piece[path] = array
+        size += array.size * array.dtype.itemsize
+        if size >= PIECE:
+            yield piece
+            piece, size = {}, 0
+    if piece:
+        yield piece
 
 
 def restore(

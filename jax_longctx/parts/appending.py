@@ -87,7 +87,7 @@ class Appending(Registered):
 
     def read_bytes(self, cache: AppendCache, length: int) -> int:
         # Dense decode reads empty slots too.
-        return (cache.k.size + cache.v.size) * cache.k.dtype.itemsize
+        return cache.k.nbytes + cache.v.nbytes
 
 
 def least_window(config: ModelConfig) -> int | None:

@@ -29,6 +29,7 @@ from jax_longctx.contract import (
 )
 from jax_longctx.parts.evicting import Evicting, Look, Positions, Protocol
 from pallas_kernels.common import side_by_side
+from pallas_kernels.quantised import dequantised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,8 @@ class ByLayer(ByInstruction):
             q_BTNH = jnp.where(counts_BT[..., None, None], looks.q.astype(jnp.float32), 0)
             batch, heads, _, size = looks.past_k.shape
             q_BKH = q_BTNH.sum(1).reshape(batch, heads, -1, size).sum(2)  # [B, K, G, H] before
-            given_BKC = jnp.einsum("BKH,BKCH->BKC", q_BKH, looks.past_k.astype(jnp.float32))
+            keys_BKCH = dequantised(looks.past_k).astype(jnp.float32)
+            given_BKC = jnp.einsum("BKH,BKCH->BKC", q_BKH, keys_BKCH)
         layer_B1C = seen.ctx.psum_heads(jnp.sum(given_BKC, axis=1, keepdims=True))
         first_C = jnp.arange(layer_B1C.shape[2]) < self.sink
         return seen.with_tokens(jnp.where(first_C, jnp.inf, layer_B1C))

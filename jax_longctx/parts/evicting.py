@@ -47,10 +47,11 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import least_window
 from pallas_kernels.attention_mass import attention_mass
-from pallas_kernels.common import merge
+from pallas_kernels.common import AnyCache, Stored, merge
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.plane import part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
+from pallas_kernels.quantised import dequantised
 
 Positions = Literal["shifted", "true"]
 Protocol = Literal["own", "citrus"]
@@ -83,7 +84,7 @@ class Look:
     out: Float[Array, "B T N H"]
     lse: Float[Array, "B T N"]
     q: Float[Array, "B T N H"]
-    past_k: Float[Array, "B K C H"]
+    past_k: Stored
     k: Float[Array, "B T K H"]
     v: Float[Array, "B T K H"]
     store_k: Float[Array, "B T K H"]
@@ -334,12 +335,12 @@ class Evicting(Registered):
         rotated = ctx.rotate(k, at_BT)
         return ctx.rotate(q, at_BT), rotated, k if shifted else rotated
 
-    def _keys(self, cache: BudgetCache, ctx: LayerContext) -> Float[Array, "B K C H"] | Plane:
+    def _keys(self, cache: BudgetCache, ctx: LayerContext) -> AnyCache:
         """The cache's keys under rotary embedding."""
         if self.positions == "true":
             return cache.k
         slots = np.arange(cache.k.shape[2])[None]
-        keys_BCKH = jnp.swapaxes(part_of(cache.k), 1, 2)
+        keys_BCKH = jnp.swapaxes(dequantised(part_of(cache.k)), 1, 2)
         return jnp.swapaxes(self._bounded(ctx).rotate(keys_BCKH, slots), 1, 2)
 
     def evict(self, seen: Look) -> BudgetCache:

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, gather_slots, write_rows
+from jax_longctx.caches import AppendCache, gather_stored, write_rows
 from jax_longctx.contract import Attended, CacheShape, LayerContext
 from jax_longctx.sharding import OwnAxis, axes_field
+from pallas_kernels.common import AnyCache
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.plane import Plane
 from pallas_kernels.select_large_k import select_large_k
 
 # Slots of a tile of the attention kernels.
@@ -56,12 +56,8 @@ class FifoCache:
     count: Int[Array, " B"] = axes_field("batch")
     pushed: Int[Array, " B"] = axes_field("batch")
     position: Int[Array, " B"] = axes_field("batch")
-    k: Float[Array, "B K C H"] | Plane | None = axes_field(
-        "batch", "kv_heads", OwnAxis("slots_axis"), None, in_place=True
-    )
-    v: Float[Array, "B K C H"] | Plane | None = axes_field(
-        "batch", "kv_heads", OwnAxis("slots_axis"), None, in_place=True
-    )
+    k: AnyCache | None = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None, in_place=True)
+    v: AnyCache | None = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None, in_place=True)
     chosen_axis: Literal["budget", "share"] = dataclasses.field(
         default="budget", metadata={"static": True}
     )
@@ -118,7 +114,8 @@ class FifoCache:
     def filled(
         self, store: AppendCache, limit: Count, capacity: int, ctx: LayerContext
     ) -> "FifoCache":
-        """With the tokens' keys and values in `capacity` slots, gathered on every shard.
+        """With the tokens' keys and values, as the store has them, in `capacity` slots, on every
+        shard.
 
         A list for each query head reads its kv head's; heads of one group lie side by side.
         """
@@ -126,7 +123,10 @@ class FifoCache:
         batch, lists, _ = slots_BXC.shape
         slots_BKE = slots_BXC.reshape(batch, store.k.shape[1], -1)  # [B, K, X / K * C]
         k, v = (
-            gather_slots(x, slots_BKE, ctx).reshape(batch, lists, capacity, -1)
+            jax.tree.map(
+                lambda part: part.reshape(batch, lists, capacity, *part.shape[3:]),
+                gather_stored(x, slots_BKE, ctx),
+            )
             for x in (store.k, store.v)
         )
         return dataclasses.replace(self, k=k, v=v)
@@ -149,8 +149,8 @@ def empty_fifo_cache(
     chosen = jnp.full((*heads, size), -1, jnp.int32)
     # An array for each field: a donated buffer may be named once.
     counts = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(3))
-    slots = (*heads, padded(size + (1 if room is None else room)), shape.head_dim)
-    k, v = (None if indexed else jnp.zeros(slots, shape.dtype) for _ in range(2))
+    slots = padded(size + (1 if room is None else room))
+    k, v = (None if indexed else shape.empty_slots(slots) for _ in range(2))
     slots_axis = axis if room is None else "room"
     return FifoCache(chosen, *counts, k=k, v=v, chosen_axis=axis, slots_axis=slots_axis)
 

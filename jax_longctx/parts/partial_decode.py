@@ -156,7 +156,7 @@ class PartialDecoding(Appending):
         tokens = (self.budget or max(int(self.ratio * length), 1)) + 1
         if not self.evict_on_push:
             tokens = partial.capacity
-        token = 2 * store.k.size // store.k.shape[2] * store.k.dtype.itemsize
+        token = (store.k.nbytes + store.v.nbytes) // store.k.shape[2]
         return token * tokens
 
     def chosen(self, cache: RefreshCache) -> Count:

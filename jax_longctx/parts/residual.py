@@ -31,8 +31,9 @@ from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.parts.sparse_decode import Prior, Selected
 from jax_longctx.sharding import axes_field
-from pallas_kernels.decode_attention import decode_logits
+from pallas_kernels.decode_attention import decode_logits, weighted_values
 from pallas_kernels.plane import part_of
+from pallas_kernels.quantised import dequantised
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +123,9 @@ def adopt(
     if queries is None:
         queries = background.query_sum
     held_BS = jnp.arange(store.k.shape[2]) < store.held(ctx)[:, None]
-    keys = jnp.where(held_BS[:, None, :, None], part_of(store.k).astype(jnp.float32), 0.0)
+    # Fused into the sum: the keys are not in memory as floats.
+    wide = dequantised(part_of(store.k)).astype(jnp.float32)
+    keys = jnp.where(held_BS[:, None, :, None], wide, 0.0)
     total_BKH = ctx.psum_seq(jnp.sum(keys, axis=2))
     sums = {"query_sum": queries, "key_sum": total_BKH}
     return dataclasses.replace(background, **sums, counted=store.length)
@@ -135,7 +138,6 @@ def begin_answer(
 
     The sums must cover all tokens of the store.
     """
-    slots, kv_heads = store.k.shape[2], store.k.shape[1]
     mean_BNH = background.query_sum / jnp.maximum(background.counted, 1)[:, None, None]
     batch, priors, width = background.mean.shape
     mean_BMH = jnp.mean(mean_BNH.reshape(batch, priors, -1, width), axis=2)  # [B, M, N / M, H]
@@ -146,11 +148,7 @@ def begin_answer(
     weights_BMS = jnp.exp(logits_BMS - top_BM1)
     total_BM1 = jnp.sum(weights_BMS, axis=-1, keepdims=True)
     # o0 stays in float32; the decode attention operation would return bfloat16.
-    weights_BKGS = weights_BMS.reshape(batch, kv_heads, -1, slots).astype(store.v.dtype)
-    sums_BKGH = jnp.einsum(
-        "BKGS,BKSH->BKGH", weights_BKGS, part_of(store.v), preferred_element_type=jnp.float32
-    )
-    out_BMH = sums_BKGH.reshape(mean_BMH.shape) / jnp.maximum(total_BM1, 1e-30)
+    out_BMH = weighted_values(weights_BMS, store.v) / jnp.maximum(total_BM1, 1e-30)
     lse_BM1 = jnp.where(total_BM1 > 0, top_BM1 + jnp.log(total_BM1), -jnp.inf)
     out_B1MH, lse_B1M = ctx.seq_merge(out_BMH[:, None], lse_BM1.swapaxes(1, 2))
     begun = dataclasses.replace(

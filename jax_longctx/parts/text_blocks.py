@@ -37,6 +37,7 @@ from jax_longctx.contract import (
     tail_size,
 )
 from jax_longctx.sharding import axes_field
+from pallas_kernels.common import Stored
 
 # Variants of segments: the anchor's tokens, and a whole first block whose head is the anchor.
 ANCHOR = "anchor"
@@ -81,8 +82,8 @@ class StarCache:
 
     decode: Any
     filled: Int[Array, "B X"] = axes_field("batch", "shards")
-    anchor_k: Float[Array, "B K A H"] = axes_field("batch", "kv_heads", "own_slots", None)
-    anchor_v: Float[Array, "B K A H"] = axes_field("batch", "kv_heads", "own_slots", None)
+    anchor_k: Stored = axes_field("batch", "kv_heads", "own_slots", None)
+    anchor_v: Stored = axes_field("batch", "kv_heads", "own_slots", None)
     anchored: Int[Array, "B X"] = axes_field("batch", "shards")
     queries: Float[Array, "B X N H"] | None = axes_field("batch", "shards", "heads", None)
 
@@ -151,7 +152,6 @@ class Blocks(Registered):
         slots = dataclasses.replace(shape, slots=each * self.block * shape.shards)
         # At least one slot: arrays without elements cannot be donated.
         size = max(self.anchor_size, 1) * shape.shards
-        anchors = (shape.batch, shape.num_kv_heads, size, shape.head_dim)
         counts = (shape.batch, shape.shards)
         queries = None
         if getattr(decode, "wants_queries", False):
@@ -159,8 +159,8 @@ class Blocks(Registered):
         return StarCache(
             decode.init_cache(slots),
             jnp.zeros(counts, jnp.int32),
-            jnp.zeros(anchors, shape.dtype),
-            jnp.zeros(anchors, shape.dtype),
+            shape.empty_slots(size),
+            shape.empty_slots(size),
             jnp.zeros(counts, jnp.int32),
             queries,
         )

@@ -47,10 +47,11 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache, lines_of, read_lines
 from jax_longctx.contract import QKV, Attended, LayerContext, OwnSlots, SlotLayout
 from jax_longctx.models.rope import rope_angles
-from pallas_kernels.common import AnyCache, merge
+from pallas_kernels.common import AnyCache, block_of, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.select_large_k import select_large_k
 from pallas_kernels.topk_scores import merge_topk, topk_scores
 
@@ -123,7 +124,7 @@ def score_tolerance(
     slots = ctx.slots(k.shape[2], page).at(jnp.arange(min(_SAMPLE, k.shape[2])))
     number_B = jnp.clip(stop, 1, _SAMPLE)
     held_BS = slots < number_B[:, None]
-    keys = jnp.where(held_BS[:, None, :, None], k[:, :, : len(slots)].astype(jnp.float32), 0.0)
+    keys = jnp.where(held_BS[:, None, :, None], block_of(k, 0, len(slots)).astype(jnp.float32), 0.0)
     squares_BK = ctx.psum_seq(jnp.sum(keys**2, axis=(2, 3)))
     size_BK = jnp.sqrt(squares_BK / (number_B[:, None] * k.shape[3]))
     size_BN = jnp.repeat(size_BK, q.shape[2] // k.shape[1], axis=1)
@@ -387,8 +388,9 @@ def _rotated_lines(
     ctx: LayerContext,
 ) -> Float[Array, "B K X H"]:
     """The keys in this shard's `slots` for all heads, rotated to `positions`; zeros for -1."""
-    if platform() == "tpu":
-        # Half lines have another layout there: the cache would be copied.
+    if platform() == "tpu" or isinstance(buffer, Quantised):
+        # Half lines have another layout there: the cache would be copied. And 8 bits are turned
+        # into numbers first.
         lines = jnp.swapaxes(read_lines(buffer, slots[:, None]), 1, 2)
         return jnp.swapaxes(ctx.rotate(lines, positions), 1, 2)
     # A channel's partner is in the line's other half: two reads of half lines, then elementwise

@@ -37,9 +37,8 @@ from jax_longctx.caches import AppendCache, local_run, local_slots, read_lines
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.parts.unit_memory import Layout
 from pallas_kernels.attention_mass import attention_mass
-from pallas_kernels.common import group_heads, merge
+from pallas_kernels.common import block_of, group_heads, merge
 from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
-from pallas_kernels.plane import part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 
@@ -309,8 +308,7 @@ def attend_everything(
 
     def part(index: Int[Array, ""]) -> tuple[Array, Array]:
         begin = index * block
-        kept = map(part_of, (store.k, store.v))
-        k, v = (jax.lax.dynamic_slice_in_dim(x, begin, block, axis=2) for x in kept)
+        k, v = (block_of(x, begin, block) for x in (store.k, store.v))
         at_BZ = jnp.broadcast_to(offset + begin + jnp.arange(block), (q.shape[0], block))
         k = jnp.swapaxes(ctx.rotate(jnp.swapaxes(k, 1, 2), at_BZ), 1, 2)
         return decode_attention(q, k, v, jnp.clip(held_B - begin, 0, block), scale=ctx.scale)

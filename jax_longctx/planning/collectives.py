@@ -36,7 +36,18 @@ _PASSING = {
 }
 _SLICING = {"slice", "dynamic-slice", "gather"}
 _ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-_TYPES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "f64": 8}
+_TYPES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+    "s64": 8,
+    "f64": 8,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -292,7 +292,7 @@ def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:
 
 def abstract_params(setup: programs.Setup) -> Any:
     """The parameters as shapes on the mesh, stacked where the setup loops over layers."""
-    params = ahead.abstract_params(setup.config, setup.mesh, setup.dtype)
+    params = ahead.abstract_params(setup.config, setup.mesh, setup.dtype, setup.weights)
     return params if setup.by_layer else stacked_layers(setup.config, params)
 
 
@@ -358,6 +358,7 @@ def _tpu_devices(topology: str) -> list[Any]:
 def local_arrays(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
     """Types and shapes of a device's part of these arrays (shapes on a mesh), as HLO has them."""
     kinds = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+    kinds |= {"int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
     return {
         (kinds[leaf.dtype.name], leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(tree)

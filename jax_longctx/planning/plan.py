@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
@@ -43,6 +44,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import ParamInfo, check_mesh, param_infos
 from jax_longctx.planning.targets import Chip, Target
+from jax_longctx.settings import kv_form, weights_form
 from jax_longctx.sharding import MESH_AXES, logical_sharding, undivided
 
 # Tokens of the answer, after the first, for which a mesh is proposed.
@@ -66,6 +68,8 @@ class PlanRequest:
       context: tokens of each of `batch` rows.
       reserve: tokens of question and answer.
       chunk: tokens that a prefill pass takes.
+      kv: the form of keys and values in caches, as for `Engine`.
+      weights: the form of the layers' matrices, as for `api.load`.
     """
 
     config: ModelConfig
@@ -76,6 +80,8 @@ class PlanRequest:
     reserve: int = 256
     chunk: int = 512
     dtype: str = "bfloat16"
+    kv: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "reserve", "chunk"):
@@ -90,7 +96,11 @@ class PlanRequest:
         """The programs' setup. ConfigError where method, model and mesh do not fit together."""
         self.method.validate(self.config)
         check_mesh(self.config, mesh)
-        return programs.Setup(self.config, self.method, mesh, jnp.dtype(self.dtype), self.chunk)
+        kv, weights = kv_form(self.kv, self.dtype), weights_form(self.weights, self.dtype)
+        dtype = jnp.dtype(self.dtype)
+        return programs.Setup(
+            self.config, self.method, mesh, dtype, self.chunk, kv=kv, weights=weights
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,9 +283,13 @@ class _Case:
             body, table = own_matmuls(setup, gathered=True)
             if programs.gathers_weights(config, setup.mesh, tokens):
                 # A layer's weights, or the table of the embedding.
-                estimate += max(body // config.num_layers, table) * item
+                estimate += max(body // config.num_layers * _stored_bytes(setup), table * item)
             else:
                 estimate += 2 * shards * tokens * config.model_dim * item
+        if setup.weights is not None and self.request.target.kind != "tpu":
+            # A layer's matrices as numbers of the model's dtype, which XLA makes before products of
+            # many rows, some of them ahead. A TPU's products convert as they read.
+            estimate += _matrices(setup) * item
         return round(self.scale * estimate)
 
     def largest(self) -> int | None:
@@ -319,9 +333,25 @@ def _waiting(work: Work, chip: Chip) -> float:
 
 def weight_bytes(setup: programs.Setup) -> int:
     """Bytes of parameters on each device."""
+    infos = param_infos(setup.config).values()
+    shapes = [info.abstract(setup.mesh, setup.dtype, setup.weights) for info in infos]
     return sum(
-        math.prod(info.sharding(setup.mesh).shard_shape(info.shape)) * setup.dtype.itemsize
-        for info in param_infos(setup.config).values()
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+    )
+
+
+def _stored_bytes(setup: programs.Setup) -> int:
+    """Bytes of a number of the layers' matrices."""
+    return setup.dtype.itemsize if setup.weights is None else 1
+
+
+def _matrices(setup: programs.Setup) -> int:
+    """Numbers of a device's parts of the matrices of a layer."""
+    return sum(
+        math.prod(info.sharding(setup.mesh).shard_shape(info.shape))
+        for path, info in param_infos(setup.config).items()
+        if path.startswith("layers.0.") and info.in_8_bits
     )
 
 
@@ -412,7 +442,7 @@ def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: in
         collectives += layers * work.collectives
         if _gathers_weights(setup, rows * work.tokens, segments):
             # They are read where they lie, and again as they are used.
-            read += segments * body * item
+            read += segments * body * _stored_bytes(setup)
     pairs = rows * _layers(setup, work, context)
     return Work(
         linear=rows * 2 * (body * work.tokens + head),
@@ -425,13 +455,13 @@ def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: in
 
 def decode_work(setup: programs.Setup, *, batch: int, read: int) -> Work:
     """The work of one decode step; `read` is the bytes that it reads of all caches."""
-    config, shape, item = setup.config, setup.mesh.shape, setup.dtype.itemsize
+    config, shape = setup.config, setup.mesh.shape
     tensor, rows = shape["tensor"], batch // shape["data"]
     body, head = own_matmuls(setup)
     received, collectives = _traffic(setup, rows, 1, spread=False)
     # Small caches are replicated over the axis `seq`; the larger ones are divided.
     divided = shape["data"] * tensor * (shape["seq"] if setup.method.info.keeps_all else 1)
-    pairs = read / (2 * config.num_kv_heads * config.head_dim * item)
+    pairs = read / setup.token_bytes
     return Work(
         linear=rows * 2 * (body + head),
         attention=4 * config.num_heads * config.head_dim * pairs / divided,
@@ -475,7 +505,9 @@ def _traffic(
     received, collectives = config.num_layers * received, config.num_layers * collectives
     if shards > 1 and spread and _gathers_weights(setup, tokens, segments):
         own, whole = own_matmuls(setup), own_matmuls(setup, gathered=True)
-        received += segments * item * (sum(whole) - sum(own))
+        each = _stored_bytes(setup), item
+        more = (size * (b - a) for size, a, b in zip(each, own, whole, strict=True))
+        received += segments * sum(more)
         gathers = [whole[0] > own[0], whole[1] > own[1]]
         collectives += segments * (gathers[0] * GATHERS * config.num_layers + gathers[1])
     elif shards > 1 and spread:
@@ -519,8 +551,7 @@ def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[Prefil
     caches = programs.abstract_caches(
         setup, setup.mesh.shape["data"], prompt.slots, reserved(reserve)
     )
-    key = 2 * setup.config.num_kv_heads * setup.config.head_dim * setup.dtype.itemsize
-    per_layer = key * setup.config.num_layers * setup.mesh.shape["data"]
+    per_layer = setup.token_bytes * setup.config.num_layers * setup.mesh.shape["data"]
     middles = [(i + 0.5) / SAMPLES for i in range(SAMPLES)]
     keys = [
         min(context * at, read_bytes(setup, caches, max(1, int(context * at))) / per_layer)

@@ -29,6 +29,7 @@ from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.parts.sparse_decode import named
 from jax_longctx.studies.attention import Recorded, Recorder
 from pallas_kernels.plane import part_of
+from pallas_kernels.quantised import dequantised
 
 LAMS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -117,7 +118,8 @@ def _step_errors(
     q_B1NH = jax.lax.dynamic_slice_in_dim(cache.queries, position, 1, axis=2).swapaxes(1, 2)
     kept_NS = _kept(method, q_B1NH, store, prompt[None], ctx)[0]
     group = q_B1NH.shape[2] // store.k.shape[1]
-    k_NSH, v_NSH = (jnp.repeat(x[0], group, axis=0).astype(jnp.float32) for x in (store.k, store.v))
+    kept = (dequantised(x)[0] for x in (store.k, store.v))
+    k_NSH, v_NSH = (jnp.repeat(x, group, axis=0).astype(jnp.float32) for x in kept)
     q_NH, at_S = q_B1NH[0, 0].astype(jnp.float32), jnp.arange(k_NSH.shape[1])
     seen_S, read_S = at_S <= position, at_S < prompt
     mean_S = seen_S if method.growth in ("append", "rebuild") else read_S
@@ -164,7 +166,7 @@ def _kept(
     base, heads = method.base, q.shape[2]
     batch, kv_heads, slots, width = store.k.shape
     pages = slots // base.page_size
-    paged = part_of(store.k).reshape(batch, kv_heads, pages, base.page_size, width)
+    paged = dequantised(part_of(store.k)).reshape(batch, kv_heads, pages, base.page_size, width)
     held_BS = jnp.arange(slots) < store.length[:, None]
     digests = base.summarise(paged, held_BS.reshape(batch, pages, base.page_size))
     nothing = jnp.zeros((batch, heads), jnp.int32)

@@ -7,16 +7,30 @@ holds. Methods rank keys by the mass: the sum over queries (H2O, CSE, SnapKV), t
 and `tpu` (Mosaic), `reference` for tests.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import gpu, reference, tpu, xla
-from pallas_kernels.attention_mass.reference import OverGroup, OverQueries, Reduction
-from pallas_kernels.common import AnyCache, check_heads
+from pallas_kernels.attention_mass.reference import Masses, OverGroup, OverQueries, Reduction
+from pallas_kernels.common import (
+    BLOCK,
+    AnyCache,
+    PerQuery,
+    PerRow,
+    Queries,
+    block_of,
+    block_size,
+    check_heads,
+)
+from pallas_kernels.dispatch import form_of
+from pallas_kernels.quantised import FORMS, Quantised
 from pallas_kernels.tpu_common import unsupported_keys
 
 
@@ -56,13 +70,26 @@ def attention_mass(
       reduced.
     """
     check_heads("attention_mass", q, k)
+    cut = None
+    if isinstance(k, Quantised) and causal_start is not None and k.shape[2] > BLOCK:
+        cut = f"causal queries over more than {BLOCK} keys in {k.form}"
     run = dispatch.select(
         "attention_mass",
         implementation,
         dispatch.shape_class(q, k.shape[1]),
+        form=form_of(k),
         xla=xla.attention_mass,
-        gpu=dispatch.Kernel(gpu.attention_mass, lambda: gpu.unsupported(q, k, squares)),
-        tpu=dispatch.Kernel(tpu.attention_mass, lambda: unsupported_keys(q), planes=True),
+        gpu=dispatch.Kernel(
+            partial(_by_block, gpu.attention_mass),
+            lambda: cut or gpu.unsupported(q, k, squares),
+            forms=tuple(FORMS),
+        ),
+        tpu=dispatch.Kernel(
+            partial(_by_block, tpu.attention_mass),
+            lambda: cut or unsupported_keys(q),
+            planes=True,
+            forms=tuple(FORMS),
+        ),
         reference=reference.attention_mass,
     )
     batch, queries = q.shape[:2]
@@ -76,3 +103,35 @@ def attention_mass(
     )
     mass, squared = run(q, k, lse, jnp.clip(lengths, 0, k.shape[2]), how)
     return mass if squared is None else (mass, squared)
+
+
+def _by_block(
+    mass: Callable[..., Masses],
+    q: Queries,
+    k: AnyCache,
+    lse: PerQuery,
+    lengths: PerRow,
+    how: Reduction,
+    *,
+    block: int = BLOCK,
+) -> Masses:
+    """`mass`, which reads floats alone, over blocks of keys in 8 bits, side by side.
+
+    Args:
+      block: slots of a block at most.
+    """
+    if not isinstance(k, Quantised):
+        return mass(q, k, lse, lengths, how)
+    size = block_size(k.shape[2], block)
+
+    def part(number: Array) -> Masses:
+        begin = number * size
+        start = None if how.causal_start is None else how.causal_start - begin
+        held_B = jnp.clip(lengths - begin, 0, size)
+        return mass(q, block_of(k, begin, size), lse, held_B, replace(how, causal_start=start))
+
+    def joined(parts: Array) -> Float[Array, "B K S"]:
+        return jnp.moveaxis(parts, 0, 2).reshape(k.shape[:3])  # [B, K, blocks, Z] before
+
+    masses, squares = lax.map(part, jnp.arange(k.shape[2] // size))
+    return joined(masses), None if squares is None else joined(squares)

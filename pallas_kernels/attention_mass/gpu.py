@@ -34,7 +34,7 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.attention_mass.reference import Masses, Reduction
 from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
-from pallas_kernels.plane import ArrayLike
+from pallas_kernels.quantised import AnyStored
 
 # Columns of a wgmma's result that one thread quad holds side by side: sums are kept for each.
 _LANES = 8
@@ -65,7 +65,7 @@ class _Job:
         return self.batch * self.kv_heads * pl.cdiv(self.slots, _TILE)
 
 
-def unsupported(q: Array, k: ArrayLike, squares: bool) -> str | None:
+def unsupported(q: Array, k: AnyStored, squares: bool) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"

@@ -6,18 +6,22 @@ becomes probabilities and is reduced over queries at once; only the sums of a bl
 +inf, so that their probabilities are 0. Slots beyond a row's length are computed with the rest and
 set to 0 in the reduced block. The loop over keys ends at the last block that any row fills and any
 query sees; with causal queries the loop over queries begins at the first that sees the block. One
-query (decode) needs no loop: its logits are small beside the cache.
+query (decode) needs no loop: its logits are small beside the cache. Keys in 8 bits become floats a
+block at a time.
 
 Temporaries: a block of float32 logits of at most `_LOGIT_BYTES`, and copies of q. Roofline:
 2 T S N H operations, half of attention's; with one query the bytes of k over the bandwidth.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.attention_mass.reference import Masses, OverGroup, Reduction
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
+from pallas_kernels.common import PerQuery, PerRow, Queries, Stored, block_of, group_heads
+from pallas_kernels.quantised import Quantised
 
 # Float32 logits of a block; 4 to 64 MB and 256 to 2048 keys differ less than two runs on a CPU.
 _LOGIT_BYTES = 16 * 2**20
@@ -25,7 +29,7 @@ _MIN_KEYS = 128
 _MAX_KEYS = 4096  # with few queries a block of keys, which the loop copies, outgrows its logits
 
 
-def attention_mass(q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Reduction) -> Masses:
+def attention_mass(q: Queries, k: Stored, lse: PerQuery, lengths: PerRow, how: Reduction) -> Masses:
     """See `api.attention_mass`; lengths within 0..S."""
     queries, slots = q.shape[1], k.shape[2]
     counted_BT1 = (jnp.arange(queries) < how.valid[:, None])[..., None]
@@ -37,7 +41,7 @@ def attention_mass(q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Re
     lse_BKGT = group_heads(lse[..., None], k.shape[1])[..., 0]
     if how.over_group == "first" and not how.squares:
         q_BKGTH, lse_BKGT = q_BKGTH[:, :, :1], lse_BKGT[:, :, :1]
-    if queries == 1:
+    if queries == 1 and not isinstance(k, Quantised):
         # Without the barrier XLA on CPU computes the caller's append once more for this reader.
         k = lax.optimization_barrier(k)
         p_BKGTS = _probabilities(how, q_BKGTH, lse_BKGT, k)
@@ -55,7 +59,7 @@ def _probabilities(
     how: Reduction,
     q: Float[Array, "B K G T H"],
     lse: Float[Array, "B K G T"],
-    k: Float[Array, "B K C H"],
+    k: Any,
 ) -> Float[Array, "B K G T C"]:
     # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
     q_BKRH = q.reshape(*k.shape[:2], -1, k.shape[3])
@@ -107,7 +111,7 @@ def _stream(
     how: Reduction,
     q: Float[Array, "B K G T H"],
     lse: Float[Array, "B K G T"],
-    k: Cache,
+    k: Stored,
     filled: Int[Array, ""],
 ) -> tuple[Array, ...]:
     """Sums [B,K,G,S] and [B,K,S] over the queries, block by block, of the first `filled` slots."""
@@ -120,7 +124,7 @@ def _stream(
     def keys(j: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         # The last block is moved back to end with S: its overlap is computed twice, alike.
         key_start = jnp.minimum(j * key_block, slots - key_block)
-        k_BKCH = lax.dynamic_slice_in_dim(k, key_start, key_block, axis=2)
+        k_BKCH = block_of(k, key_start, key_block)
         slots_C = key_start + jnp.arange(key_block)
 
         def some_queries(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:

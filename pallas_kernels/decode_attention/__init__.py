@@ -6,6 +6,7 @@ from pallas_kernels.decode_attention.api import (
     decode_attention,
     decode_logits,
     shared_decode_attention,
+    weighted_values,
 )
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "decode_attention",
     "decode_logits",
     "shared_decode_attention",
+    "weighted_values",
 ]

@@ -20,9 +20,11 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import AnyCache, Window, check_heads
+from pallas_kernels.common import AnyCache, Stored, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
+from pallas_kernels.dispatch import form_of
 from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.tpu_common import unsupported_keys
 
 # Queries of a kv head that a pass over a shared cache takes: the rows of a GPU's matmul tile.
@@ -60,9 +62,12 @@ def decode_attention(
         "decode_attention",
         implementation,
         dispatch.shape_class(q, k.shape[1], window),
+        form=form_of(k, v),
         xla=xla.decode_attention,
-        gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k)),
-        tpu=dispatch.Kernel(tpu.decode_attention, lambda: unsupported_keys(q), planes=True),
+        gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k), forms=("int8",)),
+        tpu=dispatch.Kernel(
+            tpu.decode_attention, lambda: unsupported_keys(q), planes=True, forms=("int8",)
+        ),
         reference=reference.decode_attention,
     )
     given = Window.of(window, query_start, slot_start)
@@ -71,8 +76,8 @@ def decode_attention(
 
 def shared_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "1 K S H"] | Plane,
-    v: Float[Array, "1 K S H"] | Plane,
+    k: Float[Array, "1 K S H"] | Plane | Quantised,
+    v: Float[Array, "1 K S H"] | Plane | Quantised,
     length: Int[Array, " 1"],
     *,
     scale: float,
@@ -129,6 +134,15 @@ def attend_logits(
     return xla.attend_logits(logits, part_of(v))
 
 
+def weighted_values(weights: Float[Array, "B N S"], v: AnyCache) -> Float[Array, "B N H"]:
+    """The sum of the values times their weights, in float32.
+
+    Args:
+      weights: float32, 0 where the value may be anything finite.
+    """
+    return xla.weighted_values(weights, part_of(v))
+
+
 def attend_with_logits(
     q: Float[Array, "B 1 N H"],
     k: AnyCache,
@@ -150,14 +164,19 @@ def attend_with_logits(
         "attend_with_logits",
         implementation,
         dispatch.shape_class(q, k.shape[1]),
+        form=form_of(k, v),
         xla=partial(_both, xla),
-        gpu=dispatch.Kernel(gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k)),
+        gpu=dispatch.Kernel(
+            gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k), forms=("int8",)
+        ),
         reference=partial(_both, reference),
     )
     return run(q, k, v, lengths, scale=scale)
 
 
-def _both(halves: Any, q: Array, k: Array, v: Array, lengths: Array, scale: float) -> tuple:
+def _both(
+    halves: Any, q: Array, k: Stored, v: Stored, lengths: Array, scale: float
+) -> tuple[Array, Array, Array]:
     """The two halves of the module `halves`, one after the other."""
     logits = halves.decode_logits(q, k, lengths, scale=scale)
     return *halves.attend_logits(logits, v), logits

@@ -13,6 +13,9 @@ the rows of one wgmma, so that keys and values are read once for all of them. On
 the 64 rows; that costs tensor core time, which is not the bound. Empty capacity is not read. Slots
 beyond a length must hold finite values.
 
+Keys and values in int8 take a third warpgroup (`hopper_stored`), and the place of the next head's
+queries.
+
 Shared memory: q 16 KiB and 2 for the next head's, rings 192 KiB, 9 KiB for results. Registers:
 weighted values [64,H], logits [64,128], float32. Bytes moved: k and v of the filled slots; partial
 results 0.5 MB.
@@ -37,23 +40,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, hopper_stored
 from pallas_kernels.common import (
     Attended,
-    Cache,
     PerQuery,
     PerRow,
     Queries,
+    Stored,
     Window,
     pack_rows,
     unpack_rows,
 )
-from pallas_kernels.plane import ArrayLike
+from pallas_kernels.quantised import AnyStored, Quantised
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that fit shared memory
 # Slots of one step, steps in flight, and how many steps it takes to begin a head.
 _BLOCK, _STAGES, _BEGIN = 128, 3, 1
+# The most rows over keys and values in int8, which leave less shared memory to the plan.
+_MAX_BATCH_STORED = 64
 _LOGIT_ROWS = 96  # of the buffer through which logits are written
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.
@@ -76,6 +81,7 @@ class _Job:
     interpret: Any
     windowed: bool
     logits: bool
+    stored: bool
 
     @property
     def tile_rows(self) -> int:
@@ -91,7 +97,7 @@ class _Job:
     @property
     def q_tiles(self) -> int:
         """Heads whose queries are in shared memory: the next one's too where there is room."""
-        return 2 if self.tile_rows == hopper.TILE_ROWS else 1
+        return 2 if self.tile_rows == hopper.TILE_ROWS and not self.stored else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,19 +119,24 @@ class _Piece:
     number: Any
 
 
-def unsupported(q: Array, k: ArrayLike) -> str | None:
+def unsupported(q: Array, k: AnyStored) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     rows = q.shape[1] * q.shape[2] // k.shape[1]
     if rows > hopper.ROWS:
         return f"{rows} queries for one kv head, at most {hopper.ROWS}"
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
-    if k.shape[0] > _MAX_BATCH:
-        return f"{k.shape[0]} rows, at most {_MAX_BATCH}"
+    most = _MAX_BATCH
+    if isinstance(k, Quantised):
+        most = _MAX_BATCH_STORED
+        if k.shape[2] % _BLOCK:
+            return f"{k.shape[2]} slots of {k.form} are not whole blocks of {_BLOCK}"
+    if k.shape[0] > most:
+        return f"{k.shape[0]} rows, at most {most}"
     return hopper.unsupported(q)
 
 
-def unsupported_logits(q: Array, k: ArrayLike) -> str | None:
+def unsupported_logits(q: Array, k: AnyStored) -> str | None:
     """Why `attend_with_logits` cannot run these arguments, or None."""
     rows = q.shape[2] // k.shape[1]
     if rows > hopper.TILE_ROWS:
@@ -137,8 +148,8 @@ def unsupported_logits(q: Array, k: ArrayLike) -> str | None:
 
 def decode_attention(
     q: Queries,
-    k: Cache,
-    v: Cache,
+    k: Stored,
+    v: Stored,
     lengths: PerRow,
     *,
     scale: float,
@@ -156,8 +167,8 @@ def decode_attention(
 
 def attend_with_logits(
     q: Float[Array, "B 1 N H"],
-    k: Cache,
-    v: Cache,
+    k: Stored,
+    v: Stored,
     lengths: PerRow,
     *,
     scale: float,
@@ -174,8 +185,8 @@ def attend_with_logits(
 
 def _attention(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Stored,
+    v: Stored,
     low: Array,
     high: Array,
     scale: float,
@@ -192,15 +203,19 @@ def _attention(
         rows=q.shape[1] * q.shape[2] // kv_heads,
         head_dim=head_dim,
         group=q.shape[2] // kv_heads,
-        dtype=k.dtype,
+        dtype=q.dtype,
         scale=scale,
         workers=hopper.processors(),
         interpret=interpret,
         windowed=windowed,
         logits=logits,
+        stored=isinstance(k, Quantised),
     )
+    caches = (k, v)
+    if isinstance(k, Quantised) and isinstance(v, Quantised):
+        caches = (k.values, v.values, k.scales, v.scales)
     plan = _plan(low, high, job)
-    out, lse, *found = _partials(pack_rows(q, kv_heads), k, v, plan, job)
+    out, lse, *found = _partials(pack_rows(q, kv_heads), caches, plan, job)
     out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype)
     out = unpack_rows(out_BKRH.astype(q.dtype), q.shape[1])
     lse = unpack_rows(lse_BKR, q.shape[1])
@@ -225,7 +240,7 @@ def _plan(low: PerRow, high: PerRow, job: _Job) -> Int[Array, "Q 4"]:
 
 
 def _partials(
-    q: Float[Array, "B K R H"], k: Cache, v: Cache, plan: Int[Array, "Q 4"], job: _Job
+    q: Float[Array, "B K R H"], caches: tuple[Any, ...], plan: Int[Array, "Q 4"], job: _Job
 ) -> Sequence[Array]:
     """The attention of every worker to its piece of every head it visits.
 
@@ -233,9 +248,12 @@ def _partials(
 
     Worker w writes its piece of head h of row b to part w + b K + h. Pieces follow each other in
     that order, so no two have the same sum. Parts without a piece are not written.
+
+    Args:
+      caches: keys and values; of those in int8 the numbers, then the scales.
     """
     parts = job.workers + job.batch * job.kv_heads
-    logits = job.batch * job.kv_heads, job.tile_rows, k.shape[2]
+    logits = job.batch * job.kv_heads, job.tile_rows, caches[0].shape[2]
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
@@ -252,22 +270,30 @@ def _partials(
             planned=plgpu.Barrier(),
             asked=plgpu.Barrier(num_barriers=job.q_tiles),
             answered=plgpu.Barrier(num_barriers=job.q_tiles),
-            **hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype),
+            **(
+                hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype)
+                if job.stored
+                else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype)
+            ),
             # A block's logits leave at once.
-            **hopper.out_scratch(job.tile_rows, *([_LOGIT_ROWS] if job.logits else [])),
+            **hopper.out_scratch(
+                job.tile_rows, *([_LOGIT_ROWS] if job.logits and not job.stored else [])
+            ),
         ),
         grid=(job.workers,),
         grid_names=("worker",),
-        num_threads=2,
+        num_threads=3 if job.stored else 2,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=job.interpret,
         kernel_name="decode_attention",
     )
-    return kernel(plan, hopper.pad_rows(q), k, v)
+    return kernel(plan, hopper.pad_rows(q), *caches)
 
 
-def _kernel(plan_ref, q_ref, k_ref, v_ref, *out_refs, job: _Job, **scratch):
+def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
+    given = 4 if job.stored else 2
+    caches, out_refs = refs[:given], refs[given:]
     role, plan, planned = lax.axis_index("role"), scratch["plan"], scratch["planned"]
 
     @pl.when(role == 1)
@@ -275,9 +301,12 @@ def _kernel(plan_ref, q_ref, k_ref, v_ref, *out_refs, job: _Job, **scratch):
         plgpu.set_max_registers(56, action="decrease")
         plgpu.copy_gmem_to_smem(plan_ref, plan, planned)
         plgpu.barrier_wait(planned)
-        work = functools.partial(_fetch, (q_ref, k_ref, v_ref), job, scratch)
+        work = functools.partial(_fetch, (q_ref, *caches), job, scratch)
         pieces, steps = _each_piece(plan, job, work)
         hopper.drain(scratch["answered"], pieces, job.q_tiles)
+        if job.stored:
+            hopper_stored.drain(scratch, steps)
+            return
         for free in scratch["free"]:
             hopper.drain(free, steps, _STAGES)
 
@@ -287,6 +316,16 @@ def _kernel(plan_ref, q_ref, k_ref, v_ref, *out_refs, job: _Job, **scratch):
         plgpu.barrier_wait(planned)
         _each_piece(plan, job, functools.partial(_attend, out_refs, job, scratch))
         hopper.written()
+
+    if not job.stored:
+        return
+
+    @pl.when(role == 2)
+    def _conversion():
+        plgpu.set_max_registers(hopper_stored.REGISTERS[2], action="decrease")
+        plgpu.barrier_wait(planned)
+        _, steps = _each_piece(plan, job, functools.partial(_convert, job, scratch))
+        hopper_stored.drain_converted(scratch, steps)
 
 
 def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
@@ -350,13 +389,27 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     @pl.loop(piece.first, piece.last)
     def _step(j):
         step = piece.ahead + j
-        slot = lax.rem(step, _STAGES)
         block = (piece.row, piece.head, pl.ds(j * _BLOCK, _BLOCK))
 
-        def copy(ref, ring, ready):
-            plgpu.copy_gmem_to_smem(ref.at[block], ring.at[slot], ready)
+        def copy(ref, place, ready):
+            plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
-        hopper.fill_rings(scratch, caches, step, slot, copy)
+        if job.stored:
+            hopper_stored.fill(scratch, "bits", caches[:2], step, copy)
+            hopper_stored.fill(scratch, "scales", caches[2:], step, copy)
+            return
+        slot = lax.rem(step, _STAGES)
+        hopper.fill_rings(
+            scratch, caches, step, slot, lambda ref, ring, ready: copy(ref, ring.at[slot], ready)
+        )
+
+
+def _convert(job: _Job, scratch: dict, piece: _Piece) -> None:
+    """Turn the piece's blocks of int8 into the queries' dtype, as there is room for them."""
+
+    @pl.loop(piece.first, piece.last)
+    def _step(j):
+        hopper_stored.convert(scratch, piece.ahead + j, job.dtype)
 
 
 def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
@@ -373,11 +426,16 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
             hopper.write_rows(s * (1 / hopper.LOG2_E), place, scratch["out_tile"])
         return s
 
+    def scaled(which: int, x: Array, j: Array) -> Array:
+        return hopper_stored.scaled(scratch, which, x, piece.ahead + j)
+
+    stages = hopper_stored.CONVERTED if job.stored else _STAGES
     carry = hopper.attend_blocks(
         (piece.first, piece.last),
         queries,
         scratch,
-        slot_of=lambda j: lax.rem(piece.ahead + j, _STAGES),
+        slot_of=lambda j: lax.rem(piece.ahead + j, stages),
+        scaled=scaled if job.stored else None,
         mask=mask,
         scale=job.scale,
         interpreted=job.interpret is not None,

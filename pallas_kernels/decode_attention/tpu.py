@@ -11,6 +11,10 @@ last one's, so nothing more is fetched. Only in the block that the length cuts t
 masked and values beyond the length replaced by 0; so garbage there, NaN included, reaches no
 matmul. With a window the grid has as many blocks as a window can touch, from the row's first.
 
+Keys and values in int8 become q's dtype in VMEM, exactly. A token's scale multiplies its score or
+its weight. A block of scales [K, block] is of all kv heads, as a tile in memory is; one head takes
+its own row. So scales are read K times: 16 bytes a slot for 8 heads, beside the key's.
+
 Bytes moved: keys and values of the visible blocks, once. Roofline: those bytes over the bandwidth.
 The compiler's schedules (not measured) say: for a block of 4096 keys of 128 with 4 query rows, all
 arithmetic takes 680 cycles on v5e, where the copy of keys and values takes about 3800, and 610 of
@@ -21,9 +25,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float
 
 from pallas_kernels import tpu_common as tpu
 from pallas_kernels.common import (
@@ -35,6 +40,7 @@ from pallas_kernels.common import (
     group_heads,
     ungroup_heads,
 )
+from pallas_kernels.quantised import Quantised
 
 # Bytes of one buffer of a key block: the copy then takes a few times a grid step's fixed cost.
 _BLOCK_BYTES = 2**20
@@ -60,7 +66,11 @@ def decode_attention(
     (batch, queries, _, head_dim), (_, kv_heads, slots, _) = q.shape, k.shape
     q_BKRH = group_heads(q, kv_heads).reshape(batch, kv_heads, -1, head_dim)
     rows = q_BKRH.shape[2]
-    block = block or _block(slots, rows, head_dim, k.dtype.itemsize)
+    values, scales, least = (k, v), (), head_dim * k.dtype.itemsize
+    if isinstance(k, Quantised) and isinstance(v, Quantised):
+        values, scales = (k.values, v.values), (k.scales, v.scales)
+        least = head_dim + 2 * kv_heads
+    block = block or _block(slots, rows, least, head_dim * (2 if scales else 0))
     steps = -(-slots // block)
     first_B = jnp.zeros_like(lengths)
     positions = ()
@@ -83,14 +93,20 @@ def decode_attention(
     visits = batch * kv_heads * steps * block
     out_BKRH, lse_BKR1 = tpu.call(
         partial(
-            _kernel, scale=scale, block=block, steps=steps, window=window.size if window else None
+            _kernel,
+            scale=scale,
+            block=block,
+            steps=steps,
+            window=window.size if window else None,
+            scaled=bool(scales),
         ),
         (lengths, first_B, -(-lengths // block)),
-        (q_BKRH, tpu.as_stored(k), tpu.as_stored(v), *positions),
-        first=tpu.first_row(k),
+        (q_BKRH, *map(tpu.as_stored, values), *map(tpu.rows_of, scales), *positions),
+        first=tpu.first_row(values[0]),
         grid=(batch, kv_heads, steps),
         parallel=2,
         in_specs=[rows_spec, keys, keys]
+        + [tpu.scale_spec(kv_heads, block, visited) for _ in scales]
         + [pl.BlockSpec((1, rows, 1), lambda b, *_: (b, 0, 0)) for _ in positions],
         out_specs=[rows_spec, pl.BlockSpec((1, 1, rows, 1), by_head)],
         out_shape=[
@@ -101,7 +117,7 @@ def decode_attention(
         cost=(
             4 * visits * rows * head_dim,
             visits * rows,
-            2 * visits * head_dim * k.dtype.itemsize,
+            2 * visits * least,
         ),
         interpret=interpret,
         name="decode_attention",
@@ -111,14 +127,19 @@ def decode_attention(
     return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKR1.reshape(grouped))
 
 
-def _block(slots: int, rows: int, head_dim: int, itemsize: int) -> int:
-    """Slots of a block: about 1 MiB of keys, less where the scores of many rows need the room."""
+def _block(slots: int, rows: int, key_bytes: int, converted: int) -> int:
+    """Slots of a block: about 1 MiB of keys, less where the scores of many rows need the room.
+
+    Args:
+      key_bytes: of a slot, with scales.
+      converted: bytes of a slot's key in q's dtype, where it is stored in another.
+    """
     padded = -(-rows // 8) * 8
-    # A slot's keys and values twice, its scores, and the weights made of them.
-    slot_bytes = 4 * head_dim * itemsize + 3 * padded * 4
-    return tpu.key_block(
-        slots, min(_BLOCK_BYTES // (head_dim * itemsize), tpu.VMEM_BYTES // slot_bytes)
-    )
+    # A slot's keys and values twice, what they are converted to, its scores, and the weights made
+    # of them.
+    slot_bytes = 4 * key_bytes + 2 * converted + 3 * padded * 4
+    most = min(_BLOCK_BYTES // max(key_bytes, converted), tpu.VMEM_BYTES // slot_bytes)
+    return tpu.key_block(slots, most)
 
 
 def _kernel(
@@ -128,12 +149,15 @@ def _kernel(
     q,  # [1, 1, R, H]
     k,  # [1, 1, Z, H], or [1, 1, H, Z] for narrow heads
     v,
-    *rest,  # with a window the rows' positions among the slots, [1, R, 1]; outputs, scratch
+    *rest,  # scales [1, K, Z] twice; with a window the rows' positions among the slots, [1, R, 1];
+    # outputs, scratch
     scale: float,
     block: int,
     steps: int,
     window: int | None,
+    scaled: bool,
 ):
+    scales, rest = rest[: 2 * scaled], rest[2 * scaled :]
     *positions, out, lse, top, total, acc = rest
     softmax = tpu.Softmax(top, total, acc)
     b, j = pl.program_id(0), pl.program_id(2)
@@ -143,9 +167,13 @@ def _kernel(
     pl.when(j == 0)(softmax.clear)
 
     def add_block(cut: bool):
-        values = v[0, 0]
-        scores_RZ = scale * tpu.matmul(q[0, 0], k[0, 0], (1, 0 if minor else 1))
+        keys, values = k[0, 0].astype(q.dtype), v[0, 0].astype(q.dtype)
+        scores_RZ = scale * tpu.matmul(q[0, 0], keys, (1, 0 if minor else 1))
         slots_1Z = at * block + lax.broadcasted_iota(jnp.int32, (1, block), 1)
+        value_scales = None
+        if scales:
+            key_scales, value_scales = (_own(ref[0], pl.program_id(1)) for ref in scales)
+            scores_RZ *= key_scales
         seen = slots_1Z < lengths[b]
         if positions:
             seen &= positions[0][0] - slots_1Z < window
@@ -154,10 +182,19 @@ def _kernel(
             held = at * block + lax.broadcasted_iota(jnp.int32, values.shape, axis) < lengths[b]
             # In float32: the comparison's mask has the layout of 32-bit numbers.
             values = jnp.where(held, values.astype(jnp.float32), 0).astype(values.dtype)
-        softmax.add(scores_RZ, seen if cut or positions else None, values, minor=minor)
+            if value_scales is not None:
+                value_scales = jnp.where(slots_1Z < lengths[b], value_scales, 0)
+        visible = seen if cut or positions else None
+        softmax.add(scores_RZ, visible, values, minor=minor, scales=value_scales)
 
     whole = (at + 1) * block <= lengths[b]
     pl.when((at < stop[b]) & whole)(lambda: add_block(cut=False))
     pl.when((at < stop[b]) & ~whole)(lambda: add_block(cut=True))
 
     pl.when(j == steps - 1)(lambda: softmax.write(out.at[0, 0], lse.at[0, 0]))
+
+
+def _own(scales: Array, head: Array) -> Float[Array, "1 Z"]:
+    """The head's row of scales [K, Z]: by a mask, as no row of a packed tile is read alone."""
+    mine = lax.broadcasted_iota(jnp.int32, scales.shape, 0) == head
+    return jnp.sum(jnp.where(mine, scales.astype(jnp.float32), 0), axis=0, keepdims=True)

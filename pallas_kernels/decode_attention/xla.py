@@ -14,6 +14,9 @@ Empty capacity is read too. A loop that stops at the longest row would slice the
 it: the streaming loop of `prefill_attention/xla.py` takes 3.4 ms on a 2-core CPU, this 1.2 (8192
 slots, 3 kv heads of 64 in float32).
 
+Keys and values in 8 bits become floats a block of slots at a time, in a loop that stops at the
+longest row. Each number is exact in the floats; a token's scale multiplies its score or its weight.
+
 Roofline: the bytes of k and v over the bandwidth. A half of one query's attention moves the bytes
 of k, or of v, and 4 N S bytes of logits; logits and weights together are 4 G / H of a bfloat16
 cache's bytes.
@@ -21,7 +24,7 @@ cache's bytes.
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pallas_kernels.common import (
     MASKED,
@@ -29,22 +32,28 @@ from pallas_kernels.common import (
     Cache,
     PerRow,
     Queries,
+    Stored,
     Window,
+    cut,
     group_heads,
     ungroup_heads,
 )
+from pallas_kernels.dispatch import platform
+from pallas_kernels.quantised import Quantised
 
 # Queries beyond which the scores are no longer small beside the cache.
 MAX_QUERIES = 16
 # Slots of a block: the best or within 1% of it for 1 x 32K, 1 x 128K and 8 x 16K on an H200
 # (2.70, 3.40 and 3.47 TB/s; blocks of 128 2 to 6% less).
 BLOCK = 2048
+# Bytes of the floats of a block that lies in 8 bits, on GPUs.
+_FLOAT_BYTES = 64 * 2**20
 
 
 def decode_attention(
     q: Queries,
-    k: Cache,
-    v: Cache,
+    k: Stored,
+    v: Stored,
     lengths: PerRow,
     *,
     scale: float,
@@ -64,15 +73,14 @@ def decode_attention(
     if window is not None:
         seen_BTS = seen_BTS & window.sees(slots_S, jnp.arange(q.shape[1]))
     seen_BKGTS = seen_BTS[:, None, None]
+    longest = jnp.max(lengths)
 
     q_BKGTH = group_heads(q, k.shape[1])
-    scores_BKGTS = jnp.where(seen_BKGTS, _scores(q_BKGTH, k, scale), MASKED)
+    scores_BKGTS = jnp.where(seen_BKGTS, _scores(q_BKGTH, k, scale, longest), MASKED)
     top_BKGT = jnp.max(scores_BKGTS, axis=-1)
     weights_BKGTS = jnp.where(seen_BKGTS, jnp.exp(scores_BKGTS - top_BKGT[..., None]), 0.0)
     total_BKGT = jnp.sum(weights_BKGTS, axis=-1)
-    block = _divisor(k.shape[2], block)
-    weights_BKGTS = weights_BKGTS.astype(v.dtype)
-    acc_BKGTH = jnp.sum(_weighted_values(weights_BKGTS, v, block), axis=2)
+    acc_BKGTH = _weighted_sum(weights_BKGTS, v, block, longest)
 
     some_BKGT = total_BKGT > 0
     total_BKGT = jnp.where(some_BKGT, total_BKGT, 1.0)
@@ -81,12 +89,81 @@ def decode_attention(
     return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKGT)
 
 
-def _scores(q: Float[Array, "B K G T H"], k: Cache, scale: float) -> Float[Array, "B K G T S"]:
-    """scale q.k in float32 over the whole capacity."""
+def _scores(
+    q: Float[Array, "B K G T H"], k: Stored, scale: float, longest: Int[Array, ""] | int
+) -> Float[Array, "B K G T S"]:
+    """scale q.k in float32 over the whole capacity; anything finite from slot `longest` on."""
     # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
     q_BKRH = q.reshape(*k.shape[:2], -1, k.shape[3])
-    scores_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k, preferred_element_type=jnp.float32)
+    if isinstance(k, Quantised):
+        scores_BKRS = _scores_by_block(q_BKRH, k, longest)
+    else:
+        scores_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k, preferred_element_type=jnp.float32)
     return scale * scores_BKRS.reshape(*q.shape[:4], k.shape[2])
+
+
+def _quantised_block(x: Quantised) -> int:
+    """Slots that become floats at once: on GPUs more, for few launches."""
+    most = BLOCK
+    if platform() == "gpu":
+        most = max(BLOCK, _FLOAT_BYTES // (x.size // x.shape[2] * jnp.dtype(x.dtype).itemsize))
+    return min(most, x.shape[2])
+
+
+def _scores_by_block(
+    q: Float[Array, "B K R H"], k: Quantised, longest: Int[Array, ""] | int
+) -> Float[Array, "B K R S"]:
+    """q.k in float32 of the slots below `longest`, 0 beyond the block of the last."""
+    block = _quantised_block(k)
+
+    def add(number: Array, scores: Array) -> Array:
+        # The last block is moved back to end with S: its overlap is computed twice, alike.
+        start = jnp.minimum(number * block, k.shape[2] - block)
+        part = cut(k, start, block)
+        found_BKRC = jnp.einsum(
+            "BKRH,BKCH->BKRC", q, part.values.astype(q.dtype), preferred_element_type=jnp.float32
+        )
+        found_BKRC *= part.scales.astype(jnp.float32)[:, :, None]
+        return lax.dynamic_update_slice_in_dim(scores, found_BKRC, start, axis=3)
+
+    none = jnp.zeros((*q.shape[:3], k.shape[2]), jnp.float32)
+    return lax.fori_loop(0, -(-longest // block), add, none)
+
+
+def _weighted_sum(
+    weights: Float[Array, "B K G T S"], v: Stored, block: int, longest: Int[Array, ""] | int
+) -> Float[Array, "B K G T H"]:
+    """Weights x values in float32; the weights are 0 from slot `longest` on."""
+    if not isinstance(v, Quantised):
+        size = _divisor(v.shape[2], block)
+        return jnp.sum(_weighted_values(weights.astype(v.dtype), v, size), axis=2)
+    size = _quantised_block(v)
+    rows_BKRS = weights.reshape(*v.shape[:2], -1, v.shape[2])
+
+    def add(number: Array, total: Array) -> Array:
+        start = jnp.minimum(number * size, v.shape[2] - size)
+        part = cut(v, start, size)
+        w_BKRC = lax.dynamic_slice_in_dim(rows_BKRS, start, size, axis=3)
+        # The last block is moved back to end with S: what the one before had does not count.
+        new_C = start + jnp.arange(size) >= number * size
+        scales_BKC = jnp.where(new_C, part.scales.astype(jnp.float32), 0.0)
+        return total + jnp.einsum(
+            "BKRC,BKCH->BKRH",
+            (w_BKRC * scales_BKC[:, :, None]).astype(v.dtype),
+            part.values.astype(v.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    none = jnp.zeros((*rows_BKRS.shape[:3], v.shape[3]), jnp.float32)
+    total_BKRH = lax.fori_loop(0, -(-longest // size), add, none)
+    return total_BKRH.reshape(*weights.shape[:4], v.shape[3])
+
+
+def weighted_values(weights: Float[Array, "B N S"], v: Stored) -> Float[Array, "B N H"]:
+    """The sum of the values times their weights, in float32."""
+    (b, n, slots), (_, kv_heads, _, width) = weights.shape, v.shape
+    grouped_BKGTS = weights.reshape(b, kv_heads, -1, 1, slots)
+    return _weighted_sum(grouped_BKGTS, v, BLOCK, slots).reshape(b, n, width)  # [B, K, G, 1, H]
 
 
 def _divisor(slots: int, block: int) -> int:
@@ -105,18 +182,18 @@ def _weighted_values(
 
 
 def decode_logits(
-    q: Float[Array, "B 1 N H"], k: Cache, lengths: PerRow, *, scale: float
+    q: Float[Array, "B 1 N H"], k: Stored, lengths: PerRow, *, scale: float
 ) -> Float[Array, "B N S"]:
     """scale q.k of every head and slot, -inf at and beyond lengths[b]."""
     k = lax.optimization_barrier(k)  # as in decode_attention: no second append on CPU
-    scores_BKGTS = _scores(group_heads(q, k.shape[1]), k, scale)
+    scores_BKGTS = _scores(group_heads(q, k.shape[1]), k, scale, jnp.max(lengths))
     scores_BNS = scores_BKGTS.reshape(q.shape[0], q.shape[2], k.shape[2])  # [B, K, G, 1, S]
     held_B1S = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None]
     return jnp.where(held_B1S, scores_BNS, -jnp.inf)
 
 
 def attend_logits(
-    logits: Float[Array, "B N S"], v: Cache, *, block: int = BLOCK
+    logits: Float[Array, "B N S"], v: Stored, *, block: int = BLOCK
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """The softmax of the logits times the values, in v's dtype, and its log-sum-exp."""
     v = lax.optimization_barrier(v)
@@ -126,8 +203,8 @@ def attend_logits(
     top_BN1 = jnp.where(some_BN1, top_BN1, 0.0)  # -inf - -inf would be NaN
     weights_BNS = jnp.exp(logits - top_BN1)
     total_BN1 = jnp.where(some_BN1, jnp.sum(weights_BNS, axis=-1, keepdims=True), 1.0)
-    weights_BKGTS = weights_BNS.reshape(b, kv_heads, -1, 1, slots).astype(v.dtype)
-    acc_BKGTH = jnp.sum(_weighted_values(weights_BKGTS, v, _divisor(slots, block)), axis=2)
+    weights_BKGTS = weights_BNS.reshape(b, kv_heads, -1, 1, slots)
+    acc_BKGTH = _weighted_sum(weights_BKGTS, v, block, slots)
     out_BNH = acc_BKGTH.reshape(b, n, v.shape[3]) / total_BN1  # [B, K, G, 1, H]
     lse_BN1 = jnp.where(some_BN1, top_BN1 + jnp.log(total_BN1), -jnp.inf)
     return out_BNH.astype(v.dtype)[:, None], lse_BN1.swapaxes(1, 2)

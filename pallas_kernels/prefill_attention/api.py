@@ -6,15 +6,30 @@ key has output 0 and log-sum-exp -inf. Attentions over different keys merge with
 `pallas_kernels.common.merge`.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import AnyCache, Window, check_heads
+from pallas_kernels.common import (
+    BLOCK,
+    AnyCache,
+    Attended,
+    PerRow,
+    Queries,
+    Stored,
+    Window,
+    block_of,
+    block_size,
+    check_heads,
+    merge,
+)
+from pallas_kernels.dispatch import form_of
 from pallas_kernels.prefill_attention import gpu, reference, tpu, xla
+from pallas_kernels.quantised import FORMS, Quantised
 
 
 def causal_attention(
@@ -66,9 +81,54 @@ def cache_attention(
         "cache_attention",
         implementation,
         dispatch.shape_class(q, k.shape[1], window),
+        form=form_of(k, v),
         xla=partial(xla.cache_attention, window=given),
-        gpu=dispatch.Kernel(gpu.cache_attention, lambda: gpu.unsupported_cache(q, window)),
-        tpu=dispatch.Kernel(tpu.cache_attention, lambda: tpu.unsupported_cache(q, k, window)),
+        gpu=dispatch.Kernel(
+            partial(_by_block, gpu.cache_attention),
+            lambda: gpu.unsupported_cache(q, window),
+            forms=tuple(FORMS),
+        ),
+        tpu=dispatch.Kernel(
+            partial(_by_block, tpu.cache_attention),
+            lambda: tpu.unsupported_cache(q, k, window),
+            forms=tuple(FORMS),
+        ),
         reference=partial(reference.cache_attention, window=given),
     )
     return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale)
+
+
+def _by_block(
+    attend: Callable[..., Attended],
+    q: Queries,
+    k: Stored,
+    v: Stored,
+    lengths: PerRow,
+    *,
+    scale: float,
+    block: int = BLOCK,
+) -> Attended:
+    """`attend`, which reads floats alone, over blocks of a cache in 8 bits, merged.
+
+    With many queries its products take far longer than turning a block into floats. It goes from
+    the first block to the last that a row fills.
+
+    Args:
+      block: slots of a block at most.
+    """
+    if not isinstance(k, Quantised):
+        return attend(q, k, v, lengths, scale=scale)
+    size = block_size(k.shape[2], block)
+
+    def part(number: Array | int) -> Attended:
+        begin = number * size
+        keys, values = (block_of(x, begin, size) for x in (k, v))
+        held_B = jnp.clip(lengths - begin, 0, size)
+        out, lse = attend(q, keys, values, held_B, scale=scale)
+        return out.astype(jnp.float32), lse
+
+    def add(number: Array, so_far: Attended) -> Attended:
+        return merge([so_far, part(number)])
+
+    out, lse = lax.fori_loop(1, -(-jnp.max(lengths) // size), add, part(0))
+    return out.astype(q.dtype), lse

@@ -38,7 +38,7 @@ from pallas_kernels.common import (
     blank_rows,
     merge,
 )
-from pallas_kernels.plane import ArrayLike
+from pallas_kernels.quantised import AnyStored
 
 _LANES = 128
 _BLOCKS = (512, 256, 128)
@@ -56,7 +56,7 @@ def unsupported_causal(q: Array) -> str | None:
     return None
 
 
-def unsupported_cache(q: Array, k: ArrayLike, window: int | None) -> str | None:
+def unsupported_cache(q: Array, k: AnyStored, window: int | None) -> str | None:
     """Why splash cannot run the chunk against the cache, or None."""
     if window is not None:
         return "no sliding window against a cache"

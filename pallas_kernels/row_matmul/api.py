@@ -1,4 +1,4 @@
-"""x @ w of a few rows x, bound by the bytes of w.
+"""x @ w of a few rows x, bound by the bytes of w, which may be in 8 bits.
 
 Implementations: `xla` on every platform, `gpu` (Mosaic), `reference` for tests.
 """
@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.quantised_matrix import AnyMatrix, QuantisedMatrix
 from pallas_kernels.row_matmul import gpu, reference, xla
 
 # With more rows a matmul of the compiler's is as quick.
@@ -16,7 +17,7 @@ MAX_ROWS = 16
 
 def row_matmul(
     x: Float[Array, "R D"],
-    w: Float[Array, "D N"],
+    w: AnyMatrix,
     *,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
@@ -25,6 +26,7 @@ def row_matmul(
 
     Args:
       x: at most 16 rows.
+      w: [D, N]; a `QuantisedMatrix` has a scale for each output.
       dtype: of the result; None is x's.
       implementation: "xla", "gpu" or "reference"; None picks by platform and shape.
 
@@ -40,7 +42,9 @@ def row_matmul(
         implementation,
         f"{x.dtype} {x.shape[1]} to {w.shape[1]}",
         xla=xla.row_matmul,
-        gpu=dispatch.Kernel(gpu.row_matmul, lambda: gpu.unsupported(x, w)),
+        form=w.form if isinstance(w, QuantisedMatrix) else None,
+        stored="weights",
+        gpu=dispatch.Kernel(gpu.row_matmul, lambda: gpu.unsupported(x, w), forms=gpu.FORMS),
         reference=reference.row_matmul,
     )
     return run(x, w, dtype=x.dtype if dtype is None else dtype)

@@ -19,6 +19,11 @@ products after attention and the small kernels between them, 8B shape, in a loop
   their next tiles come: 111 us a layer in place of 107.
 - To bring the first 25 MB of the next matrix into the L2 cache while the last tiles are multiplied:
   110 us in place of 104, as if they were read twice.
+
+A matrix in 8 bits comes in tiles of as many numbers, of half the bytes. The warpgroup turns a tile
+into the dtype of the rows, exactly, in a buffer that wgmma reads; the scales multiply the sums
+outside. While one worker of a processor converts, the other's copies and products go on. Not
+measured.
 """
 
 import functools
@@ -34,7 +39,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
 from pallas_kernels import hopper
+from pallas_kernels.quantised_matrix import AnyMatrix, QuantisedMatrix
 
+# The 8-bit forms of a matrix that this kernel reads.
+FORMS = ("int8", "fp8")
 # Tiles in flight, elements of a tile, outputs of a tile where they are many, and workers of a
 # processor.
 _STAGES, _TILE, _WIDE, _WORKERS = 3, 16384, 128, 2
@@ -46,6 +54,8 @@ class _Job:
 
     Attributes:
       share: tiles of a worker.
+      dtype: of the rows, and of the tiles that are multiplied.
+      stored: of the matrix.
     """
 
     rows: int
@@ -54,6 +64,7 @@ class _Job:
     width: int
     share: int
     dtype: Any
+    stored: Any
     interpret: Any
 
     @property
@@ -75,7 +86,7 @@ class _Job:
         return (first + self.steps - 1) // self.share - first // self.share + 1
 
 
-def unsupported(x: Array, w: Array) -> str | None:
+def unsupported(x: Array, w: AnyMatrix) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     reason = hopper.unsupported_device()
     if reason is not None:
@@ -89,10 +100,11 @@ def unsupported(x: Array, w: Array) -> str | None:
 
 
 def row_matmul(
-    x: Float[Array, "R D"], w: Float[Array, "D N"], *, dtype: Any, interpret: Any = None
+    x: Float[Array, "R D"], w: AnyMatrix, *, dtype: Any, interpret: Any = None
 ) -> Float[Array, "R N"]:
     """See the public function."""
     rows, (inputs, outputs) = x.shape[0], w.shape
+    values = w.values if isinstance(w, QuantisedMatrix) else w
     wide = not outputs % _WIDE and outputs // _WIDE >= hopper.processors()
     workers = hopper.processors() * _WORKERS
     job = _Job(
@@ -101,28 +113,34 @@ def row_matmul(
         outputs=outputs,
         width=_WIDE if wide else hopper.ROWS,
         share=pl.cdiv(inputs * outputs // _TILE, workers),
-        dtype=w.dtype,
+        dtype=x.dtype,
+        stored=values.dtype,
         interpret=interpret,
     )
-    parts_PRN = _products(jnp.pad(x, ((0, job.rows - rows), (0, 0))), w, job)
+    parts_PRN = _products(jnp.pad(x, ((0, job.rows - rows), (0, 0))), values, job)
     found = job.parts_of(np.arange(outputs) // job.width)
     # Parts that were not written may hold anything.
     some = np.arange(parts_PRN.shape[0])[:, None, None] < found
-    return jnp.sum(jnp.where(some, parts_PRN[:, :rows], 0), axis=0).astype(dtype)
+    sums_RN = jnp.sum(jnp.where(some, parts_PRN[:, :rows], 0), axis=0)
+    return (sums_RN * w.scales if isinstance(w, QuantisedMatrix) else sums_RN).astype(dtype)
 
 
 def _products(x: Array, w: Array, job: _Job) -> Float[Array, "P R N"]:
     """The parts of every output's sum, in float32."""
     blocks = np.arange(job.outputs // job.width)
+    converted = {}
+    if job.stored != job.dtype:
+        converted = {"converted": hopper.tiled(job.depth, job.width, dtype=job.dtype)}
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=jax.ShapeDtypeStruct(
             (int(job.parts_of(blocks).max()), job.rows, job.outputs), jnp.float32
         ),
         scratch_types=dict(
-            w_ring=hopper.tiled(_STAGES, job.depth, job.width, dtype=job.dtype),
+            w_ring=hopper.tiled(_STAGES, job.depth, job.width, dtype=job.stored),
             x_ring=hopper.tiled(_STAGES, job.rows, job.depth, dtype=job.dtype),
             ready=plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+            **converted,
         ),
         grid=(pl.cdiv(job.tiles, job.share),),
         grid_names=("worker",),
@@ -132,7 +150,9 @@ def _products(x: Array, w: Array, job: _Job) -> Float[Array, "P R N"]:
     return kernel(x, w)
 
 
-def _kernel(x_ref, w_ref, out_ref, *, job: _Job, w_ring, x_ring, ready) -> None:
+def _kernel(
+    x_ref, w_ref, out_ref, *, job: _Job, w_ring, x_ring, ready, converted: Any = None
+) -> None:
     worker = lax.axis_index("worker")
     begin = worker * job.share
     end = jnp.minimum(begin + job.share, job.tiles)
@@ -148,15 +168,28 @@ def _kernel(x_ref, w_ref, out_ref, *, job: _Job, w_ring, x_ring, ready) -> None:
     def multiply(tile, sums) -> None:
         slot = lax.rem(tile - begin, _STAGES)
         plgpu.barrier_wait(ready.at[slot])
+        numbers = w_ring.at[slot]
+        if converted is not None:
+            bits = plgpu.load(numbers, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+            if job.stored != jnp.int8 and job.dtype == jnp.bfloat16:
+                # There is no conversion from one to the other.
+                bits = bits.astype(jnp.float32)
+            numbers = converted
+            numbers[...] = bits.astype(job.dtype)
+            plgpu.commit_smem()
         for first, acc in zip(halves, sums, strict=True):
-            matrix = w_ring.at[slot, :, pl.ds(first, hopper.ROWS)]
+            matrix = numbers.at[:, pl.ds(first, hopper.ROWS)]
             plgpu.wgmma(acc, matrix.transpose((1, 0)), x_ring.at[slot].transpose((1, 0)))
         plgpu.wgmma_wait(0)
+        if converted is not None:
+            # All warps have read the converted tile, which the next one takes the place of.
+            plgpu.commit_smem()
 
         @pl.when(tile + _STAGES < end)
         def _():
-            # All warps have read the slot.
-            plgpu.commit_smem()
+            if converted is None:
+                # All warps have read the slot.
+                plgpu.commit_smem()
             copy(tile + _STAGES)
 
     for ahead in range(min(_STAGES, job.share)):

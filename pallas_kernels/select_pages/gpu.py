@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper, hopper_best
-from pallas_kernels.plane import ArrayLike
+from pallas_kernels.quantised import AnyStored
 
 # Blocks of threads of a cluster: as many as every Hopper GPU lets work together.
 _CLUSTER = 8
@@ -78,7 +78,7 @@ class _Job:
         return _STAGES if self.tiles <= _TILES_BESIDE else _FEWER_STAGES
 
 
-def unsupported(q: Array, high: ArrayLike, ball: bool, size: int) -> str | None:
+def unsupported(q: Array, high: AnyStored, ball: bool, size: int) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     if ball:
         return "a ball's radius"

@@ -21,8 +21,12 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, check_heads
+from pallas_kernels.dispatch import form_of
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.sparse_decode_attention.lists import Around
+
+# The 8-bit forms that the kernel for GPUs reads.
+_GPU_FORMS = ("int8",)
 
 
 def sparse_decode_attention(
@@ -108,10 +112,12 @@ def sparse_decode_attention(
         operation,
         implementation,
         f"{dispatch.shape_class(q, k.shape[1])}, pages of {page_size}",
-        xla=xla.sparse_decode_attention,
+        form=form_of(k, v),
+        xla=dispatch.Kernel(xla.sparse_decode_attention, None, planes=True),
         gpu=dispatch.Kernel(
             gpu.sparse_decode_attention,
             lambda: without or gpu.unsupported(q, k, lists, page_size, priors),
+            forms=_GPU_FORMS,
         ),
         tpu=dispatch.Kernel(
             tpu.sparse_decode_attention,
@@ -133,7 +139,7 @@ def takes_around(q: Array, k: AnyCache, pages: Array, page_size: int, priors: bo
       pages: lists [B,X,C].
       priors: whether there is a prior's query.
     """
-    if dispatch.platform() != "gpu" or pages.ndim != 3:
+    if dispatch.platform() != "gpu" or pages.ndim != 3 or form_of(k) not in (None, *_GPU_FORMS):
         return False
     reason = gpu.unsupported(q, k, pages.shape[1], page_size, priors)
     return reason is None and gpu.unsupported_around(pages.shape[2]) is None

@@ -17,6 +17,9 @@ The first and the last slots, which every method keeps, may be attended in the s
 (`Around`): their pages follow the listed ones, in slots that these do not count. Each list reads
 them, a step more.
 
+Keys and values in int8 take a third warpgroup (`hopper_stored`). The scales of the listed slots are
+gathered before, since a page's are fewer bytes than a copy must begin at.
+
 Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 10 KiB for results, 4 KiB of ids.
 
 Roofline: the bytes of the listed pages. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads
@@ -36,9 +39,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper
-from pallas_kernels.common import Cache, PerRow
-from pallas_kernels.plane import ArrayLike
+from pallas_kernels import hopper, hopper_stored
+from pallas_kernels.common import PerRow, Stored
+from pallas_kernels.quantised import AnyStored, Quantised
 from pallas_kernels.sparse_decode_attention.lists import Around, entries_of, results_of, rows_of
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
@@ -69,6 +72,7 @@ class _Job:
     after: int  # pages from the bound `stop` on that follow these
     scale: float
     interpret: Any
+    stored: bool
 
     @property
     def pages(self) -> int:
@@ -81,7 +85,7 @@ class _Job:
         return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
 
 
-def unsupported(q: Array, k: ArrayLike, lists: int, page_size: int, priors: int) -> str | None:
+def unsupported(q: Array, k: AnyStored, lists: int, page_size: int, priors: int) -> str | None:
     """Why this kernel cannot run these arguments, or None.
 
     Args:
@@ -106,8 +110,8 @@ def unsupported_around(listed: int) -> str | None:
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Cache,
-    v: Cache,
+    k: Stored,
+    v: Stored,
     pages: Int[Array, "B ..."],
     start: PerRow,
     stop: PerRow,
@@ -146,7 +150,7 @@ def sparse_decode_attention(
         rows=rows.shape[2],
         group=None if heads is None else q.shape[2] // kv_heads,
         head_dim=k.shape[3],
-        dtype=k.dtype,
+        dtype=q.dtype,
         page_size=page_size,
         splits=pl.cdiv(steps, share),
         share=share,
@@ -155,30 +159,64 @@ def sparse_decode_attention(
         after=after,
         scale=scale,
         interpret=interpret,
+        stored=isinstance(k, Quantised),
     )
-    room = job.splits * share * job.pages if around is None else length + -length % _ID_LINE
-    ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
     last = stop if around is None else around.length
     bounds = jnp.maximum(jnp.stack([start, stop, last], axis=1), 0)
     bounds = jnp.minimum(bounds, slots)
-    out, lse = _partials(rows, k, v, ids, bounds, job)
+    caches = (k, v)
+    if isinstance(k, Quantised) and isinstance(v, Quantised):
+        listed = _visited(ids, bounds, job)
+        caches = (k.values, v.values, *(_listed_scales(x.scales, listed, job) for x in (k, v)))
+    room = job.splits * share * job.pages if around is None else length + -length % _ID_LINE
+    ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
+    out, lse = _partials(rows, caches, ids, bounds, job)
     if job.splits == 1:
         return results_of(out[:, :, 0], lse[:, :, 0], q)
     return results_of(*hopper.merge_parts(out, lse, 2), q)
 
 
+def _visited(ids: Int[Array, "B X E"], bounds: Int[Array, "B 3"], job: _Job) -> Int[Array, "B X M"]:
+    """The entries of every list's pages in the order of the steps, as `_fetch` copies them."""
+    steps = job.splits * job.share * job.pages
+    if job.listed:
+        later = bounds[:, 1:2] // job.page_size + jnp.arange(job.after)
+        before = jnp.broadcast_to(jnp.arange(job.before), (len(later), job.before))
+        around = jnp.concatenate([before, later], axis=1)[:, None]
+        around = jnp.broadcast_to(around, (*ids.shape[:2], around.shape[2]))
+        ids = jnp.concatenate([ids, around], axis=2)
+    ids = jnp.pad(jnp.maximum(ids, 0), ((0, 0), (0, 0), (0, steps - ids.shape[2])))
+    if job.group is not None:
+        return ids
+    head = (jnp.arange(job.lists) * job.kv_heads // job.lists)[:, None]
+    return head * job.pages_of_head + jnp.minimum(ids, job.pages_of_head - 1)
+
+
+def _listed_scales(
+    scales: Float[Array, "B K S"], entries: Int[Array, "B X M"], job: _Job
+) -> Float[Array, "Y Z"]:
+    """The scales of the slots of every list's pages."""
+    batch = len(scales)
+    pages = scales.reshape(batch, -1, job.page_size)  # [B, K * S / Z, Z]
+    found = jnp.take_along_axis(pages, entries.reshape(batch, -1, 1), axis=1)
+    return found.reshape(batch * job.lists, -1)
+
+
 def _partials(
     q: Float[Array, "B X M H"],
-    k: Cache,
-    v: Cache,
+    caches: tuple[Any, ...],
     ids: Int[Array, "B X E"],
     bounds: Int[Array, "B 3"],
     job: _Job,
 ) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
-    """The attention of every piece of every list."""
-    batch = k.shape[0]
+    """The attention of every piece of every list.
+
+    Args:
+      caches: keys and values; of those in int8 the numbers, then the scales of the listed slots.
+    """
+    batch = q.shape[0]
     # One axis of all pages of a row, as entries number them.
-    k, v = (x.reshape(batch, -1, job.page_size, job.head_dim) for x in (k, v))
+    paged = [x.reshape(batch, -1, job.page_size, job.head_dim) for x in caches[:2]]
     q = hopper.pad_rows(q)
     parts = batch * job.lists, job.splits
     # Each piece's, or those of all.
@@ -192,25 +230,30 @@ def _partials(
         scratch_types=dict(
             ids=plgpu.SMEM(ids.shape[-2:], jnp.int32),
             q_tile=hopper.tiled(hopper.ROWS, job.head_dim, dtype=job.dtype),
-            **hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, copies=job.pages),
+            **(
+                hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype, job.pages)
+                if job.stored
+                else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, job.pages)
+            ),
             loaded=plgpu.Barrier(num_barriers=2),
             **hopper.out_scratch(job.tile_rows),
         ),
         grid=parts,
         grid_names=("list", "split"),
-        num_threads=2,
+        num_threads=3 if job.stored else 2,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=job.interpret,
         kernel_name="sparse_decode_attention",
     )
-    out, lse = kernel(bounds.astype(jnp.int32), ids, q, k, v)
+    out, lse = kernel(bounds.astype(jnp.int32), ids, q, *paged, *caches[2:])
     shape = batch, job.lists, job.splits
     out = out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
     return out, lse[:, :, : job.rows].reshape(*shape, job.rows)
 
 
-def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: _Job, **scratch):
+def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratch):
+    *scale_refs, out_ref, lse_ref = refs
     each, split, role = (lax.axis_index(name) for name in ("list", "split", "role"))
     row, index = lax.div(each, job.lists), lax.rem(each, job.lists)
     head = lax.div(index * job.kv_heads, job.lists)
@@ -221,15 +264,18 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: 
 
     @pl.when(role == 1)
     def _copies():
-        plgpu.set_max_registers(40, action="decrease")
+        least = hopper_stored.REGISTERS[1] if job.stored else 40
+        plgpu.set_max_registers(least, action="decrease")
         mine = ids_ref.at[each, 0 if job.listed else split]
         plgpu.copy_gmem_to_smem(mine, scratch["ids"], loaded.at[0])
         plgpu.barrier_wait(loaded.at[0])
-        _fetch((k_ref.at[row], v_ref.at[row]), piece, head, job, scratch)
+        scales = [ref.at[each] for ref in scale_refs]
+        _fetch((k_ref.at[row], v_ref.at[row]), scales, piece, head, job, scratch)
 
     @pl.when(role == 0)
     def _attention():
-        plgpu.set_max_registers(232, action="increase")
+        most = hopper_stored.REGISTERS[0] if job.stored else 232
+        plgpu.set_max_registers(most, action="increase")
         plgpu.copy_gmem_to_smem(
             q_ref.at[each], scratch["q_tile"].at[pl.ds(0, job.tile_rows)], loaded.at[1]
         )
@@ -242,13 +288,25 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *, job: 
             (0, _steps(piece, job)),
             scratch["q_tile"],
             scratch,
-            slot_of=lambda i: lax.rem(i, _STAGES),
+            slot_of=lambda i: lax.rem(i, hopper_stored.CONVERTED if job.stored else _STAGES),
+            scaled=functools.partial(hopper_stored.scaled, scratch) if job.stored else None,
             mask=mask,
             scale=job.scale,
             interpreted=job.interpret is not None,
         )
         hopper.write_attended(carry, out_ref.at[each, split], lse_ref.at[each, split], scratch)
         hopper.written()
+
+    if not job.stored:
+        return
+
+    @pl.when(role == 2)
+    def _conversion():
+        plgpu.set_max_registers(hopper_stored.REGISTERS[2], action="decrease")
+        plgpu.barrier_wait(loaded.at[0])
+        steps = _steps(piece, job)
+        pl.loop(0, steps)(lambda i: hopper_stored.convert(scratch, i, job.dtype))
+        hopper_stored.drain_converted(scratch, steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,26 +359,44 @@ def _steps(piece: _Piece, job: _Job) -> Array:
     return lax.while_loop(empty, lambda steps: steps - 1, jnp.int32(job.share))
 
 
-def _fetch(refs: tuple, piece: _Piece, head: Array, job: _Job, scratch: dict) -> None:
-    """Copy the pages of the steps into the rings; for none listed any page, which is masked."""
+def _fetch(
+    refs: tuple, scale_refs: list, piece: _Piece, head: Array, job: _Job, scratch: dict
+) -> None:
+    """Copy the pages of the steps into the rings; for none listed any page, which is masked.
+
+    Args:
+      scale_refs: those of the list's slots, of keys and of values, where there are any.
+    """
     steps = _steps(piece, job)
 
     @pl.loop(0, steps)
     def _step(i):
-        slot = lax.rem(i, _STAGES)
-
-        def copy(ref, ring, ready):
+        def copy(ref, place, ready):
             for j in range(job.pages):
                 entry = jnp.maximum(_id(piece, i, j, job), 0)
                 if job.group is None:
                     # A page that is none is masked, whichever it is.
                     page = jnp.minimum(entry, job.pages_of_head - 1)
                     entry = head * job.pages_of_head + page
-                place = ring.at[slot, pl.ds(j * job.page_size, job.page_size)]
-                plgpu.copy_gmem_to_smem(ref.at[entry], place, ready)
+                part = place.at[pl.ds(j * job.page_size, job.page_size)]
+                plgpu.copy_gmem_to_smem(ref.at[entry], part, ready)
 
-        hopper.fill_rings(scratch, refs, i, slot, copy)
+        def copy_scales(ref, place, ready):
+            block = pl.ds((piece.first + i) * _BLOCK, _BLOCK)
+            plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
+        if job.stored:
+            hopper_stored.fill(scratch, "bits", refs, i, copy)
+            hopper_stored.fill(scratch, "scales", scale_refs, i, copy_scales)
+            return
+        slot = lax.rem(i, _STAGES)
+        hopper.fill_rings(
+            scratch, refs, i, slot, lambda ref, ring, ready: copy(ref, ring.at[slot], ready)
+        )
+
+    if job.stored:
+        hopper_stored.drain(scratch, steps)
+        return
     for free in scratch["free"]:
         hopper.drain(free, steps, _STAGES)
 

@@ -34,7 +34,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import tpu_common as tpu
 from pallas_kernels.common import AnyCache, PerRow
-from pallas_kernels.plane import ArrayLike
+from pallas_kernels.quantised import AnyStored
 from pallas_kernels.sparse_decode_attention.lists import entries_of, results_of, rows_of
 
 # Slots of a block: large enough that its copies take longer than a grid step's fixed cost.
@@ -43,7 +43,7 @@ _BLOCK = 1024
 _UNROLLED = 8
 
 
-def unsupported(q: Array, k: ArrayLike, entries: Array, page_size: int) -> str | None:
+def unsupported(q: Array, k: AnyStored, entries: Array, page_size: int) -> str | None:
     """Why the kernel cannot run these arguments, or None."""
     head_dim, slots = k.shape[3], k.shape[2]
     rows = tpu.SUBLANES.get(k.dtype.itemsize, 1)

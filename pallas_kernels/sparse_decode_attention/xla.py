@@ -16,14 +16,16 @@ Gathering writes these and reads them again, so it moves three times as many.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.common import MASKED, Cache, PerRow
+from pallas_kernels.common import MASKED, AnyCache, PerRow
+from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.quantised import Quantised, dequantised
 from pallas_kernels.sparse_decode_attention.lists import rows_of
 
 # Bytes of gathered keys and values of one block of entries.
@@ -47,8 +49,8 @@ class Partial(NamedTuple):
 
 def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
-    k: Cache,
-    v: Cache,
+    k: AnyCache,
+    v: AnyCache,
     pages: Int[Array, "B ..."],
     start: PerRow,
     stop: PerRow,
@@ -67,10 +69,12 @@ def sparse_decode_attention(
     """
     b, _, n, h = q.shape
     kv_heads = k.shape[1]
+    if not isinstance(k, Quantised):
+        k, v = part_of(k), part_of(v)
     # A list serves the query heads that follow each other; it reads kv head x K / X.
     lists = kv_heads if heads is not None else pages.shape[1]
     group = n // lists
-    slot_bytes = page_size * 2 * k.dtype.itemsize
+    slot_bytes = page_size * 2 * jnp.dtype(k.dtype).itemsize
     q_BXMH = rows_of(q, prior_query, lists)
     heads_1X1 = (jnp.arange(lists) * kv_heads // lists)[None, :, None]
 
@@ -143,17 +147,25 @@ def _slots_of(
     return jnp.clip(slots_BAZ, 0, slots - 1), held & (slots_BAZ < slots)
 
 
-def _gather(x: Float[Array, "B Y S ..."], heads: Int[Array, "..."], slots: Array) -> Array:
+def _gather(x: Any, heads: Int[Array, "..."], slots: Array) -> Array:
     """x[b, heads[b], slots[b]] for heads and slots that broadcast together.
 
     Slot by slot also where a page's lie together: for slices of several slots, or after the first
-    axes are flattened into one, XLA turns all of x into another layout on TPU.
+    axes are flattened into one, XLA turns all of x into another layout on TPU. What lies in 8 bits
+    is gathered so, and becomes numbers then.
     """
+    if isinstance(x, Quantised):
+        return dequantised(x.map(lambda part: _gather(part, heads, slots)))
+    heads, slots = jnp.broadcast_arrays(heads, slots)
+    if isinstance(x, Plane):
+        rows, first = x.rows()
+        row_B = first + jnp.arange(len(heads)).reshape(-1, *[1] * (heads.ndim - 1))
+        return rows.at[row_B, heads, slots].get(mode="promise_in_bounds")
 
     def of(row: Array, heads: Array, slots: Array) -> Array:
         return row.at[heads, slots].get(mode="promise_in_bounds")
 
-    return jax.vmap(of)(x, *jnp.broadcast_arrays(heads, slots))
+    return jax.vmap(of)(x, heads, slots)
 
 
 def _softmaxes(

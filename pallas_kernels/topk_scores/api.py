@@ -5,13 +5,28 @@ and bounded blocks, never T x S scores. Implementations: `xla` on every platform
 (Mosaic), `reference` for tests.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import AnyCache, check_heads
+from pallas_kernels.common import (
+    BLOCK,
+    AnyCache,
+    PerQuery,
+    PerRow,
+    Queries,
+    block_of,
+    block_size,
+    check_heads,
+)
+from pallas_kernels.dispatch import form_of
+from pallas_kernels.quantised import FORMS, Quantised
 from pallas_kernels.topk_scores import gpu, reference, tpu, xla
+from pallas_kernels.topk_scores.merge import merge_topk
 
 MAX_COUNT = 16
 
@@ -65,9 +80,19 @@ def topk_scores(
         "topk_scores",
         implementation,
         f"{dispatch.shape_class(q, k.shape[1])}, {count} best{tiles}",
+        form=form_of(k),
         xla=xla.topk_scores,
-        gpu=dispatch.Kernel(gpu.topk_scores, lambda: gpu.unsupported(q, k, count, tile_best)),
-        tpu=dispatch.Kernel(tpu.topk_scores, lambda: tpu.unsupported(q, tile_best), planes=True),
+        gpu=dispatch.Kernel(
+            partial(_by_block, gpu.topk_scores),
+            lambda: gpu.unsupported(q, k, count, tile_best),
+            forms=tuple(FORMS),
+        ),
+        tpu=dispatch.Kernel(
+            partial(_by_block, tpu.topk_scores),
+            lambda: tpu.unsupported(q, tile_best),
+            planes=True,
+            forms=tuple(FORMS),
+        ),
         reference=reference.topk_scores,
     )
     start, stop = (jnp.clip(x.astype(jnp.int32), 0, k.shape[2]) for x in (start, stop))
@@ -80,3 +105,36 @@ def topk_scores(
         return values, indices
     padding_BT11 = (jnp.arange(q.shape[1]) >= valid[:, None])[..., None, None]
     return jnp.where(padding_BT11, -jnp.inf, values), jnp.where(padding_BT11, -1, indices)
+
+
+def _by_block(
+    topk: Callable[..., tuple[Array, Array]],
+    q: Queries,
+    k: AnyCache,
+    start: PerRow,
+    stop: PerRow,
+    tolerance: PerQuery,
+    *,
+    count: int,
+    block: int = BLOCK,
+) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
+    """`topk`, which reads floats alone, over blocks of keys in 8 bits, merged.
+
+    Args:
+      block: slots of a block at most.
+    """
+    if not isinstance(k, Quantised):
+        return topk(q, k, start, stop, tolerance, count=count)
+    size = block_size(k.shape[2], block)
+
+    def part(number: Array | int) -> tuple[Array, Array]:
+        begin = number * size
+        bounds = (jnp.clip(x - begin, 0, size) for x in (start, stop))
+        values, slots = topk(q, block_of(k, begin, size), *bounds, tolerance, count=count)
+        return values, jnp.where(slots < 0, -1, slots + begin)
+
+    def add(number: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
+        values, slots = (jnp.concatenate(x, axis=-1) for x in zip(best, part(number), strict=True))
+        return merge_topk(values, slots, count, tolerance)
+
+    return lax.fori_loop(1, -(-jnp.max(stop) // size), add, part(0))

@@ -61,7 +61,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, pack_rows, unpack_rows
-from pallas_kernels.plane import ArrayLike
+from pallas_kernels.quantised import AnyStored
 
 # Keys of a tile, and of a block whose best score alone is ranked. A thread of a wgmma holds columns
 # c and c + 1 of every 8: with the keys of a tile laid out block-minor, the maximum over a block is
@@ -109,7 +109,7 @@ class _Job:
         return hopper.ROWS * self.warpgroups
 
 
-def unsupported(q: Array, k: ArrayLike, count: int, tile_best: int | None) -> str | None:
+def unsupported(q: Array, k: AnyStored, count: int, tile_best: int | None) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     if tile_best is not None:
         return "it ranks keys, not tiles' best"

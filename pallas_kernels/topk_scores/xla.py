@@ -18,13 +18,15 @@ Roofline: 2 T S N H operations for many queries, the bytes of k for few.
 """
 
 from math import isqrt
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
+from pallas_kernels.common import PerQuery, PerRow, Queries, Stored, block_of
 from pallas_kernels.dispatch import platform
+from pallas_kernels.quantised import Quantised, dequantised
 from pallas_kernels.topk_scores.merge import tied_top_k
 
 # Bytes of float32 scores that are made at once: of all slots for few queries, and of a block.
@@ -42,7 +44,7 @@ Best = tuple[Array, Array]
 
 def topk_scores(
     q: Queries,
-    k: Cache,
+    k: Stored,
     start: PerRow,
     stop: PerRow,
     tolerance: PerQuery,
@@ -91,19 +93,24 @@ def topk_scores(
     return values, indices
 
 
-def _blocks(q: Array, k: Array, tile_best: int | None) -> tuple[int, int]:
+def _blocks(q: Array, k: Stored, tile_best: int | None) -> tuple[int, int]:
     """How many queries and keys pass at once: all of both where their scores are few."""
     b, queries, n, _ = q.shape
     slots = k.shape[2]
     # Blocks that begin at each row's own start are copied.
     in_place = tile_best is None or k.nbytes <= _KEY_BYTES
+    # Keys in 8 bits become floats as blocks.
+    in_place &= not isinstance(k, Quantised) or 4 * k.size <= _KEY_BYTES
     if in_place and 4 * b * queries * n * slots <= _ONE_PASS_BYTES:
         return queries, slots
     cpu = platform() == "cpu"
     most, fewest = (_CPU_SCORE_BYTES, _CPU_KEY_BLOCK) if cpu else (_SCORE_BYTES, _KEY_BLOCK)
     fits = max(16, most // (4 * b * n * fewest))
     query_block = min(queries, 2 ** (fits.bit_length() - 1))
-    keys = min(most // (4 * b * n * query_block), _KEY_BYTES // (k.nbytes // slots))
+    # Those in 8 bits are in memory as bits and as floats.
+    most_bytes = _KEY_BYTES // 4 if isinstance(k, Quantised) else _KEY_BYTES
+    slot_bytes = k.size * jnp.dtype(k.dtype).itemsize // slots
+    keys = min(most // (4 * b * n * query_block), most_bytes // slot_bytes)
     return query_block, min(slots, max(fewest, 2 ** (max(keys, 1).bit_length() - 1)))
 
 
@@ -113,7 +120,7 @@ def _nothing(shape: tuple[int, ...]) -> Best:
 
 def _rank_keys(
     q: Float[Array, "B K R H"],
-    k: Cache,
+    k: Stored,
     start: PerRow,
     stop: PerRow,
     tolerance: Float[Array, "B K R"],
@@ -138,11 +145,11 @@ def _rank_keys(
         if tile_best is None:
             # The last block is moved back to end with S; what the one before had is masked.
             first_B = jnp.minimum(j * key_block, slots - key_block)[None]
-            k_BKCH = lax.dynamic_slice_in_dim(k, first_B[0], key_block, axis=2)
+            k_BKCH = block_of(k, first_B[0], key_block)
             from_B = jnp.maximum(start, j * key_block)
         else:
             from_B = first_B = start + j * key_block
-            k_BKCH = _keys_from(k, first_B, key_block)
+            k_BKCH = dequantised(_keys_from(k, first_B, key_block))
         scores = jnp.einsum("BKRH,BKCH->BKRC", q, k_BKCH, preferred_element_type=jnp.float32)
         slots_BC = first_B[:, None] + jnp.arange(key_block)
         held_BC = (slots_BC >= from_B[:, None]) & (slots_BC < stop[:, None])
@@ -163,14 +170,16 @@ def _tile(key_block: int, count: int) -> int:
     return max(32, min(128, 2 ** isqrt(key_block // count).bit_length() // 2))
 
 
-def _keys_from(k: Array, first: PerRow, size: int) -> Float[Array, "B K C H"]:
-    """Slots first[b] to first[b] + size of every row, zeros beyond S."""
+def _keys_from(k: Any, first: PerRow, size: int) -> Any:
+    """Slots first[b] to first[b] + size of every row, zeros beyond S, as they are stored."""
+    if isinstance(k, Quantised):
+        return k.map(lambda part: _keys_from(part, first, size))
     held = min(size, k.shape[2])
 
     def row(k_KSH: Array, first: Array) -> Array:
         at = jnp.minimum(first, k_KSH.shape[1] - held)
         block = lax.dynamic_slice_in_dim(k_KSH, at, held, axis=1)
-        padded = jnp.pad(block, ((0, 0), (0, size), (0, 0)))
+        padded = jnp.pad(block, [(0, 0), (0, size), *[(0, 0)] * (block.ndim - 2)])
         return lax.dynamic_slice_in_dim(padded, jnp.minimum(first - at, held), size, axis=1)
 
     return lax.map(lambda args: row(*args), (k, first))

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
 
@@ -91,6 +92,26 @@ def test_tpu_decode_attention_compiles(mesh: Mesh, head_dim: int, window: int | 
         (ROW, (4,), jnp.int32),
     )
     _assert_kernel_without_a_copy(compiled, "decode_attention", 2 * 65536 * 8 * head_dim * 2)
+
+
+@pytest.mark.parametrize("head_dim", [also(64), 128])
+def test_tpu_decode_attention_of_int8_compiles(mesh: Mesh, head_dim: int) -> None:
+    shape, bfloat16 = (4, 8, 65536, head_dim), jnp.dtype(jnp.bfloat16)
+    stored = [(HEADS, shape, jnp.int8), (HEADS, shape[:3], jnp.bfloat16)]
+
+    def attend(q, k, k_scales, v, v_scales, n):
+        keys, values = Quantised(k, k_scales, bfloat16), Quantised(v, v_scales, bfloat16)
+        return decode_attention(q, keys, values, n, scale=0.1)
+
+    compiled = _compile(
+        attend,
+        mesh,
+        (QUERIES, QUERIES),
+        (QUERIES, (4, 1, 32, head_dim), jnp.bfloat16),
+        *(stored * 2),
+        (ROW, (4,), jnp.int32),
+    )
+    _assert_kernel_without_a_copy(compiled, "decode_attention", 2 * 65536 * 8 * head_dim)
 
 
 @pytest.mark.parametrize("groups", [also(1), also(3), also(8)])

@@ -1,5 +1,6 @@
 """x @ w of a few rows: every implementation against the definition."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
+from pallas_kernels.quantised_matrix import quantise_matrix
 from pallas_kernels.row_matmul import MAX_ROWS, gpu, reference, row_matmul
 
 # Rows, inputs, outputs; the kernel's tiles hold 64 or 128 outputs.
@@ -18,7 +20,9 @@ SHAPES = {
     "as many rows as fit": (MAX_ROWS, 256, 128),
     "many outputs": (1, 256, 1024),
 }
-INTERPRETED = plgpu.InterpretGPUParams()
+# Layouts of registers, which the conversion of 8 bits asks for, have no meaning there.
+INTERPRETED = plgpu.InterpretGPUParams(inline_mgpu="ignore")
+FORMS = ["int8", "fp8"]
 
 
 def arrays(shape: tuple[int, int, int], dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -28,8 +32,12 @@ def arrays(shape: tuple[int, int, int], dtype: Any) -> tuple[jax.Array, jax.Arra
     return x.astype(dtype), w.astype(dtype)
 
 
-def check(run: Any, shape: tuple[int, int, int], dtype: Any) -> None:
+def check(run: Any, shape: tuple[int, int, int], dtype: Any, form: str | None = None) -> None:
     x, w = arrays(shape, dtype)
+    if form is not None:
+        # Outputs of very different sizes, and one of zeros.
+        w = w * jnp.linspace(0, 20, w.shape[1]).astype(dtype)
+        w = quantise_matrix(w, form, (0,))
     for result in (dtype, jnp.float32):
         found, expected = run(x, w, dtype=result), reference.row_matmul(x, w, dtype=result)
         assert found.dtype == result
@@ -40,31 +48,48 @@ def check(run: Any, shape: tuple[int, int, int], dtype: Any) -> None:
         )
 
 
+@pytest.mark.parametrize("form", [None, *FORMS])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_any_platform(shape, dtype):
-    check(row_matmul, shape, dtype)
+def test_any_platform(shape, dtype, form):
+    check(row_matmul, shape, dtype, form)
 
 
 # The fewer processors, the more blocks of outputs a worker has tiles of.
-@pytest.mark.parametrize("processors", [1, 2, 132])
+@pytest.mark.parametrize(
+    ("processors", "form"),
+    [(1, None), (2, None), (132, None), (2, "int8"), (132, "int8"), (132, "fp8")],
+)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_kernel_interpreted(monkeypatch, shape, processors):
+def test_the_kernel_interpreted(monkeypatch, shape, processors, form):
     monkeypatch.setattr(hopper, "processors", lambda: processors)
 
     def run(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
         return gpu.row_matmul(x, w, dtype=dtype, interpret=INTERPRETED)
 
-    check(run, shape, jnp.bfloat16)
+    check(run, shape, jnp.bfloat16, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, MAX_ROWS])
+@pytest.mark.parametrize("outputs", [28672, 192])
+def test_the_kernel_of_8_bits_lowers_and_fits_shared_memory(form, rows, outputs):
+    x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((4096, outputs), jnp.bfloat16)
+    kept = jax.eval_shape(lambda w: quantise_matrix(w, form, (0,)), w)
+    run = jax.jit(partial(gpu.row_matmul, dtype=jnp.bfloat16))
+    lowered = run.trace(x, kept).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", [None, *FORMS])
 @pytest.mark.parametrize(
     "shape", [*SHAPES.values(), (1, 4096, 28672), (8, 14336, 4096), (2, 2048, 3072)], ids=str
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_on_a_gpu(shape, dtype):
-    check(jax.jit(gpu.row_matmul, static_argnames="dtype"), shape, dtype)
+def test_on_a_gpu(shape, dtype, form):
+    check(jax.jit(gpu.row_matmul, static_argnames="dtype"), shape, dtype, form)
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):

@@ -206,3 +206,12 @@ def test_bad_optimizers_are_refused(fields, message, unchecked_signatures):
 def test_bad_steps_are_refused(fields, message, unchecked_signatures):
     with pytest.raises(ConfigError, match=message):
         setup_of(**fields)
+
+
+def test_weights_in_8_bits_are_refused():
+    setup = setup_of()
+    params = init_params(setup.config, setup.mesh, weights="int8")
+    with pytest.raises(
+        ConfigError, match="expected weights as floats, got int8; load them without"
+    ):
+        init_state(setup, params)

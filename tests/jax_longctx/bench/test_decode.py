@@ -84,6 +84,31 @@ def test_some_layers_stand_for_all(tiny_preset, monkeypatch):
     assert whole["bytes"] - whole["read"] == 2 * (5 * layer + 32 + 128 * 32)
 
 
+def test_bytes_of_a_step_count_the_form_of_keys_and_values(tiny_preset, monkeypatch):
+    forms = []
+
+    def timed(engine, rows):
+        forms.append((engine.setup.kv, engine.setup.weights))
+        return Step(0.5, None)
+
+    _stub(monkeypatch, timed)
+    args = ["bench", "decode", "--model", "tiny", "-m", "full", "--case", "1x300", "--json"]
+    given = ((), ("--kv", "int8"), ("--kv", "int8", "--weights", "int8"))
+    results = [CliRunner().invoke(app, [*args, *options]) for options in given]
+    wide, kept, both = (json.loads(result.stdout) for result in results)
+    said = [(record["kv"], record["weights"]) for record in (wide, kept, both)]
+    assert forms == said == [(None, None), ("int8", None), ("int8", "int8")]
+    # Of a layer's matrices a byte of two, and four bytes for each of their outputs.
+    matrices, outputs = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64, 32 + 2 * 16 + 32 + 2 * 64 + 32
+    fewer = kept["rows"][0]["bytes"] - both["rows"][0]["bytes"]
+    assert fewer == 2 * (matrices - 4 * outputs)
+    # Of a token of a head 8 numbers in bfloat16, or in 8 bits beside a scale.
+    assert kept["rows"][0]["read"] == wide["rows"][0]["read"] * 10 / 16
+    assert wide["rows"][0]["bytes"] - kept["rows"][0]["bytes"] == (
+        wide["rows"][0]["read"] - kept["rows"][0]["read"]
+    )
+
+
 def test_where_full_attention_fails_there_is_no_ratio(tiny_preset, monkeypatch, tmp_path):
     def timed(engine, rows):
         if isinstance(engine.method, Full):

@@ -11,7 +11,11 @@ from jax_longctx.bench.steps import random_context
 from jax_longctx.cli.main import app
 from jax_longctx.engine import Request, RunningBatch
 from jax_longctx.methods import Quest
+from pallas_kernels.quantised import Quantised, dequantised
 from tests.support import tiny_engine
+
+# Bytes of the weights that a step of the tiny shape reads.
+WEIGHTS = 2 * (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32 + 128 * 32)
 
 
 @pytest.fixture
@@ -55,8 +59,7 @@ def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monke
         assert 1 <= row["gaps"] <= 3 * (1200 // 64 + 1)
         assert row["read_share"] == pytest.approx(row["read_beside"] / row["read_alone"])
     # Weights, and one row's keys and values: 2 layers x 2 heads x 8 x 2 x 2 bytes a token.
-    weights = 2 * (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32 + 128 * 32)
-    assert 600 <= (full["bytes"] - weights) / (2 * 2 * 8 * 2 * 2) <= 1024
+    assert 600 <= (full["bytes"] - WEIGHTS) / (2 * 2 * 8 * 2 * 2) <= 1024
     # Answers of 97 tokens were full before the text was read: rows joined anew.
     assert len(joins) > 2 * 3
 
@@ -80,10 +83,27 @@ def test_a_method_that_refuses_has_a_row_that_says_so(tiny_preset):
     assert "rope" in row["failed"]
 
 
-def test_random_digests_differ():
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_bytes_of_a_step_count_the_form_of_keys_and_values(tiny_preset, form):
+    args = ["-m", "full", "--read", "0", "--json", *(() if form is None else ("--kv", form))]
+    result = asked(*args)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["kv"] == form
+    # Of a token of a head 8 numbers, in bfloat16 or in 8 bits beside a scale; twice.
+    token = 2 * 2 * 2 * (8 * 2 if form is None else 8 + 2)
+    tokens = (record["rows"][0]["bytes"] - WEIGHTS) / token
+    assert 600 <= tokens <= 1024
+
+
+@pytest.mark.parametrize("kv", [None, "int8"])
+def test_random_keys_and_digests_differ(kv):
     """Rows with other queries then choose other pages."""
-    engine = tiny_engine(Quest(budget=64, page_size=16, local=16))
+    engine = tiny_engine(Quest(budget=64, page_size=16, local=16), kv=kv)
     context = random_context(engine, 1, 300, 64)
-    for digests in (cache.digests for cache in context.usable_caches()):
+    for cache in context.usable_caches():
+        digests, keys = cache.digests, dequantised(cache.store.k)
+        assert isinstance(cache.store.k, Quantised) == (kv is not None)
+        assert 0.9 < float(keys.std()) < 1.1
         assert float(digests.high.std()) > 0.5
         assert not (digests.high == digests.low).any()

@@ -122,3 +122,44 @@ def test_unknown_method_suggests_the_nearest(run):
     assert result.exit_code == 2
     assert result.stderr.startswith("error: unknown method 'ful'; known: ")
     assert "did you mean 'full'?" in result.stderr
+
+
+def test_methods_and_plan_count_keys_and_values_in_8_bits(run):
+    def bytes_of(*options):
+        (line,) = run("methods", "quest", "--json", "--context", 4096, *options).stdout.splitlines()
+        return json.loads(line)["memory"]
+
+    wide, kept = bytes_of(), bytes_of("--kv", "int8")
+    assert (wide["kv"], kept["kv"]) == (None, "int8")
+    # Digests of pages stay floats.
+    assert 0.5 < kept["kept_bytes"] / wide["kept_bytes"] < 0.6
+    where = ("plan", "--target", "h200x1", "--context", 131072, "--json")
+    plans = [json.loads(run(*where, *options).stdout) for options in ((), ("--kv", "int8"))]
+    assert [plan["kv"] for plan in plans] == [None, "int8"]
+    shown = run(*where[:-1], "--kv", "int8").stdout
+    assert "llama-3.1-8b, bfloat16, keys and values in int8, full" in shown
+    refused = run("plan", "--target", "h200x1", "--kv", "int4")
+    assert refused.exit_code == 2
+    assert "--kv 'int4' is not one of bfloat16, fp8, int8" in refused.stderr
+
+
+def test_plan_counts_weights_in_8_bits(run):
+    where = ("plan", "--target", "h200x1", "--context", 131072)
+    wide, kept = (
+        json.loads(run(*where, "--json", *options).stdout)
+        for options in ((), ("--weights", "int8"))
+    )
+    assert (wide["weights"], kept["weights"]) == (None, "int8")
+    assert 0.5 < kept["memory_bytes"]["weights"] / wide["memory_bytes"]["weights"] < 0.6
+    shown = run(*where, "--kv", "fp8", "--weights", "int8").stdout
+    assert "llama-3.1-8b, bfloat16, weights in int8, keys and values in fp8, full" in shown
+    refused = run(*where, "--weights", "int4")
+    assert refused.exit_code == 2
+    assert "--weights 'int4' is not one of bfloat16, fp8, int8" in refused.stderr
+
+
+def test_forms_reach_the_model(run, loads):
+    forms = ("--kv", "fp8", "--weights", "int8")
+    assert run("generate", "The", "-c", "m", "--max-tokens", 2, *forms).exit_code == 0
+    ((_, options),) = loads
+    assert (options["kv"], options["weights"]) == ("fp8", "int8")

@@ -1,7 +1,8 @@
 """Compiles methods' programs for one H200 that need not be there, and prints what they hold.
 
-`python -m tests.jax_longctx.engine.gpu_programs METHOD...` in a process that finds JAX's CUDA
-plugin: JAX looks for plugins once, when it begins. One line of JSON is printed for each program.
+`python -m tests.jax_longctx.engine.gpu_programs METHOD[:kv=int8][:weights=int8]...` in a process
+that finds JAX's CUDA plugin: JAX looks for plugins once, when it begins. One line of JSON is
+printed for each program.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ LEAST = 2**20
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) (?P<op>[a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"[a-z]+\d+\[([\d,]+)\]")
+_ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]+)\]")
 # Instructions that launch kernels; of asynchronous ones the start counts.
 _KERNELS = ("fusion", "fusion-start", "custom-call", "copy", "copy-start", "sort", "async-start")
 # Instructions whose result may be an array of their own.
@@ -63,6 +64,7 @@ class Instruction:
     text: str
     arrays: list[tuple[int, ...]]
     root: bool
+    kinds: list[str]
 
     def called(self, name: str) -> str | None:
         """The computation that the attribute of this name calls."""
@@ -79,11 +81,12 @@ def computations(text: str) -> dict[str, list[Instruction]]:
         if begun := _COMPUTATION.match(line):
             current = found.setdefault(begun[1], [])
         elif made := _INSTRUCTION.match(stripped):
-            arrays = [
-                tuple(int(size) for size in sizes.split(","))
-                for sizes in _ARRAY.findall(made["type"])
-            ]
-            current.append(Instruction(made["op"], stripped, arrays, stripped.startswith("ROOT")))
+            kinds, arrays = [], []
+            for kind, sizes in _ARRAY.findall(made["type"]):
+                kinds.append(kind)
+                arrays.append(tuple(int(size) for size in sizes.split(",")))
+            root = stripped.startswith("ROOT")
+            current.append(Instruction(made["op"], stripped, arrays, root, kinds))
     return found
 
 
@@ -114,13 +117,8 @@ def kernels(program: dict[str, list[Instruction]], name: str) -> int:
     return count
 
 
-def copies(
-    program: dict[str, list[Instruction]], sizes: dict[int, str]
-) -> Iterator[tuple[str, str]]:
-    """Instructions that make an array as large as one of `sizes`, and what that is.
-
-    Neither what writes into an argument's buffer counts nor what hands an address on.
-    """
+def unfused(program: dict[str, list[Instruction]]) -> Iterator[Instruction]:
+    """The instructions whose results are in memory: those outside of fusions."""
     inner = {
         called
         for instructions in program.values()
@@ -128,16 +126,25 @@ def copies(
         if each.op in ("fusion", "fusion-start") and (called := each.called("calls"))
     }
     for name, instructions in program.items():
-        if name in inner:
+        if name not in inner:
+            yield from instructions
+
+
+def copies(
+    program: dict[str, list[Instruction]], sizes: dict[int, str]
+) -> Iterator[tuple[str, str]]:
+    """Instructions that make an array as large as one of `sizes`, and what that is.
+
+    Neither what writes into an argument's buffer counts nor what hands an address on.
+    """
+    for each in unfused(program):
+        if each.op not in _MAKING:
             continue
-        for each in instructions:
-            if each.op not in _MAKING:
-                continue
-            if each.op.startswith("fusion") and not _makes(program, each):
-                continue
-            for array in each.arrays:
-                if math.prod(array) in sizes:
-                    yield each.text[:160] + _origin(each), sizes[math.prod(array)]
+        if each.op.startswith("fusion") and not _makes(program, each):
+            continue
+        for array in each.arrays:
+            if math.prod(array) in sizes:
+                yield each.text[:160] + _origin(each), sizes[math.prod(array)]
 
 
 def _origin(each: Instruction) -> str:
@@ -175,7 +182,8 @@ def main(methods: list[str]) -> None:
     h200 = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     mesh = make_mesh(devices=[h200.devices[0]])
     config = ModelConfig.from_hf({**PRESETS["llama-3.1-8b"], "num_hidden_layers": LAYERS})
-    for name in methods:
+    for said in methods:
+        name, *forms = said.split(":")
         request = PlanRequest(
             config=config,
             method=make_method(name),
@@ -183,6 +191,7 @@ def main(methods: list[str]) -> None:
             context=CONTEXT,
             reserve=RESERVE,
             chunk=CHUNK,
+            **dict(form.split("=") for form in forms),
         )
         setup = request.setup(mesh)
         caches = staged_caches(setup, 1, CONTEXT, RESERVE)
@@ -199,7 +208,7 @@ def main(methods: list[str]) -> None:
             compiled = used.lower().compile()
             program = computations(compiled.as_text())
             found = {
-                "method": name,
+                "method": said,
                 "kind": used.kind,
                 "name": used.name,
                 "kernels": [

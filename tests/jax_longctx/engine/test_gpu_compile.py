@@ -21,6 +21,10 @@ from tests.jax_longctx.engine import gpu_programs
 KERNELS = {
     **{"full": 74, "quest": 106, "resa": 142, "arkvale": 122},
     **{"reattention": 146, "citrus": 82, "refreshkv": 86},
+    # Those of keys and values in 8 bits quantise the new token, for each of the two.
+    **{"full:kv=int8": 98, "quest:kv=int8": 146},
+    # Weights in 8 bits are converted inside the kernel that multiplies.
+    **{"full:weights=int8": 74},
 }
 
 REPOSITORY = Path(__file__).parents[3]
@@ -100,6 +104,9 @@ def test_no_program_copies_weights_or_caches(programs):
         # Without cuDNN, which is not there to compile with, a chunk's attention reads slices.
         chunk = each["kind"] in ("context", "question")
         copies = [text for text, what in each["copies"] if not chunk or "weights" in what]
+        if chunk and ":weights=" in method:
+            # Before a product of many rows XLA makes the numbers that it multiplies.
+            copies = [text for text in copies if not text.endswith("/convert_element_type")]
         if method == "citrus":
             # Its keys are stored before rotary embedding, and each step rotates all of them.
             copies = [text for text in copies if not text.endswith("/attention/concatenate")]

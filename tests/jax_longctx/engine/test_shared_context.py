@@ -30,8 +30,8 @@ def requests():
     ]
 
 
-def check_method(method, *, by_layer=None, mesh=None, context=CONTEXT, places=3):
-    engine = tiny_engine(method, config=CONFIG, chunk=64, by_layer=by_layer, mesh=mesh)
+def check_method(method, *, by_layer=None, mesh=None, context=CONTEXT, places=3, kv=None):
+    engine = tiny_engine(method, config=CONFIG, chunk=64, by_layer=by_layer, mesh=mesh, kv=kv)
     held = engine.prefill(context, reserve=64)
     asked = requests()
     expected = [alone(engine, held, request) for request in asked]
@@ -53,6 +53,12 @@ def test_methods_that_keep_every_key_share():
 @pytest.mark.parametrize("name", SHARING)
 def test_rows_over_one_context_answer_as_they_do_alone(name):
     check_method(small_method(name))
+
+
+@pytest.mark.parametrize("name", ["full", "quest"])
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_rows_over_one_context_in_8_bits(name, by_layer):
+    check_method(small_method(name), by_layer=by_layer, kv="int8")
 
 
 @pytest.mark.parametrize("name", SHARING)

@@ -14,6 +14,7 @@ from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.compiled import abstract_params, local_arrays
 from jax_longctx.planning.plan import step_weight_bytes
 from jax_longctx.sharding import MESH_AXES, make_mesh
+from tests.jax_longctx.engine.gpu_programs import computations, unfused
 from tests.jax_longctx.engine.lowering import (
     cache_bytes,
     compile_decode,
@@ -87,6 +88,43 @@ def test_tpu_segment_compiles_in_place_with_its_kernel(setup, batch, tokens):
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < cache / setup.config.num_layers
     assert "tpu_custom_call" in compiled.as_text()
+
+
+@pytest.mark.parametrize("kv", ["int8", pytest.param("fp8", marks=pytest.mark.thorough)])
+def test_tpu_programs_hold_no_floats_of_a_cache_in_8_bits(kv):
+    """Decode reads int8 in its kernel. A chunk's kernel is given blocks of floats."""
+    slots = 2 * SLOTS
+    setup = dataclasses.replace(on_v5e((1, 1, 1), num_layers=2), kv=kv)
+    keys = SIZES["num_kv_heads"] * slots * SIZES["head_dim"] * 2
+    decode, segment = compile_decode(setup, 1, slots), compile_segment(setup, 1, slots, 256)
+    for compiled, most in ((decode, keys / 20), (segment, keys / 2)):
+        memory = compiled.memory_analysis()
+        assert memory.temp_size_in_bytes < most
+        assert memory.alias_size_in_bytes >= cache_bytes(setup, 1, slots)
+    assert ("tpu_custom_call" in decode.as_text()) == (kv == "int8")
+    assert "tpu_custom_call" in segment.as_text()
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("weights", ["int8", pytest.param("fp8", marks=pytest.mark.thorough)])
+def test_tpu_products_convert_weights_in_8_bits_as_they_read_them(weights, mesh):
+    """No program holds a matrix of a layer in bfloat16."""
+    slots, stored = 4096, {"int8": "s8", "fp8": "f8e4m3fn"}[weights]
+    sizes = {"num_layers": 2, "vocab_size": 1536}
+    setup = dataclasses.replace(on_v5e(mesh, **sizes), weights=weights)
+    layers = {
+        shape for kind, shape in local_arrays(abstract_params(setup)["layers"]) if kind == stored
+    }
+    matrices = {shape[1:] for shape in layers}
+    assert len(matrices) == 4
+    for compiled in (compile_decode(setup, 2, slots), compile_segment(setup, 1, slots, 96)):
+        held = {
+            tuple(size for size in array if size != 1)
+            for each in unfused(computations(compiled.as_text()))
+            for kind, array in zip(each.kinds, each.arrays, strict=True)
+            if kind == "bf16"
+        }
+        assert not held & (layers | matrices)
 
 
 def arrays_of_layers(setup):

@@ -13,7 +13,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.models import storage
-from jax_longctx.models.llama import init_params, param_infos
+from jax_longctx.models.llama import init_params, param_infos, quantised_weights
 from jax_longctx.models.storage import (
     Manifest,
     TensorEntry,
@@ -261,3 +261,25 @@ def test_stored_parameters_that_lack_one(copy):
 
 def test_mesh_that_does_not_divide_the_model(whole):
     refused(whole[0], "kv_heads=2", mesh=make_mesh(tensor=4), kind=ConfigError)
+
+
+@pytest.mark.parametrize("piece", [1, 1 << 30])
+def test_weights_load_in_8_bits(whole, monkeypatch, piece):
+    """In pieces, so that of the matrices in their own dtype only some are there at a time."""
+    folder, manifest, _ = whole
+    mesh, made = make_mesh(1, 1, 2), []
+    load = storage.load_arrays
+    monkeypatch.setattr(storage, "PIECE", piece)
+    monkeypatch.setattr(
+        storage, "load_arrays", lambda *args: made.append(load(*args)) or dict(made[-1])
+    )
+    found = load_params(folder, mesh, "bfloat16", "int8")
+    assert len(made) == (1 if piece > 1 else len(manifest.tensors))
+    expected = quantised_weights(
+        manifest.config, mesh, load_params(folder, mesh, "bfloat16"), "int8"
+    )
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    query = found["layers"]["0"]["attn"]["q"]
+    assert (query.form, query.dtype) == ("int8", jnp.bfloat16)
+    assert found["embed"]["table"].dtype == jnp.bfloat16

@@ -1,0 +1,117 @@
+"""`QuantisedMatrix`: a weight in 8 bits, with a scale for each of its outputs.
+
+w is stored as round(w / scale) for int8, or as w / scale rounded to float8_e4m3fn; scale is the
+largest magnitude of the output's column over the largest number of the form, in float32. A product
+multiplies with the numbers, which bfloat16, float16 and float32 hold exactly, sums in float32 and
+multiplies each output by its scale. So its only error is that of the stored numbers: scale / 2 at
+most for int8, 1/16 of the number for fp8 (or scale / 1024 near 0).
+
+Scales have the axes of the matrix, of size 1 along its inputs. So both arrays are stacked, joined,
+cut and divided over devices by the same code.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Shaped
+
+from pallas_kernels.quantised import FORMS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantisedMatrix:
+    """A weight in 8 bits; it stands for an array of `dtype`.
+
+    Attributes:
+      values: int8 or float8_e4m3fn, in the weight's shape.
+      scales: float32; of size 1 along the axes of inputs.
+      dtype: of the weight that was stored, and of products.
+    """
+
+    values: Any
+    scales: Any
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.values.shape)
+
+    @property
+    def size(self) -> int:
+        """Numbers, without the scales."""
+        return self.values.size
+
+    @property
+    def form(self) -> str:
+        """ "int8" or "fp8"."""
+        kind = jnp.dtype(self.values.dtype)
+        return next(name for name, (dtype, _) in FORMS.items() if jnp.dtype(dtype) == kind)
+
+    def product(self, x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
+        """The last `axes` axes of x with as many first ones of the weight, in x's dtype.
+
+        The numbers are brought to x's dtype, exactly, as the product reads them or just before.
+        """
+        # Sums over devices are sent as they come out of the product, so not in float32 where the
+        # numbers may be as large as x's dtype holds. float16 holds too little.
+        kind = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+        sums = jnp.tensordot(x, self.values.astype(x.dtype), axes, preferred_element_type=kind)
+        return (sums * self.scales.reshape(self.shape[axes:])).astype(x.dtype)
+
+    def __getitem__(self, index: Any) -> "QuantisedMatrix":
+        """Itself, of `[...]`: what a module's parameter is read with."""
+        if index is not Ellipsis:
+            raise TypeError("a QuantisedMatrix has no parts; take those of `values` and `scales`")
+        return self
+
+
+# A weight that products take.
+AnyMatrix = Array | QuantisedMatrix
+
+
+def quantise_matrix(w: Float[Array, "..."], form: str, inputs: Sequence[int]) -> QuantisedMatrix:
+    """The 8-bit form of a weight.
+
+    Args:
+      inputs: the axes that a product sums over.
+    """
+    kind, most = FORMS[form]
+    wide = w.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), axis=tuple(inputs), keepdims=True) / most
+    values = wide / jnp.where(scales == 0, 1.0, scales)
+    if form == "int8":
+        values = jnp.round(values)
+    return QuantisedMatrix(jnp.clip(values, -most, most).astype(kind), scales, w.dtype)
+
+
+def dequantised_matrix(w: AnyMatrix) -> Float[Array, "..."]:
+    """The weight that is stood for; an array as it is. Not for whole models."""
+    if not isinstance(w, QuantisedMatrix):
+        return w
+    return (w.values.astype(jnp.float32) * w.scales).astype(w.dtype)
+
+
+def matrix_of(w: AnyMatrix, inputs: int) -> Any:
+    """The weight as [inputs, outputs]."""
+    if isinstance(w, QuantisedMatrix):
+        scales = w.scales.reshape(1, -1)
+        return QuantisedMatrix(w.values.reshape(inputs, -1), scales, w.dtype)
+    return w.reshape(inputs, -1)
+
+
+def map_parts(w: Any, change: Callable[..., Any], *others: Any) -> Any:
+    """`change` of an array, or of the numbers and of the scales, beside those of `others`."""
+    if not isinstance(w, QuantisedMatrix):
+        return change(w, *others)
+    values: Shaped[Any, ...] = change(w.values, *(other.values for other in others))
+    scales: Shaped[Any, ...] = change(w.scales, *(other.scales for other in others))
+    return QuantisedMatrix(values, scales, w.dtype)

@@ -1,0 +1,408 @@
+"""Keys and values in 8 bits under every method."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.caches import (
+    AppendCache,
+    BudgetCache,
+    append_only,
+    choose,
+    drop_oldest,
+    empty_budget_cache,
+)
+from jax_longctx.contract import CacheShape
+from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import footprint
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.methods import METHODS, make_method
+from jax_longctx.parts.partial import FifoCache
+from jax_longctx.sharding import make_mesh
+from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.quantised import FORMS, Quantised, dequantised, quantise
+from tests.jax_longctx.engine.lowering import compile_layer, no_persistent_cache
+from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.small_methods import EVERYTHING, small_method
+from tests.support import random_rows, tiny_config, tiny_engine
+
+# Of each kind of method one is quick enough for each run of the tests.
+QUICK = ("full", "quest", "h2o", "snapkv", "infllm")
+EACH = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in METHODS
+]
+BOTH = ["int8", pytest.param("fp8", marks=pytest.mark.thorough)]
+assert {"int8", "fp8"} == set(FORMS)
+ROWS = [[37, 9], [5, 5], [6, 6]]
+
+
+def rows_of():
+    return [random_rows(lengths, seed=seed) for seed, lengths in enumerate(ROWS)]
+
+
+@functools.cache
+def logits(method, kv, by_layer=None):
+    """Logits of two rows' questions and answers, the answers given."""
+    engine = tiny_engine(method, chunk=16, kv=kv, by_layer=by_layer)
+    found = [[], []]
+    for step in steps(engine, *rows_of()):
+        if step.segment.role in ("query", "decode"):
+            for row in range(2):
+                found[row].append(step.logits[row, : step.valid[row]])
+    return np.concatenate([*found[0], *found[1]])
+
+
+def error(method, kv):
+    return np.abs(logits(method, kv) - logits(method, None)).max()
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_full_attention_is_off_by_the_rounding_of_keys_and_values(form):
+    """Against a model whose keys and values are rounded beforehand, by their definition."""
+    off = error(small_method("full"), form)
+    assert 0 < off < {"int8": 0.06, "fp8": 0.25}[form]
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("form", BOTH)
+def test_every_method_with_nothing_left_out_is_as_near_as_full_attention(name, form):
+    """Rounding is no worse than under full attention, give or take."""
+    allowed = 2 * error(small_method("full"), form)
+    assert 0 < error(make_method(name, EVERYTHING[name]), form) < allowed
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_device_loops_as_the_host_does(name):
+    host, device = (logits(small_method(name), "int8", by_layer) for by_layer in (True, False))
+    np.testing.assert_allclose(device, host, atol=2e-4)
+
+
+def answers(engine, contexts, questions, **options):
+    context = engine.prefill(contexts, reserve=24, questions=questions)
+    return asked(engine, context, questions, **options)
+
+
+def asked(engine, context, questions, **options):
+    rows = [[] for _ in questions]
+    for block in engine.stream(context, questions, max_tokens=8, **options):
+        for row, new in zip(rows, block, strict=True):
+            row.extend(new)
+    return rows
+
+
+def step_logits(name, contexts, questions, given):
+    engine = tiny_engine(small_method(name), config=tiny_config(num_layers=1), chunk=16, kv="int8")
+    found = [
+        last_logits(step)
+        for step in steps(engine, contexts, questions, given)
+        if step.segment.role == "decode"
+    ]
+    return np.stack(found, axis=1)  # [B, steps, V]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_ragged_batch_is_each_row_alone(name):
+    contexts, questions = random_rows([90, 40, 1]), random_rows([3, 5, 2], seed=1)
+    given = random_rows([4, 4, 4], seed=2)
+    together = step_logits(name, contexts, questions, given)
+    for row in range(3):
+        alone = step_logits(name, [contexts[row]], [questions[row]], [given[row]])
+        np.testing.assert_allclose(together[row], alone[0], atol=1e-4)
+
+
+SHARDED = ["resa", "refreshkv", "infllm", "reattention", "ring", "star", "free-pages"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full", "h2o", "snapkv"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ["quest", *SHARDED]),
+    ],
+)
+@pytest.mark.parametrize("form", BOTH)
+def test_a_mesh_answers_as_one_device(name, form):
+    contexts, questions = random_rows([90, 40, 0]), random_rows([3, 5, 2], seed=1)
+    config, method = tiny_config(num_layers=1), small_method(name)
+    one, mesh = (
+        answers(
+            tiny_engine(method, config=config, mesh=make_mesh(*sizes), chunk=16, kv=form),
+            contexts,
+            questions,
+        )
+        for sizes in [(1, 1, 1), (2, 2, 2)]
+    )
+    assert mesh == one
+
+
+# Eviction.
+
+POSITIONS = ("true", "shifted")
+
+
+def caches_after(name, kv="int8", **settings):
+    """The first layer's caches after context and question of one long row and one short."""
+    method = dataclasses.replace(small_method(name), **settings)
+    engine = tiny_engine(method, chunk=16, kv=kv, by_layer=True)
+    contexts, questions = random_rows([100, 30]), random_rows([3, 5], seed=1)
+    context = engine.prefill(contexts, reserve=24, questions=questions)
+    stream = engine.stream(context, questions, max_tokens=2, keep=False)
+    taken = None
+    with engine.asked(context, False) as run:
+        engine.read_question(run, context, engine.padded(questions))
+        if engine.method.info.shrinks:
+            engine.shrink(run, context, 2, False)
+        taken = jax.tree.map(np.asarray, run.caches[0])
+    stream.close()
+    return taken
+
+
+def parts(tree, kind):
+    return [
+        x
+        for x in jax.tree.leaves(tree, is_leaf=lambda y: isinstance(y, kind))
+        if isinstance(x, kind)
+    ]
+
+
+@pytest.fixture(scope="module")
+def everything_kept():
+    """The first layer's store under full attention: a token's key and value, as they are stored.
+
+    In the first layer they depend on the token and its position alone.
+    """
+    (store,) = parts(caches_after("full"), AppendCache)
+    return store
+
+
+def check_same_bits(kept, tokens, store, lengths, keys=True):
+    for row, length in enumerate(lengths):
+        for head in range(tokens.shape[1]):
+            at = tokens[row, head, :length]
+            for name in ("k", "v") if keys else ("v",):
+                mine, all_of_them = getattr(kept, name), getattr(store, name)
+                # Heads that keep tokens of their own read their kv head's.
+                of = head * all_of_them.shape[1] // tokens.shape[1]
+                np.testing.assert_array_equal(
+                    mine.values[row, head, :length], all_of_them.values[row, of, at]
+                )
+                np.testing.assert_array_equal(
+                    mine.scales[row, head, :length], all_of_them.scales[row, of, at]
+                )
+
+
+EVICTING = [
+    *((name, way) for name in ("streaming-llm", "h2o", "tova", "roco") for way in POSITIONS),
+    *((name, "true") for name in ("h2o-shared", "citrus", "citrus-standard", "citrus-individual")),
+]
+
+
+@pytest.mark.parametrize(("name", "positions"), EVICTING)
+def test_eviction_moves_numbers_and_scales_together(name, positions, everything_kept):
+    # What CItruS's setting leaves open, its methods do not take.
+    takes = "positions" in {field.name for field in dataclasses.fields(small_method(name))}
+    settings = {"positions": positions} if takes else {}
+    caches = parts(caches_after(name, **settings), BudgetCache)
+    assert caches
+    for cache in caches:
+        assert isinstance(cache.k, Quantised) and cache.length.max() < 100
+        # Shifted keys are stored before rotary embedding.
+        keys = takes and positions == "true"
+        check_same_bits(cache, cache.token, everything_kept, cache.length, keys)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "refreshkv"])
+def test_chosen_tokens_keep_their_numbers_and_scales(name, everything_kept):
+    (cache,) = parts(caches_after(name), FifoCache)
+    limit = cache.capacity if name == "snapkv" else 49
+    tokens = np.asarray(cache.tokens(limit, cache.capacity))
+    assert cache.count.max() == 48
+    check_same_bits(cache, tokens, everything_kept, np.asarray(cache.count))
+
+
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("oldest", [False, True])
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_a_token_is_rounded_once(form, oldest, one):
+    """However often it moves."""
+    heads, width, size = 2, 8, 6
+    shape = CacheShape(
+        batch=1, slots=16, reserve=0, chunk=4, num_heads=heads, num_kv_heads=heads, head_dim=width,
+        dtype=jnp.float32, layer=0, num_layers=1, window=None, kv=form,
+    )  # fmt: skip
+    cache = empty_budget_cache(shape, size, grows=False)
+    text = jax.random.normal(jax.random.key(0), (1, 24, heads, width))
+    stored = quantise(jnp.swapaxes(text, 1, 2), form)
+    step = 1 if one else 3
+    for start in range(0, 24, step):
+        new, held = text[:, start : start + step], int(cache.length[0])
+        count = min(held + step, size)
+        given = (jnp.array([count]), jnp.array([step]))
+        if oldest:
+            how = {"first": 2, "leaving": jnp.array([held + step - count]), "one": one}
+            cache = drop_oldest(cache, new, 2 * new, None, *given, **how)
+        else:
+            scores = jax.random.normal(jax.random.key(start), (1, heads, size + step))
+            present = np.arange(size + step) < held
+            present[size:] = True
+            scores = jnp.where(present, scores, -jnp.inf)
+            cache = choose(cache, new, 2 * new, scores, None, *given, one=one)
+        for head in range(heads):
+            at = np.asarray(cache.token)[0, head, :count]
+            for mine, kept in zip(jax.tree.leaves(cache.k), jax.tree.leaves(stored), strict=True):
+                np.testing.assert_array_equal(mine[0, head, :count], np.asarray(kept)[0, head, at])
+            back = np.asarray(dequantised(cache.v))[0, head, :count]
+            exact = 2 * np.asarray(text)[0, at, head]
+            step_size = np.asarray(cache.v.scales, np.float32)[0, head, :count, None]
+            allowed = (
+                step_size / 2
+                if form == "int8"
+                else np.maximum(np.abs(exact) / 16, step_size / 1024)
+            )
+            assert (np.abs(back - exact) <= allowed * (1 + 1e-5)).all()
+
+
+# Storage.
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("plane", [False, True])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (3, 1), (3, 5), (1, 5)])
+def test_numbers_and_scales_are_written_and_read_together(
+    monkeypatch, platform, plane, rows, tokens
+):
+    """Each platform has its own way, of a layer's part too."""
+    monkeypatch.setattr(append_only, "platform", lambda: platform)
+    slots = 16
+    before, text = (
+        jax.random.normal(jax.random.key(seed), (rows, 2, size, 8))
+        for seed, size in ((0, slots), (1, tokens))
+    )
+    old, new = quantise(before, "int8"), quantise(text, "int8")
+    start = jnp.array([3, 0, slots - tokens])[:rows]
+    valid = jnp.array([tokens, max(tokens - 2, 1), tokens])[:rows]
+    kept = old
+    if plane:
+        kept = old.map(lambda part: Plane(jnp.stack([part * 0, part, part * 0]), jnp.int32(1)))
+    written = append_only.write_rows(kept, jnp.swapaxes(text, 1, 2), start, valid)
+    expected = jax.tree.map(lambda leaf: np.array(leaf), old)
+    for row in range(rows):
+        for name in ("values", "scales"):
+            part = np.array(getattr(new, name))[row, :, : valid[row]]
+            getattr(expected, name)[row, :, start[row] : start[row] + valid[row]] = part
+    got = jax.tree.map(np.array, part_of(written))
+    for row in range(rows):
+        # The slot after a row's last one may hold garbage.
+        spoilt = int(start[row] + valid[row])
+        for name in ("values", "scales"):
+            mine, wanted = (
+                np.delete(getattr(x, name)[row], spoilt, axis=1)
+                if spoilt < slots
+                else getattr(x, name)[row]
+                for x in (got, expected)
+            )
+            np.testing.assert_array_equal(mine, wanted)
+    listed = jnp.broadcast_to(jnp.array([[[5, -1, 0, slots - 1]]]), (rows, 1, 4))
+    lines = append_only.read_lines(written, listed)
+    exact = np.array(dequantised(part_of(written)))[:, :, [5, 0, 0, slots - 1]]
+    exact[:, :, 1] = 0
+    np.testing.assert_array_equal(lines, exact)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full", "h2o"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("quest", "resa", "star")),
+    ],
+)
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_a_saved_context_keeps_its_8_bits(name, form, tmp_path):
+    contexts, questions = random_rows([60, 20]), random_rows([3, 5], seed=1)
+    engine = tiny_engine(small_method(name), chunk=16, kv=form)
+    context = engine.prefill(contexts, reserve=24, questions=questions)
+    save_context(engine, context, tmp_path / "kept")
+    loaded = load_context(engine, tmp_path / "kept")
+    for old, new in zip(*map(jax.tree.leaves, (context.caches, loaded.caches)), strict=True):
+        assert old.dtype == new.dtype
+        np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (old, new)))
+    assert asked(engine, loaded, questions) == asked(engine, context, questions)
+    other = tiny_engine(small_method(name), chunk=16)
+    with pytest.raises(CheckpointError, match=f"made with kv {form}, this engine has None"):
+        load_context(other, tmp_path / "kept")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full", "citrus"),
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("quest", "snapkv", "refreshkv")),
+    ],
+)
+def test_what_was_reserved_changes_no_answer(name):
+    """A question and answer of more than was reserved make numbers and scales grow."""
+    engine = tiny_engine(small_method(name), config=tiny_config(num_layers=1), chunk=16, kv="int8")
+    contexts, questions = random_rows([90, 40]), random_rows([3, 5], seed=1)
+    kept = answers(engine, contexts, questions)
+    context = engine.prefill(contexts, reserve=1, questions=questions)
+    assert asked(engine, context, questions) == kept
+
+
+def test_names_of_kv():
+    with pytest.raises(ConfigError, match="unknown kv 'int4'; known: bfloat16, fp8, int8"):
+        tiny_engine(kv="int4")
+    with pytest.raises(ConfigError, match=r"kv bfloat16: .* loaded in float32, .*; leave kv away"):
+        tiny_engine(kv="bfloat16")
+    assert tiny_engine(kv="int8").setup.kv == "int8"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bytes_of_keys_and_values(name):
+    """Resident and read bytes count numbers and scales: width + 2 for width * 4."""
+    method, config = small_method(name), tiny_config(head_dim=64)
+    setups = [
+        programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 16, True, kv)
+        for kv in (None, "int8")
+    ]
+    wide, kept = (programs.abstract_caches(setup, 1, 1024, 32)[0] for setup in setups)
+    fewer = [
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+        for cache in (wide, kept)
+    ]
+    stores = parts(kept, Quantised)
+    assert stores and all(x.shape[3] == 64 for x in stores)
+    assert fewer[0] - fewer[1] == sum(4 * x.size - x.nbytes for x in stores)
+    sizes = [footprint(setup, batch=1, context=900, reserve=32) for setup in setups]
+    for what in ("peak", "resident", "kept", "read"):
+        assert getattr(sizes[1], what) < getattr(sizes[0], what)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("tokens", [1, 256])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full", "quest"),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("refreshkv", "infllm", "reattention", "resa")
+        ),
+    ],
+)
+def test_no_program_holds_keys_or_values_as_floats(name, tokens):
+    """The temporaries of a layer's program stay below its keys alone in bfloat16."""
+    config = tiny_config(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=128)
+    settings = {"budget": 1024} if name in ("quest", "resa", "refreshkv") else {}
+    method, slots = make_method(name, settings), 131_072
+    setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.bfloat16), 512, True, "int8")
+    with no_persistent_cache():
+        memory = compile_layer(setup, 1, slots, tokens).memory_analysis()
+    keys = 2 * slots * 128 * 2
+    assert memory.temp_size_in_bytes < keys / 2
+    stored = programs.abstract_caches(setup, 1, slots, 0)[0]
+    assert memory.alias_size_in_bytes >= sum(x.nbytes for x in parts(stored, Quantised))

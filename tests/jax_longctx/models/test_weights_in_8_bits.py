@@ -1,0 +1,206 @@
+"""Weights in 8 bits: what products make of them, how they load, what they take."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.engine import Engine
+from jax_longctx.engine.ahead import abstract_params
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.methods import Full, Quest, Ring
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import form_of_weights, init_params, layer_params
+from jax_longctx.models.presets import PRESETS
+from jax_longctx.planning.plan import PlanRequest, make_plan, step_weight_bytes, weight_bytes
+from jax_longctx.planning.targets import parse_target
+from jax_longctx.settings import weights_form
+from jax_longctx.sharding import make_mesh
+from pallas_kernels.quantised import FORMS
+from pallas_kernels.quantised_matrix import (
+    QuantisedMatrix,
+    dequantised_matrix,
+    matrix_of,
+    quantise_matrix,
+)
+from tests.support import joined, random_rows, tiny_config
+
+ROWS = random_rows([37, 12])
+# Products with biases, whose kv heads are no divisor of what is joined.
+CONFIG = tiny_config(qkv_bias=True, mlp_bias=True)
+
+
+def is_quantised(x):
+    return isinstance(x, QuantisedMatrix)
+
+
+def draw(*shape, seed=0, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_number_is_off_by_what_its_form_says(form, dtype):
+    w = draw(64, 4, 24, dtype=dtype) * jnp.logspace(-3, 2, 24).astype(dtype)
+    kept = quantise_matrix(w, form, (0,))
+    assert kept.shape == w.shape and kept.scales.shape == (1, 4, 24) and kept.dtype == dtype
+    wide = w.astype(jnp.float32)
+    off = jnp.abs(kept.values.astype(jnp.float32) * kept.scales - wide)
+    step = kept.scales / 2
+    if form == "fp8":
+        step = jnp.maximum(jnp.abs(wide) / 16, kept.scales / 1024)
+    assert bool((off <= step * 1.0001).all())
+    # The largest of each output is stored with the largest number.
+    largest = jnp.max(jnp.abs(kept.values.astype(jnp.float32)), axis=0)
+    np.testing.assert_array_equal(largest, FORMS[form][1])
+
+
+def test_an_output_of_zeros_stays_zero_and_of_nan_stays_nan():
+    w = jnp.stack([jnp.zeros(8), jnp.ones(8), jnp.ones(8).at[3].set(jnp.nan)], axis=1)
+    kept = dequantised_matrix(quantise_matrix(w, "fp8", (0,)))
+    np.testing.assert_array_equal(kept[:, 0], 0)
+    np.testing.assert_allclose(kept[:, 1], 1)
+    assert bool(jnp.isnan(kept[:, 2]).all())
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_product_is_that_of_the_numbers_that_are_stored(form, dtype):
+    """Also where sums of what is stored are more than float16 holds."""
+    x, w = draw(3, 2, 4, 256, dtype=dtype), draw(4, 256, 40, seed=1, dtype=dtype)
+    kept = quantise_matrix(w, form, (0, 1))
+    exact = (kept.values.astype(jnp.float32) * kept.scales).astype(jnp.float32)
+    expected = jnp.tensordot(x.astype(jnp.float32), exact, 2)
+    found = kept.product(x, 2)
+    assert found.dtype == dtype
+    close = 4 * float(jnp.finfo(dtype).eps) * float(jnp.abs(expected).max())
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=max(close, 1e-4))
+    flat = matrix_of(kept, 4 * 256)
+    assert flat.shape == (1024, 40) and flat.scales.shape == (1, 40)
+
+
+def engine_of(params, mesh=None, method=None, **options):
+    return Engine(CONFIG, params, method or Full(), mesh or make_mesh(), chunk=16, **options)
+
+
+def random_params(mesh=None, form=None):
+    return init_params(CONFIG, mesh or make_mesh(), seed=5, weights=form)
+
+
+def stored_numbers(params):
+    """The parameters that 8-bit ones stand for, as arrays."""
+    return jax.tree.map(dequantised_matrix, params, is_leaf=is_quantised)
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_a_model_is_the_one_of_the_numbers_that_are_stored(form, by_layer):
+    """Rounding is all that differs, and it is there."""
+    kept = random_params(form=form)
+    given = engine_of(stored_numbers(kept)).score(ROWS)
+    exact = engine_of(random_params()).score(ROWS)
+    found = engine_of(kept, by_layer=by_layer).score(ROWS)
+    for row, wanted, float_row in zip(found, given, exact, strict=True):
+        np.testing.assert_allclose(row, wanted, atol=1e-4)
+        assert 1e-3 < np.abs(row - float_row).max() < {"int8": 0.3, "fp8": 1.2}[form]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "method"), [((1, 1, 2), Full()), ((1, 2, 2), Full()), ((1, 2, 1), Ring())]
+)
+def test_a_mesh_answers_as_one_device(sizes, method):
+    """Ring Attention gathers the weights, as its tokens are spread over the mesh."""
+    rows, questions = random_rows([50, 20]), random_rows([3, 4], seed=1)
+    answers = []
+    for mesh in (make_mesh(), make_mesh(*sizes)):
+        for by_layer in (True, False):
+            params = random_params(mesh, "int8")
+            engine = engine_of(params, mesh, method, by_layer=by_layer, kv="int8")
+            context = engine.prefill(rows, reserve=16)
+            answers.append(joined(engine.stream(context, questions, max_tokens=6)))
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_every_matrix_of_a_layer_is_in_8_bits_and_nothing_else():
+    params = random_params(form="int8")
+    kept = {
+        "/".join(str(key.key) for key in path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantised)
+        if is_quantised(leaf)
+    }
+    names = [*(f"attn/{x}" for x in "qkvo"), *(f"mlp/{x}" for x in ("gate", "up", "down"))]
+    assert kept == {f"layers/{layer}/{name}" for layer in range(2) for name in names}
+    assert form_of_weights(params) == "int8" and form_of_weights(random_params()) is None
+    # Stacked and taken apart again they are the same.
+    engine = engine_of(params, by_layer=False)
+    for layer in range(2):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            layer_params(engine.params, layer),
+            random_params(form="int8")["layers"][str(layer)],
+        )
+    assert engine.fingerprint == engine_of(random_params(form="int8")).fingerprint
+    assert engine.fingerprint != engine_of(random_params()).fingerprint
+
+
+def test_shapes_are_those_of_the_weights():
+    mesh = make_mesh(1, 2, 2)
+    made, shapes = random_params(mesh, "fp8"), abstract_params(CONFIG, mesh, jnp.float32, "fp8")
+    assert jax.tree.structure(made) == jax.tree.structure(shapes)
+
+    def check(leaf, shape):
+        assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
+        assert leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim)
+
+    jax.tree.map(check, made, shapes)
+
+
+def test_weights_of_another_form_are_refused():
+    engine = engine_of(abstract_params(CONFIG, make_mesh(), jnp.float32, "int8"))
+    with pytest.raises(InputError, match=r"in no 8-bit form, the engine was made for int8; make"):
+        engine.take_params(random_params())
+    engine.take_params(random_params(form="int8"))
+    assert engine.setup.weights == "int8"
+
+
+def test_a_context_belongs_to_weights_of_its_form(tmp_path):
+    kept, exact = engine_of(random_params(form="int8")), engine_of(random_params())
+    context = kept.prefill([ROWS[0]], reserve=8)
+    save_context(kept, context, tmp_path / "context")
+    load_context(kept, tmp_path / "context")
+    with pytest.raises(CheckpointError, match="weights"):
+        load_context(exact, tmp_path / "context")
+
+
+def test_names_of_weights():
+    assert weights_form("fp8", "float32") == "fp8" and weights_form("bfloat16", "bfloat16") is None
+    with pytest.raises(ConfigError, match="unknown weights 'int4'; known: bfloat16, fp8, int8"):
+        weights_form("int4", "bfloat16")
+    with pytest.raises(ConfigError, match="weights bfloat16: this model is loaded in float32"):
+        weights_form("bfloat16", "float32")
+
+
+def test_plan_counts_them():
+    plans, setups = {}, {}
+    for form in (None, "int8"):
+        request = PlanRequest(
+            config=ModelConfig.from_hf(PRESETS["llama-3.1-8b"]),
+            method=Quest(),
+            target=parse_target("h200x1"),
+            context=131072,
+            weights=form,
+        )
+        setups[form] = request.setup(make_mesh())
+        plans[form] = make_plan(request, {"data": 1, "seq": 1, "tensor": 1})
+    wide, kept = (setups[form] for form in (None, "int8"))
+    config = wide.config
+    d, f, h = config.model_dim, config.mlp_dim, config.head_dim
+    heads = config.num_heads + config.num_kv_heads
+    matrices = config.num_layers * (2 * d * heads * h + 3 * d * f)
+    outputs = config.num_layers * ((config.num_heads + 2 * config.num_kv_heads) * h + 2 * f + 2 * d)
+    assert weight_bytes(wide) - weight_bytes(kept) == matrices - 4 * outputs
+    assert step_weight_bytes(wide) - step_weight_bytes(kept) == matrices - 4 * outputs
+    assert plans["int8"].weights == weight_bytes(kept)
+    reads = [plans[form].decode.read for form in (None, "int8")]
+    assert reads[0] - reads[1] == matrices - 4 * outputs

@@ -1,0 +1,437 @@
+"""Keys and values in 8 bits: the numbers that come back, and every operation over them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import hopper
+from pallas_kernels.attention_mass import api as mass_api
+from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.attention_mass import reference as mass_reference
+from pallas_kernels.common import Window, block_of, empty
+from pallas_kernels.decode_attention import (
+    attend_logits,
+    attend_with_logits,
+    decode_attention,
+    decode_logits,
+    shared_decode_attention,
+    weighted_values,
+)
+from pallas_kernels.decode_attention import gpu as decode_gpu
+from pallas_kernels.decode_attention import reference as decode_reference
+from pallas_kernels.decode_attention.tpu import decode_attention as decode_on_tpu
+from pallas_kernels.dispatch import Kernel, form_of, select
+from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.prefill_attention import api, cache_attention, reference, xla
+from pallas_kernels.quantised import FORMS, Quantised, dequantised, quantise, stored_as
+from pallas_kernels.sparse_decode_attention import Around, sparse_decode_attention
+from pallas_kernels.sparse_decode_attention import api as sparse_api
+from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
+from pallas_kernels.sparse_decode_attention import reference as sparse_reference
+from pallas_kernels.topk_scores import api as topk_api
+from pallas_kernels.topk_scores import reference as topk_reference
+from pallas_kernels.topk_scores import topk_scores
+
+B, K, G, S, H = 2, 2, 2, 300, 16
+
+
+def draw(*shape, seed=0, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+@pytest.fixture(params=sorted(FORMS))
+def form(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
+def test_numbers_come_back_within_half_a_step(dtype, size):
+    x = (draw(64, H) * size).astype(dtype)
+    kept = quantise(x, "int8")
+    exact, back = (np.asarray(y, np.float64) for y in (x, dequantised(kept)))
+    scales = np.asarray(kept.scales, np.float64)
+    # Rounding to the dtype comes on top, of a number of at most 127 steps.
+    off = np.abs(back - exact) / scales[:, None]
+    assert off.max() <= 0.5 * (1 + 1e-5) + 127 * float(jnp.finfo(dtype).eps) / 2
+    least = np.abs(exact).max(axis=1) / 127
+    assert (scales >= least * (1 - 1e-6)).all()
+    assert (scales <= least * (1 + 2.0**-7)).all()
+    assert kept.values.dtype == jnp.int8
+    assert np.abs(np.asarray(kept.values)).max() <= 127
+
+
+def test_fp8_numbers_come_back_within_a_sixteenth():
+    x = draw(64, H)
+    kept = quantise(x, "fp8")
+    off = np.abs(np.asarray(dequantised(kept)) - np.asarray(x))
+    least = np.asarray(kept.scales, np.float32)[:, None] / 1024
+    assert (off <= np.maximum(np.abs(np.asarray(x)) / 16, least) * (1 + 1e-6)).all()
+
+
+def test_zeros_and_numbers_that_are_not_finite(form):
+    x = jnp.stack([jnp.zeros(H), jnp.full(H, jnp.nan), draw(H).at[3].set(jnp.inf), draw(H)])
+    back = np.asarray(dequantised(quantise(x, form)))
+    assert (back[0] == 0).all()
+    # An engine that looks for them in the logits still finds them.
+    assert np.isnan(back[1]).all() and np.isnan(back[2]).all() and np.isfinite(back[3]).all()
+
+
+def test_bytes(form):
+    """8B's shape: keys and values of 131,072 tokens."""
+    shape = (1, 8, 131_072, 128)
+    kept, whole = jax.eval_shape(
+        lambda: (empty(shape, jnp.bfloat16, form), empty(shape, jnp.bfloat16, None))
+    )
+    assert kept.shape == shape and kept.dtype == jnp.bfloat16
+    assert kept.nbytes == whole.size + 2 * whole.size // 128
+    assert kept.nbytes / (2 * whole.size) <= 0.53
+
+
+def test_what_is_stored_again_stays_in_the_dtype_that_reads_give(form):
+    like = empty((1, K, S, H), jnp.bfloat16, form)
+    kept = stored_as(like, draw(1, K, 5, H))
+    assert jax.tree.structure(kept) == jax.tree.structure(like)
+    assert dequantised(kept).dtype == jnp.bfloat16
+    assert form_of(draw(3), kept) == form and form_of(draw(3)) is None
+
+
+def test_a_block_of_a_layer_of_many(form):
+    layers = [quantise(draw(B, K, S, H, seed=i), form) for i in range(3)]
+    stacks = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
+    plane = stacks.map(lambda whole: Plane(whole, jnp.int32(1)))
+    assert plane.shape == (B, K, S, H) and plane.nbytes == layers[1].nbytes
+    expected = np.asarray(dequantised(layers[1]))[:, :, 40:60]
+    np.testing.assert_array_equal(block_of(plane, 40, 20), expected)
+    np.testing.assert_array_equal(dequantised(part_of(plane)), dequantised(layers[1]))
+
+
+def both(operation, *args, **how):
+    """The operation's results as it runs here, and by its definition."""
+    return operation(*args, **how), operation(*args, implementation="reference", **how)
+
+
+def close(found, expected, **how):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **how), found, expected)
+
+
+LENGTHS = jnp.array([S - 7, 41])
+
+
+def stored(form, slots=S):
+    return tuple(quantise(draw(B, K, slots, H, seed=seed), form) for seed in (1, 2))
+
+
+@pytest.mark.parametrize("slots", [S, 5000])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_decode_attention(form, queries, slots):
+    """Also over more than one block, of which the last is moved back."""
+    k, v = stored(form, slots)
+    q, lengths = draw(B, queries, K * G, H), jnp.array([slots - 7, 41])
+    close(*both(decode_attention, q, k, v, lengths, scale=0.3), rtol=2e-5, atol=2e-5)
+    start = lengths - queries
+    window = {"window": 20, "query_start": start, "scale": 0.3}
+    close(*both(decode_attention, q, k, v, lengths, **window), rtol=2e-5, atol=2e-5)
+
+
+def test_decode_attention_of_an_empty_row(form):
+    k, v = stored(form)
+    out, lse = decode_attention(draw(B, 1, K * G, H), k, v, jnp.array([0, 5]), scale=0.3)
+    assert (np.asarray(out[0]) == 0).all() and np.isneginf(np.asarray(lse[0])).all()
+    assert np.isfinite(np.asarray(lse[1])).all()
+
+
+def test_rows_over_one_cache(form):
+    k, v = (x.map(lambda part: part[:1]) for x in stored(form))
+    q, length = draw(B, 1, K * G, H), jnp.array([41])
+    close(*both(shared_decode_attention, q, k, v, length, scale=0.3), rtol=2e-5, atol=2e-5)
+
+
+def test_logits_and_values_apart(form):
+    k, v = stored(form)
+    q = draw(B, 1, K * G, H)
+    found, expected = both(attend_with_logits, q, k, v, LENGTHS, scale=0.3)
+    logits = decode_logits(q, k, LENGTHS, scale=0.3)
+    held = np.isfinite(np.asarray(expected[2]))
+    close(found[:2], expected[:2], rtol=2e-5, atol=2e-5)
+    for one in (found[2], logits):
+        np.testing.assert_allclose(np.asarray(one)[held], np.asarray(expected[2])[held], atol=2e-5)
+    close(attend_logits(logits, v), expected[:2], rtol=2e-5, atol=2e-5)
+    weights = jnp.abs(draw(B, K * G, S, seed=5))
+    wide = jnp.repeat(dequantised(v), G, axis=1)
+    exact = jnp.einsum("BNS,BNSH->BNH", weights, wide)
+    np.testing.assert_allclose(weighted_values(weights, v), exact, rtol=2e-5, atol=2e-4)
+
+
+def test_cache_attention(form):
+    k, v = stored(form, 1300)
+    q, lengths = draw(B, 24, K * G, H), jnp.array([1290, 41])
+    close(*both(cache_attention, q, k, v, lengths, scale=0.3), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("slots", "block"), [(640, 256), (640, 8192), (330, 100)])
+def test_a_kernel_that_reads_floats_is_given_blocks(form, slots, block):
+    """Blocks of 128, of all slots, and of 66 where no tile divides them."""
+    k, v = stored(form, slots)
+    k, v = (x.map(lambda part: jnp.concatenate([part, part[:1]])) for x in (k, v))
+    q, lengths, sizes = draw(3, 24, K * G, H), jnp.array([slots - 9, 0, 41]), []
+
+    def attend(q, keys, values, held, scale):
+        sizes.append(keys.shape[2])
+        return xla.cache_attention(q, keys, values, held, scale=scale)
+
+    found = api._by_block(attend, q, k, v, lengths, scale=0.3, block=block)
+    expected = reference.cache_attention(q, dequantised(k), dequantised(v), lengths, scale=0.3)
+    assert set(sizes) == {{256: 128, 8192: 640, 100: 66}[block]}
+    close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("squares", [False, True])
+def test_attention_mass(form, queries, squares):
+    k, _ = stored(form)
+    q = draw(B, queries, K * G, H)
+    lse = 4.0 + draw(B, queries, K * G, seed=4)
+    how = {"scale": 0.3, "squares": squares}
+    close(*both(attention_mass, q, k, lse, LENGTHS, **how), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_a_kernel_of_mass_that_reads_floats_is_given_blocks(form, squares):
+    k, _ = stored(form, 640)
+    q, lengths = draw(B, 9, K * G, H), jnp.array([600, 41])
+    lse = 4.0 + draw(B, 9, K * G, seed=4)
+    given = {"scale": 0.3, "squares": squares}
+    expected = attention_mass(q, k, lse, lengths, **given, implementation="reference")
+    how = mass_reference.Reduction(**given, valid=jnp.full(B, 9))
+    masses, squared = mass_api._by_block(
+        mass_reference.attention_mass, q, k, lse, lengths, how, block=256
+    )
+    found = (masses, squared) if squares else masses
+    close(found, expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tile_best", [None, 32])
+def test_topk_scores(form, tile_best):
+    k, _ = stored(form, 2500)
+    q, start, stop = draw(B, 3, K * G, H), jnp.array([3, 0]), jnp.array([2490, 50])
+    found, expected = both(topk_scores, q, k, start, stop, count=4, tile_best=tile_best)
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-5, atol=2e-5)
+
+
+def test_a_kernel_of_the_best_keys_that_reads_floats_is_given_blocks(form):
+    """Ties, of repeated keys, go to the lowest slot whatever block they lie in."""
+    k, _ = stored(form, 320)
+    k = k.map(lambda part: jnp.concatenate([part, part], axis=2))
+    q, start, stop = draw(B, 3, K * G, H), jnp.array([3, 0]), jnp.array([630, 50])
+    tolerance = jnp.full(q.shape[:3], 1e-4)
+    given = (q, k, start, stop)
+    expected = topk_scores(*given, count=4, tolerance=tolerance, implementation="reference")
+    found = topk_api._by_block(topk_reference.topk_scores, *given, tolerance, count=4, block=256)
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("prior", [False, True])
+@pytest.mark.parametrize("lists", [K, K * G, "flat"])
+def test_sparse_decode_attention(form, lists, prior):
+    k, v = stored(form)
+    q, start, stop = draw(B, 1, K * G, H), jnp.array([3, 0]), LENGTHS
+    how = {"page_size": 10, "scale": 0.3}
+    if prior:
+        how |= {"prior_query": draw(B, 1, K * G, H, seed=7)}
+    if lists == "flat":
+        pages = jnp.array([[0, 7, 3, 7, -1], [1, 2, 4, 0, 3]])
+        how |= {"heads": jnp.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, -1]])}
+    else:
+        pages = jnp.tile(jnp.array([0, 3, 29, -1]), (B, lists, 1))
+    found, expected = both(sparse_decode_attention, q, k, v, pages, start, stop, **how)
+    close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_kernel_that_reads_no_8_bits_is_refused_by_name_and_passed_over():
+    def run(*args):
+        return "kernel"
+
+    kernels = {
+        "xla": lambda *args: "xla",
+        "cpu": Kernel(run, lambda: None),
+    }
+    assert select("op", None, "shapes", **kernels)() == "kernel"
+    assert select("op", None, "shapes", form="int8", **kernels)() == "xla"
+    with pytest.raises(NotImplementedError, match="the kernel reads no keys and values in int8"):
+        select("op", "cpu", "shapes", form="int8", **kernels)
+    kernels["cpu"] = Kernel(run, lambda: None, forms=("int8",))
+    assert select("op", None, "shapes", form="int8", **kernels)() == "kernel"
+
+
+def test_heads_that_do_not_fit_are_refused(form):
+    k, v = stored(form)
+    with pytest.raises(ValueError, match="does not fit"):
+        decode_attention(draw(B, 1, K * G, H, dtype=jnp.bfloat16), k, v, LENGTHS, scale=0.3)
+    assert isinstance(k, Quantised)
+
+
+@pytest.mark.parametrize("plane", [False, True])
+@pytest.mark.parametrize(
+    ("width", "queries", "window"), [(128, 1, None), (64, 3, None), (64, 2, 40)]
+)
+def test_the_tpu_kernel_reads_int8(width, queries, window, plane):
+    """In its interpreter, whose memory begins as NaN; a block reaches beyond the slots."""
+    slots, lengths = 320, jnp.array([300, 0, 130])
+    k, v = (quantise(draw(3, K, slots, width, seed=seed), "int8") for seed in (1, 2))
+    q, start = draw(3, queries, K * G, width), jnp.maximum(lengths - queries, 0)
+    how = {"scale": 0.3, "window": Window.of(window, start, 0)}
+    expected = decode_reference.decode_attention(q, dequantised(k), dequantised(v), lengths, **how)
+    if plane:
+        k, v = (
+            x.map(lambda part: Plane(jnp.stack([part * 0, part, part * 0]), jnp.int32(1)))
+            for x in (k, v)
+        )
+    how |= {"block": 128, "interpret": pltpu.InterpretParams()}
+    run = jax.jit(functools.partial(decode_on_tpu, **how))
+    close(run(q, k, v, lengths), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("width", "queries", "window", "logits"),
+    [(128, 1, None, False), (64, 3, 40, False), (64, 1, None, True)],
+)
+def test_the_gpu_kernel_reads_int8(monkeypatch, width, queries, window, logits):
+    """In the interpreter: three workers over a full row, an empty one and a part of a block."""
+    monkeypatch.setattr(hopper, "processors", lambda: 3)
+    slots, lengths = 256, jnp.array([256, 0, 129])
+    k, v = (
+        quantise(draw(3, K, slots, width, seed=seed, dtype=jnp.bfloat16), "int8") for seed in (1, 2)
+    )
+    q = draw(3, queries, K * G, width, dtype=jnp.bfloat16)
+    exact = [dequantised(dataclasses.replace(x, dtype=jnp.dtype(jnp.float32))) for x in (k, v)]
+    wide, start = q.astype(jnp.float32), jnp.maximum(lengths - queries, 0)
+    how = {"scale": 0.1} | ({} if logits else {"window": Window.of(window, start, 0)})
+    expected = decode_reference.decode_attention(wide, *exact, lengths, **how)
+    kernel = decode_gpu.attend_with_logits if logits else decode_gpu.decode_attention
+    interpret = plgpu.InterpretGPUParams(inline_mgpu="ignore")
+    found = jax.jit(functools.partial(kernel, interpret=interpret, **how))(q, k, v, lengths)
+    np.testing.assert_allclose(found[0].astype(jnp.float32), expected[0], atol=1e-2)
+    # The log-sum-exp is as exact as the scores: products of bfloat16 and int8 are exact.
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
+    if logits:
+        every = decode_reference.decode_logits(wide, exact[0], lengths, scale=0.1)
+        held = np.isfinite(every)
+        np.testing.assert_allclose(np.asarray(found[2])[held], every[held], atol=1e-4)
+
+
+@pytest.mark.parametrize("lists", [K, K * G, "flat"])
+def test_the_gpu_kernel_reads_listed_pages_of_int8(monkeypatch, lists):
+    """In the interpreter: also with a prior, entries of -1, and a list in two pieces."""
+    monkeypatch.setattr(hopper, "processors", lambda: 8)
+    slots, width, page = 512, 64, 16
+    start, stop = jnp.array([3, 0]), jnp.array([500, 130])
+    k, v = (
+        quantise(draw(B, K, slots, width, seed=seed, dtype=jnp.bfloat16), "int8") for seed in (1, 2)
+    )
+    q, prior = (draw(B, 1, K * G, width, seed=seed, dtype=jnp.bfloat16) for seed in (3, 4))
+    how = {"page_size": page, "scale": 0.1}
+    if lists == "flat":
+        pages = jnp.array([[0, 7, 3, 7, -1], [1, 2, 4, 0, 3]])
+        how |= {"heads": jnp.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, -1]])}
+    else:
+        pages = jnp.array([[0, 31, 5, -1, 7, 9, 20, 11, 3], [1, 2, 8, 0, 3, -1, -1, 4, -1]])
+        pages = jnp.broadcast_to(pages[:, None], (B, lists, pages.shape[1]))
+    exact = [dequantised(dataclasses.replace(x, dtype=jnp.dtype(jnp.float32))) for x in (k, v)]
+    wide = q.astype(jnp.float32), *exact, pages, start, stop
+    expected = sparse_reference.sparse_decode_attention(
+        *wide, prior_query=prior.astype(jnp.float32), **how
+    )
+    interpret = plgpu.InterpretGPUParams(inline_mgpu="ignore")
+    kernel = functools.partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **how)
+    found = jax.jit(kernel)(q, k, v, pages, start, stop, prior_query=prior)
+    for which in (0, 2):
+        np.testing.assert_allclose(found[which].astype(jnp.float32), expected[which], atol=1e-2)
+        np.testing.assert_allclose(found[which + 1], expected[which + 1], atol=1e-4)
+
+
+@pytest.mark.parametrize("pieces", [1, 8])
+def test_the_gpu_kernel_reads_int8_around_listed_pages(monkeypatch, pieces):
+    """The first and last slots in the same launch, with scales in the order of the pages."""
+    monkeypatch.setattr(hopper, "processors", lambda: B * K * pieces)
+    slots, width, page = 512, 64, 16
+    start, stop, length = jnp.array([4, 0]), jnp.array([442, 130]), jnp.array([506, 131])
+    k, v = (
+        quantise(draw(B, K, slots, width, seed=seed, dtype=jnp.bfloat16), "int8") for seed in (1, 2)
+    )
+    q = draw(B, 1, K * G, width, seed=3, dtype=jnp.bfloat16)
+    pages = jnp.array([[0, 27, 5, -1, 7, 9, 20, 11, 3], [1, 2, 8, 0, 3, -1, -1, 4, -1]])
+    slot = jnp.arange(slots)
+    seen = jnp.any(pages[:, :, None] == slot // page, axis=1) & (slot >= start[:, None])
+    seen = (seen & (slot < stop[:, None])) | (slot < start[:, None])
+    seen |= (slot >= stop[:, None]) & (slot < length[:, None])
+    each = jnp.broadcast_to(jnp.where(seen, slot, -1)[:, None], (B, K, slots))
+    pages = jnp.broadcast_to(pages[:, None], (B, K, pages.shape[1]))
+    exact = [dequantised(dataclasses.replace(x, dtype=jnp.dtype(jnp.float32))) for x in (k, v)]
+    wide = q.astype(jnp.float32), *exact, each, jnp.zeros_like(start), jnp.full_like(stop, slots)
+    expected = sparse_reference.sparse_decode_attention(*wide, page_size=1, scale=0.1)
+    kernel = functools.partial(
+        sparse_gpu.sparse_decode_attention,
+        page_size=page,
+        scale=0.1,
+        around=Around(length, 5, 64),
+        interpret=plgpu.InterpretGPUParams(inline_mgpu="ignore"),
+    )
+    found = jax.jit(kernel)(q, k, v, pages, start, stop)
+    np.testing.assert_allclose(found[0].astype(jnp.float32), expected[0], atol=1e-2)
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
+
+
+def test_slots_around_listed_pages_are_not_for_fp8(monkeypatch):
+    """Where the kernel reads no such cache, and XLA has no such option."""
+    monkeypatch.setattr(sparse_api.dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(hopper, "unsupported", lambda q: None)
+    q, pages = jnp.zeros((B, 1, K * G, 64), jnp.bfloat16), jnp.zeros((B, K, 4), jnp.int32)
+    found = {
+        form: sparse_api.takes_around(
+            q, empty((B, K, 512, 64), jnp.bfloat16, form), pages, 16, False
+        )
+        for form in (None, "int8", "fp8")
+    }
+    assert found == {None: True, "int8": True, "fp8": False}
+
+
+def test_the_gpu_kernel_of_listed_pages_of_int8_lowers_and_fits_shared_memory():
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((4, 1, 32, 128), bfloat16)
+    k = jax.eval_shape(lambda: empty((4, 8, 4096, 128), bfloat16, "int8"))
+    pages, bound = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((4, 8, 256), (4,)))
+    how = {"page_size": 16, "scale": 0.1}
+    run = jax.jit(functools.partial(sparse_gpu.sparse_decode_attention, **how))
+    text = run.trace(q, k, k, pages, bound, bound).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", ["decode_attention", "attend_with_logits"])
+def test_the_gpu_kernel_of_int8_lowers_and_fits_shared_memory(name, width):
+    """For the most rows that it takes."""
+    rows, bfloat16 = decode_gpu._MAX_BATCH_STORED, jnp.dtype(jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((rows, 1, 32, width), bfloat16)
+    k = jax.eval_shape(lambda: empty((rows, 8, 1024, width), bfloat16, "int8"))
+    lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    run = jax.jit(functools.partial(getattr(decode_gpu, name), scale=0.1))
+    text = run.trace(q, k, k, lengths).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu" in text
+
+
+def test_what_the_gpu_kernel_refuses_of_int8():
+    def reason(rows, slots):
+        q = jnp.zeros((rows, 1, 4, 64), jnp.bfloat16)
+        return decode_gpu.unsupported(q, empty((rows, 1, slots, 64), jnp.bfloat16, "int8"))
+
+    assert reason(1, 1000) == "1000 slots of int8 are not whole blocks of 128"
+    assert reason(65, 1024) == "65 rows, at most 64"
