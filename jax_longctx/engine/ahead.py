@@ -190,6 +190,15 @@ class Compilation:
         self._ended = time.perf_counter()
 
     @property
+    def done(self) -> int:
+        """How many programs are compiled."""
+        return sum(future.done() for _, future in self._found.values())
+
+    def cancel(self) -> None:
+        """Gives up the programs that do not compile yet."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
     def seconds(self) -> float:
         """From the start to the end of the program that was compiled last."""
         return self._ended - self.begun

@@ -13,20 +13,25 @@ decode step reads it once. The batches take turns.
 import contextlib
 import dataclasses
 import itertools
+import time
 from collections.abc import Generator
 from typing import Any
 
 import jax
 
 from jax_longctx.api import LongContext
-from jax_longctx.contract import own_tokens
+from jax_longctx.contract import Stage, own_tokens
 from jax_longctx.engine import Context, Progress
+from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
 from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share
 from jax_longctx.engine.running import Chosen, Request, RunningBatch, cannot_share
 from jax_longctx.errors import LongctxError
 from jax_longctx.settings import Sampling
+
+# Seconds of an order that waits for programs: between two of them the leader shows that it lives.
+COMPILE_SECONDS = 1.0
 
 
 class Executor:
@@ -50,6 +55,7 @@ class Executor:
         self, model: LongContext, *, places: int, length: int, reserve: int, share_from: int
     ):
         self.model, self.engine, self.places = model, model.engine, places
+        self._length = length
         self._share_from = share_from if cannot_share(self.engine) is None else length + 1
         slots = self.engine.slots_for(min(length, self._share_from + reserve))
         self._short = RunningBatch(self.engine, places=places, slots=slots, reserve=reserve)
@@ -64,6 +70,84 @@ class Executor:
         self._rows: dict[int, tuple[RunningBatch, int]] = {}
         self._numbers = itertools.count()
         self.broken: set[int] = set()
+        self._compilation: Compilation | None = None
+
+    def compile(self, texts: int, question: int) -> int:
+        """Begins to compile the programs of texts of up to `texts` tokens, and of the longest.
+
+        Questions have at most `question` tokens. Texts of about the same length share programs.
+        Returns how many programs there are; `compiled` waits for them.
+        """
+        engine, reserve = self.engine, self.reserve
+        longest = self._length - 2
+        # Of one size, texts that rows share run in another batch.
+        lengths = [*range(1, min(texts, longest) + 1), longest]
+        sizes = {(_capacity(n + reserve), n >= self._share_from): n for n in lengths}
+        compilation = self._compilation = Compilation(engine.mesh)
+        with compilation.rehearsing():
+            for (capacity, _), most in sizes.items():
+                for tokens, questions in self._shapes(most, min(question, reserve - 1), capacity):
+                    asked = [[0] * questions[0]] if engine.method.info.needs_question else None
+                    context = engine.prefill(
+                        [[0] * tokens], reserve=reserve, capacity=capacity, questions=asked
+                    )
+                    batch = self._batch("", context)
+                    batch.rehearse(context, questions)
+                    # Its memory is another size's now.
+                    self._shared.pop("", None)
+                    del context, batch
+        return len(compilation)
+
+    def _shapes(self, most: int, question: int, capacity: int) -> list[tuple[int, list[int]]]:
+        """Lengths of texts of one size, and of questions, that call all programs of this size.
+
+        A text's last chunk, and a question, is padded to few lengths.
+        """
+        engine = self.engine
+
+        def told(stage: Stage, **rows: Any) -> set[Any]:
+            prompt = engine.prompt(stage, engine.slots_for(capacity - SPARE), **rows)
+            # The first segment of a question is given no logits of an earlier one.
+            return {
+                (bool(number), x.tokens.shape, x.role, x.groups, x.variant, x.spread)
+                for number, x in enumerate(engine.method.segments(prompt))
+            }
+
+        known: set[Any] = set()
+        asked = []
+        for n in range(1, question + 1):
+            shapes = told("question", question=[[0] * n])
+            if not shapes <= known:
+                known |= shapes
+                asked.append(n)
+        whole = max(most // engine.chunk * engine.chunk, 1)
+        found, seen = [], set[Any]()
+        for tokens in dict.fromkeys([most, whole, whole + 1, whole - engine.chunk + 1]):
+            alike = (tokens >= self._share_from) == (most >= self._share_from)
+            if not (0 < tokens <= most and alike) or _capacity(tokens + self.reserve) != capacity:
+                continue
+            needed = [[n] for n in asked] if engine.method.info.needs_question else [asked]
+            for lengths in needed:
+                question_row = [[0] * lengths[0]]
+                shapes = told("context", context=[[0] * tokens], question=question_row)
+                if not shapes <= seen:
+                    seen |= shapes
+                    found.append((tokens, lengths))
+        return found
+
+    def compiled(self) -> tuple[int, int]:
+        """Waits up to a second for programs; how many are compiled, and how many there are."""
+        found = self._compilation
+        assert found is not None
+        ends = time.monotonic() + COMPILE_SECONDS
+        while found.done < len(found) and time.monotonic() < ends:
+            time.sleep(0.05)
+        return found.done, len(found)
+
+    def give_up_compiling(self) -> None:
+        """Compiles no more programs than those that compile now."""
+        if self._compilation is not None:
+            self._compilation.cancel()
 
     def read(self, key: str, tokens: list[int], total: int, question: list[int] | None) -> None:
         """Begins to read a text; `read_on` reads it, piece by piece."""

@@ -141,6 +141,9 @@ class Scheduler:
       budget: bytes on each device that texts in memory may take.
       most: requests that may wait or be answered at a time.
       crashed: called in the thread with an error that is no request's fault; nothing runs after.
+      compiled: tokens of texts and of a question (see `Executor.compile`), whose programs are
+        compiled before jobs are taken; None compiles none.
+      compiling: told how many programs are compiled, and how many there are, in the thread.
     """
 
     def __init__(
@@ -152,11 +155,14 @@ class Scheduler:
         budget: int,
         most: int,
         crashed: Callable[[BaseException], None],
+        compiled: tuple[int, int] | None = None,
+        compiling: Callable[[int, int], None] = lambda done, total: None,
     ):
         self.team, self.contexts, self.metrics = team, contexts, metrics
         self.budget, self.most = budget, most
         self._executor: Executor = team.executor
-        self._crashed = crashed
+        self._crashed, self._compiled, self._compiling = crashed, compiled, compiling
+        self._begun = False
         self._changed = threading.Condition()
         self._waiting: collections.deque[Job] = collections.deque()
         self._jobs = 0
@@ -177,7 +183,17 @@ class Scheduler:
     @property
     def accepts(self) -> bool:
         """Whether jobs are taken."""
-        return self._thread.is_alive() and not self._closing
+        return self._begun and self._thread.is_alive() and not self._closing
+
+    @property
+    def state(self) -> str:
+        """Why no job is taken: `compiling` or `shutting down`."""
+        return "shutting down" if self._closing or self._begun else "compiling"
+
+    @property
+    def begun(self) -> bool:
+        """Whether the thread takes jobs, or will never do."""
+        return self._begun or not self._thread.is_alive()
 
     @contextlib.contextmanager
     def place(self) -> Iterator[Place]:
@@ -223,9 +239,8 @@ class Scheduler:
 
     def _check_accepts(self) -> None:
         if not self.accepts:
-            raise RequestError(
-                503, "the server is shutting down", kind="server_error", retry_after=10
-            )
+            told = f"the server is {self.state}"
+            raise RequestError(503, told, kind="server_error", retry_after=10)
 
     def cancel(self, job: Job) -> None:
         """Ends a job whose client is gone; any thread may call it, also after the job's end."""
@@ -257,6 +272,7 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
+            self._prepare()
             while self._sleep():
                 began = time.monotonic()
                 self._tidy()
@@ -270,6 +286,20 @@ class Scheduler:
             # Whatever it is: without this thread the server would hang.
             self._stopped = True
             self._crashed(error)
+
+    def _prepare(self) -> None:
+        """Compiles what the first requests need."""
+        if self._compiled is not None:
+            texts, question = self._compiled
+            done, total = 0, self._do("compile", texts=texts, question=question)
+            while done < total and not self._stopped:
+                self._compiling(done, total)
+                done, total = self._do("compiled")
+            if done < total:
+                self._do("give_up_compiling")
+            else:
+                self._compiling(done, total)
+        self._begun = True
 
     def _sleep(self) -> bool:
         """Waits for work; False when the thread is to end."""
