@@ -147,14 +147,15 @@ class Compilation:
     def _compiling(self, program: Program, args: tuple[Any, ...]) -> tuple[Any, Future[Any]]:
         lowered = _lowered(program, args)
         path = self._path(program, args)
+        future = self._pool.submit(lowered.compile)
 
-        def compiled() -> Any:
-            made = lowered.compile()
-            if path is not None:
-                stored.write(path, made, lowered.out_info)
-            return made
+        def write(done: Future[Any]) -> None:
+            if path is not None and done.exception() is None:
+                stored.write(path, done.result(), lowered.out_info)
 
-        return lowered.out_info, self._pool.submit(compiled)
+        # In the thread that compiled it, after those who wait for the program go on.
+        future.add_done_callback(write)
+        return lowered.out_info, future
 
     def _stored(self, program: Program, args: tuple[Any, ...]) -> tuple[Any, Future[Any]] | None:
         path = self._path(program, args)
@@ -252,6 +253,8 @@ class Compilation:
         Unless `check` is True, a program that failed is not reported here: the run compiles it
         again and raises its error.
 
+        With `check` all that is to be stored on the disk is there too.
+
         Args:
           progress: called with the number compiled and the number of all programs.
           every: seconds between two calls of it.
@@ -262,8 +265,11 @@ class Compilation:
             progress(sum(future.done() for future in futures), len(futures))
             time.sleep(every if any(not future.done() for future in needed) else 0)
         progress(sum(future.done() for future in futures), len(futures))
-        for future in needed if check else ():
+        if not check:
+            return
+        for future in needed:
             future.result()
+        self._pool.shutdown()
 
 
 def begun_or_none(begin: Callable[[], Compilation]) -> Compilation | None:

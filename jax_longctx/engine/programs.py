@@ -63,7 +63,6 @@ from jax_longctx.engine.sampling import (
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import (
     PLAIN,
-    Hidden,
     Norm,
     Products,
     ends_of,
@@ -83,16 +82,7 @@ from jax_longctx.sharding import (
     weight_sharding,
 )
 from pallas_kernels.plane import Plane
-from pallas_kernels.row_matmul import (
-    MAX_ROWS,
-    MAX_SOURCE_ROWS,
-    Gated,
-    Scaled,
-    Source,
-    Sums,
-    row_matmul,
-    row_sums,
-)
+from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
 
 # Options of a function that gives back every donated argument, updated, in the order they came.
 #
@@ -103,10 +93,12 @@ IN_PLACE: dict[str, Any] = {"keep_unused": True}
 
 # Options of programs that loop over layers. XLA's Triton matmuls copy each layer's weights out of
 # the stack first; cuBLAS takes their address. Command buffers that hold loops make the whole loop
-# one CUDA graph.
+# one CUDA graph. Where weights and caches nearly fill the memory, rematerialization would compute
+# products several times, and copy caches that are written in place.
 LOOPED: dict[str, Any] = {
     "compiler_options": {
         "xla_gpu_enable_triton_gemm": False,
+        "xla_disable_hlo_passes": "rematerialization",
         # Kernels that do not wait for one another run side by side.
         "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
         "xla_gpu_enable_command_buffer": (
@@ -217,8 +209,6 @@ class Setup:
     def products(self, rows: int) -> Products:
         """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
-        if few and rows <= MAX_SOURCE_ROWS and self.dtype != jnp.float16 and not self.by_layer:
-            return Unsummed(self)
         if few:
             return FewRows(self)
         return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
@@ -302,72 +292,6 @@ class FewRows(Products):
         run = self.setup.shard_map(multiply, PartitionSpec(), PartitionSpec())
         y = run(x.reshape(rows, inputs), w.reshape(inputs, -1))
         return y.reshape(*x.shape[:2], *w.shape[axes:])
-
-
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
-class Later:
-    """Hidden states [B,T,D] to which the sums of a product are still to be added."""
-
-    x: Array
-    sums: Sums
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.x.shape
-
-    def value(self) -> Float[Array, "B T D"]:
-        return self.x + self.sums.total().astype(self.x.dtype).reshape(self.x.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Unsummed(FewRows):
-    """`FewRows` of at most `MAX_SOURCE_ROWS` rows, by `row_sums`.
-
-    A product's kernel adds up the last one's parts, and does what lies between the two, as it reads
-    its rows. So hidden states may be `Later`, and what a gated MLP's last product is given is a
-    `Gated`. Rows are not padded. Weights are joined, as a loop over layers has them.
-    """
-
-    def normed(self, norm: Norm, x: Hidden, w: Array) -> Array:
-        sums, factor_R = self._normed(norm, x, w)
-        y_RN = (sums.total() * factor_R[:, None]).astype(_whole(x).dtype)
-        return y_RN.reshape(*x.shape[:2], *w.shape[1:])
-
-    def added(
-        self, x: Hidden, y: Any, w: Array, axes: int = 1, bias: Array | None = None
-    ) -> Hidden:
-        rows = math.prod(x.shape[:2])
-        source = y if isinstance(y, Gated) else y.reshape(rows, -1)
-        whole, sums = _whole(x), self._sums(source, w.reshape(-1, w.shape[-1]))
-        if bias is None:
-            return Later(whole, sums)
-        return whole + (sums.total().astype(whole.dtype).reshape(whole.shape) + bias)
-
-    def gated(self, norm: Norm, x: Hidden, w: Array, activation: str) -> Any:
-        if activation != "silu":
-            return super().gated(norm, x, w, activation)
-        both, factor_R = self._normed(norm, x, w)
-        return Gated(both, factor_R, _whole(x).dtype)
-
-    def _normed(self, norm: Norm, x: Hidden, w: Array) -> tuple[Sums, Float[Array, " R"]]:
-        """The product without the norm's factor, and the factor."""
-        rows, whole = math.prod(x.shape[:2]), _whole(x)
-        # See `FewRows.normed`.
-        factor = norm.factor(jax.lax.optimization_barrier(whole))
-        if factor is None:
-            normed = self._sums(norm(whole).reshape(rows, -1), w.reshape(w.shape[0], -1))
-            return normed, jnp.ones(rows, jnp.float32)
-        given, sums = (x.x, x.sums) if isinstance(x, Later) else (x, None)
-        source = Scaled(given.reshape(rows, -1), sums, norm.scale[...])
-        return self._sums(source, w.reshape(w.shape[0], -1)), factor.reshape(rows)
-
-    def _sums(self, source: Source, w: Array) -> Sums:
-        return self.setup.shard_map(row_sums, PartitionSpec(), PartitionSpec())(source, w)
-
-
-def _whole(x: Array | Later) -> Float[Array, "B T D"]:
-    return x.value() if isinstance(x, Later) else x
 
 
 def hidden_states(
@@ -484,12 +408,12 @@ def _attended(
     setup: Setup,
     local: Any,
     params: Any,
-    x: Hidden,
+    x: Float[Array, "A S D"],
     cache: Any,
     specs: Any,
     segment: Segment,
     total: Int[Array, " B"],
-) -> tuple[Hidden, Any]:
+) -> tuple[Float[Array, "A S D"], Any]:
     """A layer of these parameters, whose attention is `local` over a cache of these `specs`."""
 
     def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
@@ -596,10 +520,10 @@ def _through_run(
     def turn(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         for offset in range(a_turn):
             carry = layer(number * a_turn + offset, carry)
-        return _whole(carry[0]), carry[1]
+        return carry
 
     given = x.shape[:2]
-    if type(setup.products(math.prod(given))) is FewRows:
+    if isinstance(setup.products(math.prod(given)), FewRows):
         # As many as the kernel takes, padded once and not in every layer.
         x = _few(x, -(-math.prod(given) // LEAST_ROWS) * LEAST_ROWS, 1)
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):

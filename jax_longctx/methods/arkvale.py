@@ -61,7 +61,8 @@ class ArkVale(SelectingPages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.newest_page_fixed:
+        covered = self.local > 0 if self.whole_pages else self.local >= self.page_size
+        if not covered:
             raise self.refused(
                 f"local {self.local} must cover the page of {self.page_size} tokens that "
                 "is being filled, which has no digest yet; raise local or set whole_pages=true"

@@ -110,13 +110,18 @@ class RefreshKV(PartialDecoding):
         raw, k, v = new
         valid_B, at_B1 = segment.valid_of(), cache.store.position[:, None]
         q, k = ctx.rotate(raw, at_B1), ctx.rotate(k, at_B1)
+        chosen_by_cosine = segment.variant != PARTIAL and self.schedule != "fixed"
+        if chosen_by_cosine:
+            # The branches below give back the layer's whole partial cache. Written into the plane
+            # before them, the token would make XLA copy the partial caches of all layers.
+            cache = dataclasses.replace(cache, partial=parts_of(cache.partial))
         cache = self.push(k, v, cache, valid_B, ctx)
         if segment.variant == PARTIAL:
             return self.read(q, cache, ctx), cache
         turned_B = valid_B > 0
         done_B = ~turned_B
         summed_BH = self.summed(raw, q, ctx)
-        if self.schedule == "fixed":
+        if not chosen_by_cosine:
             attended, partial = self._full_step(q, cache, turned_B, ctx)
         else:
             turned_B &= _cosine(summed_BH, cache.query) <= self.threshold
@@ -125,7 +130,7 @@ class RefreshKV(PartialDecoding):
 
             # Every branch returns arrays: a plane would take all layers through the conditional.
             def stay() -> tuple[Attended, FifoCache]:
-                return self.read(q, cache, ctx), parts_of(cache.partial)
+                return self.read(q, cache, ctx), cache.partial
 
             def full() -> tuple[Attended, FifoCache]:
                 attended, partial = self._full_step(q, cache, turned_B, ctx)

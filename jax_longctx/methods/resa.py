@@ -136,7 +136,7 @@ class Resa(Selecting):
         return part, dataclasses.replace(cache, background=background)
 
     def _decode(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
-        base, valid_B, before = self.base, segment.valid_of(), cache.digests
+        base, valid_B = self.base, segment.valid_of()
         q, k, cache = base.append_token(new, cache, segment, ctx)
         background = cache.background
         if self.growth in ("append", "rebuild"):
@@ -148,7 +148,7 @@ class Resa(Selecting):
         elif self.growth != "frozen":
             background = residual.grow(background, k, new[2], valid_B, ctx)
         prior = residual.prior_of(background, q, ctx)
-        chosen = base.attend_selected(q, cache, ctx, prior, before)
+        chosen = base.attend_selected(q, cache, ctx, prior)
         everything_BN = chosen.kept == cache.store.length[:, None]
         literal = self.lambda_mode == "paper_literal"
         part = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=literal)

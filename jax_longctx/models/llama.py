@@ -33,8 +33,6 @@ from jax_longctx.sharding import AnyMesh, check_divisible, logical_sharding, wei
 
 # (q_BTNH, k_BTKH, v_BTKH, the layer's cache) -> (out_BTNH, cache)
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
-# x_BTD between the parts of a layer: an array, or what the layer's `Products` make of it.
-Hidden = Any
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) -> Array:
@@ -100,32 +98,15 @@ class Norm(nnx.Module):
 
 
 class Products:
-    """How a layer multiplies with its weights. The engine has other ways for few rows on a GPU.
-
-    These may hand on hidden states, and what a gated MLP's last product is given, in a form of
-    their own (`Hidden`).
-    """
+    """How a layer multiplies with its weights. The engine has another way for few rows on a GPU."""
 
     def of(self, x: Array, w: Array, axes: int = 1) -> Array:
         """The last axes of x with as many first ones of w."""
         return jnp.tensordot(x, w, axes)
 
-    def normed(self, norm: Norm, x: Hidden, w: Array) -> Array:
+    def normed(self, norm: Norm, x: Array, w: Array) -> Array:
         """The last axis of the normed x with the first one of w."""
         return self.of(self.placed(norm(x), "batch", None, None), w)
-
-    def added(
-        self, x: Hidden, y: Any, w: Array, axes: int = 1, bias: Array | None = None
-    ) -> Hidden:
-        """The sum of x and the product of y and w, and a bias: a residual connection."""
-        product = self.placed(self.of(y, w, axes), "batch", "tokens", None)
-        return x + (product if bias is None else product + bias)
-
-    def gated(self, norm: Norm, x: Hidden, w: Array, activation: str) -> Any:
-        """What a gated MLP's last product is given: w is of gate and up joined, [D, 2, F]."""
-        both_BTCF = self.normed(norm, x, w)
-        gated_BTF = ACTIVATIONS[activation](both_BTCF[:, :, 0]) * both_BTCF[:, :, 1]
-        return self.placed(gated_BTF, "batch", None, "mlp")
 
     def placed(self, x: Array, *axes: str | None) -> Array:
         """x, which has these logical axes, on the shards where the next step needs it.
@@ -174,7 +155,7 @@ class Attention(nnx.Module):
             self.k_norm = Norm(h, config)
         self.config = config
 
-    def project(self, norm: Norm, x_BTD: Hidden, products: Products) -> tuple[Array, Array, Array]:
+    def project(self, norm: Norm, x_BTD: Array, products: Products) -> tuple[Array, Array, Array]:
         """q_BTNH, k_BTKH, v_BTKH of the normed x, before rotary embedding."""
         if self.joined:
             new_BTKXH = products.normed(norm, x_BTD, self.qkv[...])
@@ -203,11 +184,10 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         return q_BTNH, k_BTKH, v_BTKH
 
-    def added(self, x_BTD: Hidden, out_BTNH: Array, products: Products) -> Hidden:
-        """x and the output projection of what was attended."""
+    def output(self, out_BTNH: Array, products: Products) -> Array:
         out_BTNH = products.placed(out_BTNH, "batch", None, "heads", "head_dim")
-        bias = self.o_bias[...] if self.config.o_bias else None
-        return products.added(x_BTD, out_BTNH, self.o[...], 2, bias)
+        y_BTD = products.placed(products.of(out_BTNH, self.o[...], 2), "batch", "tokens", None)
+        return y_BTD + self.o_bias[...] if self.config.o_bias else y_BTD
 
 
 class MLP(nnx.Module):
@@ -231,25 +211,22 @@ class MLP(nnx.Module):
             self.up_bias = _param((f,), ("mlp",))
             self.down_bias = _param((d,), ("embed",))
 
-    def added(self, norm: Norm, x_BTD: Hidden, products: Products) -> Hidden:
-        """x and the output for the normed x."""
-        if self.joined and not self.bias:
-            gated_BTF = products.gated(norm, x_BTD, self.gate_up[...], self.activation)
-            return products.added(x_BTD, gated_BTF, self.down[...])
+    def __call__(self, norm: Norm, x_BTD: Array, products: Products) -> Array:
+        """The output for the normed x."""
         if self.joined:
             both_BTCF = products.normed(norm, x_BTD, self.gate_up[...])
             gate_BTF, up_BTF = both_BTCF[:, :, 0], both_BTCF[:, :, 1]
         else:
-            normed_BTD = products.placed(norm(x_BTD), "batch", None, None)
-            gate_BTF = products.of(normed_BTD, self.gate[...])
-            up_BTF = products.of(normed_BTD, self.up[...])
+            x_BTD = products.placed(norm(x_BTD), "batch", None, None)
+            gate_BTF = products.of(x_BTD, self.gate[...])
+            up_BTF = products.of(x_BTD, self.up[...])
         if self.bias:
             gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
         gated_BTF = products.placed(
             ACTIVATIONS[self.activation](gate_BTF) * up_BTF, "batch", None, "mlp"
         )
-        bias = self.down_bias[...] if self.bias else None
-        return products.added(x_BTD, gated_BTF, self.down[...], bias=bias)
+        y_BTD = products.placed(products.of(gated_BTF, self.down[...]), "batch", "tokens", None)
+        return y_BTD + self.down_bias[...] if self.bias else y_BTD
 
 
 class Layer(nnx.Module):
@@ -263,17 +240,17 @@ class Layer(nnx.Module):
 
     def __call__(
         self,
-        x_BTD: Hidden,
+        x_BTD: Array,
         cache: Any,
         attend: Attend,
         products: Products = PLAIN,
-    ) -> tuple[Hidden, Any]:
+    ) -> tuple[Array, Any]:
         with jax.named_scope("attention"):
             q, k, v = self.attn.project(self.attn_norm, x_BTD, products)
             out_BTNH, cache = attend(q, k, v, cache)
-            x_BTD = self.attn.added(x_BTD, out_BTNH, products)
+            x_BTD = x_BTD + self.attn.output(out_BTNH, products)
         with jax.named_scope("mlp"):
-            return self.mlp.added(self.mlp_norm, x_BTD, products), cache
+            return x_BTD + self.mlp(self.mlp_norm, x_BTD, products), cache
 
 
 class Llama(nnx.Module):

@@ -53,7 +53,6 @@ from jax_longctx.parts.sparse_decode import (
     listed,
 )
 from jax_longctx.sharding import axes_field
-from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import Plane
 from pallas_kernels.select_pages import select_pages
 
@@ -179,9 +178,8 @@ class Selecting(Appending):
         if isinstance(cache, Store):
             return super().attend(new, cache, segment, ctx)
         if segment.role == "decode":
-            before = cache.digests
             q, _, cache = self.append_token(new, cache, segment, ctx)
-            chosen = self.attend_selected(q, cache, ctx, before=before)
+            chosen = self.attend_selected(q, cache, ctx)
             return (chosen.out, chosen.lse), cache.counted(chosen, segment.valid_of())
         past_B = cache.store.length
         part, store = super().attend(new, cache.store, segment, ctx)
@@ -230,32 +228,15 @@ class Selecting(Appending):
         past_B = cache.store.length
         positions_B1 = cache.store.position[:, None]
         q, k = ctx.rotate(q, positions_B1), ctx.rotate(k, positions_B1)
-        before = cache.store
-        store = append_to(before, k, v, segment.valid_of(), ctx)
-        cache = dataclasses.replace(cache, store=store)
-        newest = None
-        if platform() == "gpu" and not isinstance(before, Branched):
-            # Elsewhere the compiler copies the keys to read them beside the write.
-            newest = before.k, k
-        return q, k, self.refreshed(cache, past_B, 1, ctx, newest)
+        store = append_to(cache.store, k, v, segment.valid_of(), ctx)
+        return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
 
-    def refreshed(
-        self,
-        cache: Any,
-        past: Array,
-        added: int,
-        ctx: LayerContext,
-        newest: tuple[Any, Float[Array, "B 1 K H"]] | None = None,
-    ) -> Any:
+    def refreshed(self, cache: Any, past: Array, added: int, ctx: LayerContext) -> Any:
         """The cache with up-to-date digests, after at most `added` tokens behind slot `past`.
 
         The pages that the tokens touch are summarised anew from their keys. That costs little more
         than the tokens' own keys, needs no state of a half-filled page, and is right after a
         rewind. A page's slots lie together on one shard.
-
-        Args:
-          newest: of one added token the keys before it, and its own key. With them nothing waits
-            until the key is written.
         """
         if cache.digests is None:
             return cache
@@ -272,15 +253,7 @@ class Selecting(Appending):
         first_B = jnp.clip(past // page - ctx.seq_offset(pages), 0, pages - touched)
         slot_BM = first_B[:, None] * page + jnp.arange(touched * page)
         paged = (*store.k.shape[:2], touched, page, store.k.shape[3])
-        if newest is None:
-            keys_BKMH = read_lines(store.k, slot_BM[:, None])
-        else:
-            before, key_B1KH = newest
-            its_B1 = (past - ctx.seq_offset(store.k.shape[2]))[:, None]
-            keys_BKMH = read_lines(before, slot_BM[:, None])
-            its_BM = (slot_BM == its_B1)[:, None, :, None]
-            keys_BKMH = jnp.where(its_BM, jnp.swapaxes(key_B1KH, 1, 2), keys_BKMH)
-        keys_BKPZH = keys_BKMH.reshape(paged)
+        keys_BKPZH = read_lines(store.k, slot_BM[:, None]).reshape(paged)
         held_BM = slot_BM < store.held(ctx)[:, None]
         new = self.summarise(keys_BKPZH, held_BM.reshape(-1, touched, page))
         count_B = jnp.full_like(first_B, touched)
@@ -299,14 +272,8 @@ class Selecting(Appending):
         cache: SelectiveCache,
         ctx: LayerContext,
         prior: Prior | None = None,
-        before: Any = None,
     ) -> Selected:
-        """The rotated query of the newest token against the fixed and the selected tokens.
-
-        Args:
-          before: the digests before the newest token. Where its page is fixed the choice takes
-            them on a GPU, and does not wait until the newest are made.
-        """
+        """The rotated query of the newest token against the fixed and the selected tokens."""
         span = self.selectable(cache.store, ctx)
         page = self.page_size if self.whole_pages else 1
         sink, local = -(-self.sink // page) * page, self.local + page - 1
@@ -314,16 +281,8 @@ class Selecting(Appending):
         if self.allocation.startswith("psa"):
             fixed = attend_fixed(q, cache.store, span, sink, local, ctx, prior)
             forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
-        by = cache
-        if before is not None and self.newest_page_fixed and platform() == "gpu":
-            by = dataclasses.replace(cache, digests=before)
-        lists = self.choose(q, by, span, ctx, forced, prior)
+        lists = self.choose(q, cache, span, ctx, forced, prior)
         return attend_lists(q, cache.store, lists, span, fixed, ctx, prior)
-
-    @property
-    def newest_page_fixed(self) -> bool:
-        """Whether no token of the newest one's page may be selected."""
-        return self.local > 0 if self.whole_pages else self.local >= self.page_size
 
     def selectable(self, store: Store, ctx: LayerContext) -> Span:
         """What lies between the fixed tokens of each row."""

@@ -15,7 +15,6 @@ from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.row_matmul import gpu as row_gpu
-from pallas_kernels.row_matmul.sources import Gated, Scaled
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_pages import gpu as pages_gpu
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
@@ -36,7 +35,6 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
     sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
     pages = jnp.zeros((1, 2, 20), jnp.int32)
     rows, w = jnp.zeros((3, 512), jnp.bfloat16), jnp.zeros((512, 192), jnp.bfloat16)
-    square = jnp.zeros((512, 512), jnp.bfloat16)
     choose = partial(pages_gpu.select_pages, size=20)
     chosen = one[:, 0], k, v, None, bound * 0, bound, bound
     heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]
@@ -56,7 +54,6 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
             partial(row_gpu.row_matmul, dtype=jnp.bfloat16),
             (w[:1].reshape(1, -1), w),
         ),
-        "row-sums": (_sums, (rows[:2], rows[0], square)),
         "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
         "sparse-around": (
             lambda *args: sparse(*args, around=Around(args[-1] + 9, 4, 9)),
@@ -77,14 +74,6 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
             (one, k, v, pages, bound * 0, bound),
         ),
     }
-
-
-def _sums(x: jax.Array, scale: jax.Array, w: jax.Array) -> jax.Array:
-    """Three products, of which each reads the sums of the one before it."""
-    added = row_gpu.row_sums(x, w)
-    both = row_gpu.row_sums(Scaled(x, added, scale), w)
-    factor = scale[: x.shape[0]].astype(jnp.float32)
-    return row_gpu.row_sums(Gated(both, factor, x.dtype), w[:256]).total()
 
 
 def main() -> None:

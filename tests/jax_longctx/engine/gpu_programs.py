@@ -11,7 +11,8 @@ import re
 import sys
 from collections.abc import Iterator
 
-# What XLA asks of a GPU, here an H200 with 141 GB.
+# What XLA asks of a GPU, here an H200, with no more memory than the arguments of a program take:
+# when it is full, programs must be the same.
 H200 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -31,7 +32,7 @@ gpu_device_info {
   l2_cache_size: 52428800
   memory_bandwidth: 4800000000000
   clock_rate_ghz: 1.98
-  device_memory_size: 151397597184
+  device_memory_size: 6000000000
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }

@@ -11,11 +11,10 @@ import pytest
 
 from jax_longctx.engine import programs
 from jax_longctx.engine.scoring import loglikelihoods
-from jax_longctx.methods import METHODS, Full, RefreshKV, make_method
+from jax_longctx.methods import METHODS, Full, RefreshKV
 from jax_longctx.models.llama import PLAIN
-from jax_longctx.parts import selecting
 from jax_longctx.sharding import make_mesh
-from pallas_kernels.row_matmul import MAX_ROWS, MAX_SOURCE_ROWS
+from pallas_kernels.row_matmul import MAX_ROWS
 from tests.small_methods import small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
@@ -80,43 +79,20 @@ def test_with_layers_that_differ():
     check(Full(), windows=(7, None, None))
 
 
-@pytest.mark.parametrize("products_of", [programs.FewRows, programs.Unsummed])
 @pytest.mark.parametrize("name", ["full", "quest", also("resa"), also("streaming-llm")])
-def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name, products_of):
-    """With the products that XLA makes; the kernels have tests of their own.
-
-    Selectors take their order of operations on a GPU too.
-    """
+def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name):
+    """`FewRows` with the products that XLA makes; the kernel has tests of its own."""
     used = []
 
     def products(setup, rows):
         used.append(rows)
-        return products_of(setup) if rows <= most else PLAIN
+        return programs.FewRows(setup) if rows <= MAX_ROWS else PLAIN
 
     # Programs are kept by their setup: no other test has this model.
-    most, mlp = {programs.FewRows: (MAX_ROWS, 40), programs.Unsummed: (MAX_SOURCE_ROWS, 56)}[
-        products_of
-    ]
-    other = dict(mlp_dim=mlp)
+    other = dict(mlp_dim=40)
     expected = results(small_method(name), True, **other)
     monkeypatch.setattr(programs.Setup, "products", products)
-    monkeypatch.setattr(selecting, "platform", lambda: "gpu")
     found = results(small_method(name), False, **other)
-    assert found[0] == expected[0] and min(used) <= most
-    for row, wanted in zip(found[1], expected[1], strict=True):
-        np.testing.assert_allclose(row, wanted, atol=1e-5)
-
-
-@pytest.mark.parametrize("local", [0, 6])
-@pytest.mark.parametrize("name", ["quest", "resa"])
-def test_selectors_answer_alike_in_the_order_of_a_gpu(monkeypatch, name, local):
-    """Digests are made beside the write of the newest key, and after the choice where they may."""
-    method = make_method(name, {"budget": 12, "page_size": 4, "sink": 2, "local": local})
-    # Programs are kept by their setup: no other test has this model.
-    other = dict(mlp_dim=72)
-    expected = results(method, True, **other)
-    monkeypatch.setattr(selecting, "platform", lambda: "gpu")
-    found = results(method, False, **other)
-    assert found[0] == expected[0]
+    assert found[0] == expected[0] and min(used) <= MAX_ROWS
     for row, wanted in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(row, wanted, atol=1e-5)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx.engine import ahead, programs, stored
 from jax_longctx.engine.ahead import Program
@@ -26,9 +27,12 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(stored, "folder", lambda mesh: tmp_path)
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    # JAX asks once in a process whether it has a cache.
+    compilation_cache.reset_cache()
     forget()
     yield tmp_path
     jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()
     forget()
 
 
