@@ -13,8 +13,9 @@ decode step reads it once. The batches take turns.
 import contextlib
 import dataclasses
 import itertools
+import logging
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,11 +28,17 @@ from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_
 from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share
 from jax_longctx.engine.running import Chosen, Request, RunningBatch, cannot_share
-from jax_longctx.errors import LongctxError
+from jax_longctx.errors import CapacityError, InputError, LongctxError
 from jax_longctx.settings import Sampling
 
-# Seconds of an order that waits for programs: between two of them the leader shows that it lives.
+log = logging.getLogger(__name__)
+
+# Seconds of an order that waits for programs: the thread looks whether it is to end between two.
 COMPILE_SECONDS = 1.0
+# The least tokens that a chunk is padded to (see `contract.tail_size`), and the most lengths of
+# texts of one size that are looked at for the programs that they call.
+TAIL = 8
+MOST_TRIED = 256
 
 
 class Executor:
@@ -71,83 +78,126 @@ class Executor:
         self._numbers = itertools.count()
         self.broken: set[int] = set()
         self._compilation: Compilation | None = None
+        self._rehearsals: Iterator[int] = iter(())
 
-    def compile(self, texts: int, question: int) -> int:
+    def compile(self, texts: int, question: int) -> None:
         """Begins to compile the programs of texts of up to `texts` tokens, and of the longest.
 
-        Questions have at most `question` tokens. Texts of about the same length share programs.
-        Returns how many programs there are; `compiled` waits for them.
+        Questions have at most `question` tokens. `compile_on` goes on with it.
         """
-        engine, reserve = self.engine, self.reserve
-        longest = self._length - 2
-        # Of one size, texts that rows share run in another batch.
-        lengths = [*range(1, min(texts, longest) + 1), longest]
-        sizes = {(_capacity(n + reserve), n >= self._share_from): n for n in lengths}
-        compilation = self._compilation = Compilation(engine.mesh)
-        with compilation.rehearsing():
-            for (capacity, _), most in sizes.items():
-                for tokens, questions in self._shapes(most, min(question, reserve - 1), capacity):
-                    asked = [[0] * questions[0]] if engine.method.info.needs_question else None
-                    context = engine.prefill(
-                        [[0] * tokens], reserve=reserve, capacity=capacity, questions=asked
-                    )
-                    batch = self._batch("", context)
-                    batch.rehearse(context, questions)
-                    # Its memory is another size's now.
-                    self._shared.pop("", None)
-                    del context, batch
-        return len(compilation)
+        self._compilation = Compilation(self.engine.mesh)
+        self._rehearsals = self._rehearsed(texts, min(question, self.reserve - 1))
 
-    def _shapes(self, most: int, question: int, capacity: int) -> list[tuple[int, list[int]]]:
-        """Lengths of texts of one size, and of questions, that call all programs of this size.
+    def compile_on(self) -> tuple[int, int, bool]:
+        """Lowers the programs of the next size, or waits a second for those that compile.
 
-        A text's last chunk, and a question, is padded to few lengths.
+        Returns how many programs are compiled, how many there are, and whether that is all.
         """
-        engine = self.engine
-
-        def told(stage: Stage, **rows: Any) -> set[Any]:
-            prompt = engine.prompt(stage, engine.slots_for(capacity - SPARE), **rows)
-            # The first segment of a question is given no logits of an earlier one.
-            return {
-                (bool(number), x.tokens.shape, x.role, x.groups, x.variant, x.spread)
-                for number, x in enumerate(engine.method.segments(prompt))
-            }
-
-        known: set[Any] = set()
-        asked = []
-        for n in range(1, question + 1):
-            shapes = told("question", question=[[0] * n])
-            if not shapes <= known:
-                known |= shapes
-                asked.append(n)
-        whole = max(most // engine.chunk * engine.chunk, 1)
-        found, seen = [], set[Any]()
-        for tokens in dict.fromkeys([most, whole, whole + 1, whole - engine.chunk + 1]):
-            alike = (tokens >= self._share_from) == (most >= self._share_from)
-            if not (0 < tokens <= most and alike) or _capacity(tokens + self.reserve) != capacity:
-                continue
-            needed = [[n] for n in asked] if engine.method.info.needs_question else [asked]
-            for lengths in needed:
-                question_row = [[0] * lengths[0]]
-                shapes = told("context", context=[[0] * tokens], question=question_row)
-                if not shapes <= seen:
-                    seen |= shapes
-                    found.append((tokens, lengths))
-        return found
-
-    def compiled(self) -> tuple[int, int]:
-        """Waits up to a second for programs; how many are compiled, and how many there are."""
-        found = self._compilation
+        found, known = self._compilation, True
         assert found is not None
-        ends = time.monotonic() + COMPILE_SECONDS
-        while found.done < len(found) and time.monotonic() < ends:
-            time.sleep(0.05)
-        return found.done, len(found)
+        if next(self._rehearsals, None) is not None:
+            known = False
+        else:
+            found.close()
+            ends = time.monotonic() + COMPILE_SECONDS
+            while found.done < len(found) and time.monotonic() < ends:
+                time.sleep(0.05)
+        return found.done, len(found), known and found.done == len(found)
 
     def give_up_compiling(self) -> None:
         """Compiles no more programs than those that compile now."""
         if self._compilation is not None:
             self._compilation.cancel()
+
+    def _rehearsed(self, texts: int, question: int) -> Iterator[int]:
+        """Rehearses the requests of each size; texts of one size share programs."""
+        longest = self._length - 2
+        sizes: dict[tuple[int, bool], list[int]] = {}
+        # Of one size, texts that rows share run in another batch.
+        for tokens in [*range(min(texts, longest) + 1), longest]:
+            size = _capacity(tokens + self.reserve), tokens >= self._share_from
+            sizes.setdefault(size, []).append(tokens)
+        asked = self._questions(question)
+        for (capacity, _), lengths in sizes.items():
+            try:
+                self._rehearse(capacity, lengths, asked)
+            except (CapacityError, jax.errors.JaxRuntimeError) as error:
+                if not isinstance(error, CapacityError) and "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                # As a request for it will be told.
+                log.warning("the programs of %d tokens are not compiled: %s", lengths[-1], error)
+            yield capacity
+
+    def _rehearse(self, capacity: int, lengths: Sequence[int], asked: Sequence[int]) -> None:
+        """Calls the programs of texts of these lengths, and of questions about them."""
+        assert self._compilation is not None
+        engine = self.engine
+        # The shortest text has room for the longest questions. The others are only read.
+        fitting = [n for n in asked if lengths[0] + n < self._length]
+        others = self._reading_alike(capacity, lengths)
+        with self._compilation.rehearsing(last=False):
+            for tokens, questions in [(lengths[0], fitting), *((n, []) for n in others)]:
+                context = engine.prefill(
+                    [[0] * tokens],
+                    reserve=self.reserve,
+                    capacity=capacity,
+                    questions=[[0]] if engine.method.info.needs_question else None,
+                )
+                try:
+                    if questions:
+                        self._batch("", context).rehearse(context, questions)
+                finally:
+                    # Its memory is another size's now.
+                    self._shared.pop("", None)
+
+    def _questions(self, most: int) -> list[int]:
+        """Lengths of questions that call all programs of questions: they are padded to few."""
+        if self.engine.method.info.needs_question:
+            # Such a text is read for a prompt's last token.
+            return [1]
+        known, found = set[Any](), []
+        for n in range(1, most + 1):
+            try:
+                called = self._segments("question", 0, question=[[0] * n])
+            except InputError:
+                # The method takes no longer ones.
+                break
+            if not called <= known:
+                known |= called
+                found.append(n)
+        return found
+
+    def _reading_alike(self, capacity: int, lengths: Sequence[int]) -> list[int]:
+        """Of texts of these lengths, a few that call all programs of reading them.
+
+        A text of less than a chunk, or its last chunk, is padded to one of few lengths, of which
+        the least is `TAIL`.
+        """
+        slots = self.engine.slots_for(capacity - SPARE)
+        question = [[0]] if self.engine.method.info.needs_question else None
+
+        def called(tokens: int) -> set[Any]:
+            return self._segments("context", slots, context=[[0] * tokens], question=question)
+
+        known, found = called(lengths[0]), []
+        chunk = max((shape[-1] for _, shape, *_ in called(lengths[-1])), default=1)
+        # Whole chunks in the middle change nothing, so both ends of the range tell all.
+        near = min(2 * chunk, MOST_TRIED // 2 * TAIL)
+        for tokens in dict.fromkeys([*lengths[::-1][:near:TAIL], *lengths[:near:TAIL]]):
+            shapes = called(tokens)
+            if not shapes <= known:
+                known |= shapes
+                found.append(tokens)
+        return found
+
+    def _segments(self, stage: Stage, slots: int, **rows: Any) -> set[Any]:
+        """What tells the programs of a text's or a question's segments apart."""
+        segments = self.engine.method.segments(self.engine.prompt(stage, slots, **rows))
+        # The first segment of a question is given no logits of an earlier one.
+        return {
+            (number > 0, each.tokens.shape, each.role, each.groups, each.variant, each.spread)
+            for number, each in enumerate(segments)
+        }
 
     def read(self, key: str, tokens: list[int], total: int, question: list[int] | None) -> None:
         """Begins to read a text; `read_on` reads it, piece by piece."""

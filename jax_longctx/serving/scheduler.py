@@ -291,14 +291,14 @@ class Scheduler:
         """Compiles what the first requests need."""
         if self._compiled is not None:
             texts, question = self._compiled
-            done, total = 0, self._do("compile", texts=texts, question=question)
-            while done < total and not self._stopped:
-                self._compiling(done, total)
-                done, total = self._do("compiled")
-            if done < total:
+            self._do("compile", texts=texts, question=question)
+            ready = False
+            while not (ready or self._stopped):
+                done, total, ready = self._do("compile_on")
+                # More may follow those that are compiled.
+                self._compiling(done, total if ready else max(total, done + 1))
+            if not ready:
                 self._do("give_up_compiling")
-            else:
-                self._compiling(done, total)
         self._begun = True
 
     def _sleep(self) -> bool:

@@ -14,6 +14,7 @@ from jax_longctx.serving.server import LongServer, ServeOptions, listen
 from tests.jax_longctx.engine.test_running import compilations
 from tests.jax_longctx.serving.tiny import LENGTHS
 from tests.small_methods import small_method
+from tests.stored_programs import forget, lowerings, storing
 
 LONG = " ".join(f"The number of item {n} is {n * n}." for n in range(14))
 
@@ -60,6 +61,9 @@ def test_requests_compile_nothing(tiny, serve, name, by_layer):
                 messages=[{"role": "user", "content": asked}], seed=3, stop=["xyz", "."], **how
             )
         client.completions.create(prompt="One", temperature=0.7, logprobs=3, **how)
+        # Texts of all sizes, and of whole chunks of 32 tokens and more.
+        for count in (1, 2, 9, 33, 34, 65, 100, 150, 200, 270, 333, 428):
+            client.completions.create(prompt=[3 + count % 50] * count, **how)
         if not running.served.team.executor.engine.method.info.needs_question:
             book = http.post("/v1/contexts", json={"text": LONG, "save": False}).json()
             for asked in ("What is it?", "And who?" * 5):
@@ -69,6 +73,33 @@ def test_requests_compile_nothing(tiny, serve, name, by_layer):
                     **how,
                 )
     assert not found
+
+
+@pytest.mark.parametrize("name", ["full", pytest.param("snapkv", marks=pytest.mark.slow)])
+def test_a_second_start_finds_stored_programs(tiny, serve, tmp_path, name):
+    """It lowers nothing, its requests compile nothing, and it answers alike."""
+    lengths = dataclasses.replace(LENGTHS, whole=256, share_from=300)
+    how = {"model": "tiny", "prompt": [7] * 90, "max_tokens": 12, "seed": 3}
+    answers, found = [], []
+    (tmp_path / "programs").mkdir()
+    with storing(tmp_path / "programs") as folder:
+        for start in range(2):
+            with lowerings() as lowered:
+                running = serve(
+                    model_of(tiny, name, False),
+                    contexts=tmp_path / str(start),
+                    lengths=lengths,
+                    ready_for=100,
+                    compiling=lambda done, total: found.append(total),
+                )
+            assert bool(lowered) == (start == 0)
+            with compilations() as compiled, running.client() as client:
+                answers.append(client.completions.create(**how).choices[0])
+            assert not compiled
+            running.stop()
+            assert len(list(folder.glob("longctx-*"))) == found[-1] > 3
+            forget()
+    assert answers[0] == answers[1]
 
 
 def test_requests_are_taken_when_the_programs_are_compiled(tiny, tmp_path):
