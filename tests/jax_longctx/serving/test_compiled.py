@@ -66,7 +66,7 @@ def test_requests_compile_nothing(tiny, serve, name, by_layer):
             client.completions.create(prompt=[3 + count % 50] * count, **how)
         if not running.served.team.executor.engine.method.info.needs_question:
             book = http.post("/v1/contexts", json={"text": LONG, "save": False}).json()
-            for asked in ("What is it?", "And who?" * 5):
+            for asked in ("What is it?", "And who?" * 2):
                 client.chat.completions.create(
                     messages=[{"role": "user", "content": asked}],
                     extra_body={"context": book["id"]},
