@@ -4,6 +4,8 @@ The scheduler gives its orders by name with JSON arguments, so that several proc
 can follow them: the leader broadcasts each order before it carries it out, and the others carry out
 the same (`Team`). Contexts have keys, running rows have numbers.
 
+In one process, threads save and load contexts while rows decode.
+
 Rows run in batches (`RunningBatch`). Rows of short texts are copied to places of one batch. The
 rows of a long text share its keys and values, if the method and the mesh can: they have a batch of
 their own, whose places hold questions and answers alone. So the text is in memory once, and a
@@ -16,16 +18,18 @@ import itertools
 import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Stage, own_tokens
-from jax_longctx.engine import Context, Progress
+from jax_longctx.engine import Context, Progress, programs
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
-from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
+from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share
 from jax_longctx.engine.running import Chosen, Request, RunningBatch, cannot_share
 from jax_longctx.errors import CapacityError, InputError, LongctxError
@@ -77,6 +81,11 @@ class Executor:
         self._rows: dict[int, tuple[RunningBatch, int]] = {}
         self._numbers = itertools.count()
         self.broken: set[int] = set()
+        self._several = jax.process_count() > 1
+        # A thread to save, and one to load.
+        self._files = ThreadPoolExecutor(2, thread_name_prefix="files")
+        self._saving: Saving | None = None
+        self._loading: tuple[str, Future[Context]] | None = None
         self._compilation: Compilation | None = None
         self._rehearsals: Iterator[int] = iter(())
 
@@ -144,6 +153,9 @@ class Executor:
                     questions=[[0]] if engine.method.info.needs_question else None,
                 )
                 try:
+                    for cache in context.usable_caches():
+                        # To save it.
+                        programs.copied_layer(cache, jnp.int32(0))
                     if questions:
                         self._batch("", context).rehearse(context, questions)
                 finally:
@@ -237,20 +249,61 @@ class Executor:
         self.contexts.pop(key, None)
 
     def save(self, key: str, path: str) -> None:
-        """Writes a context to a new folder.
+        """Begins to write a context to a new folder, one at a time; `saved` goes on with it.
+
+        Of several processes all write it here at once: what a thread of each would tell the others
+        could come in another order than what is told for rows.
 
         Raises:
           CheckpointError, InputError: as `save_context`.
         """
-        save_context(self.engine, self.contexts[key], path)
+        if self._several:
+            save_context(self.engine, self.contexts[key], path)
+        else:
+            self._saving = Saving(self.engine, self.contexts[key], path, self._files)
+
+    def saved(self, *, wait: bool = False) -> bool:
+        """Whether the context that `save` began is written; with `wait` returns when it is.
+
+        Raises:
+          CheckpointError, InputError: as `save_context`; nothing is left behind.
+        """
+        if self._saving is None:
+            return True
+        try:
+            ended = self._saving.go_on(wait=wait)
+        except LongctxError:
+            self._saving = None
+            raise
+        if ended:
+            self._saving = None
+        return ended
 
     def load(self, key: str, path: str) -> None:
-        """Reads a saved context into memory.
+        """Begins to read a saved context into memory, one at a time, as `save` does.
 
         Raises:
           CheckpointError: as `load_context`.
         """
-        self.contexts[key] = load_context(self.engine, path)
+        if self._several:
+            self.contexts[key] = load_context(self.engine, path)
+        else:
+            self._loading = key, self._files.submit(load_context, self.engine, path)
+
+    def loaded(self, *, wait: bool = False) -> bool:
+        """Whether the context that `load` began is in memory; with `wait` returns when it is.
+
+        Raises:
+          CheckpointError: as `load_context`.
+        """
+        if self._loading is None:
+            return True
+        key, found = self._loading
+        if not (wait or found.done()):
+            return False
+        self._loading = None
+        self.contexts[key] = found.result()
+        return True
 
     def join(self, key: str, request: dict[str, Any]) -> tuple[int, Chosen]:
         """Feeds a question to a context; its answer's row joins those that decode.

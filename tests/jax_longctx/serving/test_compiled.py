@@ -65,7 +65,7 @@ def test_requests_compile_nothing(tiny, serve, name, by_layer):
         for count in (1, 2, 9, 33, 34, 65, 100, 150, 200, 270, 333, 428):
             client.completions.create(prompt=[3 + count % 50] * count, **how)
         if not running.served.team.executor.engine.method.info.needs_question:
-            book = http.post("/v1/contexts", json={"text": LONG, "save": False}).json()
+            book = http.post("/v1/contexts", json={"text": LONG, "save": True}).json()
             for asked in ("What is it?", "And who?" * 2):
                 client.chat.completions.create(
                     messages=[{"role": "user", "content": asked}],
