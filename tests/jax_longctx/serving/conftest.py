@@ -73,7 +73,7 @@ def serving(model, folder, **options):
         target=served.run, args=(bound,), kwargs={"on_ready": ready.set}, daemon=True
     )
     thread.start()
-    assert ready.wait(120)
+    assert ready.wait(400)
     assert not faults, faults
     running = Running(served, f"http://127.0.0.1:{bound.getsockname()[1]}", faults, thread)
     try:
