@@ -140,7 +140,7 @@ def _slots(caches: Any) -> int:
     return next(node.k.shape[-2] for node in nodes if isinstance(node, AppendCache))
 
 
-def branches(caches: Any, rows: int, room: int, split: int) -> Any:
+def branches(caches: Any, rows: int, room: int, split: Any) -> Any:
     """Empty caches of rows over a context that has these caches (shapes will do).
 
     Every store, and all digests of pages, become `Branched` with `room` slots for each row, without
@@ -164,7 +164,7 @@ def branches(caches: Any, rows: int, room: int, split: int) -> Any:
         first, about = jax.tree.leaves(part)[0], jax.tree.leaves(axes)[0]
         entries = first.shape[next(i for i, x in enumerate(about.axes) if x in ("slots", "pages"))]
         layers = first.shape[: about.axes.index("batch")]
-        return Branched(None, own, jnp.full((*layers, 1), split * entries // slots, jnp.int32))
+        return Branched(None, own, jnp.full((*layers, 1), split // (slots // entries), jnp.int32))
 
     return jax.tree.map(node, caches, _axes(caches), is_leaf=_parts)
 

@@ -1,5 +1,6 @@
 """`jax-longctx serve`: one model behind OpenAI's HTTP interface."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -141,6 +142,14 @@ class Limits:
     )
     max_ttl: float = option("Most seconds that a request may say.", default=7 * 86400.0)
     max_contexts: int = option("Most contexts at a time; others get 429.", default=1024)
+    ready_for: int | None = option(
+        "Compile the programs of texts of up to so many tokens, and of the longest, before "
+        "requests are taken; 0 compiles none. The first text of another size compiles its own, and "
+        "answers pause. --share-from on GPUs and TPUs, 0 on a CPU and in several processes unless "
+        "given.",
+        metavar="TOKENS",
+        min=0,
+    )
     context_disk: float | None = option(
         "GiB that saved contexts may take; unlimited unless given.", metavar="GIB"
     )
@@ -227,6 +236,11 @@ def _options(
     from jax_longctx.serving.server import ServeOptions
 
     memory, disk = limits.context_memory, limits.context_disk
+    ready_for = limits.ready_for
+    if ready_for is None:
+        ready_for = limits.share_from if loaded.compiles_ahead else 0
+    elif ready_for and process.number() is not None:
+        raise InputError("--ready-for is for a server of one process; leave it out")
     return ServeOptions(
         name=listening.name or checkpoint.resolve().name,
         contexts=limits.contexts or temporary or Path(os.devnull),
@@ -251,6 +265,7 @@ def _options(
         most_ttl=limits.max_ttl,
         most_contexts=limits.max_contexts,
         grace=listening.grace,
+        ready_for=ready_for,
     )
 
 
@@ -269,17 +284,23 @@ def _lead(
         warning = loaded.length_warning(given.lengths.whole)
         if warning is not None:
             terminal.note(f"warning: {warning}")
-        served = LongServer(loaded, given, crashed=functools.partial(_crashed, temporary))
         host = f"[{listening.host}]" if ":" in listening.host else listening.host
+        with contextlib.ExitStack() as shown:
+            told: dict[str, Any] = {}
+            if given.ready_for:
+                told["compiling"] = shown.enter_context(terminal.progress("compiling", "programs"))
+            crashed = functools.partial(_crashed, temporary)
+            served = LongServer(loaded, given, crashed=crashed, **told)
 
-        def ready() -> None:
-            terminal.note(
-                f"serving {given.name} on http://{host}:{port}/v1 ({given.rows} rows of "
-                f"{given.lengths.whole:,} tokens, {shown_bytes(served.scheduler.budget)} for "
-                f"contexts); Ctrl-C ends it"
-            )
+            def ready() -> None:
+                shown.close()
+                terminal.note(
+                    f"serving {given.name} on http://{host}:{port}/v1 ({given.rows} rows of "
+                    f"{given.lengths.whole:,} tokens, {shown_bytes(served.scheduler.budget)} for "
+                    f"contexts); Ctrl-C ends it"
+                )
 
-        ended = served.run(bound, on_ready=ready)
+            ended = served.run(bound, on_ready=ready)
     if ended == signal.SIGINT:
         raise KeyboardInterrupt
 

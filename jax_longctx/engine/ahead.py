@@ -128,15 +128,22 @@ class Compilation:
         return len(self._found)
 
     @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Within it, this thread's `Program`s are compiled, not executed."""
+    def rehearsing(self, *, last: bool = True) -> Iterator[None]:
+        """Within it, this thread's `Program`s are compiled, not executed.
+
+        Unless it is the `last`, another rehearsal of this compilation follows, or `close`.
+        """
         token = _rehearsal.set(self)
         try:
             yield
         finally:
             _rehearsal.reset(token)
-            # No more programs will come; those submitted go on.
-            self._pool.shutdown(wait=False)
+            if last:
+                self.close()
+
+    def close(self) -> None:
+        """No more programs will come; those submitted go on."""
+        self._pool.shutdown(wait=False)
 
     def prefill_ends(self) -> None:
         """Marks the programs so far as those of the prefill (see `wait`)."""
@@ -200,6 +207,15 @@ class Compilation:
 
     def _on_done(self, future: Future[Any]) -> None:
         self._ended = time.perf_counter()
+
+    @property
+    def done(self) -> int:
+        """How many programs are compiled."""
+        return sum(future.done() for _, future in self._found.values())
+
+    def cancel(self) -> None:
+        """Gives up the programs that do not compile yet."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def seconds(self) -> float:

@@ -10,19 +10,22 @@ import contextlib
 import dataclasses
 import functools
 import json
+import queue
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.contract import SlotLayout
 from jax_longctx.engine import Context, programs
 from jax_longctx.engine.capacity import GRANULE, finished_caches
-from jax_longctx.engine.distributed import from_leader
+from jax_longctx.engine.distributed import from_leader, to_host
 from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.locks import only_writer
@@ -53,29 +56,116 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
       CheckpointError: it could not be written, or another process is writing it; nothing is left
         behind.
     """
-    path = Path(path).absolute()
-    engine.check_context(context)
-    partial = path.with_name(path.name + ".partial")
+    described = _described(engine, context)
     moved = functools.partial(_moved, engine, SlotLayout.in_order, context.slots)
-    leaves: dict[str, jax.Array] = {}
+    leaves: list[jax.Array] = []
     # Layer by layer, whatever runs of layers this engine loops over.
     for cache in programs.each_layer(context.usable_caches()):
         for leaf, axes in zip(jax.tree.leaves(cache), leaf_axes(cache), strict=True):
             # Rows that only fill the mesh's data axis stay behind.
-            leaves[f"{len(leaves):05d}"] = moved(axes, _with_rows(leaf, axes, context.batch))
-    described = {
+            leaves.append(moved(axes, _with_rows(leaf, axes, context.batch)))
+    _write(Path(path).absolute(), described, leaves)
+
+
+class Saving:
+    """`save_context` beside decoding, in one process: copies and files are another thread's work.
+
+    `go_on`, between two decode steps, copies a few layers on the devices. A copy is no part of the
+    context, whose own arrays questions and rows that share it update in place. The thread brings
+    the copies to the host, and writes the files when it has all layers. What a question writes
+    meanwhile lies behind the context's tokens, so layers may be copied at different times.
+
+    Args:
+      pool: whose thread brings the layers to the host and writes the files.
+
+    Raises:
+      InputError: as `save_context`.
+    """
+
+    def __init__(
+        self, engine: Engine, context: Context, path: str | Path, pool: ThreadPoolExecutor
+    ):
+        self._described = _described(engine, context)
+        self._context, self._path = context, Path(path).absolute()
+        self._moved = functools.partial(_moved, engine, SlotLayout.in_order, context.slots)
+        runs = enumerate(context.usable_caches())
+        self._left = [(run, n) for run, cache in runs for n in range(programs.layers_in(cache))]
+        self._left.reverse()
+        # Layers that the thread has not taken yet are on the devices twice.
+        self._copies: queue.Queue[Any] = queue.Queue(maxsize=2)
+        self._ended = pool.submit(self._run, len(self._left))
+
+    def go_on(self, *, wait: bool = False) -> bool:
+        """Copies the next layers unless the thread has enough of them; whether all is written.
+
+        Args:
+          wait: return when all is written.
+
+        Raises:
+          CheckpointError, InputError: as `save_context`; the save is given up.
+        """
+        try:
+            while self._left and not self._ended.done() and (wait or not self._copies.full()):
+                # An error may have ended the thread, which takes no more then.
+                with contextlib.suppress(queue.Full):
+                    self._copies.put(self._copied(*self._left[-1]), timeout=1.0)
+                    self._left.pop()
+        except BaseException:
+            self.close()
+            raise
+        if wait or self._ended.done():
+            self._ended.result()
+            return True
+        return False
+
+    def close(self) -> None:
+        """Gives the save up, and waits for the thread."""
+        self._left.clear()
+        while not self._ended.done():
+            with contextlib.suppress(queue.Full):
+                self._copies.put(None, timeout=0.01)
+        with contextlib.suppress(CheckpointError, InputError):
+            self._ended.result()
+
+    def _copied(self, run: int, number: int) -> Any:
+        layer = programs.copied_layer(self._context.usable_caches()[run], jnp.int32(number))
+        leaves, structure = jax.tree.flatten(layer)
+        return structure.unflatten(map(self._moved, leaf_axes(layer), leaves))
+
+    def _run(self, layers: int) -> None:
+        leaves: list[np.ndarray] = []
+        for _ in range(layers):
+            layer = self._copies.get()
+            if layer is None:
+                return
+            for leaf, axes in zip(jax.tree.leaves(layer), leaf_axes(layer), strict=True):
+                rows = [slice(self._context.batch if axis == "batch" else None) for axis in axes]
+                leaves.append(np.asarray(leaf)[*rows])
+            del layer, leaf
+        _write(self._path, self._described, leaves)
+
+
+def _described(engine: Engine, context: Context) -> dict[str, Any]:
+    """What the manifest says of the context."""
+    engine.check_context(context)
+    return {
         "made_by": made_by_engine(engine),
         "rows": context.rows[: context.batch],
         "questions": context.questions and context.questions[: context.batch],
         "batch": context.batch,
         "slots": context.slots,
         "reserve": context.reserve,
-        "total": [int(n) for n in context.total[: context.batch]],
+        "total": [int(n) for n in to_host(context.total)[: context.batch]],
     }
+
+
+def _write(path: Path, described: dict[str, Any], leaves: Sequence[Any]) -> None:
+    """Writes the manifest and the arrays, layer by layer."""
+    partial = path.with_name(path.name + ".partial")
     with contextlib.ExitStack() as held:
         from_leader(lambda: _begin(path, partial, held))
         with writing(path):
-            ocp.save(str(partial / CACHES), leaves)
+            ocp.save(str(partial / CACHES), {f"{i:05d}": leaf for i, leaf in enumerate(leaves)})
         from_leader(lambda: _finish(path, partial, described))
 
 

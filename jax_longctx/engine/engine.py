@@ -342,7 +342,7 @@ class Engine:
                 keep=keep,
             )
             with contextlib.closing(stream):
-                for _ in range(_blocks_of_all(self.method, max_tokens)):
+                for _ in range(blocks_of_all(self.method, max_tokens)):
                     next(stream)
         return compilation
 
@@ -645,7 +645,7 @@ def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:
     return (sampling or Sampling()).of_rows(rows)
 
 
-def _blocks_of_all(method: Method, max_tokens: int) -> int:
+def blocks_of_all(method: Method, max_tokens: int) -> int:
     """How many blocks an answer yields until it has taken a step of every variant twice."""
     steps: dict[str, list[int]] = {}
     for step in range(1, max_tokens):

@@ -366,6 +366,14 @@ def per_layer(caches: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(each_layer(caches))
 
 
+@program()
+def copied_layer(run: Any, layer: Int[Any, ""]) -> Any:
+    """A layer's cache in arrays of its own; `layer` counts within the run."""
+    if isinstance(run, Stacked):
+        return _of_layer(run.cache, layer)
+    return jax.tree.map(jnp.copy, run)
+
+
 def as_run(setup: Setup, caches: tuple[Any, ...], like: tuple[Any, ...]) -> tuple[Any, ...]:
     """`per_layer` undone: caches in runs as `like` has them (shapes will do), on its shards."""
     found, layer = [], 0
@@ -373,15 +381,20 @@ def as_run(setup: Setup, caches: tuple[Any, ...], like: tuple[Any, ...]) -> tupl
         alike = caches[layer : layer + layers_in(run)]
         layer += len(alike)
         if isinstance(run, Stacked):
-            shardings = tree_shardings(setup.mesh, run)
-            stack = jax.jit(
-                lambda *each: Stacked(jax.tree.map(lambda *x: jnp.stack(x), *each), len(each)),
-                out_shardings=shardings,
-            )
-            found.append(stack(*alike))
+            shardings, structure = jax.tree.flatten(tree_shardings(setup.mesh, run))
+            found.append(_stacker(structure, tuple(shardings))(*alike))
         else:
             found.append(alike[0])
     return tuple(found)
+
+
+@functools.lru_cache(maxsize=64)
+def _stacker(structure: Any, shardings: tuple[Any, ...]) -> Any:
+    """Makes a run of its layers' caches; a function a kind of cache, so that it compiles once."""
+    return jax.jit(
+        lambda *each: Stacked(jax.tree.map(lambda *x: jnp.stack(x), *each), len(each)),
+        out_shardings=structure.unflatten(shardings),
+    )
 
 
 def _alone(cache: Any) -> Stacked:

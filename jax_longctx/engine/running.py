@@ -34,8 +34,9 @@ from jax_longctx.caches.branched import (
 )
 from jax_longctx.contract import own_tokens
 from jax_longctx.engine import programs
+from jax_longctx.engine.ahead import program
 from jax_longctx.engine.capacity import SPARE, bucket, bytes_per_device, finished_caches, reserved
-from jax_longctx.engine.engine import BLOCK, Context, Engine, Run
+from jax_longctx.engine.engine import BLOCK, Context, Engine, Run, blocks_of_all
 from jax_longctx.engine.programs import DecodeState
 from jax_longctx.engine.sampling import (
     ANY,
@@ -50,6 +51,8 @@ from jax_longctx.sharding import Leaf, axes_of, leaf_axes, tree_shardings
 
 # Axes of a cache whose sizes follow from the lengths of text, question and answer.
 GROWING = ("slots", "room", "pages", "share")
+# Tokens that end an answer take that many columns, or a multiple: few programs are compiled.
+STOP_COLUMNS = 16
 
 # Why a row ended: a token of its `stop_ids`, its `max_tokens`, or logits that are no numbers.
 Reason = Literal["stop", "length", "not finite"]
@@ -108,7 +111,7 @@ class _Whole:
             for caches in (shapes, self._shapes(setup, rows, 2 * self.slots))
         )
         engine.check_bytes(self.slots, need, (double - need) / self.slots)
-        self.axes = frozenset(name for axes in leaf_axes(shapes) for name in axes)
+        self.axes = frozenset(name for axes in leaf_axes(shapes) for name in axes if name)
         self._setup, self.held = setup, _zeros(setup, shapes)
 
     def _shapes(self, setup: programs.Setup, rows: int, slots: int) -> tuple[Any, ...]:
@@ -162,9 +165,11 @@ class _Branches:
         own, setup = own_tokens(engine.method), engine.setup
         assert own is not None
         self._setup, self._reserve, self._context = setup, reserve, context
+        self.axes = frozenset[str]()
         layout = setup.slot_layout
         split = split_of(context.lengths[0], own, layout)
-        rest = context.lengths[0] - split
+        # The most that a text has beyond its split, so that texts of one size share programs.
+        rest = own + layout.turn - 1
         # The rows' own slots are divided over `seq` too.
         whole = layout.turn
         room = -(-(rest + reserve + SPARE) // whole) * whole
@@ -173,9 +178,10 @@ class _Branches:
         engine.check_bytes(room, bytes_per_device(engine.mesh, shapes), 0.0)
         shardings = tree_shardings(engine.mesh, shapes)
         self.slots = context.slots
-        self.held = jax.jit(
-            lambda: make(_as_shapes(context.usable_caches())), out_shardings=shardings
-        )()
+        given, structure = jax.tree.flatten(_as_shapes(context.usable_caches()))
+        leaves = tuple((leaf.shape, leaf.dtype) for leaf in given)
+        where = tuple(jax.tree.leaves(shardings))
+        self.held = _branch_maker(structure, leaves, where, rows, room)(jnp.int32(split))
 
     def check(self, context: Context, row: int, asked: int, answer: int) -> None:
         """InputError for another context, CapacityError where a row is larger than a place."""
@@ -227,6 +233,15 @@ def _check_reserve(asked: int, answer: int, reserve: int) -> None:
             f"{asked + answer:,} slots, a place of this batch reserves {reserve:,}; "
             "shorten them, or make a batch with a larger reserve"
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _branch_maker(structure: Any, leaves: Any, where: Any, rows: int, room: int) -> Any:
+    """Makes `branches` of caches of these shapes, given where rows part from the context."""
+    caches = structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
+    shapes = jax.eval_shape(functools.partial(branches, caches, rows, room), jnp.int32(0))
+    shardings = jax.tree.structure(shapes).unflatten(where)
+    return jax.jit(functools.partial(branches, caches, rows, room), out_shardings=shardings)
 
 
 def _as_shapes(tree: Any) -> Any:
@@ -283,7 +298,7 @@ class RunningBatch:
         state = programs.first_state(np.zeros(rows, bool), seen)
         total = jnp.zeros((rows,), jnp.int32)
         self._state, self._total = programs.everywhere(setup.ends, (state, total))
-        self._values = sampling_values(Sampling(seed=(0,)), rows)
+        self._values = _with_stops(sampling_values(Sampling(seed=(0,)), rows))
         self._given: RowValues | None = None
         # No answer is longer, of methods whose steps differ.
         longest = max(self.slots, self.reserve)
@@ -425,6 +440,33 @@ class RunningBatch:
         if place in self._requests:
             self._free(place, running=True)
 
+    def rehearse(self, context: Context, questions: Sequence[int]) -> None:
+        """Calls the programs of rows over this context, within `Compilation.rehearsing`.
+
+        Questions have these many tokens. Nothing is executed, and the batch stays as it is; no row
+        may run. Of the context only the sizes count.
+        """
+        if self._requests:
+            raise InputError("rows are running; rehearse before the first one joins")
+        before = self._caches.held, self._state, self._total, self._values, self._given
+        length = context.lengths[0]
+        try:
+            for asked in questions:
+                room = self.reserve - asked
+                if "slots" in self._caches.axes:
+                    room = min(room, self.slots - length - asked - SPARE)
+                place, _ = self.join(context, Request([0] * asked, max_tokens=max(room, 1)))
+                # What stands in for the new state has no row, and the host would run no step.
+                begun = programs.first_state(np.ones(len(self._state.done), bool), self._state.seen)
+                self._state = programs.everywhere(self.engine.setup.ends, begun)
+                # A first step is given other arrays than a later one.
+                for _ in range(max(2, blocks_of_all(self.engine.method, room))):
+                    self.step()
+                self.leave(place)
+        finally:
+            self._requests, self._counts, self.ended = {}, {}, {}
+            self._caches.held, self._state, self._total, self._values, self._given = before
+
     def _free(self, place: int, *, running: bool) -> None:
         del self._requests[place], self._counts[place]
         if running:
@@ -453,13 +495,21 @@ class RunningBatch:
 
 
 def _values_of(request: Request) -> RowValues:
-    return sampling_values(
-        request.sampling.of_rows(1),
-        1,
-        max_tokens=request.max_tokens,
-        stop_ids=request.stop_ids,
-        logprobs=request.logprobs is not None,
+    return _with_stops(
+        sampling_values(
+            request.sampling.of_rows(1),
+            1,
+            max_tokens=request.max_tokens,
+            stop_ids=request.stop_ids,
+            logprobs=request.logprobs is not None,
+        )
     )
+
+
+def _with_stops(values: RowValues) -> RowValues:
+    """The values with whole `STOP_COLUMNS`."""
+    columns = -(-max(values.stops.shape[1], 1) // STOP_COLUMNS) * STOP_COLUMNS
+    return dataclasses.replace(values, stops=_widened(values.stops, columns))
 
 
 def _widened(stops: Any, columns: int) -> Any:
@@ -492,21 +542,21 @@ def _zeros(setup: programs.Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.jit(make, out_shardings=tree_shardings(setup.mesh, shapes))()
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@program(static=(0,))
 def _row_of(
     ends: programs.Ends, logits: Float[Array, "B V"], row: Int[Array, ""]
 ) -> Float[Array, "1 V"]:
     return programs.replicated(ends, jax.lax.dynamic_slice_in_dim(logits, row, 1))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1, **programs.IN_PLACE)
+@program(static=(0,), donate_argnums=1, **programs.IN_PLACE)
 def _stopped(ends: programs.Ends, state: DecodeState, place: Int[Array, ""]) -> DecodeState:
     """The state without the row at `place`."""
     done, finite = (x.at[place].set(True) for x in (state.done, state.finite))
     return programs.replicated(ends, dataclasses.replace(state, done=done, finite=finite))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2), **programs.IN_PLACE)
+@program(static=(0,), donate_argnums=(1, 2), **programs.IN_PLACE)
 def _stated(
     ends: programs.Ends,
     state: DecodeState,
@@ -526,7 +576,7 @@ def _stated(
     return programs.replicated(ends, (state, total))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1, **programs.IN_PLACE)
+@program(static=(0,), donate_argnums=1, **programs.IN_PLACE)
 def _seated(
     setup: programs.Setup,
     caches: tuple[Any, ...],

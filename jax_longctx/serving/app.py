@@ -174,7 +174,7 @@ class Service:
         """GET /ready: requests are taken."""
         if self.scheduler.accepts:
             return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "shutting down"}, status_code=503)
+        return JSONResponse({"status": self.scheduler.state}, status_code=503)
 
     async def figures(self, request: Request) -> Response:
         """GET /metrics"""

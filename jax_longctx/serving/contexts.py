@@ -5,9 +5,10 @@ A `Text` is one row of token ids. It is unread, in memory, on the disk, or both.
 one text. A text without an entry was read for a request, and is kept for later ones as long as
 there is room. The store keeps the books; the scheduler reads, saves and loads.
 
-Any thread may change the books. The scheduler's thread alone changes files, so that nothing removes
-a folder that is being saved or loaded. Other threads only note what the files lack (`touch`,
-`remove`), and the scheduler brings them up to date (`update_files`).
+Any thread may change the books. The scheduler's thread alone changes files, but for a folder that
+is being saved, and leaves those that are being saved or loaded (`Text.busy`). Other threads only
+note what the files lack (`touch`, `remove`), and the scheduler brings them up to date
+(`update_files`).
 
 On the disk a text is a folder `KEY` with the saved context, and a file `KEY.json` with its entries.
 The file is written last and removed first, so that a folder without a file is rubbish. All lie in
@@ -52,6 +53,7 @@ class Text:
       resident: bytes on each device, 0 while it is not in memory.
       saved: whether the disk has it.
       stored: bytes of its files when it was last saved; 0 before.
+      busy: whether it is being saved or loaded: it stays in the books, and its files stay.
       damaged: whether its files were damaged: it is saved again after it is read.
       reading: (tokens read, tokens to read) while it is being read.
       keep: whether it stays in memory for later requests when nobody names it.
@@ -68,6 +70,7 @@ class Text:
     resident: int = 0
     saved: bool = False
     stored: int = 0
+    busy: bool = False
     damaged: bool = False
     reading: tuple[int, int] | None = None
     keep: bool = False
@@ -230,6 +233,11 @@ class Contexts:
             texts = [text for text in self._texts.values() if text.resident and not text.rows]
         return sorted(texts, key=lambda text: (bool(text.entries), text.used))
 
+    def damaged(self) -> list[Text]:
+        """Texts in memory whose files were damaged."""
+        with self.lock:
+            return [text for text in self._texts.values() if text.resident and text.damaged]
+
     @property
     def resident_bytes(self) -> int:
         """Bytes on each device of all texts in memory."""
@@ -253,7 +261,7 @@ class Contexts:
             gone = [
                 text
                 for text in self._texts.values()
-                if not (text.entries or text.jobs)
+                if not (text.entries or text.jobs or text.busy)
                 and (text.reading or not text.resident or not text.keep)
             ]
             for text in gone:
@@ -339,7 +347,8 @@ class Contexts:
     def update_files(self) -> None:
         """Writes to the files of saved texts what the books say by now."""
         with self.lock:
-            outdated, self._outdated = self._outdated, set()
+            outdated = {text for text in self._outdated if not text.busy}
+            self._outdated -= outdated
             touched, self._touched = self._touched, set()
         for text in outdated:
             if text.saved:

@@ -4,6 +4,8 @@ The scheduler gives its orders by name with JSON arguments, so that several proc
 can follow them: the leader broadcasts each order before it carries it out, and the others carry out
 the same (`Team`). Contexts have keys, running rows have numbers.
 
+In one process, threads save and load contexts while rows decode.
+
 Rows run in batches (`RunningBatch`). Rows of short texts are copied to places of one batch. The
 rows of a long text share its keys and values, if the method and the mesh can: they have a batch of
 their own, whose places hold questions and answers alone. So the text is in memory once, and a
@@ -13,20 +15,34 @@ decode step reads it once. The batches take turns.
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Generator
+import logging
+import time
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_longctx.api import LongContext
-from jax_longctx.contract import own_tokens
-from jax_longctx.engine import Context, Progress
+from jax_longctx.contract import Stage, own_tokens
+from jax_longctx.engine import Context, Progress, programs
+from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
-from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
+from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share
 from jax_longctx.engine.running import Chosen, Request, RunningBatch, cannot_share
-from jax_longctx.errors import LongctxError
+from jax_longctx.errors import CapacityError, InputError, LongctxError
 from jax_longctx.settings import Sampling
+
+log = logging.getLogger(__name__)
+
+# Seconds of an order that waits for programs: the thread looks whether it is to end between two.
+COMPILE_SECONDS = 1.0
+# The least tokens that a chunk is padded to (see `contract.tail_size`), and the most lengths of
+# texts of one size that are looked at for the programs that they call.
+TAIL = 8
+MOST_TRIED = 256
 
 
 class Executor:
@@ -50,6 +66,7 @@ class Executor:
         self, model: LongContext, *, places: int, length: int, reserve: int, share_from: int
     ):
         self.model, self.engine, self.places = model, model.engine, places
+        self._length = length
         self._share_from = share_from if cannot_share(self.engine) is None else length + 1
         slots = self.engine.slots_for(min(length, self._share_from + reserve))
         self._short = RunningBatch(self.engine, places=places, slots=slots, reserve=reserve)
@@ -64,6 +81,135 @@ class Executor:
         self._rows: dict[int, tuple[RunningBatch, int]] = {}
         self._numbers = itertools.count()
         self.broken: set[int] = set()
+        self._several = jax.process_count() > 1
+        # A thread to save, and one to load.
+        self._files = ThreadPoolExecutor(2, thread_name_prefix="files")
+        self._saving: Saving | None = None
+        self._loading: tuple[str, Future[Context]] | None = None
+        self._compilation: Compilation | None = None
+        self._rehearsals: Iterator[int] = iter(())
+
+    def compile(self, texts: int, question: int) -> None:
+        """Begins to compile the programs of texts of up to `texts` tokens, and of the longest.
+
+        Questions have at most `question` tokens. `compile_on` goes on with it.
+        """
+        self._compilation = Compilation(self.engine.mesh)
+        self._rehearsals = self._rehearsed(texts, min(question, self.reserve - 1))
+
+    def compile_on(self) -> tuple[int, int, bool]:
+        """Lowers the programs of the next size, or waits a second for those that compile.
+
+        Returns how many programs are compiled, how many there are, and whether that is all.
+        """
+        found, known = self._compilation, True
+        assert found is not None
+        if next(self._rehearsals, None) is not None:
+            known = False
+        else:
+            found.close()
+            ends = time.monotonic() + COMPILE_SECONDS
+            while found.done < len(found) and time.monotonic() < ends:
+                time.sleep(0.05)
+        return found.done, len(found), known and found.done == len(found)
+
+    def give_up_compiling(self) -> None:
+        """Compiles no more programs than those that compile now."""
+        if self._compilation is not None:
+            self._compilation.cancel()
+
+    def _rehearsed(self, texts: int, question: int) -> Iterator[int]:
+        """Rehearses the requests of each size; texts of one size share programs."""
+        longest = self._length - 2
+        sizes: dict[tuple[int, bool], list[int]] = {}
+        # Of one size, texts that rows share run in another batch.
+        for tokens in [*range(min(texts, longest) + 1), longest]:
+            size = _capacity(tokens + self.reserve), tokens >= self._share_from
+            sizes.setdefault(size, []).append(tokens)
+        asked = self._questions(question)
+        for (capacity, _), lengths in sizes.items():
+            try:
+                self._rehearse(capacity, lengths, asked)
+            except (CapacityError, jax.errors.JaxRuntimeError) as error:
+                if not isinstance(error, CapacityError) and "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                # As a request for it will be told.
+                log.warning("the programs of %d tokens are not compiled: %s", lengths[-1], error)
+            yield capacity
+
+    def _rehearse(self, capacity: int, lengths: Sequence[int], asked: Sequence[int]) -> None:
+        """Calls the programs of texts of these lengths, and of questions about them."""
+        assert self._compilation is not None
+        engine = self.engine
+        # The shortest text has room for the longest questions. The others are only read.
+        fitting = [n for n in asked if lengths[0] + n < self._length]
+        others = self._reading_alike(capacity, lengths)
+        with self._compilation.rehearsing(last=False):
+            for tokens, questions in [(lengths[0], fitting), *((n, []) for n in others)]:
+                context = engine.prefill(
+                    [[0] * tokens],
+                    reserve=self.reserve,
+                    capacity=capacity,
+                    questions=[[0]] if engine.method.info.needs_question else None,
+                )
+                try:
+                    for cache in context.usable_caches():
+                        # To save it.
+                        programs.copied_layer(cache, jnp.int32(0))
+                    if questions:
+                        self._batch("", context).rehearse(context, questions)
+                finally:
+                    # Its memory is another size's now.
+                    self._shared.pop("", None)
+
+    def _questions(self, most: int) -> list[int]:
+        """Lengths of questions that call all programs of questions: they are padded to few."""
+        if self.engine.method.info.needs_question:
+            # Such a text is read for a prompt's last token.
+            return [1]
+        known, found = set[Any](), []
+        for n in range(1, most + 1):
+            try:
+                called = self._segments("question", 0, question=[[0] * n])
+            except InputError:
+                # The method takes no longer ones.
+                break
+            if not called <= known:
+                known |= called
+                found.append(n)
+        return found
+
+    def _reading_alike(self, capacity: int, lengths: Sequence[int]) -> list[int]:
+        """Of texts of these lengths, a few that call all programs of reading them.
+
+        A text of less than a chunk, or its last chunk, is padded to one of few lengths, of which
+        the least is `TAIL`.
+        """
+        slots = self.engine.slots_for(capacity - SPARE)
+        question = [[0]] if self.engine.method.info.needs_question else None
+
+        def called(tokens: int) -> set[Any]:
+            return self._segments("context", slots, context=[[0] * tokens], question=question)
+
+        known, found = called(lengths[0]), []
+        chunk = max((shape[-1] for _, shape, *_ in called(lengths[-1])), default=1)
+        # Whole chunks in the middle change nothing, so both ends of the range tell all.
+        near = min(2 * chunk, MOST_TRIED // 2 * TAIL)
+        for tokens in dict.fromkeys([*lengths[::-1][:near:TAIL], *lengths[:near:TAIL]]):
+            shapes = called(tokens)
+            if not shapes <= known:
+                known |= shapes
+                found.append(tokens)
+        return found
+
+    def _segments(self, stage: Stage, slots: int, **rows: Any) -> set[Any]:
+        """What tells the programs of a text's or a question's segments apart."""
+        segments = self.engine.method.segments(self.engine.prompt(stage, slots, **rows))
+        # The first segment of a question is given no logits of an earlier one.
+        return {
+            (number > 0, each.tokens.shape, each.role, each.groups, each.variant, each.spread)
+            for number, each in enumerate(segments)
+        }
 
     def read(self, key: str, tokens: list[int], total: int, question: list[int] | None) -> None:
         """Begins to read a text; `read_on` reads it, piece by piece."""
@@ -103,20 +249,61 @@ class Executor:
         self.contexts.pop(key, None)
 
     def save(self, key: str, path: str) -> None:
-        """Writes a context to a new folder.
+        """Begins to write a context to a new folder, one at a time; `saved` goes on with it.
+
+        Of several processes all write it here at once: what a thread of each would tell the others
+        could come in another order than what is told for rows.
 
         Raises:
           CheckpointError, InputError: as `save_context`.
         """
-        save_context(self.engine, self.contexts[key], path)
+        if self._several:
+            save_context(self.engine, self.contexts[key], path)
+        else:
+            self._saving = Saving(self.engine, self.contexts[key], path, self._files)
+
+    def saved(self, *, wait: bool = False) -> bool:
+        """Whether the context that `save` began is written; with `wait` returns when it is.
+
+        Raises:
+          CheckpointError, InputError: as `save_context`; nothing is left behind.
+        """
+        if self._saving is None:
+            return True
+        try:
+            ended = self._saving.go_on(wait=wait)
+        except LongctxError:
+            self._saving = None
+            raise
+        if ended:
+            self._saving = None
+        return ended
 
     def load(self, key: str, path: str) -> None:
-        """Reads a saved context into memory.
+        """Begins to read a saved context into memory, one at a time, as `save` does.
 
         Raises:
           CheckpointError: as `load_context`.
         """
-        self.contexts[key] = load_context(self.engine, path)
+        if self._several:
+            self.contexts[key] = load_context(self.engine, path)
+        else:
+            self._loading = key, self._files.submit(load_context, self.engine, path)
+
+    def loaded(self, *, wait: bool = False) -> bool:
+        """Whether the context that `load` began is in memory; with `wait` returns when it is.
+
+        Raises:
+          CheckpointError: as `load_context`.
+        """
+        if self._loading is None:
+            return True
+        key, found = self._loading
+        if not (wait or found.done()):
+            return False
+        self._loading = None
+        self.contexts[key] = found.result()
+        return True
 
     def join(self, key: str, request: dict[str, Any]) -> tuple[int, Chosen]:
         """Feeds a question to a context; its answer's row joins those that decode.

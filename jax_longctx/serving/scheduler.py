@@ -13,6 +13,10 @@ memory.
 Memory is counted in bytes on each device. A text that would not fit into the whole budget is
 refused; one that does not fit now waits until rows end. To make room, the least recently used text
 that no row needs leaves the memory: to the disk where a client named it.
+
+Texts are saved and loaded while rows decode, one of each at a time (see `executor`). What waits for
+that is looked at again in each turn: room for another text, the client that asked for the save, and
+the questions about a text that is being loaded.
 """
 
 import collections
@@ -22,7 +26,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jax_longctx.api import AnswerReader
 from jax_longctx.engine.engine import NOT_FINITE
@@ -43,6 +47,8 @@ MOST_UNNAMED = 256
 IDLE_SECONDS = 0.5
 # Seconds after which the leader shows the other processes that it lives.
 LIVES_SECONDS = 5.0
+# Seconds between two looks at a text that is being saved or loaded, where nothing else is to do.
+FILES_SECONDS = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +87,8 @@ class Failed:
     error: RequestError
 
 
+# Whether a text left the memory, is being saved so that one may leave, or none can.
+type Dropped = Literal["dropped", "saving", "none"]
 Event = Reading | Ready | Piece | Ended | Failed
 
 
@@ -134,6 +142,12 @@ class _Row:
     held: list[Chosen] = dataclasses.field(default_factory=list)
 
 
+def _saves(job: Job) -> bool:
+    """Whether the job is to save its text, whose id may have been deleted meanwhile."""
+    entry = job.entry
+    return entry is not None and entry.save and entry.id in job.text.entries
+
+
 class Scheduler:
     """Runs jobs in a thread of its own.
 
@@ -141,6 +155,9 @@ class Scheduler:
       budget: bytes on each device that texts in memory may take.
       most: requests that may wait or be answered at a time.
       crashed: called in the thread with an error that is no request's fault; nothing runs after.
+      compiled: tokens of texts and of a question (see `Executor.compile`), whose programs are
+        compiled before jobs are taken; None compiles none.
+      compiling: told how many programs are compiled, and how many there are, in the thread.
     """
 
     def __init__(
@@ -152,11 +169,14 @@ class Scheduler:
         budget: int,
         most: int,
         crashed: Callable[[BaseException], None],
+        compiled: tuple[int, int] | None = None,
+        compiling: Callable[[int, int], None] = lambda done, total: None,
     ):
         self.team, self.contexts, self.metrics = team, contexts, metrics
         self.budget, self.most = budget, most
         self._executor: Executor = team.executor
-        self._crashed = crashed
+        self._crashed, self._compiled, self._compiling = crashed, compiled, compiling
+        self._begun = False
         self._changed = threading.Condition()
         self._waiting: collections.deque[Job] = collections.deque()
         self._jobs = 0
@@ -164,6 +184,12 @@ class Scheduler:
         self._rows: dict[int, _Row] = {}
         self._text: Text | None = None
         self._need = 0
+        # Texts that are being saved and loaded, and the bytes of the latter.
+        self._saving: Text | None = None
+        self._loading: Text | None = None
+        self._loading_need = 0
+        # Texts that could not be saved, so that another must make room.
+        self._failed: dict[Text, LongctxError] = {}
         # Whether the devices are full: nothing is read until a row has ended.
         self._full = False
         self._pace = Pace()
@@ -177,7 +203,17 @@ class Scheduler:
     @property
     def accepts(self) -> bool:
         """Whether jobs are taken."""
-        return self._thread.is_alive() and not self._closing
+        return self._begun and self._thread.is_alive() and not self._closing
+
+    @property
+    def state(self) -> str:
+        """Why no job is taken: `compiling` or `shutting down`."""
+        return "shutting down" if self._closing or self._begun else "compiling"
+
+    @property
+    def begun(self) -> bool:
+        """Whether the thread takes jobs, or will never do."""
+        return self._begun or not self._thread.is_alive()
 
     @contextlib.contextmanager
     def place(self) -> Iterator[Place]:
@@ -223,9 +259,8 @@ class Scheduler:
 
     def _check_accepts(self) -> None:
         if not self.accepts:
-            raise RequestError(
-                503, "the server is shutting down", kind="server_error", retry_after=10
-            )
+            told = f"the server is {self.state}"
+            raise RequestError(503, told, kind="server_error", retry_after=10)
 
     def cancel(self, job: Job) -> None:
         """Ends a job whose client is gone; any thread may call it, also after the job's end."""
@@ -257,13 +292,16 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
+            self._prepare()
             while self._sleep():
                 began = time.monotonic()
+                self._end_files()
                 self._tidy()
                 self._admit(began)
                 self._work(began)
             for job in [*self._queued(), *(row.job for row in self._rows.values())]:
                 self._fail(job, RequestError(503, "the server has shut down", kind="server_error"))
+            self._end_files(wait=True)
             self.contexts.update_files()
             self.team.dismiss()
         except BaseException as error:
@@ -271,11 +309,28 @@ class Scheduler:
             self._stopped = True
             self._crashed(error)
 
+    def _prepare(self) -> None:
+        """Compiles what the first requests need."""
+        if self._compiled is not None:
+            texts, question = self._compiled
+            self._do("compile", texts=texts, question=question)
+            ready = False
+            while not (ready or self._stopped):
+                done, total, ready = self._do("compile_on")
+                # More may follow those that are compiled.
+                self._compiling(done, total if ready else max(total, done + 1))
+            if not ready:
+                self._do("give_up_compiling")
+        self._begun = True
+
     def _sleep(self) -> bool:
         """Waits for work; False when the thread is to end."""
         with self._changed:
-            if not (self._stopped or self._waiting or self._rows or self._text):
-                self._changed.wait(IDLE_SECONDS)
+            if not (self._stopped or self._rows or self._text):
+                if self._saving or self._loading:
+                    self._changed.wait(FILES_SECONDS)
+                elif not self._waiting:
+                    self._changed.wait(IDLE_SECONDS)
             stopped = self._stopped
         if self.team.several and time.monotonic() - self._ordered > LIVES_SECONDS:
             self._do("nothing")
@@ -301,6 +356,9 @@ class Scheduler:
                 self._end(job)
         self.contexts.expired()
         self.contexts.update_files()
+        for text in self.contexts.damaged():
+            if self._saving is None:
+                self._save_again(text)
         for text in self.contexts.useless():
             if text is self._text:
                 self._text, self._need = None, 0
@@ -324,7 +382,7 @@ class Scheduler:
             if self._rows and time.monotonic() - began >= READ_SECONDS:
                 return
             text = job.text
-            if text.reading is not None:
+            if text.reading is not None or text is self._loading:
                 continue
             try:
                 # A text is fetched for a row that can begin, not for one that waits for a place.
@@ -346,12 +404,14 @@ class Scheduler:
         if self._text is not None and not text.saved:
             # One text is read at a time.
             return True
+        if text.saved and self._loading is not None:
+            # One text is loaded at a time.
+            return True
         need = self._executor.needed_bytes(len(text.tokens))
         if not self._make_room(text, need):
             return False
-        if text.saved and self._load(text):
-            return True
-        if self._text is not None:
+        if text.saved:
+            self._begin_load(text, need)
             return True
         tokens = text.tokens.tolist()
         self._do("read", key=text.key, tokens=tokens, total=text.total, question=text.question)
@@ -359,18 +419,39 @@ class Scheduler:
         job.cached = 0
         return True
 
-    def _load(self, text: Text) -> bool:
-        """Loads a saved text; False where its files are damaged, and were removed."""
+    def _begin_load(self, text: Text, need: int) -> None:
+        """Begins to load a saved text; `_end_load` takes it up."""
+        self._loading, self._loading_need, text.busy = text, need, True
         try:
             self._do("load", key=text.key, path=str(self.contexts.path(text)))
         except CheckpointError as error:
-            log.warning("a saved context cannot be loaded, its text is read again: %s", error)
-            self.contexts.remove_files(text)
-            text.damaged = True
-            return False
+            self._not_loaded(text, error)
+
+    def _end_load(self, *, wait: bool = False) -> None:
+        """Takes up a text that was loaded meanwhile."""
+        text = self._loading
+        try:
+            if text is None or not self._do("loaded", wait=wait):
+                return
+        except CheckpointError as error:
+            assert text is not None
+            self._not_loaded(text, error)
+            return
         text.resident = self._executor.resident_bytes(text.key)
+        self._loading, self._loading_need, text.busy = None, 0, False
         self.metrics.loaded.inc()
-        return True
+
+    def _not_loaded(self, text: Text, error: CheckpointError) -> None:
+        """Removes the damaged files of a text, which is read again."""
+        log.warning("a saved context cannot be loaded, its text is read again: %s", error)
+        self._loading, self._loading_need, text.busy = None, 0, False
+        self.contexts.remove_files(text)
+        text.damaged = True
+
+    def _end_files(self, *, wait: bool = False) -> None:
+        """Takes up texts that were saved and loaded meanwhile; with `wait`, when they are."""
+        self._end_save(wait=wait)
+        self._end_load(wait=wait)
 
     def _make_room(self, wanted: Text, need: int) -> bool:
         """Takes texts out of memory until `need` bytes fit; False where that is not possible now.
@@ -384,20 +465,20 @@ class Scheduler:
                 f"device, the server keeps {shown_bytes(self.budget)} for texts; shorten the text, "
                 f"or start the server with more memory for contexts or a method that keeps a budget"
             )
-        while self.contexts.resident_bytes + self._need + need > self.budget:
-            if not self._drop_one(wanted):
+        while self.contexts.resident_bytes + self._need + self._loading_need + need > self.budget:
+            if self._drop_one(wanted) != "dropped":
                 return False
         return True
 
-    def _drop_one(self, wanted: Text) -> bool:
-        """Takes the least recently used idle text out of memory; False where there is none.
+    def _drop_one(self, wanted: Text) -> Dropped:
+        """Takes the least recently used idle text out of memory, or begins to save it for that.
 
         Texts of jobs that came before those for `wanted` stay, and those that cannot be saved.
 
         Raises:
           CheckpointError: no text could be saved.
         """
-        kept, failed = {wanted}, None
+        kept = {wanted}
         for job in self._queued():
             if job.text is wanted:
                 break
@@ -405,53 +486,96 @@ class Scheduler:
         for text in self.contexts.idle():
             if text in kept:
                 continue
-            try:
-                if text.entries and not text.saved:
-                    self._save(text)
-            except CheckpointError as error:
-                failed = error
-                continue
+            if text.entries and not text.saved:
+                if text in self._failed:
+                    continue
+                if self._saving is not None:
+                    return "saving"
+                try:
+                    self._begin_save(text)
+                    return "saving"
+                except CheckpointError as error:
+                    self._failed[text] = error
+                    continue
+            self._failed.clear()
             self._forget(text)
-            return True
-        if failed is not None:
+            return "dropped"
+        if self._failed:
+            *_, failed = self._failed.values()
+            # The next one to need room tries again.
+            self._failed.clear()
             raise failed
-        return False
+        return "none"
 
     def _forget(self, text: Text) -> None:
         self._do("forget", key=text.key)
         text.resident = 0
         self.metrics.dropped.inc()
 
-    def _save(self, text: Text) -> None:
+    def _begin_save(self, text: Text) -> None:
+        """Begins to save a text, when no other is being saved; `_end_save` takes it up.
+
+        Raises:
+          CheckpointError: it cannot be saved.
+        """
         self.contexts.check_disk(text)
         self.contexts.remove_files(text)
         self._do("save", key=text.key, path=str(self.contexts.path(text)))
+        self._saving, text.busy = text, True
+
+    def _end_save(self, *, wait: bool = False) -> None:
+        """Goes on with a save, and takes up a text that was saved meanwhile."""
+        text = self._saving
+        if text is None:
+            return
+        try:
+            if not self._do("saved", wait=wait):
+                return
+        except LongctxError as error:
+            self._not_saved(text, error)
+            return
         self.contexts.count_stored(text)
         try:
             # Its size is known now.
             self.contexts.check_disk(text)
-        except CheckpointError:
+            self.contexts.write_entries(text)
+        except CheckpointError as error:
             self.contexts.remove_files(text)
-            raise
-        self.contexts.write_entries(text)
+            self._not_saved(text, error)
+            return
+        self._saving, text.busy = None, False
         self.metrics.saved.inc()
+
+    def _not_saved(self, text: Text, error: LongctxError) -> None:
+        """Fails the jobs that asked for the save; where none did, another text must make room."""
+        self._saving, text.busy = None, False
+        asked = [job for job in self._queued() if job.text is text and _saves(job)]
+        for job in asked:
+            self._fail(job, from_library(error))
+        if not asked:
+            log.warning("a context cannot be saved: %s", error)
+            self._failed[text] = error
 
     def _save_again(self, text: Text) -> None:
         """Saves a text whose files were damaged; where that fails, it is in memory alone."""
+        text.damaged = False
         try:
             if text.entries:
-                self._save(text)
+                self._begin_save(text)
         except CheckpointError as error:
             log.warning("a context cannot be saved again: %s", error)
 
     def _finish_reading(self, job: Job) -> None:
-        """Ends a job that only reads."""
+        """Ends a job that only reads, when its text is saved if that was asked."""
         text, entry = job.text, job.entry
         assert entry is not None
+        if _saves(job) and not text.saved:
+            if self._saving is None:
+                self.contexts.touch(entry)
+                self._begin_save(text)
+            return
         self.contexts.touch(entry)
-        if entry.save and not text.saved:
-            self._save(text)
-        elif text.saved:
+        if text.saved:
             self.contexts.write_entries(text)
         job.ready = True
         job.send(Ready())
@@ -464,8 +588,9 @@ class Scheduler:
         try:
             place, first = self._do("join", key=key, request=request)
         except CapacityError:
-            if self._drop_one(job.text):
-                return True
+            dropped = self._drop_one(job.text)
+            if dropped != "none":
+                return dropped == "dropped"
             if self._rows:
                 self._full = True
                 return False
@@ -503,9 +628,6 @@ class Scheduler:
             text.resident = self._executor.resident_bytes(text.key)
             self.metrics.read_tokens.inc(len(text.tokens))
             self._text, self._need, text.reading = None, 0, None
-            if text.damaged:
-                text.damaged = False
-                self._save_again(text)
             return
         text.reading = now
         for job in self._queued():
@@ -516,7 +638,7 @@ class Scheduler:
         """Tries again later where memory was short and there can be more; else fails the jobs."""
         if isinstance(error, CapacityError):
             try:
-                if self._drop_one(text):
+                if self._drop_one(text) != "none":
                     return
             except LongctxError as failed:
                 # It could not be saved.

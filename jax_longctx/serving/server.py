@@ -56,6 +56,8 @@ class ServeOptions:
       grace: seconds that answers have to finish at the end.
       connections: that may be open; a request on a further one is answered with 503.
       header_seconds: for a connection to send a request's headers.
+      ready_for: the programs of texts of up to so many tokens, and of the longest, are compiled
+        before requests are taken; 0: none.
     """
 
     name: str
@@ -72,6 +74,7 @@ class ServeOptions:
     grace: float = 30.0
     connections: int = 1024
     header_seconds: float = 30.0
+    ready_for: int = 0
 
     def __post_init__(self) -> None:
         for name in ("rows", "context_bytes", "context_disk", "connections", "most_contexts"):
@@ -83,10 +86,9 @@ class ServeOptions:
         for name in ("ttl", "header_seconds"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
-        if self.queue < 0 or not self.grace >= 0:
-            raise InputError(
-                f"queue and grace must be at least 0, got {self.queue} and {self.grace}"
-            )
+        for name in ("queue", "grace", "ready_for"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"{name} must be at least 0, got {getattr(self, name)}")
 
 
 class LongServer:
@@ -95,6 +97,7 @@ class LongServer:
     Args:
       crashed: called with a fault of the scheduler's thread, in that thread; nothing is answered
         afterwards.
+      compiling: told how many programs are compiled, and how many there are, in that thread.
 
     Raises:
       CapacityError: the rows do not fit.
@@ -107,6 +110,7 @@ class LongServer:
         options: ServeOptions,
         *,
         crashed: Callable[[BaseException], None],
+        compiling: Callable[[int, int], None] = lambda done, total: None,
     ):
         self.options, self.metrics = options, Metrics()
         self.team = make_team(model, options)
@@ -130,6 +134,8 @@ class LongServer:
             budget=budget,
             most=options.rows + options.queue,
             crashed=crashed,
+            compiled=(options.ready_for, options.lengths.question) if options.ready_for else None,
+            compiling=compiling,
         )
         prompts = Prompts(model, self.contexts, options.lengths, executor.reserve)
         self.service = Service(
@@ -173,9 +179,10 @@ class LongServer:
         self.scheduler.start()
         try:
             serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
-            while not (self._server.started or serving.done()):
+            while not ((self._server.started and self.scheduler.begun) or serving.done()):
                 await asyncio.sleep(0.01)
-            on_ready()
+            if not serving.done():
+                on_ready()
             await serving
         finally:
             # The answers have ended, or their time is over.

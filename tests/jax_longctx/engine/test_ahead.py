@@ -18,7 +18,7 @@ from jax_longctx.engine.ahead import (
     abstract_params,
     begun_or_none,
 )
-from jax_longctx.engine.engine import Engine, _blocks_of_all
+from jax_longctx.engine.engine import Engine, blocks_of_all
 from jax_longctx.engine.scoring import compile_loglikelihoods, loglikelihoods
 from jax_longctx.errors import InputError
 from jax_longctx.models.llama import init_params, stacked_layers, stacking_programs
@@ -149,11 +149,11 @@ def test_on_a_mesh_the_large_programs_are_found(compiled):
 
 
 def test_a_rehearsal_takes_steps_of_every_variant():
-    assert [_blocks_of_all(small_method("full"), tokens) for tokens in (1, 2, 3, 60)] == [
+    assert [blocks_of_all(small_method("full"), tokens) for tokens in (1, 2, 3, 60)] == [
         *(1, 2, 3, 3)
     ]
     # A full step comes now and then: the rehearsal goes on until its second.
-    assert _blocks_of_all(small_method("refreshkv"), 200) > 3
+    assert blocks_of_all(small_method("refreshkv"), 200) > 3
 
 
 def test_a_failure_is_raised_where_it_is_asked_for():

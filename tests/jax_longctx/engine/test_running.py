@@ -160,12 +160,12 @@ def test_rows_whose_steps_differ_soon_go_together():
 
 @contextlib.contextmanager
 def compilations():
-    """Counts the programs that are compiled within it."""
+    """The names of the programs that are compiled within it."""
     found = []
 
     def listen(event, duration_secs, **about):
         if event == "/jax/core/compile/backend_compile_duration":
-            found.append(event)
+            found.append(about.get("fun_name"))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

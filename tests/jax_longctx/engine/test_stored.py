@@ -5,48 +5,31 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
-from jax_longctx.engine import ahead, programs, stored
+from jax_longctx.engine import programs, stored
 from jax_longctx.engine.ahead import forget
 from jax_longctx.engine.engine import Engine
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import small_method
+from tests.stored_programs import lowerings, storing
 from tests.support import joined, random_rows, tiny_config
 
 CONTEXT, QUESTION, ANSWER = [90], [5], 20
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Programs are stored there, on a CPU too.
-
-    Without JAX's own cache: what XLA for CPUs has read from it cannot be stored again.
-    """
-    monkeypatch.setattr(stored, "folder", lambda mesh: tmp_path)
-    enabled = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    # JAX asks once in a process whether it has a cache.
-    compilation_cache.reset_cache()
-    forget()
-    yield tmp_path
-    jax.config.update("jax_enable_compilation_cache", enabled)
-    compilation_cache.reset_cache()
-    forget()
+def folder(tmp_path):
+    """Programs are stored there."""
+    with storing(tmp_path):
+        yield tmp_path
 
 
 @pytest.fixture
-def lowered(monkeypatch):
+def lowered():
     """The names of the programs that are lowered meanwhile, for a rehearsal."""
-    names, lower = [], ahead._lowered
-
-    def record(program, args):
-        names.append(program.__name__)
-        return lower(program, args)
-
-    monkeypatch.setattr(ahead, "_lowered", record)
-    return names
+    with lowerings() as names:
+        yield names
 
 
 def engine_of(name):

@@ -62,17 +62,19 @@ class Running:
 
 @contextlib.contextmanager
 def serving(model, folder, **options):
-    """Serves the model; options are those of `ServeOptions`."""
+    """Serves the model; options are those of `ServeOptions`, and `compiling` of the server."""
+    told = {name: options.pop(name) for name in ("compiling",) if name in options}
     how = {"name": "tiny", "lengths": LENGTHS, "rows": 4, "grace": 5.0, "context_bytes": 1 << 30}
     how |= {"contexts": folder, **options}
     faults, ready = [], threading.Event()
-    served = LongServer(model, ServeOptions(**how), crashed=faults.append)
+    served = LongServer(model, ServeOptions(**how), crashed=faults.append, **told)
     bound = listen("127.0.0.1", 0)
     thread = threading.Thread(
         target=served.run, args=(bound,), kwargs={"on_ready": ready.set}, daemon=True
     )
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(400)
+    assert not faults, faults
     running = Running(served, f"http://127.0.0.1:{bound.getsockname()[1]}", faults, thread)
     try:
         yield running

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 import jax_longctx
 from jax_longctx.errors import CapacityError, CheckpointError
@@ -369,8 +370,12 @@ def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, cap
             assert complete(client, BOOK + tail, seed=0, max_tokens=12).choices[0].text == (
                 answer.text
             )
-        found = http.get(f"/v1/contexts/{name}").json()
-        assert (found["state"], found["saved"]) == ("ready", True)
+        # It is saved while answers are given.
+        end = time.monotonic() + 10
+        while not (found := http.get(f"/v1/contexts/{name}").json())["saved"]:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert found["state"] == "ready"
         assert "longctx_contexts_loaded_total 0.0" in http.get("/metrics").text
     assert "its text is read again" in caplog.text and str(folder) in caplog.text
     second.stop()
@@ -404,24 +409,25 @@ def test_a_text_that_is_saved_goes_where_another_cannot_be_saved(serve, tiny, mo
 
 
 def test_a_context_that_is_deleted_while_it_is_loaded_or_saved(serve, tiny, monkeypatch):
-    """Files are removed by the thread that loads and saves them, so that neither fails."""
+    """Files are removed by one thread, when they are neither loaded nor saved."""
     running = serve(tiny)
-    contexts, executor = running.served.contexts, running.served.team.executor
+    contexts = running.served.contexts
     threads, begun, ended = set(), threading.Event(), threading.Event()
-    rmtree, save = shutil.rmtree, executor.save
+    rmtree, save = shutil.rmtree, ocp.save
 
     def noted(path, *given, **how):
-        threads.add(threading.current_thread().name)
+        # A folder under this name is no context yet.
+        if not str(path).endswith(".partial"):
+            threads.add(threading.current_thread().name)
         return rmtree(path, *given, **how)
 
-    def slow(key, path):
+    def slow(*given, **how):
         begun.set()
         assert ended.wait(20)
-        save(key, path)
-        assert Path(path).exists()
+        return save(*given, **how)
 
     monkeypatch.setattr(shutil, "rmtree", noted)
-    monkeypatch.setattr(executor, "save", slow)
+    monkeypatch.setattr(ocp, "save", slow)
     with running.http() as http:
         name = read(http, text=BOOK)["id"]
         saving = threading.Thread(target=lambda: read(http, text=BOOK, save=True))
@@ -467,7 +473,7 @@ def test_saved_contexts_are_limited_in_bytes(serve, tiny, tmp_path, caplog):
         read(http, text=BOOK, save=True)
     (size,) = [text.stored for text in probe.served.contexts._texts.values()]
     assert size > 1000
-    running = serve(tiny, contexts=tmp_path / "kept", context_disk=int(1.5 * size))
+    running = serve(tiny, contexts=tmp_path / "kept", context_disk=int(1.8 * size))
     with running.http() as http:
         name = read(http, text=BOOK, save=True)["id"]
         for _ in range(2):

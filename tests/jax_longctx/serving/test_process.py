@@ -76,7 +76,7 @@ def test_kill_9_and_a_restart_lose_no_saved_context(begin, tmp_path):
     [(signal.SIGTERM, 0, None), (signal.SIGINT, 130, "interrupted")],
 )
 def test_signals_let_answers_finish(begin, number, code, last):
-    server = begin().wait()
+    server = begin("--ready-for", 32).wait()
     with server.client() as client:
         whole = answer(client, max_tokens=64, temperature=0).choices[0].text
         stream = answer(client, max_tokens=64, temperature=0, stream=True)

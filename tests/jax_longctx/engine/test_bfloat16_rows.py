@@ -1,0 +1,108 @@
+"""In bfloat16 a row's log-probabilities amid others are those of the row alone, to a tolerance.
+
+The guide of the server states the tolerance. Sums of a matmul round otherwise with another number
+of rows. The model is wide enough for that: its logits spread over some nats.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.contract import own_tokens
+from jax_longctx.engine import Engine, Sampling
+from jax_longctx.engine.running import Request, RunningBatch
+from jax_longctx.models.llama import init_params
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.engine.test_running import run
+from tests.small_methods import small_method
+from tests.support import random_rows, tiny_config
+
+# Nats, and the share of positions that keep to it where decode steps choose what they read: a
+# choice between keys that score nearly alike can differ.
+TOLERANCE, SHARE = 0.1, 0.95
+CHOOSING = ("quest", "refreshkv", "infllm")
+CONTEXTS = random_rows([164, 137, 190, 150], vocab=512)
+QUESTIONS = random_rows([5, 2, 3, 7, 1, 4, 6, 8], vocab=512, seed=1)
+ANSWER, RESERVE = 24, 40
+CONFIG = tiny_config(
+    num_layers=4,
+    model_dim=256,
+    mlp_dim=640,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=512,
+    max_position=1024,
+)
+
+
+def answers(name, *, shared):
+    """Of each row its request, and what it chose alone and amid the others."""
+    mesh = make_mesh()
+    params = init_params(CONFIG, mesh, seed=0, dtype=jnp.bfloat16)
+    engine = Engine(CONFIG, params, small_method(name), mesh, chunk=64)
+    capacity = engine.slots_for(190 + 128)
+    requests = [
+        Request(
+            question,
+            Sampling(temperature=0.8 * (number % 2), seed=number),
+            max_tokens=ANSWER,
+            logprobs=20,
+        )
+        for number, question in enumerate(QUESTIONS)
+    ]
+    texts = [CONTEXTS[0 if shared else number % len(CONTEXTS)] for number in range(len(requests))]
+    known = {}
+    for text in map(tuple, texts):
+        if text not in known:
+            known[text] = engine.prefill([text], reserve=RESERVE, capacity=capacity)
+    queue = [(known[tuple(t)], request) for t, request in zip(texts, requests, strict=True)]
+    places = {"slots": capacity, "reserve": RESERVE}
+    if shared:
+        # As a server runs it, also for a single row.
+        assert own_tokens(engine.method) is not None
+        places["context"] = queue[0][0]
+    one = RunningBatch(engine, places=1, **places)
+    alone = [run(one, [each])[0][0] for each in queue]
+    amid, _ = run(RunningBatch(engine, places=len(queue), **places), queue)
+    return zip(requests, alone, amid, strict=True)
+
+
+def differences(request, alone, amid):
+    """The largest difference at each position, as far as both rows chose the same tokens."""
+    found = []
+    for one, other in zip(alone, amid, strict=True):
+        first, second = dict(one.best), dict(other.best)
+        both = first.keys() & second.keys()
+        assert len(both) >= 10
+        found.append(max(abs(first[token] - second[token]) for token in both))
+        if one.token != other.token:
+            if request.sampling.temperature == 0:
+                # As likely as each other, to the tolerance of both.
+                assert abs(first[one.token] - first[other.token]) <= 2 * TOLERANCE
+            break
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        ("full", False),
+        pytest.param("full", True, marks=pytest.mark.slow),
+        pytest.param("quest", False, marks=pytest.mark.slow),
+        pytest.param("quest", True, marks=pytest.mark.slow),
+        pytest.param("snapkv", False, marks=pytest.mark.slow),
+        pytest.param("refreshkv", False, marks=pytest.mark.slow),
+        pytest.param("streaming-llm", False, marks=pytest.mark.slow),
+        pytest.param("infllm", False, marks=pytest.mark.slow),
+    ],
+)
+def test_log_probabilities_amid_others_are_those_alone(name, shared):
+    found = [differences(*each) for each in answers(name, shared=shared)]
+    told = np.concatenate(found)
+    # Most tokens are compared, so few rows part early.
+    assert len(told) >= len(found) * ANSWER * 0.7
+    # The rounding shows, so that the comparison is one.
+    assert told.max() > 0
+    within = np.mean(told <= TOLERANCE)
+    assert within >= (SHARE if name in CHOOSING else 1.0), (within, told.max())
