@@ -97,32 +97,48 @@ class Saving:
           wait: return when all is written.
 
         Raises:
-          CheckpointError, InputError: as `save_context`; the save is given up.
+          CheckpointError, InputError: as `save_context`, or there is no room on the devices for a
+            copy of a layer; the save is given up.
         """
         try:
-            while self._left and not self._ended.done() and (wait or not self._copies.full()):
-                run, number = self._left[-1]
-                cache = self._context.usable_caches()[run]
-                # An error may have ended the thread, which takes no more then.
-                with contextlib.suppress(queue.Full):
-                    self._copies.put(programs.copied_layer(cache, jnp.int32(number)), timeout=1.0)
-                    self._left.pop()
+            return self._go_on(wait)
+        except jax.errors.JaxRuntimeError as error:
+            self.close()
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise CheckpointError(
+                f"{self._path} could not be written: the devices have no room for a copy of a layer"
+            ) from error
         except BaseException:
             self.close()
             raise
+
+    def _go_on(self, wait: bool) -> bool:
+        while self._left and not self._ended.done() and (wait or not self._copies.full()):
+            if self._context.slots != self._described["slots"]:
+                raise InputError(
+                    f"the context grew from {self._described['slots']:,} to {self._context.slots:,} "
+                    f"slots while it was saved; save it again, or reserve more at prefill"
+                )
+            run, number = self._left[-1]
+            cache = self._context.usable_caches()[run]
+            # An error may have ended the thread, which takes no more then.
+            with contextlib.suppress(queue.Full):
+                self._copies.put(programs.copied_layer(cache, jnp.int32(number)), timeout=1.0)
+                self._left.pop()
         if wait or self._ended.done():
             self._ended.result()
             return True
         return False
 
     def close(self) -> None:
-        """Gives the save up, and waits for the thread."""
+        """Gives the save up, and waits for the thread; one that has all layers goes on."""
+        if not self._left:
+            return
         self._left.clear()
         while not self._ended.done():
             with contextlib.suppress(queue.Full):
                 self._copies.put(None, timeout=0.01)
-        with contextlib.suppress(CheckpointError, InputError):
-            self._ended.result()
 
     def _run(self, layers: int) -> None:
         leaves: list[np.ndarray] = []
