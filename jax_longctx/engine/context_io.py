@@ -11,6 +11,7 @@ import dataclasses
 import json
 import queue
 import shutil
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,6 +45,8 @@ REMEDY = "prefill again"
 MANIFEST, CACHES = "context.json", "caches"
 # Counts and tokens are int32 on devices.
 MOST = 2**31 - 1
+# Seconds between two looks at a thread that brings layers to the host.
+PAUSE = 0.002
 
 
 def save_context(engine: Engine, context: Context, path: str | Path) -> None:
@@ -114,18 +117,24 @@ class Saving:
             raise
 
     def _go_on(self, wait: bool) -> bool:
-        while self._left and not self._ended.done() and (wait or not self._copies.full()):
-            if self._context.slots != self._described["slots"]:
+        # An error may have ended the thread, which takes no more then.
+        while self._left and not self._ended.done():
+            # Nobody else puts any, so that there is room afterwards.
+            if self._copies.full():
+                if not wait:
+                    return False
+                time.sleep(PAUSE)
+                continue
+            begun, slots = self._described["slots"], self._context.slots
+            if slots != begun:
                 raise InputError(
-                    f"the context grew from {self._described['slots']:,} to {self._context.slots:,} "
-                    f"slots while it was saved; save it again, or reserve more at prefill"
+                    f"the context grew from {begun:,} to {slots:,} slots while it was saved; save it "
+                    f"again, or reserve more at prefill"
                 )
             run, number = self._left[-1]
             cache = self._context.usable_caches()[run]
-            # An error may have ended the thread, which takes no more then.
-            with contextlib.suppress(queue.Full):
-                self._copies.put(programs.copied_layer(cache, jnp.int32(number)), timeout=1.0)
-                self._left.pop()
+            self._copies.put(programs.copied_layer(cache, jnp.int32(number)))
+            self._left.pop()
         if wait or self._ended.done():
             self._ended.result()
             return True
@@ -137,8 +146,9 @@ class Saving:
             return
         self._left.clear()
         while not self._ended.done():
-            with contextlib.suppress(queue.Full):
-                self._copies.put(None, timeout=0.01)
+            if not self._copies.full():
+                self._copies.put(None)
+            time.sleep(PAUSE)
 
     def _run(self, layers: int) -> None:
         leaves: list[np.ndarray] = []
