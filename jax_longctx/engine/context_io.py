@@ -128,8 +128,8 @@ class Saving:
             begun, slots = self._described["slots"], self._context.slots
             if slots != begun:
                 raise InputError(
-                    f"the context grew from {begun:,} to {slots:,} slots while it was saved; save it "
-                    f"again, or reserve more at prefill"
+                    f"the context grew from {begun:,} to {slots:,} slots while it was saved; save "
+                    f"it again, or reserve more at prefill"
                 )
             run, number = self._left[-1]
             cache = self._context.usable_caches()[run]
