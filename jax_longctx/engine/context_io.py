@@ -12,6 +12,7 @@ import functools
 import json
 import queue
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,6 +47,8 @@ REMEDY = "prefill again"
 MANIFEST, CACHES = "context.json", "caches"
 # Counts and tokens are int32 on devices.
 MOST = 2**31 - 1
+# Seconds between two looks at a thread that brings layers to the host.
+PAUSE = 0.002
 
 
 def save_context(engine: Engine, context: Context, path: str | Path) -> None:
@@ -102,30 +105,53 @@ class Saving:
           wait: return when all is written.
 
         Raises:
-          CheckpointError, InputError: as `save_context`; the save is given up.
+          CheckpointError, InputError: as `save_context`, or there is no room on the devices for a
+            copy of a layer; the save is given up.
         """
         try:
-            while self._left and not self._ended.done() and (wait or not self._copies.full()):
-                # An error may have ended the thread, which takes no more then.
-                with contextlib.suppress(queue.Full):
-                    self._copies.put(self._copied(*self._left[-1]), timeout=1.0)
-                    self._left.pop()
+            return self._go_on(wait)
+        except jax.errors.JaxRuntimeError as error:
+            self.close()
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise CheckpointError(
+                f"{self._path} could not be written: the devices have no room for a copy of a layer"
+            ) from error
         except BaseException:
             self.close()
             raise
+
+    def _go_on(self, wait: bool) -> bool:
+        # An error may have ended the thread, which takes no more then.
+        while self._left and not self._ended.done():
+            # Nobody else puts any, so that there is room afterwards.
+            if self._copies.full():
+                if not wait:
+                    return False
+                time.sleep(PAUSE)
+                continue
+            begun, slots = self._described["slots"], self._context.slots
+            if slots != begun:
+                raise InputError(
+                    f"the context grew from {begun:,} to {slots:,} slots while it was saved; save "
+                    f"it again, or reserve more at prefill"
+                )
+            self._copies.put(self._copied(*self._left[-1]))
+            self._left.pop()
         if wait or self._ended.done():
             self._ended.result()
             return True
         return False
 
     def close(self) -> None:
-        """Gives the save up, and waits for the thread."""
+        """Gives the save up, and waits for the thread; one that has all layers goes on."""
+        if not self._left:
+            return
         self._left.clear()
         while not self._ended.done():
-            with contextlib.suppress(queue.Full):
-                self._copies.put(None, timeout=0.01)
-        with contextlib.suppress(CheckpointError, InputError):
-            self._ended.result()
+            if not self._copies.full():
+                self._copies.put(None)
+            time.sleep(PAUSE)
 
     def _copied(self, run: int, number: int) -> Any:
         layer = programs.copied_layer(self._context.usable_caches()[run], jnp.int32(number))

@@ -272,12 +272,18 @@ class Executor:
             return True
         try:
             ended = self._saving.go_on(wait=wait)
-        except LongctxError:
+        except BaseException:
             self._saving = None
             raise
         if ended:
             self._saving = None
         return ended
+
+    def give_up_saving(self) -> None:
+        """Ends the thread of a save, at the end of a server that failed."""
+        if self._saving is not None:
+            self._saving.close()
+            self._saving = None
 
     def load(self, key: str, path: str) -> None:
         """Begins to read a saved context into memory, one at a time, as `save` does.

@@ -307,6 +307,7 @@ class Scheduler:
         except BaseException as error:
             # Whatever it is: without this thread the server would hang.
             self._stopped = True
+            self._executor.give_up_saving()
             self._crashed(error)
 
     def _prepare(self) -> None:

@@ -4,6 +4,8 @@ The guide of the server states the tolerance. Sums of a matmul round otherwise w
 of rows. The model is wide enough for that: its logits spread over some nats.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,7 +59,7 @@ def answers(name, *, shared):
         if text not in known:
             known[text] = engine.prefill([text], reserve=RESERVE, capacity=capacity)
     queue = [(known[tuple(t)], request) for t, request in zip(texts, requests, strict=True)]
-    places = {"slots": capacity, "reserve": RESERVE}
+    places: dict[str, Any] = {"slots": capacity, "reserve": RESERVE}
     if shared:
         # As a server runs it, also for a single row.
         assert own_tokens(engine.method) is not None

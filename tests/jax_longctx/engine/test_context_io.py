@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import pytest
 
-from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine import programs
+from jax_longctx.engine.context_io import Saving, load_context, save_context
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.locks import only_writer
 from jax_longctx.methods import DynamicNTK
@@ -61,6 +64,50 @@ def test_rows_that_pad_the_mesh_are_not_saved(engine, tmp_path):
         expected = tokens(saver, context)
         save_context(saver, context, tmp_path / str(index))
         assert tokens(loader, load_context(loader, tmp_path / str(index))) == expected
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_a_context_is_saved_beside_questions(tmp_path, pool, by_layer, sizes):
+    """Questions between its steps update the context's arrays in place."""
+    engine = tiny_engine(chunk=16, by_layer=by_layer, mesh=make_mesh(*sizes))
+    context = engine.prefill(random_rows([45, 9]), reserve=16, capacity=256)
+    expected = answer(engine, context)
+    saving = Saving(engine, context, tmp_path / "context", pool)
+    for _ in range(3):
+        saving.go_on()
+        assert answer(engine, context) == expected
+    assert saving.go_on(wait=True)
+    loaded = load_context(engine, tmp_path / "context")
+    assert answer(engine, loaded) == expected and loaded.lengths == [45, 9]
+
+
+def test_a_save_that_fails_leaves_nothing_behind(engine, tmp_path, pool, monkeypatch):
+    context = engine.prefill(random_rows([45, 9]), reserve=4)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(InputError, match="exists; choose another"):
+        Saving(engine, context, tmp_path / "taken", pool).go_on(wait=True)
+
+    def full(*given):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(programs, "copied_layer", full)
+        with pytest.raises(CheckpointError, match="no room for a copy of a layer"):
+            Saving(engine, context, tmp_path / "context", pool).go_on()
+    saving = Saving(engine, context, tmp_path / "context", pool)
+    engine.ensure_reserve(context, 200)
+    with pytest.raises(InputError, match="the context grew from 256 to 384 slots"):
+        saving.go_on()
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    # The thread is free for the next.
+    assert Saving(engine, context, tmp_path / "context", pool).go_on(wait=True)
 
 
 def test_slots_that_do_not_divide_are_refused(saved):

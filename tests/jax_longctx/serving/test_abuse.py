@@ -453,7 +453,7 @@ def test_waiting_requests_keep_each_others_texts(slow, tiny):
             with running.http() as own:
                 assert own.post("/v1/completions", json=body).status_code == 200
 
-        asked = zip(names, (24, 1, 1), strict=True)
+        asked = zip(names, (60, 1, 1), strict=True)
         threads = [threading.Thread(target=ask, args=each) for each in asked]
         for number, thread in enumerate(threads):
             thread.start()
