@@ -453,10 +453,12 @@ def test_waiting_requests_keep_each_others_texts(slow, tiny):
             with running.http() as own:
                 assert own.post("/v1/completions", json=body).status_code == 200
 
-        asked = zip(names, (60, 1, 1), strict=True)
+        asked = zip(names, (24, 1, 1), strict=True)
         threads = [threading.Thread(target=ask, args=each) for each in asked]
         for number, thread in enumerate(threads):
             thread.start()
+            # The first one's text is loaded. Until then a question about another could join.
+            wait_until(lambda: running.served.scheduler._rows)
             wait_until(lambda number=number: running.served.scheduler._jobs == number + 1)
         for thread in threads:
             thread.join(20)
