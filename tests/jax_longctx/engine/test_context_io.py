@@ -76,8 +76,9 @@ def pool():
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_a_context_is_saved_beside_questions(tmp_path, pool, by_layer, sizes):
     """Questions between its steps update the context's arrays in place."""
-    engine = tiny_engine(chunk=16, by_layer=by_layer, mesh=make_mesh(*sizes))
-    context = engine.prefill(random_rows([45, 9]), reserve=16, capacity=256)
+    engine = tiny_engine(chunk=64, by_layer=by_layer, mesh=make_mesh(*sizes))
+    # Beyond the first stripe of each shard.
+    context = engine.prefill(random_rows([300, 9]), reserve=16, capacity=512)
     expected = answer(engine, context)
     saving = Saving(engine, context, tmp_path / "context", pool)
     for _ in range(3):
@@ -85,7 +86,9 @@ def test_a_context_is_saved_beside_questions(tmp_path, pool, by_layer, sizes):
         assert answer(engine, context) == expected
     assert saving.go_on(wait=True)
     loaded = load_context(engine, tmp_path / "context")
-    assert answer(engine, loaded) == expected and loaded.lengths == [45, 9]
+    assert answer(engine, loaded) == expected and loaded.lengths == [300, 9]
+    alone = tiny_engine(chunk=64)
+    assert answer(alone, load_context(alone, tmp_path / "context")) == expected
 
 
 def test_a_save_that_fails_leaves_nothing_behind(engine, tmp_path, pool, monkeypatch):
