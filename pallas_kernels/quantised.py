@@ -28,16 +28,9 @@ FORMS: dict[str, tuple[Any, float]] = {
 SCALES = jnp.bfloat16
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Quantised:
-    """Keys or values of a cache in 8 bits; it stands for an array [B, K, S, H] of `dtype`.
-
-    Attributes:
-      values: [B, K, S, H], int8 or float8_e4m3fn.
-      scales: [B, K, S], bfloat16.
-      dtype: what reads return.
-    """
+class EightBits:
+    """Numbers in 8 bits and their scales; they stand for an array of `dtype`."""
 
     values: Any
     scales: Any
@@ -66,6 +59,18 @@ class Quantised:
         """ "int8" or "fp8"."""
         kind = jnp.dtype(self.values.dtype)
         return next(name for name, (dtype, _) in FORMS.items() if jnp.dtype(dtype) == kind)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantised(EightBits):
+    """Keys or values of a cache in 8 bits; it stands for an array [B, K, S, H] of `dtype`.
+
+    Attributes:
+      values: [B, K, S, H], int8 or float8_e4m3fn.
+      scales: [B, K, S], bfloat16.
+      dtype: what reads return.
+    """
 
     def map(self, change: Callable[..., Any], *others: "Quantised") -> "Quantised":
         """The same with `change` of the values and of the scales, beside those of `others`."""

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Shaped
 
-from pallas_kernels.quantised import FORMS
+from pallas_kernels.quantised import FORMS, EightBits
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantisedMatrix:
+class QuantisedMatrix(EightBits):
     """A weight in 8 bits; it stands for an array of `dtype`.
 
     Attributes:
@@ -32,29 +32,6 @@ class QuantisedMatrix:
       scales: float32; of size 1 along the axes of inputs.
       dtype: of the weight that was stored, and of products.
     """
-
-    values: Any
-    scales: Any
-    dtype: Any = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self.values.shape)
-
-    @property
-    def size(self) -> int:
-        """Numbers, without the scales."""
-        return self.values.size
-
-    @property
-    def form(self) -> str:
-        """ "int8" or "fp8"."""
-        kind = jnp.dtype(self.values.dtype)
-        return next(name for name, (dtype, _) in FORMS.items() if jnp.dtype(dtype) == kind)
 
     def product(self, x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
         """The last `axes` axes of x with as many first ones of the weight, in x's dtype.
