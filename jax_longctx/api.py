@@ -409,10 +409,8 @@ class LongContext:
             compilation.prefill_ends()
             batch = self._batch(held, questions, max_tokens)
             if batch is not None:
-                for length in list(dict.fromkeys(questions))[: batch.places]:
-                    batch.join(held, Request([0] * length, max_tokens=max_tokens, stop_ids=ids))
-                # A first step is given other arrays than a later one.
-                batch.step(2)
+                lengths = list(dict.fromkeys(questions))
+                batch.rehearse(held, lengths, max_tokens=max_tokens, stop_ids=ids)
         return compilation
 
     def together(self, questions: int) -> bool:

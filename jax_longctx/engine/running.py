@@ -440,11 +440,23 @@ class RunningBatch:
         if place in self._requests:
             self._free(place, running=True)
 
-    def rehearse(self, context: Context, questions: Sequence[int]) -> None:
+    def rehearse(
+        self,
+        context: Context,
+        questions: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
         """Calls the programs of rows over this context, within `Compilation.rehearsing`.
 
-        Questions have these many tokens. Nothing is executed, and the batch stays as it is; no row
-        may run. Of the context only the sizes count.
+        Nothing is executed, and the batch stays as it is; no row may run. Of the context only the
+        sizes count.
+
+        Args:
+          questions: tokens of each.
+          max_tokens: of an answer; as many as there is room for if not given.
+          stop_ids: of a request. 0, which stands in for every token, must not be among them.
         """
         if self._requests:
             raise InputError("rows are running; rehearse before the first one joins")
@@ -455,7 +467,9 @@ class RunningBatch:
                 room = self.reserve - asked
                 if "slots" in self._caches.axes:
                     room = min(room, self.slots - length - asked - SPARE)
-                place, _ = self.join(context, Request([0] * asked, max_tokens=max(room, 1)))
+                room = max(1, room if max_tokens is None else min(room, max_tokens))
+                request = Request([0] * asked, max_tokens=room, stop_ids=stop_ids)
+                place, _ = self.join(context, request)
                 # What stands in for the new state has no row, and the host would run no step.
                 begun = programs.first_state(np.ones(len(self._state.done), bool), self._state.seen)
                 self._state = programs.everywhere(self.engine.setup.ends, begun)
