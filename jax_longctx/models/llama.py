@@ -387,7 +387,8 @@ def layer_params(params: Any, index: int) -> Any:
     layer = jax.tree.map(lambda x: x[index], layers)
     qkv, gate_up = layer["attn"].pop("qkv"), layer["mlp"].pop("gate_up")
 
-    def queries(x: Array) -> Array:
+    def queries(x: Any) -> Any:
+        # An array, or numpy's.
         return x[:, :, :-2].reshape(x.shape[0], -1, x.shape[3])
 
     layer["attn"] |= {"q": map_parts(qkv, queries)}
