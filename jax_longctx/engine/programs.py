@@ -6,9 +6,10 @@ head are left to the compiler through shardings. Their weights are divided over 
 (`sharding.weight_sharding`), in one of two ways:
 
 - Tokens that every shard of `seq` has (decode steps, chunks of prefill, questions) are multiplied
-  in place, with each device's own part of the weights (`Divided`).
+  in place, with each device's own part of the weights (`products.Divided`).
 - Of tokens that are spread over `seq` (`Segment.spread`), either the tokens are gathered for each
-  product, or the weights, a layer's at a time: what is fewer bytes (`gathers_weights`).
+  product, or the weights, a layer's at a time: what is fewer bytes
+  (`products.gathers_weights`).
 
 There are two modes (`Setup.by_layer`). Neither compiles every layer of the model:
 
@@ -55,6 +56,7 @@ from jax_longctx.contract import (
     stripes,
 )
 from jax_longctx.engine.ahead import Program, forget, program
+from jax_longctx.engine.products import Divided, FewRows, gathers_weights
 from jax_longctx.engine.sampling import (
     Choices,
     RowValues,
@@ -66,7 +68,6 @@ from jax_longctx.engine.sampling import (
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import (
     PLAIN,
-    Norm,
     Products,
     ends_of,
     gathered_ends,
@@ -83,12 +84,10 @@ from jax_longctx.sharding import (
     logical_spec,
     tree_shardings,
     tree_specs,
-    weight_sharding,
 )
 from pallas_kernels.common import empty
 from pallas_kernels.plane import Plane
-from pallas_kernels.quantised_matrix import AnyMatrix, matrix_of
-from pallas_kernels.row_matmul import MAX_ROWS, row_matmul
+from pallas_kernels.row_matmul import MAX_ROWS
 
 # Options of a function that gives back every donated argument, updated, in the order they came.
 #
@@ -228,7 +227,7 @@ class Setup:
         """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
         if few:
-            return FewRows(self)
+            return FewRows(self.mesh)
         return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
 
     @property
@@ -256,70 +255,6 @@ class Setup:
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Divided(Products):
-    """Products with weights that are divided over `seq` too.
-
-    Each device multiplies with its own part of the weights. The parts of queries, keys and values
-    are gathered over `seq`, as attention needs them. The output projection's sum and the MLP's are
-    over `seq` and `tensor` at once.
-
-    Attributes:
-      spread: whether the tokens are spread over `seq`. They are gathered for the products.
-    """
-
-    mesh: AnyMesh
-    spread: bool = False
-
-    def placed(self, x: Array, *axes: str | None) -> Array:
-        if not self.spread:
-            axes = tuple(None if axis == "tokens" else axis for axis in axes)
-        return jax.lax.with_sharding_constraint(x, weight_sharding(self.mesh, axes, x.shape))
-
-
-def gathers_weights(config: ModelConfig, mesh: AnyMesh, tokens: int) -> bool:
-    """Whether a layer gathers its weights for spread tokens, so many on a shard, or the tokens.
-
-    Of S shards a device receives (S - 1) / S of a layer's weights, divided over `tensor`. Or it
-    receives S - 1 times the hidden states of its own tokens: before the projections and the MLP to
-    gather them, and after each to add up its own tokens' results.
-    """
-    weights = 2 * config.model_dim * (config.num_heads + config.num_kv_heads) * config.head_dim
-    weights += 3 * config.model_dim * config.mlp_dim
-    own = weights / (mesh.shape["seq"] * mesh.shape["tensor"])
-    return own < 4 * tokens * config.model_dim
-
-
-@dataclasses.dataclass(frozen=True)
-class FewRows(Products):
-    """Products of at most `MAX_ROWS` rows by the kernel `row_matmul`, on one GPU."""
-
-    setup: Setup
-
-    def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
-        return self._product(x, w, axes, x.dtype)
-
-    def normed(self, norm: Norm, x: Array, w: AnyMatrix) -> Array:
-        if x.dtype == jnp.float16:
-            # x without the norm may be too large for a float16 product with the scale.
-            return super().normed(norm, x, w)
-        # The norm's factor is applied after the product, so that the product need not wait for it.
-        # Without the barrier XLA would fuse the residual sums into the factor's reduction, which
-        # runs in one block of threads.
-        factor = norm.factor(jax.lax.optimization_barrier(x))
-        if factor is None:
-            return super().normed(norm, x, w)
-        y = self._product(norm.scale[...] * x, w, 1, jnp.float32)
-        return (y * factor.reshape(*x.shape[:2], *[1] * (y.ndim - 2))).astype(x.dtype)
-
-    def _product(self, x: Array, w: AnyMatrix, axes: int, dtype: Any) -> Array:
-        rows, inputs = x.shape[0] * x.shape[1], math.prod(x.shape[2:])
-        multiply = functools.partial(row_matmul, dtype=dtype)
-        run = self.setup.shard_map(multiply, PartitionSpec(), PartitionSpec())
-        y = run(x.reshape(rows, inputs), matrix_of(w, inputs))
-        return y.reshape(*x.shape[:2], *w.shape[axes:])
 
 
 def hidden_states(

@@ -6,7 +6,7 @@ compiles the programs instead.
 Weights take 2 FLOPs a matmul weight and token; the embedding is a look-up, the head is computed for
 a row's last token. A device multiplies with its own part of the weights. Where a segment's tokens
 are spread over `seq`, it gathers the parts of all shards of `seq` first, or the tokens: what is
-fewer bytes (`programs.gathers_weights`).
+fewer bytes (`products.gathers_weights`).
 
 Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
 
@@ -40,6 +40,7 @@ from jax_longctx.engine.capacity import (
     reserved,
     slots_for,
 )
+from jax_longctx.engine.products import gathers_weights
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import ParamInfo, check_mesh, param_infos
@@ -281,7 +282,7 @@ class _Case:
         if segment.spread and shards > 1:
             tokens = self.rows // shape["data"] * columns
             body, table = own_matmuls(setup, gathered=True)
-            if programs.gathers_weights(config, setup.mesh, tokens):
+            if gathers_weights(config, setup.mesh, tokens):
                 # A layer's weights, or the table of the embedding.
                 estimate += max(body // config.num_layers * _stored_bytes(setup), table * item)
             else:
@@ -524,7 +525,7 @@ def _traffic(
 
 def _gathers_weights(setup: programs.Setup, tokens: float, segments: int) -> bool:
     """Whether passes over so many spread tokens on a shard gather weights, not the tokens."""
-    return programs.gathers_weights(setup.config, setup.mesh, int(tokens / max(segments, 1)))
+    return gathers_weights(setup.config, setup.mesh, int(tokens / max(segments, 1)))
 
 
 def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[PrefillWork, int, bool]:

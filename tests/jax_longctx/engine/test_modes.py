@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import programs
+from jax_longctx.engine.products import FewRows
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.methods import METHODS, Full, RefreshKV
 from jax_longctx.models.llama import PLAIN
@@ -86,7 +87,7 @@ def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name):
 
     def products(setup, rows):
         used.append(rows)
-        return programs.FewRows(setup) if rows <= MAX_ROWS else PLAIN
+        return FewRows(setup.mesh) if rows <= MAX_ROWS else PLAIN
 
     # Programs are kept by their setup: no other test has this model.
     other = dict(mlp_dim=40)

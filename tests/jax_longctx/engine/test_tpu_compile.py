@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jax_longctx.engine import programs
+from jax_longctx.engine.products import gathers_weights
 from jax_longctx.methods import Full, make_method
 from jax_longctx.models.presets import preset
 from jax_longctx.planning.collectives import count_collectives, count_reads
@@ -162,7 +163,7 @@ def test_tpu_spread_tokens_gather_one_layers_weights_at_a_time():
     temporaries = []
     for layers in (2, 6):
         setup = on_v5e((1, 2, 2), make_method("ring", {}), num_layers=layers)
-        assert programs.gathers_weights(setup.config, setup.mesh, 1024)
+        assert gathers_weights(setup.config, setup.mesh, 1024)
         compiled = compile_spread(setup, 1, 2048)
         # An array of one layer, over `tensor`, not a stack of them.
         whole = max(arrays_of_layers(setup)) / 2
@@ -174,7 +175,7 @@ def test_tpu_spread_tokens_gather_one_layers_weights_at_a_time():
 def test_tpu_few_spread_tokens_are_gathered_in_place_of_weights():
     # An MLP so large that its weights are more bytes than 256 tokens on each shard.
     setup = on_v5e((1, 2, 2), make_method("ring", {}), num_layers=2, mlp_dim=8192)
-    assert not programs.gathers_weights(setup.config, setup.mesh, 256)
+    assert not gathers_weights(setup.config, setup.mesh, 256)
     text = compile_spread(setup, 1, 512).as_text()
     # The hidden states of both shards' tokens are the most that is gathered.
     assert largest_result(text, "all-gather") == 512 * SIZES["model_dim"] * 2
@@ -188,5 +189,5 @@ def test_spread_tokens_gather_what_is_fewer_bytes():
     layer = 2 * 4096 * (32 + 8) * 128 + 3 * 4096 * 14336
     tokens = layer / 4 / (4 * 4096)
     assert tokens == 3328
-    assert not programs.gathers_weights(config, mesh, 3328)
-    assert programs.gathers_weights(config, mesh, 3329)
+    assert not gathers_weights(config, mesh, 3328)
+    assert gathers_weights(config, mesh, 3329)
