@@ -117,7 +117,10 @@ def row_matmul(
         stored=values.dtype,
         interpret=interpret,
     )
-    parts_PRN = _products(jnp.pad(x, ((0, job.rows - rows), (0, 0))), values, job)
+    if interpret is not None:
+        # JAX's interpreter has no copies beyond an array's end.
+        x = jnp.pad(x, ((0, job.rows - rows), (0, 0)))
+    parts_PRN = _products(x, values, job)
     found = job.parts_of(np.arange(outputs) // job.width)
     # Parts that were not written may hold anything.
     some = np.arange(parts_PRN.shape[0])[:, None, None] < found
@@ -163,7 +166,9 @@ def _kernel(
         outputs = pl.ds(lax.div(tile, job.steps) * job.width, job.width)
         inputs = pl.ds(lax.rem(tile, job.steps) * job.depth, job.depth)
         plgpu.copy_gmem_to_smem(w_ref.at[inputs, outputs], w_ring.at[slot], ready.at[slot])
-        plgpu.copy_gmem_to_smem(x_ref.at[:, inputs], x_ring.at[slot], ready.at[slot])
+        # Rows that there are not come as zeros.
+        rows = pl.ds(0, job.rows)
+        plgpu.copy_gmem_to_smem(x_ref.at[rows, inputs], x_ring.at[slot], ready.at[slot])
 
     def multiply(tile, sums) -> None:
         slot = lax.rem(tile - begin, _STAGES)
