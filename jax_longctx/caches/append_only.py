@@ -309,6 +309,7 @@ def stored_lines(
     else:
         flat, lines_BKC = lines_of(buffer, index)
         lines = jnp.take(flat, lines_BKC, axis=0, mode="clip")
+        lines = row_major(lines) if isinstance(buffer, Plane) else lines
     some = (slots >= 0).reshape(*slots.shape, *(1,) * (lines.ndim - 3))
     return jnp.where(some, lines, jnp.zeros((), lines.dtype))
 

@@ -370,7 +370,7 @@ def attend_scope(
         begin_B = scope.number - valid
         # A rotary base that follows the length must follow the scope's, which bounds positions.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, scope.most))
-    keys = _rotated_lines(cache.k, slots_BX, key_BX, ctx)
+    keys = rotated_lines(cache.k, slots_BX, key_BX, ctx)
     values = read_lines(cache.v, slots_BX[:, None])
     at_BT = begin_B[:, None] + jnp.arange(q.shape[1])
     q = ctx.rotate(q, at_BT)
@@ -381,18 +381,26 @@ def attend_scope(
     return merge([earlier, within])
 
 
-def _rotated_lines(
+def rotated_lines(
     buffer: AnyCache,
     slots: Int[Array, "B X"],
     positions: Int[Any, "#B X"],
     ctx: LayerContext,
+    *,
+    but_last: int = 0,
 ) -> Float[Array, "B K X H"]:
-    """The keys in this shard's `slots` for all heads, rotated to `positions`; zeros for -1."""
+    """The keys in this shard's `slots` for all heads, rotated to `positions`; zeros for -1.
+
+    Args:
+      but_last: the last so many are not rotated.
+    """
+    turned_X1 = (np.arange(slots.shape[1]) < slots.shape[1] - but_last)[:, None]
     if platform() == "tpu" or isinstance(buffer, Quantised):
         # Half lines have another layout there: the cache would be copied. And 8 bits are turned
         # into numbers first.
-        lines = jnp.swapaxes(read_lines(buffer, slots[:, None]), 1, 2)
-        return jnp.swapaxes(ctx.rotate(lines, positions), 1, 2)
+        lines = read_lines(buffer, slots[:, None])
+        turned = jnp.swapaxes(ctx.rotate(jnp.swapaxes(lines, 1, 2), positions), 1, 2)
+        return jnp.where(turned_X1, turned, lines) if but_last else turned
     # A channel's partner is in the line's other half: two reads of half lines, then elementwise
     # operations. On a GPU joining two halves took 32 us for 8 heads and 8192 slots, reading 12.
     head_dim = buffer.shape[3]
@@ -402,7 +410,10 @@ def _rotated_lines(
         jnp.take(halves, line_BKX1 + np.array(order), axis=0, mode="clip").astype(jnp.float32)
         for order in ([0, 1], [1, 0])
     )  # [B, K, X, 2, F]
-    cos, sin = (x[:, None, :, None] for x in rope_angles(ctx.rope, head_dim, positions, ctx.total))
+    cos, sin = rope_angles(ctx.rope, head_dim, positions, ctx.total)
+    if but_last:
+        cos, sin = jnp.where(turned_X1, cos, 1.0), jnp.where(turned_X1, sin, 0.0)
+    cos, sin = (x[:, None, :, None] for x in (cos, sin))
     turned = own * cos + partner * (sin * np.array([[-1.0], [1.0]], np.float32))
     turned = jnp.where((slots >= 0)[:, None, :, None, None], turned, 0)
     return turned.astype(buffer.dtype).reshape(*turned.shape[:3], head_dim)  # [B, K, X, H]
