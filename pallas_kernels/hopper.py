@@ -322,13 +322,19 @@ def _attended(carry: Carry) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
 
 
 def pad_rows(q: Float[Array, "*B R H"]) -> Float[Array, "X R8 H"]:
-    """Query rows in whole tiles, leading axes as one. Copies of fewer rows come out wrong.
-
-    Without a tiling of ours JAX 0.11.2 infers tiles of as many rows as are copied, under a swizzle
-    that needs 8.
-    """
+    """Query rows in whole tiles, leading axes as one."""
     q = q.reshape(-1, *q.shape[-2:])
     return jnp.pad(q, ((0, 0), (0, -q.shape[1] % TILE_ROWS), (0, 0)))
+
+
+def whole_rows(q: Float[Array, "*B R H"], interpret: Any) -> Float[Array, "X R2 H"]:
+    """Query rows, leading axes as one, of which a kernel copies whole tiles.
+
+    A copy of the rows that there are comes out wrong: without a tiling of ours JAX 0.11.2 infers
+    tiles of as many rows as are copied, under a swizzle that needs 8. Those beyond come as zeros,
+    but JAX's interpreter knows no copies beyond an array's end.
+    """
+    return q.reshape(-1, *q.shape[-2:]) if interpret is None else pad_rows(q)
 
 
 def out_scratch(rows: int, most: int = _OUT_ROWS) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def masked_mean(
 
 
 def masked_max(x: Float[Array, "B K P Z *H"], held: Bool[Array, "B P Z"]) -> Array:
-    """Maximum over the held slots of a page, in x's dtype; 0 for an empty page."""
+    """Maximum over the held slots of a page, its first ones, in x's dtype; 0 for an empty page."""
     held = held[:, None].reshape(held.shape[0], 1, *held.shape[1:], *[1] * (x.ndim - 4))
     top = jnp.max(jnp.where(held, x, -jnp.inf), axis=3)
-    return jnp.where(jnp.any(held, axis=3), top, 0).astype(x.dtype)
+    return jnp.where(held[:, :, :, 0], top, 0).astype(x.dtype)
