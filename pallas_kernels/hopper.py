@@ -66,7 +66,7 @@ _NAMES = ("H100", "H200", "H800", "H20", "GH200")
 COLUMNS = 32
 _OUT_ROWS = 80
 # Parts that are merged without a reduction.
-_FEW_PARTS = 8
+_FEW_PARTS = 16
 
 # Weighted values [64,H], largest logit (in units of log 2) and sum of weights [64], in registers.
 Carry = tuple[Array, Array, Array]
