@@ -138,7 +138,9 @@ class WindowedAttention:
         pages, _ = self._own(jnp.concatenate([rest_BXE, of_units_BXE], axis=2))
         lists = heads if chosen.shape[1] > 1 else kv_heads
         pages = jnp.broadcast_to(pages, (batch, lists, pages.shape[2]))
-        stop_B = self.ctx.slots(local).below(self.begin + 1 - layout.window)
+        stop_B = self.begin + 1 - layout.window
+        if self.ctx.seq_size > 1:
+            stop_B = self.ctx.slots(local).below(stop_B)
         how = {"page_size": page, "scale": self.ctx.scale}
         given = (q, self.store.k, self.store.v, pages, jnp.zeros_like(stop_B), stop_B)
         out, lse = sparse_decode_attention(*given, **how)
