@@ -331,10 +331,13 @@ def whole_rows(q: Float[Array, "*B R H"], interpret: Any) -> Float[Array, "X R2 
     """Query rows, leading axes as one, of which a kernel copies whole tiles.
 
     A copy of the rows that there are comes out wrong: without a tiling of ours JAX 0.11.2 infers
-    tiles of as many rows as are copied, under a swizzle that needs 8. Those beyond come as zeros,
-    but JAX's interpreter knows no copies beyond an array's end.
+    tiles of as many rows as are copied, under a swizzle that needs 8. Of less than a tile the rows
+    beyond come as zeros; of more Mosaic takes whole tiles alone. And JAX's interpreter knows no
+    copies beyond an array's end.
     """
-    return q.reshape(-1, *q.shape[-2:]) if interpret is None else pad_rows(q)
+    if interpret is not None or q.shape[-2] > TILE_ROWS:
+        return pad_rows(q)
+    return q.reshape(-1, *q.shape[-2:])
 
 
 def out_scratch(rows: int, most: int = _OUT_ROWS) -> dict[str, Any]:
