@@ -340,6 +340,16 @@ def whole_rows(q: Float[Array, "*B R H"], interpret: Any) -> Float[Array, "X R2 
     return q.reshape(-1, *q.shape[-2:])
 
 
+def first_rows(ref: Any, rows: int, worker: Any) -> Any:
+    """The slice of the first `rows` rows of `ref` [..., R, H], which `whole_rows` gave: a tile.
+
+    Args:
+      worker: any index of the grid. JAX 0.12 refuses a slice beyond an array's end where it knows
+        the first row, though Mosaic copies it; so that is made of a number that it does not know.
+    """
+    return pl.ds(0 if rows <= ref.shape[-2] else worker * 0, rows)
+
+
 def out_scratch(rows: int, most: int = _OUT_ROWS) -> dict[str, Any]:
     """The shared memory that `write` needs for results of which the first `rows` count.
 

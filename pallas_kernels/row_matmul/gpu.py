@@ -163,8 +163,7 @@ def _kernel(
         outputs = pl.ds(lax.div(tile, job.steps) * job.width, job.width)
         inputs = pl.ds(lax.rem(tile, job.steps) * job.depth, job.depth)
         plgpu.copy_gmem_to_smem(w_ref.at[inputs, outputs], w_ring.at[slot], ready.at[slot])
-        # Rows that there are not come as zeros.
-        rows = pl.ds(0, job.rows)
+        rows = hopper.first_rows(x_ref, job.rows, worker)
         plgpu.copy_gmem_to_smem(x_ref.at[rows, inputs], x_ring.at[slot], ready.at[slot])
 
     def multiply(tile, sums) -> None:

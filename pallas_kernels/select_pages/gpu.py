@@ -184,8 +184,8 @@ def _kernel(first_ref, last_ref, count_ref, q_ref, *refs, job: _Job, **scratch) 
     if alone:
         hopper_best.begin(inputs[0], scratch)
     for i in range(job.digests):
-        rows = q_ref.at[head, i, pl.ds(0, job.columns)]
-        plgpu.copy_gmem_to_smem(rows, scratch["q_tiles"].at[i], scratch["asked"])
+        rows = hopper.first_rows(q_ref, job.columns, head)
+        plgpu.copy_gmem_to_smem(q_ref.at[head, i, rows], scratch["q_tiles"].at[i], scratch["asked"])
     blocks = lax.div(first, _BLOCK), lax.div(last + (_BLOCK - 1), _BLOCK)
     # A row without pages has no blocks.
     steps = jnp.where(last > first, blocks[1] - blocks[0], 0)

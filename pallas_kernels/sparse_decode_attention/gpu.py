@@ -281,8 +281,9 @@ def _kernel(
     def _attention():
         most = hopper_stored.REGISTERS[0] if job.stored else 232
         plgpu.set_max_registers(most, action="increase")
-        rows = pl.ds(0, job.tile_rows)
-        plgpu.copy_gmem_to_smem(q_ref.at[each, rows], scratch["q_tile"].at[rows], loaded.at[1])
+        rows = hopper.first_rows(q_ref, job.tile_rows, each)
+        tile = scratch["q_tile"].at[pl.ds(0, job.tile_rows)]
+        plgpu.copy_gmem_to_smem(q_ref.at[each, rows], tile, loaded.at[1])
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         mask = functools.partial(
