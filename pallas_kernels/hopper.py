@@ -66,7 +66,7 @@ _NAMES = ("H100", "H200", "H800", "H20", "GH200")
 COLUMNS = 32
 _OUT_ROWS = 80
 # Parts that are merged without a reduction.
-_FEW_PARTS = 8
+_FEW_PARTS = 16
 
 # Weighted values [64,H], largest logit (in units of log 2) and sum of weights [64], in registers.
 Carry = tuple[Array, Array, Array]
@@ -322,13 +322,32 @@ def _attended(carry: Carry) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
 
 
 def pad_rows(q: Float[Array, "*B R H"]) -> Float[Array, "X R8 H"]:
-    """Query rows in whole tiles, leading axes as one. Copies of fewer rows come out wrong.
-
-    Without a tiling of ours JAX 0.11.2 infers tiles of as many rows as are copied, under a swizzle
-    that needs 8.
-    """
+    """Query rows in whole tiles, leading axes as one."""
     q = q.reshape(-1, *q.shape[-2:])
     return jnp.pad(q, ((0, 0), (0, -q.shape[1] % TILE_ROWS), (0, 0)))
+
+
+def whole_rows(q: Float[Array, "*B R H"], interpret: Any) -> Float[Array, "X R2 H"]:
+    """Query rows, leading axes as one, of which a kernel copies whole tiles.
+
+    A copy of the rows that there are comes out wrong: without a tiling of ours JAX 0.11.2 infers
+    tiles of as many rows as are copied, under a swizzle that needs 8. Of less than a tile the rows
+    beyond come as zeros; of more Mosaic takes whole tiles alone. And JAX's interpreter knows no
+    copies beyond an array's end.
+    """
+    if interpret is not None or q.shape[-2] > TILE_ROWS:
+        return pad_rows(q)
+    return q.reshape(-1, *q.shape[-2:])
+
+
+def first_rows(ref: Any, rows: int, worker: Any) -> Any:
+    """The slice of the first `rows` rows of `ref` [..., R, H], which `whole_rows` gave: a tile.
+
+    Args:
+      worker: any index of the grid. JAX 0.12 refuses a slice beyond an array's end where it knows
+        the first row, though Mosaic copies it; so that is made of a number that it does not know.
+    """
+    return pl.ds(0 if rows <= ref.shape[-2] else worker * 0, rows)
 
 
 def out_scratch(rows: int, most: int = _OUT_ROWS) -> dict[str, Any]:

@@ -21,7 +21,7 @@ Work: 2 operations a score and count, one reduction over the block a count. Rows
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -99,7 +99,8 @@ def unsupported(slots: int, size: int) -> str | None:
 
 def choose(
     scores: Float[Array, "B X A T M M"],
-    bounds: Int[Array, "B 3"],
+    bounds: Sequence[Int[Array, " B"]],
+    slots: int,
     size: int,
     interpret: Any,
 ) -> Int[Array, "B X C"]:
@@ -107,11 +108,12 @@ def choose(
 
     Args:
       bounds: of each row of the batch the first slot, the one after the last, and k.
+      slots: of a row.
     """
     batch, lists = scores.shape[:2]
     places = pl.cdiv(size, hopper.ROWS) * hopper.ROWS
     kernel = plgpu.kernel(
-        _choose_kernel,
+        functools.partial(_choose_kernel, slots=slots, size=size),
         out_type=jax.ShapeDtypeStruct((batch, lists, places), jnp.int32),
         scratch_types=scratch(scores.shape[3]),
         grid=(batch, lists),
@@ -119,10 +121,17 @@ def choose(
         interpret=interpret,
         kernel_name="choose_best",
     )
-    return kernel(bounds, triangle(), scores)[:, :, :size]
+    return kernel(*bounds, triangle(), scores)[:, :, :size]
 
 
-def _choose_kernel(bounds_ref, triangle_ref, scores_ref, lists_ref, **scratch) -> None:
+def bounds_of(refs: Sequence[Any], row: Any, slots: int, size: int) -> tuple[Array, Array, Array]:
+    """A row's first slot, the one after the last, and k, which may be given as any numbers."""
+    first = jnp.clip(refs[0][row], 0, slots)
+    return first, jnp.clip(refs[1][row], first, slots), jnp.clip(refs[2][row], 0, size)
+
+
+def _choose_kernel(*refs, slots: int, size: int, **scratch) -> None:
+    *bound_refs, triangle_ref, scores_ref, lists_ref = refs
     each = lax.axis_index("row"), lax.axis_index("list")
     begin(triangle_ref, scratch)
     parts, tiles = scores_ref.shape[2:4]
@@ -131,7 +140,7 @@ def _choose_kernel(bounds_ref, triangle_ref, scores_ref, lists_ref, **scratch) -
         each_part = [load(scores_ref.at[(*each, part, tile)]) for part in range(parts)]
         return functools.reduce(jnp.add, each_part)
 
-    bounds = bounds_ref[each[0], 0], bounds_ref[each[0], 1], bounds_ref[each[0], 2]
+    bounds = bounds_of(bound_refs, each[0], slots, size)
     plgpu.barrier_wait(scratch["triangle_ready"])
     best(tiles, sums, bounds, lists_ref.at[each], scratch)
 

@@ -138,7 +138,14 @@ def write_rows(
         def write(old: Any, part: Array) -> Any:
             return write_rows(old, part, start, valid, whole=whole)
 
-        return buffer.map(write, stored_as(buffer, new))
+        written = buffer.map(write, stored_as(buffer, new))
+        if isinstance(written.scales, Plane):
+            # Else XLA for GPUs writes the scales once more in every fusion that reads them, which
+            # takes a copy of all layers'. The layer's number stays what the loop counts.
+            whole = jax.lax.optimization_barrier(written.scales.whole)
+            scales = dataclasses.replace(written.scales, whole=whole)
+            written = dataclasses.replace(written, scales=scales)
+        return written
     new_BKTH = jnp.swapaxes(new, 1, 2).astype(buffer.dtype)
     if isinstance(buffer, Plane):
         rows, first = buffer.rows()
@@ -309,6 +316,7 @@ def stored_lines(
     else:
         flat, lines_BKC = lines_of(buffer, index)
         lines = jnp.take(flat, lines_BKC, axis=0, mode="clip")
+        lines = row_major(lines) if isinstance(buffer, Plane) else lines
     some = (slots >= 0).reshape(*slots.shape, *(1,) * (lines.ndim - 3))
     return jnp.where(some, lines, jnp.zeros((), lines.dtype))
 

@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import math
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
@@ -124,6 +123,8 @@ _events = 0
 # with. A turn of a CUDA graph's loop takes about 7 us, and each layer in it takes the time to
 # compile it.
 LAYERS_A_TURN = 4
+# Most numbers of a layer's array that are cut out, and put back, for all layers of a turn at once.
+MOST_NUMBERS = 2**13
 # Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
 LEAST_ROWS = 8
 
@@ -384,12 +385,12 @@ def _attended(
     setup: Setup,
     local: Any,
     params: Any,
-    x: Float[Array, "A S D"],
+    x: Float[Array, "B T D"],
     cache: Any,
     specs: Any,
     segment: Segment,
     total: Int[Array, " B"],
-) -> tuple[Float[Array, "A S D"], Any]:
+) -> tuple[Float[Array, "B T D"], Any]:
     """A layer of these parameters, whose attention is `local` over a cache of these `specs`."""
 
     def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
@@ -397,11 +398,7 @@ def _attended(
         kv_heads = logical_spec(("batch", segment.token_axis, "kv_heads", None))
         in_specs = (heads, kv_heads, kv_heads, specs, tree_specs(segment), BATCH)
         run = setup.shard_map(local, in_specs, (heads, specs))
-        tokens = segment.tokens.shape
-        if q.shape[:2] == tokens:
-            return run(q, k, v, cache, segment, total)
-        out, cache = run(*(_few(array, *tokens) for array in (q, k, v)), cache, segment, total)
-        return _few(out, *x.shape[:2]), cache
+        return run(q, k, v, cache, segment, total)
 
     config, mesh = setup.config, setup.mesh
     products = setup.products(x.shape[0] * x.shape[1])
@@ -416,15 +413,6 @@ def _attended(
 def _tokens_of_a_shard(mesh: AnyMesh, x: Array) -> int:
     """Tokens on each shard of `seq`, of spread ones [B, T, ...]."""
     return x.shape[0] * x.shape[1] // (mesh.shape["data"] * mesh.shape["seq"])
-
-
-def _few(x: Float[Array, "A S *X"], batch: int, tokens: int) -> Float[Array, "B T *X"]:
-    """The A * S rows as B * T: cut at the end where these are fewer, with zeros where more."""
-    wanted, given = batch * tokens, x.shape[0] * x.shape[1]
-    flat = x.reshape(given, *x.shape[2:])[:wanted]
-    if given < wanted:
-        flat = jnp.pad(flat, ((0, wanted - given), *[(0, 0)] * (x.ndim - 2)))
-    return flat.reshape(batch, tokens, *x.shape[2:])
 
 
 def _through_run(
@@ -473,40 +461,58 @@ def _through_run(
     if setup.platform == "gpu" and usual:
         a_turn = max(n for n in range(1, LAYERS_A_TURN + 1) if run.count % n == 0)
 
+    joined = _joined(stacks, groups, axis=1)
+    few = [
+        not fields[group[0]].in_place and stack.size <= MOST_NUMBERS * run.count
+        for stack, group in zip(joined, groups, strict=True)
+    ]
+
     # Under `jit` the layers of a turn share one lowering, and their kernels are compiled once.
     @jax.jit
-    def layer(index: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        x_BTD, stacks = carry
+    def layer(index: Array, x_BTD: Array, stacks: Any, own: Any) -> tuple[Array, Any, Any]:
         parts = [
-            Plane(stack, index) if fields[group[0]].in_place else _of_layer(stack, index)
-            for stack, group in zip(stacks, groups, strict=True)
+            part
+            if part is not None
+            else Plane(stack, index)
+            if fields[group[0]].in_place
+            else _of_layer(stack, index)
+            for stack, part, group in zip(stacks, own, groups, strict=True)
         ]
         weights = _of_layer(layers, first + index)
         parts = _apart(parts, groups)
         x_BTD, parts = _attended(setup, local, weights, x_BTD, parts, specs, segment, total)
-        given, stacks = stacks, []
-        for stack, part, group in zip(given, _joined(parts, groups), groups, strict=True):
+        given, stacks, news = stacks, [], _joined(parts, groups)
+        for stack, part, group, small in zip(given, news, groups, few, strict=True):
             if isinstance(part, Plane):
                 stack = part.whole
-            elif not same.issuperset(group):
+            elif not small and not same.issuperset(group):
                 stack = jax.lax.dynamic_update_index_in_dim(stack, part, index, 0)
             stacks.append(stack)
-        return x_BTD, stacks
+        own = [part if small else None for part, small in zip(news, few, strict=True)]
+        return x_BTD, stacks, own
 
     def turn(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        x_BTD, stacks = carry
+        begin = number * a_turn
+        # Few numbers are cut out, and put back, for all layers of the turn at once.
+        held = [
+            jax.lax.dynamic_slice_in_dim(stack, begin, a_turn) if small else None
+            for stack, small in zip(stacks, few, strict=True)
+        ]
+        each = []
         for offset in range(a_turn):
-            carry = layer(number * a_turn + offset, carry)
-        return carry
+            own = [None if part is None else part[offset] for part in held]
+            x_BTD, stacks, own = layer(begin + offset, x_BTD, stacks, own)
+            each.append(own)
+        for i, (group, small) in enumerate(zip(groups, few, strict=True)):
+            if small and not same.issuperset(group):
+                news = jnp.stack([own[i] for own in each])
+                stacks[i] = jax.lax.dynamic_update_slice_in_dim(stacks[i], news, begin, 0)
+        return x_BTD, stacks
 
-    given = x.shape[:2]
-    if isinstance(setup.products(math.prod(given)), FewRows):
-        # As many as the kernel takes, padded once and not in every layer.
-        x = _few(x, -(-math.prod(given) // LEAST_ROWS) * LEAST_ROWS, 1)
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
-        carry = x, _joined(stacks, groups, axis=1)
-        x, stacks = jax.lax.fori_loop(0, run.count // a_turn, turn, carry)
+        x, stacks = jax.lax.fori_loop(0, run.count // a_turn, turn, (x, joined))
     stacks = _apart(stacks, groups, axis=1)
-    x = x if x.shape[:2] == given else _few(x, *given)
     return x, Stacked(structure.unflatten(stacks), run.count)
 
 

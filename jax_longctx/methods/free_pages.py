@@ -189,7 +189,7 @@ class FreePages(Appending):
             pages_BM = voted_keys.most_voted(named_BTNC, pages, self.kept, ctx)
             centres_BM = jnp.where(pages_BM < 0, -1, pages_BM * page + page // 2)
             low_BM, high_BM = voted_keys.spans_around(centres_BM, self.span, sink, stop_B)
-        return Scope(low_BM, high_BM, stop_B, length, sink, self.span, self.local)
+        return Scope(low_BM, high_BM, stop_B, length, sink, self.span, self.local, self.kept)
 
     def estimate(
         self,

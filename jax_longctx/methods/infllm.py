@@ -31,6 +31,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import append
@@ -157,13 +158,16 @@ class InfLLM(Appending):
         (q, k, v), begin_B = new, cache.store.length
         store = append(cache.store, k, v, valid, ctx)
         far = self.far(q, ctx)
-        attention = WindowedAttention(store, begin_B, valid, self.layout, ctx)
-        parts = [attention.rest(far, masked=self.far_mask == "exact")]
-        if self.topk:
-            parts.append(attention.units(far, chosen))
-        part, received = attention.near(new, parts, self.score, cache.received)
+        attention = WindowedAttention(store, begin_B, valid, q.shape[1], self.layout, ctx)
+        if q.shape[1] == 1:
+            parts = [attention.beyond(far, chosen)]
+        else:
+            parts = [attention.rest(far, masked=self.far_mask == "exact")]
+            if self.topk:
+                parts.append(attention.units(far, chosen))
+        part, received, packed = attention.near(new, parts, self.score, cache.received)
         cache = dataclasses.replace(cache, store=store, received=received)
-        return part, cache.pack(begin_B, q.shape[1], self.layout, self.repr_topk, ctx)
+        return part, cache.pack(begin_B, packed, self.layout, self.repr_topk, ctx)
 
     def choose(
         self,
@@ -183,7 +187,7 @@ class InfLLM(Appending):
     def far(self, q: Float[Array, "B T N H"], ctx: LayerContext) -> Float[Array, "B T N H"]:
         """Queries for keys without rotary embedding."""
         far = self.n_local - 1 if self.far_distance is None else self.far_distance
-        rotated = ctx.rotate(q, jnp.full(q.shape[:2], far, jnp.int32))
+        rotated = ctx.rotate(q, np.full((1, q.shape[1]), far, np.int32))
         # Rotated keys carry the factor of their own embedding; far ones do not.
         return rotated * attention_factor(ctx.rope)
 

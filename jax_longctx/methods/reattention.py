@@ -201,7 +201,7 @@ class ReAttention(Appending):
             slots *= ctx.seq_size
             centres_BM = voted_keys.most_voted(named_BTNC, slots, self.kept, ctx)
             low_BM, high_BM = voted_keys.spans_around(centres_BM, self.span, g, stop_B)
-        return Scope(low_BM, high_BM, stop_B, length, g, self.span, w)
+        return Scope(low_BM, high_BM, stop_B, length, g, self.span, w, self.kept)
 
     def read_bytes(self, cache: AppendCache, length: int) -> int:
         # All keys are ranked, empty slots too; the scope's keys and values are gathered.

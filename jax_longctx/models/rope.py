@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import RopeConfig
+from pallas_kernels.dispatch import platform
 
 
 def rope_angles(
@@ -57,6 +58,13 @@ def apply_rope(
     x: Float[Array, "B T N H"], cos: Float[Array, "#B T F"], sin: Float[Array, "#B T F"]
 ) -> Float[Array, "B T N H"]:
     """`x` rotated, computed in float32 and returned in its own dtype."""
+    if platform() == "gpu":
+        # Elementwise but for an order: XLA fuses it with what follows, which a concatenation ends.
+        halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)  # [B, T, N, 2, F]
+        cos, sin = cos[:, :, None, None], sin[:, :, None, None]
+        signs = np.array([[-1.0], [1.0]], np.float32)
+        turned = halves * cos + jnp.flip(halves, axis=-2) * (sin * signs)
+        return turned.reshape(x.shape).astype(x.dtype)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,6 +1,7 @@
 """What a selector keeps of each page of a cache: digests, and the largest products they allow."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.caches import Branched, parting
 from jax_longctx.sharding import axes_field
 from pallas_kernels.common import fold_rows, unfold_rows
+from pallas_kernels.dispatch import platform
 from pallas_kernels.page_scores import page_scores
 from pallas_kernels.plane import Plane, part_of
 
@@ -71,12 +73,27 @@ def masked_mean(
     """Mean over the held slots of a page, in float32; 0 for an empty page."""
     held = held[:, None].astype(jnp.float32)
     held = held.reshape(*held.shape, *[1] * (x.ndim - 4))
-    total = jnp.sum(jnp.where(held > 0, x.astype(jnp.float32), 0.0), axis=3)
-    return total / jnp.maximum(jnp.sum(held, axis=3), 1.0)
+    total = _over_slots(jnp.add, jnp.where(held > 0, x.astype(jnp.float32), 0.0))
+    return total / jnp.maximum(_over_slots(jnp.add, held), 1.0)
 
 
 def masked_max(x: Float[Array, "B K P Z *H"], held: Bool[Array, "B P Z"]) -> Array:
-    """Maximum over the held slots of a page, in x's dtype; 0 for an empty page."""
+    """Maximum over the held slots of a page, its first ones, in x's dtype; 0 for an empty page."""
     held = held[:, None].reshape(held.shape[0], 1, *held.shape[1:], *[1] * (x.ndim - 4))
-    top = jnp.max(jnp.where(held, x, -jnp.inf), axis=3)
-    return jnp.where(jnp.any(held, axis=3), top, 0).astype(x.dtype)
+    top = _over_slots(jnp.maximum, jnp.where(held, x, -jnp.inf))
+    return jnp.where(held[:, :, :, 0], top, 0).astype(x.dtype)
+
+
+def _over_slots(combine: Callable[[Array, Array], Array], x: Array) -> Array:
+    """The slots of each page combined.
+
+    Of one page on a GPU, as a decode step has it, slot after slot: elementwise operations fuse with
+    the write of the digest, reductions would be launches.
+    """
+    if platform() == "gpu" and x.shape[2] == 1:
+        each = [jax.lax.index_in_dim(x, i, axis=3, keepdims=False) for i in range(x.shape[3])]
+        while len(each) > 1:
+            pairs = zip(each[::2], each[1::2], strict=False)
+            each = [combine(*pair) for pair in pairs] + each[len(each) & ~1 :]
+        return each[0]
+    return {jnp.add: jnp.sum, jnp.maximum: jnp.max}[combine](x, axis=3)

@@ -166,11 +166,11 @@ def attend_lists(
     slots = store.sizes[2]
     page_size = slots * ctx.seq_size // span.tokens.shape[1]
     # One shard has every page.
-    local = lists.pages
+    local, where = lists.pages, (span.start, span.stop)
     if ctx.seq_size > 1:
         local = local_slots(lists.pages, slots // page_size, ctx, page_size)
-    own = ctx.slots(slots)
-    where = (own.below(span.start), own.below(span.stop))
+        own = ctx.slots(slots)
+        where = (own.below(span.start), own.below(span.stop))
     how: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale}
     how |= {} if prior is None else prior.arguments()
     listed_pages = local if lists.heads is None else local[:, 0]

@@ -16,15 +16,22 @@ the cache; the ring is whole on every shard.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, Rewinding, empty_append_cache, gather_slots, write_run
+from jax_longctx.caches import (
+    AppendCache,
+    Rewinding,
+    empty_append_cache,
+    write_run,
+)
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.parts.voted_keys import tie_tolerance
 from jax_longctx.sharding import axes_field
+from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.topk_scores import tied_top_k
 
 # Each shard's capacity is a multiple of it.
@@ -54,6 +61,23 @@ class Layout:
         """Units that are packed once `read` tokens have been read."""
         return jnp.maximum((read - self.window - self.sinks) // self.block, 0)
 
+    def completed(self, begin: Int[Array, " B"], tokens: int) -> Int[Array, "B U Z"]:
+        """The tokens of each unit that the next `tokens` tokens from begin[b] on may complete."""
+        units_BU = self.units(begin)[:, None] + jnp.arange(-(-tokens // self.block))
+        return self.sinks + (units_BU * self.block)[..., None] + jnp.arange(self.block)
+
+
+class Packed(NamedTuple):
+    """What units are packed from: their U * Z tokens, whatever tokens these are.
+
+    Attributes:
+      received: what they have received.
+      keys: as cached; zeros for other shards'.
+    """
+
+    received: Float[Array, "B N E"]
+    keys: Float[Array, "B K E H"]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -68,36 +92,37 @@ class UnitMemory(Rewinding):
     """
 
     store: AppendCache
-    units: Float[Array, "B N P H"] = axes_field("batch", "heads", "pages", None)
+    units: Float[Array, "B N P H"] | Plane = axes_field(
+        "batch", "heads", "pages", None, in_place=True
+    )
     received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
     context_received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
 
     def pack(
         self,
         begin: Int[Array, " B"],
-        tokens: int,
+        packed: Packed,
         layout: Layout,
         representatives: int,
         ctx: LayerContext,
     ) -> "UnitMemory":
-        """Packs the units that the newest tokens, at most `tokens` from begin[b] on, complete."""
-        store, ring = self.store, self.received
-        batch, heads, size = ring.shape
+        """Packs the units that the newest tokens, from begin[b] on, complete."""
+        batch, heads, _ = packed.received.shape
         first_B = layout.units(begin)
-        new_B = layout.units(store.length) - first_B
-        most = -(-tokens // layout.block)
-        start_BU = layout.sinks + (first_B[:, None] + jnp.arange(most)) * layout.block
-        token_BUZ = start_BU[..., None] + jnp.arange(layout.block)
-        slot_B1E = (token_BUZ % size).reshape(batch, 1, -1)  # [B, 1, U * Z]
-        received = jnp.take_along_axis(ring, slot_B1E, axis=2)
-        received = received.reshape(batch, heads, most, layout.block)
-        best_BNUR = jax.lax.top_k(received, representatives)[1]
-        slots = start_BU[:, None, :, None] + best_BNUR
-        # Heads of one group side by side: they choose among the same keys.
-        slots_BKC = slots.reshape(batch, store.k.shape[1], -1)
-        keys = gather_slots(store.k, slots_BKC, ctx).astype(jnp.float32)
-        keys = keys.reshape(*best_BNUR.shape, -1)  # [B, N, U, R, H]
-        units_BUNH = jnp.swapaxes(jnp.mean(keys, axis=3), 1, 2)
+        new_B = layout.units(self.store.length) - first_B
+        received = packed.received.reshape(batch, heads, -1, layout.block)
+        most = received.shape[2]
+        # By comparisons, which are one kernel where a sort would be several.
+        one, other, index_Z = received[..., None], received[..., None, :], jnp.arange(layout.block)
+        ahead = (other > one) | ((other == one) & (index_Z < index_Z[:, None]))
+        best_BNUZ = jnp.sum(ahead, axis=-1) < representatives
+        # Each head takes its own of all keys of a unit; other shards' keys are zeros here.
+        kv_heads, width = packed.keys.shape[1::2]
+        keys_BK1UZH = packed.keys.astype(jnp.float32).reshape(batch, kv_heads, 1, most, -1, width)
+        taken = best_BNUZ.reshape(batch, kv_heads, -1, most, layout.block, 1)
+        sums_BKGUH = jnp.sum(jnp.where(taken, keys_BK1UZH, 0.0), axis=4)
+        units_BNUH = ctx.psum_seq(sums_BKGUH.reshape(batch, heads, most, width)) / representatives
+        units_BUNH = jnp.swapaxes(units_BNUH, 1, 2)
         units = write_run(self.units, units_BUNH, first_B, new_B, ctx)
         return dataclasses.replace(self, units=units)
 
@@ -113,7 +138,7 @@ def empty_unit_memory(shape: CacheShape, layout: Layout) -> UnitMemory:
 
 def best_units(
     query: Float[Array, "B N H"],
-    units: Float[Array, "B N P H"],
+    units: Float[Array, "B N P H"] | Plane,
     packed: Int[Array, " B"],
     count: int,
     ctx: LayerContext,
@@ -127,7 +152,8 @@ def best_units(
     representatives that differ by rounding alone, so close products tie (`voted_keys`).
     """
     # A fused multiply and sum: a matmul of mixed dtypes would copy the representatives.
-    scores_BXP = jnp.sum(query.astype(jnp.float32)[:, :, None] * units.astype(jnp.float32), -1)
+    wide = part_of(units).astype(jnp.float32)
+    scores_BXP = jnp.sum(query.astype(jnp.float32)[:, :, None] * wide, -1)
     if not each_head:
         scores_BXP = ctx.psum_heads(jnp.sum(scores_BXP, axis=1, keepdims=True))
     ids_P = ctx.seq_offset(units.shape[2]) + jnp.arange(units.shape[2])

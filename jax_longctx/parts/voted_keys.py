@@ -168,7 +168,10 @@ def scramble_heads(
 def most_voted(
     named: Int[Array, "B T N C"], slots: int, kept: int, ctx: LayerContext
 ) -> Int[Array, "B M"]:
-    """The `kept` slots of most votes, ascending, then -1; `slots` is the length of the cache."""
+    """The `kept` slots of most votes and -1s; `slots` is the length of the cache.
+
+    They ascend, with -1 last; those of a lone token are in any order, among as many as it names.
+    """
     if named.shape[1] == 1:
         return _most_voted_of_few(ctx.gather_heads(named, axis=2), kept)
     votes_BS = ctx.psum_heads(_tally(named.reshape(named.shape[0], -1), slots))
@@ -228,8 +231,8 @@ def _tally(named: Int[Array, "B E"], slots: int) -> Int[Array, "B S"]:
     return votes_BPZ.reshape(batch, -1)[:, :slots].astype(jnp.int32)
 
 
-def _most_voted_of_few(named: Int[Array, "B T N C"], kept: int) -> Int[Array, "B M"]:
-    """`most_voted` by comparing each vote with each; at most E = T N C slots."""
+def _most_voted_of_few(named: Int[Array, "B T N C"], kept: int) -> Int[Array, "B E"]:
+    """`most_voted` by comparing each of E = T N C votes with each; in the votes' order."""
     slot_BE = named.reshape(named.shape[0], -1)
     slot, rival = slot_BE[:, :, None], slot_BE[:, None, :]
     entry_E = jnp.arange(slot_BE.shape[1])
@@ -239,27 +242,30 @@ def _most_voted_of_few(named: Int[Array, "B T N C"], kept: int) -> Int[Array, "B
     more = votes_BE[:, None, :] > votes_BE[:, :, None]
     same = votes_BE[:, None, :] == votes_BE[:, :, None]
     ahead = some_BE[:, None, :] & (more | (same & (rival < slot)))
-    stays_BE = some_BE & (jnp.sum(ahead, axis=-1) < kept)
-    ascending_BM = jnp.sort(jnp.where(stays_BE, slot_BE, _LAST), axis=-1)[:, :kept]
-    return jnp.where(ascending_BM == _LAST, -1, ascending_BM)
+    return jnp.where(some_BE & (jnp.sum(ahead, axis=-1) < kept), slot_BE, -1)
 
 
 def spans_around(
     centres: Int[Array, "B M"], span: int, start: int, stop: Int[Array, " B"]
 ) -> tuple[Int[Array, "B M"], Int[Array, "B M"]]:
-    """The union of the spans around ascending centres, within start <= s < stop[b].
+    """The union of the spans around different centres, within start <= s < stop[b].
 
     A span is the `span // 2` slots before its centre, the centre, and those after it.
 
     Returns:
-      (low, high): the slots low <= s < high of each centre that no centre before it has, so that
-      they ascend; none for a centre of -1.
+      (low, high): the slots low <= s < high of each centre that no lower one has; none for a centre
+      of -1.
     """
-    low_BM = jnp.maximum(centres - span // 2, start)
-    high_BM = jnp.minimum(centres - span // 2 + span, stop[:, None])
-    # Ascending spans of equal size: one overlaps others only where it overlaps the one before.
-    taken_BM = jnp.pad(high_BM[:, :-1], ((0, 0), (1, 0)), constant_values=start)
-    low_BM = jnp.maximum(low_BM, taken_BM)
+    begin_BM = centres - span // 2
+    # Spans of equal size: of the lower ones the next reaches farthest. By comparison, in any order:
+    # one kernel.
+    before_BM = jnp.max(
+        centres[:, None], 2, where=centres[:, None] < centres[:, :, None], initial=-1
+    )
+    taken_BM = jnp.minimum(before_BM - span // 2 + span, stop[:, None])
+    taken_BM = jnp.where(before_BM < 0, start, jnp.maximum(taken_BM, start))
+    low_BM = jnp.maximum(begin_BM, taken_BM)
+    high_BM = jnp.minimum(begin_BM + span, stop[:, None])
     return low_BM, jnp.where(centres < 0, low_BM, high_BM)
 
 
@@ -272,6 +278,7 @@ class Scope:
       stop: the local part's first slot.
       length: tokens of the row.
       global_size, span, local_size: most slots of the first part, of a span, of the last part.
+      kept: the most spans that are not empty; None for all.
     """
 
     low: Int[Array, "B M"]
@@ -281,11 +288,14 @@ class Scope:
     global_size: int
     span: int
     local_size: int
+    kept: int | None = None
 
     @property
     def most(self) -> int:
         """Slots at most."""
-        return self.global_size + self.low.shape[1] * self.span + self.local_size
+        spans = self.low.shape[1]
+        spans = spans if self.kept is None else min(spans, self.kept)
+        return self.global_size + spans * self.span + self.local_size
 
     @property
     def number(self) -> Int[Array, " B"]:
@@ -320,16 +330,17 @@ class Scope:
         inner_BY = index_Y - own_first_B1
         own_kept_B1, shift_BY, moved_BY = 0, 0, 0
         if self.low.shape[1]:
-            ends_BM = jnp.cumsum(high_BM - low_BM, axis=-1)
-            own_kept_B1 = ends_BM[:, -1:]
-            # The span of each entry, and what takes an entry to its slot.
-            span_BY = jnp.sum(ends_BM[:, :, None] <= inner_BY[:, None], axis=1)
-            span_BY = jnp.minimum(span_BY, self.low.shape[1] - 1)
-            shift_BY = jnp.take_along_axis(high_BM - ends_BM, span_BY, axis=1)
+            ends_BM = _upto(low_BM, high_BM)
+            own_kept_B1 = jnp.sum(high_BM - low_BM, axis=-1, keepdims=True)
+            # What takes an entry to its slot: that of the first span that ends behind it, and they
+            # ascend with the spans.
+            behind_BYM = ends_BM[:, None] > inner_BY[:, :, None]
+            behind_BYM &= (high_BM > low_BM)[:, None]
+            shift_BY = jnp.min((high_BM - ends_BM)[:, None], 2, where=behind_BYM, initial=_LAST)
             if shard.shards > 1:
-                # And what takes a slot to its place among the kept ones.
-                gone_BM = jnp.cumsum(self.high - self.low, axis=-1) - self.high
-                moved_BY = jnp.take_along_axis(gone_BM, span_BY, axis=1)
+                # And what takes a slot to its place among the kept ones; these descend.
+                gone_BM = _upto(self.low, self.high) - self.high
+                moved_BY = jnp.max(gone_BM[:, None], 2, where=behind_BYM, initial=-_LAST)
         kept_BY = inner_BY < own_kept_B1
         last_BY = inner_BY - own_kept_B1 + own_stop_B1
         local_BY = jnp.where(kept_BY, inner_BY + shift_BY, last_BY)
@@ -344,6 +355,15 @@ class Scope:
             place = jnp.where(kept_BY, kept_place, last_place)
             place = jnp.where(inner_BY < 0, slot_BY, place)
         return jnp.where(index_Y < count_B1, local_BY, -1), place, count_B1[:, 0]
+
+
+def _upto(low: Int[Array, "B M"], high: Int[Array, "B M"]) -> Int[Array, "B M"]:
+    """Slots of the spans up to each, itself included, in the order of the spans' first ones.
+
+    By comparison: one kernel, where a sort and a cumulative sum are several.
+    """
+    upto = low[:, None] <= low[:, :, None]
+    return jnp.sum(jnp.where(upto, (high - low)[:, None], 0), axis=-1)
 
 
 def attend_scope(
@@ -370,7 +390,7 @@ def attend_scope(
         begin_B = scope.number - valid
         # A rotary base that follows the length must follow the scope's, which bounds positions.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, scope.most))
-    keys = _rotated_lines(cache.k, slots_BX, key_BX, ctx)
+    keys = rotated_lines(cache.k, slots_BX, key_BX, ctx)
     values = read_lines(cache.v, slots_BX[:, None])
     at_BT = begin_B[:, None] + jnp.arange(q.shape[1])
     q = ctx.rotate(q, at_BT)
@@ -381,18 +401,26 @@ def attend_scope(
     return merge([earlier, within])
 
 
-def _rotated_lines(
+def rotated_lines(
     buffer: AnyCache,
     slots: Int[Array, "B X"],
     positions: Int[Any, "#B X"],
     ctx: LayerContext,
+    *,
+    but_last: int = 0,
 ) -> Float[Array, "B K X H"]:
-    """The keys in this shard's `slots` for all heads, rotated to `positions`; zeros for -1."""
+    """The keys in this shard's `slots` for all heads, rotated to `positions`; zeros for -1.
+
+    Args:
+      but_last: the last so many are not rotated.
+    """
+    turned_X1 = (np.arange(slots.shape[1]) < slots.shape[1] - but_last)[:, None]
     if platform() == "tpu" or isinstance(buffer, Quantised):
         # Half lines have another layout there: the cache would be copied. And 8 bits are turned
         # into numbers first.
-        lines = jnp.swapaxes(read_lines(buffer, slots[:, None]), 1, 2)
-        return jnp.swapaxes(ctx.rotate(lines, positions), 1, 2)
+        lines = read_lines(buffer, slots[:, None])
+        turned = jnp.swapaxes(ctx.rotate(jnp.swapaxes(lines, 1, 2), positions), 1, 2)
+        return jnp.where(turned_X1, turned, lines) if but_last else turned
     # A channel's partner is in the line's other half: two reads of half lines, then elementwise
     # operations. On a GPU joining two halves took 32 us for 8 heads and 8192 slots, reading 12.
     head_dim = buffer.shape[3]
@@ -402,7 +430,10 @@ def _rotated_lines(
         jnp.take(halves, line_BKX1 + np.array(order), axis=0, mode="clip").astype(jnp.float32)
         for order in ([0, 1], [1, 0])
     )  # [B, K, X, 2, F]
-    cos, sin = (x[:, None, :, None] for x in rope_angles(ctx.rope, head_dim, positions, ctx.total))
+    cos, sin = rope_angles(ctx.rope, head_dim, positions, ctx.total)
+    if but_last:
+        cos, sin = jnp.where(turned_X1, cos, 1.0), jnp.where(turned_X1, sin, 0.0)
+    cos, sin = (x[:, None, :, None] for x in (cos, sin))
     turned = own * cos + partner * (sin * np.array([[-1.0], [1.0]], np.float32))
     turned = jnp.where((slots >= 0)[:, None, :, None, None], turned, 0)
     return turned.astype(buffer.dtype).reshape(*turned.shape[:3], head_dim)  # [B, K, X, H]

@@ -27,18 +27,25 @@ Every shard of the slots attends to its own part of each; keys are not sent.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, local_run, local_slots, read_lines
 from jax_longctx.contract import QKV, Attended, LayerContext
-from jax_longctx.parts.unit_memory import Layout
+from jax_longctx.parts.unit_memory import Layout, Packed
+from jax_longctx.parts.voted_keys import rotated_lines
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.common import block_of, group_heads, merge
-from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
+from pallas_kernels.decode_attention import (
+    attend_logits,
+    attend_with_logits,
+    decode_attention,
+    decode_logits,
+)
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 
@@ -47,6 +54,8 @@ Score = Literal["mass", "logit"]
 _LAST = jnp.iinfo(jnp.int32).max
 # Keys that dense decode rotates at once.
 _BLOCK = 2048
+# The window's keys of a lone token are read in whole tiles of the kernels.
+_TILE = 128
 
 
 class Run(NamedTuple):
@@ -61,13 +70,22 @@ class Run(NamedTuple):
     number: Array
 
 
+# This shard's amounts [B, N, X] of tokens first[b], first[b] + 1, ..., of which number[b] count.
+Seen = tuple[Float[Array, "B N X"], Int[Array, " B"], Int[Array, " B"]]
+
+
 @dataclasses.dataclass(frozen=True)
 class WindowedAttention:
-    """Attention of the tokens begin[b] .. begin[b] + valid[b] - 1, the newest in `store`."""
+    """Attention of the tokens begin[b] .. begin[b] + valid[b] - 1, the newest in `store`.
+
+    Attributes:
+      new_tokens: the most of them.
+    """
 
     store: AppendCache
     begin: Int[Array, " B"]
     valid: Int[Array, " B"]
+    new_tokens: int
     layout: Layout
     ctx: LayerContext
 
@@ -97,8 +115,6 @@ class WindowedAttention:
         slots_BX = newest_B[:, None] - index_X - over_BX
         number_B = jnp.maximum(newest_B + 1 - in_units_B, 0)
         run = self._read(slots_BX, number_B, descending=True)
-        if queries == 1:
-            return decode_attention(q, run.k, run.v, run.number, scale=scale)
         if not masked:
             return cache_attention(q, run.k, run.v, run.number, scale=scale)
         # Query t sees entry i where t >= valid - 1 - i; r = T - 1 - t counts them from the last.
@@ -107,19 +123,35 @@ class WindowedAttention:
         out, lse = cache_attention(jnp.flip(q, axis=1), run.k, run.v, run.number, **how)
         return jnp.flip(out, axis=1), jnp.flip(lse, axis=1)
 
+    def beyond(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B X C"]) -> Attended:
+        """`rest` and `units` of a lone token as one: pages of the cache up to the window."""
+        (batch, _, heads, _), (kv_heads, local) = q.shape, self.store.k.shape[1:3]
+        layout, page = self.layout, self._page
+        sinks, each = layout.sinks // page, layout.block // page
+        # Behind the last unit less than another one is left.
+        last_B1 = sinks + layout.units(self.begin)[:, None] * each
+        rest = jnp.broadcast_to(jnp.arange(sinks), (batch, sinks)), last_B1 + jnp.arange(each)
+        of_units_BXE = self._unit_pages(chosen).reshape(*chosen.shape[:2], -1)
+        rest_BXE = jnp.broadcast_to(
+            jnp.concatenate(rest, axis=1)[:, None], (*chosen.shape[:2], sinks + each)
+        )
+        pages, _ = self._own(jnp.concatenate([rest_BXE, of_units_BXE], axis=2))
+        lists = heads if chosen.shape[1] > 1 else kv_heads
+        pages = jnp.broadcast_to(pages, (batch, lists, pages.shape[2]))
+        stop_B = self.begin + 1 - layout.window
+        if self.ctx.seq_size > 1:
+            stop_B = self.ctx.slots(local).below(stop_B)
+        how = {"page_size": page, "scale": self.ctx.scale}
+        given = (q, self.store.k, self.store.v, pages, jnp.zeros_like(stop_B), stop_B)
+        out, lse = sparse_decode_attention(*given, **how)
+        return out, lse
+
     def units(self, q: Float[Array, "B T N H"], chosen: Int[Array, "B X C"]) -> Attended:
         """Attention to the chosen units, -1 for none; X = 1 list for all heads, or N lists."""
         batch, queries, heads, _ = q.shape
         k, v, scale = self.store.k, self.store.v, self.ctx.scale
-        kv_heads, local = k.shape[1:3]
-        pages, number, page = self._pages(chosen)
-        if queries == 1:
-            lists = heads if chosen.shape[1] > 1 else kv_heads
-            pages = jnp.broadcast_to(pages, (batch, lists, pages.shape[2]))
-            start_B, stop_B = jnp.zeros((batch,), jnp.int32), jnp.full((batch,), local, jnp.int32)
-            how = {"page_size": page, "scale": scale}
-            out, lse = sparse_decode_attention(q, k, v, pages, start_B, stop_B, **how)
-            return out, lse
+        kv_heads, page = k.shape[1], self._page
+        pages, number = self._own(self._unit_pages(chosen).reshape(*chosen.shape[:2], -1))
         slots = jnp.where(pages[..., None] < 0, -1, pages[..., None] * page + jnp.arange(page))
         shared = chosen.shape[1] == 1
         slots_BXE = slots.reshape(batch, 1 if shared else kv_heads, -1)  # [B, 1, E], [B, K, G * E]
@@ -133,66 +165,95 @@ class WindowedAttention:
         out = jnp.swapaxes(out.reshape(batch, heads, queries, -1), 1, 2)
         return out, jnp.swapaxes(lse.reshape(batch, heads, queries), 1, 2)
 
-    def _pages(
-        self, chosen: Int[Array, "B X C"]
-    ) -> tuple[Int[Array, "B X E"], Int[Array, "B X"], int]:
-        """The units as pages of this shard's slots: (pages, then -1; how many; page size).
+    @property
+    def _page(self) -> int:
+        """Slots of a page: it divides a unit, the first tokens and this shard's slots."""
+        return math.gcd(self.layout.sinks, self.layout.block, self.store.k.shape[2])
 
-        A page's size divides a unit, the first tokens and this shard's slots.
-        """
-        local, layout = self.store.k.shape[2], self.layout
-        page = math.gcd(layout.sinks, layout.block, local)
-        each = layout.block // page
-        first = chosen * each + layout.sinks // page
-        pages = jnp.where((chosen >= 0)[..., None], first[..., None] + jnp.arange(each), -1)
-        pages = local_slots(pages, local // page, self.ctx)
+    def _unit_pages(self, chosen: Int[Array, "B X C"]) -> Int[Array, "B X C E"]:
+        """The pages of each unit, -1 of those that there are not."""
+        each = self.layout.block // self._page
+        first = chosen * each + self.layout.sinks // self._page
+        return jnp.where((chosen >= 0)[..., None], first[..., None] + jnp.arange(each), -1)
+
+    def _own(self, pages: Int[Array, "B X E"]) -> tuple[Int[Array, "B X E"], Int[Array, "B X"]]:
+        """The listed pages by their index on this shard, then -1; how many they are."""
+        pages = local_slots(pages, self.store.k.shape[2] // self._page, self.ctx)
         mine = pages >= 0
-        pages = jnp.where(mine, pages, _LAST).reshape(*chosen.shape[:2], -1)  # [B, X, C * each]
-        number = jnp.sum(mine, axis=(2, 3))
         if self.ctx.seq_size > 1:
-            pages = jnp.sort(pages, axis=-1)
-        return jnp.where(pages == _LAST, -1, pages), number, page
+            pages = jnp.sort(jnp.where(mine, pages, _LAST), axis=-1)
+            pages = jnp.where(pages == _LAST, -1, pages)
+        return pages, jnp.sum(mine, axis=-1)
 
     def near(
         self, new: QKV, others: list[Attended], score: Score, ring: Float[Array, "B N M"]
-    ) -> tuple[Attended, Float[Array, "B N M"]]:
-        """Attention to the window, merged with this shard's `others`, and the updated ring.
+    ) -> tuple[Attended, Float[Array, "B N M"], Packed]:
+        """Attention to the window, merged with this shard's `others`, the updated ring, and what
+        the units that the new tokens may complete are packed from.
 
         Args:
           new: the new tokens', before rotary embedding.
         """
         q, k, v = new
-        alone, window = q.shape[1] == 1, self.layout.window
+        if q.shape[1] == 1:
+            part, keys, seen = self._token(q, others, score)
+            return part, *self._kept(ring, keys, seen, None)
+        window = self.layout.window
         start_B = jnp.maximum(self.begin - window, 0)
-        end_B = self.begin + self.valid if alone else self.begin
-        slots_BX = start_B[:, None] + jnp.arange(window + alone)
-        run = self._read(slots_BX, end_B - start_B)
+        run = self._read(start_B[:, None] + jnp.arange(window), self.begin - start_B)
         first_B = start_B + run.first
         back_BX = (self.begin - first_B)[:, None] - jnp.arange(run.k.shape[2])
         near = self.ctx.rotate(jnp.swapaxes(run.k, 1, 2), window - back_BX)
         run = run._replace(k=jnp.swapaxes(near, 1, 2))
         at_BT = jnp.broadcast_to(window + jnp.arange(q.shape[1]), q.shape[:2])
-        q = self.ctx.rotate(q, at_BT)
-        if alone:
-            part, seen, own = *self._token(q, run, back_BX, others, score), None
-        else:
-            new = q, self.ctx.rotate(k, at_BT), v
-            part, seen, own = self._chunk(new, run, back_BX, others, score)
-        return part, self._kept(ring, (seen, first_B, run.number), own)
+        new = self.ctx.rotate(q, at_BT), self.ctx.rotate(k, at_BT), v
+        part, seen, own = self._chunk(new, run, back_BX, others, score)
+        keys = read_lines(self.store.k, self._leaving()[:, None])
+        return part, *self._kept(ring, keys, (seen, first_B, run.number), own)
+
+    def _leaving(self) -> Int[Array, "B E"]:
+        """This shard's slots of the tokens of the units that the new tokens may complete."""
+        slots = self.layout.completed(self.begin, self.new_tokens).reshape(len(self.begin), -1)
+        return local_slots(slots, self.store.k.shape[2], self.ctx)
 
     def _token(
-        self, q: Array, run: Run, back: Array, others: list[Attended], score: Score
-    ) -> tuple[Attended, Float[Array, "B N X"]]:
-        """A lone token, the run's entry with back 0."""
-        window = self.layout.window
-        logits = decode_logits(q, run.k, run.number, scale=self.ctx.scale)
-        near = attend_logits(jnp.where((back < window)[:, None], logits, -jnp.inf), run.v)
-        part = self.ctx.seq_merge(*merge([*others, near]))
-        some = logits > -jnp.inf
+        self, q: Array, others: list[Attended], score: Score
+    ) -> tuple[Attended, Array, Seen]:
+        """A lone token: its attention, the keys of `_leaving`, and amounts for `_kept`.
+
+        Both kinds of keys are read as one array, so that the next layer waits for it before it
+        writes its own. A read that nothing waits for would be of a copy of all layers' keys.
+        """
+        window, store, scale = self.layout.window, self.store, self.ctx.scale
+        # A dot product also counts at the distance at which a token leaves the window.
+        most, leaving_BE = window + (score == "logit"), self._leaving()
+        start_B, more = jnp.maximum(self.begin + 1 - most, 0), leaving_BE.shape[1]
+        slots_BX = start_B[:, None] + jnp.arange(-(-(most + more) // _TILE) * _TILE - more)
+        number_B, size = self.begin + 1 - start_B, store.k.shape[2]
+        slots_BX, first_B, number_B = local_run(slots_BX, number_B, size, self.ctx)
+        inside = slots_BX.shape[1]
+        index_X, nearest = np.arange(inside + more), window + 1 - most
+        at: Any = (index_X + nearest)[None]
+        if self.ctx.seq_size > 1:
+            at = first_B[:, None] + at
+        slots_BX = jnp.concatenate([slots_BX, leaving_BE], axis=1)
+        k = rotated_lines(store.k, slots_BX, at, self.ctx, but_last=more)
+        k = jax.lax.optimization_barrier(k)
+        v = read_lines(store.v, slots_BX[:, None])
+        q = self.ctx.rotate(q, (self.begin - start_B + nearest)[:, None])
+        there_BX, first_B = index_X < number_B[:, None], start_B + first_B
         if score == "logit":
-            return part, jnp.where(some & (back > 0)[:, None], logits, 0.0)
-        counts, lse = some & (back < window)[:, None], part[1]
-        return part, jnp.exp(jnp.where(counts, logits - jnp.swapaxes(lse, 1, 2), -jnp.inf))
+            logits = decode_logits(q, k, number_B, scale=scale)
+            back_BX = (self.begin - first_B)[:, None] - index_X
+            near = attend_logits(jnp.where((back_BX < window)[:, None], logits, -jnp.inf), v)
+            part = self.ctx.seq_merge(*merge([*others, near]))
+            amounts = jnp.where((there_BX & (back_BX > 0))[:, None], logits, 0.0)
+        else:
+            out, lse, logits = attend_with_logits(q, k, v, number_B, scale=scale)
+            part = self.ctx.seq_merge(*merge([*others, (out, lse)]))
+            shares = jnp.where(there_BX[:, None], logits - jnp.swapaxes(part[1], 1, 2), -jnp.inf)
+            amounts = jnp.exp(shares)
+        return part, k[:, :, inside:], (amounts, first_B, number_B)
 
     def _chunk(
         self, new: QKV, run: Run, back: Array, others: list[Attended], score: Score
@@ -246,30 +307,34 @@ class WindowedAttention:
     def _kept(
         self,
         ring: Float[Array, "B N M"],
-        seen: tuple[Float[Array, "B N X"], Int[Array, " B"], Int[Array, " B"]],
+        keys: Float[Array, "B K E H"],
+        seen: Seen,
         new: Float[Array, "B N T"] | None,
-    ) -> Float[Array, "B N M"]:
-        """The ring after the new tokens have joined.
+    ) -> tuple[Float[Array, "B N M"], Packed]:
+        """The ring after the new tokens have joined, and what units are packed from.
 
         Args:
-          seen: (amounts, first, number): this shard's amounts of tokens first[b], first[b] + 1, ...
-            of which number[b] count; they may include the new ones.
+          keys: those of `_leaving`.
+          seen: of which the tokens may include the new ones.
           new: amounts of the new tokens, the same on every shard, unless `seen` has them.
         """
-        slot_M = jnp.arange(ring.shape[2])
+        size, slot_M = ring.shape[2], jnp.arange(ring.shape[2])
 
         def by_slot(amounts: Array, first: Array, number: Array) -> Array:
-            index_BM = (slot_M - first[:, None]) % ring.shape[2]
+            index_BM = (slot_M - first[:, None]) % size
             at_BM = jnp.minimum(index_BM, amounts.shape[2] - 1)
             picked = jnp.take_along_axis(amounts, at_BM[:, None], axis=2)
             return jnp.where((index_BM < number[:, None])[:, None], picked, 0.0)
 
-        joins_BM = (slot_M - self.begin[:, None]) % ring.shape[2] < self.valid[:, None]
+        joins_BM = (slot_M - self.begin[:, None]) % size < self.valid[:, None]
         added = self.ctx.psum_seq(by_slot(*seen))
         if new is not None:
             added = added + by_slot(new, self.begin, self.valid)
         # A new token's slot holds the amount of a packed one.
-        return jnp.where(joins_BM[:, None], 0.0, ring) + added
+        ring = jnp.where(joins_BM[:, None], 0.0, ring) + added
+        packed = self.layout.completed(self.begin, self.new_tokens)
+        slot_B1E = packed.reshape(len(packed), 1, -1) % size
+        return ring, Packed(jnp.take_along_axis(ring, slot_B1E, axis=2), keys)
 
 
 def _mass_by_head(

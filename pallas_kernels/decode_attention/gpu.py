@@ -55,6 +55,7 @@ from pallas_kernels.quantised import AnyStored, Quantised
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that fit shared memory
+_FEW = 8  # rows whose plan every block of threads makes in its registers
 # Slots of one step, steps in flight, and how many steps it takes to begin a head.
 _BLOCK, _STAGES, _BEGIN = 128, 3, 1
 # The most rows over keys and values in int8, which leave less shared memory to the plan.
@@ -82,6 +83,11 @@ class _Job:
     windowed: bool
     logits: bool
     stored: bool
+
+    @property
+    def few(self) -> bool:
+        """Whether the kernels are given the rows' bounds in place of the plan."""
+        return self.batch <= _FEW
 
     @property
     def tile_rows(self) -> int:
@@ -214,7 +220,11 @@ def _attention(
     caches = (k, v)
     if isinstance(k, Quantised) and isinstance(v, Quantised):
         caches = (k.values, v.values, k.scales, v.scales)
-    plan = _plan(low, high, job)
+    if job.few:
+        # A launch less. Without a window every row begins at 0.
+        plan = (low.astype(jnp.int32), high.astype(jnp.int32))[not windowed :]
+    else:
+        plan = (_plan(low, high, job),)
     out, lse, *found = _partials(pack_rows(q, kv_heads), caches, plan, job)
     out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype)
     out = unpack_rows(out_BKRH.astype(q.dtype), q.shape[1])
@@ -225,14 +235,46 @@ def _attention(
     return out, lse, logits_BKGS.reshape(batch, q.shape[2], slots)
 
 
+def _steps(low: Any, high: Any) -> Any:
+    """Steps of a head of a row: one to begin it and one a block."""
+    # A later query's window begins later: with low below 0 as well.
+    blocks = lax.div(high + (_BLOCK - 1), _BLOCK) - lax.div(jnp.maximum(low, 0), _BLOCK)
+    return jnp.where((high > low) & (blocks > 0), _BEGIN + blocks, 0)
+
+
+@dataclass(frozen=True)
+class _FewLines:
+    """The plan of few rows as scalars of a kernel."""
+
+    columns: tuple[list[Any], ...]
+
+    @staticmethod
+    def of(refs: Sequence[Any], job: _Job) -> "_FewLines":
+        """From the rows' last slots or, with a window, their first and last ones."""
+        *low_ref, high_ref = refs
+        high = [high_ref[b] for b in range(job.batch)]
+        low = [low_ref[0][b] if low_ref else jnp.int32(0) for b in range(job.batch)]
+        steps, base = [_steps(*each) for each in zip(low, high, strict=True)], [jnp.int32(0)]
+        for each in steps:
+            base.append(base[-1] + job.kv_heads * each)
+        return _FewLines((base, low, high, steps))
+
+    def __getitem__(self, at: tuple[Any, int]) -> Any:
+        row, values = at[0], self.columns[at[1]]
+        if isinstance(row, int):
+            return values[row]
+        found = values[-1]
+        for i, value in enumerate(values[:-1]):
+            found = jnp.where(row == i, value, found)
+        return found
+
+
 def _plan(low: PerRow, high: PerRow, job: _Job) -> Int[Array, "Q 4"]:
     """One line a row: its first step among those of all rows and heads, its slots, a head's steps.
 
-    A head takes a step to begin it and one a block. The last line holds the number of all steps.
+    The last line holds the number of all steps.
     """
-    # A later query's window begins later: with low below 0 as well.
-    blocks = pl.cdiv(high, _BLOCK) - jnp.maximum(low, 0) // _BLOCK
-    steps = jnp.where((high > low) & (blocks > 0), _BEGIN + blocks, 0)
+    steps = _steps(low, high)
     before = jnp.arange(job.batch + 1)[:, None] > jnp.arange(job.batch)
     base = job.kv_heads * jnp.sum(jnp.where(before, steps, 0), axis=1)
     columns = [jnp.pad(x, (0, 1)) for x in (low, high, steps)]
@@ -240,7 +282,7 @@ def _plan(low: PerRow, high: PerRow, job: _Job) -> Int[Array, "Q 4"]:
 
 
 def _partials(
-    q: Float[Array, "B K R H"], caches: tuple[Any, ...], plan: Int[Array, "Q 4"], job: _Job
+    q: Float[Array, "B K R H"], caches: tuple[Any, ...], plan: tuple[Array, ...], job: _Job
 ) -> Sequence[Array]:
     """The attention of every worker to its piece of every head it visits.
 
@@ -262,7 +304,7 @@ def _partials(
             *([jax.ShapeDtypeStruct(logits, jnp.float32)] if job.logits else []),
         ),
         scratch_types=dict(
-            plan=plgpu.SMEM(plan.shape, jnp.int32),
+            **({} if job.few else dict(plan=plgpu.SMEM(plan[0].shape, jnp.int32))),
             # The tiles of 64 rows overlap: of each the first rows count.
             q_tiles=hopper.tiled(
                 hopper.ROWS + (job.q_tiles - 1) * job.tile_rows, job.head_dim, dtype=job.dtype
@@ -288,19 +330,26 @@ def _partials(
         interpret=job.interpret,
         kernel_name="decode_attention",
     )
-    return kernel(plan, hopper.pad_rows(q), *caches)
+    return kernel(*plan, hopper.pad_rows(q), *caches)
 
 
-def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
-    given = 4 if job.stored else 2
+def _kernel(*refs, job: _Job, **scratch):
+    first, given = 2 if job.few and job.windowed else 1, 4 if job.stored else 2
+    plan_refs, q_ref, refs = refs[:first], refs[first], refs[first + 1 :]
     caches, out_refs = refs[:given], refs[given:]
-    role, plan, planned = lax.axis_index("role"), scratch["plan"], scratch["planned"]
+    role, planned = lax.axis_index("role"), scratch["planned"]
+    plan = _FewLines.of(plan_refs, job) if job.few else scratch["plan"]
+
+    def wait_for_plan() -> None:
+        if not job.few:
+            plgpu.barrier_wait(planned)
 
     @pl.when(role == 1)
     def _copies():
         plgpu.set_max_registers(56, action="decrease")
-        plgpu.copy_gmem_to_smem(plan_ref, plan, planned)
-        plgpu.barrier_wait(planned)
+        if not job.few:
+            plgpu.copy_gmem_to_smem(plan_refs[0], plan, planned)
+        wait_for_plan()
         work = functools.partial(_fetch, (q_ref, *caches), job, scratch)
         pieces, steps = _each_piece(plan, job, work)
         hopper.drain(scratch["answered"], pieces, job.q_tiles)
@@ -313,7 +362,7 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
     @pl.when(role == 0)
     def _attention():
         plgpu.set_max_registers(208, action="increase")
-        plgpu.barrier_wait(planned)
+        wait_for_plan()
         _each_piece(plan, job, functools.partial(_attend, out_refs, job, scratch))
         hopper.written()
 
@@ -323,7 +372,7 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
     @pl.when(role == 2)
     def _conversion():
         plgpu.set_max_registers(hopper_stored.REGISTERS[2], action="decrease")
-        plgpu.barrier_wait(planned)
+        wait_for_plan()
         _, steps = _each_piece(plan, job, functools.partial(_convert, job, scratch))
         hopper_stored.drain_converted(scratch, steps)
 
@@ -461,7 +510,7 @@ def _mask(s: Array, slot: Array, piece: _Piece, job: _Job) -> Array:
 def _merged(
     out: Float[Array, "P R8 H"],
     lse: Float[Array, "P M"],
-    plan: Int[Array, "Q 4"],
+    plan: tuple[Array, ...],
     job: _Job,
     dtype: Any,
 ) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R"]]:
@@ -482,10 +531,11 @@ def _merged(
             interpret=job.interpret,
             kernel_name="merge_decode_attention",
         )
-        out, lse = kernel(plan, out.reshape(out.shape[0], -1, _MERGE_THREADS), lse)
+        out, lse = kernel(*plan, out.reshape(out.shape[0], -1, _MERGE_THREADS), lse)
         out, lse = out.reshape(heads, -1, job.head_dim)[:, : job.rows], lse[:, : job.rows]
     else:
-        at_XP, mine_XP = _piece(plan, jnp.arange(heads)[:, None], jnp.arange(parts), job)
+        lines = _FewLines.of(plan, job) if job.few else plan[0]
+        at_XP, mine_XP = _piece(lines, jnp.arange(heads)[:, None], jnp.arange(parts), job)
         mine_XP1 = mine_XP[..., None]
         lse = jnp.where(mine_XP1, lse.at[at_XP, : job.rows].get(mode="clip"), -jnp.inf)
         # Parts that were not written may hold anything.
@@ -508,22 +558,22 @@ def _piece(plan: Any, head: Any, i: Any, job: _Job) -> tuple[Array, Array]:
     return worker + head, mine
 
 
-def _merge_kernel(
-    plan_ref, out_ref, lse_ref, merged_ref, total_ref, *, job: _Job, together: int
-) -> None:
+def _merge_kernel(*refs, job: _Job, together: int) -> None:
     """The pieces of a head's attention as one: a block of threads takes `together` query rows.
 
     It reads its pieces' log-sum-exps and means, which are few and lie in the L2 cache. Their
     weights stay in registers. XLA's form takes four launches: 9 us for 8 heads of 4 queries on an
     H200.
     """
+    *plan_refs, out_ref, lse_ref, merged_ref, total_ref = refs
+    plan = _FewLines.of(plan_refs, job) if job.few else plan_refs[0]
     head, group = lax.axis_index("head"), lax.axis_index("group")
     shape, last = (_MERGE_THREADS,), out_ref.shape[0] - 1
     thread = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_MERGE_LAYOUT)
     mine = [lax.div(thread, job.head_dim) == i for i in range(together)]
     means, lses = [], []
     for i in range(job.parts):
-        piece, there = _piece(plan_ref, head, i, job)
+        piece, there = _piece(plan, head, i, job)
         at = jnp.minimum(piece, last)
         there = jnp.broadcast_to(there, shape)
         mean = plgpu.load(out_ref.at[at, group], layout=_MERGE_LAYOUT)

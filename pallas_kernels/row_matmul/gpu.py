@@ -117,7 +117,7 @@ def row_matmul(
         stored=values.dtype,
         interpret=interpret,
     )
-    parts_PRN = _products(jnp.pad(x, ((0, job.rows - rows), (0, 0))), values, job)
+    parts_PRN = _products(hopper.whole_rows(x, interpret)[0], values, job)
     found = job.parts_of(np.arange(outputs) // job.width)
     # Parts that were not written may hold anything.
     some = np.arange(parts_PRN.shape[0])[:, None, None] < found
@@ -163,7 +163,8 @@ def _kernel(
         outputs = pl.ds(lax.div(tile, job.steps) * job.width, job.width)
         inputs = pl.ds(lax.rem(tile, job.steps) * job.depth, job.depth)
         plgpu.copy_gmem_to_smem(w_ref.at[inputs, outputs], w_ring.at[slot], ready.at[slot])
-        plgpu.copy_gmem_to_smem(x_ref.at[:, inputs], x_ring.at[slot], ready.at[slot])
+        rows = hopper.first_rows(x_ref, job.rows, worker)
+        plgpu.copy_gmem_to_smem(x_ref.at[rows, inputs], x_ring.at[slot], ready.at[slot])
 
     def multiply(tile, sums) -> None:
         slot = lax.rem(tile - begin, _STAGES)

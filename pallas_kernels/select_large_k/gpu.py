@@ -80,9 +80,9 @@ def _listed(
     shape = hopper_best.tiled_shape(slots)
     spare = [(0, 0)] * k.ndim + [(0, math.prod(shape) - slots)]
     rows = jnp.pad(scores.astype(jnp.float32), spare).reshape(-1, 1, 1, *shape)
-    k_R = jnp.clip(k.reshape(-1), 0, size)
-    bounds = jnp.stack([jnp.zeros_like(k_R), jnp.full_like(k_R, slots), k_R], axis=1)
-    lists = hopper_best.choose(rows, bounds.astype(jnp.int32), size, interpret)
+    k_R = k.reshape(-1).astype(jnp.int32)
+    bounds = jnp.zeros_like(k_R), jnp.full_like(k_R, slots), k_R
+    lists = hopper_best.choose(rows, bounds, slots, size, interpret)
     return lists.reshape(*k.shape, size)
 
 

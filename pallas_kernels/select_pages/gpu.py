@@ -47,6 +47,7 @@ class _Job:
       group: query heads of a kv head.
       digests: 2 for a box, 1 for a point.
       together: whether the scores of a group are summed.
+      pages: of a row.
       tiles: of a row's scores.
       splits: blocks of threads of a row's kv head.
     """
@@ -57,6 +58,7 @@ class _Job:
     head_dim: int
     digests: int
     together: bool
+    pages: int
     tiles: int
     splits: int
     size: int
@@ -114,32 +116,30 @@ def select_pages(
         head_dim=head_dim,
         digests=1 if low is None else 2,
         together=together,
+        pages=pages,
         tiles=hopper_best.tiles_of(pages),
         splits=max(hopper.processors() // (batch * kv_heads), 1) if together else _CLUSTER,
         size=size,
         dtype=high.dtype,
         interpret=interpret,
     )
-    first = jnp.clip(first, 0, pages)
-    bounds = jnp.stack([first, jnp.clip(last, first, pages), jnp.clip(count, 0, size)], axis=1)
-    bounds = bounds.astype(jnp.int32)
+    # Apart, as they come from the program: to join them would be a launch.
+    bounds = [x.astype(jnp.int32) for x in (first, last, count)]
     found = _launch(_parts(q, job), [x for x in (high, low) if x is not None], bounds, job)
     if not together:
         return found[1].reshape(batch, -1, job.places)[:, :, :size]
     sums = found[0].reshape(batch, 1, kv_heads, *found[0].shape[2:])
-    return hopper_best.choose(sums, bounds, size, interpret)
+    return hopper_best.choose(sums, bounds, pages, size, interpret)
 
 
 def _parts(q: Float[Array, "B N H"], job: _Job) -> Float[Array, "X D R H"]:
-    """The queries' positive and negative parts, or the queries for a point, in whole tiles."""
+    """The queries' positive and negative parts, or the queries for a point."""
     parts = [jnp.maximum(q, 0), jnp.minimum(q, 0)] if job.digests == 2 else [q]
     x = jnp.stack([part.reshape(-1, job.group, job.head_dim) for part in parts], axis=1)
-    return jnp.pad(x, ((0, 0), (0, 0), (0, job.columns - job.group), (0, 0)))
+    return hopper.whole_rows(x, job.interpret).reshape(*x.shape[:2], -1, job.head_dim)
 
 
-def _launch(
-    q: Array, digests: list[Array], bounds: Int[Array, "B 3"], job: _Job
-) -> Sequence[Array]:
+def _launch(q: Array, digests: list[Array], bounds: list[Array], job: _Job) -> Sequence[Array]:
     """Scores of every row's kv head, and the lists [X,G,C] unless they are for all together.
 
     Scores [X,R,T,64,64]: of R query heads each, or the R = 1 sum of the group's. Those outside the
@@ -171,20 +171,21 @@ def _launch(
         kernel_name="select_pages" if alone else "score_pages",
     )
     triangle = [hopper_best.triangle()] * alone
-    return kernel(bounds, q, *triangle, *digests)
+    return kernel(*bounds, q, *triangle, *digests)
 
 
-def _kernel(bounds_ref, q_ref, *refs, job: _Job, **scratch) -> None:
+def _kernel(first_ref, last_ref, count_ref, q_ref, *refs, job: _Job, **scratch) -> None:
     head, split = lax.axis_index("head"), lax.axis_index("split")
-    alone = not job.together
+    alone, bounds = not job.together, (first_ref, last_ref, count_ref)
     inputs, outputs = refs[: alone + job.digests], refs[alone + job.digests :]
     batch = lax.div(head, job.kv_heads)
-    first, last, count = (bounds_ref[batch, i] for i in range(3))
+    digests = [ref.at[batch, lax.rem(head, job.kv_heads)] for ref in inputs[alone:]]
+    first, last, count = hopper_best.bounds_of(bounds, batch, job.pages, job.size)
     if alone:
         hopper_best.begin(inputs[0], scratch)
     for i in range(job.digests):
-        plgpu.copy_gmem_to_smem(q_ref.at[head, i], scratch["q_tiles"].at[i], scratch["asked"])
-    digests = [ref.at[batch, lax.rem(head, job.kv_heads)] for ref in inputs[alone:]]
+        rows = hopper.first_rows(q_ref, job.columns, head)
+        plgpu.copy_gmem_to_smem(q_ref.at[head, i, rows], scratch["q_tiles"].at[i], scratch["asked"])
     blocks = lax.div(first, _BLOCK), lax.div(last + (_BLOCK - 1), _BLOCK)
     # A row without pages has no blocks.
     steps = jnp.where(last > first, blocks[1] - blocks[0], 0)

@@ -161,9 +161,8 @@ def sparse_decode_attention(
         interpret=interpret,
         stored=isinstance(k, Quantised),
     )
-    last = stop if around is None else around.length
-    bounds = jnp.maximum(jnp.stack([start, stop, last], axis=1), 0)
-    bounds = jnp.minimum(bounds, slots)
+    # Apart, as they come from the program: to join them would be a launch.
+    bounds = start, stop, stop if around is None else around.length
     caches = (k, v)
     if isinstance(k, Quantised) and isinstance(v, Quantised):
         listed = _visited(ids, bounds, job)
@@ -176,11 +175,14 @@ def sparse_decode_attention(
     return results_of(*hopper.merge_parts(out, lse, 2), q)
 
 
-def _visited(ids: Int[Array, "B X E"], bounds: Int[Array, "B 3"], job: _Job) -> Int[Array, "B X M"]:
+def _visited(
+    ids: Int[Array, "B X E"], bounds: tuple[PerRow, PerRow, PerRow], job: _Job
+) -> Int[Array, "B X M"]:
     """The entries of every list's pages in the order of the steps, as `_fetch` copies them."""
     steps = job.splits * job.share * job.pages
     if job.listed:
-        later = bounds[:, 1:2] // job.page_size + jnp.arange(job.after)
+        stop_B = jnp.clip(bounds[1], 0, job.pages_of_head * job.page_size)
+        later = stop_B[:, None] // job.page_size + jnp.arange(job.after)
         before = jnp.broadcast_to(jnp.arange(job.before), (len(later), job.before))
         around = jnp.concatenate([before, later], axis=1)[:, None]
         around = jnp.broadcast_to(around, (*ids.shape[:2], around.shape[2]))
@@ -206,7 +208,7 @@ def _partials(
     q: Float[Array, "B X M H"],
     caches: tuple[Any, ...],
     ids: Int[Array, "B X E"],
-    bounds: Int[Array, "B 3"],
+    bounds: tuple[PerRow, PerRow, PerRow],
     job: _Job,
 ) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
     """The attention of every piece of every list.
@@ -217,7 +219,7 @@ def _partials(
     batch = q.shape[0]
     # One axis of all pages of a row, as entries number them.
     paged = [x.reshape(batch, -1, job.page_size, job.head_dim) for x in caches[:2]]
-    q = hopper.pad_rows(q)
+    q = hopper.whole_rows(q, job.interpret)
     parts = batch * job.lists, job.splits
     # Each piece's, or those of all.
     ids = ids.reshape(parts[0], 1 if job.listed else job.splits, -1, _ID_LINE)
@@ -246,21 +248,24 @@ def _partials(
         interpret=job.interpret,
         kernel_name="sparse_decode_attention",
     )
-    out, lse = kernel(bounds.astype(jnp.int32), ids, q, *paged, *caches[2:])
+    limits = [x.astype(jnp.int32) for x in bounds]
+    out, lse = kernel(*limits, ids, q, *paged, *caches[2:])
     shape = batch, job.lists, job.splits
     out = out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
     return out, lse[:, :, : job.rows].reshape(*shape, job.rows)
 
 
-def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratch):
+def _kernel(
+    start_ref, stop_ref, last_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratch
+):
     *scale_refs, out_ref, lse_ref = refs
     each, split, role = (lax.axis_index(name) for name in ("list", "split", "role"))
     row, index = lax.div(each, job.lists), lax.rem(each, job.lists)
     head = lax.div(index * job.kv_heads, job.lists)
     loaded = scratch["loaded"]
-    piece = _Piece(
-        ids=scratch["ids"], first=split * job.share, bounds=[bounds_ref[row, i] for i in range(3)]
-    )
+    slots = job.pages_of_head * job.page_size
+    bounds = [jnp.clip(ref[row], 0, slots) for ref in (start_ref, stop_ref, last_ref)]
+    piece = _Piece(ids=scratch["ids"], first=split * job.share, bounds=bounds)
 
     @pl.when(role == 1)
     def _copies():
@@ -276,9 +281,9 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratc
     def _attention():
         most = hopper_stored.REGISTERS[0] if job.stored else 232
         plgpu.set_max_registers(most, action="increase")
-        plgpu.copy_gmem_to_smem(
-            q_ref.at[each], scratch["q_tile"].at[pl.ds(0, job.tile_rows)], loaded.at[1]
-        )
+        rows = hopper.first_rows(q_ref, job.tile_rows, each)
+        tile = scratch["q_tile"].at[pl.ds(0, job.tile_rows)]
+        plgpu.copy_gmem_to_smem(q_ref.at[each, rows], tile, loaded.at[1])
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         mask = functools.partial(

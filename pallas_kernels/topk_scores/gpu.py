@@ -148,7 +148,8 @@ def topk_scores(
         row_tiles=row_tiles,
         warpgroups=warpgroups,
     )
-    bounds = jnp.stack([start, stop], axis=1).astype(jnp.int32)
+    # Apart, as they come from the program: to join them would be a launch.
+    bounds = start.astype(jnp.int32), stop.astype(jnp.int32)
     if rows <= _QUERIES:
         values, slots = _best_of_few(q_BKRH, k, bounds, tolerance_BKR, job)
     else:
@@ -209,7 +210,7 @@ def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ..
 
 
 def _best_blocks(
-    q: Rows, k: Cache, bounds: Int[Array, "B 2"], tolerance: Tolerances, job: _Job
+    q: Rows, k: Cache, bounds: tuple[PerRow, PerRow], tolerance: Tolerances, job: _Job
 ) -> Ranked:
     """Lists of blocks for every query, their best scores and numbers, that hold the best."""
     rows, padded = q.shape[2], job.row_tiles * job.tile_rows
@@ -237,21 +238,30 @@ def _best_blocks(
         interpret=job.interpret,
         kernel_name="topk_blocks",
     )
-    lists = kernel(bounds, q, k, tolerance)
+    lists = kernel(*bounds, q, k, tolerance)
     flat = job.batch, job.kv_heads, padded, -1
     values, ids = (jnp.moveaxis(x, 3, 1).reshape(flat)[:, :, :rows] for x in lists)
     return values, ids
 
 
 def _blocks_kernel(
-    bounds_ref, q_ref, k_ref, tolerance_ref, *out_refs, job: _Job, q_tiles, ring, **barriers
+    start_ref,
+    stop_ref,
+    q_ref,
+    k_ref,
+    tolerance_ref,
+    *out_refs,
+    job: _Job,
+    q_tiles,
+    ring,
+    **barriers,
 ) -> None:
     head, split = lax.axis_index("head"), lax.axis_index("split")
     warpgroup = lax.axis_index("warpgroup")
     more, fewer = hopper.registers(job.warpgroups)
     row = lax.div(head, job.kv_heads)
     where = row, lax.rem(head, job.kv_heads)
-    bounds, begin, end = _run_of_split(bounds_ref, row, split, job)
+    bounds, begin, end = _run_of_split((start_ref, stop_ref), row, split, job)
 
     @pl.when(warpgroup == job.warpgroups)
     def _copies():
@@ -298,9 +308,9 @@ def _blocks_kernel(
                 ref[head, split, j, rows] = x
 
 
-def _run_of_split(bounds_ref, row, split, job: _Job) -> tuple[tuple[Array, Array], Array, Array]:
+def _run_of_split(bound_refs, row, split, job: _Job) -> tuple[tuple[Array, Array], Array, Array]:
     """The row's bounds, and the split's first tile of keys and the one after its last."""
-    low, high = bounds_ref[row, 0], bounds_ref[row, 1]
+    low, high = (ref[row] for ref in bound_refs)
     first = lax.div(low, _TILE)
     tiles = jnp.maximum(lax.div(high + (_TILE - 1), _TILE) - first, 0)
     share = lax.div(tiles + (job.splits - 1), job.splits)
@@ -447,7 +457,7 @@ def _rescore_kernel(
 
 
 def _best_of_few(
-    q: Rows, k: Cache, bounds: Int[Array, "B 2"], tolerance: Tolerances, job: _Job
+    q: Rows, k: Cache, bounds: tuple[PerRow, PerRow], tolerance: Tolerances, job: _Job
 ) -> Ranked:
     """Scores and slots of the `count` best keys of every query, best first; R at most 8.
 
@@ -476,7 +486,7 @@ def _best_of_few(
         interpret=job.interpret,
         kernel_name="topk_of_few",
     )
-    found = kernel(bounds, q, k, tolerances)
+    found = kernel(*bounds, q, k, tolerances)
     values, slots = (
         jnp.moveaxis(x, 3, 1).reshape(batch, kv_heads, _QUERIES, -1)[:, :, :rows] for x in found
     )
@@ -506,13 +516,22 @@ def _ranked(
 
 
 def _few_kernel(
-    bounds_ref, q_ref, k_ref, tolerance_ref, *out_refs, job: _Job, queries, ring, **barriers
+    start_ref,
+    stop_ref,
+    q_ref,
+    k_ref,
+    tolerance_ref,
+    *out_refs,
+    job: _Job,
+    queries,
+    ring,
+    **barriers,
 ) -> None:
     head, split = lax.axis_index("head"), lax.axis_index("split")
     role = lax.axis_index("role")
     more, fewer = hopper.registers(1)
     row = lax.div(head, job.kv_heads)
-    bounds, begin, end = _run_of_split(bounds_ref, row, split, job)
+    bounds, begin, end = _run_of_split((start_ref, stop_ref), row, split, job)
     ready, free, loaded = (barriers[name] for name in ("ready", "free", "loaded"))
 
     @pl.when(role == 1)

@@ -10,9 +10,15 @@ does with exact ties. Scores may also form a chain: b is within the tolerance of
 is not within it of c. Then parts of the slots may rank otherwise than all of them.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
+
+from pallas_kernels import hopper
+from pallas_kernels.dispatch import platform
+from pallas_kernels.topk_scores import gpu_ties
 
 _LAST = jnp.iinfo(jnp.int32).max
 
@@ -20,7 +26,16 @@ _LAST = jnp.iinfo(jnp.int32).max
 def tied_top_k(
     scores: Float[Array, "*B S"], count: int, tolerance: Float[Array, "*#B"]
 ) -> tuple[Float[Array, "*B C"], Int[Array, "*B C"]]:
-    """`lax.top_k` with ties; the values are the scores themselves. No score may be NaN."""
+    """`lax.top_k` with ties; the values are the scores themselves. No score may be NaN.
+
+    Of scores of -inf the index may be any, or -1.
+    """
+    *batch, entries = scores.shape
+    if hopper_takes(math.prod(batch), entries, count):
+        each = jnp.broadcast_to(tolerance, batch).reshape(-1)
+        found = gpu_ties.tied_best(scores.reshape(-1, entries), count, each)
+        values, at = (x.reshape(*batch, count) for x in found)
+        return values, at
     # By their indices: where nothing uses these, XLA's CPU compiler sorts all scores instead.
     best = jnp.take_along_axis(scores, lax.top_k(scores, count)[1], axis=-1)
     # What is not within the tolerance of one of these ranks behind all of them.
@@ -59,4 +74,11 @@ def merge_topk(
     )
     values, at = tied_top_k(values, count, tolerance)
     slots = jnp.take_along_axis(slots, at, axis=-1)
-    return values, jnp.where(slots == _LAST, -1, slots)
+    return values, jnp.where((slots == _LAST) | (at < 0), -1, slots)
+
+
+def hopper_takes(rows: int, entries: int, count: int) -> bool:
+    """Whether the kernel for Hopper ranks so many entries of so many rows."""
+    if platform() != "gpu" or not gpu_ties.takes(rows, entries, count):
+        return False
+    return hopper.unsupported_device() is None

@@ -20,6 +20,7 @@ from pallas_kernels.select_pages import gpu as pages_gpu
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention.lists import Around
 from pallas_kernels.topk_scores import gpu as topk_gpu
+from pallas_kernels.topk_scores import gpu_ties
 
 
 def programs() -> dict[str, tuple[Callable, tuple]]:
@@ -48,6 +49,7 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
             partial(topk_gpu.topk_scores, count=4),
             (one, k, bound * 0, bound, exact[:, :1]),
         ),
+        "ties": (lambda x, t: gpu_ties.tied_best(x, 4, t), (jnp.zeros((32, 1088)), jnp.zeros(32))),
         "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
         "rows": (partial(row_gpu.row_matmul, dtype=jnp.float32), (rows, w)),
         "rows-many-outputs": (

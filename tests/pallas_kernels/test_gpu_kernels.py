@@ -27,6 +27,8 @@ from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention.lists import Around
 from pallas_kernels.topk_scores import gpu as topk_gpu
+from pallas_kernels.topk_scores import gpu_ties, tied_top_k
+from pallas_kernels.topk_scores import merge as merge_module
 from pallas_kernels.topk_scores import reference as topk_reference
 
 # The interpreter runs blocks in step: fences say nothing to it.
@@ -124,6 +126,25 @@ def _topk(case: Case, interpret: Any) -> None:
     np.testing.assert_array_equal(slots, expected[1])
     expected = topk_reference.topk_scores(*noisy, start, stop, tolerance, **options)
     np.testing.assert_array_equal(values, expected[0])
+
+
+def _ties(case: Case, interpret: Any) -> None:
+    scores = jax.random.normal(jax.random.key(4), (case.rows, case.slots))
+    # Exact ties, close ones, and a row of fewer scores than are asked for.
+    scores = jnp.round(scores * 50) / 50
+    scores = scores.at[0, 3:].set(-jnp.inf)
+    tolerance = jnp.linspace(0, 0.2, case.rows)
+    count = dict(case.options)["count"]
+    # The XLA form, wherever this runs.
+    cpu = jax.devices("cpu")[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge_module, "platform", lambda: "cpu")
+        given = jax.device_put((scores, tolerance), cpu)
+        values, at = map(np.asarray, tied_top_k(given[0], count, given[1]))
+    found = jax.jit(partial(gpu_ties.tied_best, count=count, interpret=interpret))
+    found_values, found_at = found(scores, tolerance=tolerance)
+    np.testing.assert_array_equal(found_values, values)
+    np.testing.assert_array_equal(found_at, np.where(values > -np.inf, at, -1))
 
 
 def _mass(case: Case, interpret: Any) -> None:
@@ -274,6 +295,7 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     "topk-split": (_topk, Case(rows=2, queries=9, group=1, workers=10, options=_options(count=1))),
     "topk-few": (_topk, Case(rows=4, slots=384, workers=17, options=_options(count=4))),
     "topk-few-queries": (_topk, Case(queries=3, workers=1, options=_options(count=9))),
+    "ties": (_ties, Case(rows=3, slots=700, options=_options(count=9))),
     "mass-sum": (_mass, Case(queries=70, options=SUM)),
     "mass-max-causal": (_mass, Case(rows=2, queries=40, slots=200, options=MAX)),
     "mass-first": (_mass, Case(rows=2, queries=3, dtype="float16", options=FIRST)),
@@ -309,7 +331,7 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
     *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal"),
-    *("sparse-around", "select-short", "pages", "pages-together", "sparse-flat-prior"),
+    *("ties", "sparse-around", "select-short", "pages", "pages-together", "sparse-flat-prior"),
 }
 
 # What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.
@@ -369,6 +391,10 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
                 replace(_box, options=_options(size=128, together=True)),
             ),
         }
+LARGE |= {
+    f"ties-{_slots}": (_ties, Case(rows=32, slots=_slots, options=_options(count=16)))
+    for _slots in (136, 1024, 8192)
+}
 LARGE["pages-points"] = _pages, Case(rows=5, slots=4096, options=_options(size=64, point=True))
 LARGE["pages-that-no-block-can-keep"] = (
     _pages,
@@ -390,6 +416,12 @@ def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check, case = CASES[name]
     monkeypatch.setattr(hopper, "processors", lambda: case.workers)
     check(case, INTERPRETED)
+
+
+def test_rows_too_many_for_registers_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_gpu, "_FEW", 0)
+    monkeypatch.setattr(hopper, "processors", lambda: 3)
+    _decode(CASES["decode-queries-and-window"][1], INTERPRETED)
 
 
 @pytest.mark.thorough

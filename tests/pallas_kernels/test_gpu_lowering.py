@@ -20,7 +20,7 @@ from tests.pallas_kernels import gpu_programs
     "name",
     [
         *("decode", "decode-merged", "logits", "topk", "topk-plain-max", "topk-few", "mass"),
-        *("sparse", "sparse-around", "sparse-flat-prior", "select"),
+        *("sparse", "sparse-around", "sparse-flat-prior", "select", "ties"),
     ],
 )
 def test_lowers_for_cuda_within_a_manual_shard_map(
@@ -47,7 +47,7 @@ def test_lowers_for_cuda_within_a_manual_shard_map(
     for module in modules:
         # Where no tiling is asked for the inference may choose fewer rows, which come out wrong.
         tiles = re.findall(r"mosaic_gpu.tile<\[(\d+), (\d+)\]>", module)
-        assert (tiles or name in ("select", "decode-merged")) and all(
+        assert (tiles or name in ("select", "decode-merged", "ties")) and all(
             hopper.TILE_ROWS in (int(rows), int(lanes)) for rows, lanes in tiles
         )
 

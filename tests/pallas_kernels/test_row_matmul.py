@@ -71,7 +71,7 @@ def test_the_kernel_interpreted(monkeypatch, shape, processors, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [1, MAX_ROWS])
+@pytest.mark.parametrize("rows", [1, 12, MAX_ROWS])
 @pytest.mark.parametrize("outputs", [28672, 192])
 def test_the_kernel_of_8_bits_lowers_and_fits_shared_memory(form, rows, outputs):
     x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)

@@ -19,12 +19,12 @@ from tests.jax_longctx.engine import gpu_programs
 
 # Kernels of a turn of the loop over the layers in a decode step of one row.
 KERNELS = {
-    **{"full": 74, "quest": 106, "resa": 142, "arkvale": 122},
-    **{"reattention": 146, "citrus": 82, "refreshkv": 86},
+    **{"full": 60, "quest": 82, "resa": 117, "arkvale": 99, "infllm": 144},
+    **{"reattention": 140, "free-pages": 150, "citrus": 69, "refreshkv": 68},
     # Those of keys and values in 8 bits quantise the new token, for each of the two.
-    **{"full:kv=int8": 98, "quest:kv=int8": 146},
+    **{"full:kv=int8": 80, "quest:kv=int8": 118},
     # Weights in 8 bits are converted inside the kernel that multiplies.
-    **{"full:weights=int8": 74},
+    **{"full:weights=int8": 60},
 }
 
 REPOSITORY = Path(__file__).parents[3]
@@ -109,7 +109,11 @@ def test_no_program_copies_weights_or_caches(programs):
             copies = [text for text in copies if not text.endswith("/convert_element_type")]
         if method == "citrus":
             # Its keys are stored before rotary embedding, and each step rotates all of them.
-            copies = [text for text in copies if not text.endswith("/attention/concatenate")]
+            copies = [text for text in copies if not text.endswith("/convert_element_type")]
+        if method == "infllm":
+            # Each step makes all of the ring anew, and the context's end remembers it.
+            rings = ("f32[1,32,4735]{2,1,0} fusion(", "copy(%caches_0__cache_received")
+            copies = [text for text in copies if not any(ring in text for ring in rings)]
         if method == "refreshkv":
             # A check may write a layer's partial cache anew.
             copies = [text for text in copies if not text.endswith("/jit(_where)/select_n")]

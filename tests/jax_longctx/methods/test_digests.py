@@ -14,6 +14,7 @@ from jax_longctx.caches import AppendCache
 from jax_longctx.contract import CacheShape
 from jax_longctx.methods import ArkVale, IdealTopK, Quest
 from jax_longctx.methods.arkvale import Digest
+from jax_longctx.parts import page_digests
 from jax_longctx.parts.page_digests import digest_scores
 from tests.jax_longctx.methods.oracles.selection import page_score, softmax_output
 from tests.jax_longctx.methods.selecting import case, on_one_device, plain_context, step
@@ -89,6 +90,20 @@ def test_qs_5_the_order_within_a_page_is_nothing(scores):
     got, other = scores(q, keys, lengths), scores(q, shuffled, lengths)
     for kind in KINDS:
         np.testing.assert_allclose(other[kind], got[kind], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("held", [0, 1, 3, PAGE])
+def test_a_page_slot_after_slot_has_the_same_digest(monkeypatch, kind, held):
+    """As decode steps on GPUs make them."""
+    rng = np.random.default_rng(held)
+    keys = jnp.array(rng.normal(size=(2, KV_HEADS, 1, PAGE, WIDTH)), jnp.float32)
+    inside = jnp.broadcast_to(jnp.arange(PAGE) < held, (2, 1, PAGE))
+    expected = method_of(kind).summarise(keys, inside)
+    monkeypatch.setattr(page_digests, "platform", lambda: "gpu")
+    found = method_of(kind).summarise(keys, inside)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_qs_4_digests_kept_up_are_digests_made_anew():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.errors import ConfigError
+from jax_longctx.models import rope as rope_module
 from jax_longctx.models.config import ModelConfig, RopeConfig
 from jax_longctx.models.rope import apply_rope, attention_factor, rope_angles, rope_frequencies
 from tests.goldens.cases import ROPES
@@ -76,7 +77,9 @@ def test_angles_hold_the_attention_factor_as_in_transformers():
     assert cos[0, 0] == pytest.approx(0.1 * np.log(4) + 1)
 
 
-def test_apply_rope_turns_each_pair_as_a_complex_number():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_apply_rope_turns_each_pair_as_a_complex_number(monkeypatch, platform):
+    monkeypatch.setattr(rope_module, "platform", lambda: platform)
     rope = RopeConfig(kind="default", theta=100.0, trained_length=64)
     x = np.random.default_rng(0).normal(size=(2, 3, 2, 8)).astype(np.float32)
     positions = np.array([[0, 5, 9], [7, 1, 40]])
@@ -88,7 +91,9 @@ def test_apply_rope_turns_each_pair_as_a_complex_number():
     np.testing.assert_allclose(turned[..., 4:], expected.imag, atol=1e-5)
 
 
-def test_apply_rope_computes_in_float32_and_keeps_the_dtype():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_apply_rope_computes_in_float32_and_keeps_the_dtype(monkeypatch, platform):
+    monkeypatch.setattr(rope_module, "platform", lambda: platform)
     rope = RopeConfig(kind="default", theta=1e4, trained_length=8192)
     x = jnp.array(np.random.default_rng(1).normal(size=(1, 1, 2, 64)), jnp.bfloat16)
     cos, sin = rope_angles(rope, 64, jnp.array([[8000]]), jnp.array([8192]))
