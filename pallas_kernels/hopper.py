@@ -151,11 +151,14 @@ def tiled(*shape: int, dtype: Any) -> Any:
 
     Of 128 bytes in width, or of the rows' where these are narrower.
     """
+    return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1], dtype))
+
+
+def transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
+    """Those of `tiled` buffers of so many columns."""
     itemsize = jnp.dtype(dtype).itemsize
-    width = min(128, shape[-1] * itemsize)
-    tile = TILE_ROWS, width // itemsize
-    transforms = _TRANSFORMS[0](tile), _TRANSFORMS[1](width)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    width = min(128, columns * itemsize)
+    return _TRANSFORMS[0]((TILE_ROWS, width // itemsize)), _TRANSFORMS[1](width)
 
 
 def product(x: Any, y: Any) -> Float[Array, "M N"]:
