@@ -20,12 +20,12 @@ products after attention and the small kernels between them, 8B shape, in a loop
 - To bring the first 25 MB of the next matrix into the L2 cache while the last tiles are multiplied:
   110 us in place of 104, as if they were read twice.
 
-A matrix in 8 bits comes in tiles of as many numbers, of half the bytes, with twice as many in flight.
-The warpgroup turns a tile into the dtype of the rows, exactly, in the registers that wgmma takes its
-first operand from (`hopper_bits`); the scales multiply the sums outside. While one worker of a
-processor converts, the other's copies and products go on. A multiprocessor gets a tile in some 950
-cycles; its conversion takes 450 of each of its schedulers for int8 and 580 for fp8, and its loads
-from shared memory 128. Not measured.
+A matrix in 8 bits comes in tiles of as many numbers, of half the bytes, with more of them in
+flight. The warpgroup turns a tile into the dtype of the rows, exactly, in the registers that wgmma
+takes its first operand from (`hopper_bits`). The scales multiply the sums outside. While one worker
+of a processor converts, the other's copies and products go on. A multiprocessor gets a tile in some
+950 cycles. The conversion takes 450 of each of its schedulers for int8 and 580 for fp8. Not
+measured.
 """
 
 import functools
