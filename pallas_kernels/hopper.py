@@ -172,10 +172,10 @@ def product(x: Any, y: Any) -> Float[Array, "M N"]:
     return pl.run_scoped(multiply, acc)
 
 
-def add_product(acc: Array, x: Array, y: Any, interpreted: bool) -> Array:
-    """acc + x @ y, with x in registers and y in shared memory."""
+def add_product(acc: Array, x: Any, y: Any, interpreted: bool) -> Array:
+    """acc + x @ y, with x in registers or shared memory and y in shared memory."""
     if interpreted:  # JAX's interpreter has wgmma only of shared memory
-        return acc + jnp.dot(x, y[...], preferred_element_type=jnp.float32)
+        return acc + jnp.dot(x[...], y[...], preferred_element_type=jnp.float32)
 
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, x, y)

@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper, hopper_stored
+from pallas_kernels import hopper, hopper_bits, hopper_slots, hopper_stored
 from pallas_kernels.common import (
     Attended,
     PerQuery,
@@ -59,6 +59,8 @@ _MAX_BATCH = 240  # lines of the plan that fit shared memory
 _BLOCK, _STAGES, _BEGIN = 128, 3, 1
 # The most rows over keys and values in int8, which leave less shared memory to the plan.
 _MAX_BATCH_STORED = 64
+# Forms of keys and values whose slots are the rows of the products (`hopper_slots`).
+BY_SLOTS: tuple[str, ...] = ("int8",)
 _LOGIT_ROWS = 96  # of the buffer through which logits are written
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.
@@ -82,6 +84,18 @@ class _Job:
     windowed: bool
     logits: bool
     stored: bool
+    by_slots: bool
+
+    @property
+    def block(self) -> int:
+        """Slots of a step. By slots, keys and values of 16 bits take two steps in turn."""
+        return _BLOCK // 2 if self.by_slots and not self.stored else _BLOCK
+
+    @property
+    def stages(self) -> int:
+        """Steps in flight, by slots."""
+        few = self.tile_rows <= 2 * hopper.TILE_ROWS
+        return 6 if few else 4
 
     @property
     def tile_rows(self) -> int:
@@ -97,7 +111,8 @@ class _Job:
     @property
     def q_tiles(self) -> int:
         """Heads whose queries are in shared memory: the next one's too where there is room."""
-        return 2 if self.tile_rows == hopper.TILE_ROWS and not self.stored else 1
+        few = self.tile_rows == hopper.TILE_ROWS
+        return 2 if few and (self.by_slots or not self.stored) else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +143,7 @@ def unsupported(q: Array, k: AnyStored) -> str | None:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
     most = _MAX_BATCH
     if isinstance(k, Quantised):
-        most = _MAX_BATCH_STORED
+        most = _MAX_BATCH if k.form in BY_SLOTS else _MAX_BATCH_STORED
         if k.shape[2] % _BLOCK:
             return f"{k.shape[2]} slots of {k.form} are not whole blocks of {_BLOCK}"
     if k.shape[0] > most:
@@ -210,6 +225,7 @@ def _attention(
         windowed=windowed,
         logits=logits,
         stored=isinstance(k, Quantised),
+        by_slots=(k.form if isinstance(k, Quantised) else "bfloat16") in BY_SLOTS,
     )
     caches = (k, v)
     if isinstance(k, Quantised) and isinstance(v, Quantised):
@@ -231,7 +247,7 @@ def _plan(low: PerRow, high: PerRow, job: _Job) -> Int[Array, "Q 4"]:
     A head takes a step to begin it and one a block. The last line holds the number of all steps.
     """
     # A later query's window begins later: with low below 0 as well.
-    blocks = pl.cdiv(high, _BLOCK) - jnp.maximum(low, 0) // _BLOCK
+    blocks = pl.cdiv(high, job.block) - jnp.maximum(low, 0) // job.block
     steps = jnp.where((high > low) & (blocks > 0), _BEGIN + blocks, 0)
     before = jnp.arange(job.batch + 1)[:, None] > jnp.arange(job.batch)
     base = job.kv_heads * jnp.sum(jnp.where(before, steps, 0), axis=1)
@@ -254,41 +270,55 @@ def _partials(
     """
     parts = job.workers + job.batch * job.kv_heads
     logits = job.batch * job.kv_heads, job.tile_rows, caches[0].shape[2]
+    q = hopper.pad_rows(q)
+    if job.by_slots:
+        lse_rows, threads = job.tile_rows, 1 + hopper_slots.READERS
+        q_rows = job.q_tiles * job.tile_rows
+        used = hopper_slots.scratch(
+            *(job.stages, job.block, job.head_dim, job.tile_rows),
+            *(caches[0].dtype, job.dtype),
+        )
+        if job.stored:
+            q = hopper_bits.in_column_order(q)
+    else:
+        lse_rows, threads = hopper.ROWS, 3 if job.stored else 2
+        # The tiles of 64 rows overlap: of each the first rows count.
+        q_rows = hopper.ROWS + (job.q_tiles - 1) * job.tile_rows
+        used = (
+            hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype)
+            if job.stored
+            else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype)
+        )
+        # A block's logits leave at once.
+        used |= hopper.out_scratch(
+            job.tile_rows, *([_LOGIT_ROWS] if job.logits and not job.stored else [])
+        )
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
             jax.ShapeDtypeStruct((parts, job.tile_rows, job.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((parts, hopper.ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((parts, lse_rows), jnp.float32),
             *([jax.ShapeDtypeStruct(logits, jnp.float32)] if job.logits else []),
         ),
         scratch_types=dict(
             plan=plgpu.SMEM(plan.shape, jnp.int32),
-            # The tiles of 64 rows overlap: of each the first rows count.
-            q_tiles=hopper.tiled(
-                hopper.ROWS + (job.q_tiles - 1) * job.tile_rows, job.head_dim, dtype=job.dtype
-            ),
+            q_tiles=hopper.tiled(q_rows, job.head_dim, dtype=job.dtype),
             planned=plgpu.Barrier(),
             asked=plgpu.Barrier(num_barriers=job.q_tiles),
-            answered=plgpu.Barrier(num_barriers=job.q_tiles),
-            **(
-                hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype)
-                if job.stored
-                else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype)
+            answered=plgpu.Barrier(
+                num_arrivals=hopper_slots.READERS if job.by_slots else 1, num_barriers=job.q_tiles
             ),
-            # A block's logits leave at once.
-            **hopper.out_scratch(
-                job.tile_rows, *([_LOGIT_ROWS] if job.logits and not job.stored else [])
-            ),
+            **used,
         ),
         grid=(job.workers,),
         grid_names=("worker",),
-        num_threads=3 if job.stored else 2,
+        num_threads=threads,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=job.interpret,
         kernel_name="decode_attention",
     )
-    return kernel(plan, hopper.pad_rows(q), *caches)
+    return kernel(plan, q, *caches)
 
 
 def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
@@ -296,7 +326,9 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
     caches, out_refs = refs[:given], refs[given:]
     role, plan, planned = lax.axis_index("role"), scratch["plan"], scratch["planned"]
 
-    @pl.when(role == 1)
+    readers = hopper_slots.READERS if job.by_slots else 1
+
+    @pl.when(role == readers)
     def _copies():
         plgpu.set_max_registers(56, action="decrease")
         plgpu.copy_gmem_to_smem(plan_ref, plan, planned)
@@ -304,20 +336,25 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
         work = functools.partial(_fetch, (q_ref, *caches), job, scratch)
         pieces, steps = _each_piece(plan, job, work)
         hopper.drain(scratch["answered"], pieces, job.q_tiles)
+        if job.by_slots:
+            hopper_slots.drain(scratch, steps)
+            return
         if job.stored:
             hopper_stored.drain(scratch, steps)
             return
         for free in scratch["free"]:
             hopper.drain(free, steps, _STAGES)
 
-    @pl.when(role == 0)
+    @pl.when(role < readers)
     def _attention():
-        plgpu.set_max_registers(208, action="increase")
+        most = hopper_slots.REGISTERS[0] if job.by_slots else 208
+        plgpu.set_max_registers(most, action="increase")
         plgpu.barrier_wait(planned)
-        _each_piece(plan, job, functools.partial(_attend, out_refs, job, scratch))
+        attend = functools.partial(_attend_by_slots, role) if job.by_slots else _attend
+        _each_piece(plan, job, functools.partial(attend, out_refs, job, scratch))
         hopper.written()
 
-    if not job.stored:
+    if not job.stored or job.by_slots:
         return
 
     @pl.when(role == 2)
@@ -344,7 +381,7 @@ def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
 
         def head(h: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             start = base + h * steps
-            block = lax.div(jnp.maximum(plan[b, _LOW], 0), _BLOCK)
+            block = lax.div(jnp.maximum(plan[b, _LOW], 0), job.block)
             # A head's first steps are those to begin it.
             runs = [
                 jnp.maximum(x - start - _BEGIN, 0)
@@ -389,11 +426,14 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     @pl.loop(piece.first, piece.last)
     def _step(j):
         step = piece.ahead + j
-        block = (piece.row, piece.head, pl.ds(j * _BLOCK, _BLOCK))
+        block = (piece.row, piece.head, pl.ds(j * job.block, job.block))
 
         def copy(ref, place, ready):
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
+        if job.by_slots:
+            hopper_slots.fill(scratch, caches, step, copy, copy)
+            return
         if job.stored:
             hopper_stored.fill(scratch, "bits", caches[:2], step, copy)
             hopper_stored.fill(scratch, "scales", caches[2:], step, copy)
@@ -444,15 +484,46 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     hopper.write_attended(carry, out_ref.at[piece.part], lse_ref.at[piece.part], scratch)
 
 
-def _mask(s: Array, slot: Array, piece: _Piece, job: _Job) -> Array:
-    """-inf where a column's slot, counted from `slot`, is not seen by the row's query."""
-    slots = hopper.iota(s.shape, 1) + slot
+def _attend_by_slots(reader: Array, refs, job: _Job, scratch: dict, piece: _Piece) -> None:
+    """`_attend` of one of the warpgroups that take blocks in turn."""
+    out_ref, lse_ref, *logits_ref = refs
+    tile = lax.rem(piece.number, job.q_tiles)
+    queries = scratch["q_tiles"].at[pl.ds(tile * job.tile_rows, job.tile_rows)]
+    plgpu.barrier_wait(scratch["asked"].at[tile])
+
+    def mask(s: Array, j: Array) -> Array:
+        s = _mask(s, j * job.block, piece, job, axis=0)
+        for ref in logits_ref:
+            head = piece.row * job.kv_heads + piece.head
+            place = ref.at[head, :, pl.ds(j * job.block, job.block)].transpose((1, 0))
+            logits = plgpu.layout_cast(s * (1 / hopper.LOG2_E), plgpu.Layout.WGMMA_TRANSPOSED)
+            hopper.store_little(logits, place)
+        return s
+
+    how: dict[str, Any] = dict(reader=reader, interpreted=job.interpret is not None)
+    carry = hopper_slots.attend(
+        (piece.first, piece.last),
+        queries,
+        scratch,
+        ahead=piece.ahead,
+        mask=mask,
+        scale=job.scale,
+        **how,
+    )
+    plgpu.barrier_arrive(scratch["answered"].at[tile])
+    part = out_ref.at[piece.part], lse_ref.at[piece.part]
+    hopper_slots.write(carry, *part, scratch, number=piece.number, **how)
+
+
+def _mask(s: Array, slot: Array, piece: _Piece, job: _Job, axis: int = 1) -> Array:
+    """-inf where a slot of that axis, counted from `slot`, is not seen by the other axis' query."""
+    slots = hopper.iota(s.shape, axis) + slot
     seen = slots < piece.high
     if job.windowed:
         low = (
             piece.low
             if job.rows == job.group
-            else piece.low + lax.div(hopper.iota(s.shape, 0), job.group)
+            else piece.low + lax.div(hopper.iota(s.shape, 1 - axis), job.group)
         )
         seen = seen & (slots >= low)
     return jnp.where(seen, s, -jnp.inf)
