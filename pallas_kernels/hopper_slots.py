@@ -224,3 +224,9 @@ def write(
         scratch["lse_tile"][...] = lse
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(scratch["lse_tile"], lse_ref)
+
+
+def finish(scratch: dict, reader: Array, pieces: Any) -> None:
+    """Wait for all writes and all hands: each warpgroup calls this after its last piece."""
+    pl.when((reader == 1) & (pieces > 0))(functools.partial(plgpu.barrier_wait, scratch["taken"]))
+    hopper.written()

@@ -351,8 +351,11 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
         plgpu.set_max_registers(most, action="increase")
         plgpu.barrier_wait(planned)
         attend = functools.partial(_attend_by_slots, role) if job.by_slots else _attend
-        _each_piece(plan, job, functools.partial(attend, out_refs, job, scratch))
-        hopper.written()
+        pieces, _ = _each_piece(plan, job, functools.partial(attend, out_refs, job, scratch))
+        if job.by_slots:
+            hopper_slots.finish(scratch, role, pieces)
+        else:
+            hopper.written()
 
     if not job.stored or job.by_slots:
         return

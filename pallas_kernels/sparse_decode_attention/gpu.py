@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper, hopper_stored
+from pallas_kernels import hopper, hopper_bits, hopper_slots, hopper_stored
 from pallas_kernels.common import PerRow, Stored
 from pallas_kernels.quantised import AnyStored, Quantised
 from pallas_kernels.sparse_decode_attention.lists import Around, entries_of, results_of, rows_of
@@ -51,6 +51,8 @@ _PAGE_SIZES = (8, 16, 32, 64, 128)
 # that TMA copies, and in as many as one copy takes.
 _ID_LINE, _ID_LINES = 4, 256
 _STAGES = 3
+# Forms of keys and values whose slots are the rows of the products (`hopper_slots`).
+BY_SLOTS: tuple[str, ...] = ("int8",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,19 @@ class _Job:
     scale: float
     interpret: Any
     stored: bool
+    by_slots: bool
+
+    @property
+    def stages(self) -> int:
+        """Steps in flight, by slots."""
+        if not self.stored:
+            return 2
+        return 6 if self.tile_rows <= 2 * hopper.TILE_ROWS else 4
+
+    @property
+    def slots_axis(self) -> int:
+        """The axis of the logits along which the slots lie."""
+        return 0 if self.by_slots else 1
 
     @property
     def pages(self) -> int:
@@ -160,6 +175,7 @@ def sparse_decode_attention(
         scale=scale,
         interpret=interpret,
         stored=isinstance(k, Quantised),
+        by_slots=(k.form if isinstance(k, Quantised) else "bfloat16") in BY_SLOTS,
     )
     last = stop if around is None else around.length
     bounds = jnp.maximum(jnp.stack([start, stop, last], axis=1), 0)
@@ -221,26 +237,38 @@ def _partials(
     parts = batch * job.lists, job.splits
     # Each piece's, or those of all.
     ids = ids.reshape(parts[0], 1 if job.listed else job.splits, -1, _ID_LINE)
+    if job.by_slots:
+        used = hopper_slots.scratch(
+            *(job.stages, _BLOCK, job.head_dim, job.tile_rows),
+            *(caches[0].dtype, job.dtype, job.pages),
+        )
+        q_rows = lse_rows = job.tile_rows
+        threads = 1 + hopper_slots.READERS
+        if job.stored:
+            q = hopper_bits.in_column_order(q)
+    else:
+        used = (
+            hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype, job.pages)
+            if job.stored
+            else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, job.pages)
+        ) | hopper.out_scratch(job.tile_rows)
+        q_rows = lse_rows = hopper.ROWS
+        threads = 3 if job.stored else 2
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
             jax.ShapeDtypeStruct((*parts, job.tile_rows, job.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((*parts, hopper.ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, lse_rows), jnp.float32),
         ),
         scratch_types=dict(
             ids=plgpu.SMEM(ids.shape[-2:], jnp.int32),
-            q_tile=hopper.tiled(hopper.ROWS, job.head_dim, dtype=job.dtype),
-            **(
-                hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype, job.pages)
-                if job.stored
-                else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, job.pages)
-            ),
+            q_tile=hopper.tiled(q_rows, job.head_dim, dtype=job.dtype),
             loaded=plgpu.Barrier(num_barriers=2),
-            **hopper.out_scratch(job.tile_rows),
+            **used,
         ),
         grid=parts,
         grid_names=("list", "split"),
-        num_threads=3 if job.stored else 2,
+        num_threads=threads,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=job.interpret,
@@ -262,28 +290,45 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratc
         ids=scratch["ids"], first=split * job.share, bounds=[bounds_ref[row, i] for i in range(3)]
     )
 
-    @pl.when(role == 1)
+    readers = hopper_slots.READERS if job.by_slots else 1
+
+    @pl.when(role == readers)
     def _copies():
-        least = hopper_stored.REGISTERS[1] if job.stored else 40
+        least = hopper_stored.REGISTERS[1] if job.stored or job.by_slots else 40
         plgpu.set_max_registers(least, action="decrease")
         mine = ids_ref.at[each, 0 if job.listed else split]
         plgpu.copy_gmem_to_smem(mine, scratch["ids"], loaded.at[0])
+        rows = scratch["q_tile"].at[pl.ds(0, job.tile_rows)]
+        plgpu.copy_gmem_to_smem(q_ref.at[each], rows, loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         scales = [ref.at[each] for ref in scale_refs]
         _fetch((k_ref.at[row], v_ref.at[row]), scales, piece, head, job, scratch)
 
-    @pl.when(role == 0)
+    @pl.when(role < readers)
     def _attention():
         most = hopper_stored.REGISTERS[0] if job.stored else 232
+        most = hopper_slots.REGISTERS[0] if job.by_slots else most
         plgpu.set_max_registers(most, action="increase")
-        plgpu.copy_gmem_to_smem(
-            q_ref.at[each], scratch["q_tile"].at[pl.ds(0, job.tile_rows)], loaded.at[1]
-        )
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         mask = functools.partial(
             _mask if job.group is None else _mask_own_head, piece=piece, job=job
         )
+        if job.by_slots:
+            how: dict[str, Any] = dict(reader=role, interpreted=job.interpret is not None)
+            carry = hopper_slots.attend(
+                (0, _steps(piece, job)),
+                scratch["q_tile"],
+                scratch,
+                ahead=0,
+                mask=mask,
+                scale=job.scale,
+                **how,
+            )
+            part = out_ref.at[each, split], lse_ref.at[each, split]
+            hopper_slots.write(carry, *part, scratch, number=0, **how)
+            hopper_slots.finish(scratch, role, 1)
+            return
         carry = hopper.attend_blocks(
             (0, _steps(piece, job)),
             scratch["q_tile"],
@@ -297,7 +342,7 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratc
         hopper.write_attended(carry, out_ref.at[each, split], lse_ref.at[each, split], scratch)
         hopper.written()
 
-    if not job.stored:
+    if not job.stored or job.by_slots:
         return
 
     @pl.when(role == 2)
@@ -385,6 +430,9 @@ def _fetch(
             block = pl.ds((piece.first + i) * _BLOCK, _BLOCK)
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
+        if job.by_slots:
+            hopper_slots.fill(scratch, (*refs, *scale_refs), i, copy, copy_scales)
+            return
         if job.stored:
             hopper_stored.fill(scratch, "bits", refs, i, copy)
             hopper_stored.fill(scratch, "scales", scale_refs, i, copy_scales)
@@ -394,6 +442,9 @@ def _fetch(
             scratch, refs, i, slot, lambda ref, ring, ready: copy(ref, ring.at[slot], ready)
         )
 
+    if job.by_slots:
+        hopper_slots.drain(scratch, steps)
+        return
     if job.stored:
         hopper_stored.drain(scratch, steps)
         return
@@ -403,7 +454,7 @@ def _fetch(
 
 def _mask(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
     """-inf outside the bounds, where the slots of a page that is none (-1) lie too: below 0."""
-    column, limits, whole = hopper.iota(s.shape, 1), [], jnp.bool_(True)
+    column, limits, whole = hopper.iota(s.shape, job.slots_axis), [], jnp.bool_(True)
     for j in range(job.pages):
         begin = _id(piece, step, j, job) * job.page_size
         first, last = _seen(piece, step, j, job)
@@ -429,10 +480,10 @@ def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
     # Of -1 the head is 0 and the page -1.
     pages = [entry - head * job.pages_of_head for entry, head in zip(entries, heads, strict=True)]
     slot = _slots(s.shape, pages, job)
-    row = hopper.iota(s.shape, 0)
+    row = hopper.iota(s.shape, 1 - job.slots_axis)
     queries = job.group * job.kv_heads
     row_head = lax.div(jnp.where(row >= queries, row - queries, row), job.group)
-    column = hopper.iota(s.shape, 1)
+    column = hopper.iota(s.shape, job.slots_axis)
     head = jnp.full_like(column, 0) + heads[0]
     for j in range(1, job.pages):
         head = jnp.where(column >= j * job.page_size, heads[j], head)
@@ -443,7 +494,7 @@ def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
 
 def _slots(shape: tuple[int, ...], pages: list[Array], job: _Job) -> Array:
     """The slot of every column of a block."""
-    column = hopper.iota(shape, 1)
+    column = hopper.iota(shape, job.slots_axis)
     slot = column
     for j, page in enumerate(pages):
         mine = column >= j * job.page_size
