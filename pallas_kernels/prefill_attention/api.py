@@ -116,7 +116,7 @@ def _by_block(
     Args:
       block: slots of a block at most.
     """
-    if not isinstance(k, Quantised):
+    if not any(isinstance(x, Quantised) for x in (k, v)):
         return attend(q, k, v, lengths, scale=scale)
     size = block_size(k.shape[2], block)
 

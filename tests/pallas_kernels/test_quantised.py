@@ -192,6 +192,22 @@ def test_a_kernel_that_reads_floats_is_given_blocks(form, slots, block):
     close(found, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("floats", ["keys", "values"])
+def test_a_kernel_that_reads_floats_beside_8_bits(form, floats):
+    """Methods that rotate their keys as they read hand floats beside values in 8 bits."""
+    k, v = stored(form, 640)
+    q, lengths = draw(B, 24, K * G, H), jnp.array([600, 41])
+    k, v = (dequantised(k), v) if floats == "keys" else (k, dequantised(v))
+
+    def attend(q, keys, values, held, scale):
+        assert isinstance(keys, jax.Array) and isinstance(values, jax.Array)
+        return xla.cache_attention(q, keys, values, held, scale=scale)
+
+    found = api._by_block(attend, q, k, v, lengths, scale=0.3, block=256)
+    expected = reference.cache_attention(q, dequantised(k), dequantised(v), lengths, scale=0.3)
+    close(found, expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("queries", [1, 9])
 @pytest.mark.parametrize("squares", [False, True])
 def test_attention_mass(form, queries, squares):
