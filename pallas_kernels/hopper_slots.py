@@ -30,30 +30,58 @@ from pallas_kernels.quantised import SCALES
 
 # Warpgroups that attend, and the registers of their threads and of those that copy.
 READERS, REGISTERS = 2, (224, 56)
+# Shared memory of a block of threads, what of it a kernel has for other things, and the most blocks
+# in flight.
+_SHARED_BYTES, _OTHER_BYTES, _MOST_STAGES = 232_448, 8192, 6
+SCALE_BYTES = jnp.dtype(SCALES).itemsize
 
 # Weighted values [H,N], the largest logit of each column (in units of log 2) [N], and the sums of
 # weights over every 64th row [64,N].
 Carry = tuple[Array, Array, Array]
 
 
-def scratch(
-    stages: int, block: int, head_dim: int, rows: int, stored: Any, dtype: Any, copies: int = 1
-) -> dict[str, Any]:
-    """`hopper.rings_scratch`, of scales too where `stored` has 8 bits, and what `attend` needs.
+def stages(shape: tuple[int, int, int], stored: Sequence[Any], dtype: Any) -> int:
+    """Blocks in flight: as many as shared memory holds, and the same warpgroup's in each place.
 
     Args:
-      stages: a multiple of `READERS`, so that a place of the rings is always the same one's.
-      rows: of queries, a multiple of 8.
-      stored: dtype of keys and values.
+      shape: slots of a block, head dim, and rows of queries: a multiple of 8.
+      stored: dtypes of keys and of values.
       dtype: of the queries.
+    """
+    block, head_dim, rows = shape
+    each = sum(
+        block * (head_dim * jnp.dtype(x).itemsize + SCALE_BYTES * _scaled(x)) for x in stored
+    )
+    # Weights, queries and those of the next head, and sums that are handed on.
+    weights = READERS * rows * block * jnp.dtype(dtype).itemsize
+    queries = (2 if rows == hopper.TILE_ROWS else 1) * rows * head_dim * jnp.dtype(dtype).itemsize
+    handed = rows * 4 * (head_dim + 4 * READERS + 3)
+    found = (_SHARED_BYTES - _OTHER_BYTES - weights - queries - handed) // each
+    return min(found // READERS * READERS, _MOST_STAGES)
+
+
+def scratch(
+    shape: tuple[int, int, int], stored: Sequence[Any], dtype: Any, copies: int = 1
+) -> dict[str, Any]:
+    """Rings of keys and of values as `hopper.rings_scratch` has, scales, and what `attend` needs.
+
+    Args:
       copies: those that fill a block of keys or values, without its scales.
     """
-    assert not stages % READERS, f"{stages} stages for {READERS} warpgroups"
-    scaled = jnp.dtype(stored).itemsize == 1
-    found: dict[str, Any] = hopper.rings_scratch(stages, block, head_dim, stored, copies + scaled)
-    if scaled:
-        found["scales"] = (plgpu.SMEM((stages, block), SCALES),) * 2
-    return found | dict(
+    block, head_dim, rows = shape
+    number = stages(shape, stored, dtype)
+    parts = []
+    for kind in stored:
+        ready = plgpu.Barrier(num_arrivals=copies + _scaled(kind), num_barriers=number)
+        ring = hopper.tiled(number, block, head_dim, dtype=kind)
+        scales = plgpu.SMEM((number, block), SCALES) if _scaled(kind) else None
+        parts.append((ring, ready, plgpu.Barrier(num_barriers=number), scales))
+    rings, ready, free, scales = zip(*parts, strict=True)
+    return dict(
+        rings=rings,
+        ready=ready,
+        free=free,
+        scales=scales,
         weights=hopper.tiled(READERS, rows, block, dtype=dtype),
         across=plgpu.SMEM((READERS, 4, rows), jnp.float32),
         handed=plgpu.SMEM((head_dim, rows), jnp.float32),
@@ -64,24 +92,35 @@ def scratch(
     )
 
 
-def fill(scratch: dict, refs: Sequence, step: Array, copy: Callable, copy_scales: Callable) -> None:
-    """Copy a step's keys and values, and their scales, once their place is free.
+def _scaled(kind: Any) -> bool:
+    """Whether keys or values of this dtype have 8 bits, and scales."""
+    return jnp.dtype(kind).itemsize == 1
+
+
+def fill(
+    scratch: dict,
+    refs: Sequence,
+    scale_refs: Sequence,
+    step: Array,
+    copy: Callable,
+    copy_scales: Callable,
+) -> None:
+    """Copy a step's keys and values, and the scales there are, once their place is free.
 
     Args:
-      refs: keys and values, and where they have 8 bits the scales of both.
       copy, copy_scales: called with (ref, place, ready).
     """
     slot = lax.rem(step, scratch["rings"][0].shape[0])
-    scales = refs[2:] or (None, None)
+    left = list(scale_refs)
+    scales = [(left.pop(0), place) if place is not None else None for place in scratch["scales"]]
 
-    def both(refs: tuple[Any, Any, Any], ring: Any, ready: Any) -> None:
-        ref, ref_scales, place = refs
+    def both(given: tuple[Any, Any], ring: Any, ready: Any) -> None:
+        ref, scales = given
         copy(ref, ring.at[slot], ready)
-        if ref_scales is not None:
-            copy_scales(ref_scales, place.at[slot], ready)
+        if scales is not None:
+            copy_scales(scales[0], scales[1].at[slot], ready)
 
-    places = scratch.get("scales", (None, None))
-    hopper.fill_rings(scratch, list(zip(refs[:2], scales, places, strict=True)), step, slot, both)
+    hopper.fill_rings(scratch, list(zip(refs, scales, strict=True)), step, slot, both)
 
 
 def drain(scratch: dict, steps: Array) -> None:
@@ -111,27 +150,26 @@ def attend(
       mask: makes those of block j's logits [slots,N] -inf that are not seen.
     """
     rings, ready, free = (scratch[name] for name in ("rings", "ready", "free"))
-    stages, block, head_dim = rings[0].shape
-    eight_bits = "scales" in scratch
+    places, block, head_dim = rings[0].shape
+    scales = scratch["scales"]
     weights, across = scratch["weights"].at[reader], scratch["across"].at[reader]
     first, last = blocks
     first = first + lax.rem(reader + READERS - lax.rem(ahead + first, READERS), READERS)
     columns = q.shape[0]
 
     def scaled(which: int, x: Array, slot: Array) -> Array:
-        if not eight_bits:
+        if scales[which] is None:
             return x
-        rows = plgpu.Layout.WGMMA.reduce(1)
-        scales = plgpu.load(scratch["scales"][which].at[slot], layout=rows)
-        return x * lax.broadcast_in_dim(scales.astype(jnp.float32), x.shape, [0])
+        mine = plgpu.load(scales[which].at[slot], layout=plgpu.Layout.WGMMA.reduce(1))
+        return x * lax.broadcast_in_dim(mine.astype(jnp.float32), x.shape, [0])
 
     def step(i: Array, carry: Carry) -> Carry:
         acc, top, totals = carry
         j = first + i * READERS
-        slot = lax.rem(ahead + j, stages)
+        slot = lax.rem(ahead + j, places)
         plgpu.barrier_wait(ready[0].at[slot])
         keys = rings[0].at[slot]
-        if eight_bits:
+        if scales[0] is not None:
             keys = hopper_bits.rows_of(keys, q.dtype, interpreted)
         nothing = hopper.full((block, columns), 0.0)
         s = hopper.add_product(nothing, keys, q.transpose((1, 0)), interpreted)
@@ -149,14 +187,14 @@ def attend(
         p = scaled(1, p, slot).astype(q.dtype)
         weights.transpose((1, 0))[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
         values = rings[1].at[slot]
-        if eight_bits:
+        if scales[1] is not None:
             values = hopper_bits.columns_of(values, q.dtype, interpreted)
             plgpu.barrier_arrive(free[1].at[slot])
         else:
             values = values.transpose((1, 0))
         plgpu.commit_smem()
         acc = hopper.add_product(acc, values, weights.transpose((1, 0)), interpreted)
-        if not eight_bits:
+        if scales[1] is None:
             plgpu.barrier_arrive(free[1].at[slot])
         return acc, new_top, totals
 
@@ -214,7 +252,7 @@ def write(
         both = jnp.where(some, both, 1.0)
         mine, its = (lax.broadcast_in_dim(x / both, acc.shape, [1]) for x in (mine, its))
         out = acc * mine + other * its
-        if "scales" in scratch:
+        if scratch["scales"][1] is not None:
             out = hopper_bits.in_row_order(out, interpreted)
         else:
             out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -51,7 +51,8 @@ from pallas_kernels.common import (
     pack_rows,
     unpack_rows,
 )
-from pallas_kernels.quantised import AnyStored, Quantised
+from pallas_kernels.dispatch import form_of
+from pallas_kernels.quantised import AnyStored, Quantised, parts_of
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that fit shared memory
@@ -83,19 +84,20 @@ class _Job:
     interpret: Any
     windowed: bool
     logits: bool
-    stored: bool
+    stored: tuple[Any, Any]  # dtypes of keys and of values
     by_slots: bool
+    converted: bool
 
     @property
     def block(self) -> int:
         """Slots of a step. By slots, keys and values of 16 bits take two steps in turn."""
-        return _BLOCK // 2 if self.by_slots and not self.stored else _BLOCK
+        floats = self.stored == (self.dtype, self.dtype)
+        return _BLOCK // 2 if self.by_slots and floats else _BLOCK
 
     @property
-    def stages(self) -> int:
-        """Steps in flight, by slots."""
-        few = self.tile_rows <= 2 * hopper.TILE_ROWS
-        return 6 if few else 4
+    def shape(self) -> tuple[int, int, int]:
+        """Slots of a step, head dim and rows, as `hopper_slots` takes them."""
+        return self.block, self.head_dim, self.tile_rows
 
     @property
     def tile_rows(self) -> int:
@@ -112,7 +114,7 @@ class _Job:
     def q_tiles(self) -> int:
         """Heads whose queries are in shared memory: the next one's too where there is room."""
         few = self.tile_rows == hopper.TILE_ROWS
-        return 2 if few and (self.by_slots or not self.stored) else 1
+        return 2 if few and not self.converted else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,31 +136,31 @@ class _Piece:
     number: Any
 
 
-def unsupported(q: Array, k: AnyStored) -> str | None:
+def unsupported(q: Array, k: AnyStored, v: AnyStored | None = None) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     rows = q.shape[1] * q.shape[2] // k.shape[1]
     if rows > hopper.ROWS:
         return f"{rows} queries for one kv head, at most {hopper.ROWS}"
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
-    most = _MAX_BATCH
-    if isinstance(k, Quantised):
-        most = _MAX_BATCH if k.form in BY_SLOTS else _MAX_BATCH_STORED
+    most, form = _MAX_BATCH, form_of(k, v)
+    if form is not None:
+        most = _MAX_BATCH if form in BY_SLOTS else _MAX_BATCH_STORED
         if k.shape[2] % _BLOCK:
-            return f"{k.shape[2]} slots of {k.form} are not whole blocks of {_BLOCK}"
+            return f"{k.shape[2]} slots of {form} are not whole blocks of {_BLOCK}"
     if k.shape[0] > most:
         return f"{k.shape[0]} rows, at most {most}"
     return hopper.unsupported(q)
 
 
-def unsupported_logits(q: Array, k: AnyStored) -> str | None:
+def unsupported_logits(q: Array, k: AnyStored, v: AnyStored) -> str | None:
     """Why `attend_with_logits` cannot run these arguments, or None."""
     rows = q.shape[2] // k.shape[1]
     if rows > hopper.TILE_ROWS:
         return f"logits of {rows} queries for one kv head, at most {hopper.TILE_ROWS}"
     if k.shape[2] % _BLOCK:
         return f"{k.shape[2]} slots are not whole blocks of {_BLOCK}"
-    return unsupported(q, k)
+    return unsupported(q, k, v)
 
 
 def decode_attention(
@@ -212,6 +214,8 @@ def _attention(
 ) -> tuple[Queries, PerQuery, Any]:
     """Output, log-sum-exp, and the logits [B,N,S] or None."""
     batch, kv_heads, slots, head_dim = k.shape
+    form, (numbers, scales) = form_of(k, v), parts_of(k, v)
+    by_slots = (form or "floats") in BY_SLOTS
     job = _Job(
         batch=batch,
         kv_heads=kv_heads,
@@ -224,14 +228,15 @@ def _attention(
         interpret=interpret,
         windowed=windowed,
         logits=logits,
-        stored=isinstance(k, Quantised),
-        by_slots=(k.form if isinstance(k, Quantised) else "bfloat16") in BY_SLOTS,
+        stored=(numbers[0].dtype, numbers[1].dtype),
+        by_slots=by_slots,
+        converted=form is not None and not by_slots,
     )
-    caches = (k, v)
-    if isinstance(k, Quantised) and isinstance(v, Quantised):
-        caches = (k.values, v.values, k.scales, v.scales)
     plan = _plan(low, high, job)
-    out, lse, *found = _partials(pack_rows(q, kv_heads), caches, plan, job)
+    q_rows = pack_rows(q, kv_heads)
+    if by_slots and isinstance(k, Quantised):
+        q_rows = hopper_bits.in_column_order(q_rows)
+    out, lse, *found = _partials(q_rows, (*numbers, *scales), plan, job)
     out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype)
     out = unpack_rows(out_BKRH.astype(q.dtype), q.shape[1])
     lse = unpack_rows(lse_BKR, q.shape[1])
@@ -266,32 +271,26 @@ def _partials(
     that order, so no two have the same sum. Parts without a piece are not written.
 
     Args:
-      caches: keys and values; of those in int8 the numbers, then the scales.
+      caches: the numbers of keys and values, then the scales of those in 8 bits.
     """
     parts = job.workers + job.batch * job.kv_heads
     logits = job.batch * job.kv_heads, job.tile_rows, caches[0].shape[2]
-    q = hopper.pad_rows(q)
     if job.by_slots:
         lse_rows, threads = job.tile_rows, 1 + hopper_slots.READERS
         q_rows = job.q_tiles * job.tile_rows
-        used = hopper_slots.scratch(
-            *(job.stages, job.block, job.head_dim, job.tile_rows),
-            *(caches[0].dtype, job.dtype),
-        )
-        if job.stored:
-            q = hopper_bits.in_column_order(q)
+        used = hopper_slots.scratch(job.shape, job.stored, job.dtype)
     else:
-        lse_rows, threads = hopper.ROWS, 3 if job.stored else 2
+        lse_rows, threads = hopper.ROWS, 3 if job.converted else 2
         # The tiles of 64 rows overlap: of each the first rows count.
         q_rows = hopper.ROWS + (job.q_tiles - 1) * job.tile_rows
         used = (
             hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype)
-            if job.stored
+            if job.converted
             else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype)
         )
         # A block's logits leave at once.
         used |= hopper.out_scratch(
-            job.tile_rows, *([_LOGIT_ROWS] if job.logits and not job.stored else [])
+            job.tile_rows, *([_LOGIT_ROWS] if job.logits and not job.converted else [])
         )
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
@@ -318,11 +317,11 @@ def _partials(
         interpret=job.interpret,
         kernel_name="decode_attention",
     )
-    return kernel(plan, q, *caches)
+    return kernel(plan, hopper.pad_rows(q), *caches)
 
 
 def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
-    given = 4 if job.stored else 2
+    given = len(refs) - (3 if job.logits else 2)
     caches, out_refs = refs[:given], refs[given:]
     role, plan, planned = lax.axis_index("role"), scratch["plan"], scratch["planned"]
 
@@ -339,7 +338,7 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
         if job.by_slots:
             hopper_slots.drain(scratch, steps)
             return
-        if job.stored:
+        if job.converted:
             hopper_stored.drain(scratch, steps)
             return
         for free in scratch["free"]:
@@ -357,7 +356,7 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
         else:
             hopper.written()
 
-    if not job.stored or job.by_slots:
+    if not job.converted:
         return
 
     @pl.when(role == 2)
@@ -435,9 +434,9 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
         if job.by_slots:
-            hopper_slots.fill(scratch, caches, step, copy, copy)
+            hopper_slots.fill(scratch, caches[:2], caches[2:], step, copy, copy)
             return
-        if job.stored:
+        if job.converted:
             hopper_stored.fill(scratch, "bits", caches[:2], step, copy)
             hopper_stored.fill(scratch, "scales", caches[2:], step, copy)
             return
@@ -472,13 +471,13 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     def scaled(which: int, x: Array, j: Array) -> Array:
         return hopper_stored.scaled(scratch, which, x, piece.ahead + j)
 
-    stages = hopper_stored.CONVERTED if job.stored else _STAGES
+    stages = hopper_stored.CONVERTED if job.converted else _STAGES
     carry = hopper.attend_blocks(
         (piece.first, piece.last),
         queries,
         scratch,
         slot_of=lambda j: lax.rem(piece.ahead + j, stages),
-        scaled=scaled if job.stored else None,
+        scaled=scaled if job.converted else None,
         mask=mask,
         scale=job.scale,
         interpreted=job.interpret is not None,

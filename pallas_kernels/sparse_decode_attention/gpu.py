@@ -41,7 +41,8 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import hopper, hopper_bits, hopper_slots, hopper_stored
 from pallas_kernels.common import PerRow, Stored
-from pallas_kernels.quantised import AnyStored, Quantised
+from pallas_kernels.dispatch import form_of
+from pallas_kernels.quantised import AnyStored, Quantised, parts_of
 from pallas_kernels.sparse_decode_attention.lists import Around, entries_of, results_of, rows_of
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
@@ -74,15 +75,14 @@ class _Job:
     after: int  # pages from the bound `stop` on that follow these
     scale: float
     interpret: Any
-    stored: bool
+    stored: tuple[Any, Any]  # dtypes of keys and of values
     by_slots: bool
+    converted: bool
 
     @property
-    def stages(self) -> int:
-        """Steps in flight, by slots."""
-        if not self.stored:
-            return 2
-        return 6 if self.tile_rows <= 2 * hopper.TILE_ROWS else 4
+    def shape(self) -> tuple[int, int, int]:
+        """Slots of a step, head dim and rows, as `hopper_slots` takes them."""
+        return _BLOCK, self.head_dim, self.tile_rows
 
     @property
     def slots_axis(self) -> int:
@@ -158,6 +158,8 @@ def sparse_decode_attention(
         # Pieces begin at whole lines of ids.
         whole = max(1, _ID_LINE * page_size // _BLOCK)
     share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
+    form, (caches, scales) = form_of(k, v), parts_of(k, v)
+    by_slots = (form or "floats") in BY_SLOTS
     job = _Job(
         lists=lists,
         kv_heads=kv_heads,
@@ -174,19 +176,21 @@ def sparse_decode_attention(
         after=after,
         scale=scale,
         interpret=interpret,
-        stored=isinstance(k, Quantised),
-        by_slots=(k.form if isinstance(k, Quantised) else "bfloat16") in BY_SLOTS,
+        stored=(caches[0].dtype, caches[1].dtype),
+        by_slots=by_slots,
+        converted=form is not None and not by_slots,
     )
     last = stop if around is None else around.length
     bounds = jnp.maximum(jnp.stack([start, stop, last], axis=1), 0)
     bounds = jnp.minimum(bounds, slots)
-    caches = (k, v)
-    if isinstance(k, Quantised) and isinstance(v, Quantised):
+    if scales:
         listed = _visited(ids, bounds, job)
-        caches = (k.values, v.values, *(_listed_scales(x.scales, listed, job) for x in (k, v)))
+        scales = [_listed_scales(x, listed, job) for x in scales]
+    if by_slots and isinstance(k, Quantised):
+        rows = hopper_bits.in_column_order(rows)
     room = job.splits * share * job.pages if around is None else length + -length % _ID_LINE
     ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
-    out, lse = _partials(rows, caches, ids, bounds, job)
+    out, lse = _partials(rows, (*caches, *scales), ids, bounds, job)
     if job.splits == 1:
         return results_of(out[:, :, 0], lse[:, :, 0], q)
     return results_of(*hopper.merge_parts(out, lse, 2), q)
@@ -228,7 +232,7 @@ def _partials(
     """The attention of every piece of every list.
 
     Args:
-      caches: keys and values; of those in int8 the numbers, then the scales of the listed slots.
+      caches: the numbers of keys and values, then scales of the listed slots of those in 8 bits.
     """
     batch = q.shape[0]
     # One axis of all pages of a row, as entries number them.
@@ -238,22 +242,17 @@ def _partials(
     # Each piece's, or those of all.
     ids = ids.reshape(parts[0], 1 if job.listed else job.splits, -1, _ID_LINE)
     if job.by_slots:
-        used = hopper_slots.scratch(
-            *(job.stages, _BLOCK, job.head_dim, job.tile_rows),
-            *(caches[0].dtype, job.dtype, job.pages),
-        )
+        used = hopper_slots.scratch(job.shape, job.stored, job.dtype, job.pages)
         q_rows = lse_rows = job.tile_rows
         threads = 1 + hopper_slots.READERS
-        if job.stored:
-            q = hopper_bits.in_column_order(q)
     else:
         used = (
             hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype, job.pages)
-            if job.stored
+            if job.converted
             else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, job.pages)
         ) | hopper.out_scratch(job.tile_rows)
         q_rows = lse_rows = hopper.ROWS
-        threads = 3 if job.stored else 2
+        threads = 3 if job.converted else 2
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
@@ -294,7 +293,7 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratc
 
     @pl.when(role == readers)
     def _copies():
-        least = hopper_stored.REGISTERS[1] if job.stored or job.by_slots else 40
+        least = hopper_stored.REGISTERS[1] if job.converted or job.by_slots else 40
         plgpu.set_max_registers(least, action="decrease")
         mine = ids_ref.at[each, 0 if job.listed else split]
         plgpu.copy_gmem_to_smem(mine, scratch["ids"], loaded.at[0])
@@ -306,7 +305,7 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratc
 
     @pl.when(role < readers)
     def _attention():
-        most = hopper_stored.REGISTERS[0] if job.stored else 232
+        most = hopper_stored.REGISTERS[0] if job.converted else 232
         most = hopper_slots.REGISTERS[0] if job.by_slots else most
         plgpu.set_max_registers(most, action="increase")
         plgpu.barrier_wait(loaded.at[1])
@@ -333,8 +332,8 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratc
             (0, _steps(piece, job)),
             scratch["q_tile"],
             scratch,
-            slot_of=lambda i: lax.rem(i, hopper_stored.CONVERTED if job.stored else _STAGES),
-            scaled=functools.partial(hopper_stored.scaled, scratch) if job.stored else None,
+            slot_of=lambda i: lax.rem(i, hopper_stored.CONVERTED if job.converted else _STAGES),
+            scaled=functools.partial(hopper_stored.scaled, scratch) if job.converted else None,
             mask=mask,
             scale=job.scale,
             interpreted=job.interpret is not None,
@@ -342,7 +341,7 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratc
         hopper.write_attended(carry, out_ref.at[each, split], lse_ref.at[each, split], scratch)
         hopper.written()
 
-    if not job.stored or job.by_slots:
+    if not job.converted:
         return
 
     @pl.when(role == 2)
@@ -431,9 +430,9 @@ def _fetch(
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
         if job.by_slots:
-            hopper_slots.fill(scratch, (*refs, *scale_refs), i, copy, copy_scales)
+            hopper_slots.fill(scratch, refs, scale_refs, i, copy, copy_scales)
             return
-        if job.stored:
+        if job.converted:
             hopper_stored.fill(scratch, "bits", refs, i, copy)
             hopper_stored.fill(scratch, "scales", scale_refs, i, copy_scales)
             return
@@ -445,7 +444,7 @@ def _fetch(
     if job.by_slots:
         hopper_slots.drain(scratch, steps)
         return
-    if job.stored:
+    if job.converted:
         hopper_stored.drain(scratch, steps)
         return
     for free in scratch["free"]:
