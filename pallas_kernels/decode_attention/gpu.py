@@ -61,7 +61,7 @@ _BLOCK, _STAGES, _BEGIN = 128, 3, 1
 # The most rows over keys and values in int8, which leave less shared memory to the plan.
 _MAX_BATCH_STORED = 64
 # Forms of keys and values whose slots are the rows of the products (`hopper_slots`).
-BY_SLOTS: tuple[str, ...] = ("int8",)
+BY_SLOTS: tuple[str, ...] = ("int8", "fp8")
 _LOGIT_ROWS = 96  # of the buffer through which logits are written
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.

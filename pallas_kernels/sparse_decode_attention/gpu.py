@@ -53,7 +53,7 @@ _PAGE_SIZES = (8, 16, 32, 64, 128)
 _ID_LINE, _ID_LINES = 4, 256
 _STAGES = 3
 # Forms of keys and values whose slots are the rows of the products (`hopper_slots`).
-BY_SLOTS: tuple[str, ...] = ("int8",)
+BY_SLOTS: tuple[str, ...] = ("int8", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
