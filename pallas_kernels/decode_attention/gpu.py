@@ -13,8 +13,8 @@ the rows of one wgmma, so that keys and values are read once for all of them. On
 the 64 rows; that costs tensor core time, which is not the bound. Empty capacity is not read. Slots
 beyond a length must hold finite values.
 
-Keys and values in int8 take a third warpgroup (`hopper_stored`), and the place of the next head's
-queries.
+Keys and values in 8 bits have their slots as the rows of the products (`hopper_slots`): two
+warpgroups take blocks in turn and convert them in registers, and up to six blocks are in flight.
 
 Shared memory: q 16 KiB and 2 for the next head's, rings 192 KiB, 9 KiB for results. Registers:
 weighted values [64,H], logits [64,128], float32. Bytes moved: k and v of the filled slots; partial
@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper, hopper_bits, hopper_slots, hopper_stored
+from pallas_kernels import hopper, hopper_bits, hopper_slots
 from pallas_kernels.common import (
     Attended,
     PerQuery,
@@ -58,10 +58,8 @@ _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that fit shared memory
 # Slots of one step, steps in flight, and how many steps it takes to begin a head.
 _BLOCK, _STAGES, _BEGIN = 128, 3, 1
-# The most rows over keys and values in int8, which leave less shared memory to the plan.
-_MAX_BATCH_STORED = 64
-# Forms of keys and values whose slots are the rows of the products (`hopper_slots`).
-BY_SLOTS: tuple[str, ...] = ("int8", "fp8")
+# Whether keys and values of 16 bits have their slots as rows of the products too.
+FLOATS_BY_SLOTS = False
 _LOGIT_ROWS = 96  # of the buffer through which logits are written
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.
@@ -86,11 +84,10 @@ class _Job:
     logits: bool
     stored: tuple[Any, Any]  # dtypes of keys and of values
     by_slots: bool
-    converted: bool
 
     @property
     def block(self) -> int:
-        """Slots of a step. By slots, keys and values of 16 bits take two steps in turn."""
+        """Slots of a step. By slots, blocks of 16 bits are smaller, for more in flight."""
         floats = self.stored == (self.dtype, self.dtype)
         return _BLOCK // 2 if self.by_slots and floats else _BLOCK
 
@@ -113,8 +110,7 @@ class _Job:
     @property
     def q_tiles(self) -> int:
         """Heads whose queries are in shared memory: the next one's too where there is room."""
-        few = self.tile_rows == hopper.TILE_ROWS
-        return 2 if few and not self.converted else 1
+        return 2 if self.tile_rows == hopper.TILE_ROWS else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +139,11 @@ def unsupported(q: Array, k: AnyStored, v: AnyStored | None = None) -> str | Non
         return f"{rows} queries for one kv head, at most {hopper.ROWS}"
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
-    most, form = _MAX_BATCH, form_of(k, v)
-    if form is not None:
-        most = _MAX_BATCH if form in BY_SLOTS else _MAX_BATCH_STORED
-        if k.shape[2] % _BLOCK:
-            return f"{k.shape[2]} slots of {form} are not whole blocks of {_BLOCK}"
-    if k.shape[0] > most:
-        return f"{k.shape[0]} rows, at most {most}"
+    form = form_of(k, v)
+    if form is not None and k.shape[2] % _BLOCK:
+        return f"{k.shape[2]} slots of {form} are not whole blocks of {_BLOCK}"
+    if k.shape[0] > _MAX_BATCH:
+        return f"{k.shape[0]} rows, at most {_MAX_BATCH}"
     return hopper.unsupported(q)
 
 
@@ -214,8 +208,8 @@ def _attention(
 ) -> tuple[Queries, PerQuery, Any]:
     """Output, log-sum-exp, and the logits [B,N,S] or None."""
     batch, kv_heads, slots, head_dim = k.shape
-    form, (numbers, scales) = form_of(k, v), parts_of(k, v)
-    by_slots = (form or "floats") in BY_SLOTS
+    numbers, scales = parts_of(k, v)
+    by_slots = bool(scales) or FLOATS_BY_SLOTS
     job = _Job(
         batch=batch,
         kv_heads=kv_heads,
@@ -230,7 +224,6 @@ def _attention(
         logits=logits,
         stored=(numbers[0].dtype, numbers[1].dtype),
         by_slots=by_slots,
-        converted=form is not None and not by_slots,
     )
     plan = _plan(low, high, job)
     q_rows = pack_rows(q, kv_heads)
@@ -280,18 +273,12 @@ def _partials(
         q_rows = job.q_tiles * job.tile_rows
         used = hopper_slots.scratch(job.shape, job.stored, job.dtype)
     else:
-        lse_rows, threads = hopper.ROWS, 3 if job.converted else 2
+        lse_rows, threads = hopper.ROWS, 2
         # The tiles of 64 rows overlap: of each the first rows count.
         q_rows = hopper.ROWS + (job.q_tiles - 1) * job.tile_rows
-        used = (
-            hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype)
-            if job.converted
-            else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype)
-        )
+        used = hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype)
         # A block's logits leave at once.
-        used |= hopper.out_scratch(
-            job.tile_rows, *([_LOGIT_ROWS] if job.logits and not job.converted else [])
-        )
+        used |= hopper.out_scratch(job.tile_rows, *([_LOGIT_ROWS] if job.logits else []))
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
@@ -324,7 +311,6 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
     given = len(refs) - (3 if job.logits else 2)
     caches, out_refs = refs[:given], refs[given:]
     role, plan, planned = lax.axis_index("role"), scratch["plan"], scratch["planned"]
-
     readers = hopper_slots.READERS if job.by_slots else 1
 
     @pl.when(role == readers)
@@ -337,9 +323,6 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
         hopper.drain(scratch["answered"], pieces, job.q_tiles)
         if job.by_slots:
             hopper_slots.drain(scratch, steps)
-            return
-        if job.converted:
-            hopper_stored.drain(scratch, steps)
             return
         for free in scratch["free"]:
             hopper.drain(free, steps, _STAGES)
@@ -355,16 +338,6 @@ def _kernel(plan_ref, q_ref, *refs, job: _Job, **scratch):
             hopper_slots.finish(scratch, role, pieces)
         else:
             hopper.written()
-
-    if not job.converted:
-        return
-
-    @pl.when(role == 2)
-    def _conversion():
-        plgpu.set_max_registers(hopper_stored.REGISTERS[2], action="decrease")
-        plgpu.barrier_wait(planned)
-        _, steps = _each_piece(plan, job, functools.partial(_convert, job, scratch))
-        hopper_stored.drain_converted(scratch, steps)
 
 
 def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
@@ -436,22 +409,10 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
         if job.by_slots:
             hopper_slots.fill(scratch, caches[:2], caches[2:], step, copy, copy)
             return
-        if job.converted:
-            hopper_stored.fill(scratch, "bits", caches[:2], step, copy)
-            hopper_stored.fill(scratch, "scales", caches[2:], step, copy)
-            return
         slot = lax.rem(step, _STAGES)
         hopper.fill_rings(
             scratch, caches, step, slot, lambda ref, ring, ready: copy(ref, ring.at[slot], ready)
         )
-
-
-def _convert(job: _Job, scratch: dict, piece: _Piece) -> None:
-    """Turn the piece's blocks of int8 into the queries' dtype, as there is room for them."""
-
-    @pl.loop(piece.first, piece.last)
-    def _step(j):
-        hopper_stored.convert(scratch, piece.ahead + j, job.dtype)
 
 
 def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
@@ -468,16 +429,11 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
             hopper.write_rows(s * (1 / hopper.LOG2_E), place, scratch["out_tile"])
         return s
 
-    def scaled(which: int, x: Array, j: Array) -> Array:
-        return hopper_stored.scaled(scratch, which, x, piece.ahead + j)
-
-    stages = hopper_stored.CONVERTED if job.converted else _STAGES
     carry = hopper.attend_blocks(
         (piece.first, piece.last),
         queries,
         scratch,
-        slot_of=lambda j: lax.rem(piece.ahead + j, stages),
-        scaled=scaled if job.converted else None,
+        slot_of=lambda j: lax.rem(piece.ahead + j, _STAGES),
         mask=mask,
         scale=job.scale,
         interpreted=job.interpret is not None,

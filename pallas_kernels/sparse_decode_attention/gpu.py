@@ -17,8 +17,8 @@ The first and the last slots, which every method keeps, may be attended in the s
 (`Around`): their pages follow the listed ones, in slots that these do not count. Each list reads
 them, a step more.
 
-Keys and values in int8 take a third warpgroup (`hopper_stored`). The scales of the listed slots are
-gathered before, since a page's are fewer bytes than a copy must begin at.
+Keys and values in 8 bits have their slots as the rows of the products (`hopper_slots`). The scales
+of the listed slots are gathered before, since a page's are fewer bytes than a copy must begin at.
 
 Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 10 KiB for results, 4 KiB of ids.
 
@@ -39,9 +39,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper, hopper_bits, hopper_slots, hopper_stored
+from pallas_kernels import hopper, hopper_bits, hopper_slots
 from pallas_kernels.common import PerRow, Stored
-from pallas_kernels.dispatch import form_of
 from pallas_kernels.quantised import AnyStored, Quantised, parts_of
 from pallas_kernels.sparse_decode_attention.lists import Around, entries_of, results_of, rows_of
 
@@ -52,8 +51,8 @@ _PAGE_SIZES = (8, 16, 32, 64, 128)
 # that TMA copies, and in as many as one copy takes.
 _ID_LINE, _ID_LINES = 4, 256
 _STAGES = 3
-# Forms of keys and values whose slots are the rows of the products (`hopper_slots`).
-BY_SLOTS: tuple[str, ...] = ("int8", "fp8")
+# Whether keys and values of 16 bits have their slots as rows of the products too.
+FLOATS_BY_SLOTS = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,6 @@ class _Job:
     interpret: Any
     stored: tuple[Any, Any]  # dtypes of keys and of values
     by_slots: bool
-    converted: bool
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -158,8 +156,8 @@ def sparse_decode_attention(
         # Pieces begin at whole lines of ids.
         whole = max(1, _ID_LINE * page_size // _BLOCK)
     share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
-    form, (caches, scales) = form_of(k, v), parts_of(k, v)
-    by_slots = (form or "floats") in BY_SLOTS
+    caches, scales = parts_of(k, v)
+    by_slots = bool(scales) or FLOATS_BY_SLOTS
     job = _Job(
         lists=lists,
         kv_heads=kv_heads,
@@ -178,7 +176,6 @@ def sparse_decode_attention(
         interpret=interpret,
         stored=(caches[0].dtype, caches[1].dtype),
         by_slots=by_slots,
-        converted=form is not None and not by_slots,
     )
     last = stop if around is None else around.length
     bounds = jnp.maximum(jnp.stack([start, stop, last], axis=1), 0)
@@ -246,13 +243,10 @@ def _partials(
         q_rows = lse_rows = job.tile_rows
         threads = 1 + hopper_slots.READERS
     else:
-        used = (
-            hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype, job.pages)
-            if job.converted
-            else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, job.pages)
-        ) | hopper.out_scratch(job.tile_rows)
+        used = hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, job.pages)
+        used |= hopper.out_scratch(job.tile_rows)
         q_rows = lse_rows = hopper.ROWS
-        threads = 3 if job.converted else 2
+        threads = 2
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
@@ -293,7 +287,7 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratc
 
     @pl.when(role == readers)
     def _copies():
-        least = hopper_stored.REGISTERS[1] if job.converted or job.by_slots else 40
+        least = hopper_slots.REGISTERS[1] if job.by_slots else 40
         plgpu.set_max_registers(least, action="decrease")
         mine = ids_ref.at[each, 0 if job.listed else split]
         plgpu.copy_gmem_to_smem(mine, scratch["ids"], loaded.at[0])
@@ -305,8 +299,7 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratc
 
     @pl.when(role < readers)
     def _attention():
-        most = hopper_stored.REGISTERS[0] if job.converted else 232
-        most = hopper_slots.REGISTERS[0] if job.by_slots else most
+        most = hopper_slots.REGISTERS[0] if job.by_slots else 232
         plgpu.set_max_registers(most, action="increase")
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
@@ -332,25 +325,13 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratc
             (0, _steps(piece, job)),
             scratch["q_tile"],
             scratch,
-            slot_of=lambda i: lax.rem(i, hopper_stored.CONVERTED if job.converted else _STAGES),
-            scaled=functools.partial(hopper_stored.scaled, scratch) if job.converted else None,
+            slot_of=lambda i: lax.rem(i, _STAGES),
             mask=mask,
             scale=job.scale,
             interpreted=job.interpret is not None,
         )
         hopper.write_attended(carry, out_ref.at[each, split], lse_ref.at[each, split], scratch)
         hopper.written()
-
-    if not job.converted:
-        return
-
-    @pl.when(role == 2)
-    def _conversion():
-        plgpu.set_max_registers(hopper_stored.REGISTERS[2], action="decrease")
-        plgpu.barrier_wait(loaded.at[0])
-        steps = _steps(piece, job)
-        pl.loop(0, steps)(lambda i: hopper_stored.convert(scratch, i, job.dtype))
-        hopper_stored.drain_converted(scratch, steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,10 +413,6 @@ def _fetch(
         if job.by_slots:
             hopper_slots.fill(scratch, refs, scale_refs, i, copy, copy_scales)
             return
-        if job.converted:
-            hopper_stored.fill(scratch, "bits", refs, i, copy)
-            hopper_stored.fill(scratch, "scales", scale_refs, i, copy_scales)
-            return
         slot = lax.rem(i, _STAGES)
         hopper.fill_rings(
             scratch, refs, i, slot, lambda ref, ring, ready: copy(ref, ring.at[slot], ready)
@@ -443,9 +420,6 @@ def _fetch(
 
     if job.by_slots:
         hopper_slots.drain(scratch, steps)
-        return
-    if job.converted:
-        hopper_stored.drain(scratch, steps)
         return
     for free in scratch["free"]:
         hopper.drain(free, steps, _STAGES)
