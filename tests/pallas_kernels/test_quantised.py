@@ -338,26 +338,44 @@ GPU_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("width", "queries", "window", "logits", "forms"), GPU_CASES)
-def test_the_gpu_kernel_reads_8_bits(monkeypatch, width, queries, window, logits, forms):
-    """In the interpreter: three workers over a full row, an empty one and a part of a block."""
-    monkeypatch.setattr(hopper, "processors", lambda: 3)
-    slots, lengths = 256, jnp.array([256, 0, 129])
-    (k, v), exact = gpu_stored((3, K, slots, width), forms)
-    q = draw(3, queries, K * G, width, dtype=jnp.bfloat16)
+def check_gpu_decode(width, queries, window, logits, forms, *, slots, group=G, interpret=None):
+    """A full row, an empty one and parts of a block."""
+    lengths = jnp.array([slots, 0, 129, slots - 1])
+    (k, v), exact = gpu_stored((len(lengths), K, slots, width), forms)
+    q = draw(len(lengths), queries, K * group, width, dtype=jnp.bfloat16)
     wide, start = q.astype(jnp.float32), jnp.maximum(lengths - queries, 0)
     how = {"scale": 0.1} | ({} if logits else {"window": Window.of(window, start, 0)})
-    expected = decode_reference.decode_attention(wide, *exact, lengths, **how)
+    with jax.default_matmul_precision("highest"):
+        expected = decode_reference.decode_attention(wide, *exact, lengths, **how)
     kernel = decode_gpu.attend_with_logits if logits else decode_gpu.decode_attention
-    interpret = plgpu.InterpretGPUParams(inline_mgpu="ignore")
     found = jax.jit(functools.partial(kernel, interpret=interpret, **how))(q, k, v, lengths)
     np.testing.assert_allclose(found[0].astype(jnp.float32), expected[0], atol=1e-2)
     # The log-sum-exp is as exact as the scores: products of bfloat16 and 8 bits are exact.
     np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
     if logits:
-        every = decode_reference.decode_logits(wide, exact[0], lengths, scale=0.1)
+        with jax.default_matmul_precision("highest"):
+            every = decode_reference.decode_logits(wide, exact[0], lengths, scale=0.1)
         held = np.isfinite(every)
         np.testing.assert_allclose(np.asarray(found[2])[held], every[held], atol=1e-4)
+
+
+@pytest.mark.parametrize(("width", "queries", "window", "logits", "forms"), GPU_CASES)
+def test_the_gpu_kernel_reads_8_bits(monkeypatch, width, queries, window, logits, forms):
+    """In the interpreter, with three workers."""
+    monkeypatch.setattr(hopper, "processors", lambda: 3)
+    interpret = plgpu.InterpretGPUParams(inline_mgpu="ignore")
+    check_gpu_decode(width, queries, window, logits, forms, slots=256, interpret=interpret)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("slots", [256, 8192])
+@pytest.mark.parametrize(
+    ("width", "queries", "window", "logits", "forms"),
+    [*GPU_CASES, *((128, 16, None, False, forms) for forms in EIGHT_BITS + MIXED)],
+)
+def test_8_bits_on_a_gpu(width, queries, window, logits, forms, slots, group):
+    check_gpu_decode(width, queries, window, logits, forms, slots=slots, group=group)
 
 
 @pytest.mark.parametrize(
