@@ -151,11 +151,14 @@ def tiled(*shape: int, dtype: Any) -> Any:
 
     Of 128 bytes in width, or of the rows' where these are narrower.
     """
+    return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1], dtype))
+
+
+def transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
+    """Those of `tiled` buffers of so many columns."""
     itemsize = jnp.dtype(dtype).itemsize
-    width = min(128, shape[-1] * itemsize)
-    tile = TILE_ROWS, width // itemsize
-    transforms = _TRANSFORMS[0](tile), _TRANSFORMS[1](width)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    width = min(128, columns * itemsize)
+    return _TRANSFORMS[0]((TILE_ROWS, width // itemsize)), _TRANSFORMS[1](width)
 
 
 def product(x: Any, y: Any) -> Float[Array, "M N"]:
@@ -169,10 +172,10 @@ def product(x: Any, y: Any) -> Float[Array, "M N"]:
     return pl.run_scoped(multiply, acc)
 
 
-def add_product(acc: Array, x: Array, y: Any, interpreted: bool) -> Array:
-    """acc + x @ y, with x in registers and y in shared memory."""
+def add_product(acc: Array, x: Any, y: Any, interpreted: bool) -> Array:
+    """acc + x @ y, with x in registers or shared memory and y in shared memory."""
     if interpreted:  # JAX's interpreter has wgmma only of shared memory
-        return acc + jnp.dot(x, y[...], preferred_element_type=jnp.float32)
+        return acc + jnp.dot(x[...], y[...], preferred_element_type=jnp.float32)
 
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, x, y)
@@ -274,7 +277,6 @@ def attend_blocks(
     mask: Callable[[Array, Array], Array],
     scale: float,
     interpreted: bool,
-    scaled: Callable[[int, Array, Array], Array] | None = None,
 ) -> Carry:
     """Attend to the blocks first <= j < last, as their keys and values come into the rings.
 
@@ -283,7 +285,6 @@ def attend_blocks(
       scratch: holds `rings_scratch`.
       slot_of: gives the slot of block j in the rings.
       mask: makes those of block j's logits -inf that are not seen.
-      scaled: (0, products, j) and (1, weights, j) times the scales of block j's keys and values.
     """
     rings, ready, free = (scratch[name] for name in ("rings", "ready", "free"))
 
@@ -292,16 +293,12 @@ def attend_blocks(
         slot = slot_of(j)
         plgpu.barrier_wait(ready[0].at[slot])
         s = product(q, rings[0].at[slot].transpose((1, 0)))
-        if scaled is not None:
-            s = scaled(0, s, j)
         logits = mask(s * (scale * LOG2_E), j)
         new_top = jnp.maximum(top, logits.max(axis=1))
         shrink = jnp.exp2(top - new_top)
         p = jnp.exp2(logits - lax.broadcast_in_dim(new_top, s.shape, [0]))
         total = total * shrink + p.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-        if scaled is not None:
-            p = scaled(1, p, j)
         p = p.astype(q.dtype)
         plgpu.barrier_arrive(free[0].at[slot])
         plgpu.barrier_wait(ready[1].at[slot])

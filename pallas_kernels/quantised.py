@@ -113,5 +113,11 @@ def dequantised(x: Any) -> Any:
     return wide.astype(x.dtype)
 
 
+def parts_of(*stored: Any) -> tuple[list[Any], list[Any]]:
+    """The arrays and numbers of keys and values, and the scales of those that have some."""
+    numbers = [x.values if isinstance(x, Quantised) else x for x in stored]
+    return numbers, [x.scales for x in stored if isinstance(x, Quantised)]
+
+
 # What a cache may hold as its keys or values.
 AnyStored = Array | Plane | Quantised

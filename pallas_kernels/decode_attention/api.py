@@ -24,8 +24,7 @@ from pallas_kernels.common import AnyCache, Stored, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.dispatch import form_of
 from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.quantised import Quantised
-from pallas_kernels.tpu_common import unsupported_keys
+from pallas_kernels.quantised import FORMS, Quantised
 
 # Queries of a kv head that a pass over a shared cache takes: the rows of a GPU's matmul tile.
 SHARED_QUERIES = 64
@@ -64,9 +63,11 @@ def decode_attention(
         dispatch.shape_class(q, k.shape[1], window),
         form=form_of(k, v),
         xla=xla.decode_attention,
-        gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k), forms=("int8",)),
+        gpu=dispatch.Kernel(
+            gpu.decode_attention, lambda: gpu.unsupported(q, k, v), forms=tuple(FORMS)
+        ),
         tpu=dispatch.Kernel(
-            tpu.decode_attention, lambda: unsupported_keys(q), planes=True, forms=("int8",)
+            tpu.decode_attention, lambda: tpu.unsupported(q, k, v), planes=True, forms=("int8",)
         ),
         reference=reference.decode_attention,
     )
@@ -167,7 +168,7 @@ def attend_with_logits(
         form=form_of(k, v),
         xla=partial(_both, xla),
         gpu=dispatch.Kernel(
-            gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k), forms=("int8",)
+            gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k, v), forms=tuple(FORMS)
         ),
         reference=partial(_both, reference),
     )

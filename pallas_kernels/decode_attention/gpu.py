@@ -13,8 +13,8 @@ the rows of one wgmma, so that keys and values are read once for all of them. On
 the 64 rows; that costs tensor core time, which is not the bound. Empty capacity is not read. Slots
 beyond a length must hold finite values.
 
-Keys and values in int8 take a third warpgroup (`hopper_stored`), and the place of the next head's
-queries.
+Keys and values in 8 bits have their slots as the rows of the products (`hopper_slots`): two
+warpgroups take blocks in turn and convert them in registers, and up to six blocks are in flight.
 
 Shared memory: q 16 KiB and 2 for the next head's, rings 192 KiB, 9 KiB for results. Registers:
 weighted values [64,H], logits [64,128], float32. Bytes moved: k and v of the filled slots; partial
@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper, hopper_stored
+from pallas_kernels import hopper, hopper_bits, hopper_slots
 from pallas_kernels.common import (
     Attended,
     PerQuery,
@@ -51,15 +51,16 @@ from pallas_kernels.common import (
     pack_rows,
     unpack_rows,
 )
-from pallas_kernels.quantised import AnyStored, Quantised
+from pallas_kernels.dispatch import form_of
+from pallas_kernels.quantised import AnyStored, Quantised, parts_of
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 _MAX_BATCH = 240  # lines of the plan that fit shared memory
 _FEW = 8  # rows whose plan every block of threads makes in its registers
 # Slots of one step, steps in flight, and how many steps it takes to begin a head.
 _BLOCK, _STAGES, _BEGIN = 128, 3, 1
-# The most rows over keys and values in int8, which leave less shared memory to the plan.
-_MAX_BATCH_STORED = 64
+# Whether keys and values of 16 bits have their slots as rows of the products too.
+FLOATS_BY_SLOTS = False
 _LOGIT_ROWS = 96  # of the buffer through which logits are written
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.
@@ -82,7 +83,19 @@ class _Job:
     interpret: Any
     windowed: bool
     logits: bool
-    stored: bool
+    stored: tuple[Any, Any]  # dtypes of keys and of values
+    by_slots: bool
+
+    @property
+    def block(self) -> int:
+        """Slots of a step. By slots, blocks of 16 bits are smaller, for more in flight."""
+        floats = self.stored == (self.dtype, self.dtype)
+        return _BLOCK // 2 if self.by_slots and floats else _BLOCK
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Slots of a step, head dim and rows, as `hopper_slots` takes them."""
+        return self.block, self.head_dim, self.tile_rows
 
     @property
     def few(self) -> bool:
@@ -103,7 +116,7 @@ class _Job:
     @property
     def q_tiles(self) -> int:
         """Heads whose queries are in shared memory: the next one's too where there is room."""
-        return 2 if self.tile_rows == hopper.TILE_ROWS and not self.stored else 1
+        return 2 if self.tile_rows == hopper.TILE_ROWS else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,31 +138,29 @@ class _Piece:
     number: Any
 
 
-def unsupported(q: Array, k: AnyStored) -> str | None:
+def unsupported(q: Array, k: AnyStored, v: AnyStored | None = None) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     rows = q.shape[1] * q.shape[2] // k.shape[1]
     if rows > hopper.ROWS:
         return f"{rows} queries for one kv head, at most {hopper.ROWS}"
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
-    most = _MAX_BATCH
-    if isinstance(k, Quantised):
-        most = _MAX_BATCH_STORED
-        if k.shape[2] % _BLOCK:
-            return f"{k.shape[2]} slots of {k.form} are not whole blocks of {_BLOCK}"
-    if k.shape[0] > most:
-        return f"{k.shape[0]} rows, at most {most}"
+    form = form_of(k, v)
+    if form is not None and k.shape[2] % _BLOCK:
+        return f"{k.shape[2]} slots of {form} are not whole blocks of {_BLOCK}"
+    if k.shape[0] > _MAX_BATCH:
+        return f"{k.shape[0]} rows, at most {_MAX_BATCH}"
     return hopper.unsupported(q)
 
 
-def unsupported_logits(q: Array, k: AnyStored) -> str | None:
+def unsupported_logits(q: Array, k: AnyStored, v: AnyStored) -> str | None:
     """Why `attend_with_logits` cannot run these arguments, or None."""
     rows = q.shape[2] // k.shape[1]
     if rows > hopper.TILE_ROWS:
         return f"logits of {rows} queries for one kv head, at most {hopper.TILE_ROWS}"
     if k.shape[2] % _BLOCK:
         return f"{k.shape[2]} slots are not whole blocks of {_BLOCK}"
-    return unsupported(q, k)
+    return unsupported(q, k, v)
 
 
 def decode_attention(
@@ -203,6 +214,8 @@ def _attention(
 ) -> tuple[Queries, PerQuery, Any]:
     """Output, log-sum-exp, and the logits [B,N,S] or None."""
     batch, kv_heads, slots, head_dim = k.shape
+    numbers, scales = parts_of(k, v)
+    by_slots = bool(scales) or FLOATS_BY_SLOTS
     job = _Job(
         batch=batch,
         kv_heads=kv_heads,
@@ -215,17 +228,18 @@ def _attention(
         interpret=interpret,
         windowed=windowed,
         logits=logits,
-        stored=isinstance(k, Quantised),
+        stored=(numbers[0].dtype, numbers[1].dtype),
+        by_slots=by_slots,
     )
-    caches = (k, v)
-    if isinstance(k, Quantised) and isinstance(v, Quantised):
-        caches = (k.values, v.values, k.scales, v.scales)
     if job.few:
         # A launch less. Without a window every row begins at 0.
         plan = (low.astype(jnp.int32), high.astype(jnp.int32))[not windowed :]
     else:
         plan = (_plan(low, high, job),)
-    out, lse, *found = _partials(pack_rows(q, kv_heads), caches, plan, job)
+    q_rows = pack_rows(q, kv_heads)
+    if by_slots and isinstance(k, Quantised):
+        q_rows = hopper_bits.in_column_order(q_rows)
+    out, lse, *found = _partials(q_rows, (*numbers, *scales), plan, job)
     out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype)
     out = unpack_rows(out_BKRH.astype(q.dtype), q.shape[1])
     lse = unpack_rows(lse_BKR, q.shape[1])
@@ -235,10 +249,10 @@ def _attention(
     return out, lse, logits_BKGS.reshape(batch, q.shape[2], slots)
 
 
-def _steps(low: Any, high: Any) -> Any:
+def _steps(low: Any, high: Any, job: _Job) -> Any:
     """Steps of a head of a row: one to begin it and one a block."""
     # A later query's window begins later: with low below 0 as well.
-    blocks = lax.div(high + (_BLOCK - 1), _BLOCK) - lax.div(jnp.maximum(low, 0), _BLOCK)
+    blocks = lax.div(high + (job.block - 1), job.block) - lax.div(jnp.maximum(low, 0), job.block)
     return jnp.where((high > low) & (blocks > 0), _BEGIN + blocks, 0)
 
 
@@ -254,7 +268,7 @@ class _FewLines:
         *low_ref, high_ref = refs
         high = [high_ref[b] for b in range(job.batch)]
         low = [low_ref[0][b] if low_ref else jnp.int32(0) for b in range(job.batch)]
-        steps, base = [_steps(*each) for each in zip(low, high, strict=True)], [jnp.int32(0)]
+        steps, base = [_steps(*each, job) for each in zip(low, high, strict=True)], [jnp.int32(0)]
         for each in steps:
             base.append(base[-1] + job.kv_heads * each)
         return _FewLines((base, low, high, steps))
@@ -274,7 +288,7 @@ def _plan(low: PerRow, high: PerRow, job: _Job) -> Int[Array, "Q 4"]:
 
     The last line holds the number of all steps.
     """
-    steps = _steps(low, high)
+    steps = _steps(low, high, job)
     before = jnp.arange(job.batch + 1)[:, None] > jnp.arange(job.batch)
     base = job.kv_heads * jnp.sum(jnp.where(before, steps, 0), axis=1)
     columns = [jnp.pad(x, (0, 1)) for x in (low, high, steps)]
@@ -292,39 +306,41 @@ def _partials(
     that order, so no two have the same sum. Parts without a piece are not written.
 
     Args:
-      caches: keys and values; of those in int8 the numbers, then the scales.
+      caches: the numbers of keys and values, then the scales of those in 8 bits.
     """
     parts = job.workers + job.batch * job.kv_heads
     logits = job.batch * job.kv_heads, job.tile_rows, caches[0].shape[2]
+    if job.by_slots:
+        lse_rows, threads = job.tile_rows, 1 + hopper_slots.READERS
+        q_rows = job.q_tiles * job.tile_rows
+        used = hopper_slots.scratch(job.shape, job.stored, job.dtype)
+    else:
+        lse_rows, threads = hopper.ROWS, 2
+        # The tiles of 64 rows overlap: of each the first rows count.
+        q_rows = hopper.ROWS + (job.q_tiles - 1) * job.tile_rows
+        used = hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype)
+        # A block's logits leave at once.
+        used |= hopper.out_scratch(job.tile_rows, *([_LOGIT_ROWS] if job.logits else []))
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
             jax.ShapeDtypeStruct((parts, job.tile_rows, job.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((parts, hopper.ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((parts, lse_rows), jnp.float32),
             *([jax.ShapeDtypeStruct(logits, jnp.float32)] if job.logits else []),
         ),
         scratch_types=dict(
             **({} if job.few else dict(plan=plgpu.SMEM(plan[0].shape, jnp.int32))),
-            # The tiles of 64 rows overlap: of each the first rows count.
-            q_tiles=hopper.tiled(
-                hopper.ROWS + (job.q_tiles - 1) * job.tile_rows, job.head_dim, dtype=job.dtype
-            ),
+            q_tiles=hopper.tiled(q_rows, job.head_dim, dtype=job.dtype),
             planned=plgpu.Barrier(),
             asked=plgpu.Barrier(num_barriers=job.q_tiles),
-            answered=plgpu.Barrier(num_barriers=job.q_tiles),
-            **(
-                hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype)
-                if job.stored
-                else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype)
+            answered=plgpu.Barrier(
+                num_arrivals=hopper_slots.READERS if job.by_slots else 1, num_barriers=job.q_tiles
             ),
-            # A block's logits leave at once.
-            **hopper.out_scratch(
-                job.tile_rows, *([_LOGIT_ROWS] if job.logits and not job.stored else [])
-            ),
+            **used,
         ),
         grid=(job.workers,),
         grid_names=("worker",),
-        num_threads=3 if job.stored else 2,
+        num_threads=threads,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=job.interpret,
@@ -334,17 +350,19 @@ def _partials(
 
 
 def _kernel(*refs, job: _Job, **scratch):
-    first, given = 2 if job.few and job.windowed else 1, 4 if job.stored else 2
+    first = 2 if job.few and job.windowed else 1
     plan_refs, q_ref, refs = refs[:first], refs[first], refs[first + 1 :]
+    given = len(refs) - (3 if job.logits else 2)
     caches, out_refs = refs[:given], refs[given:]
     role, planned = lax.axis_index("role"), scratch["planned"]
     plan = _FewLines.of(plan_refs, job) if job.few else scratch["plan"]
+    readers = hopper_slots.READERS if job.by_slots else 1
 
     def wait_for_plan() -> None:
         if not job.few:
             plgpu.barrier_wait(planned)
 
-    @pl.when(role == 1)
+    @pl.when(role == readers)
     def _copies():
         plgpu.set_max_registers(56, action="decrease")
         if not job.few:
@@ -353,28 +371,23 @@ def _kernel(*refs, job: _Job, **scratch):
         work = functools.partial(_fetch, (q_ref, *caches), job, scratch)
         pieces, steps = _each_piece(plan, job, work)
         hopper.drain(scratch["answered"], pieces, job.q_tiles)
-        if job.stored:
-            hopper_stored.drain(scratch, steps)
+        if job.by_slots:
+            hopper_slots.drain(scratch, steps)
             return
         for free in scratch["free"]:
             hopper.drain(free, steps, _STAGES)
 
-    @pl.when(role == 0)
+    @pl.when(role < readers)
     def _attention():
-        plgpu.set_max_registers(208, action="increase")
+        most = hopper_slots.REGISTERS[0] if job.by_slots else 208
+        plgpu.set_max_registers(most, action="increase")
         wait_for_plan()
-        _each_piece(plan, job, functools.partial(_attend, out_refs, job, scratch))
-        hopper.written()
-
-    if not job.stored:
-        return
-
-    @pl.when(role == 2)
-    def _conversion():
-        plgpu.set_max_registers(hopper_stored.REGISTERS[2], action="decrease")
-        wait_for_plan()
-        _, steps = _each_piece(plan, job, functools.partial(_convert, job, scratch))
-        hopper_stored.drain_converted(scratch, steps)
+        attend = functools.partial(_attend_by_slots, role) if job.by_slots else _attend
+        pieces, _ = _each_piece(plan, job, functools.partial(attend, out_refs, job, scratch))
+        if job.by_slots:
+            hopper_slots.finish(scratch, role, pieces)
+        else:
+            hopper.written()
 
 
 def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
@@ -393,7 +406,7 @@ def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
 
         def head(h: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             start = base + h * steps
-            block = lax.div(jnp.maximum(plan[b, _LOW], 0), _BLOCK)
+            block = lax.div(jnp.maximum(plan[b, _LOW], 0), job.block)
             # A head's first steps are those to begin it.
             runs = [
                 jnp.maximum(x - start - _BEGIN, 0)
@@ -438,27 +451,18 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     @pl.loop(piece.first, piece.last)
     def _step(j):
         step = piece.ahead + j
-        block = (piece.row, piece.head, pl.ds(j * _BLOCK, _BLOCK))
+        block = (piece.row, piece.head, pl.ds(j * job.block, job.block))
 
         def copy(ref, place, ready):
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
-        if job.stored:
-            hopper_stored.fill(scratch, "bits", caches[:2], step, copy)
-            hopper_stored.fill(scratch, "scales", caches[2:], step, copy)
+        if job.by_slots:
+            hopper_slots.fill(scratch, caches[:2], caches[2:], step, copy, copy)
             return
         slot = lax.rem(step, _STAGES)
         hopper.fill_rings(
             scratch, caches, step, slot, lambda ref, ring, ready: copy(ref, ring.at[slot], ready)
         )
-
-
-def _convert(job: _Job, scratch: dict, piece: _Piece) -> None:
-    """Turn the piece's blocks of int8 into the queries' dtype, as there is room for them."""
-
-    @pl.loop(piece.first, piece.last)
-    def _step(j):
-        hopper_stored.convert(scratch, piece.ahead + j, job.dtype)
 
 
 def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
@@ -475,16 +479,11 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
             hopper.write_rows(s * (1 / hopper.LOG2_E), place, scratch["out_tile"])
         return s
 
-    def scaled(which: int, x: Array, j: Array) -> Array:
-        return hopper_stored.scaled(scratch, which, x, piece.ahead + j)
-
-    stages = hopper_stored.CONVERTED if job.stored else _STAGES
     carry = hopper.attend_blocks(
         (piece.first, piece.last),
         queries,
         scratch,
-        slot_of=lambda j: lax.rem(piece.ahead + j, stages),
-        scaled=scaled if job.stored else None,
+        slot_of=lambda j: lax.rem(piece.ahead + j, _STAGES),
         mask=mask,
         scale=job.scale,
         interpreted=job.interpret is not None,
@@ -493,15 +492,46 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     hopper.write_attended(carry, out_ref.at[piece.part], lse_ref.at[piece.part], scratch)
 
 
-def _mask(s: Array, slot: Array, piece: _Piece, job: _Job) -> Array:
-    """-inf where a column's slot, counted from `slot`, is not seen by the row's query."""
-    slots = hopper.iota(s.shape, 1) + slot
+def _attend_by_slots(reader: Array, refs, job: _Job, scratch: dict, piece: _Piece) -> None:
+    """`_attend` of one of the warpgroups that take blocks in turn."""
+    out_ref, lse_ref, *logits_ref = refs
+    tile = lax.rem(piece.number, job.q_tiles)
+    queries = scratch["q_tiles"].at[pl.ds(tile * job.tile_rows, job.tile_rows)]
+    plgpu.barrier_wait(scratch["asked"].at[tile])
+
+    def mask(s: Array, j: Array) -> Array:
+        s = _mask(s, j * job.block, piece, job, axis=0)
+        for ref in logits_ref:
+            head = piece.row * job.kv_heads + piece.head
+            place = ref.at[head, :, pl.ds(j * job.block, job.block)].transpose((1, 0))
+            logits = plgpu.layout_cast(s * (1 / hopper.LOG2_E), plgpu.Layout.WGMMA_TRANSPOSED)
+            hopper.store_little(logits, place)
+        return s
+
+    how: dict[str, Any] = dict(reader=reader, interpreted=job.interpret is not None)
+    carry = hopper_slots.attend(
+        (piece.first, piece.last),
+        queries,
+        scratch,
+        ahead=piece.ahead,
+        mask=mask,
+        scale=job.scale,
+        **how,
+    )
+    plgpu.barrier_arrive(scratch["answered"].at[tile])
+    part = out_ref.at[piece.part], lse_ref.at[piece.part]
+    hopper_slots.write(carry, *part, scratch, number=piece.number, **how)
+
+
+def _mask(s: Array, slot: Array, piece: _Piece, job: _Job, axis: int = 1) -> Array:
+    """-inf where a slot of that axis, counted from `slot`, is not seen by the other axis' query."""
+    slots = hopper.iota(s.shape, axis) + slot
     seen = slots < piece.high
     if job.windowed:
         low = (
             piece.low
             if job.rows == job.group
-            else piece.low + lax.div(hopper.iota(s.shape, 0), job.group)
+            else piece.low + lax.div(hopper.iota(s.shape, 1 - axis), job.group)
         )
         seen = seen & (slots >= low)
     return jnp.where(seen, s, -jnp.inf)

@@ -46,6 +46,13 @@ from pallas_kernels.quantised import Quantised
 _BLOCK_BYTES = 2**20
 
 
+def unsupported(q: Array, k: AnyCache, v: AnyCache) -> str | None:
+    """Why this kernel cannot run these arguments, or None."""
+    if isinstance(k, Quantised) != isinstance(v, Quantised):
+        return "either keys or values are in 8 bits, and the kernel reads both alike"
+    return tpu.unsupported_keys(q)
+
+
 def decode_attention(
     q: Queries,
     k: AnyCache,

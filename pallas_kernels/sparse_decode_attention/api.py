@@ -22,11 +22,9 @@ from jaxtyping import Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, check_heads
 from pallas_kernels.dispatch import form_of
+from pallas_kernels.quantised import FORMS
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.sparse_decode_attention.lists import Around
-
-# The 8-bit forms that the kernel for GPUs reads.
-_GPU_FORMS = ("int8",)
 
 
 def sparse_decode_attention(
@@ -117,7 +115,7 @@ def sparse_decode_attention(
         gpu=dispatch.Kernel(
             gpu.sparse_decode_attention,
             lambda: without or gpu.unsupported(q, k, lists, page_size, priors),
-            forms=_GPU_FORMS,
+            forms=tuple(FORMS),
         ),
         tpu=dispatch.Kernel(
             tpu.sparse_decode_attention,
@@ -139,7 +137,7 @@ def takes_around(q: Array, k: AnyCache, pages: Array, page_size: int, priors: bo
       pages: lists [B,X,C].
       priors: whether there is a prior's query.
     """
-    if dispatch.platform() != "gpu" or pages.ndim != 3 or form_of(k) not in (None, *_GPU_FORMS):
+    if dispatch.platform() != "gpu" or pages.ndim != 3:
         return False
     reason = gpu.unsupported(q, k, pages.shape[1], page_size, priors)
     return reason is None and gpu.unsupported_around(pages.shape[2]) is None

@@ -17,8 +17,8 @@ The first and the last slots, which every method keeps, may be attended in the s
 (`Around`): their pages follow the listed ones, in slots that these do not count. Each list reads
 them, a step more.
 
-Keys and values in int8 take a third warpgroup (`hopper_stored`). The scales of the listed slots are
-gathered before, since a page's are fewer bytes than a copy must begin at.
+Keys and values in 8 bits have their slots as the rows of the products (`hopper_slots`). The scales
+of the listed slots are gathered before, since a page's are fewer bytes than a copy must begin at.
 
 Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 10 KiB for results, 4 KiB of ids.
 
@@ -39,9 +39,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper, hopper_stored
+from pallas_kernels import hopper, hopper_bits, hopper_slots
 from pallas_kernels.common import PerRow, Stored
-from pallas_kernels.quantised import AnyStored, Quantised
+from pallas_kernels.quantised import AnyStored, Quantised, parts_of
 from pallas_kernels.sparse_decode_attention.lists import Around, entries_of, results_of, rows_of
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
@@ -51,6 +51,8 @@ _PAGE_SIZES = (8, 16, 32, 64, 128)
 # that TMA copies, and in as many as one copy takes.
 _ID_LINE, _ID_LINES = 4, 256
 _STAGES = 3
+# Whether keys and values of 16 bits have their slots as rows of the products too.
+FLOATS_BY_SLOTS = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,18 @@ class _Job:
     after: int  # pages from the bound `stop` on that follow these
     scale: float
     interpret: Any
-    stored: bool
+    stored: tuple[Any, Any]  # dtypes of keys and of values
+    by_slots: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Slots of a step, head dim and rows, as `hopper_slots` takes them."""
+        return _BLOCK, self.head_dim, self.tile_rows
+
+    @property
+    def slots_axis(self) -> int:
+        """The axis of the logits along which the slots lie."""
+        return 0 if self.by_slots else 1
 
     @property
     def pages(self) -> int:
@@ -143,6 +156,8 @@ def sparse_decode_attention(
         # Pieces begin at whole lines of ids.
         whole = max(1, _ID_LINE * page_size // _BLOCK)
     share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
+    caches, scales = parts_of(k, v)
+    by_slots = bool(scales) or FLOATS_BY_SLOTS
     job = _Job(
         lists=lists,
         kv_heads=kv_heads,
@@ -159,17 +174,19 @@ def sparse_decode_attention(
         after=after,
         scale=scale,
         interpret=interpret,
-        stored=isinstance(k, Quantised),
+        stored=(caches[0].dtype, caches[1].dtype),
+        by_slots=by_slots,
     )
     # Apart, as they come from the program: to join them would be a launch.
     bounds = start, stop, stop if around is None else around.length
-    caches = (k, v)
-    if isinstance(k, Quantised) and isinstance(v, Quantised):
+    if scales:
         listed = _visited(ids, bounds, job)
-        caches = (k.values, v.values, *(_listed_scales(x.scales, listed, job) for x in (k, v)))
+        scales = [_listed_scales(x, listed, job) for x in scales]
+    if by_slots and isinstance(k, Quantised):
+        rows = hopper_bits.in_column_order(rows)
     room = job.splits * share * job.pages if around is None else length + -length % _ID_LINE
     ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
-    out, lse = _partials(rows, caches, ids, bounds, job)
+    out, lse = _partials(rows, (*caches, *scales), ids, bounds, job)
     if job.splits == 1:
         return results_of(out[:, :, 0], lse[:, :, 0], q)
     return results_of(*hopper.merge_parts(out, lse, 2), q)
@@ -214,7 +231,7 @@ def _partials(
     """The attention of every piece of every list.
 
     Args:
-      caches: keys and values; of those in int8 the numbers, then the scales of the listed slots.
+      caches: the numbers of keys and values, then scales of the listed slots of those in 8 bits.
     """
     batch = q.shape[0]
     # One axis of all pages of a row, as entries number them.
@@ -223,26 +240,30 @@ def _partials(
     parts = batch * job.lists, job.splits
     # Each piece's, or those of all.
     ids = ids.reshape(parts[0], 1 if job.listed else job.splits, -1, _ID_LINE)
+    if job.by_slots:
+        used = hopper_slots.scratch(job.shape, job.stored, job.dtype, job.pages)
+        q_rows = lse_rows = job.tile_rows
+        threads = 1 + hopper_slots.READERS
+    else:
+        used = hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, job.pages)
+        used |= hopper.out_scratch(job.tile_rows)
+        q_rows = lse_rows = hopper.ROWS
+        threads = 2
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
             jax.ShapeDtypeStruct((*parts, job.tile_rows, job.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((*parts, hopper.ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, lse_rows), jnp.float32),
         ),
         scratch_types=dict(
             ids=plgpu.SMEM(ids.shape[-2:], jnp.int32),
-            q_tile=hopper.tiled(hopper.ROWS, job.head_dim, dtype=job.dtype),
-            **(
-                hopper_stored.scratch(_BLOCK, job.head_dim, job.dtype, job.pages)
-                if job.stored
-                else hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, job.pages)
-            ),
+            q_tile=hopper.tiled(q_rows, job.head_dim, dtype=job.dtype),
             loaded=plgpu.Barrier(num_barriers=2),
-            **hopper.out_scratch(job.tile_rows),
+            **used,
         ),
         grid=parts,
         grid_names=("list", "split"),
-        num_threads=3 if job.stored else 2,
+        num_threads=threads,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=job.interpret,
@@ -267,51 +288,56 @@ def _kernel(
     bounds = [jnp.clip(ref[row], 0, slots) for ref in (start_ref, stop_ref, last_ref)]
     piece = _Piece(ids=scratch["ids"], first=split * job.share, bounds=bounds)
 
-    @pl.when(role == 1)
+    readers = hopper_slots.READERS if job.by_slots else 1
+
+    @pl.when(role == readers)
     def _copies():
-        least = hopper_stored.REGISTERS[1] if job.stored else 40
+        least = hopper_slots.REGISTERS[1] if job.by_slots else 40
         plgpu.set_max_registers(least, action="decrease")
         mine = ids_ref.at[each, 0 if job.listed else split]
         plgpu.copy_gmem_to_smem(mine, scratch["ids"], loaded.at[0])
+        rows = hopper.first_rows(q_ref, job.tile_rows, each)
+        tile = scratch["q_tile"].at[pl.ds(0, job.tile_rows)]
+        plgpu.copy_gmem_to_smem(q_ref.at[each, rows], tile, loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         scales = [ref.at[each] for ref in scale_refs]
         _fetch((k_ref.at[row], v_ref.at[row]), scales, piece, head, job, scratch)
 
-    @pl.when(role == 0)
+    @pl.when(role < readers)
     def _attention():
-        most = hopper_stored.REGISTERS[0] if job.stored else 232
+        most = hopper_slots.REGISTERS[0] if job.by_slots else 232
         plgpu.set_max_registers(most, action="increase")
-        rows = hopper.first_rows(q_ref, job.tile_rows, each)
-        tile = scratch["q_tile"].at[pl.ds(0, job.tile_rows)]
-        plgpu.copy_gmem_to_smem(q_ref.at[each, rows], tile, loaded.at[1])
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         mask = functools.partial(
             _mask if job.group is None else _mask_own_head, piece=piece, job=job
         )
+        if job.by_slots:
+            how: dict[str, Any] = dict(reader=role, interpreted=job.interpret is not None)
+            carry = hopper_slots.attend(
+                (0, _steps(piece, job)),
+                scratch["q_tile"],
+                scratch,
+                ahead=0,
+                mask=mask,
+                scale=job.scale,
+                **how,
+            )
+            part = out_ref.at[each, split], lse_ref.at[each, split]
+            hopper_slots.write(carry, *part, scratch, number=0, **how)
+            hopper_slots.finish(scratch, role, 1)
+            return
         carry = hopper.attend_blocks(
             (0, _steps(piece, job)),
             scratch["q_tile"],
             scratch,
-            slot_of=lambda i: lax.rem(i, hopper_stored.CONVERTED if job.stored else _STAGES),
-            scaled=functools.partial(hopper_stored.scaled, scratch) if job.stored else None,
+            slot_of=lambda i: lax.rem(i, _STAGES),
             mask=mask,
             scale=job.scale,
             interpreted=job.interpret is not None,
         )
         hopper.write_attended(carry, out_ref.at[each, split], lse_ref.at[each, split], scratch)
         hopper.written()
-
-    if not job.stored:
-        return
-
-    @pl.when(role == 2)
-    def _conversion():
-        plgpu.set_max_registers(hopper_stored.REGISTERS[2], action="decrease")
-        plgpu.barrier_wait(loaded.at[0])
-        steps = _steps(piece, job)
-        pl.loop(0, steps)(lambda i: hopper_stored.convert(scratch, i, job.dtype))
-        hopper_stored.drain_converted(scratch, steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,17 +416,16 @@ def _fetch(
             block = pl.ds((piece.first + i) * _BLOCK, _BLOCK)
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
-        if job.stored:
-            hopper_stored.fill(scratch, "bits", refs, i, copy)
-            hopper_stored.fill(scratch, "scales", scale_refs, i, copy_scales)
+        if job.by_slots:
+            hopper_slots.fill(scratch, refs, scale_refs, i, copy, copy_scales)
             return
         slot = lax.rem(i, _STAGES)
         hopper.fill_rings(
             scratch, refs, i, slot, lambda ref, ring, ready: copy(ref, ring.at[slot], ready)
         )
 
-    if job.stored:
-        hopper_stored.drain(scratch, steps)
+    if job.by_slots:
+        hopper_slots.drain(scratch, steps)
         return
     for free in scratch["free"]:
         hopper.drain(free, steps, _STAGES)
@@ -408,7 +433,7 @@ def _fetch(
 
 def _mask(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
     """-inf outside the bounds, where the slots of a page that is none (-1) lie too: below 0."""
-    column, limits, whole = hopper.iota(s.shape, 1), [], jnp.bool_(True)
+    column, limits, whole = hopper.iota(s.shape, job.slots_axis), [], jnp.bool_(True)
     for j in range(job.pages):
         begin = _id(piece, step, j, job) * job.page_size
         first, last = _seen(piece, step, j, job)
@@ -434,10 +459,10 @@ def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
     # Of -1 the head is 0 and the page -1.
     pages = [entry - head * job.pages_of_head for entry, head in zip(entries, heads, strict=True)]
     slot = _slots(s.shape, pages, job)
-    row = hopper.iota(s.shape, 0)
+    row = hopper.iota(s.shape, 1 - job.slots_axis)
     queries = job.group * job.kv_heads
     row_head = lax.div(jnp.where(row >= queries, row - queries, row), job.group)
-    column = hopper.iota(s.shape, 1)
+    column = hopper.iota(s.shape, job.slots_axis)
     head = jnp.full_like(column, 0) + heads[0]
     for j in range(1, job.pages):
         head = jnp.where(column >= j * job.page_size, heads[j], head)
@@ -448,7 +473,7 @@ def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
 
 def _slots(shape: tuple[int, ...], pages: list[Array], job: _Job) -> Array:
     """The slot of every column of a block."""
-    column = hopper.iota(shape, 1)
+    column = hopper.iota(shape, job.slots_axis)
     slot = column
     for j, page in enumerate(pages):
         mine = column >= j * job.page_size

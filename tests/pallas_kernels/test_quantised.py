@@ -25,13 +25,12 @@ from pallas_kernels.decode_attention import (
 )
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
-from pallas_kernels.decode_attention.tpu import decode_attention as decode_on_tpu
+from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.dispatch import Kernel, form_of, select
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import api, cache_attention, reference, xla
 from pallas_kernels.quantised import FORMS, Quantised, dequantised, quantise, stored_as
 from pallas_kernels.sparse_decode_attention import Around, sparse_decode_attention
-from pallas_kernels.sparse_decode_attention import api as sparse_api
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.topk_scores import api as topk_api
@@ -312,47 +311,83 @@ def test_the_tpu_kernel_reads_int8(width, queries, window, plane):
             for x in (k, v)
         )
     how |= {"block": 128, "interpret": pltpu.InterpretParams()}
-    run = jax.jit(functools.partial(decode_on_tpu, **how))
+    run = jax.jit(functools.partial(decode_tpu.decode_attention, **how))
     close(run(q, k, v, lengths), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("width", "queries", "window", "logits"),
-    [(128, 1, None, False), (64, 3, 40, False), (64, 1, None, True)],
-)
-def test_the_gpu_kernel_reads_int8(monkeypatch, width, queries, window, logits):
-    """In the interpreter: three workers over a full row, an empty one and a part of a block."""
-    monkeypatch.setattr(hopper, "processors", lambda: 3)
-    slots, lengths = 256, jnp.array([256, 0, 129])
-    k, v = (
-        quantise(draw(3, K, slots, width, seed=seed, dtype=jnp.bfloat16), "int8") for seed in (1, 2)
-    )
-    q = draw(3, queries, K * G, width, dtype=jnp.bfloat16)
-    exact = [dequantised(dataclasses.replace(x, dtype=jnp.dtype(jnp.float32))) for x in (k, v)]
+def gpu_stored(shape, forms):
+    """Keys and values in bfloat16 (None) or in 8 bits, and in float32."""
+    found = [draw(*shape, seed=seed, dtype=jnp.bfloat16) for seed in (1, 2)]
+    found = [x if form is None else quantise(x, form) for x, form in zip(found, forms, strict=True)]
+    return found, [exactly(x) for x in found]
+
+
+def exactly(x):
+    if isinstance(x, Quantised):
+        return dequantised(dataclasses.replace(x, dtype=jnp.dtype(jnp.float32)))
+    return x.astype(jnp.float32)
+
+
+EIGHT_BITS = [("int8", "int8"), ("fp8", "fp8")]
+# Methods that rotate keys as they read hand floats beside values in 8 bits.
+MIXED = [(None, "int8"), ("int8", None)]
+GPU_CASES = [
+    *((128, 1, None, False, forms) for forms in EIGHT_BITS + MIXED),
+    *((64, 3, 40, False, forms) for forms in (EIGHT_BITS[0], MIXED[0])),
+    *((64, 1, None, True, forms) for forms in (EIGHT_BITS[0], MIXED[0])),
+]
+
+
+def check_gpu_decode(width, queries, window, logits, forms, *, slots, group=G, interpret=None):
+    """A full row, an empty one and parts of a block."""
+    lengths = jnp.array([slots, 0, 129, slots - 1])
+    (k, v), exact = gpu_stored((len(lengths), K, slots, width), forms)
+    q = draw(len(lengths), queries, K * group, width, dtype=jnp.bfloat16)
     wide, start = q.astype(jnp.float32), jnp.maximum(lengths - queries, 0)
     how = {"scale": 0.1} | ({} if logits else {"window": Window.of(window, start, 0)})
-    expected = decode_reference.decode_attention(wide, *exact, lengths, **how)
+    with jax.default_matmul_precision("highest"):
+        expected = decode_reference.decode_attention(wide, *exact, lengths, **how)
     kernel = decode_gpu.attend_with_logits if logits else decode_gpu.decode_attention
-    interpret = plgpu.InterpretGPUParams(inline_mgpu="ignore")
     found = jax.jit(functools.partial(kernel, interpret=interpret, **how))(q, k, v, lengths)
     np.testing.assert_allclose(found[0].astype(jnp.float32), expected[0], atol=1e-2)
-    # The log-sum-exp is as exact as the scores: products of bfloat16 and int8 are exact.
+    # The log-sum-exp is as exact as the scores: products of bfloat16 and 8 bits are exact.
     np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
     if logits:
-        every = decode_reference.decode_logits(wide, exact[0], lengths, scale=0.1)
+        with jax.default_matmul_precision("highest"):
+            every = decode_reference.decode_logits(wide, exact[0], lengths, scale=0.1)
         held = np.isfinite(every)
         np.testing.assert_allclose(np.asarray(found[2])[held], every[held], atol=1e-4)
 
 
-@pytest.mark.parametrize("lists", [K, K * G, "flat"])
-def test_the_gpu_kernel_reads_listed_pages_of_int8(monkeypatch, lists):
+@pytest.mark.parametrize(("width", "queries", "window", "logits", "forms"), GPU_CASES)
+def test_the_gpu_kernel_reads_8_bits(monkeypatch, width, queries, window, logits, forms):
+    """In the interpreter, with three workers."""
+    monkeypatch.setattr(hopper, "processors", lambda: 3)
+    interpret = plgpu.InterpretGPUParams(inline_mgpu="ignore")
+    check_gpu_decode(width, queries, window, logits, forms, slots=256, interpret=interpret)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("slots", [256, 8192])
+@pytest.mark.parametrize(
+    ("width", "queries", "window", "logits", "forms"),
+    [*GPU_CASES, *((128, 16, None, False, forms) for forms in EIGHT_BITS + MIXED)],
+)
+def test_8_bits_on_a_gpu(width, queries, window, logits, forms, slots, group):
+    check_gpu_decode(width, queries, window, logits, forms, slots=slots, group=group)
+
+
+@pytest.mark.parametrize(
+    ("lists", "forms"),
+    [*((lists, EIGHT_BITS[0]) for lists in (K, K * G, "flat")), (K, EIGHT_BITS[1]), (K, MIXED[0])],
+)
+def test_the_gpu_kernel_reads_listed_pages_of_8_bits(monkeypatch, lists, forms):
     """In the interpreter: also with a prior, entries of -1, and a list in two pieces."""
     monkeypatch.setattr(hopper, "processors", lambda: 8)
     slots, width, page = 512, 64, 16
     start, stop = jnp.array([3, 0]), jnp.array([500, 130])
-    k, v = (
-        quantise(draw(B, K, slots, width, seed=seed, dtype=jnp.bfloat16), "int8") for seed in (1, 2)
-    )
+    (k, v), exact = gpu_stored((B, K, slots, width), forms)
     q, prior = (draw(B, 1, K * G, width, seed=seed, dtype=jnp.bfloat16) for seed in (3, 4))
     how = {"page_size": page, "scale": 0.1}
     if lists == "flat":
@@ -361,7 +396,6 @@ def test_the_gpu_kernel_reads_listed_pages_of_int8(monkeypatch, lists):
     else:
         pages = jnp.array([[0, 31, 5, -1, 7, 9, 20, 11, 3], [1, 2, 8, 0, 3, -1, -1, 4, -1]])
         pages = jnp.broadcast_to(pages[:, None], (B, lists, pages.shape[1]))
-    exact = [dequantised(dataclasses.replace(x, dtype=jnp.dtype(jnp.float32))) for x in (k, v)]
     wide = q.astype(jnp.float32), *exact, pages, start, stop
     expected = sparse_reference.sparse_decode_attention(
         *wide, prior_query=prior.astype(jnp.float32), **how
@@ -380,9 +414,7 @@ def test_the_gpu_kernel_reads_int8_around_listed_pages(monkeypatch, pieces):
     monkeypatch.setattr(hopper, "processors", lambda: B * K * pieces)
     slots, width, page = 512, 64, 16
     start, stop, length = jnp.array([4, 0]), jnp.array([442, 130]), jnp.array([506, 131])
-    k, v = (
-        quantise(draw(B, K, slots, width, seed=seed, dtype=jnp.bfloat16), "int8") for seed in (1, 2)
-    )
+    (k, v), exact = gpu_stored((B, K, slots, width), EIGHT_BITS[0])
     q = draw(B, 1, K * G, width, seed=3, dtype=jnp.bfloat16)
     pages = jnp.array([[0, 27, 5, -1, 7, 9, 20, 11, 3], [1, 2, 8, 0, 3, -1, -1, 4, -1]])
     slot = jnp.arange(slots)
@@ -391,7 +423,6 @@ def test_the_gpu_kernel_reads_int8_around_listed_pages(monkeypatch, pieces):
     seen |= (slot >= stop[:, None]) & (slot < length[:, None])
     each = jnp.broadcast_to(jnp.where(seen, slot, -1)[:, None], (B, K, slots))
     pages = jnp.broadcast_to(pages[:, None], (B, K, pages.shape[1]))
-    exact = [dequantised(dataclasses.replace(x, dtype=jnp.dtype(jnp.float32))) for x in (k, v)]
     wide = q.astype(jnp.float32), *exact, each, jnp.zeros_like(start), jnp.full_like(stop, slots)
     expected = sparse_reference.sparse_decode_attention(*wide, page_size=1, scale=0.1)
     kernel = functools.partial(
@@ -406,48 +437,52 @@ def test_the_gpu_kernel_reads_int8_around_listed_pages(monkeypatch, pieces):
     np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
 
 
-def test_slots_around_listed_pages_are_not_for_fp8(monkeypatch):
-    """Where the kernel reads no such cache, and XLA has no such option."""
-    monkeypatch.setattr(sparse_api.dispatch, "platform", lambda: "gpu")
-    monkeypatch.setattr(hopper, "unsupported", lambda q: None)
-    q, pages = jnp.zeros((B, 1, K * G, 64), jnp.bfloat16), jnp.zeros((B, K, 4), jnp.int32)
-    found = {
-        form: sparse_api.takes_around(
-            q, empty((B, K, 512, 64), jnp.bfloat16, form), pages, 16, False
-        )
-        for form in (None, "int8", "fp8")
-    }
-    assert found == {None: True, "int8": True, "fp8": False}
-
-
-def test_the_gpu_kernel_of_listed_pages_of_int8_lowers_and_fits_shared_memory():
-    bfloat16 = jnp.dtype(jnp.bfloat16)
-    q = jax.ShapeDtypeStruct((4, 1, 32, 128), bfloat16)
-    k = jax.eval_shape(lambda: empty((4, 8, 4096, 128), bfloat16, "int8"))
-    pages, bound = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((4, 8, 256), (4,)))
+@pytest.mark.parametrize("forms", EIGHT_BITS + MIXED)
+@pytest.mark.parametrize("rows", [1, 12])
+def test_the_gpu_kernel_of_listed_pages_lowers_and_fits_shared_memory(forms, rows):
+    q = jax.ShapeDtypeStruct((4, 1, 2 * rows, 128), jnp.bfloat16)
+    shape = 4, 2, 4096, 128
+    k, v = (jax.eval_shape(lambda form=form: empty(shape, jnp.bfloat16, form)) for form in forms)
+    pages, bound = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((4, 2, 256), (4,)))
     how = {"page_size": 16, "scale": 0.1}
     run = jax.jit(functools.partial(sparse_gpu.sparse_decode_attention, **how))
-    text = run.trace(q, k, k, pages, bound, bound).lower(lowering_platforms=("cuda",)).as_text()
+    text = run.trace(q, k, v, pages, bound, bound).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @mosaic_gpu" in text
 
 
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("name", ["decode_attention", "attend_with_logits"])
-def test_the_gpu_kernel_of_int8_lowers_and_fits_shared_memory(name, width):
+@pytest.mark.parametrize("forms", EIGHT_BITS + MIXED)
+@pytest.mark.parametrize(
+    ("name", "width", "queries"),
+    [
+        *(("decode_attention", 64, 1), ("decode_attention", 128, 1)),
+        *(("decode_attention", 128, 16), ("attend_with_logits", 128, 1)),
+    ],
+)
+def test_the_gpu_kernel_of_8_bits_lowers_and_fits_shared_memory(name, width, queries, forms):
     """For the most rows that it takes."""
-    rows, bfloat16 = decode_gpu._MAX_BATCH_STORED, jnp.dtype(jnp.bfloat16)
-    q = jax.ShapeDtypeStruct((rows, 1, 32, width), bfloat16)
-    k = jax.eval_shape(lambda: empty((rows, 8, 1024, width), bfloat16, "int8"))
+    rows = decode_gpu._MAX_BATCH
+    q = jax.ShapeDtypeStruct((rows, queries, 32, width), jnp.bfloat16)
+    shape = rows, 8, 1024, width
+    k, v = (jax.eval_shape(lambda form=form: empty(shape, jnp.bfloat16, form)) for form in forms)
     lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
     run = jax.jit(functools.partial(getattr(decode_gpu, name), scale=0.1))
-    text = run.trace(q, k, k, lengths).lower(lowering_platforms=("cuda",)).as_text()
+    text = run.trace(q, k, v, lengths).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @mosaic_gpu" in text
 
 
-def test_what_the_gpu_kernel_refuses_of_int8():
-    def reason(rows, slots):
+def test_what_the_gpu_kernel_refuses_of_8_bits():
+    def reason(rows, slots, form="int8"):
         q = jnp.zeros((rows, 1, 4, 64), jnp.bfloat16)
-        return decode_gpu.unsupported(q, empty((rows, 1, slots, 64), jnp.bfloat16, "int8"))
+        k, v = (empty((rows, 1, slots, 64), jnp.bfloat16, each) for each in (None, form))
+        return decode_gpu.unsupported(q, k, v)
 
     assert reason(1, 1000) == "1000 slots of int8 are not whole blocks of 128"
-    assert reason(65, 1024) == "65 rows, at most 64"
+    assert "whole blocks" not in str(reason(1, 1000, None))
+    assert reason(241, 1024) == "241 rows, at most 240"
+
+
+def test_the_tpu_kernel_leaves_floats_beside_8_bits_to_others():
+    q = jnp.zeros((B, 1, K * G, 128), jnp.bfloat16)
+    k, v = (empty((B, K, 256, 128), jnp.bfloat16, form) for form in (None, "int8"))
+    assert "reads both alike" in str(decode_tpu.unsupported(q, k, v))
+    assert decode_tpu.unsupported(q, v, v) is decode_tpu.unsupported(q, k, k) is None

@@ -1,0 +1,270 @@
+"""Streaming attention of the Mosaic GPU kernels with the slots as rows of the products.
+
+`hopper.attend_blocks` has the queries as the 64 rows of a wgmma, of which a group's queries use
+few. Here a block's slots are the rows and the queries the columns, of which 8 are the fewest: the
+logits are keys @ q.T, and the weighted values values.T @ weights.T. So products and softmax of one
+query take an eighth of the time. Keys and values in int8 become 16 bits in registers, on their way
+to the product (`hopper_bits`), and the scales multiply the rows of logits and weights.
+
+Two warpgroups take blocks in turn, each with its own largest logits and sums, so that one's waits
+are the other's work. At the end of a piece the second hands its sums to the first, which merges and
+writes them. The weights pass through shared memory, as the second operand of a wgmma must.
+
+For a block of 128 slots in int8, of which a multiprocessor gets one in some 2,000 cycles, the two
+conversions take 900 of each scheduler, and the products read no more than weights and queries.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper, hopper_bits
+from pallas_kernels.common import MASKED
+from pallas_kernels.hopper import LOG2_E
+from pallas_kernels.quantised import SCALES
+
+# Warpgroups that attend, and the registers of their threads and of those that copy.
+READERS, REGISTERS = 2, (224, 56)
+# Shared memory of a block of threads, what of it a kernel has for other things, and the most blocks
+# in flight.
+_SHARED_BYTES, _OTHER_BYTES, _MOST_STAGES = 232_448, 8192, 6
+SCALE_BYTES = jnp.dtype(SCALES).itemsize
+
+# Weighted values [H,N], the largest logit of each column (in units of log 2) [N], and the sums of
+# weights over every 64th row [64,N].
+Carry = tuple[Array, Array, Array]
+
+
+def stages(shape: tuple[int, int, int], stored: Sequence[Any], dtype: Any) -> int:
+    """Blocks in flight: as many as shared memory holds, and the same warpgroup's in each place.
+
+    Args:
+      shape: slots of a block, head dim, and rows of queries: a multiple of 8.
+      stored: dtypes of keys and of values.
+      dtype: of the queries.
+    """
+    block, head_dim, rows = shape
+    each = sum(
+        block * (head_dim * jnp.dtype(x).itemsize + SCALE_BYTES * _scaled(x)) for x in stored
+    )
+    # Weights, queries and those of the next head, and sums that are handed on.
+    weights = READERS * rows * block * jnp.dtype(dtype).itemsize
+    queries = (2 if rows == hopper.TILE_ROWS else 1) * rows * head_dim * jnp.dtype(dtype).itemsize
+    handed = rows * 4 * (head_dim + 4 * READERS + 3)
+    found = (_SHARED_BYTES - _OTHER_BYTES - weights - queries - handed) // each
+    return min(found // READERS * READERS, _MOST_STAGES)
+
+
+def scratch(
+    shape: tuple[int, int, int], stored: Sequence[Any], dtype: Any, copies: int = 1
+) -> dict[str, Any]:
+    """Rings of keys and of values as `hopper.rings_scratch` has, scales, and what `attend` needs.
+
+    Args:
+      copies: those that fill a block of keys or values, without its scales.
+    """
+    block, head_dim, rows = shape
+    number = stages(shape, stored, dtype)
+    parts = []
+    for kind in stored:
+        ready = plgpu.Barrier(num_arrivals=copies + _scaled(kind), num_barriers=number)
+        ring = hopper.tiled(number, block, head_dim, dtype=kind)
+        scales = plgpu.SMEM((number, block), SCALES) if _scaled(kind) else None
+        parts.append((ring, ready, plgpu.Barrier(num_barriers=number), scales))
+    rings, ready, free, scales = zip(*parts, strict=True)
+    return dict(
+        rings=rings,
+        ready=ready,
+        free=free,
+        scales=scales,
+        weights=hopper.tiled(READERS, rows, block, dtype=dtype),
+        across=plgpu.SMEM((READERS, 4, rows), jnp.float32),
+        handed=plgpu.SMEM((head_dim, rows), jnp.float32),
+        handed_sums=plgpu.SMEM((2, rows), jnp.float32),
+        handing=plgpu.Barrier(),
+        taken=plgpu.Barrier(),
+        lse_tile=plgpu.SMEM((rows,), jnp.float32),
+    )
+
+
+def _scaled(kind: Any) -> bool:
+    """Whether keys or values of this dtype have 8 bits, and scales."""
+    return jnp.dtype(kind).itemsize == 1
+
+
+def fill(
+    scratch: dict,
+    refs: Sequence,
+    scale_refs: Sequence,
+    step: Array,
+    copy: Callable,
+    copy_scales: Callable,
+) -> None:
+    """Copy a step's keys and values, and the scales there are, once their place is free.
+
+    Args:
+      copy, copy_scales: called with (ref, place, ready).
+    """
+    slot = lax.rem(step, scratch["rings"][0].shape[0])
+    left = list(scale_refs)
+    scales = [(left.pop(0), place) if place is not None else None for place in scratch["scales"]]
+
+    def both(given: tuple[Any, Any], ring: Any, ready: Any) -> None:
+        ref, scales = given
+        copy(ref, ring.at[slot], ready)
+        if scales is not None:
+            copy_scales(scales[0], scales[1].at[slot], ready)
+
+    hopper.fill_rings(scratch, list(zip(refs, scales, strict=True)), step, slot, both)
+
+
+def drain(scratch: dict, steps: Array) -> None:
+    """Wait until the last of `steps` copied blocks have been used."""
+    for free in scratch["free"]:
+        hopper.drain(free, steps, scratch["rings"][0].shape[0])
+
+
+def attend(
+    blocks: tuple[Any, Any],
+    q: Any,
+    scratch: dict,
+    *,
+    reader: Array,
+    ahead: Any,
+    mask: Callable[[Array, Array], Array],
+    scale: float,
+    interpreted: bool,
+) -> Carry:
+    """Attend to this warpgroup's ones of the blocks first <= j < last, as they come.
+
+    Args:
+      q: [N,H] in shared memory, for 8 bits `hopper_bits.in_column_order`.
+      scratch: as of `scratch`.
+      reader: the warpgroup, 0 <= reader < READERS.
+      ahead: block j is step `ahead` + j of the rings.
+      mask: makes those of block j's logits [slots,N] -inf that are not seen.
+    """
+    rings, ready, free = (scratch[name] for name in ("rings", "ready", "free"))
+    places, block, head_dim = rings[0].shape
+    scales = scratch["scales"]
+    weights, across = scratch["weights"].at[reader], scratch["across"].at[reader]
+    first, last = blocks
+    first = first + lax.rem(reader + READERS - lax.rem(ahead + first, READERS), READERS)
+    columns = q.shape[0]
+
+    def scaled(which: int, x: Array, slot: Array) -> Array:
+        if scales[which] is None:
+            return x
+        mine = plgpu.load(scales[which].at[slot], layout=plgpu.Layout.WGMMA.reduce(1))
+        return x * lax.broadcast_in_dim(mine.astype(jnp.float32), x.shape, [0])
+
+    def step(i: Array, carry: Carry) -> Carry:
+        acc, top, totals = carry
+        j = first + i * READERS
+        slot = lax.rem(ahead + j, places)
+        plgpu.barrier_wait(ready[0].at[slot])
+        keys = rings[0].at[slot]
+        if scales[0] is not None:
+            keys = hopper_bits.rows_of(keys, q.dtype, interpreted)
+        nothing = hopper.full((block, columns), 0.0)
+        s = hopper.add_product(nothing, keys, q.transpose((1, 0)), interpreted)
+        s = scaled(0, s, slot)
+        plgpu.barrier_arrive(free[0].at[slot])
+        logits = mask(s * (scale * LOG2_E), j)
+        new_top = jnp.maximum(top, hopper_bits.over_rows(logits, across, "max", interpreted))
+        shrink = jnp.exp2(top - new_top)
+        p = jnp.exp2(logits - lax.broadcast_in_dim(new_top, logits.shape, [1]))
+        totals = totals * lax.broadcast_in_dim(shrink, totals.shape, [1])
+        for row in range(0, block, hopper.ROWS):
+            totals = totals + p[row : row + hopper.ROWS]
+        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1])
+        plgpu.barrier_wait(ready[1].at[slot])
+        p = scaled(1, p, slot).astype(q.dtype)
+        weights.transpose((1, 0))[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
+        values = rings[1].at[slot]
+        if scales[1] is not None:
+            values = hopper_bits.columns_of(values, q.dtype, interpreted)
+            plgpu.barrier_arrive(free[1].at[slot])
+        else:
+            values = values.transpose((1, 0))
+        plgpu.commit_smem()
+        acc = hopper.add_product(acc, values, weights.transpose((1, 0)), interpreted)
+        if scales[1] is None:
+            plgpu.barrier_arrive(free[1].at[slot])
+        return acc, new_top, totals
+
+    sums = plgpu.Layout.WGMMA.reduce(0)
+    start = (
+        hopper.full((head_dim, columns), 0.0),
+        hopper.full((columns,), MASKED, layout=sums),
+        hopper.full((hopper.ROWS, columns), 0.0),
+    )
+    mine = lax.div(jnp.maximum(last - first + READERS - 1, 0), READERS)
+    return lax.fori_loop(0, mine, step, start)
+
+
+def write(
+    carry: Carry,
+    out_ref: Any,
+    lse_ref: Any,
+    scratch: dict,
+    *,
+    reader: Array,
+    number: Any,
+    interpreted: bool,
+) -> None:
+    """Merge what the warpgroups attended to, and begin to write it: all call this for every piece.
+
+    Args:
+      out_ref, lse_ref: [N,H] and [N] in global memory.
+      number: of the piece, from 0.
+    """
+    acc, top, totals = carry
+    total = hopper_bits.over_rows(totals, scratch["across"].at[reader], "sum", interpreted)
+    handed, sums = scratch["handed"], scratch["handed_sums"]
+
+    @pl.when(reader == 1)
+    def _hand():
+        pl.when(number > 0)(functools.partial(plgpu.barrier_wait, scratch["taken"]))
+        handed[...] = acc
+        sums.at[0][...] = top
+        sums.at[1][...] = total
+        # The next piece's maximum takes the place of this sum.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch["handing"])
+
+    @pl.when(reader == 0)
+    def _merge():
+        plgpu.barrier_wait(scratch["handing"])
+        other = plgpu.load(handed, layout=plgpu.Layout.WGMMA)
+        columns = plgpu.Layout.WGMMA.reduce(0)
+        other_top, other_total = (plgpu.load(sums.at[i], layout=columns) for i in range(2))
+        plgpu.barrier_arrive(scratch["taken"])
+        new_top = jnp.maximum(top, other_top)
+        mine, its = jnp.exp2(top - new_top), jnp.exp2(other_top - new_top)
+        both = total * mine + other_total * its
+        some = both > 0
+        both = jnp.where(some, both, 1.0)
+        mine, its = (lax.broadcast_in_dim(x / both, acc.shape, [1]) for x in (mine, its))
+        out = acc * mine + other * its
+        if scratch["scales"][1] is not None:
+            out = hopper_bits.in_row_order(out, interpreted)
+        else:
+            out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+        hopper.store_little(out, out_ref.transpose((1, 0)))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        lse = jnp.where(some, new_top / LOG2_E + jnp.log(both), -jnp.inf)
+        scratch["lse_tile"][...] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(scratch["lse_tile"], lse_ref)
+
+
+def finish(scratch: dict, reader: Array, pieces: Any) -> None:
+    """Wait for all writes and all hands: each warpgroup calls this after its last piece."""
+    pl.when((reader == 1) & (pieces > 0))(functools.partial(plgpu.barrier_wait, scratch["taken"]))
+    hopper.written()

@@ -1,0 +1,95 @@
+"""What goes from shared memory to registers, thread by thread: the compiled PTX runs in NumPy."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import hopper_bits
+from pallas_kernels.quantised import FORMS
+from tests.pallas_kernels import ptx
+from tests.pallas_kernels.hopper_bits_programs import KERNELS, outputs
+
+REPOSITORY = Path(__file__).parents[2]
+PLUGIN = os.environ.get("LONGCTX_GPU_PLUGIN")
+needs_plugin = pytest.mark.skipif(
+    PLUGIN is None or not (Path(PLUGIN) / "jax_plugins").is_dir(),
+    reason="needs JAX's CUDA plugin: LONGCTX_GPU_PLUGIN names no folder that holds it",
+)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The PTX of every kernel."""
+    folder = tmp_path_factory.mktemp("ptx")
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{PLUGIN}"}
+    environment |= {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.hopper_bits_programs"],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    texts = [path.read_text() for path in folder.glob("*.ptx")]
+    found = {re.search(r"\.entry (\w+)_mosaic_gpu_kernel", text)[1]: text for text in texts}
+    assert found.keys() == KERNELS.keys()
+    return found
+
+
+def swizzled(shape: tuple[int, int], width: int) -> np.ndarray:
+    """Where TMA puts the bytes of a matrix whose rows have `width` bytes, 64 or 128."""
+    place = np.arange(shape[0] * shape[1])
+    return place ^ ((place >> 7 & (width // 16 - 1)) << 4)
+
+
+@pytest.mark.slow
+@needs_plugin
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_thread_has_its_numbers(programs: dict[str, str], name: str) -> None:
+    what, rows, columns, form, dtype = KERNELS[name]
+    draw = np.random.default_rng(0)
+    stored = draw.integers(0, 256, (rows, columns)).astype(np.uint8)
+    if form == "fp8":
+        # Neither of the numbers that are none: scales of tokens stand for those.
+        stored[stored & 0x7F == 0x7F] = 0x3A
+    x = draw.standard_normal((columns, 8)).astype(np.float32)
+    shape = outputs(what, rows, columns, dtype)
+    place = ptx.shared_address(programs[name])
+    shared = np.zeros(2**18, np.uint8)
+    shared[place + swizzled(stored.shape, columns)] = stored.reshape(-1)
+    out = np.zeros(shape.size * shape.dtype.itemsize, np.uint8)
+    numbers = {int(n) for n in re.findall(r"_kernel_param_(\d+)", programs[name])}
+    # The kernel's arrays that no TMA copies: x where it is read, and the results.
+    takes_x = what not in ("rows", "columns")
+    arguments = {n: x.view(np.uint8).reshape(-1) if takes_x and n == 0 else out for n in numbers}
+    registers, conflicts = ptx.run(programs[name], shared, arguments)
+    assert conflicts <= 1
+    found = out.view(shape.dtype).reshape(shape.shape)
+    if what in ("rows", "columns"):
+        w = jnp.asarray(stored.view(FORMS[form][0]))
+        run = hopper_bits.rows_of if what == "rows" else hopper_bits.columns_of
+        np.testing.assert_array_equal(found, run(w, jnp.dtype(dtype), interpreted=True))
+    elif what == "order":
+        np.testing.assert_array_equal(found, hopper_bits.in_row_order(jnp.asarray(x), True).T)
+    elif what == "over":
+        np.testing.assert_allclose(found, np.broadcast_to(x.sum(0), x.shape), atol=1e-5)
+    else:
+        # In tiles of 64 columns, as TMA would put them there.
+        copied = re.search(r"global\.shared::cta[^;]*\}\s*\], \[(%r\d+)\]", programs[name])
+        place = int(registers[copied[1]][0])
+        tiles = shared[
+            place
+            + np.tile(swizzled((8, 128), 128), (columns // 64, 1))
+            + np.arange(columns // 64)[:, None] * 1024
+        ]
+        tiles = tiles.view(shape.dtype).reshape(-1, 8, 64).swapaxes(0, 1)
+        np.testing.assert_array_equal(tiles.reshape(8, -1), x.T.astype(shape.dtype))
