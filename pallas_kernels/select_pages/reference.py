@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from pallas_kernels.page_scores import SharedPages
 from pallas_kernels.select_large_k import reference
 
 
@@ -18,8 +19,15 @@ def select_pages(
     *,
     size: int,
     together: bool,
+    shared: SharedPages | None = None,
 ) -> Int[Array, "B X C"]:
     """See the public function."""
+    if shared is not None:
+        mine, theirs = (high, low, radius), (shared.high, shared.low, shared.radius)
+        high, low, radius = (
+            None if x is None else _joined(y, x, shared.split)
+            for x, y in zip(mine, theirs, strict=True)
+        )
     group = q.shape[1] // high.shape[1]
     corners = [
         jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (high, low) if x is not None
@@ -36,3 +44,13 @@ def select_pages(
     scores = jnp.where(inside[:, None], scores, -jnp.inf)
     k = jnp.broadcast_to(jnp.minimum(count, size)[:, None], scores.shape[:2])
     return reference.select(scores, k, size)
+
+
+def _joined(shared: Array, own: Array, split: Int[Array, " 1"]) -> Array:
+    """Every row's digests as if it shared none."""
+    page = jnp.arange(shared.shape[2] + own.shape[2])
+    shared = jnp.broadcast_to(shared, (len(own), *shared.shape[1:]))
+    before = shared[:, :, jnp.minimum(page, shared.shape[2] - 1)]
+    after = own[:, :, jnp.clip(page - split, 0, own.shape[2] - 1)]
+    shape = (-1, *[1] * (own.ndim - 3))
+    return jnp.where((page < split).reshape(shape), before, after)

@@ -17,6 +17,11 @@ The first and the last slots, which every method keeps, may be attended in the s
 (`Around`): their pages follow the listed ones, in slots that these do not count. Each list reads
 them, a step more.
 
+Rows may share their first slots (`Shared`). Then a page is copied from the shared cache or from the
+row's own, by its number. The rows' lists of one head are neighbours in the grid, so that they run
+side by side: a page that several of them name comes from device memory about once, and from the L2
+cache (50 MB) for the others. Nothing in the kernel makes sure of it.
+
 Keys and values in int8 take a third warpgroup (`hopper_stored`). The scales of the listed slots are
 gathered before, since a page's are fewer bytes than a copy must begin at.
 
@@ -42,7 +47,13 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper, hopper_stored
 from pallas_kernels.common import PerRow, Stored
 from pallas_kernels.quantised import AnyStored, Quantised
-from pallas_kernels.sparse_decode_attention.lists import Around, entries_of, results_of, rows_of
+from pallas_kernels.sparse_decode_attention.lists import (
+    Around,
+    Shared,
+    entries_of,
+    results_of,
+    rows_of,
+)
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
 _BLOCK = 128
@@ -57,9 +68,11 @@ _STAGES = 3
 class _Job:
     """The kernel's static arguments."""
 
+    batch: int
     lists: int  # of a row
     kv_heads: int
     pages_of_head: int
+    shared_pages: int  # of a head, of the slots that rows share; 0 where they share none
     rows: int  # query rows of a list
     group: int | None  # query heads of a kv head in a flat list; None for lists of one head
     head_dim: int
@@ -121,6 +134,7 @@ def sparse_decode_attention(
     scale: float,
     prior_query: Float[Array, "B 1 N H"] | None = None,
     around: Around | None = None,
+    shared: Shared | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`."""
@@ -144,9 +158,11 @@ def sparse_decode_attention(
         whole = max(1, _ID_LINE * page_size // _BLOCK)
     share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
     job = _Job(
+        batch=batch,
         lists=lists,
         kv_heads=kv_heads,
         pages_of_head=slots // page_size,
+        shared_pages=0 if shared is None else shared.k.shape[2] // page_size,
         rows=rows.shape[2],
         group=None if heads is None else q.shape[2] // kv_heads,
         head_dim=k.shape[3],
@@ -163,21 +179,28 @@ def sparse_decode_attention(
     )
     last = stop if around is None else around.length
     bounds = jnp.maximum(jnp.stack([start, stop, last], axis=1), 0)
-    bounds = jnp.minimum(bounds, slots)
-    caches = (k, v)
+    bounds = jnp.minimum(bounds, slots + job.shared_pages * page_size)
+    caches, theirs = (k, v), ()
+    if shared is not None:
+        theirs = (shared.k, shared.v)
+        split = jnp.broadcast_to(shared.split // page_size, (batch, 1))
+        bounds = jnp.concatenate([bounds, split], axis=1)
+    scales = ()
     if isinstance(k, Quantised) and isinstance(v, Quantised):
         listed = _visited(ids, bounds, job)
-        caches = (k.values, v.values, *(_listed_scales(x.scales, listed, job) for x in (k, v)))
+        each = zip(caches, theirs or (None, None), strict=True)
+        scales = tuple(_listed_scales(x, y, listed, bounds, job) for x, y in each)
+        caches, theirs = (tuple(x.values for x in some) for some in (caches, theirs))
     room = job.splits * share * job.pages if around is None else length + -length % _ID_LINE
     ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
-    out, lse = _partials(rows, caches, ids, bounds, job)
+    out, lse = _partials(rows, (*caches, *theirs), scales, ids, bounds, job)
     if job.splits == 1:
         return results_of(out[:, :, 0], lse[:, :, 0], q)
     return results_of(*hopper.merge_parts(out, lse, 2), q)
 
 
-def _visited(ids: Int[Array, "B X E"], bounds: Int[Array, "B 3"], job: _Job) -> Int[Array, "B X M"]:
-    """The entries of every list's pages in the order of the steps, as `_fetch` copies them."""
+def _visited(ids: Int[Array, "B X E"], bounds: Int[Array, "B Y"], job: _Job) -> Int[Array, "B X M"]:
+    """Every list's pages in the order of the steps; the entries of a flat list."""
     steps = job.splits * job.share * job.pages
     if job.listed:
         later = bounds[:, 1:2] // job.page_size + jnp.arange(job.after)
@@ -185,38 +208,55 @@ def _visited(ids: Int[Array, "B X E"], bounds: Int[Array, "B 3"], job: _Job) -> 
         around = jnp.concatenate([before, later], axis=1)[:, None]
         around = jnp.broadcast_to(around, (*ids.shape[:2], around.shape[2]))
         ids = jnp.concatenate([ids, around], axis=2)
-    ids = jnp.pad(jnp.maximum(ids, 0), ((0, 0), (0, 0), (0, steps - ids.shape[2])))
-    if job.group is not None:
-        return ids
-    head = (jnp.arange(job.lists) * job.kv_heads // job.lists)[:, None]
-    return head * job.pages_of_head + jnp.minimum(ids, job.pages_of_head - 1)
+    return jnp.pad(jnp.maximum(ids, 0), ((0, 0), (0, 0), (0, steps - ids.shape[2])))
 
 
 def _listed_scales(
-    scales: Float[Array, "B K S"], entries: Int[Array, "B X M"], job: _Job
+    own: Any, shared: Any, pages: Int[Array, "B X M"], bounds: Int[Array, "B Y"], job: _Job
 ) -> Float[Array, "Y Z"]:
-    """The scales of the slots of every list's pages."""
-    batch = len(scales)
-    pages = scales.reshape(batch, -1, job.page_size)  # [B, K * S / Z, Z]
-    found = jnp.take_along_axis(pages, entries.reshape(batch, -1, 1), axis=1)
-    return found.reshape(batch * job.lists, -1)
+    """The scales of the slots of every list's pages, as `_fetch` copies these.
+
+    Args:
+      shared: what the rows share, or None.
+    """
+    head = (jnp.arange(job.lists) * job.kv_heads // job.lists)[:, None]
+
+    def found(scales: Array, pages: Array, pages_of_head: int) -> Array:
+        entries = pages
+        if job.group is None:
+            entries = head * pages_of_head + jnp.clip(pages, 0, pages_of_head - 1)
+        paged = scales.reshape(len(scales), -1, job.page_size)  # [B, K * S / Z, Z]
+        entries = entries.reshape(job.batch, -1, 1)
+        if len(paged) < job.batch:
+            return paged[0][entries[..., 0]]
+        return jnp.take_along_axis(paged, entries, axis=1)
+
+    if shared is None:
+        return found(own.scales, pages, job.pages_of_head).reshape(job.batch * job.lists, -1)
+    first = bounds[:, 3, None, None]
+    mine = found(own.scales, pages - first, job.pages_of_head)
+    theirs = found(shared.scales, pages, job.shared_pages)
+    before = (pages < first).reshape(job.batch, -1, 1)
+    return jnp.where(before, theirs, mine).reshape(job.batch * job.lists, -1)
 
 
 def _partials(
     q: Float[Array, "B X M H"],
     caches: tuple[Any, ...],
+    scales: tuple[Any, ...],
     ids: Int[Array, "B X E"],
-    bounds: Int[Array, "B 3"],
+    bounds: Int[Array, "B Y"],
     job: _Job,
 ) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
     """The attention of every piece of every list.
 
     Args:
-      caches: keys and values; of those in int8 the numbers, then the scales of the listed slots.
+      caches: keys and values, and those that rows share, or their numbers in int8.
+      scales: of keys and values in int8, those of the listed slots.
     """
     batch = q.shape[0]
     # One axis of all pages of a row, as entries number them.
-    paged = [x.reshape(batch, -1, job.page_size, job.head_dim) for x in caches[:2]]
+    paged = [x.reshape(len(x), -1, job.page_size, job.head_dim) for x in caches]
     q = hopper.pad_rows(q)
     parts = batch * job.lists, job.splits
     # Each piece's, or those of all.
@@ -246,20 +286,27 @@ def _partials(
         interpret=job.interpret,
         kernel_name="sparse_decode_attention",
     )
-    out, lse = kernel(bounds.astype(jnp.int32), ids, q, *paged, *caches[2:])
+    out, lse = kernel(bounds.astype(jnp.int32), ids, q, *paged, *scales)
     shape = batch, job.lists, job.splits
     out = out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
     return out, lse[:, :, : job.rows].reshape(*shape, job.rows)
 
 
 def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratch):
-    *scale_refs, out_ref, lse_ref = refs
+    *refs, out_ref, lse_ref = refs
+    shared_refs, scale_refs = (refs[:2], refs[2:]) if job.shared_pages else ((), refs)
     each, split, role = (lax.axis_index(name) for name in ("list", "split", "role"))
+    if job.shared_pages:
+        # The rows' lists of one head are neighbours.
+        each = lax.rem(each, job.batch) * job.lists + lax.div(each, job.batch)
     row, index = lax.div(each, job.lists), lax.rem(each, job.lists)
     head = lax.div(index * job.kv_heads, job.lists)
     loaded = scratch["loaded"]
     piece = _Piece(
-        ids=scratch["ids"], first=split * job.share, bounds=[bounds_ref[row, i] for i in range(3)]
+        ids=scratch["ids"],
+        first=split * job.share,
+        bounds=[bounds_ref[row, i] for i in range(3)],
+        own=bounds_ref[row, 3] if job.shared_pages else None,
     )
 
     @pl.when(role == 1)
@@ -270,7 +317,9 @@ def _kernel(bounds_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratc
         plgpu.copy_gmem_to_smem(mine, scratch["ids"], loaded.at[0])
         plgpu.barrier_wait(loaded.at[0])
         scales = [ref.at[each] for ref in scale_refs]
-        _fetch((k_ref.at[row], v_ref.at[row]), scales, piece, head, job, scratch)
+        own, shared = ([x.at[row] for x in (k_ref, v_ref)], [x.at[0] for x in shared_refs])
+        refs = list(zip(own, shared or own, strict=True))
+        _fetch(refs, scales, piece, head, job, scratch)
 
     @pl.when(role == 0)
     def _attention():
@@ -316,11 +365,13 @@ class _Piece:
     Attributes:
       first: its first step among those of the list.
       bounds: of the row: start, stop, and the end of the slots around them.
+      own: the first page of the row's own; None where rows share none.
     """
 
     ids: Any
     first: Any
     bounds: Any
+    own: Any
 
 
 def _id(piece: _Piece, step: Array, j: int, job: _Job) -> Array:
@@ -360,26 +411,46 @@ def _steps(piece: _Piece, job: _Job) -> Array:
 
 
 def _fetch(
-    refs: tuple, scale_refs: list, piece: _Piece, head: Array, job: _Job, scratch: dict
+    refs: list, scale_refs: list, piece: _Piece, head: Array, job: _Job, scratch: dict
 ) -> None:
     """Copy the pages of the steps into the rings; for none listed any page, which is masked.
 
     Args:
+      refs: of keys and of values the row's own, and what rows share.
       scale_refs: those of the list's slots, of keys and of values, where there are any.
     """
     steps = _steps(piece, job)
 
     @pl.loop(0, steps)
     def _step(i):
-        def copy(ref, place, ready):
+        def of_head(page: Array, pages: int) -> Array:
+            # A page that is none is masked, whichever it is.
+            return head * pages + jnp.minimum(page, pages - 1)
+
+        def copy(refs, place, ready):
             for j in range(job.pages):
-                entry = jnp.maximum(_id(piece, i, j, job), 0)
-                if job.group is None:
-                    # A page that is none is masked, whichever it is.
-                    page = jnp.minimum(entry, job.pages_of_head - 1)
-                    entry = head * job.pages_of_head + page
+                page = jnp.maximum(_id(piece, i, j, job), 0)
                 part = place.at[pl.ds(j * job.page_size, job.page_size)]
-                plgpu.copy_gmem_to_smem(ref.at[entry], part, ready)
+                if job.group is not None:
+                    plgpu.copy_gmem_to_smem(refs[0].at[page], part, ready)
+                elif not job.shared_pages:
+                    entry = of_head(page, job.pages_of_head)
+                    plgpu.copy_gmem_to_smem(refs[0].at[entry], part, ready)
+                else:
+                    copy_either(refs, page, part, ready)
+
+        def copy_either(refs, page, part, ready):
+            own, shared = refs
+
+            @pl.when(page < piece.own)
+            def _():
+                entry = of_head(page, job.shared_pages)
+                plgpu.copy_gmem_to_smem(shared.at[entry], part, ready)
+
+            @pl.when(page >= piece.own)
+            def _():
+                entry = of_head(page - piece.own, job.pages_of_head)
+                plgpu.copy_gmem_to_smem(own.at[entry], part, ready)
 
         def copy_scales(ref, place, ready):
             block = pl.ds((piece.first + i) * _BLOCK, _BLOCK)

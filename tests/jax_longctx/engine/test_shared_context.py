@@ -55,10 +55,12 @@ def test_rows_over_one_context_answer_as_they_do_alone(name):
     check_method(small_method(name))
 
 
-@pytest.mark.parametrize("name", ["full", "quest"])
+@pytest.mark.parametrize(
+    ("name", "kv"), [("full", "int8"), ("quest", "int8"), ("quest", "fp8"), ("arkvale", "int8")]
+)
 @pytest.mark.parametrize("by_layer", [True, False])
-def test_rows_over_one_context_in_8_bits(name, by_layer):
-    check_method(small_method(name), by_layer=by_layer, kv="int8")
+def test_rows_over_one_context_in_8_bits(name, kv, by_layer):
+    check_method(small_method(name), by_layer=by_layer, kv=kv)
 
 
 @pytest.mark.parametrize("name", SHARING)
@@ -97,7 +99,8 @@ def test_more_rows_than_a_pass_takes():
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("full", (1, 2, 2)), ("star", (1, 2, 2)), ("quest", (1, 1, 2))]
+    ("name", "sizes"),
+    [("full", (1, 2, 2)), ("star", (1, 2, 2)), ("quest", (1, 1, 2)), ("arkvale", (1, 1, 2))],
 )
 def test_on_a_mesh(name, sizes):
     check_method(small_method(name), mesh=make_mesh(*sizes))
