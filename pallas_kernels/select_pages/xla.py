@@ -26,7 +26,8 @@ def select_pages(
         scores_BNP = page_scores(q, high, high if low is None else low, last, radius)
     else:
         scores_BNP = shared_page_scores(q, high, low, last, radius, shared)
-    inside_BP = jnp.arange(scores_BNP.shape[2]) >= first[:, None]
+    page_P = jnp.arange(scores_BNP.shape[2])
+    inside_BP = (page_P >= first[:, None]) & (page_P < last[:, None])
     scores_BXP = jnp.where(inside_BP[:, None], scores_BNP, -jnp.inf)
     if together:
         scores_BXP = jnp.sum(scores_BXP, axis=1, keepdims=True) / q.shape[1]

@@ -159,7 +159,10 @@ def _apart(
     shared: Shared,
     **given: Any,
 ) -> tuple[Array, ...]:
-    """Shared and own slots in a call each; over the shared ones the heads of all rows are one row's."""
+    """Shared and own slots in a call each.
+
+    Over the shared ones the heads of all rows are one row's, each with a list of its own.
+    """
     rows, kv_heads, split = q.shape[0], k.shape[1], shared.split
     first = split // given["page_size"]
     own_pages = jnp.where(pages >= first, pages - first, -1)

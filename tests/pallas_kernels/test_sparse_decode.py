@@ -232,10 +232,9 @@ def test_rows_that_share_slots_attend_as_alone(lists: str, split: int) -> None:
     options = dict(page_size=8, scale=0.4)
     expected = reference.sparse_decode_attention(q, k, v, listed, start, stop, **options)
     shared = Shared(*theirs, jnp.array([split], jnp.int32))
-    run = jax.jit(partial(sparse_decode_attention, **options))
     for name in (None, "reference"):
-        named = run if name is None else partial(run, implementation=name)
-        found = named(q, k[:, :, split:], v[:, :, split:], listed, start, stop, shared=shared)
+        run = jax.jit(partial(sparse_decode_attention, **options, implementation=name))
+        found = run(q, k[:, :, split:], v[:, :, split:], listed, start, stop, shared=shared)
         np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
         np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
     for row in range(ROWS):
