@@ -199,7 +199,7 @@ def sparse_decode_attention(
     return results_of(*hopper.merge_parts(out, lse, 2), q)
 
 
-def _visited(ids: Int[Array, "B X E"], bounds: Int[Array, "B Y"], job: _Job) -> Int[Array, "B X M"]:
+def _visited(ids: Int[Array, "B X E"], bounds: Int[Array, "B J"], job: _Job) -> Int[Array, "B X M"]:
     """Every list's pages in the order of the steps; the entries of a flat list."""
     steps = job.splits * job.share * job.pages
     if job.listed:
@@ -212,7 +212,7 @@ def _visited(ids: Int[Array, "B X E"], bounds: Int[Array, "B Y"], job: _Job) -> 
 
 
 def _listed_scales(
-    own: Any, shared: Any, pages: Int[Array, "B X M"], bounds: Int[Array, "B Y"], job: _Job
+    own: Any, shared: Any, pages: Int[Array, "B X M"], bounds: Int[Array, "B J"], job: _Job
 ) -> Float[Array, "Y Z"]:
     """The scales of the slots of every list's pages, as `_fetch` copies these.
 
@@ -245,7 +245,7 @@ def _partials(
     caches: tuple[Any, ...],
     scales: tuple[Any, ...],
     ids: Int[Array, "B X E"],
-    bounds: Int[Array, "B Y"],
+    bounds: Int[Array, "B J"],
     job: _Job,
 ) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
     """The attention of every piece of every list.

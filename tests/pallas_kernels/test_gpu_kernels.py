@@ -291,7 +291,8 @@ FLAT = _options(lists=2, entries=7, page_size=32, flat=True)
 PRIOR = _options(prior=True)
 SHORT = _options(short=True)
 TOGETHER = _options(size=20, together=True)
-SHARED = _options(shared=128)
+# Of pages, in the middle of a line of scores.
+SHARED, SHARED_PAGES = _options(shared=128), _options(shared=136)
 
 CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     "decode": (_decode, Case(head_dim=128)),
@@ -345,26 +346,38 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     ),
     "pages-shared": (
         _pages,
-        Case(rows=3, slots=196, workers=6, options=SHARED + _options(size=20)),
+        Case(rows=3, slots=196, workers=6, options=SHARED_PAGES + _options(size=20)),
     ),
     # More rows of a tile of columns than steps in flight, and more tiles than workers.
     "pages-shared-heads": (
         _pages,
-        Case(rows=9, kv_heads=1, group=1, slots=204, workers=1, options=SHARED + _options(size=9)),
+        Case(
+            rows=9,
+            kv_heads=1,
+            group=1,
+            slots=204,
+            workers=1,
+            options=SHARED_PAGES + _options(size=9),
+        ),
     ),
     "pages-shared-passes": (
         _pages,
         Case(
-            rows=20, kv_heads=1, group=5, slots=216, workers=4, options=SHARED + _options(size=20)
+            rows=20,
+            kv_heads=1,
+            group=5,
+            slots=216,
+            workers=4,
+            options=SHARED_PAGES + _options(size=20),
         ),
     ),
     "pages-shared-together": (
         _pages,
-        Case(rows=4, group=3, slots=200, workers=6, options=SHARED + TOGETHER),
+        Case(rows=4, group=3, slots=200, workers=6, options=SHARED_PAGES + TOGETHER),
     ),
     "pages-shared-points": (
         _pages,
-        Case(rows=4, slots=200, workers=6, options=SHARED + _options(size=20, point=True)),
+        Case(rows=4, slots=200, workers=6, options=SHARED_PAGES + _options(size=20, point=True)),
     ),
 }
 # One of each kernel; the others are `slow`, for the interpreter is.
@@ -436,7 +449,7 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
             ),
         ),
     }
-    for _rows, _shared in ((16, 8192), (3, 1016), (40, 2000)):
+    for _rows, _shared in ((16, 8200), (3, 1016), (40, 2000)):
         _box = replace(_case, rows=_rows, slots=_shared + 84)
         LARGE |= {
             f"pages-shared-{_shared}-{_dim}-{_dtype}-{_group}": (
