@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import Branched, parting
+from jax_longctx.contract import LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.page_scores import SharedPages, page_scores, shared_page_scores
 from pallas_kernels.plane import Plane, part_of
@@ -46,22 +47,27 @@ def digest_scores(
 
 
 def branched_scores(
-    q: Float[Array, "B N H"], digests: Branched, own_length: Int[Array, " B"], page_size: int
+    q: Float[Array, "B N H"],
+    digests: Branched,
+    own_length: Int[Array, " B"],
+    page_size: int,
+    ctx: LayerContext,
 ) -> Float[Array, "B N P"]:
     """`digest_scores` of rows that share the first pages, of P = shared and own pages at most.
 
     Args:
-      own_length: slots of each row that it does not share.
+      own_length: this shard's slots of each row that it does not share.
     """
-    own, shared = part_of(digests.own), part_of(shared_pages(digests))
+    own, shared = part_of(digests.own), part_of(shared_pages(digests, page_size, ctx))
     pages_B = shared.split + jnp.maximum(-(-own_length // page_size), 0)
     return shared_page_scores(q, own.high, own.low, pages_B, own.radius, shared)
 
 
-def shared_pages(digests: Branched) -> SharedPages:
-    """The digests that rows share."""
+def shared_pages(digests: Branched, page_size: int, ctx: LayerContext) -> SharedPages:
+    """This shard's digests that rows share."""
     shared = digests.shared
-    return SharedPages(shared.high, shared.low, shared.radius, digests.split)
+    split = ctx.slots(shared.high.shape[2], page_size).below(digests.split)
+    return SharedPages(shared.high, shared.low, shared.radius, split)
 
 
 def masked_mean(

@@ -445,7 +445,7 @@ class SelectingPages(Selecting):
         assert cache.digests is not None
         if isinstance(cache.store, Branched):
             own_B = cache.store.own.held(ctx)
-            return branched_scores(q, cache.digests, own_B, self.page_size)
+            return branched_scores(q, cache.digests, own_B, self.page_size, ctx)
         return digest_scores(q, cache.digests, cache.store.held(ctx), self.page_size)
 
     def select(
@@ -468,7 +468,7 @@ class SelectingPages(Selecting):
             return None
         digests, shared = cache.digests, None
         if isinstance(digests, Branched):
-            digests, shared = digests.own, shared_pages(digests)
+            digests, shared = digests.own, shared_pages(digests, self.page_size, ctx)
         assert digests is not None
         first_B = span.start // self.page_size
         last_B = jnp.where(span.stop > span.start, -(-span.stop // self.page_size), first_B)

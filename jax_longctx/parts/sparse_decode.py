@@ -93,7 +93,7 @@ def sparse_attention(
     stop: Int[Array, " B"],
     *,
     page_size: int,
-    scale: float,
+    ctx: LayerContext,
     **how: Any,
 ) -> tuple[Array, ...]:
     """`sparse_decode_attention` of a store, whose rows may share a context.
@@ -101,16 +101,17 @@ def sparse_attention(
     Over a context that rows share, `start` is the same for all of them, or beyond what they share;
     `stop` lies beyond it. Every page lies on one side. Flat lists and priors are not for these.
     """
-    own, shared = _caches(store)
-    given: dict[str, Any] = {"page_size": page_size, "scale": scale, "shared": shared}
+    own, shared = _caches(store, ctx)
+    given: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale, "shared": shared}
     return sparse_decode_attention(q, own.k, own.v, pages, start, stop, **given, **how)
 
 
-def _caches(store: Store) -> tuple[AppendCache, Shared | None]:
-    """What rows have for themselves, and what they share."""
-    if isinstance(store, Branched):
-        return store.own, Shared(store.shared.k, store.shared.v, store.split)
-    return store, None
+def _caches(store: Store, ctx: LayerContext) -> tuple[AppendCache, Shared | None]:
+    """What rows have for themselves on this shard, and what they share."""
+    if not isinstance(store, Branched):
+        return store, None
+    k, v = store.shared.k, store.shared.v
+    return store.own, Shared(k, v, ctx.slots(k.shape[2]).below(store.split))
 
 
 def attend_fixed(
@@ -137,7 +138,7 @@ def attend_fixed(
     fixed_BC = local_slots(jnp.concatenate([first, last], axis=1), slots, ctx)
     fixed_BKC = jnp.broadcast_to(fixed_BC[:, None], (batch, heads, sink + local))
     zero_B = jnp.zeros_like(store.length)
-    how: dict[str, Any] = {"page_size": 1, "scale": ctx.scale}
+    how: dict[str, Any] = {"page_size": 1, "ctx": ctx}
     how |= {} if prior is None else prior.arguments()
     return sparse_attention(q, store, fixed_BKC, zero_B, zero_B + slots, **how)
 
@@ -165,13 +166,13 @@ def attend_lists(
         local = local_slots(lists.pages, slots // page_size, ctx, page_size)
     own = ctx.slots(slots)
     where = (own.below(span.start), own.below(span.stop))
-    how: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale}
+    how: dict[str, Any] = {"page_size": page_size, "ctx": ctx}
     how |= {} if prior is None else prior.arguments()
     listed_pages = local if lists.heads is None else local[:, 0]
     if isinstance(fixed, Ends):
         one = ctx.seq_size == 1 and lists.heads is None and sum(fixed) > 0
         one = one and (prior is None or prior.logits is None)
-        rows, shared = _caches(store)
+        rows, shared = _caches(store, ctx)
         if one and takes_around(q, rows.k, listed_pages, page_size, prior is not None, shared):
             fixed, how["around"] = None, Around(store.length, *fixed)
         else:
