@@ -26,6 +26,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.common import AnyCache, check_heads, fold_rows, unfold_rows
+from pallas_kernels.plane import part_of
 
 
 class SharedPages(NamedTuple):
@@ -96,8 +97,9 @@ def shared_page_scores(
       pages: filled pages of every row, shared and own.
     """
     kv_heads, split = high.shape[1], shared.split
-    corners = [shared.high, shared.high if shared.low is None else shared.low]
-    before = page_scores(fold_rows(q, kv_heads), *corners, split, shared.radius)
+    folded, theirs = fold_rows(q, kv_heads), part_of(shared)
+    lowest = theirs.high if theirs.low is None else theirs.low
+    before = page_scores(folded, theirs.high, lowest, split, theirs.radius)
     before_BNP = unfold_rows(before, q.shape[0], kv_heads)
     own_BNP = page_scores(q, high, high if low is None else low, pages - split, radius)
     room = [(0, 0), (0, 0), (0, own_BNP.shape[2])]

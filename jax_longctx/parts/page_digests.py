@@ -58,7 +58,7 @@ def branched_scores(
     Args:
       own_length: this shard's slots of each row that it does not share.
     """
-    own, shared = part_of(digests.own), part_of(shared_pages(digests, page_size, ctx))
+    own, shared = part_of(digests.own), shared_pages(digests, page_size, ctx)
     pages_B = shared.split + jnp.maximum(-(-own_length // page_size), 0)
     return shared_page_scores(q, own.high, own.low, pages_B, own.radius, shared)
 

@@ -1,5 +1,7 @@
 """The definition of `select_pages`: every product by itself, and a stable sort."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -23,11 +25,9 @@ def select_pages(
 ) -> Int[Array, "B X C"]:
     """See the public function."""
     if shared is not None:
-        mine, theirs = (high, low, radius), (shared.high, shared.low, shared.radius)
-        high, low, radius = (
-            None if x is None else _joined(y, x, shared.split)
-            for x, y in zip(mine, theirs, strict=True)
-        )
+        high = _joined(shared.high, high, shared.split)
+        low = low if low is None else _joined(shared.low, low, shared.split)
+        radius = radius if radius is None else _joined(shared.radius, radius, shared.split)
     group = q.shape[1] // high.shape[1]
     corners = [
         jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (high, low) if x is not None
@@ -46,7 +46,7 @@ def select_pages(
     return reference.select(scores, k, size)
 
 
-def _joined(shared: Array, own: Array, split: Int[Array, " 1"]) -> Array:
+def _joined(shared: Any, own: Array, split: Int[Array, " 1"]) -> Array:
     """Every row's digests as if it shared none."""
     page = jnp.arange(shared.shape[2] + own.shape[2])
     shared = jnp.broadcast_to(shared, (len(own), *shared.shape[1:]))

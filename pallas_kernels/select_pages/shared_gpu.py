@@ -155,7 +155,7 @@ def select_pages(
     digests = [x for x in (high, low) if x is not None]
     if spare:
         digests = [jnp.pad(x, ((0, 0), (0, 0), (0, spare), (0, 0))) for x in digests]
-    theirs = [x for x in (shared.high, shared.low) if x is not None]
+    theirs: list[Any] = [x for x in (shared.high, shared.low) if x is not None]
     return _choose(_scores(_columns(q, job), theirs, digests, bounds, job), bounds, job)
 
 
@@ -273,16 +273,14 @@ def _score_own(
     for i in range(min(rows, _STAGES)):
         copy(i)
     plgpu.barrier_wait(scratch["asked"].at[1])
-    whole = None
+    whole: Any = None
     for i in range(rows):
         found = _products(i % _STAGES, scratch["q_tile"], job.tile, scratch)
         if i + _STAGES < rows:
             plgpu.commit_smem()
             copy(i + _STAGES)
-        if whole is None:
-            whole = found
-        else:
-            whole = jnp.where(hopper.iota(found.shape, 1) >= i * job.width, found, whole)
+        mine = hopper.iota(found.shape, 1) >= i * job.width
+        whole = jnp.where(mine, found, whole) if i else found
     _store(whole, scores_ref, tile * job.tile, job.lines[0] + line, job)
 
 

@@ -180,12 +180,13 @@ def sparse_decode_attention(
     last = stop if around is None else around.length
     bounds = jnp.maximum(jnp.stack([start, stop, last], axis=1), 0)
     bounds = jnp.minimum(bounds, slots + job.shared_pages * page_size)
-    caches, theirs = (k, v), ()
+    caches: tuple[Any, ...] = (k, v)
+    theirs: tuple[Any, ...] = ()
     if shared is not None:
         theirs = (shared.k, shared.v)
         split = jnp.broadcast_to(shared.split // page_size, (batch, 1))
         bounds = jnp.concatenate([bounds, split], axis=1)
-    scales = ()
+    scales: tuple[Any, ...] = ()
     if isinstance(k, Quantised) and isinstance(v, Quantised):
         listed = _visited(ids, bounds, job)
         each = zip(caches, theirs or (None, None), strict=True)
