@@ -147,16 +147,15 @@ def select_pages(
         dtype=high.dtype,
         interpret=interpret,
     )
-    split = jnp.clip(shared.split, 0, job.pages[0])
-    most = split + own
-    first, last = jnp.clip(first, 0, most), jnp.clip(last, 0, most)
-    each = first, last, jnp.clip(count, 0, size), jnp.broadcast_to(split, first.shape)
-    bounds = jnp.stack(each, axis=1).astype(jnp.int32)
+    # Apart, as they come from the program: to join them would be a launch.
+    bounds = [x.astype(jnp.int32) for x in (first, last, count)]
+    split = shared.split.astype(jnp.int32)
     digests = [x for x in (high, low) if x is not None]
     if spare:
         digests = [jnp.pad(x, ((0, 0), (0, 0), (0, spare), (0, 0))) for x in digests]
     theirs: list[Any] = [x for x in (shared.high, shared.low) if x is not None]
-    return _choose(_scores(_columns(q, job), theirs, digests, bounds, job), bounds, job)
+    scores = _scores(_columns(q, job), theirs, digests, split, job)
+    return _choose(scores, bounds, split, job)
 
 
 def _columns(q: Float[Array, "B N H"], job: _Job) -> Float[Array, "K D M H"]:
@@ -175,7 +174,7 @@ def _scores(
     q: Float[Array, "K D M H"],
     theirs: list[Array],
     own: list[Array],
-    bounds: Int[Array, "B 4"],
+    split: Int[Array, " 1"],
     job: _Job,
 ) -> Float[Array, "K X T 64 64"]:
     """The scores of every column, or of every row the sums of its group's.
@@ -199,10 +198,10 @@ def _scores(
         interpret=job.interpret,
         kernel_name="score_shared_pages",
     )
-    return kernel(bounds, q, *theirs, *own)
+    return kernel(split, q, *theirs, *own)
 
 
-def _score_kernel(bounds_ref, q_ref, *refs, job: _Job, **scratch) -> None:
+def _score_kernel(split_ref, q_ref, *refs, job: _Job, **scratch) -> None:
     head, number, split = (lax.axis_index(name) for name in ("head", "pass", "split"))
     theirs = [ref.at[0, head] for ref in refs[: job.digests]]
     own = refs[job.digests : 2 * job.digests]
@@ -211,7 +210,7 @@ def _score_kernel(bounds_ref, q_ref, *refs, job: _Job, **scratch) -> None:
     for i in range(job.digests):
         columns = q_ref.at[head, i, pl.ds(begin, job.columns)]
         plgpu.copy_gmem_to_smem(columns, scratch["q_tiles"].at[i], scratch["asked"].at[0])
-    blocks = lax.div(bounds_ref[0, 3] + (_BLOCK - 1), _BLOCK)
+    blocks = lax.div(_split(split_ref, job) + (_BLOCK - 1), _BLOCK)
     steps = lax.div(blocks - split + (job.splits - 1), job.splits)
     _score_shared(theirs, scores_ref, begin, split, steps, job, scratch)
     # The rows' own pages: lines of a tile of columns, dealt out over all passes.
@@ -230,6 +229,10 @@ def _score_kernel(bounds_ref, q_ref, *refs, job: _Job, **scratch) -> None:
             columns = q_ref.at[head, j, pl.ds(tile * job.tile, job.tile)]
             plgpu.copy_gmem_to_smem(columns, scratch["q_tile"].at[j], scratch["asked"].at[1])
         _score_own([(ref, head) for ref in own], scores_ref, tile, line, job, scratch)
+
+
+def _split(ref: Any, job: _Job) -> Array:
+    return jnp.clip(ref[0], 0, job.pages[0])
 
 
 def _score_shared(
@@ -325,7 +328,14 @@ def _store(
             scores_ref[first + i, tile, line] = sums
 
 
-def _choose(scores: Array, bounds: Int[Array, "B 4"], job: _Job) -> Int[Array, "B X C"]:
+def _choose(
+    scores: Array, bounds: list[Array], split: Int[Array, " 1"], job: _Job
+) -> Int[Array, "B X C"]:
+    """The lists.
+
+    Args:
+      bounds: of every row first, last and count.
+    """
     lists = 1 if job.together else job.kv_heads * job.group
     kernel = plgpu.kernel(
         functools.partial(_choose_kernel, job=job),
@@ -336,14 +346,16 @@ def _choose(scores: Array, bounds: Int[Array, "B 4"], job: _Job) -> Int[Array, "
         interpret=job.interpret,
         kernel_name="choose_shared_pages",
     )
-    return kernel(bounds, hopper_best.triangle(), scores)[:, :, : job.size]
+    return kernel(*bounds, split, hopper_best.triangle(), scores)[:, :, : job.size]
 
 
-def _choose_kernel(bounds_ref, triangle_ref, scores_ref, lists_ref, *, job: _Job, **scratch):
+def _choose_kernel(*refs, job: _Job, **scratch) -> None:
+    *bound_refs, split_ref, triangle_ref, scores_ref, lists_ref = refs
     row, each = lax.axis_index("row"), lax.axis_index("list")
     hopper_best.begin(triangle_ref, scratch)
-    first, last, count, split = (bounds_ref[row, i] for i in range(4))
-    own = job.lines[0] * _BLOCK
+    split, own = _split(split_ref, job), job.lines[0] * _BLOCK
+    first, last = (jnp.clip(ref[row], 0, split + job.pages[1]) for ref in bound_refs[:2])
+    count = jnp.clip(bound_refs[2][row], 0, job.size)
     # As slots of the scores: the gap lies before a row's own pages.
     first = jnp.where(first < split, first, first + (own - split))
     last = jnp.where(last <= split, last, last + (own - split))
