@@ -65,8 +65,9 @@ def branched_scores(
 
 def shared_pages(digests: Branched, page_size: int, ctx: LayerContext) -> SharedPages:
     """This shard's digests that rows share."""
-    shared = digests.shared
-    split = ctx.slots(shared.high.shape[2], page_size).below(digests.split)
+    shared, split = digests.shared, digests.split
+    if ctx.seq_size > 1:
+        split = ctx.slots(shared.high.shape[2], page_size).below(split)
     return SharedPages(shared.high, shared.low, shared.radius, split)
 
 

@@ -110,8 +110,10 @@ def _caches(store: Store, ctx: LayerContext) -> tuple[AppendCache, Shared | None
     """What rows have for themselves on this shard, and what they share."""
     if not isinstance(store, Branched):
         return store, None
-    k, v = store.shared.k, store.shared.v
-    return store.own, Shared(k, v, ctx.slots(k.shape[2]).below(store.split))
+    k, v, split = store.shared.k, store.shared.v, store.split
+    if ctx.seq_size > 1:
+        split = ctx.slots(k.shape[2]).below(split)
+    return store.own, Shared(k, v, split)
 
 
 def attend_fixed(
